@@ -1,0 +1,1 @@
+"""Custom ONNX Runtime operators of domain `sd_ort`: one folder an op."""

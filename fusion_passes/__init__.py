@@ -1,0 +1,1 @@
+"""Fusions that turn exporters' subgraphs into the fused operators of ONNX Runtime."""

@@ -1,0 +1,1 @@
+"""Exporter spellings to one spelling."""

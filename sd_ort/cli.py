@@ -1,0 +1,65 @@
+"""The `sd-ort` command: names, options and exit codes. Each subcommand imports its stage only when it runs."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from typing import Any
+
+import click
+
+from sd_ort.errors import SdOrtError
+
+# Subcommand -> one line of help. Each lives in sd_ort/commands/<name>.py as `command`.
+COMMANDS = {
+    "export": "Turn a diffusers checkpoint into an ONNX pipeline folder.",
+    "optimize": "Fuse an ONNX pipeline for a target and precision.",
+    "generate": "Draw images from a prompt.",
+    "benchmark": "Measure latency and memory, engines side by side.",
+}
+
+
+class LazyGroup(click.Group):
+    """A click group that imports a subcommand's module only when it is called, so that --help stays fast."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"sd_ort.commands.{name.replace('-', '_')}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="sd-ort")
+def cli() -> None:
+    """Make Stable Diffusion fast through ONNX Runtime."""
+
+
+def _terminate(signum: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Entry point: user errors become one line on stderr and their exit code; Ctrl-C and SIGTERM exit with 130."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        sys.exit(cli.main(standalone_mode=False))
+    except click.exceptions.Exit as exit_:
+        sys.exit(exit_.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except SdOrtError as error:
+        click.echo(f"sd-ort: {error}", err=True)
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("sd-ort: interrupted, nothing was written.", err=True)
+        sys.exit(130)

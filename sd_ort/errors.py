@@ -1,0 +1,31 @@
+"""Errors a user can mend. The CLI prints their message on one line and exits with their code; anything else is a bug."""
+
+
+class SdOrtError(Exception):
+    """Base of all errors whose message tells the user what to do."""
+
+    exit_code = 1
+
+
+class InputError(SdOrtError):
+    """A path, option or file given by the user cannot be used."""
+
+    exit_code = 2
+
+
+class ProviderError(SdOrtError):
+    """The execution provider asked for is not installed or not really used."""
+
+    exit_code = 3
+
+
+class VerificationError(SdOrtError):
+    """A model's numbers differ from its source by more than the tolerance."""
+
+    exit_code = 4
+
+
+class OutputError(SdOrtError):
+    """The output cannot be written: the disk is full or the folder belongs to something else."""
+
+    exit_code = 5
