@@ -1,0 +1,337 @@
+"""ONNX Runtime sessions: the only Python file that knows provider names, their options and the op library.
+
+ONNX Runtime falls back to the CPU without an error when a provider's shared libraries are missing. Here the provider
+asked for is either really used, or the call fails and says what to install.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import logging
+import struct
+import warnings
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sd_ort.errors import InputError, ProviderError
+from sd_ort.folder import MODEL, check_component
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+log = logging.getLogger("sd_ort")
+
+CPU_EP = "CPUExecutionProvider"
+# All of these install the same package `onnxruntime` and overwrite each other's files.
+WHEELS = (
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "onnxruntime-rocm",
+    "onnxruntime-migraphx",
+    "onnxruntime-directml",
+    "onnxruntime-openvino",
+)
+# ONNX Runtime's element types -> NumPy's, for the inputs a Stable Diffusion graph can have.
+DTYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(bool)": np.bool_,
+}
+
+
+@dataclass(frozen=True)
+class Provider:
+    """What one `--provider` name means: its ONNX Runtime name, the extra that installs it, and its options.
+
+    `tuning` holds the options that make it search for the fastest kernels; empty when it has no such search.
+    `library` is the shared library inside the wheel whose own dependencies must be on the machine.
+    """
+
+    ep: str
+    extra: str
+    options: dict[str, str] = field(default_factory=dict)
+    tuning: dict[str, str] = field(default_factory=dict)
+    library: str | None = None
+    needs: str = ""
+
+
+PROVIDERS = {
+    "cpu": Provider(CPU_EP, "cpu"),
+    "cuda": Provider(
+        "CUDAExecutionProvider",
+        "cuda",
+        options={"arena_extend_strategy": "kSameAsRequested", "cudnn_conv_use_max_workspace": "1"},
+        library="libonnxruntime_providers_cuda.so",
+        needs="CUDA and cuDNN",
+    ),
+    "rocm": Provider(
+        "ROCMExecutionProvider",
+        "rocm",
+        # Its MultiHeadAttention throws unless tunable ops are enabled, tuned or not.
+        options={"tunable_op_enable": "1", "miopen_conv_use_max_workspace": "1"},
+        tuning={"tunable_op_tuning_enable": "1", "miopen_conv_exhaustive_search": "1"},
+        library="libonnxruntime_providers_rocm.so",
+        needs="ROCm 7 with MIOpen and hipBLAS",
+    ),
+    "migraphx": Provider(
+        "MIGraphXExecutionProvider",
+        "migraphx",
+        tuning={"migraphx_exhaustive_tune": "1"},
+        library="libonnxruntime_providers_migraphx.so",
+        needs="ROCm with MIGraphX",
+    ),
+}
+
+
+def provider_named(name: str) -> Provider:
+    """The table's entry for a provider name. Raises ProviderError for a name that is not in it."""
+    if name not in PROVIDERS:
+        raise ProviderError(f"unknown provider {name!r}: choose one of {', '.join(PROVIDERS)}.")
+    return PROVIDERS[name]
+
+
+def runtime() -> Any:
+    """The module `onnxruntime`. Raises ProviderError when it is absent, or when two of its wheels lie in one folder."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise ProviderError("onnxruntime is not installed: pip install 'sd-ort[cpu]' (or [cuda], [rocm], [migraphx]).")
+    wheels = installed_wheels()
+    if len(wheels) > 1:
+        names = " and ".join(wheels)
+        raise ProviderError(
+            f"{names} are installed at once and overwrite each other: "
+            f"pip uninstall -y {' '.join(wheels)}, then install one with pip install 'sd-ort[cpu]' (or another extra)."
+        )
+    import onnxruntime
+
+    return onnxruntime
+
+
+def installed_wheels() -> dict[str, str]:
+    """Name -> version of each onnxruntime wheel unpacked in the folder that `import onnxruntime` reads."""
+    spec = importlib.util.find_spec("onnxruntime")
+    if spec is None or spec.origin is None:
+        return {}
+    package = Path(spec.origin).resolve()
+    found = {}
+    for wheel in WHEELS:
+        try:
+            distribution = metadata.distribution(wheel)
+        except metadata.PackageNotFoundError:
+            continue
+        if Path(str(distribution.locate_file("onnxruntime/__init__.py"))).resolve() == package:
+            found[wheel] = distribution.version
+    return found
+
+
+def missing_libraries(name: str) -> list[str]:
+    """Shared libraries that the provider's own library asks for and this machine cannot load; [] if none or unknown."""
+    provider = provider_named(name)
+    if provider.library is None:
+        return []
+    onnxruntime = runtime()
+    if name == "cuda" and hasattr(onnxruntime, "preload_dlls"):
+        with contextlib.redirect_stdout(None):  # it prints what it does not find, as missing_libraries says too
+            onnxruntime.preload_dlls()  # finds the CUDA libraries that pip packages (torch's too) brought
+    library = Path(onnxruntime.__file__).parent / "capi" / provider.library
+    if not library.is_file():
+        return []
+    return [needed for needed in needed_libraries(library) if not _loads(needed)]
+
+
+def needed_libraries(library: Path) -> list[str]:
+    """The DT_NEEDED names of a 64-bit little-endian ELF library; [] for any other file.
+
+    Field offsets: System V ABI, Elf64_Ehdr, Elf64_Phdr and Elf64_Dyn. Only the headers are read, never the code.
+    """
+    segment_load, segment_dynamic, tag_needed, tag_strings = 1, 2, 1, 5
+    with library.open("rb") as file:
+        header = file.read(64)
+        if header[:6] != b"\x7fELF\x02\x01":
+            return []
+        (table,) = struct.unpack_from("<Q", header, 32)
+        entry_size, entries = struct.unpack_from("<HH", header, 54)
+        file.seek(table)
+        raw = file.read(entry_size * entries)
+        # p_type, p_flags, p_offset, p_vaddr, p_paddr, p_filesz
+        segments = [struct.unpack_from("<IIQQQQ", raw, i * entry_size) for i in range(entries)]
+        loads = [s for s in segments if s[0] == segment_load]
+        dynamic = next((s for s in segments if s[0] == segment_dynamic), None)
+        if dynamic is None:
+            return []
+        file.seek(dynamic[2])
+        tags = list(struct.iter_unpack("<QQ", file.read(dynamic[5] // 16 * 16)))
+        strings = next((value for tag, value in tags if tag == tag_strings), None)
+        if strings is None:
+            return []
+        base = next(offset + strings - vaddr for _, _, offset, vaddr, _, size in loads if 0 <= strings - vaddr < size)
+        names = []
+        for tag, value in tags:
+            if tag == tag_needed:
+                file.seek(base + value)
+                names.append(file.read(256).split(b"\0")[0].decode())
+        return names
+
+
+def _loads(library: str) -> bool:
+    if library.startswith("libonnxruntime"):  # comes with the wheel itself, off the loader's path
+        return True
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def op_library() -> Path | None:
+    """The compiled custom-op library, or None when it was not built: the model's own function bodies run then."""
+    if importlib.util.find_spec("sd_ort.ops") is None:
+        return None
+    path: Path | None = importlib.import_module("sd_ort.ops").library_path()
+    return path
+
+
+@cache
+def note_missing_op_library() -> None:
+    """Say once, at the info level, that fused operators run as their portable function bodies."""
+    log.info("no custom-op library found: fused operators run as plain ONNX functions.")
+
+
+def check_provider(name: str, *, allow_fallback: bool = False) -> None:
+    """Check that a provider is in the installed wheel and that the shared libraries it needs can be loaded.
+
+    Raises ProviderError that names the extra or the libraries to install; a warning instead with `allow_fallback`.
+    """
+    provider = provider_named(name)
+    available = runtime().get_available_providers()
+    if provider.ep not in available:
+        _refuse(
+            f"the {name} provider is not in the installed onnxruntime wheel (it has {', '.join(available)}): "
+            f"pip uninstall -y {' '.join(installed_wheels())} && pip install 'sd-ort[{provider.extra}]'.",
+            allow_fallback,
+        )
+    elif missing := missing_libraries(name):
+        _refuse(
+            f"the {name} provider cannot load {', '.join(missing)}: install {provider.needs}, "
+            "or add their folder to LD_LIBRARY_PATH.",
+            allow_fallback,
+        )
+
+
+def _refuse(message: str, allow_fallback: bool) -> None:
+    if not allow_fallback:
+        raise ProviderError(message)
+    warnings.warn(f"{message} Falling back to the CPU.", stacklevel=4)
+
+
+def create_session(
+    model_path: Path,
+    provider: str = "cpu",
+    *,
+    threads: int | None = None,
+    allow_fallback: bool = False,
+    tuning: bool = False,
+    library: Path | None = None,
+    portable: bool = False,
+    profile: Path | None = None,
+) -> ort.InferenceSession:
+    """Open `<pipeline folder>/<component>/model.onnx` on a provider.
+
+    `threads`: intra-op threads, None for one a physical core. `allow_fallback`: warn instead of failing when the
+    provider is not really used. `tuning`: let the provider search for its fastest kernels. `library`: custom-op
+    library to register instead of the one found; `portable`: register none. `profile`: file-name prefix of ONNX
+    Runtime's profile.
+
+    Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
+    installed, not loadable or silently dropped.
+    """
+    model_path = Path(model_path)
+    if model_path.name != MODEL:
+        raise InputError(f"{model_path} is no component of a pipeline folder: expected <folder>/<component>/{MODEL}.")
+    check_component(model_path.parent.parent, model_path.parent.name)
+    check_provider(provider, allow_fallback=allow_fallback)
+    onnxruntime = runtime()
+    entry = provider_named(provider)
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors only: the warnings are about the exporter's unused initializers
+    if threads:
+        options.intra_op_num_threads = threads
+    if profile:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(profile)
+    _register_ops(options, library, portable)
+
+    wanted: list[Any] = [CPU_EP]
+    if entry.ep != CPU_EP and entry.ep in onnxruntime.get_available_providers():
+        wanted = [(entry.ep, {**entry.options, **(entry.tuning if tuning else {})}), CPU_EP]
+    try:
+        session = onnxruntime.InferenceSession(str(model_path), options, providers=wanted)
+    except Exception as error:  # pybind's exceptions share no base class but Exception
+        raise InputError(f"ONNX Runtime refuses {model_path}: {first_line(error)}") from error
+    if entry.ep not in session.get_providers():
+        _refuse(
+            f"ONNX Runtime dropped the {provider} provider and would run on the CPU: check that {entry.needs} is "
+            "installed and that a GPU is visible (`sd-ort doctor`).",
+            allow_fallback,
+        )
+    return session
+
+
+def _register_ops(options: Any, library: Path | None, portable: bool) -> None:
+    """Register the custom-op library. Raises ProviderError when it is there but cannot be loaded."""
+    path = None if portable else library or op_library()
+    if path is None:
+        note_missing_op_library()
+        return
+    try:
+        options.register_custom_ops_library(str(path))
+    except Exception as error:
+        raise ProviderError(f"{path} cannot be loaded: {first_line(error)} Build it again.") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first non-empty line of an error's message, cut to 300 characters, or its type when it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
+
+
+class Model:
+    """One ONNX component as a function of NumPy arrays: floating inputs are cast to the dtypes the graph declares."""
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self.session = session
+        self.inputs = {i.name: i for i in session.get_inputs()}
+        self.outputs = [o.name for o in session.get_outputs()]
+
+    def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
+        """Run once. `arrays`: one array an input, by name, of the input's shape. Returns the outputs by name.
+
+        Raises InputError when the names are not those of the graph's inputs.
+        """
+        if arrays.keys() != self.inputs.keys():
+            raise InputError(
+                f"the model takes {', '.join(self.inputs)}, not {', '.join(arrays)}: export the pipeline with sd-ort."
+            )
+        feed = {name: np.ascontiguousarray(array, self.dtype(name)) for name, array in arrays.items()}
+        return dict(zip(self.outputs, self.session.run(None, feed), strict=True))
+
+    def dtype(self, name: str) -> Any:
+        """NumPy dtype of an input. Raises InputError for an element type no Stable Diffusion graph has."""
+        declared = self.inputs[name].type
+        if declared not in DTYPES:
+            raise InputError(f"input {name} has the unsupported type {declared}: export the pipeline with sd-ort.")
+        return DTYPES[declared]
+
+
+def load(folder: Path, component: str, provider: str = "cpu", **options: Any) -> Model:
+    """Open one component of a pipeline folder; options as for `create_session`."""
+    return Model(create_session(Path(folder) / component / MODEL, provider, **options))
