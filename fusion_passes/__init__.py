@@ -1,1 +1,44 @@
-"""Fusions that turn exporters' subgraphs into the fused operators of ONNX Runtime."""
+"""Fusions that turn exporters' subgraphs into the fused operators of ONNX Runtime, in domain `sd_ort`.
+
+`canonicalize` gives every exporter's graph one spelling, `fuse` applies the fusions below in this order. Both work in
+place on an `onnx_ir.Model` and never read a weight. Which fused operators a provider runs is not decided here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import ModuleType
+
+import onnx_ir as ir
+
+from fusion_passes import (
+    bias_add,
+    bias_split_gelu,
+    group_norm,
+    multi_head_attention,
+    skip_group_norm,
+    skip_layer_normalization,
+)
+from fusion_passes._rule import apply
+from fusion_passes.canonicalize import attention, canonicalize, gelu, group_normalization, transposes
+
+# SkipLayerNormalization takes the sums a normalization follows; BiasAdd takes those that are left.
+FUSIONS: tuple[ModuleType, ...] = (
+    multi_head_attention,
+    group_norm,
+    bias_split_gelu,
+    skip_layer_normalization,
+    bias_add,
+    skip_group_norm,
+)
+CANONICAL: tuple[ModuleType, ...] = (group_normalization, gelu, transposes, attention)
+
+__all__ = ["CANONICAL", "FUSIONS", "canonicalize", "fuse"]
+
+
+def fuse(model: ir.Model) -> Counter[str]:
+    """Apply the fusions in place to a canonical model; returns how often each fired, by module name."""
+    counts: Counter[str] = Counter()
+    for module in FUSIONS:
+        counts[module.__name__.rpartition(".")[2]] = apply(model, module.RULES)
+    return counts

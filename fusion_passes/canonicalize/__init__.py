@@ -1,1 +1,39 @@
-"""Exporter spellings to one spelling."""
+"""Exporter spellings to one spelling: five exporters, one graph, on which each fusion is written once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from fusion_passes._rule import apply
+from fusion_passes.canonicalize import attention, gelu, group_normalization, transposes
+from fusion_passes.canonicalize.facts import fold, reshape_targets
+from fusion_passes.canonicalize.opset import declare_opset
+from fusion_passes.canonicalize.operand_order import order_operands
+from fusion_passes.canonicalize.slices import merge_slices
+
+
+def canonicalize(model: ir.Model) -> Counter[str]:
+    """Rewrite `model` in place; returns how often each module's rules fired.
+
+    The order matters: shapes first, since every rule asks for them; then the two operators whose meaning depends on
+    the opset; then the opset; then what is spelled out of smaller operators.
+    """
+    counts: Counter[str] = Counter()
+    common.InlinePass()(model)
+    fold(model)
+    order_operands(model)
+    counts["slices"] += merge_slices(model)
+    counts["group_normalization"] += apply(model, group_normalization.RULES)
+    counts["attention"] += apply(model, [attention.FromAttention])
+    if declare_opset(model):
+        counts["gelu"] += apply(model, gelu.RULES)
+    while changed := apply(model, transposes.RULES) + apply(model, attention.SCALES):
+        counts["transposes"] += changed
+    counts["attention"] += apply(model, attention.RULES)
+    while changed := apply(model, transposes.RULES):
+        counts["transposes"] += changed
+    reshape_targets(model)
+    return counts

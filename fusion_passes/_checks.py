@@ -1,0 +1,93 @@
+"""Questions that rules ask of values: constants, shapes, permutations, who uses what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+
+def constant(value: ir.Value | None) -> np.ndarray | None:
+    """The numbers a value always holds, or None. Reads the tensor: ask for its size first when it may be a weight."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    """Whether a value is an initializer or the output of a Constant node."""
+    return value is not None and ir.convenience.get_const_tensor(value) is not None
+
+
+def scalar(value: ir.Value | None) -> float | None:
+    """The number held by a constant of one element, whatever its rank, or None."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    if tensor is None or tensor.size != 1:
+        return None
+    return float(tensor.numpy().astype(np.float64).ravel()[0])
+
+
+def dims(value: ir.Value | None) -> list[int | str] | None:
+    """The shape as ints and symbol names, equal names meaning equal sizes, or None when the rank is unknown."""
+    if value is None or value.shape is None:
+        return None
+    return [d if isinstance(d, int) else (d.value or f"?{value.name}:{i}") for i, d in enumerate(value.shape)]
+
+
+def rank(value: ir.Value | None) -> int | None:
+    """The number of axes, or None when unknown."""
+    return None if value is None or value.shape is None else value.shape.rank()
+
+
+def size(value: ir.Value | None, axis: int) -> int | None:
+    """The size of an axis when it is a known number."""
+    shape = dims(value)
+    if shape is None or not -len(shape) <= axis < len(shape):
+        return None
+    return shape[axis] if isinstance(shape[axis], int) else None  # type: ignore[return-value]
+
+
+def same_shape(a: ir.Value | None, b: ir.Value | None) -> bool:
+    """Whether two shapes are known and equal, symbol by symbol."""
+    return dims(a) is not None and dims(a) == dims(b)
+
+
+def is_vector(value: ir.Value | None, length: int | None = None) -> bool:
+    """Whether a value is a constant of rank 1 (and of `length`)."""
+    if not is_constant(value) or rank(value) != 1:
+        return False
+    return length is None or size(value, 0) == length
+
+
+def perm(value: ir.Value | None) -> list[int] | None:
+    """The permutation of the Transpose that yields `value`, or None when it is no Transpose."""
+    node = None if value is None else value.producer()
+    if node is None or node.op_type != "Transpose":
+        return None
+    given = node.attributes.get_ints("perm")
+    if given is not None:
+        return list(given)
+    axes = rank(node.inputs[0])
+    return None if axes is None else list(range(axes))[::-1]
+
+
+def ints(value: ir.Value | None) -> list[int] | None:
+    """The elements of a constant integer tensor, or None."""
+    numbers = constant(value)
+    return None if numbers is None or numbers.dtype.kind != "i" else [int(n) for n in numbers.ravel()]
+
+
+def last_axis(axis: int, value: ir.Value | None) -> bool:
+    """Whether `axis` is the last one of `value`."""
+    axes = rank(value)
+    return axis == -1 or (axes is not None and axis == axes - 1)
+
+
+def users(value: ir.Value) -> Sequence[ir.Node]:
+    """The nodes that read a value, each once."""
+    return tuple(dict.fromkeys(node for node, _ in value.uses()))
+
+
+def is_output(value: ir.Value) -> bool:
+    """Whether a value is an output of its graph."""
+    return value.is_graph_output()

@@ -1,0 +1,102 @@
+"""Symbolic dimensions: integer polynomials over named sizes, with floor division by a constant.
+
+Two exporters that compute one size in two ways (`2*((h-1)//2) + 2` and `Resize(Conv(x))`) get equal expressions here,
+so that a fusion can compare shapes instead of the nodes that computed them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+
+@dataclass(frozen=True)
+class Atom:
+    """A size that cannot be taken apart: a name, or the floor of `numerator` / `denominator`."""
+
+    name: str
+    numerator: Dim | None = field(default=None, compare=False)
+    denominator: int = field(default=1, compare=False)
+
+
+Monomial = tuple[Atom, ...]
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A polynomial: the sum of coefficient x product of atoms, kept sorted so that equal sizes compare equal."""
+
+    terms: tuple[tuple[Monomial, int], ...]
+
+    def __add__(self, other: Dim) -> Dim:
+        total = dict(self.terms)
+        for monomial, factor in other.terms:
+            total[monomial] = total.get(monomial, 0) + factor
+        return _dim(total)
+
+    def __sub__(self, other: Dim) -> Dim:
+        return self + other * constant(-1)
+
+    def __mul__(self, other: Dim) -> Dim:
+        total: dict[Monomial, int] = {}
+        for left, a in self.terms:
+            for right, b in other.terms:
+                monomial = tuple(sorted(left + right, key=lambda atom: atom.name))
+                total[monomial] = total.get(monomial, 0) + a * b
+        return _dim(total)
+
+    def __floordiv__(self, divisor: int) -> Dim:
+        if divisor == 1:
+            return self
+        if self.value is not None:
+            return constant(self.value // divisor)
+        # floor((n*a + b) / n) = a + floor(b / n): only what n does not divide stays under the floor.
+        whole = _dim({monomial: factor // divisor for monomial, factor in self.terms})
+        rest = _dim({monomial: factor % divisor for monomial, factor in self.terms})
+        if not rest.terms:
+            return whole
+        if rest.value is not None:  # 0 < rest < n
+            return whole
+        unknown = [(monomial, factor) for monomial, factor in rest.terms if monomial]
+        if len(unknown) == 1 and unknown[0][1] == 1 and len(unknown[0][0]) == 1:
+            atom = unknown[0][0][0]
+            if atom.numerator is not None:  # floor((c + floor(a/m)) / n) = floor((c*m + a) / (m*n))
+                offset = dict(rest.terms).get((), 0) * atom.denominator
+                return whole + (atom.numerator + constant(offset)) // (atom.denominator * divisor)
+        return whole + _floor(rest, divisor)
+
+    @property
+    def value(self) -> int | None:
+        """The number, when there is no unknown in it."""
+        if not self.terms:
+            return 0
+        if len(self.terms) == 1 and not self.terms[0][0]:
+            return self.terms[0][1]
+        return None
+
+    def __str__(self) -> str:
+        if self.value is not None:
+            return str(self.value)
+        parts = ["*".join(([str(f)] if f != 1 or not m else []) + [a.name for a in m]) for m, f in self.terms]
+        return " + ".join(parts)
+
+
+def _dim(terms: dict[Monomial, int]) -> Dim:
+    kept = [(monomial, factor) for monomial, factor in terms.items() if factor]
+    return Dim(tuple(sorted(kept, key=lambda term: ([atom.name for atom in term[0]], term[1]))))
+
+
+def _floor(numerator: Dim, denominator: int) -> Dim:
+    return _dim({(Atom(f"floor(({numerator})/{denominator})", numerator, denominator),): 1})
+
+
+@cache
+def constant(value: int) -> Dim:
+    """The dimension of known size `value`."""
+    return _dim({(): value})
+
+
+@cache
+def symbol(name: str) -> Dim:
+    """The dimension of unknown size called `name`."""
+    return _dim({(Atom(name),): 1})

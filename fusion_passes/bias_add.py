@@ -1,0 +1,64 @@
+"""BiasAdd: a projection's bias and the residual become one node, where no normalization follows that takes both.
+
+    (x + bias) + skip  =>  BiasAdd(x, bias, skip)     x a MatMul's [B,S,C]
+
+Refused: a bias that is not a vector over the last axis, a skip of another shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from fusion_passes import _checks as c
+from fusion_passes._rule import DOMAIN, Case, Rule
+
+
+def reference(x: np.ndarray, bias: np.ndarray, skip: np.ndarray) -> np.ndarray:
+    """x + bias + skip; x and skip [B,S,C], bias [C]."""
+    return np.asarray(x.astype(np.float64) + bias + skip)
+
+
+class BiasAdd(Rule):
+    """(x + bias) + skip => BiasAdd"""
+
+    def pattern(self, op: Any, x: Any, bias: Any, skip: Any) -> Any:
+        return op.Add(op.Add(x, bias), skip)
+
+    def refuse(self, x: ir.Value, bias: ir.Value, skip: ir.Value) -> str | None:
+        if c.rank(x) != 3 or not c.is_vector(bias, c.size(x, -1)):
+            return "the bias is not a constant vector over the last axis of [B,S,C]"
+        if c.is_constant(skip) or not c.same_shape(x, skip):
+            return "the residual is not of the same shape"
+        return None
+
+    def rewrite(self, op: Any, x: ir.Value, bias: ir.Value, skip: ir.Value) -> Any:
+        return op.BiasAdd(x, bias, skip, _domain=DOMAIN)
+
+
+class BiasAddSwapped(BiasAdd):
+    """skip + (x + bias) => BiasAdd"""
+
+    def pattern(self, op: Any, x: Any, bias: Any, skip: Any) -> Any:
+        return op.Add(skip, op.Add(x, bias))
+
+
+RULES = (BiasAdd, BiasAddSwapped)
+
+
+def _graph(body: str, bias: str = "8", skip: str = "B,S,8", outputs: str = "") -> str:
+    return f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[B,S,8] x, float[{skip}] k) => (float[B,S,8] y {outputs}) <float[{bias}] b> {{ {body} }}"""
+
+
+_SIZES = {"B": 2, "S": 6}
+_ONE = {"BiasAdd": 1, "Add": 0}
+CASES = [
+    Case("projection", _graph("a = Add (x, b)  y = Add (a, k)"), ops=_ONE, sizes=_SIZES),
+    Case("operands swapped", _graph("a = Add (b, x)  y = Add (k, a)"), ops=_ONE, sizes=_SIZES),
+    Case("biased value is an output", _graph("a = Add (x, b)  y = Add (a, k)", outputs=", float[B,S,8] a"), fires=0, sizes=_SIZES),
+    Case("residual broadcast", _graph("a = Add (x, b)  y = Add (a, k)", skip="8"), fires=0, refused="residual", sizes=_SIZES),
+    Case("bias a position", _graph("a = Add (x, b)  y = Add (a, k)", bias="6,1"), fires=0, refused="bias", sizes=_SIZES),
+]  # fmt: skip

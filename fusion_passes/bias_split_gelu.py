@@ -1,0 +1,83 @@
+"""BiasSplitGelu: the gated feed-forward's bias, split, Gelu and product become one node.
+
+    MatMul -> Add(bias[2D]) -> Split in two on the last axis -> left * Gelu(right)  =>  BiasSplitGelu(MatMul, bias)
+
+The bias may be missing: then it is left out of the product and zeros stand for it. Refused: the gate on the left half,
+unequal halves, another axis, the tanh approximation of Gelu.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from fusion_passes import _checks as c
+from fusion_passes._rule import DOMAIN, Case, Rule
+from fusion_passes.canonicalize import gelu
+
+
+def reference(x: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """left * gelu(right) with left, right = split(x + bias) on the last axis (Shazeer 2020, GEGLU); x [N,S,2D]."""
+    left, right = np.split(x.astype(np.float64) + bias, 2, axis=-1)
+    return np.asarray(left * gelu.reference(right))
+
+
+class BiasSplitGelu(Rule):
+    """Add -> Split -> left * Gelu(right) => BiasSplitGelu"""
+
+    def product(self, op: Any, left: Any, right: Any) -> Any:
+        return op.Mul(left, op.Gelu(right, _outputs=["gelu"]))
+
+    def pattern(self, op: Any, x: Any, bias: Any) -> Any:
+        left, right = op.Split(op.Add(x, bias), _allow_other_inputs=True, _outputs=["left", "right"])
+        return self.product(op, left, right)
+
+    def refuse(self, x: ir.Value, bias: ir.Value, left: ir.Value, right: ir.Value, gelu: ir.Value) -> str | None:
+        width, split, activation = c.size(x, -1), left.producer(), gelu.producer()
+        assert split is not None and activation is not None
+        if not c.is_vector(bias, width):
+            return "the bias is not a constant vector over the last axis"
+        if c.rank(x) != 3 or not c.last_axis(split.attributes.get_int("axis", 0), x):
+            return "the Split is not over the last axis of [N,S,2D]"
+        if c.size(left, -1) is None or c.size(left, -1) != c.size(right, -1):
+            return "the halves are not of equal width"
+        if activation.attributes.get_string("approximate", "none") != "none":
+            return "the Gelu is the tanh approximation"
+        return None
+
+    def rewrite(self, op: Any, x: ir.Value, bias: ir.Value, **_: Any) -> Any:
+        return op.BiasSplitGelu(x, bias, _domain=DOMAIN)
+
+
+class BiasSplitGeluSwapped(BiasSplitGelu):
+    """The same with the operands of the product swapped."""
+
+    def product(self, op: Any, left: Any, right: Any) -> Any:
+        return op.Mul(op.Gelu(right, _outputs=["gelu"]), left)
+
+
+RULES = (BiasSplitGelu, BiasSplitGeluSwapped)
+
+
+def _graph(
+    body: str = "g2 = Gelu (r)  y = Mul (l, g2)", axis: int = 2, halves: str = "4, 4", bias: str = "8", out: str = "N,S,4"
+) -> str:
+    return f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N,S,8] x) => (float[{out}] y) <float[{bias}] b, int64[2] halves = {{{halves}}}> {{
+            a = Add (b, x)
+            l, r = Split <axis = {axis}> (a, halves)
+            {body}
+        }}"""
+
+
+_SIZES = {"N": 2, "S": 6}
+CASES = [
+    Case("GEGLU", _graph(), ops={"BiasSplitGelu": 1, "Split": 0, "Gelu": 0, "Add": 0}, sizes=_SIZES),
+    Case("operands swapped", _graph("g2 = Gelu (r)  y = Mul (g2, l)", axis=-1), ops={"BiasSplitGelu": 1}, sizes=_SIZES),
+    Case("gate on the left", _graph("g2 = Gelu (l)  y = Mul (r, g2)"), fires=0, sizes=_SIZES),
+    Case("tanh approximation", _graph('g2 = Gelu <approximate = "tanh"> (r)  y = Mul (l, g2)'), fires=0, refused="tanh", sizes=_SIZES),
+    Case("another axis", _graph(axis=1, halves="3, 3", out="N,3,8"), fires=0, refused="last axis", sizes=_SIZES),
+    Case("one bias for all", _graph(bias="1"), fires=0, refused="bias", sizes=_SIZES),
+]  # fmt: skip

@@ -1,0 +1,272 @@
+"""Attention: every spelling becomes sd_ort.ScaledDotProductAttention(q, k, v, mask?; scale) on [B,H,S,D] tensors.
+
+    MatMul(q * a, kT * b) / c                     =>  MatMul(q, kT) * (a*b/c)              scales move behind the product
+    MatMul(Softmax(MatMul(q, kT) * s + m), v)     =>  SDPA(q, Transpose(kT), v, m; scale=s)
+    Where(IsNaN(p), 0, p) after the Softmax       is dropped where the mask is finite: then no row of p is NaN
+    ai.onnx Attention on 4-D tensors (opset 23)   =>  SDPA, a causal flag kept
+    3-D attention over [B*H,S,D] (Optimum, old diffusers)  =>  SDPA over [B,H,S,D]
+
+A mask is carried over as it is, a scale as a number; a Softmax on another axis, a mask that may be infinite behind a
+NaN guard, or probabilities that something else reads are left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript.rewriter.pattern import OrValue, Var
+
+from fusion_passes import _checks as c
+from fusion_passes._rule import DOMAIN, Case, Rule, unique
+
+
+def reference(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray | None = None, scale: float | None = None
+) -> np.ndarray:
+    """softmax(q k^T * scale + mask) v (Vaswani et al., 2017); q [B,H,S,D], k [B,H,L,D], v [B,H,L,E]."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    scores = q @ np.swapaxes(k, -1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if mask is None else scores + mask
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.asarray(weights / weights.sum(-1, keepdims=True) @ v)
+
+
+def feeds_softmax(value: ir.Value, depth: int = 4) -> bool:
+    """Whether a value is read only by a Softmax, or on the way to one through scaling, masking and reshaping."""
+    readers = c.users(value)
+    if depth == 0 or len(readers) != 1 or value.is_graph_output():
+        return False
+    if readers[0].op_type == "Softmax":
+        return True
+    return readers[0].op_type in ("Mul", "Div", "Add", "Reshape", "Cast") and feeds_softmax(readers[0].outputs[0], depth - 1)
+
+
+def _number(op: Any, number: float, like: ir.Value, out: ir.Value) -> Any:
+    dtype = like.dtype or ir.DataType.FLOAT
+    return op.initializer(ir.tensor(np.array(number, dtype.numpy())), name=unique(out, "scale"))
+
+
+class ScaledQuery(Rule):
+    """MatMul(q * s, kT) => MatMul(q, kT) * s"""
+
+    def pattern(self, op: Any, x: Any, y: Any, s: Any) -> Any:
+        return op.MatMul(op.Mul(x, s), y, _outputs=["out"])
+
+    def refuse(self, s: ir.Value, out: ir.Value, **_: Any) -> str | None:
+        if not feeds_softmax(out):
+            return "not the scores of an attention"
+        return None if c.scalar(s) is not None else "the scale is not one constant number"
+
+    def rewrite(self, op: Any, x: ir.Value, y: ir.Value, s: ir.Value, out: ir.Value) -> Any:
+        return op.Mul(op.MatMul(x, y), _number(op, c.scalar(s) or 0.0, out, out))
+
+
+class ScaledKey(ScaledQuery):
+    """MatMul(q, kT * s) => MatMul(q, kT) * s"""
+
+    def pattern(self, op: Any, x: Any, y: Any, s: Any) -> Any:
+        return op.MatMul(x, op.Mul(y, s), _outputs=["out"])
+
+
+class MergeScales(Rule):
+    """(x * a) * b => x * (a*b); a Div counts as a product with the inverse."""
+
+    def pattern(self, op: Any, x: Any, a: Any, b: Any) -> Any:
+        return op.Mul(op.Mul(x, a), b, _outputs=["out"])
+
+    def refuse(self, a: ir.Value, b: ir.Value, out: ir.Value, **_: Any) -> str | None:
+        if not feeds_softmax(out):
+            return "not the scores of an attention"
+        return None if c.scalar(a) is not None and c.scalar(b) is not None else "a scale is not one constant number"
+
+    def rewrite(self, op: Any, x: ir.Value, a: ir.Value, b: ir.Value, out: ir.Value) -> Any:
+        return op.Mul(x, _number(op, (c.scalar(a) or 0.0) * (c.scalar(b) or 0.0), x, out))
+
+
+class DivisionIsScale(Rule):
+    """scores / s => scores * (1/s)"""
+
+    def pattern(self, op: Any, x: Any, s: Any) -> Any:
+        return op.Div(x, s, _outputs=["out"])
+
+    def refuse(self, s: ir.Value, out: ir.Value, **_: Any) -> str | None:
+        if not c.scalar(s):
+            return "the divisor is not one constant number"
+        return None if feeds_softmax(out) else "not the scores of an attention"
+
+    def rewrite(self, op: Any, x: ir.Value, s: ir.Value, out: ir.Value) -> Any:
+        return op.Mul(x, _number(op, 1 / (c.scalar(s) or math.nan), x, out))
+
+
+def is_finite_mask(mask: ir.Value | None) -> bool:
+    """Whether a mask surely holds no infinity: a constant, or a choice between two finite numbers."""
+    node = None if mask is None else mask.producer()
+    if node is not None and node.op_type == "Where":
+        choices = [c.scalar(v) for v in node.inputs[1:]]
+        return all(x is not None and math.isfinite(x) for x in choices)
+    if node is not None and node.op_type in ("Cast", "Expand", "Reshape", "Slice"):
+        return is_finite_mask(node.inputs[0])
+    numbers = c.constant(mask)
+    return numbers is not None and bool(np.isfinite(numbers.astype(np.float64)).all())
+
+
+class Sdpa(Rule):
+    """MatMul(Softmax(MatMul(q, kT) * s + m), v), each of s, m and the NaN guard optional."""
+
+    def pattern(self, op: Any, q: Any, k_t: Any, v: Any, s: Any, mask: Any, zero: Any) -> Any:
+        scores = op.MatMul(q, k_t)
+        scaled = OrValue([op.Mul(scores, s), scores])
+        masked = OrValue([op.Add(scaled, mask), op.Add(mask, scaled), scaled])
+        weights = op.Softmax(masked, _outputs=["weights"])
+        guarded = OrValue([op.Where(op.IsNaN(weights, _outputs=["nan"]), zero, weights), weights])
+        return op.MatMul(guarded, v, _outputs=["out"])
+
+    def refuse(
+        self, q: ir.Value, k_t: ir.Value, v: ir.Value, s: ir.Value | None, mask: ir.Value | None,
+        zero: ir.Value | None, weights: ir.Value, **_: Any,
+    ) -> str | None:  # fmt: skip
+        node = weights.producer()
+        assert node is not None
+        if not c.last_axis(node.attributes.get_int("axis", -1), weights):
+            return "the Softmax is not over the last axis"
+        shapes = [c.dims(x) for x in (q, k_t, v)]
+        if any(d is None or len(d) != 4 for d in shapes):
+            return "query, key and value are not all 4-D"
+        if not isinstance((shapes[0] or [""])[-1], int):
+            return "the head size is unknown"
+        if s is not None and c.scalar(s) is None:
+            return "the scale is not one constant number"
+        if mask is not None and (c.rank(mask) or 9) > 4:
+            return "the mask does not broadcast to [B,H,S,L]"
+        if zero is not None and c.scalar(zero) != 0:
+            return "NaN rows are replaced by something else than 0"
+        if zero is not None and mask is not None and not is_finite_mask(mask):
+            return "rows of the mask may be all -infinity, which the NaN guard turns into zeros"
+        return None
+
+    def rewrite(
+        self, op: Any, q: ir.Value, k_t: ir.Value, v: ir.Value, s: ir.Value | None, mask: ir.Value | None, **_: Any
+    ) -> Any:  # fmt: skip
+        inputs = [q, op.Transpose(k_t, perm=[0, 1, 3, 2]), v] + ([] if mask is None else [mask])
+        scale = 1.0 if s is None else c.scalar(s)
+        return op.ScaledDotProductAttention(*inputs, scale=scale, is_causal=0, _domain=DOMAIN)
+
+
+class Sdpa3D(Sdpa):
+    """The same on [B*H,S,D], between Reshapes from and to [B,H,S,D] (diffusers before SDPA, Optimum's old exports)."""
+
+    def pattern(self, op: Any, q: Any, k_t: Any, v: Any, s: Any, q3: Any, k3: Any, v3: Any, back: Any) -> Any:
+        query = op.Reshape(q, q3, _outputs=["q_flat"])
+        keys = op.Transpose(op.Reshape(k_t, k3, _outputs=["k_flat"]), perm=[0, 2, 1])
+        scores = op.MatMul(query, keys)
+        weights = op.Softmax(OrValue([op.Mul(scores, s), scores]), _outputs=["weights"])
+        out = op.MatMul(weights, op.Reshape(v, v3, _outputs=["v_flat"]))
+        return op.Reshape(out, back, _outputs=["out"])
+
+    def refuse(  # type: ignore[override]
+        self, q: ir.Value, k_t: ir.Value, v: ir.Value, s: ir.Value | None, weights: ir.Value, out: ir.Value, **rest: Any
+    ) -> str | None:
+        reason = super().refuse(q=q, k_t=k_t, v=v, s=s, mask=None, zero=None, weights=weights)
+        if reason:
+            return reason
+        for x, flat in ((q, rest["q_flat"]), (k_t, rest["k_flat"]), (v, rest["v_flat"])):
+            if len(c.dims(flat) or []) != 3 or (c.dims(flat) or [])[1:] != (c.dims(x) or [])[2:]:
+                return "the Reshapes do not merge the batch and head axes"
+        expected = [*(c.dims(q) or [])[:3], (c.dims(v) or [])[-1]]
+        return None if c.dims(out) == expected else "the batch and head axes are not restored"
+
+    def rewrite(self, op: Any, q: ir.Value, k_t: ir.Value, v: ir.Value, s: ir.Value | None, **_: Any) -> Any:  # type: ignore[override]
+        scale = 1.0 if s is None else c.scalar(s)
+        return op.ScaledDotProductAttention(q, k_t, v, scale=scale, is_causal=0, _domain=DOMAIN)
+
+
+class FromAttention(Rule):
+    """ai.onnx Attention (opset 23) on [B,H,S,D] tensors with one output."""
+
+    def pattern(self, op: Any, q: Any, k: Any, v: Any) -> Any:
+        return op.Attention(q, k, v, Var("mask", can_match_none=True), _outputs=["out"])
+
+    def refuse(self, q: ir.Value, k: ir.Value, v: ir.Value, out: ir.Value, mask: ir.Value | None) -> str | None:
+        node = out.producer()
+        assert node is not None
+        if len([x for x in node.inputs if x is not None]) > 4 or len(node.outputs) > 1:
+            return "it keeps a cache of keys and values"
+        if any(c.rank(x) != 4 for x in (q, k, v)) or c.size(q, -1) is None:
+            return "query, key and value are not all 4-D with a known head size"
+        if c.size(q, 1) is None or c.size(q, 1) != c.size(k, 1):
+            return "queries share the heads of keys"
+        if node.attributes.get_float("softcap", 0.0) or node.attributes.get_int("qk_matmul_output_mode", 0):
+            return "it caps or returns the scores"
+        if mask is not None and mask.dtype == ir.DataType.BOOL:
+            return "the mask is boolean"
+        return None
+
+    def rewrite(self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, out: ir.Value, mask: ir.Value | None) -> Any:
+        node = out.producer()
+        assert node is not None
+        scale = node.attributes.get_float("scale", 0.0) or (c.size(q, -1) or 1) ** -0.5
+        inputs = [q, k, v] + ([] if mask is None else [mask])
+        causal = node.attributes.get_int("is_causal", 0)
+        return op.ScaledDotProductAttention(*inputs, scale=scale, is_causal=causal, _domain=DOMAIN)
+
+
+SCALES = (DivisionIsScale, ScaledQuery, ScaledKey, MergeScales)
+RULES = (Sdpa, Sdpa3D, FromAttention)
+
+
+def _graph(body: str, extra: str = "", outputs: str = "", opset: int = 21) -> str:
+    return f"""<ir_version: 10, opset_import: ["" : {opset}]>
+        g (float[B,2,S,4] q, float[B,2,L,4] k, float[B,2,L,4] v {extra}) => (float[B,2,S,4] y {outputs})
+        <float a = {{0.7}}, float b = {{0.6}}, float z = {{0.0}}, float low = {{-3.0e38}}, float r = {{2.0}}> {{
+            kt = Transpose <perm = [0, 1, 3, 2]> (k)
+            {body}
+        }}"""
+
+
+_PLAIN = "c = MatMul (q, kt)  d = Mul (c, a)  w = Softmax <axis = -1> (d)  y = MatMul (w, v)"
+_GUARD = "n = IsNaN (w)  u = Where (n, z, w)  y = MatMul (u, v)"
+_SIZES = {"B": 2, "S": 5, "L": 3}
+_ONE = {"ScaledDotProductAttention": 1, "Softmax": 0, "MatMul": 0}
+CASES = [
+    Case("scale after the product", _graph(_PLAIN), ops=_ONE, sizes=_SIZES),
+    Case("no scale", _graph("c = MatMul (q, kt)  w = Softmax <axis = 3> (c)  y = MatMul (w, v)"), ops=_ONE, sizes=_SIZES),
+    Case(
+        "scales on query and key",
+        _graph("qs = Mul (q, a)  ks = Mul (kt, b)  c = MatMul (qs, ks)  w = Softmax <axis = -1> (c)  y = MatMul (w, v)"),
+        fires=4,  # two scales moved, merged, fused
+        ops=_ONE | {"Mul": 0},
+        sizes=_SIZES,
+    ),
+    Case(
+        "divided scores and a mask",
+        _graph("c = MatMul (q, kt)  d = Div (c, r)  e = Add (d, m)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)",
+               ", float[B,1,S,L] m"),
+        fires=2,
+        ops=_ONE | {"Add": 0},
+        sizes=_SIZES,
+    ),
+    Case(
+        "finite mask behind a NaN guard",
+        _graph("m = Where (keep, z, low)  c = MatMul (q, kt)  d = Mul (c, a)  e = Add (d, m)  w = Softmax <axis = -1> (e) "
+               + _GUARD, ", bool[B,1,S,L] keep"),
+        ops=_ONE | {"IsNaN": 0},
+        sizes=_SIZES,
+    ),
+    Case(
+        "mask that may be infinite behind a NaN guard",
+        _graph("c = MatMul (q, kt)  d = Mul (c, a)  e = Add (d, m)  w = Softmax <axis = -1> (e) " + _GUARD,
+               ", float[B,1,S,L] m"),
+        fires=0,
+        refused="-infinity",
+        sizes=_SIZES,
+    ),
+    Case("operator of opset 23", _graph("y = Attention (q, k, v)", opset=23), ops=_ONE, sizes=_SIZES),
+    Case("causal operator", _graph("y = Attention <is_causal = 1, scale = 0.3> (q, k, v)", opset=23), ops=_ONE, sizes={"B": 2, "S": 4, "L": 4}),
+    Case("softmax over queries", _graph(_PLAIN.replace("-1", "2")), fires=0, refused="last axis", sizes=_SIZES),
+    Case("weights are an output", _graph(_PLAIN, outputs=", float[B,2,S,L] w"), fires=0, sizes=_SIZES),
+    Case("scores are read twice", _graph(_PLAIN, outputs=", float[B,2,S,L] c"), fires=0, sizes=_SIZES),
+    Case("scale a head", _graph(_PLAIN, ", float[2,1,1] h").replace("Mul (c, a)", "Mul (c, h)"), fires=0, refused="one constant", sizes=_SIZES),
+]  # fmt: skip

@@ -1,0 +1,201 @@
+"""Shapes and constants: what is known becomes visible, and chains that only rebuild it disappear.
+
+    Shape -> Gather -> Mul -> ... (all sizes known)    =>  constant
+    Reshape(x, computed)                               =>  Reshape(x, constant with 0 and -1)
+    Reshape(x, computed), shape of an earlier value v  =>  Reshape(x, Shape(v))
+    Unsqueeze(Unsqueeze(x))                            =>  Reshape(x, constant)
+    Expand to its own shape, Cast to its own type, Mul/Div by 1  =>  nothing
+
+Everything is proven on symbolic dimensions (`fusion_passes._shapes`), never on the nodes that computed a shape.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+import onnxscript.optimizer
+
+from fusion_passes import _checks as c
+from fusion_passes import _shapes
+from fusion_passes._dims import Dim
+
+FOLD_LIMIT = 1 << 16  # bytes: shape arithmetic, masks and frequency tables, never weights
+BOOLEAN = frozenset("And Equal Greater GreaterOrEqual IsInf IsNaN Less LessOrEqual Not Or Xor".split())
+
+
+def fold(model: ir.Model) -> None:
+    """Apply the rewrites above until nothing changes, then drop what no output needs."""
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    for _ in range(4):
+        _types(model.graph)
+        facts = _shapes.annotate(model.graph)
+        changed = _materialize(model.graph, facts) + _drop_no_ops(model.graph)
+        onnxscript.optimizer.fold_constants(model, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT)
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+        common.IdentityEliminationPass()(model)
+        common.RemoveUnusedNodesPass()(model)
+        common.CommonSubexpressionEliminationPass()(model)
+        if not changed:
+            break
+    reshape_targets(model)
+
+
+def reshape_targets(model: ir.Model) -> None:
+    """Give every Reshape a constant target, or the Shape of a value that has it."""
+    _types(model.graph)
+    facts = _shapes.annotate(model.graph)
+    seen: dict[tuple[Dim, ...], ir.Value] = {}
+    for value in [*model.graph.inputs]:
+        seen.setdefault(facts.shapes.get(value, ()), value)
+    for node in list(model.graph):
+        if node.op_type == "Reshape" and node.domain == "" and not c.is_constant(node.inputs[1]):
+            _retarget(model.graph, node, facts, seen)
+        elif node.op_type == "Reshape" and node.attributes.get_int("allowzero", 0):
+            _retarget(model.graph, node, facts, seen)
+        elif node.op_type in ("Unsqueeze", "Squeeze") and node.outputs[0] not in facts.elements:
+            _as_reshape(model.graph, node, facts)
+        for output in node.outputs:
+            if facts.shapes.get(output):
+                seen.setdefault(facts.shapes[output], output)
+    common.RemoveUnusedNodesPass()(model)
+    common.CommonSubexpressionEliminationPass()(model)
+    _types(model.graph)
+    _shapes.annotate(model.graph)
+
+
+def _types(graph: ir.Graph) -> None:
+    """Element types of all values: exporters leave some out, and a rule that compares them must not guess."""
+    for value in graph.initializers.values():
+        if value.const_value is not None:
+            value.type = ir.TensorType(value.const_value.dtype)
+    for node in graph:
+        inputs = [v.dtype for v in node.inputs if v is not None]
+        for output in node.outputs:
+            if output.dtype is not None:
+                continue
+            dtype = inputs[0] if inputs else None
+            if node.op_type in ("Shape", "ArgMax", "Size"):
+                dtype = ir.DataType.INT64
+            elif node.op_type == "Cast":
+                dtype = ir.DataType(node.attributes["to"].as_int())
+            elif node.op_type in BOOLEAN:
+                dtype = ir.DataType.BOOL
+            elif node.op_type == "Where" and len(inputs) > 1:
+                dtype = inputs[1]
+            elif node.op_type == "ConstantOfShape":
+                tensor = node.attributes.get_tensor("value")
+                dtype = tensor.dtype if tensor is not None else ir.DataType.FLOAT
+            if dtype is not None:
+                output.dtype = dtype
+
+
+def _initializer(graph: ir.Graph, name: str, numbers: np.ndarray) -> ir.Value:
+    tensor = ir.tensor(numbers, name=name)
+    value = ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(tensor.dtype))
+    graph.register_initializer(value)
+    return value
+
+
+def _materialize(graph: ir.Graph, facts: _shapes.Facts) -> int:
+    """Replace integer values whose elements are all known by constants, and equal ones by the first of them."""
+    changed = 0
+    first: dict[tuple[int, ir.DataType, tuple[Dim, ...]], ir.Value] = {}
+    for node in list(graph):
+        output = node.outputs[0]
+        shape = facts.shapes.get(output)
+        if output not in facts.elements or shape is None or len(shape) > 1 or output.is_graph_output():
+            continue
+        if not output.uses() or output.dtype not in (ir.DataType.INT64, ir.DataType.INT32):
+            continue
+        numbers = facts.static(output)
+        if numbers is not None:
+            array = np.array(numbers, output.dtype.numpy()).reshape([d.value for d in shape])
+            ir.convenience.replace_all_uses_with(output, _initializer(graph, f"{output.name}.known", array))
+            changed += 1
+            continue
+        same = first.setdefault((len(shape), output.dtype, tuple(facts.elements[output])), output)
+        if same is not output:
+            ir.convenience.replace_all_uses_with(output, same)
+            changed += 1
+    return changed
+
+
+def _drop_no_ops(graph: ir.Graph) -> int:
+    """Let users of Cast, Expand, Mul, Div, Add that change nothing read the input itself."""
+    changed = 0
+    for node in list(graph):
+        if node.domain or not node.inputs or node.inputs[0] is None:
+            continue
+        x, y = node.inputs[0], node.outputs[0]
+        second = c.scalar(node.inputs[1]) if len(node.inputs) > 1 else None
+        same = c.same_shape(x, y)
+        no_op = (
+            (node.op_type == "Cast" and x.dtype is not None and node.attributes["to"].as_int() == x.dtype)
+            or (node.op_type in ("Expand", "Reshape") and same and not any("?" in str(d) for d in c.dims(x) or []))
+            or (node.op_type in ("Mul", "Div") and second == 1.0 and same)
+            or (node.op_type in ("Dropout",) and len(node.outputs) == 1)
+        )
+        if no_op and not y.is_graph_output():
+            ir.convenience.replace_all_uses_with(y, x)
+            changed += 1
+    common_unused = [n for n in reversed(list(graph)) if not any(o.uses() or o.is_graph_output() for o in n.outputs)]
+    for node in common_unused:
+        graph.remove(node, safe=True)
+    return changed
+
+
+def _retarget(graph: ir.Graph, node: ir.Node, facts: _shapes.Facts, seen: dict[tuple[Dim, ...], ir.Value]) -> None:
+    x, y = node.inputs[0], node.outputs[0]
+    assert x is not None
+    before, after = facts.shapes.get(x), facts.shapes.get(y)
+    if before is None or after is None:
+        return
+    target: list[int] = []
+    for axis, dim in enumerate(after):
+        same = axis < len(before) and before[axis] == dim
+        target.append(dim.value if dim.value is not None else 0 if same else -1)
+    if target.count(-1) <= 1:
+        shape = _initializer(graph, f"{y.name}.shape", np.array(target, np.int64))
+    elif after in seen:
+        shape_node = ir.node("Shape", [seen[after]])
+        shape_node.outputs[0].name = f"{y.name}.shape_of"
+        shape_node.outputs[0].dtype = ir.DataType.INT64
+        graph.insert_before(node, shape_node)
+        shape = shape_node.outputs[0]
+    else:
+        return
+    node.replace_input_with(1, shape)
+    node.attributes.pop("allowzero", None)
+
+
+def _as_reshape(graph: ir.Graph, node: ir.Node, facts: _shapes.Facts) -> None:
+    """Spell Squeeze and Unsqueeze of tensors as Reshape, when at most one size is unknown: [N, C] -> [N, C, 1, 1]."""
+    x, y = node.inputs[0], node.outputs[0]
+    assert x is not None
+    before, after = facts.shapes.get(x), facts.shapes.get(y)
+    if before is None or after is None or x.dtype in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL):
+        return
+    target = [
+        d.value if d.value is not None else 0 if i < len(before) and before[i] == d else -1 for i, d in enumerate(after)
+    ]
+    if target.count(-1) > 1:
+        return
+    source = x.producer()
+    if source is not None and source.op_type == "Reshape" and len(x.uses()) == 1 and source.inputs[0] is not None:
+        outer = facts.shapes.get(source.inputs[0])
+        direct = [
+            d.value if d.value is not None else 0 if outer and i < len(outer) and outer[i] == d else -1
+            for i, d in enumerate(after)
+        ]
+        if outer is not None and direct.count(-1) <= 1:
+            x, target = source.inputs[0], direct
+    shape = _initializer(graph, f"{y.name}.shape", np.array(target, np.int64))
+    new = ir.node("Reshape", [x, shape])
+    new.metadata_props.update(node.metadata_props)
+    new.outputs[0].dtype, new.outputs[0].shape, new.outputs[0].name = y.dtype, y.shape, f"{y.name}.reshaped"
+    graph.insert_before(node, new)
+    if y.is_graph_output():
+        return
+    ir.convenience.replace_all_uses_with(y, new.outputs[0])
+    facts.shapes[new.outputs[0]] = after

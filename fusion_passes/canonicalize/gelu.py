@@ -1,0 +1,87 @@
+"""Gelu: the exact (erf) formula that exporters spell out below opset 20 becomes one node.
+
+    x/sqrt2 -> Erf -> +1 -> times x -> times 0.5   (any order of the two products; x*(1/sqrt2) too)  =>  Gelu(x)
+
+The tanh approximation has no Erf and is left alone: it is another function (largest difference 1e-3).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript.rewriter.pattern import OrValue
+
+from fusion_passes import _checks as c
+from fusion_passes._rule import Case, Rule
+
+
+def reference(x: np.ndarray) -> np.ndarray:
+    """x * Phi(x), the Gaussian error linear unit (Hendrycks and Gimpel, 2016)."""
+    return np.asarray(0.5 * x * (1 + np.vectorize(math.erf)(x.astype(np.float64) / math.sqrt(2))))
+
+
+class _Gelu(Rule):
+    def refuse(self, divisor: ir.Value | None, factor: ir.Value | None, one: ir.Value, half: ir.Value, **_: Any) -> str | None:
+        by = c.scalar(divisor) if divisor is not None else 1 / (c.scalar(factor) or math.nan)
+        if by is None or not math.isclose(by, math.sqrt(2), rel_tol=1e-3):
+            return "Erf's argument is not x / sqrt(2)"
+        if c.scalar(one) != 1.0 or c.scalar(half) != 0.5:
+            return "the constants are not 1 and 0.5"
+        return None
+
+    def rewrite(self, op: Any, x: ir.Value, **_: Any) -> Any:
+        return op.Gelu(x)
+
+    def cdf(self, op: Any, x: Any, divisor: Any, factor: Any, one: Any) -> Any:
+        return op.Add(op.Erf(OrValue([op.Div(x, divisor), op.Mul(x, factor)])), one)
+
+
+class HalfLast(_Gelu):
+    """(x * (1 + erf)) * 0.5"""
+
+    def pattern(self, op: Any, x: Any, divisor: Any, factor: Any, one: Any, half: Any) -> Any:
+        cdf = self.cdf(op, x, divisor, factor, one)
+        return op.Mul(OrValue([op.Mul(x, cdf), op.Mul(self.cdf(op, x, divisor, factor, one), x)]), half)
+
+
+class HalfFirst(_Gelu):
+    """(x * 0.5) * (1 + erf)"""
+
+    def pattern(self, op: Any, x: Any, divisor: Any, factor: Any, one: Any, half: Any) -> Any:
+        return op.Mul(op.Mul(x, half), self.cdf(op, x, divisor, factor, one))
+
+
+class HalfInside(_Gelu):
+    """x * (0.5 * (1 + erf))"""
+
+    def pattern(self, op: Any, x: Any, divisor: Any, factor: Any, one: Any, half: Any) -> Any:
+        return op.Mul(x, op.Mul(self.cdf(op, x, divisor, factor, one), half))
+
+
+RULES = (HalfLast, HalfFirst, HalfInside)
+
+
+def _graph(body: str, root: float = math.sqrt(2), half: float = 0.5) -> str:
+    return f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N,8] x) => (float[N,8] y) <float r = {{{root:.8f}}}, float one = {{1.0}}, float half = {{{half}}}> {{
+            {body}
+        }}"""
+
+
+_LAST = "d = Div (x, r)  e = Erf (d)  a = Add (e, one)  m = Mul (x, a)  y = Mul (m, half)"
+CASES = [
+    Case("half last", _graph(_LAST), ops={"Gelu": 1, "Erf": 0}, sizes={"N": 3}),
+    Case("half first", _graph("d = Div (x, r)  e = Erf (d)  a = Add (one, e)  h = Mul (half, x)  y = Mul (h, a)"), ops={"Gelu": 1}, sizes={"N": 3}),
+    Case("half inside", _graph("d = Div (x, r)  e = Erf (d)  a = Add (e, one)  h = Mul (a, half)  y = Mul (x, h)"), ops={"Gelu": 1}, sizes={"N": 3}),
+    Case("another divisor", _graph(_LAST, root=1.5), fires=0, refused="sqrt(2)", sizes={"N": 3}),
+    Case("another factor", _graph(_LAST, half=0.25), fires=0, refused="0.5", sizes={"N": 3}),
+    Case(
+        "tanh approximation",
+        _graph("d = Mul (x, r)  e = Tanh (d)  a = Add (e, one)  m = Mul (x, a)  y = Mul (m, half)"),
+        fires=0,
+        sizes={"N": 3},
+    ),
+]  # fmt: skip

@@ -1,0 +1,162 @@
+"""Group normalization: every spelling becomes sd_ort.GroupNorm in NCHW, without activation.
+
+    Reshape(x -> [0,G,-1]) -> InstanceNormalization(1, 0) -> Reshape(-> shape of x) -> Mul(w) -> Add(b)
+    GroupNormalization(x, scale, bias), opset 21: scale and bias per channel
+    GroupNormalization(x, scale, bias), opset 18: scale and bias per group, repeated for the channels of each group
+    GroupNorm on a flattened image [B,C,HW] = Reshape(x: BCHW)          =>  Reshape(GroupNorm(x))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from fusion_passes import _checks as c
+from fusion_passes._rule import DOMAIN, Case, Rule, unique
+
+
+def reference(x: np.ndarray, gamma: np.ndarray, beta: np.ndarray, groups: int, epsilon: float) -> np.ndarray:
+    """Wu and He, 2018: mean and (biased) variance over each group of channels and all positions. x is [N,C,...]."""
+    flat = x.astype(np.float64).reshape(x.shape[0], groups, -1)
+    normal = (flat - flat.mean(2, keepdims=True)) / np.sqrt(flat.var(2, keepdims=True) + epsilon)
+    affine = (1, -1, *[1] * (x.ndim - 2))
+    return normal.reshape(x.shape) * gamma.reshape(affine) + beta.reshape(affine)
+
+
+def _group_norm(op: Any, x: ir.Value, gamma: np.ndarray, beta: np.ndarray, groups: int, epsilon: float, out: ir.Value) -> Any:
+    return op.GroupNorm(
+        x,
+        op.initializer(ir.tensor(np.ascontiguousarray(gamma)), name=unique(out, "gamma")),
+        op.initializer(ir.tensor(np.ascontiguousarray(beta)), name=unique(out, "beta")),
+        groups=groups,
+        epsilon=epsilon,
+        activation=0,
+        channels_last=0,
+        _domain=DOMAIN,
+    )
+
+
+class FromInstanceNormalization(Rule):
+    """The spelling of TorchScript and of opsets below 21."""
+
+    def pattern(self, op: Any, x: Any, split: Any, ones: Any, zeros: Any, shape: Any, weight: Any, bias: Any) -> Any:
+        grouped = op.Reshape(x, split, _outputs=["grouped"])
+        normal = op.InstanceNormalization(grouped, ones, zeros, _outputs=["normal"])
+        restored = op.Reshape(normal, shape, _outputs=["restored"])
+        return op.Add(op.Mul(restored, weight), bias, _outputs=["out"])
+
+    def refuse(
+        self, x: ir.Value, grouped: ir.Value, ones: ir.Value, zeros: ir.Value, restored: ir.Value,
+        weight: ir.Value, bias: ir.Value, **_: Any,
+    ) -> str | None:  # fmt: skip
+        before, middle = c.dims(x), c.dims(grouped)
+        if before is None or middle is None or len(before) < 3 or len(middle) != 3:
+            return "the ranks are not those of [N,C,...] seen as [N,groups,...]"
+        if before[0] != middle[0] or not isinstance(before[1], int) or not isinstance(middle[1], int):
+            return "batch, channels or groups are not known"
+        if before[1] % middle[1]:
+            return "the groups do not divide the channels"
+        if not c.same_shape(x, restored):
+            return "the shape is not restored after the normalization"
+        scale, shift = c.constant(ones), c.constant(zeros)
+        if scale is None or shift is None or not (np.all(scale == 1) and np.all(shift == 0)):
+            return "InstanceNormalization has an affine of its own"
+        affine = [before[1], *[1] * (len(before) - 2)]
+        if not (c.is_constant(weight) and c.is_constant(bias)):
+            return "the affine is not constant"
+        if c.dims(weight) not in (affine, [1, *affine]) or c.dims(bias) not in (affine, [1, *affine]):
+            return "the affine is not one number a channel"
+        return None
+
+    def rewrite(
+        self, op: Any, x: ir.Value, grouped: ir.Value, normal: ir.Value, weight: ir.Value, bias: ir.Value,
+        out: ir.Value, **_: Any,
+    ) -> Any:  # fmt: skip
+        node, gamma, beta = normal.producer(), c.constant(weight), c.constant(bias)
+        assert node is not None and gamma is not None and beta is not None
+        epsilon = node.attributes.get_float("epsilon", 1e-5)
+        return _group_norm(op, x, gamma.ravel(), beta.ravel(), c.size(grouped, 1) or 1, epsilon, out)
+
+
+class FromGroupNormalization(Rule):
+    """The operator of opsets 18 (one scale a group) and 21 (one scale a channel)."""
+
+    def pattern(self, op: Any, x: Any, scale: Any, bias: Any) -> Any:
+        return op.GroupNormalization(x, scale, bias, _outputs=["out"])
+
+    def refuse(self, x: ir.Value, scale: ir.Value, bias: ir.Value, out: ir.Value) -> str | None:
+        channels, node = c.size(x, 1), out.producer()
+        assert node is not None
+        groups = node.attributes["num_groups"].as_int()
+        if channels is None or channels % groups:
+            return "the channels are unknown or not divided by the groups"
+        for value in (scale, bias):
+            if not (c.is_vector(value, channels) or c.is_vector(value, groups)):
+                return "the affine is not a constant of one number a channel or a group"
+        return None
+
+    def rewrite(self, op: Any, x: ir.Value, scale: ir.Value, bias: ir.Value, out: ir.Value) -> Any:
+        node, channels = out.producer(), c.size(x, 1)
+        assert node is not None and channels is not None
+        groups = node.attributes["num_groups"].as_int()
+        affine = [np.repeat(a, channels // a.size) for a in (c.constant(scale), c.constant(bias)) if a is not None]
+        return _group_norm(op, x, *affine, groups, node.attributes.get_float("epsilon", 1e-5), out)  # type: ignore[misc]
+
+
+class BeforeFlattening(Rule):
+    """GroupNorm(Reshape(x: BCHW -> [B,C,HW])) => Reshape(GroupNorm(x)): the statistics are the same."""
+
+    def pattern(self, op: Any, x: Any, shape: Any, gamma: Any, beta: Any) -> Any:
+        return op.GroupNorm(op.Reshape(x, shape, _outputs=["flat"]), gamma, beta, _domain=DOMAIN, _outputs=["out"])
+
+    def refuse(self, x: ir.Value, flat: ir.Value, shape: ir.Value, **_: Any) -> str | None:
+        before, after = c.dims(x), c.dims(flat)
+        if before is None or after is None or len(before) <= len(after) or before[:2] != after[:2]:
+            return "the Reshape does more than flatten positions"
+        return None
+
+    def rewrite(self, op: Any, x: ir.Value, shape: ir.Value, gamma: ir.Value, beta: ir.Value, out: ir.Value, **_: Any) -> Any:
+        node = out.producer()
+        assert node is not None
+        attributes = {name: a.value for name, a in node.attributes.items()}
+        return op.Reshape(op.GroupNorm(x, gamma, beta, _domain=DOMAIN, **attributes), shape)
+
+
+RULES = (FromInstanceNormalization, FromGroupNormalization, BeforeFlattening)
+
+
+def _instance(
+    channels: int = 8, groups: int = 4, affine: str = "8,1,1", ones: str = "{1,1,1,1}", back: str = "x", extra: str = ""
+) -> str:
+    return f"""<ir_version: 10, opset_import: ["" : 20]>
+        g (float[N,{channels},H,W] x, float[N,{channels},W,H] other) => (float[N,{channels},H,W] y {extra})
+        <int64[3] split = {{0, {groups}, -1}}, float[{groups}] ones = {ones}, float[{groups}] zeros = {{0,0,0,0}},
+         float[{affine}] w, float[{affine}] b> {{
+            r = Reshape (x, split)
+            n = InstanceNormalization <epsilon = 0.0001> (r, ones, zeros)
+            s = Shape ({back})
+            q = Reshape (n, s)
+            m = Mul (q, w)
+            y = Add (m, b)
+        }}"""
+
+
+def _operator(opset: int, size: int) -> str:
+    return f"""<ir_version: 10, opset_import: ["" : {opset}]>
+        g (float[N,8,H,W] x) => (float[N,8,H,W] y) <float[{size}] w, float[{size}] b> {{
+            y = GroupNormalization <num_groups = 4, epsilon = 0.001> (x, w, b)
+        }}"""
+
+
+_SIZES = {"N": 2, "H": 3, "W": 5}
+CASES = [
+    Case("instance normalization", _instance(), ops={"GroupNorm": 1, "InstanceNormalization": 0, "Shape": 0}, sizes=_SIZES),
+    Case("affine with a batch axis", _instance(affine="1,8,1,1"), ops={"GroupNorm": 1}, sizes=_SIZES),
+    Case("affine a position", _instance(affine="5"), fires=0, refused="one number a channel", sizes=_SIZES),
+    Case("affine inside too", _instance(ones="{1,2,1,1}"), fires=0, refused="affine of its own", sizes=_SIZES),
+    Case("another shape restored", _instance(back="other"), fires=0, refused="not restored", sizes={"N": 2, "H": 3, "W": 3}),
+    Case("normalized value is an output too", _instance(extra=", float[N,4,P] n"), fires=0, sizes={**_SIZES, "P": 30}),
+    Case("operator of opset 21", _operator(21, 8), ops={"GroupNorm": 1, "GroupNormalization": 0}, sizes=_SIZES),
+]  # fmt: skip

@@ -1,0 +1,70 @@
+"""GroupNorm + SiLU: the activation moves into the normalization.
+
+    GroupNorm(activation=0) -> y;  y * Sigmoid(y)   =>  GroupNorm(activation=1)
+
+Refused: y that something else reads, a Sigmoid of another tensor, an activation that is there already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from fusion_passes._rule import DOMAIN, Case, Rule
+from fusion_passes.canonicalize import group_normalization
+
+
+def reference(x: np.ndarray, gamma: np.ndarray, beta: np.ndarray, groups: int, epsilon: float) -> np.ndarray:
+    """SiLU(GroupNorm(x)) for x [N,C,H,W]; SiLU(y) = y * sigmoid(y)."""
+    y = group_normalization.reference(x, gamma, beta, groups, epsilon)
+    return np.asarray(y / (1 + np.exp(-y)))
+
+
+class GroupNormSilu(Rule):
+    """GroupNorm -> SiLU => GroupNorm(activation=1)"""
+
+    def pattern(self, op: Any, x: Any, gamma: Any, beta: Any) -> Any:
+        y = op.GroupNorm(x, gamma, beta, _domain=DOMAIN, _outputs=["normal"])
+        return op.Mul(y, op.Sigmoid(y))
+
+    def refuse(self, normal: ir.Value, **_: Any) -> str | None:
+        node = normal.producer()
+        assert node is not None
+        return "it has an activation already" if node.attributes["activation"].as_int() else None
+
+    def rewrite(self, op: Any, x: ir.Value, gamma: ir.Value, beta: ir.Value, normal: ir.Value) -> Any:
+        node = normal.producer()
+        assert node is not None
+        attributes = {name: a.value for name, a in node.attributes.items()} | {"activation": 1}
+        return op.GroupNorm(x, gamma, beta, _domain=DOMAIN, **attributes)
+
+
+class GroupNormSiluSwapped(GroupNormSilu):
+    """The same with the operands of the product swapped."""
+
+    def pattern(self, op: Any, x: Any, gamma: Any, beta: Any) -> Any:
+        y = op.GroupNorm(x, gamma, beta, _domain=DOMAIN, _outputs=["normal"])
+        return op.Mul(op.Sigmoid(y), y)
+
+
+RULES = (GroupNormSilu, GroupNormSiluSwapped)
+
+
+def _graph(tail: str, outputs: str = "") -> str:
+    return f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N,8,H,W] x) => (float[N,8,H,W] y {outputs}) <float[8] w, float[8] b> {{
+            n = GroupNormalization <num_groups = 2> (x, w, b)
+            s = Sigmoid (n)
+            {tail}
+        }}"""
+
+
+_SIZES = {"N": 2, "H": 3, "W": 5}
+CASES = [
+    Case("SiLU", _graph("y = Mul (n, s)"), ops={"GroupNorm": 1, "Sigmoid": 0, "Mul": 0}, sizes=_SIZES),
+    Case("operands swapped", _graph("y = Mul (s, n)"), ops={"GroupNorm": 1, "Sigmoid": 0}, sizes=_SIZES),
+    Case("gate of another tensor", _graph("y = Mul (x, s)"), fires=0, sizes=_SIZES),
+    Case("normalized value is an output", _graph("y = Mul (n, s)", ", float[N,8,H,W] n"), fires=0, sizes=_SIZES),
+]

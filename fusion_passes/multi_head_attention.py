@@ -1,0 +1,113 @@
+"""MultiHeadAttention: the head split, the attention and the head merge become one node on [B,S,N*D] tensors.
+
+    Reshape(q -> [B,S,N,D]) -> Transpose 0213 --+
+    Reshape(k -> [B,L,N,D]) -> Transpose 0213 --+-> SDPA(mask?; scale) -> Transpose 0213 -> Reshape [B,S,N*E]
+    Reshape(v -> [B,L,N,E]) -> Transpose 0213 --+
+        =>  MultiHeadAttention(q, k, v, -, -, mask; num_heads=N, scale)
+
+Refused: head axes split another way, different numbers of heads, a mask that is not [1 or B, 1 or N, S, L].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript.rewriter.pattern import Var
+
+from fusion_passes import _checks as c
+from fusion_passes._rule import DOMAIN, Case, Rule
+from fusion_passes.canonicalize import attention
+
+
+def reference(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, num_heads: int, scale: float, mask: np.ndarray | None = None
+) -> np.ndarray:
+    """Attention of `num_heads` heads; query [B,S,N*D], key [B,L,N*D], value [B,L,N*E], result [B,S,N*E]."""
+    q, k, v = (x.reshape(*x.shape[:2], num_heads, -1).transpose(0, 2, 1, 3) for x in (query, key, value))
+    out = attention.reference(q, k, v, mask, scale).transpose(0, 2, 1, 3)
+    return out.reshape(*query.shape[:2], -1)
+
+
+class MultiHeadAttention(Rule):
+    """Head split, SDPA and head merge => MultiHeadAttention"""
+
+    def pattern(self, op: Any, q: Any, k: Any, v: Any, q4: Any, k4: Any, v4: Any, merged: Any) -> Any:
+        query = op.Transpose(op.Reshape(q, q4, _outputs=["q_heads"]), perm=[0, 2, 1, 3])
+        key = op.Transpose(op.Reshape(k, k4, _outputs=["k_heads"]), perm=[0, 2, 1, 3])
+        value = op.Transpose(op.Reshape(v, v4, _outputs=["v_heads"]), perm=[0, 2, 1, 3])
+        mask = Var("mask", can_match_none=True)
+        heads = op.ScaledDotProductAttention(query, key, value, mask, _domain=DOMAIN, _outputs=["sdpa"])
+        return op.Reshape(op.Transpose(heads, perm=[0, 2, 1, 3]), merged, _outputs=["out"])
+
+    def refuse(
+        self, q: ir.Value, k: ir.Value, v: ir.Value, q_heads: ir.Value, k_heads: ir.Value, v_heads: ir.Value,
+        sdpa: ir.Value, out: ir.Value, mask: ir.Value | None, **_: Any,
+    ) -> str | None:  # fmt: skip
+        heads = c.size(q_heads, 2)
+        if heads is None:
+            return "the number of heads is unknown"
+        for flat, split in ((q, q_heads), (k, k_heads), (v, v_heads)):
+            before, after = c.dims(flat), c.dims(split)
+            if before is None or after is None or len(before) != 3 or len(after) != 4 or before[:2] != after[:2]:
+                return "a Reshape does not split [B,S,N*D] into heads"
+            if after[2] != heads:
+                return "query, key and value have different numbers of heads"
+        merged, width = c.dims(out), c.size(v, 2)
+        if merged is None or len(merged) != 3 or merged[:2] != (c.dims(q) or [])[:2] or merged[2] != width:
+            return "the Reshape after attention does not merge the heads"
+        if mask is not None and c.rank(mask) not in (2, 4):
+            return "the mask is not [1 or B, 1 or N, S, L]"
+        return None
+
+    def rewrite(
+        self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, q_heads: ir.Value, sdpa: ir.Value,
+        mask: ir.Value | None, **_: Any,
+    ) -> Any:  # fmt: skip
+        node = sdpa.producer()
+        assert node is not None
+        if mask is not None and c.rank(mask) == 2:
+            axes = op.initializer(ir.tensor([0, 1], dtype=ir.DataType.INT64), name=f"{sdpa.name}.mask_axes")
+            mask = op.Unsqueeze(mask, axes)
+        inputs = [q, k, v] + ([] if mask is None else [None, None, mask])
+        return op.MultiHeadAttention(
+            *inputs,
+            num_heads=c.size(q_heads, 2),
+            scale=node.attributes["scale"].as_float(),
+            unidirectional=node.attributes.get_int("is_causal", 0),
+            _domain=DOMAIN,
+        )
+
+
+RULES = (MultiHeadAttention,)
+
+
+def _graph(
+    split: str = "0, 0, 2, 4", key_split: str = "0, 0, 2, 4", merge: str = "0, 0, 8", extra: str = "", mask: str = "",
+    perm: str = "0, 2, 1, 3", outputs: str = "",
+) -> str:  # fmt: skip
+    return f"""<ir_version: 10, opset_import: ["" : 21, "sd_ort" : 1]>
+        g (float[B,S,8] q, float[B,L,8] k, float[B,L,8] v {extra}) => (float[B,S,8] y {outputs})
+        <int64[4] split = {{{split}}}, int64[4] ksplit = {{{key_split}}}, int64[3] merge = {{{merge}}}, float s = {{0.45}}> {{
+            q4 = Reshape (q, split)   qh = Transpose <perm = [{perm}]> (q4)
+            k4 = Reshape (k, ksplit)  kh = Transpose <perm = [0, 2, 3, 1]> (k4)
+            v4 = Reshape (v, ksplit)  vh = Transpose <perm = [0, 2, 1, 3]> (v4)
+            scores = MatMul (qh, kh)  scaled = Mul (scores, s)
+            {"masked = Add (scaled, m)" if mask else "masked = Identity (scaled)"}
+            w = Softmax <axis = -1> (masked)
+            a = MatMul (w, vh)        t = Transpose <perm = [0, 2, 1, 3]> (a)
+            y = Reshape (t, merge)
+        }}"""
+
+
+_SIZES = {"B": 2, "S": 5, "L": 3}
+_ONE = {"MultiHeadAttention": 1, "Transpose": 0, "Reshape": 0, "Softmax": 0}
+CASES = [
+    Case("cross-attention", _graph(), ops=_ONE, sizes=_SIZES),
+    Case("mask kept", _graph(extra=", float[B,1,S,L] m", mask="m"), ops=_ONE, sizes=_SIZES),
+    Case("mask of two axes", _graph(extra=", float[S,L] m", mask="m"), ops=_ONE, sizes=_SIZES),
+    Case("one head", _graph("0, 0, 1, 8", "0, 0, 1, 8"), ops=_ONE, sizes=_SIZES),
+    Case("split heads are an output", _graph(outputs=", float[B,S,2,4] q4"), fires=0, sizes=_SIZES),
+    Case("heads merged with positions", _graph(merge="0, -1, 8", perm="0, 1, 2, 3", split="0, 2, -1, 4"), fires=0, sizes={"B": 2, "S": 4, "L": 3}),
+]  # fmt: skip

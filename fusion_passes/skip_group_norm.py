@@ -1,0 +1,81 @@
+"""SkipGroupNorm: a residual or a time embedding is added inside the normalization, which also yields the sum.
+
+    x + skip -> s -> GroupNorm   =>  SkipGroupNorm(x, gamma, beta, skip) -> y, s       skip [N,C,H,W] or [N,C,1,1]
+
+Refused: a skip of another shape, a sum over something else than two feature maps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from fusion_passes import _checks as c
+from fusion_passes._rule import DOMAIN, Case, Rule
+from fusion_passes.canonicalize import group_normalization
+
+
+def reference(
+    x: np.ndarray, gamma: np.ndarray, beta: np.ndarray, skip: np.ndarray, groups: int, epsilon: float, activation: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """GroupNorm (with SiLU when activation is 1) of s = x + skip, and s; x [N,C,H,W], skip [N,C,H,W] or [N,C,1,1]."""
+    s = x.astype(np.float64) + skip
+    y = group_normalization.reference(s, gamma, beta, groups, epsilon)
+    return (y / (1 + np.exp(-y)) if activation else y), s
+
+
+class SkipGroupNorm(Rule):
+    """x + skip -> GroupNorm => SkipGroupNorm"""
+
+    def pattern(self, op: Any, x: Any, skip: Any, gamma: Any, beta: Any) -> Any:
+        total = op.Add(x, skip, _outputs=["total"])
+        return op.GroupNorm(total, gamma, beta, _domain=DOMAIN, _outputs=["normal"]), total
+
+    def refuse(self, x: ir.Value, skip: ir.Value, total: ir.Value, **_: Any) -> str | None:
+        whole = c.dims(total)
+        if whole is None or len(whole) != 4:
+            return "the sum is not [N,C,H,W]"
+        if c.is_constant(x) or c.is_constant(skip):
+            return "a bias, not a residual"
+        shapes = [c.dims(x), c.dims(skip)]
+        allowed = (whole, [*whole[:2], 1, 1])
+        if whole not in shapes or any(s not in allowed for s in shapes):
+            return "the skip is neither [N,C,H,W] nor [N,C,1,1]"
+        return None
+
+    def rewrite(
+        self, op: Any, x: ir.Value, skip: ir.Value, gamma: ir.Value, beta: ir.Value, total: ir.Value, normal: ir.Value
+    ) -> Any:
+        node = normal.producer()
+        assert node is not None
+        if not c.same_shape(x, total):
+            x, skip = skip, x
+        attributes = {name: a.value for name, a in node.attributes.items()}
+        y, s = op.SkipGroupNorm(x, gamma, beta, skip, _domain=DOMAIN, _outputs=2, **attributes)
+        return y, s
+
+
+RULES = (SkipGroupNorm,)
+
+
+def _graph(skip: str, add: str = "s = Add (x, k)", reads: str = "s") -> str:
+    return f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N,8,H,W] x, float[{skip}] k) => (float[N,8,H,W] y, float[N,8,H,W] z) <float[8] w, float[8] b> {{
+            {add}
+            y = GroupNormalization <num_groups = 2> (s, w, b)
+            z = Relu ({reads})
+        }}"""
+
+
+_SIZES = {"N": 2, "H": 3, "W": 5}
+_ONE = {"SkipGroupNorm": 1, "GroupNorm": 0, "Add": 0}
+CASES = [
+    Case("residual", _graph("N,8,H,W"), ops=_ONE, sizes=_SIZES),
+    Case("time embedding", _graph("N,8,1,1"), ops=_ONE, sizes=_SIZES),
+    Case("time embedding first", _graph("N,8,1,1", "s = Add (k, x)"), ops=_ONE, sizes=_SIZES),
+    Case("sum not read again", _graph("N,8,H,W", reads="k"), ops=_ONE, sizes=_SIZES),
+    Case("skip a column", _graph("N,8,H,1"), fires=0, refused="neither", sizes=_SIZES),
+    Case("skip of another batch", _graph("1,8,1,1"), fires=0, refused="neither", sizes=_SIZES),
+]

@@ -1,0 +1,102 @@
+"""SkipLayerNormalization: bias, residual and normalization become one node that also yields the sum.
+
+    x (+ bias) + skip -> s -> LayerNormalization(gamma, beta)   =>  SkipLayerNormalization(x, skip, gamma, beta, bias?) -> y, s
+
+Refused: a skip of another shape, another axis than the last, constants that are not vectors over it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from fusion_passes import _checks as c
+from fusion_passes._rule import DOMAIN, Case, Rule
+
+
+def reference(
+    x: np.ndarray, skip: np.ndarray, gamma: np.ndarray, beta: np.ndarray, bias: np.ndarray | float = 0.0, epsilon: float = 1e-5
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ba et al., 2016, over the last axis of s = x + skip + bias; returns the normalized tensor and s."""
+    s = x.astype(np.float64) + skip + bias
+    normal = (s - s.mean(-1, keepdims=True)) / np.sqrt(s.var(-1, keepdims=True) + epsilon)
+    return normal * gamma + beta, s
+
+
+class SkipLayerNorm(Rule):
+    """x + skip -> LayerNormalization => SkipLayerNormalization"""
+
+    def total(self, op: Any, x: Any, skip: Any, bias: Any) -> Any:
+        return op.Add(x, skip, _outputs=["total"])
+
+    def pattern(self, op: Any, x: Any, skip: Any, bias: Any, gamma: Any, beta: Any) -> Any:
+        total = self.total(op, x, skip, bias)
+        return op.LayerNormalization(total, gamma, beta, _outputs=["normal"]), total
+
+    def refuse(
+        self, x: ir.Value, skip: ir.Value, bias: ir.Value | None, gamma: ir.Value, beta: ir.Value, normal: ir.Value,
+        total: ir.Value,
+    ) -> str | None:  # fmt: skip
+        node, width = normal.producer(), c.size(total, -1)
+        assert node is not None
+        if c.rank(total) != 3 or not c.last_axis(node.attributes.get_int("axis", -1), total):
+            return "not over the last axis of [B,S,C]"
+        if not (c.same_shape(x, total) and c.same_shape(skip, total)):
+            return "input and skip differ in shape"
+        if not (c.is_vector(gamma, width) and c.is_vector(beta, width)):
+            return "gamma and beta are not constant vectors over the last axis"
+        if bias is not None and not c.is_vector(bias, width):
+            return "the bias is not a constant vector over the last axis"
+        return None
+
+    def rewrite(
+        self, op: Any, x: ir.Value, skip: ir.Value, bias: ir.Value | None, gamma: ir.Value, beta: ir.Value,
+        normal: ir.Value, **_: Any,
+    ) -> Any:  # fmt: skip
+        node = normal.producer()
+        assert node is not None
+        inputs = [x, skip, gamma, beta] + ([] if bias is None else [bias])
+        epsilon = node.attributes.get_float("epsilon", 1e-5)
+        y, _, _, total = op.SkipLayerNormalization(*inputs, epsilon=epsilon, _domain=DOMAIN, _outputs=4)
+        return y, total
+
+
+class BiasSkipLayerNorm(SkipLayerNorm):
+    """(x + bias) + skip -> LayerNormalization"""
+
+    def total(self, op: Any, x: Any, skip: Any, bias: Any) -> Any:
+        return op.Add(op.Add(x, bias), skip, _outputs=["total"])
+
+
+class SkipBiasLayerNorm(SkipLayerNorm):
+    """skip + (x + bias) -> LayerNormalization"""
+
+    def total(self, op: Any, x: Any, skip: Any, bias: Any) -> Any:
+        return op.Add(skip, op.Add(x, bias), _outputs=["total"])
+
+
+RULES = (BiasSkipLayerNorm, SkipBiasLayerNorm, SkipLayerNorm)
+
+
+def _graph(total: str, bias: str = "8", skip: str = "B,S,8", axis: int = -1, reads: str = "s") -> str:
+    return f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[B,S,8] x, float[{skip}] k) => (float[B,S,8] y, float[B,S,8] z)
+        <float[{bias}] b, float[8] gamma, float[8] beta> {{
+            {total}
+            y = LayerNormalization <axis = {axis}, epsilon = 0.001> (s, gamma, beta)
+            z = Relu ({reads})
+        }}"""
+
+
+_SIZES = {"B": 2, "S": 6}
+_ONE = {"SkipLayerNormalization": 1, "LayerNormalization": 0, "Add": 0}
+CASES = [
+    Case("bias and skip", _graph("a = Add (x, b)  s = Add (a, k)"), ops=_ONE, sizes=_SIZES),
+    Case("skip first, bias first", _graph("a = Add (b, x)  s = Add (k, a)", axis=2), ops=_ONE, sizes=_SIZES),
+    Case("no bias", _graph("s = Add (x, k)"), ops=_ONE, sizes=_SIZES),
+    Case("sum not read again", _graph("a = Add (x, b)  s = Add (a, k)", reads="k"), ops=_ONE, sizes=_SIZES),
+    Case("skip of another shape", _graph("s = Add (x, k)", skip="1,1,8"), fires=0, refused="shape", sizes=_SIZES),
+    Case("biased value read twice", _graph("a = Add (x, b)  s = Add (a, k)", reads="a"), ops={"Add": 1}, sizes=_SIZES),
+]
