@@ -16,6 +16,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 from onnxscript.rewriter import MatchingTracer, MatchResult, MatchStatus, RewriteRuleClassBase, RewriteRuleSet
 
+from fusion_passes import _shapes
+
 DOMAIN = "sd_ort"
 
 
@@ -67,6 +69,7 @@ def apply(model: ir.Model, rules: Sequence[type[Rule]]) -> int:
         common.RemoveUnusedNodesPass()(model)
         # A replacement with several outputs may have landed behind one of its readers.
         common.TopologicalSortPass()(model)
+        _shapes.annotate(model.graph)
     return count
 
 

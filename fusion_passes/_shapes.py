@@ -20,7 +20,7 @@ Shape = tuple[Dim, ...]
 SAME_AS_FIRST_INPUT = frozenset(
     "Abs BiasAdd Cast Ceil Clip Cos Dropout Elu Erf Exp FastGelu Floor Gelu GroupNorm GroupNormalization Identity "
     "InstanceNormalization IsInf IsNaN LayerNormalization LeakyRelu Log LogSoftmax Neg Not QuickGelu Reciprocal Relu "
-    "RMSNormalization Round Sigmoid Sign Silu Sin SkipGroupNorm SkipLayerNormalization Softmax Softplus Sqrt Swish "
+    "RMSNormalization Round Sigmoid Sign Silu Sin Softmax Softplus Sqrt Swish "
     "Tanh Trilu".split()
 )
 BROADCAST = frozenset(
@@ -58,12 +58,45 @@ def infer(graph: ir.Graph) -> Facts:
 
 
 def annotate(graph: ir.Graph) -> Facts:
-    """Infer, and write the shapes into the values, so that equal sizes carry equal names for the rules that follow."""
+    """Infer, and write shapes and element types into the values: equal sizes carry equal names for the rules to come."""
+    _annotate_types(graph)
     facts = infer(graph)
     for value, shape in facts.shapes.items():
         if value.const_value is None:
             value.shape = ir.Shape([d.value if d.value is not None else str(d) for d in shape])
     return facts
+
+
+BOOLEAN = frozenset("And Equal Greater GreaterOrEqual IsInf IsNaN Less LessOrEqual Not Or Xor".split())
+
+
+def _annotate_types(graph: ir.Graph) -> None:
+    """Element types of all values: exporters leave some out, and a rule that compares them must not guess."""
+    for value in graph.initializers.values():
+        if value.const_value is not None:
+            value.type = ir.TensorType(value.const_value.dtype)
+    for node in graph:
+        inputs = [v.dtype for v in node.inputs if v is not None]
+        for output in node.outputs:
+            if output.dtype is None:
+                dtype = _result_type(node, inputs)
+                if dtype is not None:
+                    output.dtype = dtype
+
+
+def _result_type(node: ir.Node, inputs: list[ir.DataType | None]) -> ir.DataType | None:
+    if node.op_type in ("Shape", "ArgMax", "Size"):
+        return ir.DataType.INT64
+    if node.op_type == "Cast":
+        return ir.DataType(node.attributes["to"].as_int())
+    if node.op_type in BOOLEAN:
+        return ir.DataType.BOOL
+    if node.op_type == "ConstantOfShape":
+        tensor = node.attributes.get_tensor("value")
+        return tensor.dtype if tensor is not None else ir.DataType.FLOAT
+    if node.op_type == "Where" and len(inputs) > 1:
+        return inputs[1]
+    return inputs[0] if inputs else None
 
 
 def _declare(value: ir.Value, facts: Facts) -> None:
@@ -358,11 +391,44 @@ def _attention(node: ir.Node, facts: Facts) -> list[Shape] | None:
     return [(*q[:-1], v[-1])]
 
 
+def _sum_and_normal(node: ir.Node, facts: Facts) -> list[Shape | None]:
+    """SkipGroupNorm and SkipLayerNormalization: the normalized tensor first, the sum last."""
+    x = _shape(node, 0, facts)
+    return [x, *[None] * (len(node.outputs) - 2), x]
+
+
+def _half(node: ir.Node, facts: Facts) -> list[Shape]:
+    x = _shape(node, 0, facts)
+    return [(*x[:-1], x[-1] // 2)]
+
+
+def _multi_head(node: ir.Node, facts: Facts) -> list[Shape] | None:
+    q = _shape(node, 0, facts)
+    value = node.inputs[2] if len(node.inputs) > 2 else None
+    v = facts.shapes.get(value) if value is not None else None
+    if len(q) == 5:  # packed [B,S,N,3,D]
+        return [(q[0], q[1], q[2] * q[4])]
+    return [q if v is None else (q[0], q[1], v[2])]
+
+
+def _nhwc_conv(node: ir.Node, facts: Facts) -> list[Shape] | None:
+    x, weight = _shape(node, 0, facts), facts.shapes.get(node.inputs[1]) if node.inputs[1] else None
+    if weight is None or len(x) != 4:
+        return None
+    kernel, strides = node.attributes.get_ints("kernel_shape"), node.attributes.get_ints("strides") or [1, 1]
+    pads, dilations = node.attributes.get_ints("pads") or [0] * 4, node.attributes.get_ints("dilations") or [1, 1]
+    kernel = kernel or [d.value or 1 for d in weight[1:3]]
+    reach = [pads[i] + pads[i + 2] - dilations[i] * (kernel[i] - 1) - 1 for i in range(2)]
+    return [(x[0], *((x[1 + i] + constant(reach[i])) // strides[i] + constant(1) for i in range(2)), weight[0])]
+
+
 RULES: dict[str, Callable[[ir.Node, Facts], Sequence[Shape | None] | None]] = {
-    "ArgMax": _argmax, "Attention": _attention, "Concat": _concat, "ConstantOfShape": _constant_of_shape,
-    "Conv": _conv, "Expand": _expand, "Gather": _gather, "Gemm": _gemm, "MatMul": _matmul, "Pad": _pad,
+    "ArgMax": _argmax, "Attention": _attention, "BiasSplitGelu": _half, "Concat": _concat, "ConstantOfShape": _constant_of_shape,
+    "Conv": _conv, "Expand": _expand, "Gather": _gather, "Gemm": _gemm, "MatMul": _matmul,
+    "MultiHeadAttention": _multi_head, "NhwcConv": _nhwc_conv, "Pad": _pad,
     "Range": _range, "ReduceMax": _reduce, "ReduceMean": _reduce, "ReduceSum": _reduce, "Reshape": _reshape,
-    "Resize": _resize, "ScaledDotProductAttention": _attention, "Shape": _shape_of, "Slice": _slice, "Split": _split,
+    "Resize": _resize, "ScaledDotProductAttention": _attention, "Shape": _shape_of,
+    "SkipGroupNorm": _sum_and_normal, "SkipLayerNormalization": _sum_and_normal, "Slice": _slice, "Split": _split,
     "Squeeze": _squeeze, "Transpose": _transpose, "Unsqueeze": _unsqueeze,
 }  # fmt: skip
 

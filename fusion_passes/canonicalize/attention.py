@@ -236,7 +236,6 @@ CASES = [
     Case(
         "scales on query and key",
         _graph("qs = Mul (q, a)  ks = Mul (kt, b)  c = MatMul (qs, ks)  w = Softmax <axis = -1> (c)  y = MatMul (w, v)"),
-        fires=4,  # two scales moved, merged, fused
         ops=_ONE | {"Mul": 0},
         sizes=_SIZES,
     ),
@@ -244,7 +243,6 @@ CASES = [
         "divided scores and a mask",
         _graph("c = MatMul (q, kt)  d = Div (c, r)  e = Add (d, m)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)",
                ", float[B,1,S,L] m"),
-        fires=2,
         ops=_ONE | {"Add": 0},
         sizes=_SIZES,
     ),

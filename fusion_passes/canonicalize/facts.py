@@ -21,14 +21,12 @@ from fusion_passes import _shapes
 from fusion_passes._dims import Dim
 
 FOLD_LIMIT = 1 << 16  # bytes: shape arithmetic, masks and frequency tables, never weights
-BOOLEAN = frozenset("And Equal Greater GreaterOrEqual IsInf IsNaN Less LessOrEqual Not Or Xor".split())
 
 
 def fold(model: ir.Model) -> None:
     """Apply the rewrites above until nothing changes, then drop what no output needs."""
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     for _ in range(4):
-        _types(model.graph)
         facts = _shapes.annotate(model.graph)
         changed = _materialize(model.graph, facts) + _drop_no_ops(model.graph)
         onnxscript.optimizer.fold_constants(model, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT)
@@ -43,7 +41,6 @@ def fold(model: ir.Model) -> None:
 
 def reshape_targets(model: ir.Model) -> None:
     """Give every Reshape a constant target, or the Shape of a value that has it."""
-    _types(model.graph)
     facts = _shapes.annotate(model.graph)
     seen: dict[tuple[Dim, ...], ir.Value] = {}
     for value in [*model.graph.inputs]:
@@ -60,34 +57,7 @@ def reshape_targets(model: ir.Model) -> None:
                 seen.setdefault(facts.shapes[output], output)
     common.RemoveUnusedNodesPass()(model)
     common.CommonSubexpressionEliminationPass()(model)
-    _types(model.graph)
     _shapes.annotate(model.graph)
-
-
-def _types(graph: ir.Graph) -> None:
-    """Element types of all values: exporters leave some out, and a rule that compares them must not guess."""
-    for value in graph.initializers.values():
-        if value.const_value is not None:
-            value.type = ir.TensorType(value.const_value.dtype)
-    for node in graph:
-        inputs = [v.dtype for v in node.inputs if v is not None]
-        for output in node.outputs:
-            if output.dtype is not None:
-                continue
-            dtype = inputs[0] if inputs else None
-            if node.op_type in ("Shape", "ArgMax", "Size"):
-                dtype = ir.DataType.INT64
-            elif node.op_type == "Cast":
-                dtype = ir.DataType(node.attributes["to"].as_int())
-            elif node.op_type in BOOLEAN:
-                dtype = ir.DataType.BOOL
-            elif node.op_type == "Where" and len(inputs) > 1:
-                dtype = inputs[1]
-            elif node.op_type == "ConstantOfShape":
-                tensor = node.attributes.get_tensor("value")
-                dtype = tensor.dtype if tensor is not None else ir.DataType.FLOAT
-            if dtype is not None:
-                output.dtype = dtype
 
 
 def _initializer(graph: ir.Graph, name: str, numbers: np.ndarray) -> ir.Value:

@@ -1,0 +1,26 @@
+"""Weights that are computed while the model is saved, one at a time, so that no more than one is ever in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+
+def derived(
+    graph: ir.Graph, name: str, sources: Sequence[ir.Value], shape: Sequence[int], make: Callable[..., np.ndarray]
+) -> ir.Value:
+    """A new initializer `name` of `shape` and the sources' dtype: make(*arrays of the sources), evaluated on saving."""
+    tensors = [ir.convenience.get_const_tensor(source) for source in sources]
+    kept = [tensor for tensor in tensors if tensor is not None]
+    assert len(kept) == len(tensors), "derived() needs constants"
+    dtype = kept[0].dtype
+
+    def evaluate() -> ir.Tensor:
+        return ir.Tensor(np.ascontiguousarray(make(*(t.numpy() for t in kept))), dtype=dtype, name=name)
+
+    tensor = ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape), name=name)
+    value = ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(dtype))
+    graph.register_initializer(value)
+    return value

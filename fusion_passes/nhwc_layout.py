@@ -1,0 +1,201 @@
+"""Layout: convolutions and normalizations run channels-last, and what lies between them follows.
+
+    Conv(x NCHW) => NhwcConv(x NHWC, weight [M,kH,kW,C/g])        GroupNorm, SkipGroupNorm => channels_last=1
+    Add, Mul, Sigmoid, Concat, Resize, Pad between them           => the same node on NHWC tensors
+    Transpose(x, 0231) of a tensor that is NHWC by now            => nothing: [B,HW,C] is a Reshape of it
+
+One walk through the graph gives every tensor that can have one an NHWC twin. What still needs NCHW (graph outputs,
+operators without an NHWC form) reads the twin through a Transpose; a U-Net keeps two, at its entry and its exit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from fusion_passes import _checks as c
+from fusion_passes._lazy import derived
+from fusion_passes._rule import DOMAIN
+
+TO_NHWC, TO_NCHW = [0, 2, 3, 1], [0, 3, 1, 2]
+ELEMENTWISE = frozenset("Add Cast Div Gelu Mul Relu Sigmoid Sub Swish Tanh".split())
+
+
+def to_nhwc(model: ir.Model) -> int:
+    """Move the 4-D part of `model` to NHWC in place; returns the number of convolutions moved."""
+    walk = _Walk(model.graph)
+    for node in list(model.graph):
+        walk.visit(node)
+    walk.finish()
+    common.RemoveUnusedNodesPass()(model)
+    common.TopologicalSortPass()(model)
+    common.CommonSubexpressionEliminationPass()(model)
+    return walk.convolutions
+
+
+class _Walk:
+    """The NHWC twins made so far, and the nodes they replace."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.graph = graph
+        self.twins: dict[ir.Value, ir.Value] = {}
+        self.replaced: list[ir.Node] = []
+        self.convolutions = 0
+
+    def visit(self, node: ir.Node) -> None:
+        if node.op_type == "Transpose":
+            self._transpose(node)
+        elif node.op_type == "Conv" and c.rank(node.inputs[0]) == 4:
+            self._conv(node)
+        elif node.op_type in ("GroupNorm", "SkipGroupNorm") and c.rank(node.inputs[0]) == 4:
+            self._group_norm(node)
+        elif not any(v in self.twins for v in node.inputs if v is not None) or c.rank(node.outputs[0]) != 4:
+            return
+        elif node.op_type in ELEMENTWISE:
+            self._elementwise(node)
+        elif node.op_type == "Concat" and node.attributes["axis"].as_int() in (1, -3):
+            inputs = [self.twin(v, node) for v in node.inputs if v is not None]
+            self.replace(node, "Concat", inputs, {"axis": 3})
+        elif node.op_type == "Resize":
+            self._resize(node)
+        elif node.op_type == "Pad":
+            self._pad(node)
+
+    def twin(self, value: ir.Value, before: ir.Node) -> ir.Value:
+        """The NHWC form of an NCHW value, through a Transpose where there is none yet."""
+        if value not in self.twins:
+            node = ir.node("Transpose", [value], {"perm": TO_NHWC})
+            self._describe(node.outputs[0], value)
+            self.graph.insert_before(before, node)
+            self.twins[value] = node.outputs[0]
+        return self.twins[value]
+
+    def replace(
+        self, node: ir.Node, op_type: str, inputs: list[ir.Value | None], attributes: dict[str, object], domain: str = ""
+    ) -> None:
+        """Put an NHWC node beside `node`; its outputs are the twins of the old ones."""
+        new = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=len(node.outputs))  # type: ignore[arg-type]
+        new.metadata_props.update(node.metadata_props)
+        for old, output in zip(node.outputs, new.outputs, strict=True):
+            self._describe(output, old)
+            self.twins[old] = output
+        self.graph.insert_before(node, new)
+        self.replaced.append(node)
+
+    def finish(self) -> None:
+        """Remove the replaced nodes; what still reads their outputs gets the twin through a Transpose."""
+        gone = set(self.replaced)
+        for node in self.replaced:
+            for output in node.outputs:
+                if output.is_graph_output() or any(user not in gone for user, _ in output.uses()):
+                    back = ir.node("Transpose", [self.twins[output]], {"perm": TO_NCHW})
+                    back.outputs[0].shape, back.outputs[0].type = output.shape, output.type
+                    name = output.name
+                    self.graph.insert_after(self.twins[output].producer() or node, back)
+                    for user, index in list(output.uses()):
+                        if user not in gone:
+                            user.replace_input_with(index, back.outputs[0])
+                    if output.is_graph_output():
+                        output.name = f"{name}.nchw"
+                        back.outputs[0].name = name
+                        self.graph.outputs[self.graph.outputs.index(output)] = back.outputs[0]
+        for node in reversed(self.replaced):
+            self.graph.remove(node, safe=True)
+
+    def _describe(self, output: ir.Value, like: ir.Value) -> None:
+        output.name, output.dtype = f"{like.name}.nhwc", like.dtype
+        if like.shape is not None:
+            output.shape = ir.Shape([like.shape[axis] for axis in TO_NHWC])
+
+    def _transpose(self, node: ir.Node) -> None:
+        x, y = node.inputs[0], node.outputs[0]
+        assert x is not None
+        if c.perm(y) == TO_NHWC and x in self.twins:
+            ir.convenience.replace_all_uses_with(y, self.twins[x])
+        elif c.perm(y) == TO_NCHW:
+            self.twins[y] = x
+
+    def _conv(self, node: ir.Node) -> None:
+        x, weight = node.inputs[0], node.inputs[1]
+        if x is None or weight is None or not c.is_constant(weight) or c.size(x, 1) is None:
+            return
+        shape = c.dims(weight)
+        assert shape is not None
+        sizes = [int(shape[axis]) for axis in TO_NHWC]
+        moved = derived(self.graph, f"{weight.name}.{node.outputs[0].name}.nhwc", [weight], sizes, _channels_last)
+        attributes = {name: a.value for name, a in node.attributes.items()}
+        inputs = [self.twin(x, node), moved, *node.inputs[2:]]
+        self.replace(node, "NhwcConv", inputs, attributes, DOMAIN)
+        self.convolutions += 1
+
+    def _group_norm(self, node: ir.Node) -> None:
+        x, gamma, beta = node.inputs[:3]
+        assert x is not None
+        attributes = {name: a.value for name, a in node.attributes.items()} | {"channels_last": 1}
+        inputs: list[ir.Value | None] = [self.twin(x, node), gamma, beta]
+        if node.op_type == "SkipGroupNorm":
+            skip = node.inputs[3]
+            assert skip is not None
+            inputs += [self._column(skip, node) if c.size(skip, 2) == 1 else self.twin(skip, node), *node.inputs[4:]]
+        self.replace(node, node.op_type, inputs, attributes, DOMAIN)
+
+    def _column(self, value: ir.Value, before: ir.Node) -> ir.Value:
+        """[N,C,1,1] as [N,1,1,C]: the same numbers in the same order, so a Reshape."""
+        source = value.producer()
+        x = source.inputs[0] if source is not None and source.op_type == "Reshape" and c.rank(source.inputs[0]) == 2 else value
+        target = ir.tensor([0, 1, 1, c.size(value, 1)], dtype=ir.DataType.INT64)
+        shape = ir.Value(name=f"{before.outputs[0].name}.{value.name}.nhwc_shape", const_value=target, shape=target.shape)
+        shape.type = ir.TensorType(target.dtype)
+        self.graph.register_initializer(shape)
+        node = ir.node("Reshape", [x, shape])
+        self._describe(node.outputs[0], value)
+        node.outputs[0].name = f"{before.outputs[0].name}.{value.name}.nhwc"
+        self.graph.insert_before(before, node)
+        return node.outputs[0]
+
+    def _elementwise(self, node: ir.Node) -> None:
+        inputs: list[ir.Value | None] = []
+        for value in node.inputs:
+            assert value is not None
+            shape = c.dims(value)
+            if c.scalar(value) is not None:
+                inputs.append(value)
+            elif c.is_constant(value) and shape is not None and len(shape) == 3 and shape[1:] == [1, 1]:
+                name = f"{node.outputs[0].name}.{value.name}.row"
+                inputs.append(derived(self.graph, name, [value], [int(shape[0])], lambda a: a.reshape(-1)))
+            elif shape is not None and len(shape) == 4 and shape[2:] == [1, 1] and isinstance(shape[1], int):
+                inputs.append(self._column(value, node))
+            elif shape is not None and len(shape) == 4:
+                inputs.append(self.twin(value, node))
+            else:
+                return
+        self.replace(node, node.op_type, inputs, {name: a.value for name, a in node.attributes.items()})
+
+    def _resize(self, node: ir.Node) -> None:
+        x, scales = node.inputs[0], c.constant(node.inputs[2]) if len(node.inputs) > 2 else None
+        if x is None or scales is None or scales.size != 4 or len(node.inputs) > 3:
+            return
+        if node.attributes.get_string("mode", "nearest") != "nearest" or "axes" in node.attributes:
+            return
+        value = self._constant(f"{node.outputs[0].name}.nhwc_scales", scales[TO_NHWC])
+        attributes = {name: a.value for name, a in node.attributes.items()}
+        self.replace(node, "Resize", [self.twin(x, node), None, value], attributes)
+
+    def _pad(self, node: ir.Node) -> None:
+        x, pads = node.inputs[0], c.constant(node.inputs[1])
+        if x is None or pads is None or pads.size != 8 or len(node.inputs) > 3:
+            return
+        value = self._constant(f"{node.outputs[0].name}.nhwc_pads", pads[TO_NHWC + [axis + 4 for axis in TO_NHWC]])
+        attributes = {name: a.value for name, a in node.attributes.items()}
+        self.replace(node, "Pad", [self.twin(x, node), value, *node.inputs[2:]], attributes)
+
+    def _constant(self, name: str, numbers: np.ndarray) -> ir.Value:
+        tensor = ir.tensor(np.ascontiguousarray(numbers))
+        value = ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(tensor.dtype))
+        self.graph.register_initializer(value)
+        return value
+
+
+def _channels_last(weight: np.ndarray) -> np.ndarray:
+    return weight.transpose(TO_NHWC)
