@@ -22,7 +22,8 @@ from tqdm.auto import tqdm
 
 from sd_ort.errors import InputError
 from sd_ort.folder import components
-from sd_ort.session import Model, first_line, load
+from sd_ort.models import latent_multiple, levels
+from sd_ort.session import Model, load
 
 log = logging.getLogger("sd_ort")
 
@@ -71,12 +72,12 @@ class StableDiffusionPipeline:
         self.scheduler = scheduler
         self.unet = models["unet"]
         self.vae_decoder = models["vae_decoder"]
-        self.unet_config = read_config(folder / "unet")
-        vae_config = read_config(folder / "vae_decoder")
+        self.unet_config = read_json(folder / "unet" / "config.json")
+        vae_config = read_json(folder / "vae_decoder" / "config.json")
         self.vae_config = vae_config
-        self.vae_scale_factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
+        self.vae_scale_factor = 2 ** (levels(vae_config) - 1)
+        self.index = read_json(folder / "model_index.json")
         self.is_xl = "text_encoder_2" in models
-        self.index = json.loads((folder / "model_index.json").read_text())
         names = ("text_encoder", "text_encoder_2") if self.is_xl else ("text_encoder",)
         self.text_encoders = [(_tokenizer(folder, name.replace("text_encoder", "tokenizer")), name) for name in names]
         self.image_processor = VaeImageProcessor(vae_scale_factor=self.vae_scale_factor)
@@ -97,8 +98,11 @@ class StableDiffusionPipeline:
         folder = Path(folder)
         found = components(folder)
         needed = ["text_encoder", "unet", "vae_decoder"]
-        if (folder / "tokenizer_2").is_dir():
-            needed.append("text_encoder_2")
+        kind = read_json(folder / "model_index.json").get("_class_name", "")
+        if kind.endswith("StableDiffusionXLPipeline"):
+            needed.insert(1, "text_encoder_2")
+        elif not kind.endswith("StableDiffusionPipeline"):
+            raise InputError(f"{folder} holds a {kind or 'pipeline without a class'}: only text-to-image is supported.")
         for name in needed:
             if name not in found:
                 raise InputError(f"{folder} has no {name}: export the whole pipeline with `sd-ort export MODEL OUT`.")
@@ -129,7 +133,7 @@ class StableDiffusionPipeline:
     ) -> PipelineOutput:
         """Draw `num_images_per_prompt` images for each prompt; arguments mean what they mean in diffusers.
 
-        `height`, `width`: pixels, multiples of the VAE's factor (8). `guidance_scale` ≤ 1 turns guidance off.
+        `height`, `width`: pixels, multiples of what VAE and UNet divide them by (64 in SD 1.5). `guidance_scale` ≤ 1 turns guidance off.
         `generator`: a torch.Generator, one an image, an integer seed, or None for torch's global one. `latents`:
         (B, C, height/8, width/8) standard normal noise instead of drawn noise. `output_type`: "pil", "np" (float32,
         (B, H, W, 3), 0..1), "pt" ((B, 3, H, W), 0..1) or "latent" (before scaling by the VAE's factor).
@@ -196,7 +200,8 @@ class StableDiffusionPipeline:
         return _float(self.vae_decoder(latent_sample=latents.numpy())["sample"])
 
     def _check(self, prompts: list[str], height: int, width: int, steps: int, images: int, output_type: str) -> None:
-        factor = self.vae_scale_factor
+        # Off these sizes the skip connections of the exported UNet do not line up.
+        factor = self.vae_scale_factor * latent_multiple(self.unet_config)
         if not prompts:
             raise InputError("no prompt was given: pass a string or a list of strings.")
         if height % factor or width % factor or height < factor or width < factor:
@@ -221,7 +226,7 @@ class StableDiffusionPipeline:
 
     def _text_length(self, name: str, tokenizer: Any) -> int:
         """Tokens a text encoder takes, usually 77."""
-        limit = read_config(self.folder / name).get("max_position_embeddings", 77)
+        limit = read_json(self.folder / name / "config.json").get("max_position_embeddings", 77)
         return min(int(tokenizer.model_max_length), int(limit))
 
     def _latents(self, size: tuple[int, int, int], given: Any, generator: Any) -> torch.Tensor:
@@ -283,15 +288,12 @@ def make_scheduler(folder: Path, scheduler: Any = None) -> Any:
     """
     if scheduler is not None and not isinstance(scheduler, str):
         return scheduler
-    path = folder / "scheduler" / "scheduler_config.json"
-    if not path.is_file():
-        raise InputError(f"{path} is missing: export the pipeline again.")
-    config = json.loads(path.read_text())
+    config = read_json(folder / "scheduler" / "scheduler_config.json")
     cls = scheduler_class(scheduler or config["_class_name"])
     try:
         chosen = cls.from_config(config)
     except ImportError as error:
-        raise InputError(f"{cls.__name__} needs another package: {first_line(error)}") from error
+        raise InputError(" ".join(str(error).split())) from error  # names the package and how to install it
     if not hasattr(chosen, "init_noise_sigma") or not hasattr(chosen, "scale_model_input"):
         raise InputError(f"{cls.__name__} cannot drive a Stable Diffusion UNet: try euler, ddim or dpmsolver.")
     return chosen
@@ -318,9 +320,8 @@ def _key(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum()).removesuffix("scheduler")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """A component's config.json. Raises InputError when it is missing or broken."""
-    path = folder / "config.json"
+def read_json(path: Path) -> dict[str, Any]:
+    """A configuration file of a pipeline folder. Raises InputError when it is missing or broken."""
     try:
         config: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:

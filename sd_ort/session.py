@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sd_ort.errors import InputError, ProviderError
+from sd_ort.errors import InputError, ProviderError, SdOrtError
 from sd_ort.folder import MODEL, check_component
 
 if TYPE_CHECKING:
@@ -315,14 +315,20 @@ class Model:
     def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
         """Run once. `arrays`: one array an input, by name, of the input's shape. Returns the outputs by name.
 
-        Raises InputError when the names are not those of the graph's inputs.
+        Raises InputError when the names are not those of the graph's inputs, SdOrtError when ONNX Runtime fails, for
+        example for want of memory.
         """
         if arrays.keys() != self.inputs.keys():
             raise InputError(
                 f"the model takes {', '.join(self.inputs)}, not {', '.join(arrays)}: export the pipeline with sd-ort."
             )
         feed = {name: np.ascontiguousarray(array, self.dtype(name)) for name, array in arrays.items()}
-        return dict(zip(self.outputs, self.session.run(None, feed), strict=True))
+        try:
+            results = self.session.run(None, feed)
+        except Exception as error:  # pybind's exceptions share no base class but Exception
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
+            raise SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}") from error
+        return dict(zip(self.outputs, results, strict=True))
 
     def dtype(self, name: str) -> Any:
         """NumPy dtype of an input. Raises InputError for an element type no Stable Diffusion graph has."""

@@ -1,0 +1,119 @@
+"""`sd-ort generate`: draw images from a prompt."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("prompt")
+@click.option("--model", "folder", type=click.Path(path_type=Path), required=True, help="Pipeline folder to draw with.")
+@click.option("--steps", type=click.IntRange(1), default=25, show_default=True, help="Denoising steps.")
+@click.option("--guidance", type=float, default=7.5, show_default=True, help="Guidance scale; 1 or less is none.")
+@click.option("--seed", type=click.IntRange(0), help="Seed of the first image, counting up [default: a random one].")
+@click.option("--num-images", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Images drawn at once.")
+@click.option("--negative", help="What the image must not show.")
+@click.option("--height", type=int, help="Pixels [default: the model's].")
+@click.option("--width", type=int, help="Pixels [default: the model's].")
+@click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ... [default: the model's].")
+@click.option("--provider", default="cpu", show_default=True, help="cpu, cuda, rocm or migraphx.")
+@click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads [default: one a core].")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("."), help="A .png file, or a folder [default: .]."
+)
+@click.option("--overwrite", is_flag=True, help="Replace files that exist.")
+def command(
+    prompt: str,
+    folder: Path,
+    steps: int,
+    guidance: float,
+    seed: int | None,
+    num_images: int,
+    batch: int,
+    negative: str | None,
+    height: int | None,
+    width: int | None,
+    scheduler: str | None,
+    provider: str,
+    allow_fallback: bool,
+    threads: int | None,
+    out: Path,
+    overwrite: bool,
+) -> None:
+    """Draw images of PROMPT and write them as PNG files.
+
+    Image number i is drawn from seed + i, so each can be drawn again alone. The files keep prompt, seed and settings
+    as PNG text.
+    """
+    from sd_ort.errors import OutputError
+    from sd_ort.folder import components
+
+    components(folder)  # a wrong folder is said before the seconds that importing torch takes
+    first = random.randrange(2**31) if seed is None else seed
+    seeds = range(first, first + num_images)
+    paths = image_paths(out, prompt, seeds)
+    if not overwrite and (taken := [path for path in paths if path.exists()]):
+        raise OutputError(f"{taken[0]} exists: choose another --out or pass --overwrite.")
+
+    import torch
+
+    from sd_ort.pipeline import StableDiffusionPipeline
+
+    pipeline = StableDiffusionPipeline.from_pretrained(
+        folder, provider, scheduler, threads=threads, allow_fallback=allow_fallback
+    )
+    settings = {
+        "prompt": prompt,
+        "negative_prompt": negative or "",
+        "steps": str(steps),
+        "guidance": str(guidance),
+        "scheduler": type(pipeline.scheduler).__name__,
+        "model": str(folder),
+    }
+    for start in range(0, num_images, batch):
+        part = seeds[start : start + batch]
+        images = pipeline(
+            prompt,
+            height,
+            width,
+            steps,
+            guidance,
+            negative,
+            num_images_per_prompt=len(part),
+            generator=[torch.Generator().manual_seed(s) for s in part],
+        ).images
+        for image, image_seed, path in zip(images, part, paths[start:], strict=False):
+            save_png(image, path, {**settings, "seed": str(image_seed)}, overwrite=overwrite)
+            click.echo(path)
+
+
+def image_paths(out: Path, prompt: str, seeds: range) -> list[Path]:
+    """One PNG path a seed: `out` itself for one image and a file name, else names that end in the seed."""
+    if out.suffix.lower() == ".png":
+        return [out] if len(seeds) == 1 else [out.with_stem(f"{out.stem}-{seed}") for seed in seeds]
+    words = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:48] or "image"
+    return [out / f"{words}-{seed}.png" for seed in seeds]
+
+
+def save_png(image: object, path: Path, settings: dict[str, str], *, overwrite: bool) -> None:
+    """Write a PIL image with its settings as PNG text; the file appears whole or not at all."""
+    import io
+
+    from PIL import Image, PngImagePlugin
+
+    from sd_ort.measure import write_bytes
+
+    assert isinstance(image, Image.Image)
+    info = PngImagePlugin.PngInfo()
+    info.add_text("Software", "sd-ort")
+    for key, value in settings.items():
+        info.add_itxt(key, value)
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", pnginfo=info)
+    write_bytes(path, buffer.getvalue(), overwrite=overwrite)
