@@ -1,0 +1,15 @@
+"""The demo model: a small Stable Diffusion that draws coloured shapes, and the score of how well it does.
+
+`MODEL_DIR` is a stock diffusers folder; `scenes` makes captioned scenes; `fidelity` reads pictures back.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["GUIDANCE", "HEIGHT", "MODEL_DIR", "STEPS", "WIDTH"]
+
+MODEL_DIR = Path(__file__).parent / "model"
+STEPS = 25
+GUIDANCE = 3.0
+HEIGHT = WIDTH = 128
