@@ -29,9 +29,10 @@ from sd_ort import engines, measure
 from sd_ort.engines import Engine, Settings
 from sd_ort.errors import InputError, SdOrtError
 from sd_ort.folder import MODEL, components, read_manifest
-from sd_ort.session import provider_named
+from sd_ort.session import op_library, provider_named
 
 FORMAT = 1
+PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 # Columns and units (s, MB) of onnxruntime/python/tools/transformers/models/stable_diffusion/benchmark.py.
 CSV_COLUMNS = (
     "model_name",
@@ -81,7 +82,7 @@ def find_engines(folders: Sequence[Path], torch_model: str | None = None) -> tup
 
 def _onnx_engine(folder: Path, manifest: dict[str, Any]) -> Engine:
     source, options, stage = manifest.get("source", {}), manifest.get("options", {}), manifest.get("stage", "")
-    labels = {"export": "raw ONNX", "optimize": f"fused {'fp16' if options.get('float16') else 'fp32'}"}
+    labels = {"export": "raw ONNX", "optimize": f"fused {PRECISIONS.get(options.get('dtype'), '')}".strip()}
     return Engine(
         label=labels.get(stage, folder.name),
         engine="onnxruntime",
@@ -90,7 +91,7 @@ def _onnx_engine(folder: Path, manifest: dict[str, Any]) -> Engine:
         stage=stage,
         target=options.get("target", ""),
         random_weights=bool(source.get("random_weights")),
-        weights_seed=int(options.get("seed", source.get("seed", 0))),
+        weights_seed=options.get("seed"),
     )
 
 
@@ -111,6 +112,8 @@ def _torch_engine(asked: str | None, first: Engine) -> tuple[list[Engine], list[
         if asked != "demo" and not is_diffusers_folder(Path(asked)):
             raise InputError(f"{asked} is not a diffusers folder: give one, `demo` or `none` to --torch.")
         return [replace(torch, directory=asked, model=asked, random_weights=False)], []
+    if first.random_weights and first.weights_seed is None:
+        return [], ["torch eager was not measured: the export, which records the seed of its random weights, is gone."]
     if first.random_weights or first.model == "demo" or is_diffusers_folder(Path(first.model)):
         return [replace(torch, directory=first.model)], []
     return [], [f"torch eager was not measured: {first.model!r} is no diffusers folder on this machine (use --torch)."]
@@ -244,7 +247,7 @@ def run(
     An engine that fails is a row with `status` "failed" and its `reason`. On an interrupt the report is marked
     `interrupted`, and KeyboardInterrupt goes on.
     """
-    record = Record(settings, out, [*notes, *_tuning_note(settings)])
+    record = Record(settings, out, [*notes, *_notes(settings)])
     try:
         for group in [[engine] for engine in engines] if settings.sequential else [list(engines)]:
             _measure(group, settings, record, say)
@@ -284,10 +287,16 @@ def _measure(group: Sequence[Engine], settings: Settings, record: Record, say: C
             worker.pool.shutdown()
 
 
-def _tuning_note(settings: Settings) -> list[str]:
+def _notes(settings: Settings) -> list[str]:
+    """What a reader of the numbers has to know."""
+    notes = []
     if settings.tuning and not provider_named(settings.provider).tuning:
-        return [f"the {settings.provider} provider has no tunable operators: --tuning changed nothing."]
-    return []
+        notes.append(f"the {settings.provider} provider has no tunable operators: --tuning changed nothing.")
+    if op_library() is None:
+        notes.append("no custom-op library was found: fused operators ran as plain ONNX functions.")
+    if settings.sequential:
+        notes.append("engines ran one after the other: ratios compare different moments.")
+    return notes
 
 
 def speedup(times: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ COMMANDS = {
     "optimize": "Fuse an ONNX pipeline for a target and precision.",
     "generate": "Draw images from a prompt.",
     "benchmark": "Measure latency and memory, engines side by side.",
+    "doctor": "Say what is installed, which providers load, and what is missing.",
 }
 
 
@@ -61,5 +62,5 @@ def main() -> None:
         click.echo(f"sd-ort: {error}", err=True)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("sd-ort: interrupted, nothing was written.", err=True)
+        click.echo("sd-ort: interrupted; no half-written output is left.", err=True)
         sys.exit(130)

@@ -33,7 +33,7 @@ class Engine:
     stage: str = ""
     target: str = ""
     random_weights: bool = False
-    weights_seed: int = 0
+    weights_seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _open_torch(engine: Engine, settings: Settings) -> tuple[Any, str]:
     on_gpu = settings.provider != "cpu"
     if on_gpu and not torch.cuda.is_available():
         raise SdOrtError("this torch sees no GPU: install the torch build for it to compare with.")
-    pipeline = torch_pipeline(engine.model, engine.random_weights, engine.weights_seed)
+    pipeline = torch_pipeline(engine.model, engine.random_weights, engine.weights_seed or 0)
     if on_gpu:
         pipeline.to("cuda", torch.float16)
     starts: list[float] = []

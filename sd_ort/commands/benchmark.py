@@ -14,7 +14,7 @@ import click
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Images drawn at once.")
 @click.option("--height", type=int, help="Pixels [default: the model's].")
 @click.option("--width", type=int, help="Pixels [default: the model's].")
-@click.option("--guidance", type=float, default=7.5, show_default=True, help="Guidance scale; 1 or less is none.")
+@click.option("--guidance", type=float, help="Guidance scale; 1 or less is none [default: 7.5, demo model 3].")
 @click.option("--prompt", default="a red circle on a blue background", show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Batches drawn before timing.")
@@ -40,7 +40,7 @@ def command(
     batch: int,
     height: int | None,
     width: int | None,
-    guidance: float,
+    guidance: float | None,
     prompt: str,
     seed: int,
     warmup: int,
@@ -58,6 +58,7 @@ def command(
     first engine. What was measured is kept when the run is interrupted or an engine fails.
     """
     from sd_ort import benchmark
+    from sd_ort.commands.generate import default_guidance
     from sd_ort.engines import Settings
     from sd_ort.session import check_provider
 
@@ -70,7 +71,7 @@ def command(
         batch=batch,
         height=height,
         width=width,
-        guidance=guidance,
+        guidance=default_guidance(folders[0]) if guidance is None else guidance,
         seed=seed,
         warmup=warmup,
         runs=runs,

@@ -13,7 +13,7 @@ import click
 @click.argument("prompt")
 @click.option("--model", "folder", type=click.Path(path_type=Path), required=True, help="Pipeline folder to draw with.")
 @click.option("--steps", type=click.IntRange(1), default=25, show_default=True, help="Denoising steps.")
-@click.option("--guidance", type=float, default=7.5, show_default=True, help="Guidance scale; 1 or less is none.")
+@click.option("--guidance", type=float, help="Guidance scale; 1 or less is none [default: 7.5, demo model 3].")
 @click.option("--seed", type=click.IntRange(0), help="Seed of the first image, counting up [default: a random one].")
 @click.option("--num-images", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Images drawn at once.")
@@ -32,7 +32,7 @@ def command(
     prompt: str,
     folder: Path,
     steps: int,
-    guidance: float,
+    guidance: float | None,
     seed: int | None,
     num_images: int,
     batch: int,
@@ -55,6 +55,7 @@ def command(
     from sd_ort.folder import components
 
     components(folder)  # a wrong folder is said before the seconds that importing torch takes
+    guidance = default_guidance(folder) if guidance is None else guidance
     first = random.randrange(2**31) if seed is None else seed
     seeds = range(first, first + num_images)
     paths = image_paths(out, prompt, seeds)
@@ -91,6 +92,14 @@ def command(
         for image, image_seed, path in zip(images, part, paths[start:], strict=False):
             save_png(image, path, {**settings, "seed": str(image_seed)}, overwrite=overwrite)
             click.echo(path)
+
+
+def default_guidance(folder: Path) -> float:
+    """The guidance scale a model draws well with: the demo model's own, 7.5 (diffusers' default) for others."""
+    from sd_ort import demo
+    from sd_ort.folder import read_manifest
+
+    return demo.GUIDANCE if read_manifest(folder).get("source", {}).get("model") == "demo" else 7.5
 
 
 def image_paths(out: Path, prompt: str, seeds: range) -> list[Path]:

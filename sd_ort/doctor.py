@@ -1,0 +1,61 @@
+"""What this machine can run: versions, providers and the shared libraries they miss, the op library, GPU, memory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from sd_ort import measure
+from sd_ort.errors import SdOrtError
+from sd_ort.session import PROVIDERS, check_provider, installed_wheels, missing_libraries, op_library
+
+
+def examine() -> dict[str, Any]:
+    """The findings; memory and disk in GB, `problem` None for a provider that loads."""
+    try:
+        library, op_problem = op_library(), None
+    except SdOrtError as error:
+        library, op_problem = None, str(error)
+    return {
+        "commit": measure.commit(),
+        "machine": measure.machine(),
+        "memory_free_GB": round(psutil.virtual_memory().available / 1e9, 1),
+        "disk_free_GB": round(shutil.disk_usage(Path.cwd()).free / 1e9, 1),
+        "versions": measure.versions(),
+        "wheels": installed_wheels(),
+        "providers": {name: examine_provider(name) for name in PROVIDERS},
+        "op_library": str(library) if library else None,
+        "op_library_problem": op_problem,
+    }
+
+
+def examine_provider(name: str) -> dict[str, Any]:
+    """Whether a provider can be asked for: the reason it cannot, and the shared libraries it misses."""
+    try:
+        check_provider(name)
+    except SdOrtError as error:
+        try:
+            missing = missing_libraries(name)
+        except SdOrtError:  # no onnxruntime at all: the problem says so
+            missing = []
+        return {"ok": False, "problem": str(error), "missing_libraries": missing}
+    return {"ok": True, "problem": None, "missing_libraries": []}
+
+
+def to_text(findings: dict[str, Any]) -> str:
+    """The findings for a terminal, one a line."""
+    machine = findings["machine"]
+    lines = [
+        f"machine     {machine['cpu']}, {machine['cores']} cores, {machine['system']}",
+        f"memory      {findings['memory_free_GB']} of {machine['memory_GB']} GB free",
+        f"disk        {findings['disk_free_GB']} GB free here",
+        f"GPU         {'; '.join(machine['gpus']) or 'none found'}",
+        "versions    " + ", ".join(f"{name} {version}" for name, version in findings["versions"].items()),
+        f"op library  {findings['op_library'] or findings['op_library_problem'] or 'none: portable functions run'}",
+    ]
+    for name, provider in findings["providers"].items():
+        lines.append(f"{name:<11} {'ok' if provider['ok'] else provider['problem']}")
+    return "\n".join(lines)
