@@ -16,24 +16,26 @@ from fusion_passes import (
     bias_split_gelu,
     group_norm,
     multi_head_attention,
+    quick_gelu,
     skip_group_norm,
     skip_layer_normalization,
 )
 from fusion_passes._rule import apply
-from fusion_passes.canonicalize import attention, canonicalize, gelu, group_normalization, transposes
+from fusion_passes.canonicalize import attention, canonicalize, fold, gelu, group_normalization, transposes
 
 # SkipLayerNormalization takes the sums a normalization follows; BiasAdd takes those that are left.
 FUSIONS: tuple[ModuleType, ...] = (
     multi_head_attention,
     group_norm,
     bias_split_gelu,
+    quick_gelu,
     skip_layer_normalization,
     bias_add,
     skip_group_norm,
 )
 CANONICAL: tuple[ModuleType, ...] = (group_normalization, gelu, transposes, attention)
 
-__all__ = ["CANONICAL", "FUSIONS", "canonicalize", "fuse"]
+__all__ = ["CANONICAL", "FUSIONS", "canonicalize", "canonicalize_shapes", "fuse"]
 
 
 def fuse(model: ir.Model) -> Counter[str]:
@@ -42,3 +44,8 @@ def fuse(model: ir.Model) -> Counter[str]:
     for module in FUSIONS:
         counts[module.__name__.rpartition(".")[2]] = apply(model, module.RULES)
     return counts
+
+
+def canonicalize_shapes(model: ir.Model) -> None:
+    """Fold shape arithmetic again, in place: after function bodies have been inlined they bring their own."""
+    fold(model)

@@ -74,6 +74,21 @@ class Dim:
             return self.terms[0][1]
         return None
 
+    def symbols(self) -> set[str]:
+        """Names of the unknown sizes in it, those under a floor too."""
+        atoms = [atom for monomial, _ in self.terms for atom in monomial]
+        return set().union(*({a.name} if a.numerator is None else a.numerator.symbols() for a in atoms), set())
+
+    def evaluate(self, sizes: dict[str, int]) -> int:
+        """The number it is when the unknown sizes are `sizes`."""
+        total = 0
+        for monomial, factor in self.terms:
+            for atom in monomial:
+                inner = None if atom.numerator is None else atom.numerator.evaluate(sizes)
+                factor *= sizes[atom.name] if inner is None else inner // atom.denominator
+            total += factor
+        return total
+
     def __str__(self) -> str:
         if self.value is not None:
             return str(self.value)

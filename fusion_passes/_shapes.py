@@ -35,6 +35,10 @@ class Facts:
 
     shapes: dict[ir.Value, Shape] = field(default_factory=dict)
     elements: dict[ir.Value, list[Dim]] = field(default_factory=dict)
+    multiples: dict[str, int] = field(default_factory=dict)
+    joined: list[tuple[Dim, Dim]] = field(default_factory=list)  # by Concat: equal, or the graph fails
+    broadcast: list[tuple[Dim, Dim]] = field(default_factory=list)  # by broadcasting: equal, or one of them is 1
+    optimistic: bool = False  # take the first of two broadcast sizes, to collect pairs without piling up unknowns
 
     def static(self, value: ir.Value | None) -> list[int] | None:
         """The integers a value holds, when all of them are known."""
@@ -44,9 +48,21 @@ class Facts:
         return None if any(n is None for n in numbers) else [n for n in numbers if n is not None]
 
 
+MULTIPLES = "sd_ort.multiples"  # key of graph.meta: what the graph, as it was first seen, forces sizes to be
+
+
 def infer(graph: ir.Graph) -> Facts:
-    """Shapes and integer contents of the values of `graph`; values of unknown rank are left out."""
-    facts = Facts()
+    """Shapes and integer contents of the values of `graph`; values of unknown rank are left out.
+
+    Concat fails at run time unless all its other axes agree. A U-Net that joins `2*ceil(h/8)` with `ceil(h/4)` thus
+    runs only where h is a multiple of 8: sizes that the graph's own Concats force to be multiples are taken as such.
+    """
+    if MULTIPLES not in graph.meta:
+        graph.meta[MULTIPLES] = _forced_multiples(_infer(graph, Facts(optimistic=True)))
+    return _infer(graph, Facts(multiples=graph.meta[MULTIPLES]))
+
+
+def _infer(graph: ir.Graph, facts: Facts) -> Facts:
     for value in [*graph.inputs, *graph.initializers.values()]:
         _declare(value, facts)
     for node in graph:
@@ -57,12 +73,30 @@ def infer(graph: ir.Graph) -> Facts:
     return facts
 
 
+def _forced_multiples(facts: Facts) -> dict[str, int]:
+    """For each unknown size the largest power of two that divides it in every run that the graph survives."""
+    pairs = [(a, b, False) for a, b in facts.joined] + [(a, b, True) for a, b in facts.broadcast]
+    multiples = {}
+    for name in sorted(set().union(*(a.symbols() | b.symbols() for a, b, _ in pairs), set())):
+        mine = [pair for pair in pairs if pair[0].symbols() | pair[1].symbols() == {name}]
+        allowed = [n for n in range(1, 257) if all(_agree(*pair, {name: n}) for pair in mine)]
+        dividing = [m for m in (64, 32, 16, 8, 4, 2) if allowed and all(n % m == 0 for n in allowed)]
+        if dividing:
+            multiples[name] = dividing[0]
+    return multiples
+
+
+def _agree(a: Dim, b: Dim, may_broadcast: bool, sizes: dict[str, int]) -> bool:
+    x, y = a.evaluate(sizes), b.evaluate(sizes)
+    return x == y or (may_broadcast and 1 in (x, y))
+
+
 def annotate(graph: ir.Graph) -> Facts:
     """Infer, and write shapes and element types into the values: equal sizes carry equal names for the rules to come."""
     _annotate_types(graph)
     facts = infer(graph)
     for value, shape in facts.shapes.items():
-        if value.const_value is None:
+        if value.const_value is None and not value.is_graph_input():
             value.shape = ir.Shape([d.value if d.value is not None else str(d) for d in shape])
     return facts
 
@@ -108,8 +142,13 @@ def _declare(value: ir.Value, facts: Facts) -> None:
     elif value.shape is not None:
         names = [d if isinstance(d, int) else d.value for d in value.shape]
         facts.shapes[value] = tuple(
-            constant(d) if isinstance(d, int) else symbol(d or f"{value.name}_{i}") for i, d in enumerate(names)
+            constant(d) if isinstance(d, int) else _size(d or f"{value.name}_{i}", facts) for i, d in enumerate(names)
         )
+
+
+def _size(name: str, facts: Facts) -> Dim:
+    multiple = facts.multiples.get(name, 1)
+    return symbol(name) if multiple == 1 else symbol(f"({name}/{multiple})") * constant(multiple)
 
 
 def _infer_node(node: ir.Node, facts: Facts) -> None:
@@ -138,26 +177,29 @@ def _shapes(node: ir.Node, facts: Facts) -> Sequence[Shape | None] | None:
     if node.op_type in SAME_AS_FIRST_INPUT:
         return [inputs[0]]
     if node.op_type in BROADCAST:
-        return None if any(s is None for s in inputs) else [broadcast([s for s in inputs if s is not None])]
+        return None if any(s is None for s in inputs) else [broadcast([s for s in inputs if s is not None], facts)]
     rule = RULES.get(node.op_type)
     if rule is None or not inputs or inputs[0] is None:
         return None
     return rule(node, facts)
 
 
-def broadcast(shapes: Sequence[Shape]) -> Shape:
+def broadcast(shapes: Sequence[Shape], facts: Facts) -> Shape:
     """NumPy broadcasting; where two unknown sizes differ, a size of its own stands for the result."""
     rank = max(len(s) for s in shapes)
     result = []
     for axis in range(rank):
-        dims = {s[axis - rank + len(s)] for s in shapes if axis - rank + len(s) >= 0} - {constant(1)}
+        sizes = [s[axis - rank + len(s)] for s in shapes if axis - rank + len(s) >= 0]
+        dims = [d for d in dict.fromkeys(sizes) if d != constant(1)]
         known = [d for d in dims if d.value is not None]
         if not dims:
             result.append(constant(1))
         elif known or len(dims) == 1:
-            result.append(known[0] if known else next(iter(dims)))
+            result.append(known[0] if known else dims[0])
         else:
-            result.append(symbol("max(" + ", ".join(sorted(map(str, dims))) + ")"))
+            facts.broadcast += [(dims[0], d) for d in dims[1:]]
+            opaque = symbol("max(" + ", ".join(sorted(map(str, dims))) + ")")
+            result.append(dims[0] if facts.optimistic else opaque)
     return tuple(result)
 
 
@@ -207,7 +249,7 @@ def _matmul(node: ir.Node, facts: Facts) -> list[Shape] | None:
     a, b = _shape(node, 0, facts), facts.shapes.get(node.inputs[1]) if node.inputs[1] else None
     if b is None or len(a) < 2 or len(b) < 2:
         return None
-    return [(*broadcast([a[:-2], b[:-2]]), a[-2], b[-1])]
+    return [(*broadcast([a[:-2], b[:-2]], facts), a[-2], b[-1])]
 
 
 def _reshape(node: ir.Node, facts: Facts) -> list[Shape] | None:
@@ -258,6 +300,8 @@ def _concat(node: ir.Node, facts: Facts) -> list[Shape] | None:
     known = [s for s in shapes if s is not None]
     axis = _axis(node.attributes["axis"].as_int(), len(known[0]))
     total = sum((s[axis] for s in known[1:]), start=known[0][axis])
+    for other in known[1:]:
+        facts.joined += [(a, b) for i, (a, b) in enumerate(zip(known[0], other, strict=True)) if i != axis and a != b]
     return [(*known[0][:axis], total, *known[0][axis + 1 :])]
 
 
@@ -325,7 +369,7 @@ def _squeeze(node: ir.Node, facts: Facts) -> list[Shape] | None:
 
 def _expand(node: ir.Node, facts: Facts) -> list[Shape] | None:
     target = facts.elements.get(node.inputs[1]) if node.inputs[1] else None
-    return None if target is None else [broadcast([_shape(node, 0, facts), tuple(target)])]
+    return None if target is None else [broadcast([_shape(node, 0, facts), tuple(target)], facts)]
 
 
 def _resize(node: ir.Node, facts: Facts) -> list[Shape] | None:

@@ -119,8 +119,32 @@ def _bias_split_gelu(node: ir.Node) -> tuple[str, str]:
     }"""
 
 
+def _nhwc_conv(node: ir.Node) -> tuple[str, str]:
+    bias = ", B" if _has(node, 2) else ""
+    numbers = {name: a.value for name, a in sorted(node.attributes.items()) if name != "auto_pad"}
+    given = ", ".join(f"{k} = {list(v) if isinstance(v, (list, tuple)) else v}" for k, v in numbers.items())
+    name = "_".join(f"{k[0]}{'x'.join(map(str, v)) if isinstance(v, (list, tuple)) else v}" for k, v in numbers.items())
+    return name + ("_bias" if bias else ""), f"""(X, W{bias}) => (Y) {{
+        x_nchw = Transpose <perm = [0, 3, 1, 2]> (X)
+        w_nchw = Transpose <perm = [0, 3, 1, 2]> (W)
+        y_nchw = Conv <{given}> (x_nchw, w_nchw{bias})
+        Y = Transpose <perm = [0, 2, 3, 1]> (y_nchw)
+    }}"""
+
+
 def _bias_add(node: ir.Node) -> tuple[str, str]:
     return "", "(X, bias, skip) => (Y) { biased = Add (X, bias)  Y = Add (biased, skip) }"
+
+
+def _quick_gelu(node: ir.Node) -> tuple[str, str]:
+    alpha = _float(node.attributes["alpha"].as_float())
+    return f"a{alpha}", f"""(X) => (Y) {{
+        alpha = Constant <value_float = {alpha}> ()
+        alpha_x = CastLike (alpha, X)
+        scaled = Mul (X, alpha_x)
+        gate = Sigmoid (scaled)
+        Y = Mul (X, gate)
+    }}"""
 
 
 def _skip_layer_normalization(node: ir.Node) -> tuple[str, str]:
@@ -207,6 +231,8 @@ VARIANTS = {
     "BiasSplitGelu": _bias_split_gelu,
     "GroupNorm": _group_norm,
     "MultiHeadAttention": _multi_head_attention,
+    "NhwcConv": _nhwc_conv,
+    "QuickGelu": _quick_gelu,
     "ScaledDotProductAttention": _sdpa,
     "SkipGroupNorm": _skip_group_norm,
     "SkipLayerNormalization": _skip_layer_normalization,

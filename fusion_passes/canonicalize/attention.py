@@ -184,7 +184,11 @@ class Sdpa3D(Sdpa):
 
 
 class FromAttention(Rule):
-    """ai.onnx Attention (opset 23) on [B,H,S,D] tensors with one output."""
+    """ai.onnx Attention (opset 23) on [B,H,S,D] tensors with one output.
+
+    A boolean mask becomes 0 where it keeps and the lowest finite number where it drops, as torch.onnx writes it below
+    opset 23; the two differ only in rows that drop everything, whose result is undefined.
+    """
 
     def pattern(self, op: Any, q: Any, k: Any, v: Any) -> Any:
         return op.Attention(q, k, v, Var("mask", can_match_none=True), _outputs=["out"])
@@ -200,14 +204,17 @@ class FromAttention(Rule):
             return "queries share the heads of keys"
         if node.attributes.get_float("softcap", 0.0) or node.attributes.get_int("qk_matmul_output_mode", 0):
             return "it caps or returns the scores"
-        if mask is not None and mask.dtype == ir.DataType.BOOL:
-            return "the mask is boolean"
         return None
 
     def rewrite(self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, out: ir.Value, mask: ir.Value | None) -> Any:
         node = out.producer()
         assert node is not None
         scale = node.attributes.get_float("scale", 0.0) or (c.size(q, -1) or 1) ** -0.5
+        if mask is not None and mask.dtype == ir.DataType.BOOL:
+            dtype = (q.dtype or ir.DataType.FLOAT).numpy()
+            keep, drop = (op.initializer(ir.tensor(np.array(x, dtype)), name=unique(out, name))
+                          for x, name in ((0, "keep"), (np.finfo(dtype).min, "drop")))  # fmt: skip
+            mask = op.Where(mask, keep, drop)
         inputs = [q, k, v] + ([] if mask is None else [mask])
         causal = node.attributes.get_int("is_causal", 0)
         return op.ScaledDotProductAttention(*inputs, scale=scale, is_causal=causal, _domain=DOMAIN)
@@ -263,6 +270,12 @@ CASES = [
     ),
     Case("operator of opset 23", _graph("y = Attention (q, k, v)", opset=23), ops=_ONE, sizes=_SIZES),
     Case("causal operator", _graph("y = Attention <is_causal = 1, scale = 0.3> (q, k, v)", opset=23), ops=_ONE, sizes={"B": 2, "S": 4, "L": 4}),
+    Case(
+        "operator with a boolean mask",
+        _graph("y = Attention (q, k, v, keep)", ", bool[B,1,S,L] keep", opset=23),
+        ops=_ONE | {"Where": 1},
+        sizes={"B": 2, "S": 5, "L": 7},
+    ),
     Case("softmax over queries", _graph(_PLAIN.replace("-1", "2")), fires=0, refused="last axis", sizes=_SIZES),
     Case("weights are an output", _graph(_PLAIN, outputs=", float[B,2,S,L] w"), fires=0, sizes=_SIZES),
     Case("scores are read twice", _graph(_PLAIN, outputs=", float[B,2,S,L] c"), fires=0, sizes=_SIZES),

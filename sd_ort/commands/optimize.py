@@ -1,0 +1,36 @@
+"""`sd-ort optimize IN OUT`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("source", metavar="IN", type=click.Path(path_type=Path))
+@click.argument("output", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--target", default="portable", show_default=True, help="portable, cpu, cuda, rocm or migraphx.")
+@click.option("--float16", "dtype", flag_value="float16", help="Weights and tensors in float16.")
+@click.option("--bfloat16", "dtype", flag_value="bfloat16", help="Weights and tensors in bfloat16.")
+@click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
+def command(source: Path, output: Path, target: str, dtype: str | None, components: tuple[str, ...]) -> None:
+    """Fuse the pipeline folder IN for a target and write it to OUT.
+
+    The default target `portable` runs on any ONNX runtime: each fused operator carries its meaning as a model-local
+    function, and a registered operator library takes over where it has a kernel.
+    """
+    from sd_ort.optimize import COUNTED, optimize
+
+    manifest = optimize(
+        source, output, target=target, dtype=dtype or "float32", components=list(components) or None, report=click.echo
+    )
+    entries = manifest["components"]
+    rows = [op for op in COUNTED if any(op in entry["counts"] for entry in entries.values())]
+    click.echo(f"{'':26}" + "".join(f"{name:>16}" for name in entries))
+    for row in rows:
+        click.echo(f"{row:26}" + "".join(f"{entry['counts'].get(row, 0):>16}" for entry in entries.values()))
+    for name, entry in entries.items():
+        for site, reason in entry["not_lowered"].items():
+            click.echo(f"{name}: {site} runs as an sd_ort operator: {reason}.", err=True)
+    click.echo(f"Wrote {output}")

@@ -1,0 +1,174 @@
+"""Optimize: canonicalize -> fuse -> lower(target) -> precision -> save, one component after another.
+
+Weights stay where they are on disk: they are mapped when read and streamed, one tensor at a time, when the result is
+saved. A component's model in memory is its graph alone.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+import fusion_passes
+from fusion_passes import bodies, nhwc_layout, pack_qkv
+from fusion_passes._rule import DOMAIN
+from sd_ort import folder, precision
+from sd_ort.errors import InputError
+from sd_ort.targets import TARGETS, Target
+
+CONTRIB = "com.microsoft"
+# The rows of the table of counts: what is left in the lowered graph, whatever its domain.
+COUNTED = (
+    "MultiHeadAttention", "GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd", "SkipLayerNormalization",
+    "LayerNormalization", "QuickGelu", "NhwcConv", "Conv", "Transpose",
+)  # fmt: skip
+
+Report = Callable[[str], None]
+
+
+def optimize(
+    source: Path,
+    output: Path,
+    *,
+    target: str = "portable",
+    dtype: str = "float32",
+    components: list[str] | None = None,
+    report: Report = lambda line: None,
+) -> dict[str, Any]:
+    """Fuse every component of the pipeline folder `source` into the folder `output`, and return its manifest.
+
+    target: a name in `TARGETS`. dtype: "float32", "float16" or "bfloat16". An `output` that was made from the same
+    input with the same options and is intact is left as it is. Raises InputError for a source that cannot be read and
+    OutputError when the output cannot be written; then nothing is left behind.
+    """
+    if target not in TARGETS:
+        raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
+    names = folder.components(source)
+    if components:
+        missing = [name for name in components if name not in names]
+        if missing:
+            raise InputError(f"{source} has no component {', '.join(missing)}: it has {', '.join(names)}.")
+        names = components
+    paths = {name: folder.check_component(source, name) for name in names}
+    before = folder.read_manifest(source)
+    manifest: dict[str, Any] = {
+        "stage": "optimize",
+        "source": {**before.get("source", {"model": str(source)}), "folder": str(source.resolve()), "hash": _hash(source, names)},
+        "versions": {name: importlib.metadata.version(name) for name in ("sd-ort", "onnx", "onnx-ir", "onnxscript")},
+        "options": {"target": target, "dtype": dtype, "components": names},
+        "components": {},
+    }
+    if _is_done(output, manifest):
+        report(f"{output} is up to date.")
+        return folder.read_manifest(output)
+    with folder.staged(output) as work:
+        folder.copy_configs(source, work)
+        for name in names:
+            started = time.perf_counter()
+            entry = optimize_component(paths[name], work / name / folder.MODEL, TARGETS[target], dtype)
+            entry["seconds"] = round(time.perf_counter() - started, 2)
+            config = source / name / "config.json"
+            if config.is_file():
+                shutil.copy2(config, work / name / "config.json")
+            manifest["components"][name] = entry
+            report(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
+        folder.write_manifest(work, manifest)
+    return folder.read_manifest(output)
+
+
+def optimize_component(source: Path, output: Path, target: Target, dtype: str = "float32") -> dict[str, Any]:
+    """Optimize one `model.onnx` into another; returns counts by rule and by operator."""
+    model = ir.load(source)
+    before = sum(1 for _ in model.graph)
+    rules = fusion_passes.canonicalize(model)
+    rules += fusion_passes.fuse(model)
+    lowered = lower_layout(model, target)
+    if dtype != "float32":
+        precision.convert(model, dtype, float32_inputs=target.float32_inputs)
+    kept = lower_operators(model, target)
+    save(model, output)
+    nodes = Counter(node.op_type for node in model.graph)
+    return {
+        "nodes_before": before,
+        "nodes": sum(nodes.values()),
+        "rules": {name: count for name, count in {**rules, **lowered}.items() if count},
+        "counts": {op: nodes[op] for op in COUNTED if nodes[op]},
+        "not_lowered": kept,
+    }
+
+
+def lower_layout(model: ir.Model, target: Target) -> dict[str, int]:
+    """Take apart what the target never runs, then its layout and packing; returns counts by pass."""
+    parts = [node for node in model.graph if node.domain == DOMAIN and node.op_type in target.expand]
+    if parts:
+        bodies.attach(model, parts)
+        common.InlinePass()(model)
+        fusion_passes.canonicalize_shapes(model)
+    counts: dict[str, int] = {}
+    if target.layout == "NHWC":
+        counts["nhwc_layout"] = nhwc_layout.to_nhwc(model)
+    if target.pack:
+        counts.update(pack_qkv.pack_qkv(model))
+    return counts
+
+
+def lower_operators(model: ir.Model, target: Target) -> dict[str, str]:
+    """Give each fused node the provider's own kernel where its limits allow, else a function body.
+
+    Returns the reason for each operator that has a kernel in general but could not take it.
+    """
+    reasons: dict[str, str] = {}
+    ours = []
+    for node in model.graph:
+        if node.domain != DOMAIN:
+            continue
+        limit = target.contrib.get(node.op_type)
+        reason = "no limit" if limit is None else limit(node)
+        if limit is not None and reason is None:
+            node.domain = CONTRIB
+            model.graph.opset_imports.setdefault(CONTRIB, 1)
+        else:
+            ours.append(node)
+            if limit is not None and reason:
+                reasons[f"{node.op_type} {node.outputs[0].name}"] = reason
+    bodies.attach(model, ours)
+    return reasons
+
+
+def save(model: ir.Model, path: Path) -> None:
+    """Write `path` and one external data file beside it, a tensor at a time; offsets of large tensors are aligned."""
+    common.RemoveUnusedNodesPass()(model)
+    common.NameFixPass()(model)
+    model.producer_name, model.producer_version = "sd-ort", importlib.metadata.version("sd-ort")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ir.save(model, path, external_data=folder.DATA, alignment=65536, max_workers=2, max_in_flight_bytes=256 << 20)
+
+
+def _hash(source: Path, names: list[str]) -> dict[str, str]:
+    """What tells this input from another: the SHA-256 of each component's files, from the manifest when it has them."""
+    recorded = folder.read_manifest(source).get("files", {})
+    hashes = {}
+    for name in names:
+        files = recorded.get(name, {})
+        if folder.MODEL in files:
+            hashes[name] = "+".join(files[f]["sha256"][:16] for f in sorted(files))
+        else:
+            hashes[name] = folder.tree_hash(source / name)[:16]
+    return hashes
+
+
+def _is_done(output: Path, manifest: dict[str, Any]) -> bool:
+    try:
+        there = folder.read_manifest(output) if output.is_dir() else {}
+    except InputError:
+        return False
+    same = all(there.get(key) == manifest[key] for key in ("stage", "source", "versions", "options"))
+    return same and folder.is_intact(output, there)

@@ -1,0 +1,109 @@
+"""What each execution provider runs: one table a target, read by `optimize` when it lowers fused nodes.
+
+A fused node goes to the first of these that holds: ONNX Runtime's own kernel (`contrib`, domain com.microsoft) when
+its limits allow this node, our operator (domain `sd_ort`, a kernel of the library or else the function body that the
+model carries), or its parts (`expand`). Limits are those measured on onnxruntime 1.31.1 (CPU, CUDA) and read from the
+sources of onnxruntime-rocm 1.22.2.post3 and MIGraphX EP 1.27.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from fusion_passes import _checks as c
+
+Limit = Callable[[ir.Node], str | None]
+
+
+def _any(node: ir.Node) -> str | None:
+    return None
+
+
+def _even_channels_a_group(node: ir.Node) -> str | None:
+    channels, groups = c.size(node.inputs[1], 0), node.attributes["groups"].as_int()
+    if channels is None or channels % groups or (channels // groups) % 2:
+        return f"its kernel needs an even number of channels a group, not {channels}/{groups}"
+    return None
+
+
+def _cuda_gelu_width(node: ir.Node) -> str | None:
+    width = c.size(node.inputs[1], 0)
+    return None if width in (2560, 5120, 6144, 10240, 12288) else f"its kernel has no width {width}"
+
+
+def _no_bias_input(node: ir.Node) -> str | None:
+    bias = len(node.inputs) > 3 and node.inputs[3] is not None
+    return "its kernel refuses a bias input" if bias else None
+
+
+@dataclass(frozen=True)
+class Target:
+    """One execution provider: its layout, and for each fused operator the limit of the provider's own kernel.
+
+    Operators absent from `contrib` run as `sd_ort` operators, unless `expand` names them. `float32_inputs` are inputs
+    (operator, index) that stay in fp32 in a half precision model.
+    """
+
+    name: str
+    layout: str = "NCHW"
+    pack: bool = False
+    contrib: Mapping[str, Limit] = field(default_factory=dict)
+    expand: frozenset[str] = frozenset()
+    float32_inputs: frozenset[tuple[str, int]] = frozenset()
+    opset: int = 21
+
+
+_FP32_AFFINE = frozenset({("GroupNorm", 1), ("GroupNorm", 2), ("SkipGroupNorm", 1), ("SkipGroupNorm", 2)})
+
+PORTABLE = Target("portable")
+
+CPU = Target(
+    "cpu",
+    contrib={"SkipLayerNormalization": _any, "QuickGelu": _any, "MultiHeadAttention": _any},
+    expand=frozenset({"GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd", "ScaledDotProductAttention"}),
+)
+
+CUDA = Target(
+    "cuda",
+    layout="NHWC",
+    pack=True,
+    contrib={
+        "GroupNorm": _even_channels_a_group,
+        "SkipGroupNorm": _even_channels_a_group,
+        "BiasSplitGelu": _cuda_gelu_width,
+        "BiasAdd": _any,
+        "SkipLayerNormalization": _any,
+        "MultiHeadAttention": _any,
+        "NhwcConv": _any,
+        "QuickGelu": _any,
+    },
+    expand=frozenset({"ScaledDotProductAttention"}),
+    float32_inputs=_FP32_AFFINE,
+)
+
+ROCM = Target(
+    "rocm",
+    layout="NHWC",
+    pack=True,
+    contrib={**CUDA.contrib, "MultiHeadAttention": _no_bias_input},
+    expand=frozenset({"ScaledDotProductAttention"}),
+    float32_inputs=_FP32_AFFINE,
+)
+
+MIGRAPHX = Target(
+    "migraphx",
+    layout="NHWC",
+    contrib={
+        "GroupNorm": _any,
+        "SkipLayerNormalization": _any,
+        "MultiHeadAttention": _any,
+        "NhwcConv": _any,
+        "QuickGelu": _any,
+    },
+    expand=frozenset({"SkipGroupNorm", "BiasAdd", "BiasSplitGelu", "ScaledDotProductAttention"}),
+)
+
+TARGETS: Mapping[str, Target] = {t.name: t for t in (PORTABLE, CPU, CUDA, ROCM, MIGRAPHX)}
