@@ -1,0 +1,85 @@
+"""BiasAdd: the calls that test it, the shapes that time it, and how to launch its kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from math import prod
+
+from custom_ops.op import DTYPES, Case, Launch, Shape
+
+NAME = "BiasAdd"
+INPUTS = ("X", "bias", "skip")
+OUTPUTS = ("Y",)
+PARAMETERS = ()
+
+
+class Params(ctypes.Structure):
+    """struct BiasAddParams of op.h."""
+
+    _fields_ = (
+        ("dtype", ctypes.c_int32),
+        ("x", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("skip", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+    )
+
+
+def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
+    """The call's Params; `address` maps input and output names to device addresses."""
+    shape = case.inputs["X"]
+    return Params(
+        dtype=DTYPES[dtype][0],
+        x=address["X"],
+        bias=address["bias"],
+        skip=address["skip"],
+        y=address["Y"],
+        rows=prod(shape[:-1]),
+        channels=shape[-1],
+    )
+
+
+def output_shapes(case: Case) -> dict[str, Shape]:
+    """Y has the shape of X."""
+    return {"Y": case.inputs["X"]}
+
+
+def _case(n: int, s: int, c: int, values: str = "normal", benchmark: bool = False) -> Case:
+    shapes = {"X": (n, s, c), "bias": (c,), "skip": (n, s, c)}
+    return Case(f"{n}x{s}x{c}-{values}", shapes, values=values, benchmark=benchmark)
+
+
+CASES = [
+    _case(1, 1, 1),
+    _case(2, 64, 32),
+    _case(1, 77, 320),
+    _case(3, 13, 97),
+    _case(2, 31, 12),
+    _case(16, 7, 40),
+    _case(2, 64, 64, values="large"),
+    _case(2, 64, 64, values="tiny"),
+    _case(2, 4096, 320, benchmark=True),
+    _case(8, 4096, 320, benchmark=True),
+    _case(16, 4096, 320, benchmark=True),
+    _case(2, 4096, 640, benchmark=True),
+    _case(2, 1024, 1280, benchmark=True),
+]
+
+LAUNCHES = {
+    "bias_add_kernel": Launch(
+        template=("T", "kVec", "kBlock"),
+        arguments=(
+            ("x", "const T*"),
+            ("bias", "const T*"),
+            ("skip", "const T*"),
+            ("y", "T*"),
+            ("count", "int64"),
+            ("channels", "int32"),
+        ),
+        block="kBlock",
+        grid=("ceil(count / (kVec * kBlock))", "1", "1"),
+    )
+}

@@ -1,0 +1,32 @@
+// BiasAdd(X, bias, skip) -> Y: X + bias + skip. X, skip and Y are (N, S, C), bias is (C). As com.microsoft::BiasAdd.
+#pragma once
+
+#include "common/op.h"
+
+namespace sd_ort {
+
+struct BiasAddParams {
+  DType dtype;
+  const void* x;     // (rows, channels)
+  const void* bias;  // (channels)
+  const void* skip;  // (rows, channels)
+  void* y;           // (rows, channels)
+  int64_t rows;      // N * S
+  int64_t channels;  // C
+
+  std::string signature() const {
+    return std::string(name_of(dtype)) + "_" + std::to_string(rows) + "x" + std::to_string(channels);
+  }
+  std::vector<Output> outputs() const { return {{y, static_cast<size_t>(rows * channels), dtype}}; }
+};
+
+// Vector width in elements and threads a block; see kernel.hip for the grid.
+struct BiasAddConfig {
+  int vector_bytes;  // 16, or 0 for one element at a time
+  int block;
+};
+
+bool bias_add_supports(const BiasAddParams& params, const BiasAddConfig& config);
+const char* bias_add_launch(const BiasAddParams& params, const BiasAddConfig& config, void* stream);
+
+}  // namespace sd_ort

@@ -1,0 +1,204 @@
+// Vectors of eight floats for CPU kernels, in GCC and clang vector extensions: no intrinsics but for half conversion.
+//
+// Every cpu.cc is compiled once for each instruction set below, into namespace sd_ort::SD_ORT_ISA, and the best one
+// that the processor runs is taken at run time (SD_ORT_CPU_KERNEL). So cpu.cc must put nothing outside that namespace
+// and call no non-trivial inline function of the standard library, whose one copy might be the one with AVX2 in it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "common/op.h"
+
+#ifndef SD_ORT_ISA
+#define SD_ORT_ISA baseline
+#endif
+
+#if defined(__x86_64__)
+namespace sd_ort {
+inline bool runs_avx2() {
+  static const bool runs =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return runs;
+}
+}  // namespace sd_ort
+// Declares name(params, parallel) of every instruction set, and name_cpu(params, parallel) that calls the best.
+#define SD_ORT_CPU_KERNEL(name, Params)                                                   \
+  namespace baseline {                                                                    \
+  void name(const Params& params, const Parallel& parallel);                              \
+  }                                                                                       \
+  namespace avx2 {                                                                        \
+  void name(const Params& params, const Parallel& parallel);                              \
+  }                                                                                       \
+  inline void name##_cpu(const Params& params, const Parallel& parallel) {                \
+    return runs_avx2() ? avx2::name(params, parallel) : baseline::name(params, parallel); \
+  }
+#else
+#define SD_ORT_CPU_KERNEL(name, Params)                      \
+  namespace baseline {                                       \
+  void name(const Params& params, const Parallel& parallel); \
+  }                                                          \
+  inline void name##_cpu(const Params& params, const Parallel& parallel) { return baseline::name(params, parallel); }
+#endif
+
+namespace sd_ort {
+namespace SD_ORT_ISA {
+
+constexpr int64_t kLanes = 8;
+using Floats = float __attribute__((vector_size(32)));
+using Ints = int32_t __attribute__((vector_size(32)));
+
+// A float16 by its bits.
+struct Half {
+  uint16_t bits;
+};
+
+#if defined(__F16C__)
+inline float to_float(Half x) { return _cvtsh_ss(x.bits); }
+inline Half to_half(float x) { return {static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT))}; }
+#else
+inline float to_float(Half x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
+  const uint32_t exponent = (x.bits >> 10) & 0x1fu;
+  const uint32_t fraction = x.bits & 0x3ffu;
+  uint32_t bits;
+  float value;
+  if (exponent == 31) {
+    bits = sign | 0x7f800000u | (fraction << 13);
+  } else if (exponent != 0) {
+    bits = sign | ((exponent + 112) << 23) | (fraction << 13);
+  } else {  // subnormal: fraction * 2^-24
+    value = static_cast<float>(fraction) * 5.9604644775390625e-8f;
+    memcpy(&bits, &value, 4);
+    bits |= sign;
+  }
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline Half to_half(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
+  bits &= 0x7fffffffu;
+  if (bits > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u)};   // NaN
+  if (bits >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // rounds to infinity
+  if (bits < 0x38800000u) {                                                 // subnormal: adding 0.5 rounds at 2^-24
+    float magnitude;
+    memcpy(&magnitude, &bits, 4);
+    magnitude += 0.5f;
+    memcpy(&bits, &magnitude, 4);
+    return {static_cast<uint16_t>(sign | (bits - 0x3f000000u))};
+  }
+  bits += 0xfffu + ((bits >> 13) & 1u);  // to nearest even
+  return {static_cast<uint16_t>(sign | ((bits >> 13) - (112u << 10)))};
+}
+#endif
+
+inline float to_float(float x) { return x; }
+template <class T>
+T from_float(float x);
+template <>
+inline float from_float<float>(float x) {
+  return x;
+}
+template <>
+inline Half from_float<Half>(float x) {
+  return to_half(x);
+}
+
+inline Floats splat(float x) { return Floats{x, x, x, x, x, x, x, x}; }
+
+inline Floats load(const float* from) {
+  Floats values;
+  memcpy(&values, from, sizeof(values));
+  return values;
+}
+inline void store(float* to, Floats values) { memcpy(to, &values, sizeof(values)); }
+
+inline Floats load(const Half* from) {
+#if defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  Floats values;
+  for (int i = 0; i < kLanes; ++i) values[i] = to_float(from[i]);
+  return values;
+#endif
+}
+inline void store(Half* to, Floats values) {
+#if defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph((__m256)values, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < kLanes; ++i) to[i] = to_half(values[i]);
+#endif
+}
+
+// The first `count` < kLanes elements; the other lanes are 0, or left alone in memory.
+template <class T>
+inline Floats load_some(const T* from, int64_t count) {
+  Floats values = {};
+  for (int64_t i = 0; i < count; ++i) values[i] = to_float(from[i]);
+  return values;
+}
+template <class T>
+inline void store_some(T* to, Floats values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from_float<T>(values[i]);
+}
+
+inline float sum(Floats x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
+inline Floats select(Ints mask, Floats yes, Floats no) { return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no)); }
+inline Floats minimum(Floats a, Floats b) { return select(a < b, a, b); }
+inline Floats maximum(Floats a, Floats b) { return select(a > b, a, b); }
+inline float largest(Floats x) {
+  float value = x[0];
+  for (int i = 1; i < kLanes; ++i) value = x[i] > value ? x[i] : value;
+  return value;
+}
+
+// e^x to 2 units in the last place: 2^n times the degree-6 Taylor polynomial of e^r, |r| <= ln(2)/2. Clamped to
+// [-87.3, 88.7], so that no result is subnormal or infinite; NaN stays NaN.
+inline Floats exp(Floats x) {
+  const Floats kept = select(x < splat(-87.3f), splat(-87.3f), select(x > splat(88.7f), splat(88.7f), x));
+  const Floats shifter = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats n = (kept * splat(1.44269504f) + shifter) - shifter;
+  const Floats r = (kept - n * splat(0.693359375f)) + n * splat(2.12194440e-4f);  // ln 2 in two parts
+  Floats p = splat(1.f / 720.f);
+  p = p * r + splat(1.f / 120.f);
+  p = p * r + splat(1.f / 24.f);
+  p = p * r + splat(1.f / 6.f);
+  p = p * r + splat(0.5f);
+  p = p * r + splat(1.f);
+  p = p * r + splat(1.f);
+  const Ints exponent = __builtin_convertvector(n, Ints);
+  // Two factors: n reaches 128, and 2^128 is not a float.
+  const Ints half = exponent >> 1;
+  const Floats low = (Floats)((half + 127) << 23);
+  const Floats high = (Floats)((exponent - half + 127) << 23);
+  return p * low * high;
+}
+
+inline Floats silu(Floats x) { return x / (splat(1.f) + exp(-x)); }
+
+// The error function to 1.5e-7 absolute: Abramowitz and Stegun, "Handbook of Mathematical Functions", 7.1.26.
+inline Floats erf(Floats x) {
+  const Floats magnitude = maximum(x, -x);
+  const Floats t = splat(1.f) / (splat(1.f) + splat(0.3275911f) * magnitude);
+  Floats p = splat(1.061405429f);
+  p = p * t - splat(1.453152027f);
+  p = p * t + splat(1.421413741f);
+  p = p * t - splat(0.284496736f);
+  p = p * t + splat(0.254829592f);
+  const Floats value = splat(1.f) - p * t * exp(-magnitude * magnitude);
+  return select(x < splat(0.f), -value, value);
+}
+
+// Rows of `length` elements that one task of a row-wise kernel takes: enough that starting it costs nothing.
+inline int64_t rows_per_task(int64_t length) { return length >= 16384 ? 1 : 16384 / (length > 0 ? length : 1); }
+inline int64_t count_tasks(int64_t rows, int64_t rows_a_task) { return (rows + rows_a_task - 1) / rows_a_task; }
+
+}  // namespace SD_ORT_ISA
+}  // namespace sd_ort

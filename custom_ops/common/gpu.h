@@ -1,0 +1,177 @@
+// HIP and CUDA under one set of names. The only file that knows which of the two compiles it.
+//
+// Element types are half_t and bf16_t; arithmetic is done in float through to_float / from_float. Nothing here fixes
+// the wave size on the host: 64 lanes on CDNA (gfx9), 32 on RDNA and NVIDIA, known to device code as kWaveSize.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__HIP__) || defined(__HIPCC__) || defined(__HIP_PLATFORM_AMD__)
+#define SD_ORT_HIP 1
+#include <hip/hip_runtime.h>
+// hip_runtime.h declares the stream, event and launch functions; half needs no header, clang has _Float16.
+#define SD_ORT_GPU_NAME(name) hip##name
+#else
+#define SD_ORT_HIP 0
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#define SD_ORT_GPU_NAME(name) cuda##name
+#endif
+
+namespace sd_ort {
+
+using gpuStream_t = SD_ORT_GPU_NAME(Stream_t);
+using gpuEvent_t = SD_ORT_GPU_NAME(Event_t);
+using gpuError_t = SD_ORT_GPU_NAME(Error_t);
+constexpr gpuError_t gpuSuccess = SD_ORT_GPU_NAME(Success);
+
+#if SD_ORT_HIP
+using half_t = _Float16;
+
+// bfloat16 as its 16 bits: the same code on every clang and architecture.
+struct bf16_t {
+  uint16_t bits;
+};
+
+__device__ inline float to_float(half_t x) { return static_cast<float>(x); }
+__device__ inline float to_float(bf16_t x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
+
+template <class T>
+__device__ inline T from_float(float x);
+template <>
+__device__ inline half_t from_float<half_t>(float x) {
+  return static_cast<half_t>(x);
+}
+template <>
+__device__ inline bf16_t from_float<bf16_t>(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((bits >> 16) | 0x40u)};  // keep NaN a NaN
+  return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};                  // to nearest even
+}
+#else
+using half_t = __half;
+using bf16_t = __nv_bfloat16;
+
+__device__ inline float to_float(half_t x) { return __half2float(x); }
+__device__ inline float to_float(bf16_t x) { return __bfloat162float(x); }
+
+template <class T>
+__device__ inline T from_float(float x);
+template <>
+__device__ inline half_t from_float<half_t>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ inline bf16_t from_float<bf16_t>(float x) {
+  return __float2bfloat16_rn(x);
+}
+#endif
+
+__device__ inline float to_float(float x) { return x; }
+template <>
+__device__ inline float from_float<float>(float x) {
+  return x;
+}
+
+// Lanes in a wave, for device code. Not a host constant: one host binary serves wave32 and wave64 devices.
+#if SD_ORT_HIP && defined(__GFX9__)
+#define SD_ORT_WAVE_SIZE 64
+#else
+#define SD_ORT_WAVE_SIZE 32
+#endif
+
+// The largest number of waves in a block of `threads`, over all devices: sizes shared arrays on the host and the
+// device.
+constexpr int max_waves(int threads) { return (threads + 31) / 32; }
+
+__device__ inline float shuffle_xor(float value, int mask) {
+#if SD_ORT_HIP
+  return __shfl_xor(value, mask, SD_ORT_WAVE_SIZE);
+#else
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+#endif
+}
+
+__device__ inline float shuffle(float value, int lane) {
+#if SD_ORT_HIP
+  return __shfl(value, lane, SD_ORT_WAVE_SIZE);
+#else
+  return __shfl_sync(0xffffffffu, value, lane);
+#endif
+}
+
+// N elements moved by one load or store; N * sizeof(T) is 2, 4, 8 or 16 bytes and the address is aligned to it.
+template <int kBytes>
+struct Bytes;
+template <>
+struct Bytes<2> {
+  using type = uint16_t;
+};
+template <>
+struct Bytes<4> {
+  using type = uint32_t;
+};
+template <>
+struct Bytes<8> {
+  using type = uint2;
+};
+template <>
+struct Bytes<16> {
+  using type = uint4;
+};
+
+template <class T, int N>
+struct alignas(sizeof(T) * N) Vec {
+  using Raw = typename Bytes<sizeof(T) * N>::type;
+  Raw raw;
+
+  __device__ static Vec load(const T* from) { return {*reinterpret_cast<const Raw*>(from)}; }
+  __device__ void store(T* to) const { *reinterpret_cast<Raw*>(to) = raw; }
+  __device__ void unpack(float (&values)[N]) const {
+    T items[N];
+    memcpy(items, &raw, sizeof(raw));
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] = to_float(items[i]);
+  }
+  __device__ static Vec pack(const float (&values)[N]) {
+    T items[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) items[i] = from_float<T>(values[i]);
+    Vec packed;
+    memcpy(&packed.raw, items, sizeof(packed.raw));
+    return packed;
+  }
+};
+
+// Host: the text of the last launch's error, or null.
+inline const char* launch_error() {
+  const gpuError_t error = SD_ORT_GPU_NAME(GetLastError)();
+  return error == gpuSuccess ? nullptr : SD_ORT_GPU_NAME(GetErrorString)(error);
+}
+
+// Host: runs kernel<<<grid, block, lds_bytes, stream>>>(arguments...); null, or what went wrong. Dynamic LDS over
+// 48 KB is asked for as NVIDIA wants it; AMD needs no such call.
+template <class... Parameters, class... Arguments>
+const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t lds_bytes, void* stream,
+                   Arguments... arguments) {
+#if !SD_ORT_HIP
+  if (lds_bytes > 48 * 1024) {
+    cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         static_cast<int>(lds_bytes));
+  }
+#endif
+  kernel<<<grid, block, lds_bytes, static_cast<gpuStream_t>(stream)>>>(static_cast<Parameters>(arguments)...);
+  return launch_error();
+}
+
+// Host: whether every pointer (null included) is a multiple of kBytes.
+template <size_t kBytes, class... Pointers>
+bool are_aligned(Pointers... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) % kBytes == 0) && ...);
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace sd_ort

@@ -1,0 +1,48 @@
+// What every side of an operator agrees on: its ONNX Runtime binding, its CPU and GPU kernels, and the Python checks
+// that call it through ctypes. Names neither ONNX Runtime nor HIP nor CUDA.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace sd_ort {
+
+// Element types by number, as custom_ops/op.py mirrors them.
+enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+inline size_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
+
+inline const char* name_of(DType type) {
+  return type == DType::kFloat32 ? "float32" : type == DType::kFloat16 ? "float16" : "bfloat16";
+}
+
+// An output buffer, as the tuner compares it between candidates. data is null when the output is not asked for.
+struct Output {
+  void* data;
+  size_t count;
+  DType dtype;
+};
+
+// A thread pool: parallel(count, body) runs body(i) for every i in [0, count) and returns when all are done.
+class Parallel {
+ public:
+  using Body = void (*)(void* context, size_t i);
+  using Run = void (*)(void* pool, Body body, size_t count, void* context);
+
+  Parallel(Run run, void* pool) : run_(run), pool_(pool) {}
+
+  template <class F>
+  void operator()(size_t count, F&& body) const {
+    using Function = typename std::remove_reference<F>::type;
+    run_(pool_, [](void* context, size_t i) { (*static_cast<Function*>(context))(i); }, count, &body);
+  }
+
+ private:
+  Run run_;
+  void* pool_;
+};
+
+}  // namespace sd_ort

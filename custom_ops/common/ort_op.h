@@ -1,0 +1,345 @@
+// ONNX Runtime's side of an operator, once for all of them: turns a binding (an op folder's binding.h) into an
+// OrtCustomOp for one execution provider and one element type. Only bindings and registry.cc include this.
+//
+// A binding is a struct with
+//   kName             the operator's name in domain `sd_ort`
+//   Params            the plain struct its kernels take (op.h); has a `DType dtype` member
+//   kInputs, kOutputs Port arrays; trailing inputs and outputs may be optional
+//   attributes(const Attributes&) -> Params      once per node; the rest of Params stays default
+//   infer(Shapes&)                               output shapes from input shapes, dims may be symbolic
+//   bind(Tensors&, Params&)                      once per call: checks shapes, fills pointers and sizes
+//   cpu(const Params&, const Parallel&)          the CPU kernel
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "common/check.h"
+#include "common/op.h"
+#include "onnxruntime_c_api.h"
+
+namespace sd_ort {
+
+// The newest C API that the library asks for: built with newer headers it still runs on ONNX Runtime 1.22, and the
+// 1.21 headers of Debian know no newer one than 21.
+constexpr uint32_t kApiVersion = ORT_API_VERSION < 22 ? ORT_API_VERSION : 22;
+
+// Set by RegisterCustomOps.
+inline const OrtApi* ort_api = nullptr;
+
+inline void check(OrtStatus* status) {
+  if (status == nullptr) return;
+  const std::string message = ort_api->GetErrorMessage(status);
+  ort_api->ReleaseStatus(status);
+  throw std::runtime_error(message);
+}
+
+// Runs body() and hands an exception to ONNX Runtime as a status.
+template <class F>
+OrtStatus* guarded(F&& body) {
+  try {
+    body();
+    return nullptr;
+  } catch (const std::exception& error) {
+    return ort_api->CreateStatus(ORT_FAIL, error.what());
+  }
+}
+
+// An input or output: kT has the element type the kernel is registered for; kAny has any type and is checked by bind.
+struct Port {
+  enum Type { kT, kAny } type = kT;
+  bool optional = false;
+};
+
+class Attributes {
+ public:
+  explicit Attributes(const OrtKernelInfo* info) : info_(info) {}
+
+  int64_t integer(const char* name, int64_t absent) const {
+    int64_t value = absent;
+    OrtStatus* status = ort_api->KernelInfoGetAttribute_int64(info_, name, &value);
+    return ignore(status) ? absent : value;
+  }
+  float real(const char* name, float absent) const {
+    float value = absent;
+    OrtStatus* status = ort_api->KernelInfoGetAttribute_float(info_, name, &value);
+    return ignore(status) ? absent : value;
+  }
+  int64_t required_integer(const char* name) const {
+    int64_t value = 0;
+    check(ort_api->KernelInfoGetAttribute_int64(info_, name, &value));
+    return value;
+  }
+
+ private:
+  static bool ignore(OrtStatus* status) {
+    if (status != nullptr) ort_api->ReleaseStatus(status);
+    return status != nullptr;
+  }
+  const OrtKernelInfo* info_;
+};
+
+// Shape inference. A dim is a number, a symbol or unknown; all three copy from input to output.
+struct Dim {
+  int64_t value = -1;
+  std::string symbol;
+
+  bool known() const { return value >= 0; }
+};
+
+class Shapes {
+ public:
+  explicit Shapes(OrtShapeInferContext* context) : context_(context) {
+    check(ort_api->ShapeInferContext_GetInputCount(context, &count_));
+  }
+
+  // Whether the input is there with a known rank.
+  bool has(size_t index) const { return index < count_ && !input(index).empty(); }
+
+  std::vector<Dim> input(size_t index) const {
+    OrtTensorTypeAndShapeInfo* info = nullptr;
+    check(ort_api->ShapeInferContext_GetInputTypeShape(context_, index, &info));
+    size_t rank = 0;
+    check(ort_api->GetDimensionsCount(info, &rank));
+    std::vector<int64_t> values(rank);
+    std::vector<const char*> symbols(rank);
+    check(ort_api->GetDimensions(info, values.data(), rank));
+    check(ort_api->GetSymbolicDimensions(info, symbols.data(), rank));
+    std::vector<Dim> dims(rank);
+    for (size_t i = 0; i < rank; ++i) dims[i] = {values[i], symbols[i] == nullptr ? "" : symbols[i]};
+    return dims;
+  }
+
+  // All outputs have the element type of input `typed_by`. Call for every output whose shape is known.
+  void set_output(size_t index, const std::vector<Dim>& dims, size_t typed_by = 0) {
+    OrtTensorTypeAndShapeInfo* typed = nullptr;
+    ONNXTensorElementDataType type;
+    check(ort_api->ShapeInferContext_GetInputTypeShape(context_, typed_by, &typed));
+    check(ort_api->GetTensorElementType(typed, &type));
+    OrtTensorTypeAndShapeInfo* info = nullptr;
+    check(ort_api->CreateTensorTypeAndShapeInfo(&info));
+    std::vector<int64_t> values;
+    std::vector<const char*> symbols;
+    for (const Dim& dim : dims) {
+      values.push_back(dim.value);
+      symbols.push_back(dim.symbol.c_str());
+    }
+    OrtStatus* status = ort_api->SetTensorElementType(info, type);
+    if (status == nullptr) status = ort_api->SetDimensions(info, values.data(), values.size());
+    if (status == nullptr) status = ort_api->SetSymbolicDimensions(info, symbols.data(), symbols.size());
+    if (status == nullptr) status = ort_api->ShapeInferContext_SetOutputTypeShape(context_, index, info);
+    ort_api->ReleaseTensorTypeAndShapeInfo(info);
+    check(status);
+  }
+
+ private:
+  OrtShapeInferContext* context_;
+  size_t count_ = 0;
+};
+
+// A tensor argument; data is null when an optional one is absent.
+struct Tensor {
+  const void* data = nullptr;
+  std::vector<int64_t> shape;
+  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+
+  explicit operator bool() const { return data != nullptr; }
+  bool has_shape(std::initializer_list<int64_t> wanted) const {
+    return shape.size() == wanted.size() && std::equal(shape.begin(), shape.end(), wanted.begin());
+  }
+  int64_t size() const {
+    int64_t count = 1;
+    for (int64_t dim : shape) count *= dim;
+    return count;
+  }
+  DType dtype() const {
+    switch (type) {
+      case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT:
+        return DType::kFloat32;
+      case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16:
+        return DType::kFloat16;
+      case ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16:
+        return DType::kBFloat16;
+      default:
+        throw std::invalid_argument("expected a floating-point tensor, got ONNX element type " + std::to_string(type));
+    }
+  }
+};
+
+class Tensors {
+ public:
+  explicit Tensors(OrtKernelContext* context) : context_(context) {
+    check(ort_api->KernelContext_GetInputCount(context, &inputs_));
+    check(ort_api->KernelContext_GetOutputCount(context, &outputs_));
+  }
+
+  Tensor input(size_t index) const {
+    const OrtValue* value = nullptr;
+    if (index < inputs_) check(ort_api->KernelContext_GetInput(context_, index, &value));
+    if (value == nullptr) return {};
+    Tensor tensor;
+    OrtTensorTypeAndShapeInfo* info = nullptr;
+    check(ort_api->GetTensorTypeAndShape(value, &info));
+    size_t rank = 0;
+    check(ort_api->GetDimensionsCount(info, &rank));
+    tensor.shape.resize(rank);
+    check(ort_api->GetDimensions(info, tensor.shape.data(), rank));
+    check(ort_api->GetTensorElementType(info, &tensor.type));
+    ort_api->ReleaseTensorTypeAndShapeInfo(info);
+    void* data = nullptr;
+    check(ort_api->GetTensorMutableData(const_cast<OrtValue*>(value), &data));
+    tensor.data = data;
+    return tensor;
+  }
+
+  // Allocates the output; null when an optional one is not asked for.
+  void* output(size_t index, const std::vector<int64_t>& shape) {
+    OrtValue* value = nullptr;
+    if (index < outputs_) check(ort_api->KernelContext_GetOutput(context_, index, shape.data(), shape.size(), &value));
+    if (value == nullptr) return nullptr;
+    if (memory_ == nullptr) check(ort_api->GetTensorMemoryInfo(value, &memory_));
+    void* data = nullptr;
+    check(ort_api->GetTensorMutableData(value, &data));
+    return data;
+  }
+
+  // Where the outputs live: the provider's own memory.
+  const OrtMemoryInfo* memory() const { return memory_; }
+
+ private:
+  OrtKernelContext* context_;
+  size_t inputs_ = 0;
+  size_t outputs_ = 0;
+  const OrtMemoryInfo* memory_ = nullptr;
+};
+
+// Bytes from the provider's allocator for the time of one launch; its arena hands them out again in stream order.
+class Workspace {
+ public:
+  Workspace(OrtKernelContext* context, const OrtMemoryInfo* memory, size_t bytes) {
+    if (bytes == 0) return;
+    check(ort_api->KernelContext_GetAllocator(context, memory, &allocator_));
+    check(ort_api->AllocatorAlloc(allocator_, bytes, &data_));
+  }
+  ~Workspace() {
+    if (data_ != nullptr) ort_api->ReleaseStatus(ort_api->AllocatorFree(allocator_, data_));
+    if (allocator_ != nullptr) ort_api->ReleaseAllocator(allocator_);
+  }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+
+  void* data() const { return data_; }
+
+ private:
+  OrtAllocator* allocator_ = nullptr;
+  void* data_ = nullptr;
+};
+
+// The C functions of a GPU library (gpu_library.cc documents them).
+struct GpuLibrary {
+  int (*find_op)(const char* name, size_t params_size);
+  int (*choose)(int op, const void* params, void* stream);
+  size_t (*workspace_bytes)(int op, int candidate, const void* params);
+  const char* (*run)(int op, int candidate, const void* params, void* workspace, void* stream);
+};
+
+template <class Binding>
+class CustomOp : public OrtCustomOp {
+ public:
+  using Params = typename Binding::Params;
+
+  // gpu is null for the CPU kernel, whose provider is null too. The strings must outlive the session.
+  CustomOp(const char* provider, DType dtype, const GpuLibrary* gpu)
+      : OrtCustomOp{}, provider_(provider), dtype_(dtype), gpu_(gpu) {
+    if (gpu != nullptr) gpu_op_ = gpu->find_op(Binding::kName, sizeof(Params));
+    version = kApiVersion;
+    GetName = [](const OrtCustomOp*) { return Binding::kName; };
+    GetExecutionProviderType = [](const OrtCustomOp* op) { return self(op).provider_; };
+    GetInputTypeCount = [](const OrtCustomOp*) { return std::size(Binding::kInputs); };
+    GetOutputTypeCount = [](const OrtCustomOp*) { return std::size(Binding::kOutputs); };
+    GetInputType = [](const OrtCustomOp* op, size_t i) { return self(op).element_type(Binding::kInputs[i]); };
+    GetOutputType = [](const OrtCustomOp* op, size_t i) { return self(op).element_type(Binding::kOutputs[i]); };
+    GetInputCharacteristic = [](const OrtCustomOp*, size_t i) { return characteristic(Binding::kInputs[i]); };
+    GetOutputCharacteristic = [](const OrtCustomOp*, size_t i) { return characteristic(Binding::kOutputs[i]); };
+    GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
+    GetVariadicInputMinArity = GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 1; };
+    GetVariadicInputHomogeneity = GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 0; };
+    GetStartVersion = [](const OrtCustomOp*) { return 1; };
+    GetEndVersion = [](const OrtCustomOp*) { return 1; };
+    InferOutputShapeFn = [](const OrtCustomOp*, OrtShapeInferContext* context) {
+      return guarded([&] {
+        Shapes shapes(context);
+        Binding::infer(shapes);
+      });
+    };
+    CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
+      return guarded([&] {
+        Params params = Binding::attributes(Attributes(info));
+        params.dtype = self(op).dtype_;
+        *kernel = new Kernel{&self(op), params};
+      });
+    };
+    KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+    KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
+      return guarded([&] { static_cast<Kernel*>(kernel)->compute(context); });
+    };
+  }
+
+  // Whether the GPU library has this operator, with these Params.
+  bool available() const { return gpu_ == nullptr || gpu_op_ >= 0; }
+
+ private:
+  struct Kernel {
+    const CustomOp* op;
+    Params attributes;
+
+    void compute(OrtKernelContext* context) const {
+      Params params = attributes;
+      Tensors tensors(context);
+      Binding::bind(tensors, params);
+      if (op->gpu_ == nullptr) {
+        Binding::cpu(params, Parallel(parallel_for, context));
+      } else {
+        op->run_on_gpu(context, tensors, params);
+      }
+    }
+  };
+
+  static const CustomOp& self(const OrtCustomOp* op) { return *static_cast<const CustomOp*>(op); }
+
+  static OrtCustomOpInputOutputCharacteristic characteristic(const Port& port) {
+    return port.optional ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
+  }
+
+  ONNXTensorElementDataType element_type(const Port& port) const {
+    if (port.type == Port::kAny) return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+    return dtype_ == DType::kFloat32   ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
+           : dtype_ == DType::kFloat16 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16
+                                       : ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
+  }
+
+  static void parallel_for(void* context, Parallel::Body body, size_t count, void* body_context) {
+    if (count == 1) return body(body_context, 0);
+    check(ort_api->KernelContext_ParallelFor(static_cast<OrtKernelContext*>(context), body, count, 0, body_context));
+  }
+
+  void run_on_gpu(OrtKernelContext* context, const Tensors& tensors, const Params& params) const {
+    void* stream = nullptr;
+    check(ort_api->KernelContext_GetGPUComputeStream(context, &stream));
+    const int candidate = gpu_->choose(gpu_op_, &params, stream);
+    require(candidate >= 0, std::string(Binding::kName) + ": no GPU kernel supports these shapes");
+    Workspace workspace(context, tensors.memory(), gpu_->workspace_bytes(gpu_op_, candidate, &params));
+    const char* error = gpu_->run(gpu_op_, candidate, &params, workspace.data(), stream);
+    require(error == nullptr, std::string(Binding::kName) + ": " + (error == nullptr ? "" : error));
+  }
+
+  const char* provider_;
+  DType dtype_;
+  const GpuLibrary* gpu_;
+  int gpu_op_ = -1;
+};
+
+}  // namespace sd_ort

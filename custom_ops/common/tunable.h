@@ -1,0 +1,70 @@
+// Candidates of a GPU operator, and the operator as the library's C interface (gpu_library.cc) sees it. Plain C++.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/op.h"
+
+namespace sd_ort {
+
+// One way to run an operator. `run` launches on `stream` (a hipStream_t or cudaStream_t) and returns null or a message;
+// `workspace` points to workspace_bytes(params) bytes of device memory with any contents.
+template <class Params>
+struct Candidate {
+  std::string name;
+  std::function<bool(const Params&)> is_supported;
+  std::function<const char*(const Params&, void* workspace, void* stream)> run;
+  std::function<size_t(const Params&)> workspace_bytes = [](const Params&) { return size_t{0}; };
+};
+
+// An operator with its parameter type erased: `params` points to the operator's Params.
+class GpuOp {
+ public:
+  virtual ~GpuOp() = default;
+  virtual const char* name() const = 0;
+  virtual size_t params_size() const = 0;
+  virtual int candidate_count() const = 0;
+  virtual const char* candidate_name(int candidate) const = 0;
+  virtual bool is_supported(int candidate, const void* params) const = 0;
+  virtual size_t workspace_bytes(int candidate, const void* params) const = 0;
+  virtual const char* run(int candidate, const void* params, void* workspace, void* stream) const = 0;
+  // The key of a tuning result: two calls with one signature have one best candidate.
+  virtual std::string signature(const void* params) const = 0;
+  virtual std::vector<Output> outputs(const void* params) const = 0;
+};
+
+// Params has `std::string signature() const` and `std::vector<Output> outputs() const`.
+// Candidates are tried in order: the first supported one is the default.
+template <class Params>
+class TunableOp : public GpuOp {
+ public:
+  TunableOp(const char* name, std::vector<Candidate<Params>> candidates)
+      : name_(name), candidates_(std::move(candidates)) {}
+
+  const char* name() const override { return name_; }
+  size_t params_size() const override { return sizeof(Params); }
+  int candidate_count() const override { return static_cast<int>(candidates_.size()); }
+  const char* candidate_name(int candidate) const override { return candidates_[candidate].name.c_str(); }
+  bool is_supported(int candidate, const void* params) const override {
+    return candidates_[candidate].is_supported(cast(params));
+  }
+  size_t workspace_bytes(int candidate, const void* params) const override {
+    return candidates_[candidate].workspace_bytes(cast(params));
+  }
+  const char* run(int candidate, const void* params, void* workspace, void* stream) const override {
+    return candidates_[candidate].run(cast(params), workspace, stream);
+  }
+  std::string signature(const void* params) const override { return cast(params).signature(); }
+  std::vector<Output> outputs(const void* params) const override { return cast(params).outputs(); }
+
+ private:
+  static const Params& cast(const void* params) { return *static_cast<const Params*>(params); }
+
+  const char* name_;
+  std::vector<Candidate<Params>> candidates_;
+};
+
+}  // namespace sd_ort

@@ -1,0 +1,238 @@
+#include "common/tuner.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "common/check.h"
+#include "common/gpu.h"
+
+namespace sd_ort {
+namespace {
+
+constexpr int kWarmUps = 3;
+constexpr int kRuns = 20;
+
+const char* message(gpuError_t error) { return error == gpuSuccess ? nullptr : SD_ORT_GPU_NAME(GetErrorString)(error); }
+
+// Device memory that frees itself.
+class Buffer {
+ public:
+  explicit Buffer(size_t bytes) {
+    if (bytes > 0) error_ = message(SD_ORT_GPU_NAME(Malloc)(&data_, bytes));
+  }
+  ~Buffer() {
+    if (data_ != nullptr) (void)SD_ORT_GPU_NAME(Free)(data_);
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  void* data() const { return data_; }
+  const char* error() const { return error_; }
+
+ private:
+  void* data_ = nullptr;
+  const char* error_ = nullptr;
+};
+
+float half_to_float(uint16_t bits) {
+  const int exponent = (bits >> 10) & 31;
+  const float fraction = static_cast<float>(bits & 1023);
+  const float magnitude = exponent == 31  ? (fraction != 0 ? NAN : INFINITY)
+                          : exponent == 0 ? std::ldexp(fraction, -24)
+                                          : std::ldexp(1024 + fraction, exponent - 25);
+  return bits & 0x8000 ? -magnitude : magnitude;
+}
+
+double value(const std::vector<char>& bytes, size_t i, DType dtype) {
+  if (dtype == DType::kFloat32) {
+    float x;
+    std::memcpy(&x, &bytes[4 * i], 4);
+    return x;
+  }
+  uint16_t bits;
+  std::memcpy(&bits, &bytes[2 * i], 2);
+  if (dtype == DType::kFloat16) return half_to_float(bits);
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float x;
+  std::memcpy(&x, &wide, 4);
+  return x;
+}
+
+// Same numbers up to rounding: squared error over squared size below the type's own, NaN and Inf in the same places.
+bool agree(const std::vector<char>& got, const std::vector<char>& wanted, size_t count, DType dtype) {
+  const double limit = dtype == DType::kFloat32 ? 1e-10 : dtype == DType::kFloat16 ? 1e-5 : 5e-4;
+  double error = 0, size = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const double a = value(got, i, dtype), b = value(wanted, i, dtype);
+    if (std::isnan(b) != std::isnan(a)) return false;
+    if (std::isnan(b)) continue;
+    if (std::isinf(a) || std::isinf(b)) {
+      if (a != b) return false;
+      continue;
+    }
+    error += (a - b) * (a - b);
+    size += b * b;
+  }
+  return error <= limit * size;
+}
+
+using Copies = std::vector<std::vector<char>>;
+
+const char* copy_outputs(const std::vector<Output>& outputs, gpuStream_t stream, Copies& copies) {
+  SD_ORT_RETURN_ERROR(message(SD_ORT_GPU_NAME(StreamSynchronize)(stream)));
+  copies.clear();
+  for (const Output& output : outputs) {
+    copies.emplace_back(output.data == nullptr ? 0 : output.count * size_of(output.dtype));
+    if (copies.back().empty()) continue;
+    SD_ORT_RETURN_ERROR(message(SD_ORT_GPU_NAME(Memcpy)(copies.back().data(), output.data, copies.back().size(),
+                                                        SD_ORT_GPU_NAME(MemcpyDeviceToHost))));
+  }
+  return nullptr;
+}
+
+// Fills the outputs with NaN patterns, so that a candidate that writes nothing cannot pass on another's output.
+const char* spoil_outputs(const std::vector<Output>& outputs, gpuStream_t stream) {
+  for (const Output& output : outputs) {
+    if (output.data == nullptr || output.count == 0) continue;
+    SD_ORT_RETURN_ERROR(
+        message(SD_ORT_GPU_NAME(MemsetAsync)(output.data, 0xff, output.count * size_of(output.dtype), stream)));
+  }
+  return nullptr;
+}
+
+// Median microseconds of kRuns launches, each between two events of its own.
+const char* measure(const GpuOp& op, int candidate, const void* params, void* workspace, gpuStream_t stream,
+                    double& microseconds) {
+  for (int i = 0; i < kWarmUps; ++i) SD_ORT_RETURN_ERROR(op.run(candidate, params, workspace, stream));
+  gpuEvent_t begin, end;
+  SD_ORT_RETURN_ERROR(message(SD_ORT_GPU_NAME(EventCreate)(&begin)));
+  SD_ORT_RETURN_ERROR(message(SD_ORT_GPU_NAME(EventCreate)(&end)));
+  std::vector<float> times;
+  const char* error = nullptr;
+  for (int i = 0; i < kRuns && error == nullptr; ++i) {
+    float milliseconds = 0;
+    error = message(SD_ORT_GPU_NAME(EventRecord)(begin, stream));
+    if (error == nullptr) error = op.run(candidate, params, workspace, stream);
+    if (error == nullptr) error = message(SD_ORT_GPU_NAME(EventRecord)(end, stream));
+    if (error == nullptr) error = message(SD_ORT_GPU_NAME(EventSynchronize)(end));
+    if (error == nullptr) error = message(SD_ORT_GPU_NAME(EventElapsedTime)(&milliseconds, begin, end));
+    times.push_back(milliseconds);
+  }
+  (void)SD_ORT_GPU_NAME(EventDestroy)(begin);
+  (void)SD_ORT_GPU_NAME(EventDestroy)(end);
+  std::sort(times.begin(), times.end());
+  microseconds = times[times.size() / 2] * 1000.0;
+  return error;
+}
+
+int first_supported(const GpuOp& op, const void* params) {
+  for (int i = 0; i < op.candidate_count(); ++i) {
+    if (op.is_supported(i, params)) return i;
+  }
+  return -1;
+}
+
+}  // namespace
+
+std::string gpu_arch() {
+  int device = 0;
+  if (SD_ORT_GPU_NAME(GetDevice)(&device) != gpuSuccess) return "";
+#if SD_ORT_HIP
+  hipDeviceProp_t properties;
+  if (hipGetDeviceProperties(&properties, device) != hipSuccess) return "";
+  const std::string name = properties.gcnArchName;  // with features: gfx90a:sramecc+:xnack-
+  return name.substr(0, name.find(':'));
+#else
+  cudaDeviceProp properties;
+  if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) return "";
+  return "sm_" + std::to_string(properties.major * 10 + properties.minor);
+#endif
+}
+
+Tuner& Tuner::instance() {
+  static Tuner tuner;
+  return tuner;
+}
+
+void Tuner::enable(bool enabled) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  enabled_ = enabled;
+}
+
+void Tuner::clear() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  results_.clear();
+}
+
+void Tuner::set(const std::string& op, const std::string& signature, int candidate) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  results_[{op, signature}].candidate = candidate;
+}
+
+int Tuner::choose(const GpuOp& op, const void* params, void* stream) {
+  const Key key{op.name(), op.signature(params)};
+  bool tune_now = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = results_.find(key);
+    // A result of equal shape may come from better aligned buffers: then the default runs.
+    if (found != results_.end() && op.is_supported(found->second.candidate, params)) return found->second.candidate;
+    tune_now = enabled_ && found == results_.end();
+  }
+  if (tune_now && tune(op, params, stream).empty()) return choose(op, params, stream);
+  return first_supported(op, params);
+}
+
+std::string Tuner::tune(const GpuOp& op, const void* params, void* stream_) {
+  const auto stream = static_cast<gpuStream_t>(stream_);
+  const std::vector<Output> outputs = op.outputs(params);
+  const int fallback = first_supported(op, params);
+  if (fallback < 0) return std::string(op.name()) + ": no candidate supports the call";
+
+  Result best;
+  Copies wanted, got;
+  for (int i = fallback; i < op.candidate_count(); ++i) {
+    if (!op.is_supported(i, params)) continue;
+    const Buffer workspace(op.workspace_bytes(i, params));
+    double microseconds = 0;
+    const char* error = workspace.error();
+    if (error == nullptr) error = spoil_outputs(outputs, stream);
+    if (error == nullptr) error = op.run(i, params, workspace.data(), stream);
+    if (error == nullptr) error = copy_outputs(outputs, stream, i == fallback ? wanted : got);
+    if (error == nullptr && i != fallback) {
+      bool all = true;
+      for (size_t k = 0; k < outputs.size(); ++k) {
+        all = all && (wanted[k].empty() || agree(got[k], wanted[k], outputs[k].count, outputs[k].dtype));
+      }
+      if (!all) continue;
+    }
+    if (error == nullptr) error = measure(op, i, params, workspace.data(), stream, microseconds);
+    if (error != nullptr && i == fallback) return std::string(op.name()) + ": the default candidate fails: " + error;
+    if (error != nullptr) continue;
+    if (i == fallback) best.default_microseconds = microseconds;
+    if (best.candidate < 0 || microseconds < best.microseconds) {
+      best.candidate = i;
+      best.microseconds = microseconds;
+    }
+  }
+  const std::string signature = op.signature(params);
+  char times[64];
+  std::snprintf(times, sizeof(times), "%.2f\t%.2f", best.microseconds, best.default_microseconds);
+  best.line = std::string(op.name()) + "\t" + signature + "\t" + op.candidate_name(best.candidate) + "\t" + times;
+  std::lock_guard<std::mutex> lock(mutex_);
+  results_[{op.name(), signature}] = best;
+  return "";
+}
+
+std::string Tuner::results() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::string lines;
+  for (const auto& entry : results_) {
+    if (!entry.second.line.empty()) lines += entry.second.line + "\n";
+  }
+  return lines;
+}
+
+}  // namespace sd_ort

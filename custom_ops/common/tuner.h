@@ -1,0 +1,48 @@
+// Chooses a candidate for a call: by an earlier measurement, by one made now, or the default.
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "common/tunable.h"
+
+namespace sd_ort {
+
+// The current device's architecture as its compiler names it: "gfx942", "sm_90"; empty when there is no device.
+std::string gpu_arch();
+
+class Tuner {
+ public:
+  static Tuner& instance();
+
+  void enable(bool enabled);
+  void clear();
+  void set(const std::string& op, const std::string& signature, int candidate);
+
+  // The candidate for a call, -1 when none supports it. Tunes first when enabled and the signature is new.
+  int choose(const GpuOp& op, const void* params, void* stream);
+
+  // Runs every supported candidate on the call's own buffers; those whose output agrees with the default's are timed
+  // and the fastest is kept. Returns a message when the default itself fails.
+  std::string tune(const GpuOp& op, const void* params, void* stream);
+
+  // A line a result: operator, signature, candidate, microseconds, the default's microseconds.
+  std::string results() const;
+
+ private:
+  struct Result {
+    int candidate = -1;
+    double microseconds = 0;
+    double default_microseconds = 0;
+    std::string line;
+  };
+  using Key = std::pair<std::string, std::string>;
+
+  mutable std::mutex mutex_;
+  bool enabled_ = false;
+  std::map<Key, Result> results_;
+};
+
+}  // namespace sd_ort

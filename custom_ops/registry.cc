@@ -1,0 +1,113 @@
+// The library's entry point: registers every operator for the CPU and, when a GPU library lies beside this one and
+// loads, for the execution providers of that GPU. The only C++ file that names execution providers.
+#include <dlfcn.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bias_add/binding.h"
+#include "common/ort_op.h"
+
+namespace sd_ort {
+namespace {
+
+constexpr const char* kDomain = "sd_ort";
+
+struct GpuBackend {
+  const char* library;   // file name beside this library
+  const char* provider;  // execution provider
+};
+
+constexpr GpuBackend kBackends[] = {
+    {"libsd_ort_hip.so", "ROCMExecutionProvider"},
+    {"libsd_ort_cuda.so", "CUDAExecutionProvider"},
+};
+
+// What became of the GPU libraries, for sd_ort_gpu_status().
+std::string gpu_status;
+
+std::string folder_of_this_library() {
+  Dl_info info;
+  if (dladdr(reinterpret_cast<const void*>(&folder_of_this_library), &info) == 0) return "";
+  const std::string path = info.dli_fname;
+  return path.substr(0, path.rfind('/') + 1);
+}
+
+template <class Function>
+void resolve(void* library, const char* name, Function*& function) {
+  function = reinterpret_cast<Function*>(dlsym(library, name));
+  require(function != nullptr, std::string("the GPU library has no function ") + name);
+}
+
+// The backend's functions; null when its library is not there or does not load (no driver on this machine). Loaded
+// once and kept until the process ends.
+std::unique_ptr<GpuLibrary> open(const GpuBackend& backend) {
+  const std::string path = folder_of_this_library() + backend.library;
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    gpu_status += std::string(backend.provider) + ": " + dlerror() + "\n";
+    return nullptr;
+  }
+  auto functions = std::make_unique<GpuLibrary>();
+  resolve(library, "sd_ort_find_op", functions->find_op);
+  resolve(library, "sd_ort_choose", functions->choose);
+  resolve(library, "sd_ort_workspace_bytes", functions->workspace_bytes);
+  resolve(library, "sd_ort_run", functions->run);
+  gpu_status += std::string(backend.provider) + ": " + path + "\n";
+  return functions;
+}
+
+// Owns the domain and its operators; lives as long as the process, as sessions refer to it.
+class Registry {
+ public:
+  Registry() {
+    check(ort_api->CreateCustomOpDomain(kDomain, &domain_));
+    for (const GpuBackend& backend : kBackends) {
+      if (auto functions = open(backend)) {
+        libraries_.push_back(std::move(functions));
+        add_all(backend.provider, {DType::kFloat32, DType::kFloat16, DType::kBFloat16}, libraries_.back().get());
+      }
+    }
+    add_all(nullptr, {DType::kFloat32, DType::kFloat16}, nullptr);
+  }
+
+  OrtCustomOpDomain* domain() const { return domain_; }
+
+ private:
+  void add_all(const char* provider, const std::vector<DType>& dtypes, const GpuLibrary* gpu) {
+    for (DType dtype : dtypes) {
+      add<BiasAddBinding>(provider, dtype, gpu);
+    }
+  }
+
+  template <class Binding>
+  void add(const char* provider, DType dtype, const GpuLibrary* gpu) {
+    auto op = std::make_shared<CustomOp<Binding>>(provider, dtype, gpu);
+    require(op->available(), std::string(Binding::kName) + " is not in the GPU library beside this one; rebuild both");
+    check(ort_api->CustomOpDomain_Add(domain_, op.get()));
+    ops_.push_back(op);
+  }
+
+  OrtCustomOpDomain* domain_ = nullptr;
+  std::vector<std::unique_ptr<GpuLibrary>> libraries_;
+  std::vector<std::shared_ptr<OrtCustomOp>> ops_;
+};
+
+}  // namespace
+}  // namespace sd_ort
+
+#define SD_ORT_EXPORT extern "C" __attribute__((visibility("default")))
+
+SD_ORT_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+  sd_ort::ort_api = base->GetApi(sd_ort::kApiVersion);
+  if (sd_ort::ort_api == nullptr) return nullptr;  // no API, no way to report; ORT then finds no kernel and says so
+  return sd_ort::guarded([&] {
+    static sd_ort::Registry registry;
+    sd_ort::check(sd_ort::ort_api->AddCustomOpDomain(options, registry.domain()));
+  });
+}
+
+// A line for each GPU execution provider: the library that serves it, or why none does.
+SD_ORT_EXPORT const char* sd_ort_gpu_status() { return sd_ort::gpu_status.c_str(); }
+SD_ORT_EXPORT const char* sd_ort_build_hash() { return SD_ORT_BUILD_HASH; }
