@@ -111,11 +111,16 @@ def _annotate_types(graph: ir.Graph) -> None:
             value.type = ir.TensorType(value.const_value.dtype)
     for node in graph:
         inputs = [v.dtype for v in node.inputs if v is not None]
-        for output in node.outputs:
+        for index, output in enumerate(node.outputs):
             if output.dtype is None:
-                dtype = _result_type(node, inputs)
+                dtype = ir.DataType.FLOAT if is_statistic(node, index) else _result_type(node, inputs)
                 if dtype is not None:
                     output.dtype = dtype
+
+
+def is_statistic(node: ir.Node, index: int) -> bool:
+    """Whether an output is a normalization's mean or inverse deviation, which are float32 whatever the input is."""
+    return index in (1, 2) and node.op_type in ("LayerNormalization", "SkipLayerNormalization")
 
 
 def _result_type(node: ir.Node, inputs: list[ir.DataType | None]) -> ir.DataType | None:

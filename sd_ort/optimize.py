@@ -120,12 +120,12 @@ def lower_layout(model: ir.Model, target: Target) -> dict[str, int]:
     return counts
 
 
-def lower_operators(model: ir.Model, target: Target) -> dict[str, str]:
+def lower_operators(model: ir.Model, target: Target) -> list[str]:
     """Give each fused node the provider's own kernel where its limits allow, else a function body.
 
-    Returns the reason for each operator that has a kernel in general but could not take it.
+    Returns the reasons why nodes whose operator has a kernel in general could not take it, with their number.
     """
-    reasons: dict[str, str] = {}
+    reasons: Counter[tuple[str, str]] = Counter()
     ours = []
     for node in model.graph:
         if node.domain != DOMAIN:
@@ -138,15 +138,19 @@ def lower_operators(model: ir.Model, target: Target) -> dict[str, str]:
         else:
             ours.append(node)
             if limit is not None and reason:
-                reasons[f"{node.op_type} {node.outputs[0].name}"] = reason
+                reasons[node.op_type, reason] += 1
     bodies.attach(model, ours)
-    return reasons
+    return [f"{count} {op_type}: {reason}" for (op_type, reason), count in reasons.items()]
 
 
 def save(model: ir.Model, path: Path) -> None:
     """Write `path` and one external data file beside it, a tensor at a time; offsets of large tensors are aligned."""
     common.RemoveUnusedNodesPass()(model)
     common.NameFixPass()(model)
+    for node in model.graph:
+        for output in node.outputs[1:] if node.domain == CONTRIB else ():
+            if not output.uses() and not output.is_graph_output():
+                output.name = ""  # an optional output that nobody reads need not be computed
     model.producer_name, model.producer_version = "sd-ort", importlib.metadata.version("sd-ort")
     path.parent.mkdir(parents=True, exist_ok=True)
     ir.save(model, path, external_data=folder.DATA, alignment=65536, max_workers=2, max_in_flight_bytes=256 << 20)

@@ -16,6 +16,8 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from fusion_passes._shapes import is_statistic
+
 FLOAT = ir.DataType.FLOAT
 HALF = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 # Inputs that the standard wants in float32 (or that hold no data of the model) whatever the type of the first.
@@ -45,8 +47,8 @@ def convert(
         if node in float32:
             continue
         _convert_attributes(node, half)
-        for output in node.outputs:
-            if output.dtype == FLOAT:
+        for index, output in enumerate(node.outputs):
+            if output.dtype == FLOAT and not is_statistic(node, index):
                 output.dtype = half
     _insert_casts(graph, half, float32)
     common.TopologicalSortPass()(model)
