@@ -16,6 +16,7 @@ import gc
 import hashlib
 import json
 import logging
+import math
 import platform
 import re
 import shutil
@@ -38,14 +39,15 @@ from sd_ort.folder import (
     CONFIG_FOLDERS,
     DATA,
     MODEL,
+    copy_configs,
     is_intact,
     read_manifest,
-    sha256,
     staged,
     tree_hash,
     write_manifest,
 )
 from sd_ort.models import MODEL_OF, PRESETS, Config, Signature, Tensor
+from sd_ort.session import CPU_EP, first_line, runtime
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -73,11 +75,19 @@ ALIGNMENT = 1 << 16  # of large tensors in the data file: every ONNX Runtime on 
 
 
 class Source(Protocol):
-    """Where a pipeline comes from. `index` is its model_index.json, `configs` the config of each model."""
+    """Where a pipeline comes from."""
 
-    name: str
-    index: Config
-    configs: dict[str, Config]
+    @property
+    def name(self) -> str:
+        """What the user called it."""
+
+    @property
+    def index(self) -> Config:
+        """Its model_index.json."""
+
+    @property
+    def configs(self) -> dict[str, Config]:
+        """The config of each model: text_encoder, text_encoder_2, unet, controlnet, vae, those that it has."""
 
     @property
     def hash(self) -> str:
@@ -119,31 +129,35 @@ class FolderSource:
     folder: Path
     index: Config
     configs: dict[str, Config]
+    controlnet: Path | None = None
     random_weights: bool = False
 
     @cached_property
     def hash(self) -> str:
-        parts = [tree_hash(self.folder / name) for name in (*self.configs, *CONFIG_FOLDERS)]
-        return hashlib.sha256("".join([sha256(self.folder / "model_index.json"), *parts]).encode()).hexdigest()
+        parts = [tree_hash(self.folder_of(model)) for model in self.configs]
+        parts += [tree_hash(self.folder / name) for name in CONFIG_FOLDERS]
+        return hashlib.sha256("".join([json.dumps(self.index, sort_keys=True), *parts]).encode()).hexdigest()
+
+    def folder_of(self, model: str) -> Path:
+        return self.controlnet if model == "controlnet" and self.controlnet else self.folder / model
 
     def load(self, model: str) -> torch.nn.Module:
-        folder, name = self.folder / model, self.index[model][1]
+        folder, name = self.folder_of(model), self.index[model][1]
         dtype = "dtype" if CLASSES[name] == "transformers" else "torch_dtype"
         options = {dtype: torch.float32, "local_files_only": True, "variant": _variant(folder)}
         try:
             loaded: torch.nn.Module = _class(name).from_pretrained(str(folder), **options)
         except Exception as error:  # safetensors, torch, json and both libraries each raise their own kinds
-            raise InputError(f"{folder} cannot be loaded as {name}: {_first_line(error)}") from error
+            raise InputError(f"{folder} cannot be loaded as {name}: {first_line(error)}") from error
         return loaded.eval()
 
     def write_configs(self, out: Path) -> None:
-        from sd_ort.folder import copy_configs
-
         copy_configs(self.folder, out)
+        (out / "model_index.json").write_text(json.dumps(self.index, indent=2) + "\n")
 
 
 def _variant(folder: Path) -> str | None:
-    """"fp16" when a model's folder holds only that variant of its weights."""
+    """ "fp16" when a model's folder holds only that variant of its weights."""
     weights = [p.name for p in folder.glob("*.safetensors")] or [p.name for p in folder.glob("*.bin")]
     return "fp16" if weights and all(".fp16" in name for name in weights) else None
 
@@ -190,7 +204,7 @@ class PresetSource:
         cls = _class(_class_name(config))
         made = cls(cls.config_class(**config)) if "model_type" in config else cls.from_config(config)
         fill_random(made, self.seed + zlib.crc32(model.encode()))
-        return made.eval()  # type: ignore[no-any-return]
+        return made.eval()
 
     def write_configs(self, out: Path) -> None:
         (out / "model_index.json").write_text(json.dumps(self.index, indent=2) + "\n")
@@ -241,34 +255,46 @@ def write_byte_tokenizer(folder: Path, vocabulary: int) -> None:
     (folder / "merges.txt").write_text("#version: 0.2\n")
 
 
-def open_source(model: str | None, preset: str | None, random_weights: bool, seed: int) -> Source:
+def open_source(
+    model: str | None, preset: str | None, random_weights: bool, seed: int, controlnet: str | None = None
+) -> Source:
     """The source the user named. Raises InputError, saying what to give instead, for anything that cannot be one."""
     if preset is not None:
         if preset not in PRESETS:
             raise InputError(f"unknown preset {preset!r}: choose one of {', '.join(PRESETS)}.")
         if not random_weights:
             raise InputError(f"preset {preset} has no weights: add --random-weights, or give a checkpoint instead.")
+        if controlnet is not None:
+            raise InputError("--controlnet goes with a checkpoint: use the preset sd15-controlnet instead.")
         return PresetSource(preset, seed)
     if random_weights:
-        raise InputError("--random-weights needs a --preset: choose one of " + ", ".join(PRESETS) + ".")
+        raise InputError(f"--random-weights needs a --preset: choose one of {', '.join(PRESETS)}.")
     if model is None:
         raise InputError("no model given: name `demo`, a diffusers folder, a hub id, or a --preset.")
+    source = open_folder(model, _locate(model, download_pipeline))
+    return with_controlnet(source, _locate(controlnet, download_model)) if controlnet is not None else source
+
+
+def _locate(model: str, download: Callable[[str], Path]) -> Path:
+    """The folder of a model the user named. Raises InputError when it neither exists nor looks like a hub id."""
     if model == "demo":
         from sd_ort.demo import MODEL_DIR
 
-        return open_folder("demo", MODEL_DIR)
-    folder = Path(model)
-    if folder.exists():
-        return open_folder(str(folder), folder)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        return open_folder(model, download(model))
+        return MODEL_DIR
+    path = Path(model)
+    if path.is_file():
+        raise InputError(
+            f"{path} is a file: save it as a folder with diffusers' from_single_file(FILE).save_pretrained(DIR)."
+        )
+    if path.exists():
+        return path
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not path.parent.exists():
+        return download(model)
     raise InputError(f"{model} does not exist: give `demo`, a diffusers folder, a hub id (owner/name), or a --preset.")
 
 
 def open_folder(name: str, folder: Path) -> FolderSource:
     """Check that `folder` is a diffusers pipeline of a family we know. Raises InputError when it is not."""
-    if folder.is_file():
-        raise InputError(f"{folder} is a file: give a diffusers folder (save one with `pipeline.save_pretrained(DIR)`).")
     index = _read_json(folder / "model_index.json", f"{folder} is no diffusers pipeline")
     configs = {}
     for model in MODELS:
@@ -276,13 +302,43 @@ def open_folder(name: str, folder: Path) -> FolderSource:
         if cls is None:
             continue
         if not isinstance(cls, str) or CLASSES.get(cls) != library:
-            raise InputError(f"{folder}: {model} is a {cls}, which sd-ort does not export: it takes {', '.join(CLASSES)}.")
+            raise InputError(f"{folder} has a {model} of class {cls}; sd-ort exports {', '.join(CLASSES)}.")
         if (folder / model / MODEL).is_file():
             raise InputError(f"{folder} holds ONNX models already: give it to `sd-ort optimize`.")
-        configs[model] = _read_json(folder / model / "config.json", f"{folder} lacks {model}")
+        configs[model] = _read_json(folder / model / "config.json", f"{folder} lacks its {model}")
     if "unet" not in configs:
         raise InputError(f"{folder} has no UNet: sd-ort exports Stable Diffusion 1.x, 2.x and XL pipelines.")
+    _check_unet(folder, configs["unet"])
     return FolderSource(name, folder, index, configs)
+
+
+# Parts of a diffusers UNet that would need inputs which the pipelines do not give.
+FOREIGN = ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "encoder_hid_dim", "time_cond_proj_dim")
+
+
+def _check_unet(folder: Path, config: Config) -> None:
+    foreign = [key for key in FOREIGN if config.get(key)]
+    if config.get("addition_embed_type") not in (None, "text_time"):
+        foreign.append("addition_embed_type")
+    if foreign:
+        raise InputError(f"{folder} has a UNet with {foreign[0]} = {config[foreign[0]]}, which sd-ort does not export.")
+
+
+def with_controlnet(source: FolderSource, folder: Path) -> FolderSource:
+    """The pipeline with a ControlNet from another folder. Raises InputError when that is none, or not its size."""
+    config = _read_json(folder / "config.json", f"{folder} is no ControlNet")
+    if config.get("_class_name") != "ControlNetModel":
+        raise InputError(f"{folder} holds a {config.get('_class_name')}, not a ControlNetModel.")
+    for key in ("cross_attention_dim", "block_out_channels"):
+        if config.get(key) != source.configs["unet"].get(key):
+            raise InputError(f"the ControlNet in {folder} was made for another UNet: their {key} differ.")
+    xl = "XL" if _is_sdxl(source) else ""
+    index = source.index | {
+        "_class_name": f"StableDiffusion{xl}ControlNetPipeline",
+        "controlnet": ["diffusers", "ControlNetModel"],
+    }
+    configs = source.configs | {"controlnet": config}
+    return FolderSource(f"{source.name} with {folder}", source.folder, index, configs, folder)
 
 
 def _read_json(path: Path, otherwise: str) -> Config:
@@ -291,28 +347,35 @@ def _read_json(path: Path, otherwise: str) -> Config:
     except FileNotFoundError as error:
         raise InputError(f"{otherwise}: {path} is missing.") from error
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {_first_line(error)}") from error
+        raise InputError(f"{path} cannot be read: {first_line(error)}") from error
     if not isinstance(content, dict):
         raise InputError(f"{path} is not a JSON object.")
     return content
 
 
-def download(hub_id: str) -> Path:
+def download_pipeline(hub_id: str) -> Path:
     """Fetch a pipeline from the Hugging Face hub, or find it in its cache. Raises InputError when that fails."""
     from diffusers import DiffusionPipeline
 
+    return _fetch(hub_id, lambda: DiffusionPipeline.download(hub_id, use_safetensors=True))
+
+
+def download_model(hub_id: str) -> Path:
+    """Fetch a single model, such as a ControlNet, from the hub. Raises InputError when that fails."""
+    from huggingface_hub import snapshot_download
+
+    return _fetch(hub_id, lambda: snapshot_download(hub_id, allow_patterns=["config.json", "*model.safetensors"]))
+
+
+def _fetch(hub_id: str, download: Callable[[], str]) -> Path:
     try:
-        return Path(DiffusionPipeline.download(hub_id, use_safetensors=True))
+        with quiet():
+            return Path(download())
     except Exception as error:  # the hub client raises its own, httpx's and the system's kinds
         raise InputError(
-            f"{hub_id} is no folder here and cannot be fetched from the hub ({_first_line(error)}): "
-            "check the name and the network, or give a diffusers folder."
+            f"{hub_id} is no folder here and cannot be fetched from the hub: check the name and the network, "
+            f"or give a diffusers folder ({first_line(error)})."
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]
 
 
 # --- Wrappers: a torch module with exactly the inputs and outputs of the ONNX graph ----------------------------------
@@ -431,11 +494,11 @@ def export_dynamo(
     module: torch.nn.Module, args: Sequence[torch.Tensor], signature: Signature, opset: int, scratch: Path
 ) -> ir.Model:
     """The module as an ONNX graph, through torch.export. Weights are borrowed from the module, not copied."""
+    shapes = dynamic_shapes(module, signature)
+    captured = torch.export.export(module, tuple(args), dynamic_shapes=shapes, strict=False)
     program = torch.onnx.export(
-        module,
-        tuple(args),
+        captured,
         dynamo=True,
-        dynamic_shapes=dynamic_shapes(module, signature),
         input_names=[t.name for t in signature.inputs],
         output_names=[t.name for t in signature.outputs],
         opset_version=opset,
@@ -448,7 +511,7 @@ def export_dynamo(
 def dynamic_shapes(module: torch.nn.Module, signature: Signature) -> tuple[Any, ...]:
     """`signature`'s axes as torch.export wants them: tied symbols as multiples of one Dim.
 
-    A UNet's height is declared as `8 * height_8`: then the sizes at every level are whole by construction, and the
+    A UNet's height is declared as 8 times a Dim: then the sizes at every level are whole by construction, and the
     graph has no rounding arithmetic.
     """
     from torch.export import Dim
@@ -456,10 +519,10 @@ def dynamic_shapes(module: torch.nn.Module, signature: Signature) -> tuple[Any, 
     dims: dict[str, Any] = {}
 
     def dim(axis: str) -> Any:
-        symbol, factor, divisor = re.fullmatch(r"(\w+)(?:\*(\d+))?(?:/(\d+))?", axis).groups()  # type: ignore[union-attr]
+        symbol, times, divisor = split_axis(axis)
         unit = signature.multiples.get(symbol, 1)
-        base = dims.setdefault(symbol, Dim(symbol if unit == 1 else f"{symbol}_{unit}", max=MAX_SIZES[symbol]))
-        count = unit * int(factor or 1) // int(divisor or 1)
+        base = dims.setdefault(symbol, Dim(f"_{symbol}", max=MAX_SIZES[symbol]))
+        count = unit * times // divisor
         return base if count == 1 else count * base
 
     shapes = [{i: dim(axis) for i, axis in t.dynamic_axes.items()} for t in signature.inputs]
@@ -506,8 +569,11 @@ def quiet() -> Iterator[None]:
     """Keep the exporters' warnings and log lines from the terminal; errors are exceptions and still come through."""
     names = ("torch.onnx", "torch.export", "torch.fx", "torch._dynamo", "onnxscript", "onnx_ir", "transformers")
     loggers = [logging.getLogger(name) for name in names]
-    loggers += [log for name, log in logging.root.manager.loggerDict.items()
-                if isinstance(log, logging.Logger) and name.startswith(names)]
+    loggers += [
+        log
+        for name, log in logging.root.manager.loggerDict.items()
+        if isinstance(log, logging.Logger) and name.startswith(names)
+    ]
     levels = [log.level for log in loggers]
     try:
         for log in loggers:
@@ -521,28 +587,78 @@ def quiet() -> Iterator[None]:
 
 
 def tidy(model: ir.Model, signature: Signature) -> None:
-    """Name the axes of inputs and outputs, drop the wrapper's prefix, and keep of the metadata only module scopes.
+    """Name all axes after `signature`, drop the wrapper's prefix, and keep of the metadata only module scopes.
 
-    Stack traces in the metadata would carry paths of this machine and a third of the file.
+    Stack traces in the metadata would carry paths of this machine and make up a third of the file.
     """
     import onnx_ir as ir
 
-    for value, tensor in zip([*model.graph.inputs, *model.graph.outputs], [*signature.inputs, *signature.outputs], strict=True):
-        value.shape = ir.Shape(tensor.axes)
-    for value in list(model.graph.initializers.values()):
-        value.name = (value.name or "").removeprefix("model.")
-        value.metadata_props.clear()
-    for node in model.graph.all_nodes():
-        for key in list(node.metadata_props):
-            if key not in KEPT_METADATA:
-                del node.metadata_props[key]
+    graph = model.graph
+    symbols = axis_symbols(graph.inputs, signature)
+    for node in graph.all_nodes():
+        for key in [key for key in node.metadata_props if key not in KEPT_METADATA]:
+            del node.metadata_props[key]
         for value in node.outputs:
             value.metadata_props.clear()
-    model.graph.metadata_props.clear()
+            if value.shape is not None:
+                sizes = [d if isinstance(d, int) else rename(d.value, symbols) for d in value.shape]
+                value.shape = ir.Shape(sizes)
+    tensors = [*signature.inputs, *signature.outputs]
+    for value, tensor in zip([*graph.inputs, *graph.outputs], tensors, strict=True):
+        value.shape = ir.Shape(tensor.axes)
+        value.metadata_props.clear()
+    for value in list(graph.initializers.values()):
+        value.name = (value.name or "").removeprefix("model.")
+        value.metadata_props.clear()
+    graph.metadata_props.clear()
     model.metadata_props.clear()
+    model.producer_name, model.producer_version = "sd-ort", version("sd-ort")
 
 
 KEPT_METADATA = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy")
+
+
+def axis_symbols(inputs: Sequence[ir.Value], signature: Signature) -> dict[str, str]:
+    """The exporter's symbol -> ours, from the graph's inputs: `8*s26` at axis `height` gives {"s26": "height/8"}.
+
+    Empty for the TorchScript exporter, which uses our names.
+    """
+    symbols = {}
+    for value, tensor in zip(inputs, signature.inputs, strict=True):
+        assert value.shape is not None
+        for i, axis in tensor.dynamic_axes.items():
+            if str(value.shape[i]) == axis:
+                continue
+            factor, symbol = re.fullmatch(r"(?:(\d+)\*)?(\w+)", str(value.shape[i])).groups()  # type: ignore[union-attr]
+            name, times, divisor = split_axis(axis)
+            symbols[symbol] = join_axis(name, times, divisor * int(factor or 1))
+    return symbols
+
+
+def rename(axis: str | None, symbols: Mapping[str, str]) -> str | None:
+    """A size in the exporter's symbols, in ours: with s26 = height/8, `4*s26` is `height/2`. None is unknown."""
+    if axis is None:
+        return None
+    if match := re.fullmatch(r"(?:(\d+)\*)?(\w+)", axis):
+        factor, symbol = match.groups()
+        if symbol in symbols:
+            name, times, divisor = split_axis(symbols[symbol])
+            return join_axis(name, times * int(factor or 1), divisor)
+    ours = {symbol: f"({name})" if "/" in name else name for symbol, name in symbols.items()}
+    return re.sub(r"[A-Za-z_]\w*", lambda m: ours.get(m[0], m[0]), axis)
+
+
+def split_axis(axis: str) -> tuple[str, int, int]:
+    """`height*8` -> (height, 8, 1); `height/4` -> (height, 1, 4)."""
+    name, times, divisor = re.fullmatch(r"(\w+)(?:\*(\d+))?(?:/(\d+))?", axis).groups()  # type: ignore[union-attr]
+    return name, int(times or 1), int(divisor or 1)
+
+
+def join_axis(name: str, times: int, divisor: int) -> str:
+    """The inverse of `split_axis`, reduced."""
+    common = math.gcd(times, divisor)
+    times, divisor = times // common, divisor // common
+    return name + (f"*{times}" if times > 1 else "") + (f"/{divisor}" if divisor > 1 else "")
 
 
 # --- One component --------------------------------------------------------------------------------------------------
@@ -564,15 +680,14 @@ def export_component(source: Source, component: str, folder: Path, options: Opti
     import onnx_ir as ir
 
     started = time.perf_counter()
-    config = source.configs[MODEL_OF.get(component, component)]
-    signature = _signature(source, component)
     folder.mkdir()
     scratch = folder / ".scratch"
     scratch.mkdir()
     with quiet(), torch.no_grad():
         model = source.load(MODEL_OF.get(component, component))
-        _save_config(model, folder)
-        _check_space(model, folder)
+        config = save_config(model, folder)
+        check_space(model, folder, copies=2 if options.exporter == "torchscript" else 1)
+        signature = component_signature(source, component, config)
         module = wrap(component, model, _is_sdxl(source), "controlnet" in source.configs)
         inputs = {t.name: example(t, CHECK, config, seed) for t in signature.inputs}
         outputs = module(*inputs.values())
@@ -580,9 +695,8 @@ def export_component(source: Source, component: str, folder: Path, options: Opti
         args = [example(t, TRACE, config, seed + 1) for t in signature.inputs]
         graph = EXPORTERS[options.exporter](module, args, signature, options.opset, scratch)
         tidy(graph, signature)
-        graph.producer_name = "sd-ort"
+        nodes = len(graph.graph)
         ir.save(graph, folder / MODEL, external_data=DATA, alignment=ALIGNMENT)
-    nodes = len(graph.graph)
     del model, module, args, outputs, graph
     shutil.rmtree(scratch)
     torch.compiler.reset()
@@ -605,32 +719,34 @@ def _is_sdxl(source: Source) -> bool:
     return bool(source.configs["unet"].get("addition_embed_type") == "text_time")
 
 
-def _signature(source: Source, component: str) -> Signature:
-    config = source.configs[MODEL_OF.get(component, component)]
-    if component.startswith("text_encoder"):  # the class in the index decides: a config may name another
+def component_signature(source: Source, component: str, config: Config) -> Signature:
+    """Inputs and outputs of a component of `source`, whose model has the full `config`."""
+    if component.startswith("text_encoder"):  # the index decides the class: a config may name the one it was cut from
         config = config | {"architectures": [source.index[component][1]]}
     return models.signature(component, config, sdxl=_is_sdxl(source), controlnet="controlnet" in source.configs)
 
 
-def _save_config(model: Any, folder: Path) -> None:
-    """Write the model's own config.json, with the defaults filled in."""
-    if hasattr(model, "save_config"):
+def save_config(model: Any, folder: Path) -> Config:
+    """Write the model's config.json, with the defaults filled in, and return it."""
+    if hasattr(model, "save_config"):  # diffusers
         model.save_config(folder)
     else:
         model.config.save_pretrained(folder)
+    return _read_json(folder / "config.json", f"{folder} has no config")
 
 
-def _check_space(model: torch.nn.Module, folder: Path) -> None:
-    needed = sum(p.numel() for p in model.parameters()) * 4
+def check_space(model: torch.nn.Module, folder: Path, copies: int) -> None:
+    """Raise OutputError when the disk has no room for `copies` of the weights in fp32."""
+    needed = sum(p.numel() for p in model.parameters()) * 4 * copies
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise OutputError(f"{folder.name} needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: make room.")
+        raise OutputError(
+            f"no space left for {folder.name}: it needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free."
+        )
 
 
 def run_onnx(path: Path, inputs: Mapping[str, torch.Tensor]) -> list[np.ndarray]:
     """Outputs of the graph as it is: no graph optimization and no repacked weights, so they stay mapped from disk."""
-    from sd_ort.session import CPU_EP, runtime
-
     onnxruntime = runtime()
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -666,12 +782,14 @@ def export(
     exporter: str = "dynamo",
     seed: int = 0,
     components: Sequence[str] | None = None,
+    controlnet: str | None = None,
     progress: Progress = lambda message: None,
 ) -> dict[str, Any]:
     """Export a pipeline to the folder `out` and return its manifest.
 
     `model`: "demo", a diffusers folder or a hub id; or None with `preset` and `random_weights`, made from `seed`.
-    `components`: export only these. `progress` is called with one line when a component starts and when it is done.
+    `components`: export only these. `controlnet`: a diffusers folder or hub id of a ControlNet to export along, with
+    the residual inputs in the UNet. `progress` is called with one line when a component starts and when it is done.
     Nothing is done when `out` already holds the same export.
 
     Raises InputError for a source or option that cannot be used, OutputError when `out` cannot be written,
@@ -682,7 +800,7 @@ def export(
     if opset not in OPSETS[exporter]:
         choices = ", ".join(map(str, OPSETS[exporter]))
         raise InputError(f"opset {opset} is not supported by the {exporter} exporter: choose one of {choices}.")
-    source = open_source(model, preset, random_weights, seed)
+    source = open_source(model, preset, random_weights, seed, controlnet)
     names = _choose(source, components)
     manifest: dict[str, Any] = {
         "stage": "export",
@@ -699,12 +817,10 @@ def export(
     with staged(out) as work:
         source.write_configs(work)
         done = {}
-        for name in names:
-            progress(f"{name} ...")
+        for i, name in enumerate(names, 1):
+            progress(f"[{i}/{len(names)}] {name}: exporting ...")
             done[name] = export_component(source, name, work / name, Options(opset, exporter), seed)
-            error = done[name]["torch_error"]
-            progress(f"{name}: {done[name]['nodes']} nodes, {done[name]['bytes'] / 1e6:.1f} MB, "
-                     f"max abs error {error['max_abs']:.1e}, {done[name]['seconds']:.1f} s")
+            progress(f"[{i}/{len(names)}] {name}: done in {done[name]['seconds']:.1f} s")
         manifest["components"] = done
         write_manifest(work, manifest)
     return read_manifest(out)

@@ -42,7 +42,7 @@ class Signature:
 
 
 def size(axis: Axis, sizes: Mapping[str, int]) -> int:
-    """The number an axis stands for: `size("height/4", {"height": 16})` is 4. Raises ValueError if it has a remainder."""
+    """The number an axis stands for: `size("height/4", {"height": 16})` is 4. ValueError when there is a remainder."""
     if isinstance(axis, int):
         return axis
     if "*" in axis:
@@ -71,14 +71,15 @@ def latent_multiple(unet: Mapping[str, Any]) -> int:
 def residual_axes(unet: Mapping[str, Any]) -> list[tuple[Axis, ...]]:
     """Axes [B, C, H/2^k, W/2^k] of each skip connection of a UNet's encoder, outermost first (SD 1.5: 12 of them)."""
     channels = unet["block_out_channels"]
-    depth = unet.get("layers_per_block", 2)
+    layers = unet["layers_per_block"]
+    depths = [layers] * len(channels) if isinstance(layers, int) else layers
 
     def at(channel: int, level: int) -> tuple[Axis, ...]:
         return ("batch", channel, *(f"{axis}/{2**level}" if level else axis for axis in ("height", "width")))
 
     axes = [at(channels[0], 0)]
     for level, channel in enumerate(channels):
-        axes += [at(channel, level)] * depth
+        axes += [at(channel, level)] * depths[level]
         if level < len(channels) - 1:
             axes.append(at(channel, level + 1))
     return axes
@@ -93,12 +94,12 @@ def _text_encoder(config: Mapping[str, Any], hidden_states: bool) -> Signature:
     inputs = (Tensor("input_ids", ("batch", "sequence"), "int64"),)
     hidden = ("batch", "sequence", config["hidden_size"])
     if not hidden_states:
-        outputs = (Tensor("last_hidden_state", hidden), Tensor("pooler_output", ("batch", config["hidden_size"])))
-    elif "CLIPTextModelWithProjection" in config.get("architectures", ()):
-        outputs = (Tensor("hidden_states", hidden), Tensor("text_embeds", ("batch", config["projection_dim"])))
-    else:
-        outputs = (Tensor("hidden_states", hidden),)
-    return Signature(inputs, outputs)
+        pooled = Tensor("pooler_output", ("batch", config["hidden_size"]))
+        return Signature(inputs, (Tensor("last_hidden_state", hidden), pooled))
+    if "CLIPTextModelWithProjection" in config.get("architectures", ()):
+        embeds = Tensor("text_embeds", ("batch", config["projection_dim"]))
+        return Signature(inputs, (Tensor("hidden_states", hidden), embeds))
+    return Signature(inputs, (Tensor("hidden_states", hidden),))
 
 
 def _denoiser_inputs(unet: Mapping[str, Any]) -> list[Tensor]:

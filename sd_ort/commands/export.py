@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from sd_ort.errors import InputError
 from sd_ort.models import PRESETS
 
 
@@ -16,6 +17,7 @@ from sd_ort.models import PRESETS
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random weights.")
 @click.option("--opset", type=int, default=20, show_default=True, help="ONNX opset: 18, 20, 21, 23 (dynamo), 17, 20.")
 @click.option("--exporter", default="dynamo", show_default=True, help="torch's exporter: dynamo or torchscript.")
+@click.option("--controlnet", metavar="MODEL", help="Export a ControlNet along: a diffusers folder or a hub id.")
 @click.option("--component", "components", multiple=True, help="Export only this component; can be repeated.")
 def command(
     paths: tuple[str, ...],
@@ -24,6 +26,7 @@ def command(
     seed: int,
     opset: int,
     exporter: str,
+    controlnet: str | None,
     components: tuple[str, ...],
 ) -> None:
     """Turn MODEL into an ONNX pipeline folder OUT.
@@ -35,7 +38,7 @@ def command(
     """
     if len(paths) != (2 if preset is None else 1):
         given = "MODEL and OUT" if preset is None else "only OUT, since --preset names the model"
-        raise click.UsageError(f"give {given}.")
+        raise InputError(f"give {given}: see `sd-ort export --help`.")
 
     from sd_ort.export import export
 
@@ -49,6 +52,7 @@ def command(
         exporter=exporter,
         seed=seed,
         components=components or None,
+        controlnet=controlnet,
         progress=lambda line: click.echo(line, err=True),
     )
     click.echo(table(manifest))
