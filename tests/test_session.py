@@ -1,0 +1,219 @@
+"""Sessions: providers are used or refused, broken models are refused, inputs are cast. No GPU is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from sd_ort import session
+from sd_ort.errors import InputError, ProviderError, SdOrtError
+from sd_ort.folder import DATA, MODEL
+
+CPU = "CPUExecutionProvider"
+
+
+def write_model(folder: Path, element: int = TensorProto.FLOAT16, op: str = "Add", domain: str = "") -> Path:
+    """<folder>/unet/model.onnx: y = x + w, with the weight w of shape (4,) in external data."""
+    path = folder / "unet" / MODEL
+    path.parent.mkdir(parents=True)
+    weight = numpy_helper.from_array(np.arange(4).astype(helper.tensor_dtype_to_np_dtype(element)), "w")
+    graph = helper.make_graph(
+        [helper.make_node(op, ["x", "w"], ["y"], domain=domain)],
+        "sum",
+        [helper.make_tensor_value_info("x", element, ["batch", 4])],
+        [helper.make_tensor_value_info("y", element, ["batch", 4])],
+        [weight],
+    )
+    imports = [helper.make_opsetid("", 20), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=9)
+    onnx.save(model, path, save_as_external_data=True, location=DATA, size_threshold=0)
+    return path
+
+
+def set_location(path: Path, location: str) -> None:
+    """Make the model's weight refer to another data file."""
+    model = onnx.load(path, load_external_data=False)
+    for entry in model.graph.initializer[0].external_data:
+        if entry.key == "location":
+            entry.value = location
+    path.write_bytes(model.SerializeToString())
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path)
+
+
+def test_floats_are_cast_to_the_declared_dtype(model: Path) -> None:
+    loaded = session.load(model.parents[1], "unet")
+    result = loaded(x=np.ones((2, 4), np.float64))["y"]
+    assert result.dtype == np.float16
+    np.testing.assert_array_equal(result, np.float16([[1, 2, 3, 4]] * 2))
+
+
+def test_wrong_input_names_are_refused(model: Path) -> None:
+    with pytest.raises(InputError, match="takes x, not z"):
+        session.load(model.parents[1], "unet")(z=np.ones((1, 4)))
+
+
+def test_failure_while_running_is_one_line(model: Path) -> None:
+    with pytest.raises(SdOrtError, match=r"failed on x \[1, 5\]") as caught:
+        session.load(model.parents[1], "unet")(x=np.ones((1, 5)))
+    assert "\n" not in str(caught.value)
+
+
+def test_other_element_types_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, TensorProto.DOUBLE)
+    with pytest.raises(InputError, match=r"tensor\(double\)"):
+        session.load(tmp_path, "unet")(x=np.ones((1, 4)))
+
+
+def test_threads_reach_the_session(model: Path) -> None:
+    opened = session.create_session(model, threads=1)
+    assert opened.get_session_options().intra_op_num_threads == 1
+
+
+def test_profile_is_written(model: Path, tmp_path: Path) -> None:
+    opened = session.create_session(model, profile=tmp_path / "profile")
+    opened.run(None, {"x": np.ones((1, 4), np.float16)})
+    assert Path(opened.end_profiling()).stat().st_size > 0
+
+
+# --- Broken models --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [0, 10, 60])
+def test_truncated_model(model: Path, keep: int) -> None:
+    model.write_bytes(model.read_bytes()[:keep])
+    with pytest.raises(InputError, match="truncated"):
+        session.create_session(model)
+
+
+def test_missing_component(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="missing"):
+        session.create_session(tmp_path / "unet" / MODEL)
+
+
+def test_not_a_component_path(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"expected <folder>/<component>/model\.onnx"):
+        session.create_session(tmp_path / "other.onnx")
+
+
+def test_external_data_missing(model: Path) -> None:
+    (model.parent / DATA).unlink()
+    with pytest.raises(InputError, match=r"model\.onnx\.data is missing"):
+        session.create_session(model)
+
+
+def test_external_data_truncated(model: Path) -> None:
+    data = model.parent / DATA
+    data.write_bytes(data.read_bytes()[:3])
+    with pytest.raises(InputError, match="truncated"):
+        session.create_session(model)
+
+
+@pytest.mark.parametrize("location", ["../secret.data", "/etc/passwd", "..", "sub/../../secret.data"])
+def test_external_data_outside_the_folder(model: Path, location: str) -> None:
+    shutil.copy(model.parent / DATA, model.parents[1] / "secret.data")
+    set_location(model, location)
+    with pytest.raises(InputError, match="outside its folder"):
+        session.create_session(model)
+
+
+def test_external_data_through_a_link(model: Path, tmp_path: Path) -> None:
+    data = model.parent / DATA
+    data.rename(tmp_path / "elsewhere.data")
+    data.symlink_to(tmp_path / "elsewhere.data")
+    with pytest.raises(InputError, match="outside its folder"):
+        session.create_session(model)
+
+
+def test_unknown_operator_is_one_line(tmp_path: Path) -> None:
+    path = write_model(tmp_path, op="NoSuchOp", domain="nowhere")
+    with pytest.raises(InputError, match="ONNX Runtime refuses") as caught:
+        session.create_session(path)
+    assert "\n" not in str(caught.value)
+
+
+# --- Providers ------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_provider() -> None:
+    with pytest.raises(ProviderError, match="choose one of cpu, cuda, rocm, migraphx"):
+        session.check_provider("tpu")
+
+
+@pytest.mark.parametrize("name", ["cuda", "rocm", "migraphx"])
+def test_provider_that_is_not_installed_names_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CPU])
+    with pytest.raises(ProviderError, match=rf"pip install 'sd-ort\[{name}\]'"):
+        session.check_provider(name)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, needed: list[str]) -> None:
+    """An onnxruntime wheel that claims to have ROCm, whose library needs `needed`."""
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["ROCMExecutionProvider", CPU])
+    monkeypatch.setattr(session, "needed_libraries", lambda path: needed)
+    monkeypatch.setattr(Path, "is_file", lambda self, old=Path.is_file: "providers_rocm" in self.name or old(self))
+
+
+def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, ["libc.so.6", "libMIOpen-absent.so.1", "libhip-absent.so.7", "libonnxruntime_providers.so"])
+    with pytest.raises(ProviderError, match=r"cannot load libMIOpen-absent\.so\.1, libhip-absent\.so\.7: install ROCm"):
+        session.check_provider("rocm")
+
+
+def test_dropped_provider_is_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, [])
+    with pytest.raises(ProviderError, match="dropped the rocm provider"), pytest.warns(UserWarning, match="ROCM"):
+        session.create_session(model, "rocm")  # this ONNX Runtime has no ROCm and goes on with the CPU alone
+
+
+def test_dropped_provider_is_a_warning_when_allowed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, [])
+    with pytest.warns(UserWarning, match="Falling back to the CPU"):
+        opened = session.create_session(model, "rocm", allow_fallback=True)
+    assert opened.get_providers() == [CPU]
+
+
+def test_two_wheels_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "onnxruntime").mkdir()
+    (tmp_path / "onnxruntime" / "__init__.py").touch()
+    for name, version in (("onnxruntime", "1.31.1"), ("onnxruntime_rocm", "1.22.2")):
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+    monkeypatch.delitem(sys.modules, "onnxruntime")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert session.installed_wheels() == {"onnxruntime": "1.31.1", "onnxruntime-rocm": "1.22.2"}
+    with pytest.raises(ProviderError, match="pip uninstall -y onnxruntime onnxruntime-rocm"):
+        session.runtime()
+
+
+def test_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ProviderError, match=r"pip install 'sd-ort\[cpu\]'"):
+        session.runtime()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files")
+def test_needed_libraries_are_read_from_the_library() -> None:
+    library = next(Path(onnxruntime.__file__).parent.glob("capi/*pybind11_state*.so"))
+    assert "libc.so.6" in session.needed_libraries(library)
+    assert session.needed_libraries(Path(__file__)) == []
+
+
+def test_broken_op_library(model: Path, tmp_path: Path) -> None:
+    library = tmp_path / "libsd_ort_ops.so"
+    library.write_bytes(os.urandom(64))
+    with pytest.raises(ProviderError, match="cannot be loaded"):
+        session.create_session(model, library=library)
