@@ -1,4 +1,10 @@
 """Operators of ONNX Runtime domain `sd_ort`: one folder an op, each with `cases` and `reference` in Python."""
 
 # Folders with an operator, in the order of custom_ops/registry.cc.
-OPERATORS = ("bias_add",)
+OPERATORS = (
+    "group_norm",
+    "skip_group_norm",
+    "bias_split_gelu",
+    "bias_add",
+    "skip_layer_norm",
+)

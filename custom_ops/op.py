@@ -149,5 +149,16 @@ def nmse(got: Array, wanted: Array) -> float:
     return error / scale if scale > 0 else error
 
 
-# Largest NMSE allowed of an output: about (4 * unit roundoff)^2 for the outputs that are rounded to the type.
-NMSE_LIMIT = {"float32": 1e-11, "float16": 1e-6, "bfloat16": 5e-5}
+# Unit roundoff of each type.
+_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+def nmse_limit(case: Case, dtype: str) -> float:
+    """Largest NMSE allowed: errors of 4 roundoffs of the type.
+
+    "offset" inputs lie 1000 deviations from zero, so a mean kept in float32 costs a normalised output 1000 times more.
+    """
+    roundoff = _ROUNDOFF[dtype]
+    if case.values == "offset":
+        roundoff = max(roundoff, 1000 * _ROUNDOFF["float32"])
+    return (4 * roundoff) ** 2

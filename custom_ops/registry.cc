@@ -7,7 +7,11 @@
 #include <vector>
 
 #include "bias_add/binding.h"
+#include "bias_split_gelu/binding.h"
 #include "common/ort_op.h"
+#include "group_norm/binding.h"
+#include "skip_group_norm/binding.h"
+#include "skip_layer_norm/binding.h"
 
 namespace sd_ort {
 namespace {
@@ -77,7 +81,11 @@ class Registry {
  private:
   void add_all(const char* provider, const std::vector<DType>& dtypes, const GpuLibrary* gpu) {
     for (DType dtype : dtypes) {
+      add<GroupNormBinding>(provider, dtype, gpu);
+      add<SkipGroupNormBinding>(provider, dtype, gpu);
+      add<BiasSplitGeluBinding>(provider, dtype, gpu);
       add<BiasAddBinding>(provider, dtype, gpu);
+      add<SkipLayerNormBinding>(provider, dtype, gpu);
     }
   }
 

@@ -1,0 +1,56 @@
+// GroupNorm(X, gamma, beta) -> Y and SkipGroupNorm(X, gamma, beta, skip, bias?) -> Y, S?, as in com.microsoft.
+//
+// V = X + skip + bias; Y = activation((V - mean) / sqrt(variance + epsilon) * gamma + beta), mean and variance over the
+// spatial positions and channels of a group, variance over n. S = V.
+#pragma once
+
+#include "common/op.h"
+
+namespace sd_ort {
+
+struct GroupNormParams {
+  DType dtype;         // of x, skip, bias, y and sum
+  DType affine_dtype;  // of gamma and beta: float32 or dtype
+  const void* x;       // (batch, spatial, channels) or, channels_last = 0, (batch, channels, spatial)
+  const void* skip;    // as x; (batch, channels) when skip_broadcast; null for GroupNorm
+  const void* bias;    // (channels) or null
+  const void* gamma;   // (channels)
+  const void* beta;    // (channels)
+  void* y;             // as x
+  void* sum;           // as x, or null: S is not asked for
+  int64_t batch;
+  int64_t spatial;  // H * W
+  int64_t channels;
+  int64_t groups;
+  int32_t activation;  // 0 none, 1 SiLU
+  int32_t channels_last;
+  int32_t skip_broadcast;
+  float epsilon;
+
+  std::string signature() const {
+    return std::string(name_of(dtype)) + "_" + std::to_string(batch) + "x" + std::to_string(spatial) + "x" +
+           std::to_string(channels) + (channels_last ? "" : "_nchw") + "_g" + std::to_string(groups) +
+           (skip == nullptr  ? ""
+            : skip_broadcast ? "_broadcast"
+                             : "_skip") +
+           (sum == nullptr ? "" : "_sum");
+  }
+  std::vector<Output> outputs() const {
+    const size_t count = static_cast<size_t>(batch * spatial * channels);
+    return {{y, count, dtype}, {sum, count, dtype}};
+  }
+};
+
+// Which kernel and how large its blocks are; see kernel.hip.
+struct GroupNormConfig {
+  bool one_read;     // hold a group on chip; otherwise statistics first, then a second read
+  int block;         // threads
+  int vector_bytes;  // widest access; narrower ones are taken when the shape needs them
+};
+
+bool group_norm_supports(const GroupNormParams& params, const GroupNormConfig& config);
+size_t group_norm_workspace(const GroupNormParams& params, const GroupNormConfig& config);
+const char* group_norm_launch(const GroupNormParams& params, const GroupNormConfig& config, void* workspace,
+                              void* stream);
+
+}  // namespace sd_ort

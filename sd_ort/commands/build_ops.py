@@ -1,0 +1,24 @@
+"""`sd-ort build-ops`: compile the custom-op library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.option("--cpu/--no-cpu", default=True, show_default=True, help="The library that ONNX Runtime loads.")
+@click.option("--hip", multiple=True, metavar="ARCH", help="AMD architecture, as gfx90a or gfx1201; may be repeated.")
+@click.option("--cuda", multiple=True, metavar="ARCH", help="NVIDIA architecture, as sm_90; may be repeated.")
+@click.option(
+    "--headers", type=click.Path(path_type=Path), help="Folder of onnxruntime_c_api.h [default: found or fetched]."
+)
+def command(cpu: bool, hip: tuple[str, ...], cuda: tuple[str, ...], headers: Path | None) -> None:
+    """Compile the fused operators: CPU kernels always, AMD and NVIDIA kernels by architecture.
+
+    The library is kept in ~/.cache/sd-ort and found by every later command. The last line printed is its path.
+    """
+    from sd_ort import ops
+
+    ops.build(cpu=cpu, hip=hip, cuda=cuda, headers=headers, say=click.echo)

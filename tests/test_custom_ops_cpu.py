@@ -1,0 +1,197 @@
+"""The CPU kernels of every custom operator, in ONNX Runtime, against NumPy float64."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+
+from custom_ops import OPERATORS
+from custom_ops.op import DTYPES, Case, Operator, draw, load, nmse, nmse_limit
+from sd_ort import ops
+
+OPS = [load(folder) for folder in OPERATORS]
+ONNX_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
+CALLS = [
+    pytest.param(operator, case, dtype, id=f"{operator.name}-{case.name}-{dtype}")
+    for operator in OPS
+    for case in operator.cases
+    for dtype in ONNX_TYPES
+    if dtype in case.dtypes and not case.benchmark
+]
+
+
+@pytest.fixture(scope="session")
+def library() -> Path:
+    return ops.build(cpu=True)
+
+
+def one_node_model(operator: Operator, case: Case, inputs: dict[str, np.ndarray], dtype: str) -> bytes:
+    """A model of one custom node; shapes symbolic, so that shape inference has to carry them."""
+    outputs = operator.output_shapes(case)
+    node = helper.make_node(
+        operator.name,
+        trimmed([name if name in inputs else "" for name in operator.inputs]),
+        trimmed([name if name in outputs else "" for name in operator.outputs]),
+        domain="sd_ort",
+        **case.attributes,
+    )
+    graph = helper.make_graph(
+        [node],
+        "one_node",
+        [
+            helper.make_tensor_value_info(
+                name, helper.np_dtype_to_tensor_dtype(array.dtype), [f"{name}_{i}" for i in range(array.ndim)]
+            )
+            for name, array in inputs.items()
+        ],
+        [helper.make_tensor_value_info(name, ONNX_TYPES[dtype], None) for name in outputs],
+    )
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("sd_ort", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+
+
+def trimmed(names: list[str]) -> list[str]:
+    while names and not names[-1]:
+        names.pop()
+    return names
+
+
+def session(model: bytes, library: Path) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 2
+    options.log_severity_level = 3
+    options.register_custom_ops_library(str(library))
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def run(
+    operator: Operator, case: Case, dtype: str, library: Path
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The kernel's outputs and the reference's."""
+    inputs = draw(operator, case, dtype)
+    runner = session(one_node_model(operator, case, inputs, dtype), library)
+    names = list(operator.output_shapes(case))
+    got = dict(zip(names, runner.run(names, inputs), strict=True))
+    return got, operator.reference(inputs, case.attributes)
+
+
+@pytest.mark.parametrize(("operator", "case", "dtype"), CALLS)
+def test_agrees_with_numpy(operator: Operator, case: Case, dtype: str, library: Path) -> None:
+    got, wanted = run(operator, case, dtype, library)
+    for name, shape in operator.output_shapes(case).items():
+        assert got[name].shape == shape
+        assert got[name].dtype == DTYPES[dtype][1]
+        assert np.isfinite(wanted[name]).all()
+        assert nmse(got[name], wanted[name]) < nmse_limit(case, dtype), name
+
+
+@pytest.mark.parametrize("operator", OPS, ids=lambda operator: operator.name)
+def test_infers_symbolic_shapes(operator: Operator, library: Path, tmp_path: Path) -> None:
+    """Downstream shape arithmetic needs the output's symbols: ONNX Runtime's optimized model must carry a rank."""
+    case = operator.cases[1]
+    model = one_node_model(operator, case, draw(operator, case, "float32"), "float32")
+    runner = session(model, library)
+    for value, (_, shape) in zip(runner.get_outputs(), operator.output_shapes(case).items(), strict=True):
+        assert len(value.shape) == len(shape)
+
+
+@pytest.mark.parametrize("overload", ["", "variant"])
+def test_kernel_wins_over_function_body(overload: str, library: Path) -> None:
+    """A model carries a body for each fused op; with the library its kernel runs, without it the body does."""
+    bias_add = helper.make_node("BiasAdd", ["X", "bias", "skip"], ["Y"], domain="sd_ort", overload=overload)
+    body = helper.make_function(
+        "sd_ort",
+        "BiasAdd",
+        ["X", "bias", "skip"],
+        ["Y"],
+        [helper.make_node("Identity", ["X"], ["Y"])],  # wrong on purpose: tells which of the two ran
+        [helper.make_opsetid("", 20)],
+        overload=overload,
+    )
+    graph = helper.make_graph(
+        [bias_add],
+        "body_and_kernel",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n"]) for name in ("X", "bias", "skip")],
+        [helper.make_tensor_value_info("Y", TensorProto.FLOAT, ["n"])],
+    )
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("sd_ort", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, functions=[body], ir_version=10).SerializeToString()
+    feeds = {name: np.full(3, value, np.float32) for name, value in (("X", 1), ("bias", 10), ("skip", 100))}
+    assert session(model, library).run(None, feeds)[0].tolist() == [111.0] * 3
+    portable = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+    assert portable.run(None, feeds)[0].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "message"),
+    [
+        (
+            "GroupNorm",
+            Case("", {"X": (1, 2, 2, 6), "gamma": (6,), "beta": (6,)}, {"groups": 4, "activation": 0}),
+            "groups",
+        ),
+        (
+            "GroupNorm",
+            Case("", {"X": (1, 2, 2, 6), "gamma": (5,), "beta": (6,)}, {"groups": 3, "activation": 0}),
+            "gamma",
+        ),
+        ("BiasSplitGelu", Case("", {"X": (1, 2, 7), "bias": (7,)}), "even"),
+        ("BiasAdd", Case("", {"X": (1, 2, 7), "bias": (7,), "skip": (1, 1, 7)}), "skip"),
+        (
+            "SkipLayerNormalization",
+            Case("", {"input": (1, 2, 8), "skip": (1, 3, 8), "gamma": (8,)}, {}, ("output",)),
+            "skip must have the shape of input",
+        ),
+    ],
+)
+def test_refuses_bad_shapes(name: str, case: Case, message: str, library: Path) -> None:
+    operator = next(each for each in OPS if each.name == name)
+    inputs = draw(operator, case, "float32")
+    runner = session(one_node_model(operator, case, inputs, "float32"), library)
+    with pytest.raises(Exception, match=message):
+        runner.run(None, inputs)
+
+
+def test_bad_values_stay_visible(library: Path) -> None:
+    """NaN and Inf in a group must come out as NaN, and in that group only."""
+    operator = next(each for each in OPS if each.name == "GroupNorm")
+    case = Case("", {"X": (1, 4, 4, 16), "gamma": (16,), "beta": (16,)}, {"groups": 2, "activation": 0})
+    for bad in (np.nan, np.inf):
+        inputs = draw(operator, case, "float32")
+        inputs["X"][0, 2, 1, 3] = bad
+        y = session(one_node_model(operator, case, inputs, "float32"), library).run(None, inputs)[0]
+        assert np.isnan(y[..., :8]).all()
+        assert np.isfinite(y[..., 8:]).all()
+
+
+@pytest.mark.parametrize("empty", [(0, 4, 4, 16), (2, 0, 4, 16)])
+def test_empty_tensors(empty: tuple[int, ...], library: Path) -> None:
+    operator = next(each for each in OPS if each.name == "GroupNorm")
+    case = Case("", {"X": empty, "gamma": (16,), "beta": (16,)}, {"groups": 2, "activation": 1})
+    inputs = draw(operator, case, "float32")
+    y = session(one_node_model(operator, case, inputs, "float32"), library).run(None, inputs)[0]
+    assert y.shape == empty
+
+
+def test_instruction_sets_stay_apart(library: Path) -> None:
+    """AVX2 code must be reachable through namespace avx2 only: any other symbol could replace one that old CPUs run."""
+    names = subprocess.run(["nm", "-C", str(library)], capture_output=True, text=True, check=True).stdout
+    assert "sd_ort::avx2::group_norm" in names
+    assert "sd_ort::baseline::group_norm" in names
+    assembly = subprocess.run(
+        ["objdump", "-d", "-C", "--no-show-raw-insn", str(library)], capture_output=True, text=True, check=True
+    ).stdout
+    function = ""
+    wide = set()
+    for line in assembly.splitlines():
+        if line.endswith(">:"):
+            function = line.split("<", 1)[1]
+        elif "%ymm" in line:
+            wide.add(function)
+    assert wide
+    assert [name for name in wide if "sd_ort::avx2::" not in name] == []
