@@ -521,7 +521,7 @@ def dynamic_shapes(module: torch.nn.Module, signature: Signature) -> tuple[Any, 
     def dim(axis: str) -> Any:
         symbol, times, divisor = split_axis(axis)
         unit = signature.multiples.get(symbol, 1)
-        base = dims.setdefault(symbol, Dim(f"_{symbol}", max=MAX_SIZES[symbol]))
+        base = dims.setdefault(symbol, Dim(f"_{symbol}", max=(LIMITS | signature.limits)[symbol]))
         count = unit * times // divisor
         return base if count == 1 else count * base
 
@@ -530,9 +530,9 @@ def dynamic_shapes(module: torch.nn.Module, signature: Signature) -> tuple[Any, 
     return (*shapes[:named], tuple(shapes[named:])) if len(shapes) > named else tuple(shapes)
 
 
-# Bounds torch.export is told. Not enforced by the graphs: 63 is where diffusers' upsampling starts to ask for a
+# Upper bounds torch.export is told. Not enforced by the graphs: 63 is where diffusers' upsampling starts to ask for a
 # contiguous tensor, which is nothing in ONNX.
-MAX_SIZES = {"batch": 63, "sequence": 4096, "height": 4096, "width": 4096}
+LIMITS = {"batch": 63, "sequence": 4096, "height": 4096, "width": 4096}
 
 
 def _parameters(module: torch.nn.Module) -> list[Any]:

@@ -34,11 +34,15 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Signature:
-    """The inputs and outputs of one component, in graph order, and what sizes must be multiples of (1 if not named)."""
+    """The inputs and outputs of one component, in graph order.
+
+    `multiples`: what a size must be a multiple of, 1 if not named. `limits`: the largest size, if there is one.
+    """
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     multiples: dict[str, int] = field(default_factory=dict)
+    limits: dict[str, int] = field(default_factory=dict)
 
 
 def size(axis: Axis, sizes: Mapping[str, int]) -> int:
@@ -94,12 +98,12 @@ def _text_encoder(config: Mapping[str, Any], hidden_states: bool) -> Signature:
     inputs = (Tensor("input_ids", ("batch", "sequence"), "int64"),)
     hidden = ("batch", "sequence", config["hidden_size"])
     if not hidden_states:
-        pooled = Tensor("pooler_output", ("batch", config["hidden_size"]))
-        return Signature(inputs, (Tensor("last_hidden_state", hidden), pooled))
-    if "CLIPTextModelWithProjection" in config.get("architectures", ()):
-        embeds = Tensor("text_embeds", ("batch", config["projection_dim"]))
-        return Signature(inputs, (Tensor("hidden_states", hidden), embeds))
-    return Signature(inputs, (Tensor("hidden_states", hidden),))
+        outputs = [Tensor("last_hidden_state", hidden), Tensor("pooler_output", ("batch", config["hidden_size"]))]
+    else:
+        outputs = [Tensor("hidden_states", hidden)]
+        if "CLIPTextModelWithProjection" in config.get("architectures", ()):
+            outputs.append(Tensor("text_embeds", ("batch", config["projection_dim"])))
+    return Signature(inputs, tuple(outputs), limits={"sequence": config["max_position_embeddings"]})
 
 
 def _denoiser_inputs(unet: Mapping[str, Any]) -> list[Tensor]:

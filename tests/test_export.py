@@ -1,0 +1,498 @@
+"""`sd-ort export`: equal to torch at sizes not traced at, whole folders, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from sd_ort import cli, export, folder, models
+from sd_ort.errors import InputError, OutputError, VerificationError
+from sd_ort.models import PRESETS, Preset
+
+SD15_OPERATORS = {"Softmax": 32, "InstanceNormalization": 61, "LayerNormalization": 48, "Conv": 98}
+
+
+def mini(preset: Preset) -> Preset:
+    """A preset cut to two resolutions and single layers: every kind of part is left, and it exports in seconds."""
+
+    def cut(name: str, config: dict) -> dict:
+        if name.startswith("text_encoder"):
+            return config | {"num_hidden_layers": 2}
+        small = config | {"block_out_channels": [32, 64], "layers_per_block": 1}
+        if name == "vae":
+            return small | {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+        small["down_block_types"] = ["CrossAttnDownBlock2D", "DownBlock2D"]
+        small["up_block_types"] = ["UpBlock2D", "CrossAttnUpBlock2D"]
+        heads = config["attention_head_dim"]
+        small["attention_head_dim"] = heads if isinstance(heads, int) else heads[:2]
+        if isinstance(config.get("transformer_layers_per_block"), list):
+            small["transformer_layers_per_block"] = [1, 2]
+        if name == "controlnet":
+            small["conditioning_embedding_out_channels"] = [8, 8, 8, 8]
+            small.pop("up_block_types")
+        return small
+
+    return Preset(preset.pipeline, {n: cut(n, c) for n, c in preset.models.items()}, preset.scheduler, preset.options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mini_presets():
+    """`sd15-mini` and the like, beside the real presets."""
+    names = [name for name in PRESETS if name.endswith("-tiny")]
+    minis = {name.replace("-tiny", "-mini"): mini(PRESETS[name]) for name in names}
+    PRESETS.update(minis)
+    yield
+    for name in minis:
+        del PRESETS[name]
+
+
+def run_cli(*arguments: object) -> tuple[int, str]:
+    """Exit code and error of `sd-ort ...`, run in this process through the real entry point."""
+    import contextlib
+    import io
+
+    errors = io.StringIO()
+    previous = sys.argv, signal.getsignal(signal.SIGTERM)
+    sys.argv = ["sd-ort", *map(str, arguments)]
+    try:
+        with (
+            contextlib.redirect_stderr(errors),
+            contextlib.redirect_stdout(io.StringIO()),
+            pytest.raises(SystemExit) as e,
+        ):
+            cli.main()
+    finally:
+        sys.argv = previous[0]
+        signal.signal(signal.SIGTERM, previous[1])
+    return int(e.value.code or 0), errors.getvalue()
+
+
+def check_against_torch(path: Path, component: str, preset: str, sizes: dict[str, int], seed: int = 0) -> float:
+    """NMSE of an exported component against torch at `sizes`, both built here from the preset."""
+    source = export.PresetSource(preset, seed)
+    config = json.loads((path / component / "config.json").read_text())
+    signature = export.component_signature(source, component, config)
+    module = export.wrap(
+        component,
+        source.load(models.MODEL_OF.get(component, component)),
+        sdxl="XL" in PRESETS[preset].pipeline,
+        controlnet="controlnet" in source.configs,
+    )
+    inputs = {t.name: export.example(t, sizes, config, seed=7) for t in signature.inputs}
+    with torch.no_grad():
+        outputs = module(*inputs.values())
+    expected = outputs if isinstance(outputs, tuple) else (outputs,)
+    session = onnxruntime.InferenceSession(str(path / component / "model.onnx"), providers=["CPUExecutionProvider"])
+    assert [i.name for i in session.get_inputs()] == [t.name for t in signature.inputs]
+    assert [o.name for o in session.get_outputs()] == [t.name for t in signature.outputs]
+    actual = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+    for tensor, array in zip(signature.outputs, actual, strict=True):
+        assert array.shape == tuple(models.size(axis, sizes) for axis in tensor.axes)
+    return export.compare(actual, [e.numpy() for e in expected])["nmse"]
+
+
+def counts(path: Path) -> dict[str, int]:
+    graph = onnx.load(path, load_external_data=False).graph
+    return {op: sum(n.op_type == op for n in graph.node) for op in {n.op_type for n in graph.node}}
+
+
+# --- Whole pipelines ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sd15(tmp_path_factory):
+    """sd15-tiny, dynamo, opset 20, through the command line."""
+    out = tmp_path_factory.mktemp("export") / "sd15"
+    code, error = run_cli("export", "--preset", "sd15-tiny", "--random-weights", out)
+    assert code == 0, error
+    return out
+
+
+def test_sd15_folder_is_a_whole_pipeline(sd15):
+    assert folder.components(sd15) == ["text_encoder", "unet", "vae_encoder", "vae_decoder"]
+    for name in folder.components(sd15):
+        assert sorted(p.name for p in (sd15 / name).iterdir()) == ["config.json", "model.onnx", "model.onnx.data"]
+        folder.check_component(sd15, name)
+    index = json.loads((sd15 / "model_index.json").read_text())
+    assert index["unet"] == ["diffusers", "UNet2DConditionModel"]
+    from diffusers import PNDMScheduler
+    from transformers import CLIPTokenizer
+
+    assert PNDMScheduler.from_pretrained(sd15, subfolder="scheduler").config.beta_end == 0.012
+    tokenizer = CLIPTokenizer.from_pretrained(sd15, subfolder="tokenizer")
+    ids = tokenizer("A red circle!", padding="max_length", max_length=77).input_ids
+    assert len(ids) == 77
+    assert (ids[0], ids[-1], max(ids)) == (512, 513, 513)
+    assert tokenizer.decode(ids, skip_special_tokens=True).split() == ["a", "red", "circle", "!"]
+
+
+def test_sd15_manifest(sd15):
+    manifest = folder.read_manifest(sd15)
+    assert manifest["stage"] == "export"
+    assert manifest["source"]["model"] == "sd15-tiny"
+    assert manifest["source"]["random_weights"] is True
+    assert manifest["options"] | {"opset": 20, "exporter": "dynamo", "seed": 0} == manifest["options"]
+    assert manifest["versions"]["torch"].startswith("2.")
+    assert folder.is_intact(sd15, manifest)
+    for entry in manifest["components"].values():
+        assert 0 < entry["torch_error"]["nmse"] <= export.TOLERANCE
+        assert 0 < entry["torch_error"]["max_abs"] < 1e-3
+
+
+@pytest.mark.parametrize("component", ["text_encoder", "unet", "vae_encoder", "vae_decoder"])
+def test_sd15_equals_torch_at_another_shape(sd15, component):
+    sizes = {"batch": 3, "sequence": 77, "height": 8, "width": 40}
+    assert check_against_torch(sd15, component, "sd15-tiny", sizes) <= 1e-10
+
+
+def test_sd15_graph(sd15):
+    path = sd15 / "unet" / "model.onnx"
+    found = counts(path)
+    assert {op: found[op] for op in SD15_OPERATORS} == SD15_OPERATORS
+    model = onnx.load(path, load_external_data=False)
+    assert {o.domain: o.version for o in model.opset_import} == {"": 20}
+    axes = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in model.graph.input}
+    assert axes == {
+        "sample": ["batch", 4, "height", "width"],
+        "timestep": [1],
+        "encoder_hidden_states": ["batch", "sequence", 64],
+    }
+    assert str(sys.prefix).encode() not in path.read_bytes(), "no path of this machine in the graph"
+    external = [t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    assert sum(np.prod(t.dims) for t in external) > 0.99 * sum(np.prod(t.dims) for t in model.graph.initializer)
+    for tensor in external:
+        where = {e.key: e.value for e in tensor.external_data}
+        assert where["location"] == "model.onnx.data"
+        assert int(where["length"]) <= 1 << 20 or int(where["offset"]) % export.ALIGNMENT == 0
+
+
+def test_second_export_does_nothing(sd15):
+    before = (sd15 / "unet" / "model.onnx").stat()
+    code, lines = run_cli("export", "--preset", "sd15-tiny", "--random-weights", sd15)
+    assert code == 0
+    assert "up to date" in lines
+    assert (sd15 / "unet" / "model.onnx").stat() == before
+
+
+# --- Other exporters, opsets and families ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("preset", "dynamo"), [("sd15-tiny", False), ("sdxl-tiny", False), ("sdxl-mini", True)])
+def test_unets(tmp_path, preset, dynamo):
+    exporter, opset = ("dynamo", 20) if dynamo else ("torchscript", 17)
+    options = {"opset": opset, "exporter": exporter, "components": ["unet"]}
+    export.export(None, tmp_path / "out", preset=preset, random_weights=True, **options)
+    sizes = {"batch": 3, "sequence": 5, "height": 16, "width": 8}
+    assert check_against_torch(tmp_path / "out", "unet", preset, sizes) <= 1e-10
+    found = counts(tmp_path / "out" / "unet" / "model.onnx")
+    attentions = {"sd15-tiny": 32, "sdxl-tiny": 140}  # SDXL: 2 in each of 70 transformer blocks
+    assert preset not in attentions or found["Softmax"] == attentions[preset]
+
+
+@pytest.mark.parametrize(("exporter", "opset"), [(e, o) for e, opsets in export.OPSETS.items() for o in opsets])
+def test_every_opset(tmp_path, exporter, opset):
+    out = tmp_path / "out"
+    options = {"opset": opset, "exporter": exporter, "components": ["text_encoder", "unet"]}
+    export.export(None, out, preset="sd15-mini", random_weights=True, **options)
+    sizes = {"batch": 1, "sequence": 3, "height": 8, "width": 2}
+    for component in options["components"]:
+        assert check_against_torch(out, component, "sd15-mini", sizes) <= 1e-10
+        model = onnx.load(out / component / "model.onnx", load_external_data=False)
+        assert {o.domain: o.version for o in model.opset_import} == {"": opset}
+
+
+@pytest.mark.parametrize("preset", ["sdxl-mini", "sdxl-refiner-mini", "sd15-controlnet-mini"])
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_families(tmp_path, preset, exporter):
+    out = tmp_path / "out"
+    names = [n for n in PRESETS[preset].models if n != "vae" and not (n == "unet" and preset.startswith("sdxl-mini"))]
+    manifest = export.export(None, out, preset=preset, random_weights=True, exporter=exporter, seed=3, components=names)
+    sizes = {"batch": 3, "sequence": 9, "height": 4, "width": 6}
+    assert sorted(manifest["components"]) == sorted(names)
+    for component in names:
+        assert check_against_torch(out, component, preset, sizes, seed=3) <= 1e-10
+
+
+def test_full_size_configs_have_the_published_sizes():
+    """Parameters of the public models: SD 1.5 and its variants, SD 2.1, SDXL base."""
+    import diffusers
+    import transformers
+
+    expected = {
+        ("sd15", "unet"): 859_520_964,
+        ("sd15", "text_encoder"): 123_060_480,
+        ("sd15", "vae"): 83_653_863,
+        ("sd15-inpaint", "unet"): 859_535_364,
+        ("sd15-controlnet", "controlnet"): 361_279_120,
+        ("sd21", "unet"): 865_910_724,
+        ("sd21", "text_encoder"): 340_387_840,
+        ("sdxl", "unet"): 2_567_463_684,
+        ("sdxl", "text_encoder_2"): 694_659_840,
+    }
+    for (preset, name), size in expected.items():
+        config = PRESETS[preset].models[name]
+        with torch.device("meta"):
+            if name.startswith("text_encoder"):
+                cls = getattr(transformers, config["architectures"][0])
+                model = cls(cls.config_class(**config))
+            else:
+                model = getattr(diffusers, config["_class_name"]).from_config(config)
+        assert sum(p.numel() for p in model.parameters()) == size, (preset, name)
+
+
+def test_random_weights_are_distinct_and_repeatable():
+    first, again, other = (export.PresetSource("sd15-mini", seed).load("unet") for seed in (1, 1, 2))
+    vectors = [tuple(p.flatten().tolist()) for p in first.parameters() if p.ndim == 1]
+    assert len(set(vectors)) == len(vectors)
+    assert all(abs(x) > 0 for v in vectors for x in v)
+    state, same, different = first.state_dict(), again.state_dict(), other.state_dict()
+    assert all(torch.equal(state[name], same[name]) for name in state)
+    assert not any(torch.equal(state[name], different[name]) for name in state)
+
+
+# --- Diffusers folders ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A folder saved by diffusers, in fp16, with random weights."""
+    from diffusers import DiffusionPipeline
+
+    root = tmp_path_factory.mktemp("checkpoint")
+    source = export.PresetSource("sd15-mini", 5)
+    (root / "configs").mkdir()
+    source.write_configs(root / "configs")
+    parts = {name: source.load(name).half() for name in source.configs}
+    parts |= {"safety_checker": None, "feature_extractor": None}
+    DiffusionPipeline.from_pretrained(root / "configs", **parts).save_pretrained(root / "sd")
+    return root / "sd"
+
+
+def test_fp16_folder(checkpoint, tmp_path):
+    """An fp16 checkpoint is exported in fp32, with the weights it has."""
+    from diffusers import UNet2DConditionModel
+
+    manifest = export.export(str(checkpoint), tmp_path / "out", exporter="torchscript")
+    assert manifest["source"]["model"] == str(checkpoint)
+    assert manifest["source"]["random_weights"] is False
+    assert json.loads((tmp_path / "out" / "model_index.json").read_text())["_class_name"] == "StableDiffusionPipeline"
+    unet = UNet2DConditionModel.from_pretrained(checkpoint, subfolder="unet", torch_dtype=torch.float16).float().eval()
+    inputs = {
+        "sample": torch.randn(1, 4, 6, 10),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, 7, 64),
+    }
+    with torch.no_grad():
+        expected = unet(*inputs.values(), return_dict=False)[0].numpy()
+    actual = export.run_onnx(tmp_path / "out" / "unet" / "model.onnx", inputs)
+    assert export.compare(actual, [expected])["nmse"] < 1e-10
+
+
+def test_changed_weights_are_exported_again(checkpoint, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    copy, lines = tmp_path / "copy", []
+    shutil.copytree(checkpoint, copy)
+    options = {"exporter": "torchscript", "components": ["vae_decoder"], "progress": lines.append}
+    export.export(str(copy), tmp_path / "out", **options)
+    export.export(str(copy), tmp_path / "out", **options)
+    assert "up to date" in lines[-1]
+    path = copy / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    weights["decoder.conv_in.bias"] += 1
+    save_file(weights, path, metadata={"format": "pt"})
+    export.export(str(copy), tmp_path / "out", **options)
+    assert "up to date" not in lines[-1]
+
+
+def test_controlnet_beside_a_checkpoint(checkpoint, tmp_path):
+    export.PresetSource("sd15-controlnet-mini", 6).load("controlnet").save_pretrained(tmp_path / "net")
+    out = tmp_path / "out"
+    options = {"exporter": "torchscript", "components": ["unet", "controlnet"]}
+    export.export(str(checkpoint), out, controlnet=str(tmp_path / "net"), **options)
+    unet, net = (onnx.load(out / c / "model.onnx", load_external_data=False).graph for c in ("unet", "controlnet"))
+    residuals = [i.name for i in unet.input][3:]
+    assert residuals[:-1] == [o.name for o in net.output][:-1]
+    assert residuals[-1] == "mid_block_additional_residual"
+    assert json.loads((out / "model_index.json").read_text())["controlnet"] == ["diffusers", "ControlNetModel"]
+
+
+# --- Bad input ------------------------------------------------------------------------------------------------------
+
+
+def refused(tmp_path: Path, *arguments: object, code: int = 2) -> str:
+    """The one-line error of an export that must fail and leave nothing in `tmp_path`."""
+    before = sorted(tmp_path.iterdir())
+    got, error = run_cli("export", *arguments)
+    assert got == code
+    lines = [line for line in error.splitlines() if not line.startswith("[")]  # without the progress
+    assert len(lines) == 1
+    assert "Traceback" not in error
+    assert sorted(tmp_path.iterdir()) == before, "nothing half-written is left"
+    return lines[0]
+
+
+MINI = ("--preset", "sd15-mini", "--random-weights")
+
+
+def test_missing_folder(tmp_path):
+    assert "does not exist" in refused(tmp_path, tmp_path / "nowhere", tmp_path / "out")
+
+
+def test_folder_that_is_no_pipeline(tmp_path):
+    (tmp_path / "some").mkdir()
+    assert "is no diffusers pipeline" in refused(tmp_path, tmp_path / "some", tmp_path / "out")
+
+
+def test_broken_index(tmp_path):
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "model_index.json").write_text("{")
+    assert "cannot be read" in refused(tmp_path, tmp_path / "some", tmp_path / "out")
+
+
+def test_pipeline_of_another_family(tmp_path):
+    (tmp_path / "flux").mkdir()
+    index = {"_class_name": "FluxPipeline", "text_encoder": ["transformers", "T5EncoderModel"]}
+    (tmp_path / "flux" / "model_index.json").write_text(json.dumps(index))
+    assert "T5EncoderModel" in refused(tmp_path, tmp_path / "flux", tmp_path / "out")
+
+
+def test_onnx_folder_as_model(sd15, tmp_path):
+    assert "holds ONNX models already" in refused(tmp_path, sd15, tmp_path / "out")
+
+
+def test_unet_with_inputs_we_do_not_feed(checkpoint, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    config = json.loads((copy / "unet" / "config.json").read_text()) | {"time_cond_proj_dim": 256}
+    (copy / "unet" / "config.json").write_text(json.dumps(config))
+    assert "time_cond_proj_dim" in refused(tmp_path, copy, tmp_path / "out")
+
+
+def test_truncated_checkpoint(checkpoint, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    path = copy / "unet" / "diffusion_pytorch_model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    assert "cannot be loaded" in refused(tmp_path, copy, tmp_path / "out", "--component", "unet")
+
+
+def test_single_file(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert "from_single_file" in refused(tmp_path, tmp_path / "model.safetensors", tmp_path / "out")
+
+
+def test_hub_id_without_network(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    error = refused(tmp_path, "nobody-here/no-such-model", tmp_path / "out")
+    assert "check the name and the network" in error
+
+
+def test_unknown_preset(tmp_path):
+    assert "sd15-tiny" in refused(tmp_path, "--preset", "sd99", "--random-weights", tmp_path / "out")
+
+
+def test_preset_without_weights(tmp_path):
+    assert "--random-weights" in refused(tmp_path, "--preset", "sd15", tmp_path / "out")
+
+
+def test_random_weights_without_preset(tmp_path):
+    assert "--preset" in refused(tmp_path, "demo", "--random-weights", tmp_path / "out")
+
+
+@pytest.mark.parametrize("arguments", [["out"], [*MINI, "demo", "out"]])
+def test_wrong_number_of_arguments(tmp_path, arguments):
+    assert "give " in refused(tmp_path, *arguments)
+
+
+@pytest.mark.parametrize(("exporter", "opset"), [("dynamo", 17), ("torchscript", 23), ("dynamo", 99)])
+def test_unsupported_opset(tmp_path, exporter, opset):
+    error = refused(tmp_path, *MINI, "--exporter", exporter, "--opset", opset, tmp_path / "out")
+    assert "choose one of " + ", ".join(map(str, export.OPSETS[exporter])) in error
+
+
+def test_unknown_exporter_and_component(tmp_path):
+    assert "torchscript" in refused(tmp_path, *MINI, "--exporter", "jax", tmp_path / "out")
+    assert "vae_decoder" in refused(tmp_path, *MINI, "--component", "vae", tmp_path / "out")
+
+
+def test_output_that_is_not_ours(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("precious")
+    assert "was not written by sd-ort" in refused(tmp_path, *MINI, tmp_path / "out", code=5)
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
+
+
+def test_wrong_numbers_are_refused(tmp_path, monkeypatch):
+    """The check after export is a real one: outputs that are off by 0.1 % stop it."""
+    run = export.run_onnx
+    monkeypatch.setattr(export, "run_onnx", lambda *a: [1.001 * array for array in run(*a)])
+    options = ("--component", "vae_decoder", "--exporter", "torchscript")
+    assert "differs from torch" in refused(tmp_path, *MINI, *options, tmp_path / "out", code=4)
+
+
+def test_no_room_for_the_weights(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    error = refused(tmp_path, *MINI, "--component", "vae_decoder", tmp_path / "out", code=5)
+    assert "no space left" in error
+
+
+MAIN = "from tests.test_export import *; PRESETS['sd15-mini'] = mini(PRESETS['sd15-tiny']); {}; cli.main()"
+
+
+def start_cli(*arguments: object, before: str = "pass") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", MAIN.format(before), "export", *map(str, arguments)]
+    root = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    return subprocess.Popen(
+        command, cwd=root, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_full_disk(tmp_path, exporter):
+    """The system refuses to write more than 1 MB to a file, in the middle of the weights."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))"
+    options = ("--component", "unet", "--exporter", exporter)
+    process = start_cli(*MINI, *options, tmp_path / "out", before=limit)
+    error = process.communicate()[1].splitlines()
+    assert process.returncode == 5, error
+    assert error[-1].startswith("sd-ort: no space left")
+    assert len([line for line in error if not line.startswith("[")]) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt(tmp_path, number):
+    process = start_cli("--preset", "sd15-tiny", "--random-weights", "--component", "unet", tmp_path / "out")
+    assert process.stderr is not None
+    assert "exporting" in process.stderr.readline()
+    time.sleep(3)  # into the export
+    assert [p.name[:13] for p in tmp_path.iterdir()] == [".out.partial-"]
+    process.send_signal(number)
+    error = process.communicate(timeout=60)[1].splitlines()
+    assert process.returncode == 130
+    assert error == ["sd-ort: interrupted, nothing was written."]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_python_api_raises_the_same(tmp_path):
+    with pytest.raises(InputError, match="unknown preset"):
+        export.export(None, tmp_path / "out", preset="sd99", random_weights=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="was not written by sd-ort"):
+        export.export(None, tmp_path / "file", preset="sd15-mini", random_weights=True)
+    assert issubclass(VerificationError, Exception)
