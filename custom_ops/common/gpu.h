@@ -162,7 +162,11 @@ const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
                          static_cast<int>(lds_bytes));
   }
 #endif
+#if defined(SD_ORT_EMULATED)
+  emulator::launch(grid, block, [=] { kernel(static_cast<Parameters>(arguments)...); });  // tests/gpu_emulator
+#else
   kernel<<<grid, block, lds_bytes, static_cast<gpuStream_t>(stream)>>>(static_cast<Parameters>(arguments)...);
+#endif
   return launch_error();
 }
 

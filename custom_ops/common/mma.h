@@ -1,0 +1,446 @@
+// Matrix instructions of AMD and NVIDIA GPUs under one set of names: D[16 x 16] += A[16 x 16] B[16 x 16]^T with fp16 or
+// bf16 operands and fp32 accumulation, one wave at a time. Device code.
+//
+//   CDNA (gfx90a, gfx942)     v_mfma_f32_16x16x16_{f16,bf16_1k}, wave64
+//   RDNA3 (gfx11)             v_wmma_f32_16x16x16_{f16,bf16}, wave32, both halves of a wave hold the same operand
+//   RDNA4 (gfx12)             v_wmma_f32_16x16x16_{f16,bf16}, wave32, operands divided over the wave
+//   NVIDIA (sm_80 and newer)  two mma.sync.m16n8k16, wave32
+//
+// Both operands are stored with the contraction ("depth") innermost, so D[r][c] = sum over d of A[r][d] * B[c][d].
+// On AMD the instruction runs transposed, D^T = B A^T: the hardware's A is our B and the other way round. A lane then
+// holds one row of D, and holds it just as the next product wants its A operand (RDNA3 after one exchange), so chained
+// products such as attention's softmax(Q K^T) V stay in registers, as they do on NVIDIA without the transposition.
+//
+// Which element a lane holds where, from the vendors' documents, is given by the constexpr functions below
+// (operand_row, operand_depth, accumulator_row, accumulator_column), which the loads and stores use. Sources: AMD's ISA
+// documents "AMD Instinct MI300", "RDNA3" and "RDNA4" (sections on MFMA and WMMA) as tabulated by ROCm's
+// amd_matrix_instruction_calculator; NVIDIA's PTX ISA, "Matrix fragments for mma.m16n8k16". The depth index a register
+// stands for is free, so long as both operands agree; the documents' own order differs on RDNA4 (0-3, 8-11 | 4-7,
+// 12-15). tests/gpu_emulator runs these functions on emulated lanes against instructions written from those tables.
+#pragma once
+
+#include <type_traits>
+
+#include "common/gpu.h"
+
+#if defined(__GFX9__)
+#define SD_ORT_MMA_CDNA 1
+#elif defined(__GFX11__)
+#define SD_ORT_MMA_RDNA3 1
+#elif defined(__GFX12__)
+#define SD_ORT_MMA_RDNA4 1
+#else
+#define SD_ORT_MMA_NVIDIA 1  // also what a host pass parses
+#endif
+
+namespace sd_ort {
+namespace mma {
+
+constexpr int kTile = 16;  // rows, columns and depth of one step
+constexpr int kWave = SD_ORT_WAVE_SIZE;
+
+#if defined(SD_ORT_MMA_CDNA)
+constexpr int kOperandRegisters = 2;  // 4 elements a lane
+constexpr int kAccumulatorSize = 4;
+#elif defined(SD_ORT_MMA_RDNA3)
+constexpr int kOperandRegisters = 8;  // 16 elements: a whole row, in both halves of the wave
+constexpr int kAccumulatorSize = 8;
+#else
+constexpr int kOperandRegisters = 4;  // 8 elements
+constexpr int kAccumulatorSize = 8;
+#endif
+constexpr int kOperandSize = 2 * kOperandRegisters;
+
+// One 16 x 16 operand of T (half_t or bf16_t), two elements a register, the even one in the low half.
+template <class T>
+struct Operand {
+  uint32_t r[kOperandRegisters];
+};
+
+struct Accumulator {
+  float x[kAccumulatorSize];
+};
+
+// ---- which element of a tile a lane holds -----------------------------------------------------------------------
+
+#if defined(SD_ORT_MMA_NVIDIA)
+constexpr int kRowsPerLane = 2;  // different rows of an accumulator in one lane
+__host__ __device__ constexpr int operand_row(int lane, int element) { return lane / 4 + 8 * (element / 2 % 2); }
+__host__ __device__ constexpr int operand_depth(int lane, int element) { return lane % 4 * 2 + element % 2 + 8 * (element / 4); }
+__host__ __device__ constexpr int accumulator_row(int lane, int element) { return lane / 4 + 8 * (element / 2 % 2); }
+__host__ __device__ constexpr int accumulator_column(int lane, int element) { return lane % 4 * 2 + element % 2 + 8 * (element / 4); }
+// Index of an accumulator element's row among the lane's kRowsPerLane rows.
+__host__ __device__ constexpr int row_slot(int element) { return element / 2 % 2; }
+#else
+constexpr int kRowsPerLane = 1;
+__host__ __device__ constexpr int operand_row(int lane, int) { return lane % 16; }
+__host__ __device__ constexpr int accumulator_row(int lane, int) { return lane % 16; }
+__host__ __device__ constexpr int row_slot(int) { return 0; }
+#if defined(SD_ORT_MMA_CDNA)
+__host__ __device__ constexpr int operand_depth(int lane, int element) { return lane / 16 * 4 + element; }
+__host__ __device__ constexpr int accumulator_column(int lane, int element) { return lane / 16 * 4 + element; }
+#elif defined(SD_ORT_MMA_RDNA3)
+__host__ __device__ constexpr int operand_depth(int, int element) { return element; }
+__host__ __device__ constexpr int accumulator_column(int lane, int element) { return 2 * element + lane / 16; }
+#else
+__host__ __device__ constexpr int operand_depth(int lane, int element) { return lane / 16 * 8 + element; }
+__host__ __device__ constexpr int accumulator_column(int lane, int element) { return lane / 16 * 8 + element; }
+#endif
+#endif
+
+// Row of the lane's accumulator elements whose row_slot is `slot`.
+__host__ __device__ constexpr int slot_row(int lane, int slot) { return accumulator_row(lane, 2 * slot % kAccumulatorSize); }
+
+// Elements by which a row of an operand tile in LDS is longer than its data, so that a wave's loads meet no bank twice
+// (16-byte loads: rows an odd number of 16 bytes apart; CDNA's 8-byte loads: an odd number of 8 bytes).
+#if defined(SD_ORT_MMA_CDNA)
+constexpr int kPadding = 4;
+#else
+constexpr int kPadding = 8;
+#endif
+
+// The compiler moves nothing across: keeps AMD's scheduler from loading all operands of an unrolled loop at once, far
+// beyond the registers there are.
+__device__ inline void schedule_barrier() {
+#if defined(__HIP_DEVICE_COMPILE__)
+  __builtin_amdgcn_sched_barrier(0);
+#endif
+}
+
+__device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % kWave; }
+
+// ---- two numbers to one register --------------------------------------------------------------------------------
+
+template <class T>
+__device__ inline uint32_t pack(float low, float high) {
+#if defined(__CUDA_ARCH__)
+  uint32_t packed;
+  if constexpr (std::is_same_v<T, half_t>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+#else
+  const T pair[2] = {from_float<T>(low), from_float<T>(high)};
+  uint32_t packed;
+  memcpy(&packed, pair, sizeof(packed));
+  return packed;
+#endif
+}
+
+// ---- the instructions -------------------------------------------------------------------------------------------
+
+#if defined(SD_ORT_EMULATED)
+}  // namespace mma
+}  // namespace sd_ort
+#include "mma_instructions.h"  // tests/gpu_emulator: the same functions as below, in software
+namespace sd_ort {
+namespace mma {
+#elif defined(SD_ORT_MMA_NVIDIA)
+#if defined(__CUDA_ARCH__)
+template <class T>
+__device__ inline void multiply_add_8_columns(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, half_t>) {
+    asm(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+#endif
+
+// accumulator += a b^T
+template <class T>
+__device__ inline void multiply_add(Accumulator& accumulator, const Operand<T>& a, const Operand<T>& b) {
+#if defined(__CUDA_ARCH__)
+  multiply_add_8_columns<T>(accumulator.x, a.r, b.r[0], b.r[2]);
+  multiply_add_8_columns<T>(accumulator.x + 4, a.r, b.r[1], b.r[3]);
+#endif
+}
+#else
+typedef float Float4 __attribute__((ext_vector_type(4)));
+typedef float Float8 __attribute__((ext_vector_type(8)));
+typedef _Float16 HalfOperand __attribute__((ext_vector_type(kOperandSize)));
+typedef short ShortOperand __attribute__((ext_vector_type(kOperandSize)));
+
+template <class T>
+__device__ inline void multiply_add(Accumulator& accumulator, const Operand<T>& a, const Operand<T>& b) {
+  constexpr bool kHalf = std::is_same_v<T, half_t>;
+#if defined(SD_ORT_MMA_CDNA)
+  auto d = __builtin_bit_cast(Float4, accumulator);
+  if constexpr (kHalf) {
+    d = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(HalfOperand, b), __builtin_bit_cast(HalfOperand, a), d,
+                                              0, 0, 0);
+  } else {
+    d = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(ShortOperand, b),
+                                                  __builtin_bit_cast(ShortOperand, a), d, 0, 0, 0);
+  }
+#else
+  auto d = __builtin_bit_cast(Float8, accumulator);
+#if defined(SD_ORT_MMA_RDNA3)
+  if constexpr (kHalf) {
+    d = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(__builtin_bit_cast(HalfOperand, b),
+                                                   __builtin_bit_cast(HalfOperand, a), d);
+  } else {
+    d = __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32(__builtin_bit_cast(ShortOperand, b),
+                                                    __builtin_bit_cast(ShortOperand, a), d);
+  }
+#else
+  if constexpr (kHalf) {
+    d = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(__builtin_bit_cast(HalfOperand, b),
+                                                         __builtin_bit_cast(HalfOperand, a), d);
+  } else {
+    d = __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32_gfx12(__builtin_bit_cast(ShortOperand, b),
+                                                          __builtin_bit_cast(ShortOperand, a), d);
+  }
+#endif
+#endif
+  accumulator = __builtin_bit_cast(Accumulator, d);
+}
+
+// The value of the lane 16 further (modulo 32).
+__device__ inline uint32_t exchange_halves(uint32_t value) {
+#if defined(SD_ORT_MMA_RDNA3) || defined(SD_ORT_MMA_RDNA4)
+  return __builtin_amdgcn_permlanex16(value, value, 0x76543210, 0xfedcba98, false, false);
+#else
+  return __shfl_xor(value, 16, kWave);
+#endif
+}
+
+// v_perm_b32: byte i of the result is byte select[i] of low (0-3) and high (4-7).
+__device__ inline uint32_t permute_bytes(uint32_t high, uint32_t low, uint32_t select) {
+  return __builtin_amdgcn_perm(high, low, select);
+}
+#endif
+
+#if defined(SD_ORT_MMA_NVIDIA) && !defined(SD_ORT_EMULATED)
+// ldmatrix: four 8 x 8 matrices whose 8 rows of 16 bytes lanes 0-7, 8-15, 16-23 and 24-31 point to.
+template <bool kTransposed>
+__device__ inline void load_matrices(uint32_t (&r)[4], const void* row) {
+#if defined(__CUDA_ARCH__)
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+  }
+#endif
+}
+
+// cp.async: 16 bytes from global memory to LDS, or zeros when not valid; there after wait_for_copies and a barrier.
+__device__ inline void copy_16_bytes_async(void* to, const void* from, bool valid) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0)
+               : "memory");
+#endif
+}
+__device__ inline void wait_for_copies() {
+#if defined(__CUDA_ARCH__)
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+#endif
+
+// ---- loads and stores -------------------------------------------------------------------------------------------
+
+__device__ inline void zero(Accumulator& accumulator) {
+#pragma unroll
+  for (int i = 0; i < kAccumulatorSize; ++i) accumulator.x[i] = 0.f;
+}
+
+// An operand from LDS, where element (row, depth) lies at tile[row * stride + depth]. Rows are aligned to 16 bytes
+// (CDNA: 8).
+template <class T>
+__device__ inline Operand<T> load_operand(const T* tile, int stride) {
+  Operand<T> operand;
+  const int lane = lane_id();
+#if defined(SD_ORT_MMA_NVIDIA)
+  load_matrices<false>(operand.r, tile + lane % 16 * stride + lane / 16 * 8);
+#else
+  const T* from = tile + operand_row(lane, 0) * stride + operand_depth(lane, 0);
+  memcpy(operand.r, __builtin_assume_aligned(from, kPadding * sizeof(T)), sizeof(operand.r));
+#endif
+  return operand;
+}
+
+#if defined(SD_ORT_MMA_NVIDIA)
+// An operand from LDS that lies transposed: element (row, depth) at tile[depth * stride + row]. NVIDIA only; on AMD the
+// tile is transposed when it is written.
+template <class T>
+__device__ inline Operand<T> load_operand_transposed(const T* tile, int stride) {
+  Operand<T> operand;
+  const int lane = lane_id();
+  load_matrices<true>(operand.r, tile + (lane % 8 + lane / 16 * 8) * stride + lane / 8 % 2 * 8);
+  return operand;
+}
+#endif
+
+// A row piece: kChunk neighbouring elements of row chunk_row() that begin at column chunk_column(). The wave's chunks
+// make up one 16 x 16 tile (on RDNA3 operands take two chunks a lane).
+#if defined(SD_ORT_MMA_CDNA)
+constexpr int kChunk = 4;
+#else
+constexpr int kChunk = 8;
+#endif
+#if defined(SD_ORT_MMA_NVIDIA)
+__host__ __device__ constexpr int chunk_row(int lane) { return lane / 4 + lane % 2 * 8; }
+__host__ __device__ constexpr int chunk_column(int lane) { return lane % 4 / 2 * 8; }
+#else
+__host__ __device__ constexpr int chunk_row(int lane) { return lane % 16; }
+__host__ __device__ constexpr int chunk_column(int lane) { return lane / 16 * kChunk; }
+#endif
+
+struct Chunk {
+  uint32_t r[kChunk / 2];
+};
+
+#if defined(SD_ORT_MMA_NVIDIA)
+// Lane i of each four lanes hands its register j to lane j, as that lane's register i.
+__device__ inline void transpose_quad(uint32_t (&r)[4]) {
+  const int lane = lane_id() % 4;
+#pragma unroll
+  for (int step = 1; step < 4; ++step) {
+    const int peer = lane ^ step;
+    const uint32_t sent = peer == 0 ? r[0] : peer == 1 ? r[1] : peer == 2 ? r[2] : r[3];
+    const uint32_t received = __float_as_uint(shuffle_xor(__uint_as_float(sent), step));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) r[i] = peer == i ? received : r[i];
+  }
+}
+#endif
+
+#if defined(SD_ORT_MMA_RDNA3)
+// One of two values by a mask of all ones (yes) or zeros. Not `?:`, which the compiler turns into an index into memory.
+__device__ inline uint32_t select(uint32_t mask, uint32_t yes, uint32_t no) { return (yes & mask) | (no & ~mask); }
+
+__device__ inline uint32_t second_half_mask() { return lane_id() / 16 ? 0xffffffffu : 0u; }
+
+// A lane of the first half has even columns, its partner in the second the odd ones. From both lanes' packed columns
+// (c, c + 2), the pairs (c, c + 1) and (c + 2, c + 3).
+__device__ inline void interleave(uint32_t mine, uint32_t other, uint32_t& low, uint32_t& high) {
+  const uint32_t mask = second_half_mask();
+  low = permute_bytes(other, mine, select(mask, 0x01000504u, 0x05040100u));
+  high = permute_bytes(other, mine, select(mask, 0x03020706u, 0x07060302u));
+}
+#endif
+
+// The accumulator as a T operand with accumulator columns as depth: the A of the next product.
+template <class T>
+__device__ inline Operand<T> to_operand(const Accumulator& accumulator) {
+  Operand<T> operand;
+#if defined(SD_ORT_MMA_RDNA3)
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t mine = pack<T>(accumulator.x[2 * i], accumulator.x[2 * i + 1]);
+    interleave(mine, exchange_halves(mine), operand.r[2 * i], operand.r[2 * i + 1]);
+  }
+#else
+#pragma unroll
+  for (int i = 0; i < kOperandRegisters; ++i) {
+    operand.r[i] = pack<T>(accumulator.x[2 * i], accumulator.x[2 * i + 1]);
+  }
+#endif
+  return operand;
+}
+
+// The accumulator as T, in row pieces that vector stores can write.
+template <class T>
+__device__ inline Chunk to_chunk(const Accumulator& accumulator) {
+  Chunk chunk;
+#if defined(SD_ORT_MMA_RDNA3)
+  // The first half of the wave keeps columns 0-7, the second 8-15: each sends what the other keeps.
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t first = pack<T>(accumulator.x[2 * i], accumulator.x[2 * i + 1]);
+    const uint32_t second = pack<T>(accumulator.x[4 + 2 * i], accumulator.x[4 + 2 * i + 1]);
+    const uint32_t mask = second_half_mask();
+    interleave(select(mask, second, first), exchange_halves(select(mask, first, second)), chunk.r[2 * i],
+               chunk.r[2 * i + 1]);
+  }
+#else
+  const Operand<T> operand = to_operand<T>(accumulator);
+  memcpy(chunk.r, operand.r, sizeof(chunk.r));
+#if defined(SD_ORT_MMA_NVIDIA)
+  transpose_quad(chunk.r);
+#endif
+#endif
+  return chunk;
+}
+
+// An operand out of row pieces: the inverse of to_chunk. On RDNA3 every lane needs its partner's piece too.
+template <class T>
+__device__ inline Operand<T> from_chunk(const Chunk& chunk) {
+  Operand<T> operand;
+#if defined(SD_ORT_MMA_RDNA3)
+  const uint32_t mask = second_half_mask();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t other = exchange_halves(chunk.r[i]);
+    operand.r[i] = select(mask, other, chunk.r[i]);
+    operand.r[4 + i] = select(mask, chunk.r[i], other);
+  }
+#else
+  memcpy(operand.r, chunk.r, sizeof(operand.r));
+#if defined(SD_ORT_MMA_NVIDIA)
+  transpose_quad(operand.r);
+#endif
+#endif
+  return operand;
+}
+
+// An operand that waits long for its use. On RDNA3, whose operands take twice their data's registers, kSmall keeps only
+// the lane's own piece and fetches the partner's when used.
+template <class T, bool kSmall>
+struct HeldOperand {
+#if defined(SD_ORT_MMA_RDNA3)
+  static constexpr bool kPiece = kSmall;
+#else
+  static constexpr bool kPiece = false;
+#endif
+  std::conditional_t<kPiece, Chunk, Operand<T>> held;
+
+  __device__ void hold(const Chunk& chunk) {
+    if constexpr (kPiece) {
+      held = chunk;
+    } else {
+      held = from_chunk<T>(chunk);
+    }
+  }
+  __device__ Operand<T> get() const {
+    if constexpr (kPiece) {
+      return from_chunk<T>(held);
+    } else {
+      return held;
+    }
+  }
+};
+
+// ---- reductions over a row of an accumulator: lanes that share the row --------------------------------------------
+
+template <class Op>
+__device__ inline float reduce_row(float value) {
+#if defined(SD_ORT_MMA_NVIDIA)
+  value = Op::merge(value, shuffle_xor(value, 1));
+  value = Op::merge(value, shuffle_xor(value, 2));
+#else
+#pragma unroll
+  for (int mask = 16; mask < kWave; mask *= 2) value = Op::merge(value, shuffle_xor(value, mask));
+#endif
+  return value;
+}
+
+}  // namespace mma
+}  // namespace sd_ort

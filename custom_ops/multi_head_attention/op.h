@@ -1,0 +1,62 @@
+// MultiHeadAttention: softmax(scale * Q K^T + attention_bias) V for each head, as com.microsoft::MultiHeadAttention.
+//
+// Query (B, S, N * H), key and value (B, L, N * H); or one packed (B, S, N, 3, H); or query and packed (B, L, N, 2, H).
+// All come to the kernels as three pointers with strides, so that packed tensors are read in place.
+// A row whose scores are all -infinity (every key masked) gives zeros.
+#pragma once
+
+#include "common/op.h"
+
+namespace sd_ort {
+
+// One of query, key and value: element (b, row, head, i) lies at data[b * batch + row * row + head * head + i].
+struct HeadsView {
+  const void* data;
+  int64_t batch_stride;
+  int64_t row_stride;
+  int64_t head_stride;
+};
+
+struct MultiHeadAttentionParams {
+  DType dtype;
+  HeadsView query;             // (batch, sequence, heads, head_size)
+  HeadsView key;               // (batch, kv_sequence, heads, head_size)
+  HeadsView value;             // as key
+  const void* attention_bias;  // added to the scores: rows of kv_sequence, one for each query; null for none
+  void* output;                // (batch, sequence, heads * head_size), contiguous
+  int64_t batch;
+  int64_t heads;
+  int64_t sequence;
+  int64_t kv_sequence;
+  int64_t head_size;
+  int64_t bias_batch_stride;  // 0 where attention_bias is broadcast
+  int64_t bias_head_stride;
+  float scale;
+  int32_t causal;  // a query sees keys at its own position and before
+};
+
+// A tile: queries a block, keys a step, threads a block. See kernel.hip.
+struct MultiHeadAttentionConfig {
+  int queries;
+  int keys;
+  int threads;
+};
+
+bool multi_head_attention_supports(const MultiHeadAttentionParams& params, const MultiHeadAttentionConfig& config);
+const char* multi_head_attention_launch(const MultiHeadAttentionParams& params, const MultiHeadAttentionConfig& config,
+                                        void* stream);
+
+inline std::string signature(const MultiHeadAttentionParams& p) {
+  std::string text = name_of(p.dtype);
+  for (int64_t size : {p.batch, p.heads, p.sequence, p.kv_sequence, p.head_size}) text += "_" + std::to_string(size);
+  if (p.query.row_stride != p.heads * p.head_size) text += "_qkv";
+  if (p.attention_bias != nullptr) text += "_bias";
+  if (p.causal) text += "_causal";
+  return text;
+}
+
+inline std::vector<Output> outputs(const MultiHeadAttentionParams& p) {
+  return {{p.output, static_cast<size_t>(p.batch * p.sequence * p.heads * p.head_size), p.dtype}};
+}
+
+}  // namespace sd_ort

@@ -1,0 +1,239 @@
+// Runs GPU kernels on the host, for tests on machines without the GPU: each lane is a fiber, shared memory is static,
+// barriers and cross-lane operations are meeting points of a block's or a wave's fibers. Compile the kernel's source
+// with clang++ as C++, this folder before all others on the include path, -DSD_ORT_EMULATED and one of
+//   -D__HIP_PLATFORM_AMD__ -D__GFX9__    CDNA, 64 lanes        -D__HIP_PLATFORM_AMD__ -D__GFX11__   RDNA3, 32 lanes
+//   -D__HIP_PLATFORM_AMD__ -D__GFX12__   RDNA4, 32 lanes       (none)                               NVIDIA, 32 lanes
+// The kernel's own code runs unchanged; hip/hip_runtime.h and cuda_runtime.h here stand in for the vendors' headers.
+//
+// It also finds faults that hardware hides: lanes of one wave that meet in different operations, and reads of shared
+// memory that nothing wrote (it holds NaN when a block starts).
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+
+namespace emulator {
+
+#if defined(__GFX9__)
+constexpr int kWave = 64;
+#else
+constexpr int kWave = 32;
+#endif
+constexpr int kSlotBytes = 128;
+
+// Bounds of the section that all __shared__ variables lie in.
+extern "C" char __start_sd_ort_lds[] __attribute__((weak));
+extern "C" char __stop_sd_ort_lds[] __attribute__((weak));
+
+// A meeting point: everyone waits until `size` have come. Rounds are counted, two are open at most.
+struct Meeting {
+  long completed = 0;
+  int arrived = 0;
+  const char* operation = nullptr;
+};
+
+struct Wave {
+  Meeting meeting;
+  alignas(16) unsigned char given[2][kWave][kSlotBytes];
+  alignas(16) unsigned char taken[2][kWave][kSlotBytes];
+};
+
+struct PendingCopy {
+  void* to;
+  unsigned char bytes[16];
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  bool done = false;
+  long wave_round = 0;
+  long block_round = 0;
+  std::vector<PendingCopy> copies;
+};
+
+struct Block {
+  ucontext_t scheduler;
+  std::vector<Fiber> fibers;
+  std::vector<Wave> waves;
+  Meeting barrier;
+  std::function<void()> kernel;
+  int current = 0;
+  long progress = 0;
+};
+
+inline Block block;
+inline dim3 grid_size, block_size, block_index;
+
+[[noreturn]] inline void fail(const char* what, const char* detail = "") {
+  std::fprintf(stderr, "emulator: %s %s (thread %d)\n", what, detail, block.current);
+  std::abort();
+}
+
+inline Fiber& self() { return block.fibers[block.current]; }
+inline void yield() { swapcontext(&self().context, &block.scheduler); }
+
+inline void fiber_main() {
+  block.kernel();
+  self().done = true;
+  ++block.progress;
+  yield();
+}
+
+// The last of `size` to come runs `combine`; then all go on.
+template <class F>
+void meet(Meeting& meeting, long& round, int size, const char* operation, F&& combine) {
+  if (meeting.arrived == 0) meeting.operation = operation;
+  if (std::strcmp(meeting.operation, operation) != 0) fail("lanes diverge at", operation);
+  const long mine = round++;
+  ++block.progress;
+  if (++meeting.arrived == size) {
+    combine();
+    meeting.arrived = 0;
+    ++meeting.completed;
+  }
+  while (meeting.completed <= mine) yield();
+}
+
+// Every lane gives an In and takes an Out; combine(const In*, Out*) sees those of the whole wave.
+template <class Out, class In, class F>
+Out exchange(const In& mine, const char* operation, F&& combine) {
+  static_assert(sizeof(In) <= kSlotBytes && sizeof(Out) <= kSlotBytes);
+  const int lane = block.current % kWave;
+  Wave& wave = block.waves[block.current / kWave];
+  long& round = self().wave_round;
+  const int slot = round % 2;
+  std::memcpy(wave.given[slot][lane], &mine, sizeof(mine));
+  meet(wave.meeting, round, kWave, operation, [&] {
+    In given[kWave];
+    Out taken[kWave];
+    for (int i = 0; i < kWave; ++i) std::memcpy(&given[i], wave.given[slot][i], sizeof(In));
+    combine(given, taken);
+    for (int i = 0; i < kWave; ++i) std::memcpy(wave.taken[slot][i], &taken[i], sizeof(Out));
+  });
+  Out result;
+  std::memcpy(&result, wave.taken[slot][lane], sizeof(result));
+  return result;
+}
+
+inline void synchronize() {
+  meet(block.barrier, self().block_round, static_cast<int>(block.fibers.size()), "__syncthreads", [] {});
+}
+
+template <class V>
+V shuffle_from(V value, int source) {
+  struct Given {
+    V value;
+    int source;
+  };
+  return exchange<V>(Given{value, source}, "shuffle", [](const Given* given, V* taken) {
+    for (int i = 0; i < kWave; ++i) taken[i] = given[given[i].source % kWave].value;
+  });
+}
+
+inline void run_block() {
+  if (__start_sd_ort_lds != nullptr) std::memset(__start_sd_ort_lds, 0xff, __stop_sd_ort_lds - __start_sd_ort_lds);
+  constexpr size_t kStack = 256 * 1024;
+  const int threads = static_cast<int>(block_size.x);
+  if (threads % kWave != 0) fail("the block is no whole number of waves");
+  block.fibers.resize(threads);
+  block.waves.assign(threads / kWave, Wave{});
+  block.barrier = {};
+  for (Fiber& fiber : block.fibers) {
+    if (fiber.stack == nullptr) fiber.stack.reset(new char[kStack]);
+    fiber.done = false;
+    fiber.wave_round = fiber.block_round = 0;
+    fiber.copies.clear();
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStack;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, fiber_main, 0);
+  }
+  for (int left = threads; left > 0;) {
+    const long before = block.progress;
+    left = 0;
+    for (int i = 0; i < threads; ++i) {
+      block.current = i;
+      if (block.fibers[i].done) continue;
+      ++left;
+      swapcontext(&block.scheduler, &block.fibers[i].context);
+    }
+    if (left > 0 && block.progress == before) fail("deadlock: some threads wait where others never come");
+  }
+}
+
+// Runs kernel() for every thread of every block.
+inline void launch(dim3 grid, dim3 threads, std::function<void()> kernel) {
+  grid_size = grid;
+  block_size = threads;
+  block.kernel = std::move(kernel);
+  for (unsigned z = 0; z < grid.z; ++z) {
+    for (unsigned y = 0; y < grid.y; ++y) {
+      for (unsigned x = 0; x < grid.x; ++x) {
+        block_index = dim3(x, y, z);
+        run_block();
+      }
+    }
+  }
+}
+
+}  // namespace emulator
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ __attribute__((section("sd_ort_lds"))) static
+#define threadIdx dim3(emulator::block.current, 0, 0)
+#define blockIdx emulator::block_index
+#define blockDim emulator::block_size
+#define gridDim emulator::grid_size
+
+inline void __syncthreads() { emulator::synchronize(); }
+inline uint32_t __float_as_uint(float x) { return __builtin_bit_cast(uint32_t, x); }
+inline float __uint_as_float(uint32_t x) { return __builtin_bit_cast(float, x); }
+template <class V>
+V __shfl_xor(V value, int mask, int = emulator::kWave) {
+  return emulator::shuffle_from(value, (emulator::block.current % emulator::kWave) ^ mask);
+}
+template <class V>
+V __shfl(V value, int lane, int = emulator::kWave) {
+  return emulator::shuffle_from(value, lane);
+}
+template <class V>
+V __shfl_xor_sync(unsigned, V value, int mask) {
+  return __shfl_xor(value, mask);
+}
+template <class V>
+V __shfl_sync(unsigned, V value, int lane) {
+  return __shfl(value, lane);
+}
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
