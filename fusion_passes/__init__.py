@@ -38,11 +38,16 @@ CANONICAL: tuple[ModuleType, ...] = (group_normalization, gelu, transposes, atte
 __all__ = ["CANONICAL", "FUSIONS", "canonicalize", "canonicalize_shapes", "fuse"]
 
 
-def fuse(model: ir.Model) -> Counter[str]:
-    """Apply the fusions in place to a canonical model; returns how often each fired, by module name."""
+def fuse(model: ir.Model, leave: frozenset[str] = frozenset()) -> Counter[str]:
+    """Apply the fusions in place to a canonical model, but for those named in `leave`.
+
+    Returns how often each fired, by module name.
+    """
     counts: Counter[str] = Counter()
     for module in FUSIONS:
-        counts[module.__name__.rpartition(".")[2]] = apply(model, module.RULES)
+        name = module.__name__.rpartition(".")[2]
+        if name not in leave:
+            counts[name] = apply(model, module.RULES)
     return counts
 
 

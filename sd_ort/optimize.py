@@ -89,7 +89,7 @@ def optimize_component(source: Path, output: Path, target: Target, dtype: str = 
     model = ir.load(source)
     before = sum(1 for _ in model.graph)
     rules = fusion_passes.canonicalize(model)
-    rules += fusion_passes.fuse(model)
+    rules += fusion_passes.fuse(model, leave=target.leave)
     lowered = lower_layout(model, target)
     if dtype != "float32":
         precision.convert(model, dtype, float32_inputs=target.float32_inputs)
@@ -148,7 +148,7 @@ def save(model: ir.Model, path: Path) -> None:
     common.RemoveUnusedNodesPass()(model)
     common.NameFixPass()(model)
     for node in model.graph:
-        for output in node.outputs[1:] if node.domain == CONTRIB else ():
+        for output in node.outputs[1:] if node.domain in (CONTRIB, DOMAIN) else ():
             if not output.uses() and not output.is_graph_output():
                 output.name = ""  # an optional output that nobody reads need not be computed
     model.producer_name, model.producer_version = "sd-ort", importlib.metadata.version("sd-ort")

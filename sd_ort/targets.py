@@ -43,7 +43,8 @@ def _no_bias_input(node: ir.Node) -> str | None:
 class Target:
     """One execution provider: its layout, and for each fused operator the limit of the provider's own kernel.
 
-    Operators absent from `contrib` run as `sd_ort` operators, unless `expand` names them. `float32_inputs` are inputs
+    Operators absent from `contrib` run as `sd_ort` operators, unless `expand` names them: those are taken apart again.
+    `leave` names fusions (modules of fusion_passes) that are not applied at all. `float32_inputs` are inputs
     (operator, index) that stay in fp32 in a half precision model.
     """
 
@@ -52,6 +53,7 @@ class Target:
     pack: bool = False
     contrib: Mapping[str, Limit] = field(default_factory=dict)
     expand: frozenset[str] = frozenset()
+    leave: frozenset[str] = frozenset()
     float32_inputs: frozenset[tuple[str, int]] = frozenset()
     opset: int = 21
 
@@ -63,7 +65,8 @@ PORTABLE = Target("portable")
 CPU = Target(
     "cpu",
     contrib={"SkipLayerNormalization": _any, "QuickGelu": _any, "MultiHeadAttention": _any},
-    expand=frozenset({"GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd", "ScaledDotProductAttention"}),
+    expand=frozenset({"GroupNorm", "ScaledDotProductAttention"}),
+    leave=frozenset({"skip_group_norm", "bias_add", "bias_split_gelu"}),
 )
 
 CUDA = Target(
@@ -103,7 +106,8 @@ MIGRAPHX = Target(
         "NhwcConv": _any,
         "QuickGelu": _any,
     },
-    expand=frozenset({"SkipGroupNorm", "BiasAdd", "BiasSplitGelu", "ScaledDotProductAttention"}),
+    expand=frozenset({"ScaledDotProductAttention"}),
+    leave=frozenset({"skip_group_norm", "bias_add", "bias_split_gelu"}),
 )
 
 TARGETS: Mapping[str, Target] = {t.name: t for t in (PORTABLE, CPU, CUDA, ROCM, MIGRAPHX)}

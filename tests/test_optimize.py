@@ -1,0 +1,189 @@
+"""`sd-ort optimize`: what it writes, that the second run does nothing, and every way its input can be wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from sd_ort import folder
+from sd_ort import optimize as stage
+from sd_ort.optimize import optimize, optimize_component
+from sd_ort.targets import TARGETS, Target
+
+Cli = Callable[..., tuple[int, str, str]]
+
+UNET = {
+    "MultiHeadAttention": 32, "GroupNorm": 16, "SkipGroupNorm": 45, "BiasSplitGelu": 16, "BiasAdd": 16,
+    "SkipLayerNormalization": 32, "LayerNormalization": 16,
+}  # fmt: skip
+# Every fused operator as a function body, but in the layout and packing of a GPU: what a CPU can check of it.
+NHWC = Target("nhwc", layout="NHWC", pack=True)
+
+
+def nodes(path: Path) -> dict[str, int]:
+    """Nodes by operator, counted by an independent reader."""
+    graph = gs.import_onnx(onnx.load(path, load_external_data=False))
+    return {op: sum(node.op == op for node in graph.nodes) for op in {node.op for node in graph.nodes}}
+
+
+def unet_inputs(batch: int, height: int, width: int, half: bool = False) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(batch)
+    dtype = np.float16 if half else np.float32
+    return {
+        "sample": random.standard_normal((batch, 4, height, width)).astype(dtype),
+        "timestep": np.array([501], np.float32),
+        "encoder_hidden_states": random.standard_normal((batch, 77, 64)).astype(dtype),
+    }
+
+
+def run(path: Path, inputs: dict[str, np.ndarray]) -> np.ndarray:
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, inputs)[0], np.float32)
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def test_counts_and_manifest(tiny_export: Path, tmp_path: Path) -> None:
+    manifest = optimize(tiny_export, tmp_path / "out")
+    counts = {name: entry["counts"] for name, entry in manifest["components"].items()}
+    assert counts["unet"] == UNET | {"Conv": 98, "Transpose": counts["unet"]["Transpose"]}
+    assert counts["text_encoder"]["MultiHeadAttention"] == 12
+    assert counts["text_encoder"]["SkipLayerNormalization"] == 24
+    assert counts["text_encoder"]["QuickGelu"] == 12
+    assert counts["vae_decoder"]["MultiHeadAttention"] == counts["vae_encoder"]["MultiHeadAttention"] == 1
+    on_disk = nodes(tmp_path / "out/unet/model.onnx")
+    assert {op: on_disk[op] for op in UNET} == UNET
+    assert json.loads((tmp_path / "out" / folder.MANIFEST).read_text()) == manifest
+    assert manifest["options"] == {"target": "portable", "dtype": "float32", "components": list(counts)}
+    assert sorted(p.name for p in (tmp_path / "out/unet").iterdir()) == ["config.json", "model.onnx", "model.onnx.data"]
+
+
+@pytest.mark.parametrize("target", ["cuda", "rocm", "migraphx"])
+def test_nhwc_targets_keep_two_transposes(tiny_export: Path, tmp_path: Path, target: str) -> None:
+    for component in ("unet", "vae_decoder"):
+        entry = optimize_component(tiny_export / component / folder.MODEL, tmp_path / folder.MODEL, TARGETS[target])
+        assert entry["counts"]["Transpose"] == 2
+        assert "Conv" not in entry["counts"]
+
+
+@pytest.mark.parametrize(("target", "dtype", "tolerance"), [
+    (TARGETS["portable"], "float32", 1e-5), (TARGETS["cpu"], "float32", 1e-5), (NHWC, "float32", 1e-5),
+    (TARGETS["portable"], "float16", 3e-3), (NHWC, "float16", 3e-3),
+], ids=lambda x: x.name if isinstance(x, Target) else str(x))  # fmt: skip
+def test_unet_draws_the_same(tiny_export: Path, tmp_path: Path, target: Target, dtype: str, tolerance: float) -> None:
+    source, fused = tiny_export / "unet" / folder.MODEL, tmp_path / folder.MODEL
+    optimize_component(source, fused, target, dtype)
+    for shape in ((2, 16, 24), (1, 8, 8)):
+        got = run(fused, unet_inputs(*shape, half=dtype == "float16"))
+        assert relative_error(got, run(source, unet_inputs(*shape))) <= tolerance
+
+
+def test_half_precision_keeps_the_sinusoids(tiny_export: Path, tmp_path: Path) -> None:
+    optimize_component(tiny_export / "unet" / folder.MODEL, tmp_path / folder.MODEL, TARGETS["portable"], "float16")
+    model = ir.load(tmp_path / folder.MODEL)
+    assert {node.inputs[0].dtype for node in model.graph if node.op_type in ("Sin", "Cos")} == {ir.DataType.FLOAT}
+    dtypes = {value.name: value.dtype for value in model.graph.inputs}
+    assert dtypes["sample"] == ir.DataType.FLOAT16
+    assert dtypes["timestep"] == ir.DataType.FLOAT
+    weights = [v for v in model.graph.initializers.values() if v.dtype == ir.DataType.FLOAT]
+    assert sum(v.const_value.size for v in weights) < 1000
+
+
+def test_second_run_does_nothing(tiny_copy: Path, tmp_path: Path, sd_ort: Cli) -> None:
+    out = tmp_path / "out"
+    assert sd_ort("optimize", tiny_copy, out)[0] == 0
+    written = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()}
+    code, text, _ = sd_ort("optimize", tiny_copy, out)
+    assert code == 0
+    assert "up to date" in text
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == written
+    (out / "vae_decoder" / folder.DATA).write_bytes(b"damaged")
+    assert "up to date" not in sd_ort("optimize", tiny_copy, out)[1]
+    assert "up to date" not in sd_ort("optimize", tiny_copy, out, "--float16")[1]
+
+
+def bad(path: Path) -> dict[str, tuple[Callable[[], object], str]]:
+    """Name -> (how to break the pipeline folder `path`, a part of the message)."""
+    model, data = path / "vae_decoder" / folder.MODEL, path / "vae_decoder" / folder.DATA
+
+    def point_outside() -> None:
+        proto = onnx.load(model, load_external_data=False)
+        for tensor in proto.graph.initializer:
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = "../../secret"
+        size = model.stat().st_size
+        model.write_bytes(proto.SerializeToString())
+        manifest = json.loads((path / folder.MANIFEST).read_text())
+        manifest["files"]["vae_decoder"][folder.MODEL]["bytes"] = model.stat().st_size
+        assert size != model.stat().st_size
+        (path / folder.MANIFEST).write_text(json.dumps(manifest))
+
+    return {
+        "missing data": (data.unlink, "is missing"),
+        "short data": (lambda: data.write_bytes(b"short"), "truncated"),
+        "truncated model": (lambda: model.write_bytes(model.read_bytes()[:1000]), "truncated"),
+        "empty model": (lambda: model.write_bytes(b""), "truncated"),
+        "data outside": (point_outside, "outside its folder"),
+        "no index": ((path / "model_index.json").unlink, "not a pipeline folder"),
+        "broken manifest": (lambda: (path / folder.MANIFEST).write_text("{"), "cannot be read"),
+    }
+
+
+@pytest.mark.parametrize("name", bad(Path()))
+def test_bad_input(name: str, tiny_copy: Path, tmp_path: Path, sd_ort: Cli) -> None:
+    break_it, message = bad(tiny_copy)[name]
+    break_it()
+    check_refused(sd_ort("optimize", tiny_copy, tmp_path / "out"), message, tmp_path)
+
+
+def check_refused(result: tuple[int, str, str], message: str, parent: Path) -> None:
+    code, _, err = result
+    assert code not in (0, None)
+    assert message in err
+    assert len(err.strip().splitlines()) == 1, err
+    assert not (parent / "out").exists()
+    assert not list(parent.glob(".out*"))
+
+
+def test_missing_folder_and_wrong_options(tiny_copy: Path, tmp_path: Path, sd_ort: Cli) -> None:
+    check_refused(sd_ort("optimize", tmp_path / "nowhere", tmp_path / "out"), "is not a folder", tmp_path)
+    check_refused(sd_ort("optimize", tiny_copy, tmp_path / "out", "--target", "tpu"), "unknown target", tmp_path)
+    check_refused(sd_ort("optimize", tiny_copy, tmp_path / "out", "--component", "unet"), "no component", tmp_path)
+
+
+def test_foreign_output_is_left_alone(tiny_copy: Path, tmp_path: Path, sd_ort: Cli) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    code, _, err = sd_ort("optimize", tiny_copy, mine)
+    assert code == 5
+    assert "not written by sd-ort" in err
+    assert (mine / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(("error", "message"), [(KeyboardInterrupt(), "interrupted"), (OSError(errno.ENOSPC, "full"), "no space left")])
+def test_interrupt_and_full_disk(
+    tiny_copy: Path, tmp_path: Path, sd_ort: Cli, monkeypatch: pytest.MonkeyPatch, error: BaseException, message: str
+) -> None:
+    save = stage.save
+
+    def fail_on_the_second(model: ir.Model, path: Path) -> None:
+        save(model, path)
+        if path.parent.name == "vae_decoder":
+            raise error
+
+    monkeypatch.setattr(stage, "save", fail_on_the_second)
+    check_refused(sd_ort("optimize", tiny_copy, tmp_path / "out"), message, tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["copy"]
