@@ -49,6 +49,12 @@ def _has(node: ir.Node, index: int) -> bool:
     return len(node.inputs) > index and node.inputs[index] is not None
 
 
+def _outputs(node: ir.Node, names: str) -> tuple[str, str]:
+    """The outputs that `node` has of all `names`, and what tells their overload from the one that has all."""
+    kept = names.split(", ")[: len(node.outputs)]
+    return ", ".join(kept), "" if len(node.outputs) == len(names.split(", ")) else f"_first{len(kept)}"
+
+
 def _normalize(node: ir.Node, source: str) -> str:
     """Statements that make Y from the NCHW tensor `source`: InstanceNormalization over groups, affine, activation."""
     groups = node.attributes["groups"].as_int()
@@ -106,8 +112,9 @@ def _skip_group_norm(node: ir.Node) -> tuple[str, str]:
     flat = bias and not last
     shape = "c11 = Constant <value_ints = [-1, 1, 1]> ()  bias_c = Reshape (bias, c11)" if flat else ""
     total = f"biased = Add (X, {'bias_c' if flat else 'bias'})  S = Add (biased, skip)" if bias else "S = Add (X, skip)"
-    body = f"({inputs}) => (Y, S) {{ {shape} {total} {enter} {_normalize(node, 's_nchw')} {leave} }}"
-    return _norm_name(node) + ("_bias" if bias else ""), body
+    outputs, suffix = _outputs(node, "Y, S")
+    body = f"({inputs}) => ({outputs}) {{ {shape} {total} {enter} {_normalize(node, 's_nchw')} {leave} }}"
+    return _norm_name(node) + ("_bias" if bias else "") + suffix, body
 
 
 def _bias_split_gelu(node: ir.Node) -> tuple[str, str]:
@@ -152,7 +159,8 @@ def _skip_layer_normalization(node: ir.Node) -> tuple[str, str]:
     total = "biased = Add (X, bias)  S = Add (biased, skip)" if bias else "S = Add (X, skip)"
     inputs = "X, skip, gamma, beta, bias" if bias else "X, skip, gamma, beta"
     norm = f"Y, mean, inv_std = LayerNormalization <axis = -1, epsilon = {_float(epsilon)}> (S, gamma, beta)"
-    return f"e{epsilon:.3g}{'_bias' if bias else ''}", f"({inputs}) => (Y, mean, inv_std, S) {{ {total} {norm} }}"
+    outputs, suffix = _outputs(node, "Y, mean, inv_std, S")
+    return f"e{epsilon:.3g}{'_bias' if bias else ''}{suffix}", f"({inputs}) => ({outputs}) {{ {total} {norm} }}"
 
 
 def _attend(query: str, key: str, value: str, node: ir.Node, mask: str) -> str:

@@ -15,6 +15,9 @@ from sd_ort.errors import SdOrtError
 COMMANDS = {
     "export": "Turn a diffusers checkpoint into an ONNX pipeline folder.",
     "optimize": "Fuse an ONNX pipeline for a target and precision.",
+    "verify": "Compare an optimized pipeline's numbers with its source's.",
+    "explain": "Say which sites are fused, and why others are not.",
+    "extract": "Cut a subgraph out of a component, for a bug report.",
     "generate": "Draw images from a prompt.",
     "benchmark": "Measure latency and memory, engines side by side.",
     "doctor": "Say what is installed, which providers load, and what is missing.",

@@ -130,6 +130,7 @@ def lower_operators(model: ir.Model, target: Target) -> list[str]:
     for node in model.graph:
         if node.domain != DOMAIN:
             continue
+        _drop_unread_outputs(node)
         limit = target.contrib.get(node.op_type)
         reason = "no limit" if limit is None else limit(node)
         if limit is not None and reason is None:
@@ -141,6 +142,12 @@ def lower_operators(model: ir.Model, target: Target) -> list[str]:
                 reasons[node.op_type, reason] += 1
     bodies.attach(model, ours)
     return [f"{count} {op_type}: {reason}" for (op_type, reason), count in reasons.items()]
+
+
+def _drop_unread_outputs(node: ir.Node) -> None:
+    """Cut the outputs behind the last one that is read: a sum that nobody reads need not be computed."""
+    read = [i for i, output in enumerate(node.outputs) if output.uses() or output.is_graph_output()]
+    node.resize_outputs(max(read, default=0) + 1)
 
 
 def save(model: ir.Model, path: Path) -> None:

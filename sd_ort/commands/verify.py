@@ -1,0 +1,73 @@
+"""`sd-ort verify IN OUT`: the optimized numbers against the source's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.argument("source", metavar="IN", type=click.Path(path_type=Path))
+@click.argument("optimized", metavar="OUT", type=click.Path(path_type=Path))
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Largest relative L2 error allowed [default: 1e-5, in half precision 3e-3].",
+)
+@click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
+@click.option(
+    "--inputs",
+    type=click.Path(path_type=Path),
+    help="Recorded runs too: an .npz with arrays called component/input[/run].",
+)
+@click.option("--provider", default="cpu", show_default=True, help="What runs OUT: cpu, cuda, rocm or migraphx.")
+@click.option("--portable", is_flag=True, help="Run OUT without the custom-op library.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the made-up inputs.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def command(
+    source: Path,
+    optimized: Path,
+    tolerance: float | None,
+    components: tuple[str, ...],
+    inputs: Path | None,
+    provider: str,
+    portable: bool,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Run every component of OUT and of IN, from which it was made, on the same inputs and compare the results.
+
+    Inputs are made up as in use, at two shapes (batch 1 and 2, not square). Exits with 4 when an output of OUT is not
+    finite or differs by more than the tolerance.
+    """
+    from sd_ort.verify import check, verify
+
+    if not as_json:
+        click.echo(f"{'component':16}{'output':20}{'shape':22}{'rel. error':>12}{'NMSE':>10}{'max abs':>10}")
+    result = verify(
+        source,
+        optimized,
+        tolerance=tolerance,
+        components=components or None,
+        inputs=inputs,
+        provider=provider,
+        portable=portable,
+        seed=seed,
+        report=lambda row: None if as_json else click.echo(line(row)),
+    )
+    if as_json:
+        click.echo(json.dumps(result, indent=1))
+    else:
+        for note in result["notes"]:
+            click.echo(note)
+    check(result)
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row of the table."""
+    shape = "x".join(map(str, row["shape"]))
+    numbers = f"{row['relative_error']:>12.1e}{row['nmse']:>10.1e}{row['max_abs']:>10.1e}"
+    return f"{row['component']:16}{row['output']:20}{shape:22}{numbers}  {'ok' if row['passed'] else 'FAILED'}"
