@@ -80,7 +80,8 @@ def _shape(
     known = _family_axes(component, inputs, config).get(str(value.name), ())
     shape = []
     for index, declared in enumerate(value.shape or known):
-        axis = declared if isinstance(declared, int) else known[index] if index < len(known) else declared.value
+        symbol = declared if isinstance(declared, (int, str)) else str(declared.value)
+        axis = symbol if isinstance(symbol, int) or index >= len(known) else known[index]
         try:
             shape.append(models.size(axis, sizes))
         except (KeyError, TypeError) as error:
@@ -126,7 +127,7 @@ def _values(component: str, value: ir.Value, shape: list[int], config: Mapping[s
 
 def _token_ids(random: np.random.Generator, shape: list[int], vocabulary: int) -> np.ndarray:
     """Start token, words, end token, and end tokens to the full length; both are the last of CLIP's vocabulary."""
-    batch, length = shape
+    length = shape[1]
     ids = np.full(shape, vocabulary - 1, np.int64)
     for row in ids:
         words = int(random.integers(1, max(2, length - 1)))

@@ -20,7 +20,7 @@ import onnx_ir.passes.common as common
 import fusion_passes
 from fusion_passes import bodies, nhwc_layout, pack_qkv
 from fusion_passes._rule import DOMAIN
-from sd_ort import folder, precision
+from sd_ort import calibration, folder, precision
 from sd_ort.errors import InputError
 from sd_ort.targets import TARGETS, Target
 
@@ -41,16 +41,22 @@ def optimize(
     target: str = "portable",
     dtype: str = "float32",
     components: list[str] | None = None,
+    calibrate: bool | None = None,
+    inputs: Path | None = None,
     report: Report = lambda line: None,
 ) -> dict[str, Any]:
     """Fuse every component of the pipeline folder `source` into the folder `output`, and return its manifest.
 
-    target: a name in `TARGETS`. dtype: "float32", "float16" or "bfloat16". An `output` that was made from the same
+    target: a name in `TARGETS`. dtype: "float32", "float16" or "bfloat16". calibrate: whether float16 conversion runs
+    each component to find what must stay in float32 (None: the components that are small enough), on made-up inputs or
+    on the recorded `inputs` (see `sd_ort.inputs`). An `output` that was made from the same
     input with the same options and is intact is left as it is. Raises InputError for a source that cannot be read and
     OutputError when the output cannot be written; then nothing is left behind.
     """
     if target not in TARGETS:
         raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
+    if dtype != "float16" and (calibrate or inputs):
+        raise InputError(f"calibration is for --float16: {dtype} has the range of float32, so leave it out.")
     names = folder.components(source)
     if components:
         missing = [name for name in components if name not in names]
@@ -63,7 +69,8 @@ def optimize(
         "stage": "optimize",
         "source": {**before.get("source", {"model": str(source)}), "folder": str(source.resolve()), "hash": _hash(source, names)},
         "versions": {name: importlib.metadata.version(name) for name in ("sd-ort", "onnx", "onnx-ir", "onnxscript")},
-        "options": {"target": target, "dtype": dtype, "components": names},
+        "options": {"target": target, "dtype": dtype, "components": names, "calibrate": calibrate,
+                    "inputs": folder.sha256(inputs) if inputs else None},
         "components": {},
     }
     if _is_done(output, manifest):
@@ -73,7 +80,9 @@ def optimize(
         folder.copy_configs(source, work)
         for name in names:
             started = time.perf_counter()
-            entry = optimize_component(paths[name], work / name / folder.MODEL, TARGETS[target], dtype)
+            entry = optimize_component(
+                paths[name], work / name / folder.MODEL, TARGETS[target], dtype, calibrate=calibrate, inputs=inputs
+            )
             entry["seconds"] = round(time.perf_counter() - started, 2)
             config = source / name / "config.json"
             if config.is_file():
@@ -84,15 +93,27 @@ def optimize(
     return folder.read_manifest(output)
 
 
-def optimize_component(source: Path, output: Path, target: Target, dtype: str = "float32") -> dict[str, Any]:
-    """Optimize one `model.onnx` into another; returns counts by rule and by operator."""
+def optimize_component(
+    source: Path,
+    output: Path,
+    target: Target,
+    dtype: str = "float32",
+    *,
+    calibrate: bool | None = None,
+    inputs: Path | None = None,
+) -> dict[str, Any]:
+    """Optimize one `model.onnx` into another; returns counts by rule and by operator. Options as for `optimize`."""
     model = ir.load(source)
     before = sum(1 for _ in model.graph)
     rules = fusion_passes.canonicalize(model)
     rules += fusion_passes.fuse(model, leave=target.leave)
     lowered = lower_layout(model, target)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    measured = calibration.Calibration("")
+    if dtype == "float16":
+        measured = calibration.calibrate(model, source, output.parent, wanted=calibrate, recorded=inputs)
     if dtype != "float32":
-        precision.convert(model, dtype, float32_inputs=target.float32_inputs)
+        precision.convert(model, dtype, keep=measured.nodes, float32_inputs=target.float32_inputs)
     kept = lower_operators(model, target)
     save(model, output)
     nodes = Counter(node.op_type for node in model.graph)
@@ -102,6 +123,7 @@ def optimize_component(source: Path, output: Path, target: Target, dtype: str = 
         "rules": {name: count for name, count in {**rules, **lowered}.items() if count},
         "counts": {op: nodes[op] for op in COUNTED if nodes[op]},
         "not_lowered": kept,
+        **({"calibration": measured.note, "float32_sites": measured.sites} if dtype == "float16" else {}),
     }
 
 

@@ -17,9 +17,12 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from fusion_passes._shapes import is_statistic
+from fusion_passes.canonicalize.opset import OPSET
+from sd_ort.errors import InputError
 
 FLOAT = ir.DataType.FLOAT
 HALF = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+BFLOAT16_OPSET = 22
 # Inputs that the standard wants in float32 (or that hold no data of the model) whatever the type of the first.
 FIXED_INPUTS = frozenset({("Resize", 1), ("Resize", 2)})
 
@@ -38,6 +41,8 @@ def convert(
     `float32_graph_inputs`.
     """
     half, graph = HALF[dtype], model.graph
+    if half == ir.DataType.BFLOAT16:
+        _declare_bfloat16_opset(graph)
     float32 = _before_sinusoids(graph) | set(keep)
     _convert_initializers(graph, half, float32, frozenset(float32_inputs) | FIXED_INPUTS)
     for value in graph.inputs:
@@ -53,6 +58,17 @@ def convert(
     _insert_casts(graph, half, float32)
     common.TopologicalSortPass()(model)
     return len(float32)
+
+
+def _declare_bfloat16_opset(graph: ir.Graph) -> None:
+    """Conv and its like take bfloat16 from opset 22 on, which changed nothing else.
+
+    Raises InputError for a graph of an older opset than canonical graphs have.
+    """
+    version = graph.opset_imports.get("", 0)
+    if version < OPSET:
+        raise InputError(f"the graph is of opset {version}, which has no bfloat16: use --float16 or export it again.")
+    graph.opset_imports[""] = max(version, BFLOAT16_OPSET)
 
 
 def _before_sinusoids(graph: ir.Graph) -> set[ir.Node]:

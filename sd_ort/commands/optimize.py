@@ -13,8 +13,24 @@ import click
 @click.option("--target", default="portable", show_default=True, help="portable, cpu, cuda, rocm or migraphx.")
 @click.option("--float16", "dtype", flag_value="float16", help="Weights and tensors in float16.")
 @click.option("--bfloat16", "dtype", flag_value="bfloat16", help="Weights and tensors in bfloat16.")
+@click.option(
+    "--calibrate/--no-calibrate",
+    default=None,
+    help="With --float16: run each component to find what must stay in float32 [default: where weights are below 1 GiB].",
+)
+@click.option(
+    "--inputs", type=click.Path(path_type=Path), help="Calibrate on recorded runs: an .npz of component/input[/run]."
+)
 @click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
-def command(source: Path, output: Path, target: str, dtype: str | None, components: tuple[str, ...]) -> None:
+def command(
+    source: Path,
+    output: Path,
+    target: str,
+    dtype: str | None,
+    calibrate: bool | None,
+    inputs: Path | None,
+    components: tuple[str, ...],
+) -> None:
     """Fuse the pipeline folder IN for a target and write it to OUT.
 
     The default target `portable` runs on any ONNX runtime: each fused operator carries its meaning as a model-local
@@ -23,7 +39,14 @@ def command(source: Path, output: Path, target: str, dtype: str | None, componen
     from sd_ort.optimize import COUNTED, optimize
 
     manifest = optimize(
-        source, output, target=target, dtype=dtype or "float32", components=list(components) or None, report=click.echo
+        source,
+        output,
+        target=target,
+        dtype=dtype or "float32",
+        components=list(components) or None,
+        calibrate=calibrate,
+        inputs=inputs,
+        report=click.echo,
     )
     entries = manifest["components"]
     rows = [op for op in COUNTED if any(op in entry["counts"] for entry in entries.values())]
@@ -33,4 +56,8 @@ def command(source: Path, output: Path, target: str, dtype: str | None, componen
     for name, entry in entries.items():
         for reason in entry["not_lowered"]:
             click.echo(f"{name}: {reason}; they run as sd_ort operators.")
+        if "calibration" in entry:
+            click.echo(f"{name}: {entry['calibration']}{'; they stay in float32:' if entry['float32_sites'] else ''}")
+        for site in entry.get("float32_sites", ()):
+            click.echo(f"    {site['max_abs']:>12.0f}  {site['op']:24}{site['value']}")
     click.echo(f"Wrote {output}")
