@@ -133,10 +133,11 @@ class StableDiffusionPipeline:
     ) -> PipelineOutput:
         """Draw `num_images_per_prompt` images for each prompt; arguments mean what they mean in diffusers.
 
-        `height`, `width`: pixels, multiples of what VAE and UNet divide them by (64 in SD 1.5). `guidance_scale` ≤ 1 turns guidance off.
-        `generator`: a torch.Generator, one an image, an integer seed, or None for torch's global one. `latents`:
-        (B, C, height/8, width/8) standard normal noise instead of drawn noise. `output_type`: "pil", "np" (float32,
-        (B, H, W, 3), 0..1), "pt" ((B, 3, H, W), 0..1) or "latent" (before scaling by the VAE's factor).
+        `height`, `width`: pixels, multiples of what VAE and UNet divide them by (64 in SD 1.5). `guidance_scale`: 1 or
+        less turns guidance off. `generator`: a torch.Generator, one an image, an integer seed, or None for torch's
+        global one. `latents`: (B, C, height/8, width/8) standard normal noise instead of drawn noise. `output_type`:
+        "pil", "np" (float32, (B, H, W, 3), 0..1), "pt" ((B, 3, H, W), 0..1) or "latent" (before scaling by the VAE's
+        factor).
 
         Raises InputError for sizes, prompts or counts that do not fit together.
         """
@@ -208,6 +209,8 @@ class StableDiffusionPipeline:
             raise InputError(f"height {height} and width {width} must be multiples of {factor}.")
         if steps < 1 or images < 1:
             raise InputError("num_inference_steps and num_images_per_prompt must be 1 or more.")
+        if steps > (most := self.scheduler.config.num_train_timesteps):
+            raise InputError(f"{steps} steps are more than the {most} this model was trained with.")
         if output_type not in ("pil", "np", "pt", "latent"):
             raise InputError(f"output_type {output_type!r} is unknown: use pil, np, pt or latent.")
 
