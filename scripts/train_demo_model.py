@@ -1,9 +1,9 @@
 """Train the demo model: a small Stable Diffusion that draws the synthetic scenes of `sd_ort.demo.scenes`.
 
     python scripts/train_demo_model.py --out model --minutes 8
-    python scripts/train_demo_model.py --out model2 --minutes 8 --init model     # go on with diffusion only
+    python scripts/train_demo_model.py --out model2 --minutes 8 --init model     # go on from there
 
-One GPU, bfloat16 autocast. First the VAE (a quarter of the time), then text encoder and UNet together on the VAE's
+One GPU, bfloat16 autocast. First the VAE (half of the time), then text encoder and UNet together on the VAE's
 latents (v-prediction, caption dropout, exponential moving average). Written: a diffusers `StableDiffusionPipeline`
 folder in float16, and `fidelity.json` with its score on prompts of combinations that training never saw.
 """
@@ -18,11 +18,13 @@ import multiprocessing
 import os
 import platform
 import random
+import shutil
 import subprocess
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,6 @@ from sd_ort.demo import GUIDANCE, STEPS, fidelity, scenes
 
 TOKENS = 77
 START, END = "<|startoftext|>", "<|endoftext|>"
-VAE_SHARE = 0.25  # of the training time
 CAPTION_DROPOUT = 0.1
 EMA_DECAY = 0.999
 PALETTE = list(scenes.COLOURS)
@@ -52,7 +53,7 @@ def bpe_merges(words: list[str]) -> list[tuple[str, str]]:
     """Byte-pair merges, most frequent pair first, until every word is one symbol (ending in `</w>`)."""
     split = [[*word[:-1], f"{word[-1]}</w>"] for word in words]
     merges: list[tuple[str, str]] = []
-    while pairs := Counter(pair for symbols in split for pair in zip(symbols, symbols[1:], strict=False)):
+    while pairs := Counter(pair for symbols in split for pair in pairwise(symbols)):
         pair = min(pairs, key=lambda p: (-pairs[p], p))
         merges.append(pair)
         for symbols in split:
@@ -96,7 +97,7 @@ def write_tokenizer(folder: Path) -> CLIPTokenizer:
 # --- Model ------------------------------------------------------------------------------------------------------------
 
 
-def new_pipeline(folder: Path) -> StableDiffusionPipeline:
+def new_pipeline(folder: Path) -> Any:
     """A randomly initialized pipeline of SD 1.5's topology, 10 M parameters; its tokenizer is written to `folder`."""
     tokenizer = write_tokenizer(folder / "tokenizer")
     text_encoder = CLIPTextModel(
@@ -146,7 +147,7 @@ def new_pipeline(folder: Path) -> StableDiffusionPipeline:
     )
 
 
-def parameters(pipeline: StableDiffusionPipeline) -> int:
+def parameters(pipeline: Any) -> int:
     """Number of parameters of all three networks."""
     return sum(p.numel() for m in (pipeline.text_encoder, pipeline.unet, pipeline.vae) for p in m.parameters())
 
@@ -261,7 +262,7 @@ def _step(optimizer: torch.optim.Optimizer, loss: torch.Tensor, rate: float) -> 
     optimizer.zero_grad(set_to_none=True)
 
 
-def train_vae(vae: AutoencoderKL, data: Data, clock: Clock, batch: int, compiled: bool) -> None:
+def train_vae(vae: Any, data: Data, clock: Clock, batch: int, compiled: bool) -> None:
     """Reconstruction (L1 + L2 + L1 of the differences between neighbouring pixels) with a small KL term."""
     device = data.tokens.device
 
@@ -281,13 +282,13 @@ def train_vae(vae: AutoencoderKL, data: Data, clock: Clock, batch: int, compiled
         pictures = pictures.contiguous(memory_format=torch.channels_last)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = loss_of(pictures)
-        _step(optimizer, loss, learning_rate(progress, clock.step, 1e-3))
+        _step(optimizer, loss, learning_rate(progress, clock.step, 7e-4))
         clock.tick(loss)
     vae.eval()
 
 
 @torch.no_grad()
-def encode(vae: AutoencoderKL, data: Data, batch: int, compiled: bool) -> torch.Tensor:
+def encode(vae: Any, data: Data, batch: int, compiled: bool) -> torch.Tensor:
     """Latents of all scenes, sampled from the VAE's posterior, before scaling: bfloat16 [N, 4, 16, 16]."""
     device = data.tokens.device
     encoder = torch.compile(vae.encode) if compiled else vae.encode
@@ -302,7 +303,7 @@ def encode(vae: AutoencoderKL, data: Data, batch: int, compiled: bool) -> torch.
 
 
 def train_diffusion(
-    pipeline: StableDiffusionPipeline,
+    pipeline: Any,
     data: Data,
     latents: torch.Tensor,
     clock: Clock,
@@ -349,7 +350,7 @@ def train_diffusion(
 # --- Evaluation -------------------------------------------------------------------------------------------------------
 
 
-def reconstruction(vae: AutoencoderKL, count: int, device: torch.device) -> float:
+def reconstruction(vae: Any, count: int, device: torch.device) -> float:
     """Fidelity of unseen scenes after encoding and decoding (an upper bound for the model)."""
     rng = random.Random("reconstruction")
     drawn = [scenes.sample(rng, 1 + i % 2, unseen=True) for i in range(count)]
@@ -363,9 +364,7 @@ def reconstruction(vae: AutoencoderKL, count: int, device: torch.device) -> floa
     return fidelity.score([scenes.caption(s) for s in drawn], np.concatenate(images)).share
 
 
-def draw(
-    pipeline: StableDiffusionPipeline, prompts: list[str], seed: int, steps: int, guidance: float, batch: int
-) -> list[Any]:
+def draw(pipeline: Any, prompts: list[str], seed: int, steps: int, guidance: float, batch: int) -> list[Any]:
     """One picture for each prompt, from noise made on the CPU: the i-th prompt's seed is `seed + i`."""
     images: list[Any] = []
     for start in range(0, len(prompts), batch):
@@ -431,7 +430,7 @@ def versions() -> dict[str, str]:
 def commit() -> str | None:
     """Commit of the checkout this script lies in, if git knows it."""
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    return done.stdout.strip() or None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 # --- Main -------------------------------------------------------------------------------------------------------------
@@ -442,12 +441,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for the pipeline")
     parser.add_argument("--minutes", type=float, default=8.0, help="training time")
     parser.add_argument("--steps", type=int, help="train this many steps a phase instead of --minutes")
-    parser.add_argument("--init", type=Path, help="start from this pipeline folder and train no VAE")
+    parser.add_argument("--init", type=Path, help="start from this pipeline folder instead of random weights")
+    parser.add_argument("--vae-share", type=float, default=0.5, help="VAE's share of the time; 0 leaves it as it is")
     parser.add_argument("--evaluate", type=Path, help="train nothing, only score this pipeline folder")
-    parser.add_argument("--scenes", type=int, default=400_000, help="number of training scenes")
+    parser.add_argument("--scenes", type=int, default=300_000, help="number of training scenes")
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--rate", type=float, default=8e-4, help="peak learning rate of UNet and text encoder")
-    parser.add_argument("--vae-batch", type=int, default=96)
+    parser.add_argument("--vae-batch", type=int, default=32)
     parser.add_argument("--prompts", type=int, default=512, help="number of unseen prompts to score")
     parser.add_argument("--sweep", action="store_true", help="score other numbers of steps and guidances, too")
     parser.add_argument("--seed", type=int, default=0)
@@ -456,23 +456,33 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def save(pipeline: Any, folder: Path) -> None:
+    """Write the pipeline, with the tokenizer as vocab.json and merges.txt and no trace of the folder it came from."""
+    pipeline.save_pretrained(folder, safe_serialization=True)
+    shutil.rmtree(folder / "tokenizer")
+    write_tokenizer(folder / "tokenizer")
+    for path in folder.rglob("*.json"):
+        content = json.loads(path.read_text())
+        if content.pop("_name_or_path", None) is not None:
+            path.write_text(json.dumps(content, indent=2) + "\n")
+
+
 def train(options: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(options.seed)
     torch.backends.cuda.matmul.allow_tf32 = True
     start, seconds = time.monotonic(), options.minutes * 60
     options.out.mkdir(parents=True, exist_ok=True)
-    pipeline = StableDiffusionPipeline.from_pretrained(options.init) if options.init else new_pipeline(options.out)
+    pipeline: Any = StableDiffusionPipeline.from_pretrained(options.init) if options.init else new_pipeline(options.out)
     for module in (pipeline.vae, pipeline.unet, pipeline.text_encoder):
         module.to(device, torch.float32, memory_format=torch.channels_last)
     print(f"{parameters(pipeline) / 1e6:.2f} M parameters", flush=True)
     data = sample_data(options.scenes, options.seed + bool(options.init), pipeline.tokenizer, device)
     print(f"{len(data)} scenes after {time.monotonic() - start:.0f} s", flush=True)
-    if not options.init:
-        train_vae(
-            pipeline.vae, data, Clock("VAE", seconds * VAE_SHARE, options.steps), options.vae_batch, options.compile
-        )
-    latents = encode(pipeline.vae, data, 4 * options.vae_batch, options.compile)
-    if not options.init:
+    if options.vae_share:
+        clock = Clock("VAE", seconds * options.vae_share, options.steps)
+        train_vae(pipeline.vae, data, clock, options.vae_batch, options.compile)
+    latents = encode(pipeline.vae, data, 500, options.compile)
+    if options.vae_share:
         pipeline.vae.register_to_config(scaling_factor=round(1 / latents[:50_000].float().std().item(), 5))
     means = latents[:50_000].float().mean(dim=(0, 2, 3)).tolist()
     print(
@@ -484,7 +494,7 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     )
     for module in (pipeline.vae, pipeline.unet, pipeline.text_encoder):
         module.to("cpu", torch.float16, memory_format=torch.contiguous_format)
-    pipeline.save_pretrained(options.out, safe_serialization=True)
+    save(pipeline, options.out)
     print(f"saved after {time.monotonic() - start:.0f} s", flush=True)
 
 

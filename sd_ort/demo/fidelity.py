@@ -21,18 +21,18 @@ __all__ = ["Fidelity", "Found", "Reading", "matches", "mismatch", "read_scene", 
 # The palette's closest pair (yellow, orange) is 92 apart in RGB: a colour further than 55 from all of it is no colour.
 COLOUR_LIMIT = 55.0
 FOREGROUND = 36.0  # RGB distance from the background above which a pixel belongs to an object or its edge
-MIN_AREA = 48  # pixels of a 128×128 picture; less is a speck, not an object
+MIN_AREA = 48  # pixels of a 128x128 picture; less is a speck, not an object
 MIN_OVERLAP = 0.72  # drawn shapes overlap their own ideal by > 0.8 (small stars) to 1
 MIN_LEAD = 0.05  # of the best overlap before the next; ideal shapes overlap each other by at most 0.78 (circle, square)
 MAX_STRETCH = 1.3  # a box further from its shape's proportions than this is another shape
-SMALL_BELOW = 20.0  # half the larger side of the bounding box, in pixels of a 128×128 picture
-PLACE_TOLERANCE = 14.0  # from the middle of the place's region, either axis, in pixels of a 128×128 picture
+SMALL_BELOW = 20.0  # half the larger side of the bounding box, in pixels of a 128x128 picture
+PLACE_TOLERANCE = 14.0  # from the middle of the place's region, either axis, in pixels of a 128x128 picture
 
 
 @dataclass(frozen=True)
 class Found:
     """One object in a picture. `shape` and `colour` are None when no known one fits; x, y and half_size in pixels of a
-    128×128 picture (centre of the bounding box, half its larger side)."""
+    128x128 picture (centre of the bounding box, half its larger side)."""
 
     shape: str | None
     colour: str | None
@@ -96,7 +96,7 @@ def _components(mask: np.ndarray) -> list[np.ndarray]:
 
 
 def _colour_name(rgb: np.ndarray) -> str | None:
-    distances = {name: float(np.linalg.norm(rgb - np.float32(value))) for name, value in COLOURS.items()}
+    distances = {name: float(np.linalg.norm(rgb - np.array(value))) for name, value in COLOURS.items()}
     name = min(distances, key=distances.__getitem__)
     return name if distances[name] <= COLOUR_LIMIT else None
 
@@ -114,10 +114,10 @@ def _shape_name(mask: np.ndarray) -> str | None:
         y, x = np.meshgrid(top + rows * (bottom - top), (2 * columns - 1) * half_width, indexing="ij")
         ideal = distance(x, y) < 0
         overlaps[name] = float((ideal & mask).sum() / (ideal | mask).sum())
-    best, *others = sorted(overlaps, key=overlaps.__getitem__, reverse=True) or [None]
-    if best is None or overlaps[best] < MIN_OVERLAP or any(overlaps[best] - overlaps[o] < MIN_LEAD for o in others):
+    first, second = sorted([*overlaps.values(), 0.0, 0.0], reverse=True)[:2]
+    if first < MIN_OVERLAP or first - second < MIN_LEAD:
         return None
-    return best
+    return max(overlaps, key=overlaps.__getitem__)
 
 
 def _read_item(picture: np.ndarray, component: np.ndarray, background: np.ndarray, scale: float) -> Found:

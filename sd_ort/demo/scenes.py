@@ -1,7 +1,7 @@
-"""Synthetic captioned scenes: one or two coloured shapes on a plain background, 128×128 RGB.
+"""Synthetic captioned scenes: one or two coloured shapes on a plain background, 128x128 RGB.
 
 A `Scene` says what the caption says and no more; a `layout` fixes the rest (centres and radii, drawn at random), and
-`render` turns both into pixels. Coordinates are pixels of the 128×128 picture, x to the right, y down.
+`render` turns both into pixels. Coordinates are pixels of the 128x128 picture, x to the right, y down.
 
 Scenes are split by *combination* (the set of colour-shape pairs plus the background): every caption of an unseen
 combination, whatever its sizes, places and wording, is kept out of training.
@@ -36,7 +36,7 @@ COLOURS: dict[str, tuple[int, int, int]] = {
 }
 
 # Radii in pixels. Between "small" and "large" lies a gap, so that a size can be read back from the pixels.
-RADII: dict[str | None, tuple[float, float]] = {"small": (13, 17), "large": (23, 26), None: (14, 26)}
+RADII: dict[str | None, tuple[float, float]] = {"small": (15, 18), "large": (23, 26), None: (15, 26)}
 SIZES = ("small", "large")
 
 # Where the caption of a single object may put it: the words and the middle of the region (x, y).
@@ -100,7 +100,7 @@ def _ring(x: Any, y: Any) -> Any:
 
 
 def _star(x: Any, y: Any) -> Any:
-    """Pentagram, point up: inside all but at most one of its five edge lines, i.e. below the second largest distance."""
+    """Pentagram, point up: inside all its five edge lines but at most one (second largest distance)."""
     inner = math.cos(math.radians(72))  # distance of the lines from the centre of a pentagram of circumradius 1
     largest = second = None
     for i in range(5):
@@ -275,7 +275,7 @@ def render(scene: Scene, placed: Layout) -> np.ndarray:
     picture[:] = COLOURS[scene.background]
     for item, (cx, cy, radius) in zip(scene.items, placed, strict=True):
         share = coverage(item.shape, x - cx, y - cy, radius)[..., None]
-        picture += share * (np.float32(COLOURS[item.colour]) - picture)
+        picture += share * (np.array(COLOURS[item.colour], np.float32) - picture)
     return picture.round().astype(np.uint8)
 
 
