@@ -2,6 +2,7 @@
 
     python scripts/train_demo_model.py --out model --minutes 8
     python scripts/train_demo_model.py --out model2 --minutes 8 --init model     # go on from there
+    python scripts/train_demo_model.py --evaluate sd_ort/demo/model --out fidelity.json
 
 One GPU, bfloat16 autocast. First the VAE (half of the time), then text encoder and UNet together on the VAE's
 latents (v-prediction, caption dropout, exponential moving average). Written: a diffusers `StableDiffusionPipeline`
@@ -37,6 +38,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNe
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from sd_ort.demo import GUIDANCE, STEPS, fidelity, scenes
+from sd_ort.folder import sha256
 
 TOKENS = 77
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -374,8 +376,13 @@ def draw(pipeline: Any, prompts: list[str], seed: int, steps: int, guidance: flo
     return images
 
 
-def evaluate(folder: Path, device: torch.device, count: int, seed: int, settings: list[tuple[int, float]]) -> dict:
-    """Fidelity of the saved folder in float32 on `count` unseen prompts, for each (steps, guidance)."""
+def evaluate(
+    folder: Path, path: Path, device: torch.device, count: int, seed: int, settings: list[tuple[int, float]]
+) -> None:
+    """Fidelity of the saved folder in float32 on `count` unseen prompts, for each (steps, guidance).
+
+    The report goes to `path` (JSON), a contact sheet of the first setting's pictures to the same name ending in .png.
+    """
     torch.backends.cudnn.allow_tf32 = False
     pipeline = StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32).to(device)
     pipeline.set_progress_bar_config(disable=True)
@@ -389,6 +396,9 @@ def evaluate(folder: Path, device: torch.device, count: int, seed: int, settings
         "vae_reconstruction_share": reconstruction(pipeline.vae, count, device),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else processor(),
         "versions": versions(),
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit(),
+        "weights_sha256": {str(p.relative_to(folder)): sha256(p) for p in sorted(folder.rglob("*.safetensors"))},
         "runs": [],
     }
     print(f"VAE reconstruction: {report['vae_reconstruction_share']:.2%}", flush=True)
@@ -400,8 +410,9 @@ def evaluate(folder: Path, device: torch.device, count: int, seed: int, settings
             {"steps": steps, "guidance": guidance, "right": result.right, "share": result.share}
             | {"failures": [f"{prompt}: {reason}" for prompt, reason in result.failures]}
         )
-        sheet(images[:48]).save(folder.parent / f"{folder.name}-{steps}-{guidance}.png")
-    return report
+        if len(report["runs"]) == 1:
+            sheet(images[:48]).save(path.with_suffix(".png"))
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def sheet(images: list[Any], columns: int = 8) -> Any:
@@ -438,7 +449,7 @@ def commit() -> str | None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the pipeline")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the pipeline; with --evaluate: JSON file")
     parser.add_argument("--minutes", type=float, default=8.0, help="training time")
     parser.add_argument("--steps", type=int, help="train this many steps a phase instead of --minutes")
     parser.add_argument("--init", type=Path, help="start from this pipeline folder instead of random weights")
@@ -507,10 +518,8 @@ def main() -> None:
     settings = [(STEPS, GUIDANCE)]
     if options.sweep:
         settings += [(STEPS, 1.0), (STEPS, 2.0), (STEPS, 5.0), (15, GUIDANCE), (50, GUIDANCE)]
-    report = evaluate(folder, device, options.prompts, options.seed, settings)
-    report |= {"command": " ".join(["python", *sys.argv]), "commit": commit()}
     path = options.out if options.evaluate else options.out.parent / f"{folder.name}-fidelity.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    evaluate(folder, path, device, options.prompts, options.seed, settings)
 
 
 if __name__ == "__main__":
