@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from sd_ort.demo.scenes import COLOURS, PLACES, RELATIONS, SHAPES, SIDE, Item, Scene, parse, unseen_prompts
+from sd_ort.errors import InputError
 
 __all__ = ["Fidelity", "Found", "Reading", "matches", "mismatch", "read_scene", "score", "unseen_prompts"]
 
@@ -22,8 +23,8 @@ __all__ = ["Fidelity", "Found", "Reading", "matches", "mismatch", "read_scene", 
 COLOUR_LIMIT = 55.0
 FOREGROUND = 36.0  # RGB distance from the background above which a pixel belongs to an object or its edge
 MIN_AREA = 48  # pixels of a 128x128 picture; less is a speck, not an object
-MIN_OVERLAP = 0.72  # drawn shapes overlap their own ideal by > 0.8 (small stars) to 1
-MIN_LEAD = 0.05  # of the best overlap before the next; ideal shapes overlap each other by at most 0.78 (circle, square)
+MIN_OVERLAP = 0.68  # rendered shapes overlap their own ideal by 0.71 (worst small star), mostly 0.88 to 1
+MIN_LEAD = 0.06  # of the best overlap before the next; ideal shapes overlap each other by at most 0.78 (circle, square)
 MAX_STRETCH = 1.3  # a box further from its shape's proportions than this is another shape
 SMALL_BELOW = 20.0  # half the larger side of the bounding box, in pixels of a 128x128 picture
 PLACE_TOLERANCE = 14.0  # from the middle of the place's region, either axis, in pixels of a 128x128 picture
@@ -140,10 +141,13 @@ def _read_item(picture: np.ndarray, component: np.ndarray, background: np.ndarra
 
 
 def read_scene(image: Any) -> Reading:
-    """What an RGB picture shows: a PIL image or a uint8 array [H, W, 3], square, of any size from 64 up."""
+    """What an RGB picture shows: a PIL image or a uint8 array [H, W, 3], square, of any size from 64 up.
+
+    Raises InputError for anything else.
+    """
     picture = np.asarray(image)
-    if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8:
-        raise ValueError(f"expected a uint8 picture [H, W, 3], got {picture.dtype} {picture.shape}")
+    if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8 or len({*picture.shape[:2]}) != 1:
+        raise InputError(f"expected a square uint8 picture [H, W, 3], got {picture.dtype} {picture.shape}")
     picture = picture.astype(np.float32)
     scale = picture.shape[0] / SIDE
     frame = max(1, round(scale))
@@ -206,7 +210,9 @@ def matches(prompt: str, image: Any) -> bool:
 
 
 def score(prompts: Iterable[str], images: Iterable[Any]) -> Fidelity:
-    """Fidelity of one image for each prompt."""
+    """Fidelity of one image for each prompt. Raises InputError for no prompts, ValueError for unequal numbers."""
     reasons = [(prompt, mismatch(prompt, image)) for prompt, image in zip(prompts, images, strict=True)]
+    if not reasons:
+        raise InputError("no prompts to score: give at least one.")
     failures = tuple((prompt, reason) for prompt, reason in reasons if reason is not None)
     return Fidelity(len(reasons) - len(failures), len(reasons), failures)

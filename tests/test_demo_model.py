@@ -1,0 +1,339 @@
+"""The demo's scenes, its fidelity score (which must say yes and no rightly), and the committed model."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sd_ort.demo import GUIDANCE, HEIGHT, MODEL_DIR, STEPS, WIDTH, fidelity, scenes
+from sd_ort.demo.scenes import COLOURS, PLACES, RADII, RELATIONS, SHAPES, Item, Scene
+from sd_ort.errors import InputError
+
+WEIGHTS = sorted(MODEL_DIR.glob("*/*.safetensors"))
+
+
+def draw(scene: Scene, seed: object = 0) -> np.ndarray:
+    return scenes.render(scene, scenes.layout(scene, random.Random(f"draw {seed}")))
+
+
+def some_scenes(count: int, items: int | None = None, seed: object = 0) -> list[Scene]:
+    rng = random.Random(f"scenes {seed}")
+    return [scenes.sample(rng, items or 1 + i % 2, unseen=bool(i // 2 % 2)) for i in range(count)]
+
+
+# --- Scenes -----------------------------------------------------------------------------------------------------------
+
+
+def test_captions_are_read_back() -> None:
+    for scene in some_scenes(500):
+        assert scenes.parse(scenes.caption(scene)) == scene
+    assert scenes.parse("A red circle  on a blue background.") == Scene((Item("circle", "red"),), "blue")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a dog",
+        "a red circle",
+        "red circle on a blue background",
+        "a red dog on a blue background",
+        "a red circle on a beige background",
+        "a huge red circle on a blue background",
+        "a red circle on a blue sky",
+        "a red circle and a blue square and a green star on a black background",
+    ],
+)
+def test_other_captions_are_refused(text: str) -> None:
+    with pytest.raises(InputError):
+        scenes.parse(text)
+
+
+def test_pictures_are_deterministic_and_antialiased() -> None:
+    scene = scenes.parse("a black circle on a white background")
+    picture = draw(scene)
+    assert picture.shape == (HEIGHT, WIDTH, 3)
+    assert picture.dtype == np.uint8
+    assert np.array_equal(picture, draw(scene))
+    assert not np.array_equal(picture, draw(scene, 1))
+    assert len(np.unique(picture)) > 10  # edges mix the two colours
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_coverage_adds_up_to_the_area(shape: str) -> None:
+    # Areas of the unit shapes: equilateral triangle of side 2, cross with arms 2/3 wide, ring of radii 1 and 0.55,
+    # pentagram of circumradius 1.
+    area = {
+        "circle": np.pi,
+        "square": 4.0,
+        "triangle": np.sqrt(3),
+        "diamond": 2.0,
+        "cross": 4 / 9 + 4 * (2 / 3) ** 2,
+        "ring": np.pi * (1 - 0.55**2),
+        "star": 1.1225699,
+    }[shape]
+    y, x = np.meshgrid(np.arange(-40, 40) + 0.5, np.arange(-40, 40) + 0.5, indexing="ij")
+    assert scenes.coverage(shape, x, y, 30.0).sum() == pytest.approx(area * 30.0**2, rel=0.01)
+
+
+def test_split_keeps_every_caption_of_a_combination_together() -> None:
+    for scene in some_scenes(200, items=2):
+        a, b = scene.items
+        for first, second in itertools.permutations((replace(a, size="small"), replace(b, size=None))):
+            assert scenes.is_unseen(Scene((first, second), scene.background, "above")) == scenes.is_unseen(scene)
+    rng = random.Random(0)
+    assert not any(scenes.is_unseen(scenes.sample(rng, 1 + i % 2, unseen=False)) for i in range(200))
+
+
+def test_unseen_prompts() -> None:
+    prompts = scenes.unseen_prompts(300, seed=5)
+    drawn = [scenes.parse(p) for p in prompts]
+    assert len(set(prompts)) == 300
+    assert all(scenes.is_unseen(scene) for scene in drawn)
+    assert {len(scene.items) for scene in drawn} == {1, 2}
+    assert {item.shape for scene in drawn for item in scene.items} == set(SHAPES)
+    assert {scene.background for scene in drawn} == set(COLOURS)
+    assert prompts == scenes.unseen_prompts(300, seed=5) != scenes.unseen_prompts(300, seed=6)
+
+
+@pytest.fixture(scope="module")
+def training():  # type: ignore[no-untyped-def]
+    path = Path(__file__).parents[1] / "scripts" / "train_demo_model.py"
+    spec = importlib.util.spec_from_file_location("train_demo_model", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_training_data_is_what_the_captions_say_and_never_unseen(training) -> None:  # type: ignore[no-untyped-def]
+    import torch
+    from transformers import CLIPTokenizer
+
+    tokenizer = CLIPTokenizer.from_pretrained(MODEL_DIR / "tokenizer")
+    ids = {word: tokenizer(word).input_ids[1] for word in scenes.words()}
+    ids |= {training.START: tokenizer.bos_token_id, training.END: tokenizer.eos_token_id}
+    data = training.Data(*map(torch.from_numpy, training._sample_chunk((3, 200, ids))))
+    pictures = training.render(data, torch.arange(200))
+    pictures = ((pictures + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+    captions = tokenizer.batch_decode(data.tokens, skip_special_tokens=True)
+    assert not any(scenes.is_unseen(scenes.parse(caption)) for caption in captions)
+    assert fidelity.score(captions, pictures).failures == ()
+    assert torch.equal(tokenizer(captions, padding="max_length", return_tensors="pt").input_ids, data.tokens)
+
+
+# --- Fidelity: yes to right pictures ----------------------------------------------------------------------------------
+
+
+def test_right_pictures_are_accepted() -> None:
+    chosen = some_scenes(600)
+    result = fidelity.score(map(scenes.caption, chosen), (draw(s, i) for i, s in enumerate(chosen)))
+    assert result.total == 600
+    assert result.share >= 0.995, result.failures
+
+
+def test_slightly_wrong_pixels_are_accepted() -> None:
+    """Noise and a soft edge, as a VAE leaves them."""
+    chosen, noise = some_scenes(200, seed="noise"), np.random.default_rng(0)
+    pictures = []
+    for i, scene in enumerate(chosen):
+        picture = draw(scene, i).astype(np.float32)
+        soft = (picture + sum(np.roll(picture, s, a) for s in (-1, 1) for a in (0, 1))) / 5
+        pictures.append((soft + noise.normal(0, 4, picture.shape)).clip(0, 255).astype(np.uint8))
+    assert fidelity.score(map(scenes.caption, chosen), pictures).share >= 0.99
+
+
+def test_reading_gives_measures() -> None:
+    scene = scenes.parse("a green ring on a pink background")
+    reading = fidelity.read_scene(scenes.render(scene, [(40, 80, 20)]))
+    assert reading.background == "pink"
+    (found,) = reading.items
+    assert (found.shape, found.colour) == ("ring", "green")
+    assert (found.x, found.y, found.half_size) == pytest.approx((40, 80, 20), abs=1)
+
+
+def test_larger_pictures_are_read_in_the_same_measures() -> None:
+    scene = scenes.parse("a small red star right of a large cyan cross on a black background")
+    picture = draw(scene).repeat(2, axis=0).repeat(2, axis=1)
+    assert fidelity.mismatch(scenes.caption(scene), picture) is None
+
+
+# --- Fidelity: no to wrong ones ---------------------------------------------------------------------------------------
+
+
+def assert_refused(prompt: Scene, drawn: Scene, seed: object, reason: str) -> None:
+    found = fidelity.mismatch(scenes.caption(prompt), draw(drawn, seed))
+    assert found, f"{scenes.caption(drawn)!r} was accepted for {scenes.caption(prompt)!r}"
+    assert reason in found
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_every_other_shape_is_refused(size: str) -> None:
+    for i, (wanted, drawn) in enumerate(itertools.permutations(SHAPES, 2)):
+        prompt = Scene((Item(wanted, "red"),), "white")
+        assert_refused(prompt, Scene((Item(drawn, "red", size),), "white"), i, f"drawn as red {drawn}")
+
+
+def test_every_other_colour_is_refused() -> None:
+    for i, (wanted, drawn) in enumerate(itertools.permutations(COLOURS, 2)):
+        ground = next(c for c in ("white", "blue", "black") if c not in (wanted, drawn))
+        prompt, other = (Scene((Item("square", c),), ground) for c in (wanted, drawn))
+        assert_refused(prompt, other, i, f"drawn as {drawn} square")
+
+
+def test_every_other_background_is_refused() -> None:
+    for i, (wanted, drawn) in enumerate(itertools.permutations(COLOURS, 2)):
+        colour = next(c for c in ("white", "blue", "black") if c not in (wanted, drawn))
+        prompt, other = (Scene((Item("diamond", colour),), c) for c in (wanted, drawn))
+        assert_refused(prompt, other, i, f"background {drawn}")
+
+
+def test_missing_and_additional_objects_are_refused() -> None:
+    for i, scene in enumerate(some_scenes(60, items=2, seed="missing")):
+        pair = replace(scene, place=None)
+        for item in pair.items:
+            single = Scene((item,), pair.background)
+            assert_refused(pair, single, i, "1 objects")
+            assert_refused(single, pair, i, "2 objects")
+
+
+def test_swapped_colours_and_shapes_are_refused() -> None:
+    for i, scene in enumerate(some_scenes(100, items=2, seed="swap")):
+        a, b = scene.items
+        if a.colour == b.colour or a.shape == b.shape:
+            continue
+        swapped = (replace(a, colour=b.colour), replace(b, colour=a.colour))
+        assert_refused(replace(scene, place=None), replace(scene, items=swapped, place=None), i, "drawn as")
+
+
+def test_wrong_sizes_are_refused() -> None:
+    for i, (shape, (wanted, drawn)) in enumerate(itertools.product(SHAPES, itertools.permutations(scenes.SIZES))):
+        prompt, other = (Scene((Item(shape, "blue", size),), "yellow") for size in (wanted, drawn))
+        assert_refused(prompt, other, i, f"not {wanted}")
+
+
+def test_wrong_places_are_refused() -> None:
+    single, pair = (Item("circle", "red"),), (Item("circle", "red"), Item("star", "green"))
+    for items, places in ((single, PLACES), (pair, RELATIONS)):
+        for i, (wanted, drawn) in enumerate(itertools.permutations(places, 2)):
+            assert_refused(Scene(items, "white", wanted), Scene(items, "white", drawn), i, f"not {wanted}")
+
+
+def test_pictures_of_nothing_are_refused() -> None:
+    prompt = "a red circle on a blue background"
+    noise = np.random.default_rng(0).integers(0, 256, (128, 128, 3), dtype=np.uint8)
+    blue = np.full((128, 128, 3), COLOURS["blue"], np.uint8)
+    assert fidelity.mismatch(prompt, blue) == "0 objects"
+    assert not fidelity.matches(prompt, noise)
+    assert not fidelity.matches(prompt, np.zeros((128, 128, 3), np.uint8))
+
+
+def test_no_colour_and_no_shape() -> None:
+    prompt = scenes.parse("a red circle on a blue background")
+    picture = draw(prompt)
+    grey = picture.copy()
+    grey[(picture == COLOURS["red"]).all(axis=-1)] = (128, 128, 128)
+    assert "no known colour circle" in str(fidelity.mismatch(scenes.caption(prompt), grey))
+    half = scenes.render(prompt, [(64, 64, 24)])
+    half[:, 64:] = COLOURS["blue"]
+    assert "red no shape" in str(fidelity.mismatch(scenes.caption(prompt), half))
+
+
+def test_score_counts() -> None:
+    right, wrong = "a red circle on a blue background", "a red square on a blue background"
+    picture = draw(scenes.parse(right))
+    result = fidelity.score([right, wrong, right, right], [picture] * 4)
+    assert (result.right, result.total, result.share) == (3, 4, 0.75)
+    assert result.failures == ((wrong, "red square drawn as red circle"),)
+    with pytest.raises(ValueError, match="shorter"):
+        fidelity.score([right, wrong], [picture])
+    with pytest.raises(InputError, match="no prompts"):
+        fidelity.score([], [])
+
+
+@pytest.mark.parametrize("picture", [np.zeros((128, 128)), np.zeros((64, 64, 3), np.float32)])
+def test_other_arrays_are_refused(picture: np.ndarray) -> None:
+    with pytest.raises(InputError, match="uint8"):
+        fidelity.read_scene(picture)
+
+
+def test_sizes_can_be_told_apart() -> None:
+    """The size threshold lies between the largest small and the smallest large shape, with 1 px to spare."""
+    half = [max(w, (bottom - top) / 2) for _distance, (w, top, bottom) in SHAPES.values()]
+    assert max(half) * RADII["small"][1] + 1 < fidelity.SMALL_BELOW < min(half) * RADII["large"][0] - 1
+
+
+# --- The committed model ----------------------------------------------------------------------------------------------
+
+
+def test_weights_are_small_float16_and_trained() -> None:
+    from safetensors.numpy import load_file
+
+    assert [p.parent.name for p in WEIGHTS] == ["text_encoder", "unet", "vae"]
+    assert sum(p.stat().st_size for p in MODEL_DIR.rglob("*") if p.is_file()) <= 25e6
+    tensors = {f"{p.parent.name}.{name}": t for p in WEIGHTS for name, t in load_file(p).items()}
+    assert {t.dtype for t in tensors.values()} == {np.dtype(np.float16)}
+    assert sum(t.size for t in tensors.values()) <= 12e6
+    # Fusions that mix up biases or norms must show: none is zero and no two are alike.
+    vectors = [t.tobytes() for name, t in tensors.items() if t.ndim == 1 and t.size > 3]
+    assert len(set(vectors)) == len(vectors)
+    assert all(np.isfinite(t).all() and t.any() for t in tensors.values())
+
+
+def test_layout_is_the_stock_one() -> None:
+    index = json.loads((MODEL_DIR / "model_index.json").read_text())
+    assert index["_class_name"] == "StableDiffusionPipeline"
+    assert index["safety_checker"] == [None, None]
+    assert not [p for p in MODEL_DIR.rglob("*.json") if "_name_or_path" in p.read_text()]
+    unet = json.loads((MODEL_DIR / "unet/config.json").read_text())
+    assert unet["down_block_types"] == ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"]
+    assert unet["up_block_types"] == ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3
+    assert unet["layers_per_block"] == 2
+    assert all(channels % 64 == 0 for channels in unet["block_out_channels"])
+
+
+def test_tokenizer_knows_every_word() -> None:
+    from transformers import CLIPTokenizer
+
+    tokenizer = CLIPTokenizer.from_pretrained(MODEL_DIR / "tokenizer")
+    for word in scenes.words():
+        assert tokenizer.tokenize(word) == [f"{word}</w>"]
+    tokens = tokenizer("A Red circle, on été!", padding="max_length", truncation=True).input_ids
+    assert len(tokens) == tokenizer.model_max_length == 77
+    assert tokenizer.unk_token_id not in tokens[1 : tokens.index(tokenizer.eos_token_id)]
+
+
+def test_model_draws_unseen_prompts(training) -> None:  # type: ignore[no-untyped-def]
+    import torch
+    from diffusers import StableDiffusionPipeline
+
+    pipeline = StableDiffusionPipeline.from_pretrained(MODEL_DIR, torch_dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    prompts = scenes.unseen_prompts(8, seed=0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine two threads wait for each other longer than one works
+    try:
+        result = fidelity.score(prompts, training.draw(pipeline, prompts, 0, STEPS, GUIDANCE, batch=8))
+    finally:
+        torch.set_num_threads(threads)
+    assert result.right >= 7, result.failures
+
+
+def test_recorded_score() -> None:
+    """The score in results/ is that of the committed weights, on enough prompts, and high enough."""
+    from sd_ort.folder import sha256
+
+    report = json.loads((Path(__file__).parents[1] / "results/demo_fidelity_torch.json").read_text())
+    assert report["weights_sha256"] == {str(p.relative_to(MODEL_DIR)): sha256(p) for p in WEIGHTS}
+    run = report["runs"][0]
+    assert (report["dtype"], run["steps"], run["guidance"]) == ("float32", STEPS, GUIDANCE)
+    assert report["prompts"] >= 200
+    assert run["share"] == run["right"] / report["prompts"] >= 0.95
