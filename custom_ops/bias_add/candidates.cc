@@ -1,4 +1,4 @@
-// The ways to run BiasAdd: element by element (any shape), or 16 bytes a lane in blocks of two sizes.
+// The ways to run BiasAdd: blocks of three sizes. The first takes any shape.
 #include "bias_add/op.h"
 #include "common/tunable.h"
 
@@ -14,8 +14,7 @@ Candidate<BiasAddParams> candidate(const char* name, BiasAddConfig config) {
 
 const GpuOp& bias_add_gpu() {
   static const TunableOp<BiasAddParams> op(
-      "BiasAdd",
-      {candidate("scalar_256", {0, 256}), candidate("vector_256", {16, 256}), candidate("vector_512", {16, 512})});
+      "BiasAdd", {candidate("block_256", {256}), candidate("block_128", {128}), candidate("block_512", {512})});
   return op;
 }
 

@@ -76,10 +76,10 @@ LAUNCHES = {
             ("bias", "const T*"),
             ("skip", "const T*"),
             ("y", "T*"),
-            ("count", "int64"),
-            ("channels", "int32"),
+            ("vectors", "uint32"),
+            ("vectors_per_row", "uint32"),
         ),
         block="kBlock",
-        grid=("ceil(count / (kVec * kBlock))", "1", "1"),
+        grid=("ceil(vectors / kBlock)", "1", "1"),
     )
 }

@@ -20,10 +20,8 @@ struct BiasAddParams {
   std::vector<Output> outputs() const { return {{y, static_cast<size_t>(rows * channels), dtype}}; }
 };
 
-// Vector width in elements and threads a block; see kernel.hip for the grid.
 struct BiasAddConfig {
-  int vector_bytes;  // 16, or 0 for one element at a time
-  int block;
+  int block;  // threads: 128, 256 or 512. 256 takes any shape, the others rows of whole 16-byte vectors
 };
 
 bool bias_add_supports(const BiasAddParams& params, const BiasAddConfig& config);

@@ -80,8 +80,14 @@ CASES = [
 LAUNCHES = {
     "bias_split_gelu_kernel": Launch(
         template=("T", "kVec", "kBlock"),
-        arguments=(("x", "const T*"), ("bias", "const T*"), ("y", "T*"), ("count", "int64"), ("half", "int32")),
+        arguments=(
+            ("x", "const T*"),
+            ("bias", "const T*"),
+            ("y", "T*"),
+            ("vectors", "uint32"),
+            ("vectors_per_row", "uint32"),
+        ),
         block="kBlock",
-        grid=("ceil(count / (kVec * kBlock))", "1", "1"),
+        grid=("ceil(vectors / kBlock)", "1", "1"),
     )
 }

@@ -21,8 +21,7 @@ struct BiasSplitGeluParams {
 };
 
 struct BiasSplitGeluConfig {
-  int vector_bytes;  // 16, or 0 for one element at a time
-  int block;         // threads
+  int block;  // threads: 128, 256 or 512. 256 takes any shape, the others rows of whole 16-byte vectors
 };
 
 bool bias_split_gelu_supports(const BiasSplitGeluParams& params, const BiasSplitGeluConfig& config);

@@ -84,7 +84,7 @@ __device__ inline float from_float<float>(float x) {
 
 // The largest number of waves in a block of `threads`, over all devices: sizes shared arrays on the host and the
 // device.
-constexpr int max_waves(int threads) { return (threads + 31) / 32; }
+__host__ __device__ constexpr int max_waves(int threads) { return (threads + 31) / 32; }
 
 __device__ inline float shuffle_xor(float value, int mask) {
 #if SD_ORT_HIP
@@ -115,12 +115,38 @@ struct Bytes<4> {
 };
 template <>
 struct Bytes<8> {
+#if SD_ORT_HIP
+  using type = uint32_t __attribute__((ext_vector_type(2)));  // not HIP's uint2: its union costs copies
+#else
   using type = uint2;
+#endif
 };
 template <>
 struct Bytes<16> {
+#if SD_ORT_HIP
+  using type = uint32_t __attribute__((ext_vector_type(4)));
+#else
   using type = uint4;
+#endif
 };
+
+// Makes the compiler forget what it knows of a register's value, so that it computes a thing again rather than hold it.
+#if defined(SD_ORT_EMULATED)
+template <class Raw>
+void forget(Raw&) {}
+#elif SD_ORT_HIP
+template <class Raw>
+__device__ inline void forget(Raw& value) {
+  asm volatile("" : "+v"(value));
+}
+#else
+__device__ inline void forget(uint16_t& value) { asm volatile("" : "+h"(value)); }
+__device__ inline void forget(uint32_t& value) { asm volatile("" : "+r"(value)); }
+__device__ inline void forget(uint2& value) { asm volatile("" : "+r"(value.x), "+r"(value.y)); }
+__device__ inline void forget(uint4& value) {
+  asm volatile("" : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w));
+}
+#endif
 
 template <class T, int N>
 struct alignas(sizeof(T) * N) Vec {
@@ -165,7 +191,9 @@ const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
 #if defined(SD_ORT_EMULATED)
   emulator::launch(grid, block, [=] { kernel(static_cast<Parameters>(arguments)...); });  // tests/gpu_emulator
 #else
+  // clang-format off
   kernel<<<grid, block, lds_bytes, static_cast<gpuStream_t>(stream)>>>(static_cast<Parameters>(arguments)...);
+  // clang-format on
 #endif
   return launch_error();
 }

@@ -67,4 +67,37 @@ __device__ inline float block_reduce(float value, float* shared) {
   return value;
 }
 
+// Sums of numbers as they come, taken about the first of them. That number is one of the summed, so its distance from
+// their mean is at most sqrt(n) deviations and the variance loses at most n roundoffs, whatever the mean.
+struct ShiftedSums {
+  float first;
+  float sum;
+  float squares;
+
+  __device__ void start(float value) {
+    first = value;
+    sum = squares = 0.f;
+  }
+  __device__ void add(float value) {
+    const float distance = value - first;
+    sum += distance;
+    squares += distance * distance;
+  }
+  __device__ Moments moments(float count) const {
+    if (count == 0.f) return Moments::none();
+    return {count, first + sum / count, fmaxf(squares - sum * sum / count, 0.f)};
+  }
+};
+
+// Every thread gets the moments of the whole block, whose numbers are `count` together. `shared` holds
+// 2 * max_waves(kThreads) floats; two calls after each other may use the same.
+template <int kThreads>
+__device__ inline Moments block_moments(const Moments& mine, float count, float* shared) {
+  const float mean = block_reduce<Sum, kThreads>(mine.count * mine.mean, shared) / count;
+  const float distance = mine.mean - mean;
+  const float m2 =
+      block_reduce<Sum, kThreads>(mine.m2 + mine.count * distance * distance, shared + max_waves(kThreads));
+  return {count, mean, m2};
+}
+
 }  // namespace sd_ort

@@ -41,12 +41,19 @@ struct GroupNormParams {
   }
 };
 
-// Which kernel and how large its blocks are; see kernel.hip.
+// Which kernel and how it is cut; see kernel.hip.
 struct GroupNormConfig {
-  bool one_read;     // hold a group on chip; otherwise statistics first, then a second read
-  int block;         // threads
-  int vector_bytes;  // widest access; narrower ones are taken when the shape needs them
+  enum Kernel { kDefault, kOneRead, kTwoReads } kernel;
+  int block;             // one read: threads
+  int registers;         // one read: registers a thread that hold the group
+  int groups_per_block;  // one read
 };
+
+// The sizes that one read is compiled in, by what they hold: 20, 80, 80 and 160 KB.
+constexpr GroupNormConfig kOneReadConfigs[] = {{GroupNormConfig::kOneRead, 256, 20, 1},
+                                               {GroupNormConfig::kOneRead, 1024, 20, 1},
+                                               {GroupNormConfig::kOneRead, 512, 40, 1},
+                                               {GroupNormConfig::kOneRead, 512, 80, 1}};
 
 bool group_norm_supports(const GroupNormParams& params, const GroupNormConfig& config);
 size_t group_norm_workspace(const GroupNormParams& params, const GroupNormConfig& config);

@@ -33,8 +33,7 @@ struct SkipLayerNormParams {
 };
 
 struct SkipLayerNormConfig {
-  int lanes;         // threads a row: 32, 64, 128 or 256; 0 reads the row twice and takes any length
-  int vector_bytes;  // 16, or 0 for one element at a time
+  int lanes;  // threads a row: 32 or 256; 0 takes the first that holds the row; -1 reads it twice, of any length
 };
 
 bool skip_layer_norm_supports(const SkipLayerNormParams& params, const SkipLayerNormConfig& config);
