@@ -21,7 +21,7 @@ from fusion_passes import (
     skip_layer_normalization,
 )
 from fusion_passes._rule import apply
-from fusion_passes.canonicalize import attention, canonicalize, fold, gelu, group_normalization, transposes
+from fusion_passes.canonicalize import attention, canonicalize, fold, gelu, group_normalization, merge_equal, transposes
 
 # SkipLayerNormalization takes the sums a normalization follows; BiasAdd takes those that are left.
 FUSIONS: tuple[ModuleType, ...] = (
@@ -48,6 +48,7 @@ def fuse(model: ir.Model, leave: frozenset[str] = frozenset()) -> Counter[str]:
         name = module.__name__.rpartition(".")[2]
         if name not in leave:
             counts[name] = apply(model, module.RULES)
+    merge_equal(model)
     return counts
 
 

@@ -8,6 +8,7 @@ restores an earlier shape; here equal sizes are equal expressions.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -152,6 +153,12 @@ def _declare(value: ir.Value, facts: Facts) -> None:
 
 
 def _size(name: str, facts: Facts) -> Dim:
+    """The size an axis name stands for: exporters tie axes by writing `height/2`, `height*8` or `8*height`."""
+    tied = re.fullmatch(r"(?:(?P<times>\d+)\*)?(?P<symbol>[A-Za-z_]\w*)(?:(?P<by>[*/])(?P<number>\d+))?", name)
+    if tied is not None and tied["symbol"] != name:
+        whole = _size(tied["symbol"], facts) * constant(int(tied["times"] or 1))
+        number = int(tied["number"] or 1)
+        return whole // number if tied["by"] == "/" else whole * constant(number)
     multiple = facts.multiples.get(name, 1)
     return symbol(name) if multiple == 1 else symbol(f"({name}/{multiple})") * constant(multiple)
 

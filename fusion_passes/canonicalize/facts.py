@@ -33,10 +33,16 @@ def fold(model: ir.Model) -> None:
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         common.IdentityEliminationPass()(model)
         common.RemoveUnusedNodesPass()(model)
-        common.CommonSubexpressionEliminationPass()(model)
+        merge_equal(model)
         if not changed:
             break
     reshape_targets(model)
+
+
+def merge_equal(model: ir.Model) -> None:
+    """One node for all that compute the same from the same: TorchScript builds a causal mask for every layer."""
+    common.DeduplicateInitializersPass(size_limit=_shapes.LIST_LIMIT)(model)
+    common.CommonSubexpressionEliminationPass()(model)
 
 
 def reshape_targets(model: ir.Model) -> None:

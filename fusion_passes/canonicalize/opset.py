@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 OPSET = 21
 SAME = frozenset(
-    "Add And ArgMax Cast Ceil Clip Concat Constant ConstantOfShape Conv Cos Div Equal Erf Exp Expand Floor Gather "
+    "Add And ArgMax Cast Ceil Clip Concat Constant ConstantOfShape Conv Cos Div Equal Erf Exp Expand Flatten Floor Gather "
     "GatherElements GatherND Gelu Gemm Greater GreaterOrEqual Identity InstanceNormalization IsInf "
     "IsNaN LayerNormalization Less LessOrEqual Log MatMul Max Min Mod Mul Neg Not Or Pad Pow Range Reciprocal Relu "
     "Reshape Resize ScatterND Shape Sigmoid Sin Slice Softmax Split Sqrt Squeeze Sub Tanh Tile Transpose Trilu "
