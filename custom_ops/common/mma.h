@@ -39,6 +39,12 @@ namespace mma {
 constexpr int kTile = 16;  // rows, columns and depth of one step
 constexpr int kWave = SD_ORT_WAVE_SIZE;
 
+#if defined(SD_ORT_MMA_RDNA3)
+constexpr bool kWideOperands = true;  // an operand takes twice its data's registers
+#else
+constexpr bool kWideOperands = false;
+#endif
+
 #if defined(SD_ORT_MMA_CDNA)
 constexpr int kOperandRegisters = 2;  // 4 elements a lane
 constexpr int kAccumulatorSize = 4;
@@ -51,14 +57,24 @@ constexpr int kAccumulatorSize = 8;
 #endif
 constexpr int kOperandSize = 2 * kOperandRegisters;
 
+// N registers. clang's vector types, where there are: it keeps them whole through loads, stores and instructions.
+template <class R, int N>
+struct Registers {
+#if defined(__clang__)
+  typedef R type __attribute__((ext_vector_type(N)));
+#else
+  typedef R type[N];
+#endif
+};
+
 // One 16 x 16 operand of T (half_t or bf16_t), two elements a register, the even one in the low half.
 template <class T>
 struct Operand {
-  uint32_t r[kOperandRegisters];
+  typename Registers<uint32_t, kOperandRegisters>::type r;
 };
 
 struct Accumulator {
-  float x[kAccumulatorSize];
+  Registers<float, kAccumulatorSize>::type x;
 };
 
 // ---- which element of a tile a lane holds -----------------------------------------------------------------------
@@ -107,6 +123,14 @@ __device__ inline void schedule_barrier() {
 #endif
 }
 
+// The accumulators are computed here and not later: keeps the compiler from putting RDNA's products off to where their
+// sums are used, which leaves all operands waiting in registers.
+__device__ inline void settle(Accumulator& accumulator) {
+#if defined(__HIP_DEVICE_COMPILE__) && !defined(SD_ORT_MMA_CDNA)
+  asm volatile("" : "+v"(accumulator.x));
+#endif
+}
+
 __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % kWave; }
 
 // ---- two numbers to one register --------------------------------------------------------------------------------
@@ -121,6 +145,19 @@ __device__ inline uint32_t pack(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   }
   return packed;
+#elif SD_ORT_HIP
+  if constexpr (std::is_same_v<T, half_t>) {
+    const half_t pair[2] = {static_cast<half_t>(low), static_cast<half_t>(high)};
+    uint32_t packed;
+    memcpy(&packed, pair, sizeof(packed));
+    return packed;
+  } else {
+    // To nearest even, without from_float's care for unusual NaN patterns: arithmetic makes 0x7fc00000 only.
+    const uint32_t low_bits = __float_as_uint(low), high_bits = __float_as_uint(high);
+    const uint32_t low_rounded = low_bits + 0x7fffu + (low_bits >> 16 & 1u);
+    const uint32_t high_rounded = high_bits + 0x7fffu + (high_bits >> 16 & 1u);
+    return low_rounded >> 16 | (high_rounded & 0xffff0000u);
+  }
 #else
   const T pair[2] = {from_float<T>(low), from_float<T>(high)};
   uint32_t packed;
@@ -140,7 +177,7 @@ namespace mma {
 #elif defined(SD_ORT_MMA_NVIDIA)
 #if defined(__CUDA_ARCH__)
 template <class T>
-__device__ inline void multiply_add_8_columns(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ inline void multiply_add_8_columns(float* d, const Registers<uint32_t, 4>::type& a, uint32_t b0, uint32_t b1) {
   if constexpr (std::is_same_v<T, half_t>) {
     asm(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -164,44 +201,40 @@ __device__ inline void multiply_add(Accumulator& accumulator, const Operand<T>& 
 #endif
 }
 #else
-typedef float Float4 __attribute__((ext_vector_type(4)));
-typedef float Float8 __attribute__((ext_vector_type(8)));
 typedef _Float16 HalfOperand __attribute__((ext_vector_type(kOperandSize)));
 typedef short ShortOperand __attribute__((ext_vector_type(kOperandSize)));
 
 template <class T>
 __device__ inline void multiply_add(Accumulator& accumulator, const Operand<T>& a, const Operand<T>& b) {
   constexpr bool kHalf = std::is_same_v<T, half_t>;
+  auto& d = accumulator.x;
 #if defined(SD_ORT_MMA_CDNA)
-  auto d = __builtin_bit_cast(Float4, accumulator);
   if constexpr (kHalf) {
-    d = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(HalfOperand, b), __builtin_bit_cast(HalfOperand, a), d,
+    d = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(HalfOperand, b.r), __builtin_bit_cast(HalfOperand, a.r), d,
                                               0, 0, 0);
   } else {
-    d = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(ShortOperand, b),
-                                                  __builtin_bit_cast(ShortOperand, a), d, 0, 0, 0);
+    d = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(ShortOperand, b.r),
+                                                  __builtin_bit_cast(ShortOperand, a.r), d, 0, 0, 0);
   }
 #else
-  auto d = __builtin_bit_cast(Float8, accumulator);
 #if defined(SD_ORT_MMA_RDNA3)
   if constexpr (kHalf) {
-    d = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(__builtin_bit_cast(HalfOperand, b),
-                                                   __builtin_bit_cast(HalfOperand, a), d);
+    d = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(__builtin_bit_cast(HalfOperand, b.r),
+                                                   __builtin_bit_cast(HalfOperand, a.r), d);
   } else {
-    d = __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32(__builtin_bit_cast(ShortOperand, b),
-                                                    __builtin_bit_cast(ShortOperand, a), d);
+    d = __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32(__builtin_bit_cast(ShortOperand, b.r),
+                                                    __builtin_bit_cast(ShortOperand, a.r), d);
   }
 #else
   if constexpr (kHalf) {
-    d = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(__builtin_bit_cast(HalfOperand, b),
-                                                         __builtin_bit_cast(HalfOperand, a), d);
+    d = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(__builtin_bit_cast(HalfOperand, b.r),
+                                                         __builtin_bit_cast(HalfOperand, a.r), d);
   } else {
-    d = __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32_gfx12(__builtin_bit_cast(ShortOperand, b),
-                                                          __builtin_bit_cast(ShortOperand, a), d);
+    d = __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32_gfx12(__builtin_bit_cast(ShortOperand, b.r),
+                                                          __builtin_bit_cast(ShortOperand, a.r), d);
   }
 #endif
 #endif
-  accumulator = __builtin_bit_cast(Accumulator, d);
 }
 
 // The value of the lane 16 further (modulo 32).
@@ -222,7 +255,7 @@ __device__ inline uint32_t permute_bytes(uint32_t high, uint32_t low, uint32_t s
 #if defined(SD_ORT_MMA_NVIDIA) && !defined(SD_ORT_EMULATED)
 // ldmatrix: four 8 x 8 matrices whose 8 rows of 16 bytes lanes 0-7, 8-15, 16-23 and 24-31 point to.
 template <bool kTransposed>
-__device__ inline void load_matrices(uint32_t (&r)[4], const void* row) {
+__device__ inline void load_matrices(Registers<uint32_t, 4>::type& r, const void* row) {
 #if defined(__CUDA_ARCH__)
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   if constexpr (kTransposed) {
@@ -271,7 +304,7 @@ __device__ inline Operand<T> load_operand(const T* tile, int stride) {
   load_matrices<false>(operand.r, tile + lane % 16 * stride + lane / 16 * 8);
 #else
   const T* from = tile + operand_row(lane, 0) * stride + operand_depth(lane, 0);
-  memcpy(operand.r, __builtin_assume_aligned(from, kPadding * sizeof(T)), sizeof(operand.r));
+  memcpy(&operand.r, __builtin_assume_aligned(from, kPadding * sizeof(T)), sizeof(operand.r));
 #endif
   return operand;
 }
@@ -304,12 +337,12 @@ __host__ __device__ constexpr int chunk_column(int lane) { return lane / 16 * kC
 #endif
 
 struct Chunk {
-  uint32_t r[kChunk / 2];
+  Registers<uint32_t, kChunk / 2>::type r;
 };
 
 #if defined(SD_ORT_MMA_NVIDIA)
 // Lane i of each four lanes hands its register j to lane j, as that lane's register i.
-__device__ inline void transpose_quad(uint32_t (&r)[4]) {
+__device__ inline void transpose_quad(Registers<uint32_t, 4>::type& r) {
   const int lane = lane_id() % 4;
 #pragma unroll
   for (int step = 1; step < 4; ++step) {
@@ -330,10 +363,11 @@ __device__ inline uint32_t second_half_mask() { return lane_id() / 16 ? 0xffffff
 
 // A lane of the first half has even columns, its partner in the second the odd ones. From both lanes' packed columns
 // (c, c + 2), the pairs (c, c + 1) and (c + 2, c + 3).
-__device__ inline void interleave(uint32_t mine, uint32_t other, uint32_t& low, uint32_t& high) {
-  const uint32_t mask = second_half_mask();
-  low = permute_bytes(other, mine, select(mask, 0x01000504u, 0x05040100u));
-  high = permute_bytes(other, mine, select(mask, 0x03020706u, 0x07060302u));
+__device__ inline uint32_t interleave_low(uint32_t mine, uint32_t other) {
+  return permute_bytes(other, mine, select(second_half_mask(), 0x01000504u, 0x05040100u));
+}
+__device__ inline uint32_t interleave_high(uint32_t mine, uint32_t other) {
+  return permute_bytes(other, mine, select(second_half_mask(), 0x03020706u, 0x07060302u));
 }
 #endif
 
@@ -345,7 +379,9 @@ __device__ inline Operand<T> to_operand(const Accumulator& accumulator) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t mine = pack<T>(accumulator.x[2 * i], accumulator.x[2 * i + 1]);
-    interleave(mine, exchange_halves(mine), operand.r[2 * i], operand.r[2 * i + 1]);
+    const uint32_t other = exchange_halves(mine);
+    operand.r[2 * i] = interleave_low(mine, other);
+    operand.r[2 * i + 1] = interleave_high(mine, other);
   }
 #else
 #pragma unroll
@@ -367,12 +403,14 @@ __device__ inline Chunk to_chunk(const Accumulator& accumulator) {
     const uint32_t first = pack<T>(accumulator.x[2 * i], accumulator.x[2 * i + 1]);
     const uint32_t second = pack<T>(accumulator.x[4 + 2 * i], accumulator.x[4 + 2 * i + 1]);
     const uint32_t mask = second_half_mask();
-    interleave(select(mask, second, first), exchange_halves(select(mask, first, second)), chunk.r[2 * i],
-               chunk.r[2 * i + 1]);
+    const uint32_t mine = select(mask, second, first);
+    const uint32_t other = exchange_halves(select(mask, first, second));
+    chunk.r[2 * i] = interleave_low(mine, other);
+    chunk.r[2 * i + 1] = interleave_high(mine, other);
   }
 #else
   const Operand<T> operand = to_operand<T>(accumulator);
-  memcpy(chunk.r, operand.r, sizeof(chunk.r));
+  memcpy(&chunk.r, &operand.r, sizeof(chunk.r));
 #if defined(SD_ORT_MMA_NVIDIA)
   transpose_quad(chunk.r);
 #endif
@@ -393,7 +431,7 @@ __device__ inline Operand<T> from_chunk(const Chunk& chunk) {
     operand.r[4 + i] = select(mask, chunk.r[i], other);
   }
 #else
-  memcpy(operand.r, chunk.r, sizeof(operand.r));
+  memcpy(&operand.r, &chunk.r, sizeof(operand.r));
 #if defined(SD_ORT_MMA_NVIDIA)
   transpose_quad(operand.r);
 #endif
@@ -405,11 +443,7 @@ __device__ inline Operand<T> from_chunk(const Chunk& chunk) {
 // the lane's own piece and fetches the partner's when used.
 template <class T, bool kSmall>
 struct HeldOperand {
-#if defined(SD_ORT_MMA_RDNA3)
-  static constexpr bool kPiece = kSmall;
-#else
-  static constexpr bool kPiece = false;
-#endif
+  static constexpr bool kPiece = kWideOperands && kSmall;
   std::conditional_t<kPiece, Chunk, Operand<T>> held;
 
   __device__ void hold(const Chunk& chunk) {

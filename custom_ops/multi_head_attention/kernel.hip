@@ -3,6 +3,11 @@
 //
 // flash_attention_kernel<T, kHead, kQueries, kKeys, kThreads>: fp16 and bf16, matrix instructions, head_size <= kHead.
 //   Launch: block (kThreads, 1, 1), grid (ceil(sequence / kQueries), heads, batch), no dynamic LDS.
+// wide_attention_kernel<T, kHead, kStage, kThreads>: the same for larger heads.
+//   Launch: block (kThreads, 1, 1), grid (ceil(sequence / 64), heads, batch), no dynamic LDS.
+// plain_attention_kernel<T, kColumnTiles>: any type, alignment and head size, no matrix instructions.
+//   Launch: block (256, 1, 1), grid (ceil(sequence / 64) * ceil(head_size / (64 * kColumnTiles)), heads, batch), no
+//   dynamic LDS.
 #include "common/gpu.h"
 #include "common/mma.h"
 #include "common/reduce.h"
@@ -34,23 +39,29 @@ struct Rows {
   int64_t stride;
   int rows;
   int columns;
+  int first_column = 0;
 
-  __device__ Rows from(int row) const { return {data + row * stride, stride, rows - row, columns}; }
-  __device__ bool holds(int row, int column) const { return row < rows && column < columns; }
+  // The rows from `row` on, which must exist; the columns from `column` on, which need not.
+  __device__ Rows from(int row) const { return {data + row * stride, stride, rows - row, columns, first_column}; }
+  __device__ Rows columns_from(int column) const { return {data, stride, rows, columns, first_column + column}; }
+
+  __device__ bool holds(int row, int column) const { return row < rows && first_column + column < columns; }
   __device__ const T* at(int row, int column) const {
-    const uint32_t offset = (static_cast<uint32_t>(row) * static_cast<uint32_t>(stride) + column) * sizeof(T);
-    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(data) + offset);
+    const uint32_t element = static_cast<uint32_t>(row) * static_cast<uint32_t>(stride) + first_column + column;
+    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(data) + element * static_cast<uint32_t>(sizeof(T)));
   }
 
-  // N neighbouring elements of a row, zeros outside the tensor. No branch, so that many loads can be under way.
+  // N neighbouring elements of a row, zeros outside the tensor: then the first element's are read and masked, so that
+  // no branch keeps other loads from starting.
   template <int N>
   __device__ Vec<T, N> load(int row, int column) const {
     const bool valid = holds(row, column);
+    const uint32_t mask = valid ? 0xffffffffu : 0u;
     uint32_t bits[N / 2];
-    const auto loaded = Vec<T, N>::load(at(valid ? row : 0, valid ? column : 0));
+    const auto loaded = Vec<T, N>::load(valid ? at(row, column) : data);
     memcpy(bits, &loaded.raw, sizeof(bits));
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) bits[i] = valid ? bits[i] : 0u;
+    for (int i = 0; i < N / 2; ++i) bits[i] &= mask;
     Vec<T, N> vec;
     memcpy(&vec.raw, bits, sizeof(bits));
     return vec;
@@ -58,7 +69,7 @@ struct Rows {
 };
 
 // Copies a tile of kRows x kColumns to LDS, row by row: begin() starts the loads, finish() has them written. On NVIDIA
-// the copy engine writes LDS in between, so begin() may run only when the tile is free.
+// the copies write LDS in between, so begin() may run only when the tile is free.
 template <class T, int kRows, int kColumns, int kThreads>
 class RowTile {
  public:
@@ -66,11 +77,13 @@ class RowTile {
   static constexpr int kSize = kRows * kStride;
 
   __device__ explicit RowTile(T* lds) : lds_(lds) {}
+  __device__ void place(T* lds) { lds_ = lds; }
 
   __device__ void begin(const Rows<T>& from) {
+    const int thread = threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const int piece = threadIdx.x + i * kThreads;
+      const int piece = thread + i * kThreads;
       if (kPieces % kThreads != 0 && piece >= kPieces) break;
       const int row = piece / kPiecesARow, column = piece % kPiecesARow * 8;
 #if defined(SD_ORT_MMA_NVIDIA)
@@ -87,9 +100,10 @@ class RowTile {
 #if defined(SD_ORT_MMA_NVIDIA)
     mma::wait_for_copies();
 #else
+    const int thread = threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const int piece = threadIdx.x + i * kThreads;
+      const int piece = thread + i * kThreads;
       if (kPieces % kThreads != 0 && piece >= kPieces) break;
       T* to = lds_ + piece / kPiecesARow * kStride + piece % kPiecesARow * 8;
       memcpy(__builtin_assume_aligned(to, mma::kPadding * sizeof(T)), &pieces_[i].raw, 16);
@@ -134,11 +148,13 @@ class ColumnTile {
   static constexpr int kSize = kColumns * kStride;
 
   __device__ explicit ColumnTile(T* lds) : lds_(lds) {}
+  __device__ void place(T* lds) { lds_ = lds; }
 
   __device__ void begin(const Rows<T>& from) {
+    const int thread = threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const int patch = threadIdx.x + i * kThreads;
+      const int patch = thread + i * kThreads;
       if (kPatches % kThreads != 0 && patch >= kPatches) break;
 #pragma unroll
       for (int row = 0; row < 4; ++row) {
@@ -148,9 +164,10 @@ class ColumnTile {
   }
 
   __device__ void finish() {
+    const int thread = threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const int patch = threadIdx.x + i * kThreads;
+      const int patch = thread + i * kThreads;
       if (kPatches % kThreads != 0 && patch >= kPatches) break;
       uint32_t rows[4][4];
       memcpy(rows, patches_[i], sizeof(rows));
@@ -191,30 +208,59 @@ struct SoftmaxState {
   float sum[mma::kRowsPerLane];
 };
 
-// scores * factor are logarithms to base 2. Replaces them by 2^(score - largest) with the new largest score of each
-// row, updates the state and scales `output`, which was computed with the old one. A row of nothing but -infinity stays
-// zero.
-template <int kKeyTiles, int kHeadTiles>
-__device__ inline void softmax_step(mma::Accumulator (&scores)[kKeyTiles], float factor, SoftmaxState& state,
-                                    mma::Accumulator (&output)[kHeadTiles]) {
-  float largest[mma::kRowsPerLane], shift[mma::kRowsPerLane], rescale[mma::kRowsPerLane];
+template <int kRows, int kColumns>
+__device__ inline void settle_all(mma::Accumulator (&tiles)[kRows][kColumns]) {
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+    for (int column = 0; column < kColumns; ++column) mma::settle(tiles[row][column]);
+  }
+}
+
+template <int kRowTiles>
+__device__ inline void reset(SoftmaxState (&state)[kRowTiles]) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int slot = 0; slot < mma::kRowsPerLane; ++slot) {
+      state[m].largest[slot] = -INFINITY;
+      state[m].sum[slot] = 0.f;
+    }
+  }
+}
+
+// The largest element of each of the lane's rows.
+template <int kTiles>
+__device__ inline void row_maxima(const mma::Accumulator (&scores)[kTiles], float (&largest)[mma::kRowsPerLane]) {
 #pragma unroll
   for (int slot = 0; slot < mma::kRowsPerLane; ++slot) largest[slot] = -INFINITY;
 #pragma unroll
-  for (int tile = 0; tile < kKeyTiles; ++tile) {
+  for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
     for (int i = 0; i < mma::kAccumulatorSize; ++i) {
       largest[mma::row_slot(i)] = fmaxf(largest[mma::row_slot(i)], scores[tile].x[i]);
     }
   }
+#pragma unroll
+  for (int slot = 0; slot < mma::kRowsPerLane; ++slot) largest[slot] = mma::reduce_row<Max>(largest[slot]);
+}
+
+// scores * factor are logarithms to base 2, `largest` the rows' largest of this step. Replaces scores by
+// 2^(score - largest so far), updates the state, and scales `output`, which was computed with the earlier largest. A
+// row of nothing but -infinity stays zero.
+template <int kKeyTiles, int kHeadTiles>
+__device__ inline void softmax_step(mma::Accumulator (&scores)[kKeyTiles],
+                                    const float (&largest)[mma::kRowsPerLane], float factor, SoftmaxState& state,
+                                    mma::Accumulator (&output)[kHeadTiles]) {
+  float shift[mma::kRowsPerLane], rescale[mma::kRowsPerLane];
   bool moved = false;
 #pragma unroll
   for (int slot = 0; slot < mma::kRowsPerLane; ++slot) {
-    largest[slot] = fmaxf(state.largest[slot], mma::reduce_row<Max>(largest[slot]) * factor);
-    shift[slot] = largest[slot] == -INFINITY ? 0.f : largest[slot];
+    const float updated = fmaxf(state.largest[slot], largest[slot] * factor);
+    shift[slot] = updated == -INFINITY ? 0.f : updated;
     rescale[slot] = exp2_fast(state.largest[slot] - shift[slot]);
     moved |= rescale[slot] != 1.f;
-    state.largest[slot] = largest[slot];
+    state.largest[slot] = updated;
     state.sum[slot] *= rescale[slot];
   }
 #pragma unroll
@@ -244,25 +290,64 @@ struct ScoreEdges {
   float scale;
   int causal;
 
-  // Whether every query of [first_query, ..) sees keys up to `last_key` and scores need only be scaled.
+  // Whether every query from `first_query` on sees keys up to `last_key` and scores need only be scaled.
   __device__ bool plain(int first_query, int last_key) const {
     return bias == nullptr && scale > 0.f && last_key < keys && (!causal || last_key <= first_query);
   }
 
+  // attention_bias of a query; queries past the last get the last one's, for nothing.
+  __device__ const T* bias_row(int query) const {
+    return bias == nullptr ? nullptr : bias + static_cast<int64_t>(min(query, queries - 1)) * keys;
+  }
+
   // A raw score as a logarithm to base 2, -infinity when the key is hidden from the query. A large negative finite
   // bias stays finite: a row where all keys have it is their mean, as in plain arithmetic.
-  __device__ float apply(float score, int query, int key) const {
+  __device__ float apply(float score, const T* bias_row, int query, int key) const {
     if (key >= keys || (causal && key > query)) return -INFINITY;
     float x = score * scale;
-    if (bias != nullptr && query < queries) x += to_float(bias[static_cast<uint32_t>(query * keys + key)]);
+    if (bias_row != nullptr) x += to_float(bias_row[key]);
     return x == -INFINITY ? x : fmaxf(x * kLog2E, -kLargestFloat);
   }
+
+  // apply() for accumulators that begin at (query, key).
+  template <int kTiles>
+  __device__ void apply(mma::Accumulator (&scores)[kTiles], int query, int key) const {
+    const int lane = mma::lane_id();
+    const T* rows[mma::kRowsPerLane];
+#pragma unroll
+    for (int slot = 0; slot < mma::kRowsPerLane; ++slot) rows[slot] = bias_row(query + mma::slot_row(lane, slot));
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < mma::kAccumulatorSize; ++i) {
+        scores[tile].x[i] = apply(scores[tile].x[i], rows[mma::row_slot(i)], query + mma::accumulator_row(lane, i),
+                                  key + tile * mma::kTile + mma::accumulator_column(lane, i));
+      }
+    }
+  }
 };
+
+// A 16 x 16 tile of Q from global memory, as row pieces.
+template <class T>
+__device__ inline mma::Chunk load_chunk(const Rows<T>& rows, int row, int column) {
+  const int lane = mma::lane_id();
+  const auto piece = rows.template load<mma::kChunk>(row + mma::chunk_row(lane), column + mma::chunk_column(lane));
+  mma::Chunk chunk;
+  memcpy(&chunk.r, &piece.raw, sizeof(chunk.r));
+  return chunk;
+}
+
+template <class T>
+__device__ inline void store_chunk(const mma::Chunk& chunk, T* to) {
+  Vec<T, mma::kChunk> piece;
+  memcpy(&piece.raw, &chunk.r, sizeof(chunk.r));
+  piece.store(to);
+}
 
 }  // namespace
 
 template <class T, int kHead, int kQueries, int kKeys, int kThreads>
-__global__ __launch_bounds__(kThreads) void flash_attention_kernel(
+__global__ __launch_bounds__(kThreads, 1) void flash_attention_kernel(
     const T* query, const T* key, const T* value, const T* attention_bias, T* output, int sequence, int kv_sequence,
     int head_size, int64_t query_batch_stride, int64_t query_row_stride, int64_t query_head_stride,
     int64_t key_batch_stride, int64_t key_row_stride, int64_t key_head_stride, int64_t value_batch_stride,
@@ -273,6 +358,7 @@ __global__ __launch_bounds__(kThreads) void flash_attention_kernel(
   constexpr int kRowTiles = kQueries / kTile / kWaves;
   constexpr int kHeadTiles = kHead / kTile;
   constexpr int kKeyTiles = kKeys / kTile;
+  constexpr bool kFewRegisters = kHead > 96;
   static_assert(kRowTiles * kTile * kWaves == kQueries, "each wave takes whole tiles of queries");
 
   using Keys = RowTile<T, kKeys, kHead, kThreads>;
@@ -297,28 +383,20 @@ __global__ __launch_bounds__(kThreads) void flash_attention_kernel(
       sequence, kv_sequence, scale, causal};
 
   keys.begin(key_rows);
-  HeldOperand<T, (kHead > 80)> queries[kRowTiles][kHeadTiles];
+  HeldOperand<T, kFewRegisters> queries[kRowTiles][kHeadTiles];
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int h = 0; h < kHeadTiles; ++h) {
-      const auto piece = query_rows.template load<kChunk>(wave_query + m * kTile + chunk_row(lane),
-                                                          h * kTile + chunk_column(lane));
-      Chunk chunk;
-      memcpy(chunk.r, &piece.raw, sizeof(chunk.r));
-      queries[m][h].hold(chunk);
+      queries[m][h].hold(load_chunk(query_rows, wave_query + m * kTile, h * kTile));
     }
   }
 
   SoftmaxState state[kRowTiles];
+  reset(state);
   Accumulator out[kRowTiles][kHeadTiles];
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (int slot = 0; slot < kRowsPerLane; ++slot) {
-      state[m].largest[slot] = -INFINITY;
-      state[m].sum[slot] = 0.f;
-    }
 #pragma unroll
     for (int h = 0; h < kHeadTiles; ++h) zero(out[m][h]);
   }
@@ -345,26 +423,19 @@ __global__ __launch_bounds__(kThreads) void flash_attention_kernel(
         const Operand<T> operand = keys.operand(k * kTile, h * kTile);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) multiply_add(scores[m][k], rows[m], operand);
+        if (kFewRegisters) schedule_barrier();
       }
       schedule_barrier();
     }
 
     const bool plain = edges.plain(first_query, first_key + kKeys - 1);
-    if (!plain) {
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int k = 0; k < kKeyTiles; ++k) {
-#pragma unroll
-          for (int i = 0; i < kAccumulatorSize; ++i) {
-            scores[m][k].x[i] = edges.apply(scores[m][k].x[i], wave_query + m * kTile + accumulator_row(lane, i),
-                                            first_key + k * kTile + accumulator_column(lane, i));
-          }
-        }
-      }
+    for (int m = 0; m < kRowTiles; ++m) {
+      if (!plain) edges.apply(scores[m], wave_query + m * kTile, first_key);
+      float largest[kRowsPerLane];
+      row_maxima(scores[m], largest);
+      softmax_step(scores[m], largest, plain ? scale * kLog2E : 1.f, state[m], out[m]);
     }
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) softmax_step(scores[m], plain ? scale * kLog2E : 1.f, state[m], out[m]);
 
     values.finish();
     __syncthreads();
@@ -379,6 +450,7 @@ __global__ __launch_bounds__(kThreads) void flash_attention_kernel(
         const Operand<T> operand = values.operand(h * kTile, k * kTile);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) multiply_add(out[m][h], weights[m], operand);
+        if (kFewRegisters && h % 2 == 1) schedule_barrier();
       }
       schedule_barrier();
     }
@@ -400,20 +472,381 @@ __global__ __launch_bounds__(kThreads) void flash_attention_kernel(
       for (int i = 0; i < kAccumulatorSize; ++i) out[m][h].x[i] *= inverse[row_slot(i)];
       const Chunk chunk = to_chunk<T>(out[m][h]);
       const int column = h * kTile + chunk_column(lane);
-      if (row >= sequence || column >= head_size) continue;
-      Vec<T, kChunk> piece;
-      memcpy(&piece.raw, chunk.r, sizeof(chunk.r));
-      piece.store(to + column);
+      if (row < sequence && column < head_size) store_chunk(chunk, to + column);
+    }
+  }
+}
+
+// Heads whose output no wave holds alone: all waves of a block share one tile of 64 queries x 64 keys. Q, K and V come
+// through LDS in stages of kStage columns, each loaded while the one before is used; a wave computes the same part of
+// every stage: its rows of the scores, and its columns of the output.
+template <class T, int kHead, int kStage, int kThreads>
+__global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(
+    const T* query, const T* key, const T* value, const T* attention_bias, T* output, int sequence, int kv_sequence,
+    int head_size, int64_t query_batch_stride, int64_t query_row_stride, int64_t query_head_stride,
+    int64_t key_batch_stride, int64_t key_row_stride, int64_t key_head_stride, int64_t value_batch_stride,
+    int64_t value_row_stride, int64_t value_head_stride, int64_t bias_batch_stride, int64_t bias_head_stride,
+    float scale, int causal) {
+  using namespace mma;
+  constexpr int kQueries = 64, kKeys = 64;
+  constexpr int kWaves = kThreads / SD_ORT_WAVE_SIZE;
+  constexpr int kWaveRows = kWaves > 4 ? 4 : 2, kWaveColumns = kWaves / kWaveRows;
+  constexpr int kRowTiles = kQueries / kTile / kWaveRows;
+  constexpr int kKeyTiles = kKeys / kTile / kWaveColumns;       // of the scores
+  constexpr int kColumnTiles = kStage / kTile / kWaveColumns;  // of a stage of the output
+  constexpr int kStages = kHead / kStage;
+  static_assert(kColumnTiles >= 1 && kStages * kStage == kHead, "whole stages, some columns for each wave");
+
+  using QueryTile = RowTile<T, kQueries, kStage, kThreads>;
+  using KeyTile = RowTile<T, kKeys, kStage, kThreads>;
+  using ValueTile = ColumnTile<T, kKeys, kStage, kThreads>;
+  using WeightTile = RowTile<T, kQueries, kKeys, kThreads>;
+  constexpr int kScoreStage = QueryTile::kSize + KeyTile::kSize;
+  constexpr int kStageSize = kScoreStage > ValueTile::kSize ? kScoreStage : ValueTile::kSize;
+  alignas(16) __shared__ T stage_lds[2][kStageSize];
+  alignas(16) __shared__ T weight_lds[WeightTile::kSize];
+  __shared__ float row_lds[kWaveColumns][kQueries];
+
+  const int head = blockIdx.y, batch = blockIdx.z, heads = gridDim.y;
+  const int lane = lane_id(), wave = threadIdx.x / SD_ORT_WAVE_SIZE;
+  const int wave_row = wave / kWaveColumns * kRowTiles * kTile, wave_column = wave % kWaveColumns;
+  const int first_query = blockIdx.x * kQueries;
+  const Rows<T> query_rows = {query + batch * query_batch_stride + head * query_head_stride, query_row_stride, sequence,
+                              head_size};
+  const Rows<T> key_rows = {key + batch * key_batch_stride + head * key_head_stride, key_row_stride, kv_sequence,
+                            head_size};
+  const Rows<T> value_rows = {value + batch * value_batch_stride + head * value_head_stride, value_row_stride,
+                              kv_sequence, head_size};
+  const ScoreEdges<T> edges = {
+      attention_bias == nullptr ? nullptr : attention_bias + batch * bias_batch_stride + head * bias_head_stride,
+      sequence, kv_sequence, scale, causal};
+
+  QueryTile queries(stage_lds[0]);
+  KeyTile keys(stage_lds[0] + QueryTile::kSize);
+  ValueTile values(stage_lds[0]);
+  WeightTile weights(weight_lds);
+
+  // Stages use the two buffers in turn.
+  const auto begin_scores = [&](int buffer, int first_key, int stage) {
+    queries.place(stage_lds[buffer]);
+    keys.place(stage_lds[buffer] + QueryTile::kSize);
+    queries.begin(query_rows.from(first_query).columns_from(stage * kStage));
+    keys.begin(key_rows.from(first_key).columns_from(stage * kStage));
+  };
+  const auto finish_scores = [&] {
+    queries.finish();
+    keys.finish();
+  };
+  const auto begin_values = [&](int buffer, int first_key, int stage) {
+    values.place(stage_lds[buffer]);
+    values.begin(value_rows.from(first_key).columns_from(stage * kStage));
+  };
+
+  SoftmaxState state[kRowTiles];
+  reset(state);
+  Accumulator out[kRowTiles][kStages * kColumnTiles];
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int i = 0; i < kStages * kColumnTiles; ++i) zero(out[m][i]);
+  }
+
+  const int end = causal ? min(kv_sequence, first_query + kQueries) : kv_sequence;
+  int buffer = 0;
+  begin_scores(0, 0, 0);
+  finish_scores();
+  __syncthreads();
+  for (int first_key = 0; first_key < end; first_key += kKeys) {
+    Accumulator scores[kRowTiles][kKeyTiles];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int k = 0; k < kKeyTiles; ++k) zero(scores[m][k]);
+    }
+#pragma unroll 1
+    for (int stage = 0; stage < kStages; ++stage) {
+      const QueryTile stage_queries(stage_lds[buffer]);
+      const KeyTile stage_keys(stage_lds[buffer] + QueryTile::kSize);
+      const bool last = stage + 1 == kStages;
+      if (last) {
+        begin_values(buffer ^ 1, first_key, 0);
+      } else {
+        begin_scores(buffer ^ 1, first_key, stage + 1);
+      }
+#pragma unroll
+      for (int depth = 0; depth < kStage; depth += kTile) {
+        Operand<T> rows[kRowTiles];
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) rows[m] = stage_queries.operand(wave_row + m * kTile, depth);
+#pragma unroll
+        for (int k = 0; k < kKeyTiles; ++k) {
+          const Operand<T> columns = stage_keys.operand((wave_column * kKeyTiles + k) * kTile, depth);
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) multiply_add(scores[m][k], rows[m], columns);
+        }
+        schedule_barrier();
+      }
+      settle_all(scores);
+      if (last) {
+        values.finish();
+      } else {
+        finish_scores();
+      }
+      __syncthreads();
+      buffer ^= 1;
+    }
+
+    // The rows' largest scores, over the waves that share the rows.
+    const bool plain = edges.plain(first_query, first_key + kKeys - 1);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      const int row = wave_row + m * kTile;
+      if (!plain) edges.apply(scores[m], first_query + row, first_key + wave_column * kKeyTiles * kTile);
+      float largest[kRowsPerLane];
+      row_maxima(scores[m], largest);
+#pragma unroll
+      for (int slot = 0; slot < kRowsPerLane; ++slot) {
+        row_lds[wave_column][row + slot_row(lane, slot)] = largest[slot];  // lanes of a row write the same
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      const int row = wave_row + m * kTile;
+      float largest[kRowsPerLane];
+#pragma unroll
+      for (int slot = 0; slot < kRowsPerLane; ++slot) {
+        largest[slot] = row_lds[0][row + slot_row(lane, slot)];
+#pragma unroll
+        for (int i = 1; i < kWaveColumns; ++i) {
+          largest[slot] = fmaxf(largest[slot], row_lds[i][row + slot_row(lane, slot)]);
+        }
+      }
+      softmax_step(scores[m], largest, plain ? scale * kLog2E : 1.f, state[m], out[m]);
+#pragma unroll
+      for (int k = 0; k < kKeyTiles; ++k) {
+        const int column = (wave_column * kKeyTiles + k) * kTile + chunk_column(lane);
+        store_chunk(to_chunk<T>(scores[m][k]), weight_lds + (row + chunk_row(lane)) * WeightTile::kStride + column);
+      }
+    }
+    __syncthreads();
+
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      const ValueTile stage_values(stage_lds[buffer]);
+      const bool last = stage + 1 == kStages;
+      const bool done = last && first_key + kKeys >= end;
+      if (!last) {
+        begin_values(buffer ^ 1, first_key, stage + 1);
+      } else if (!done) {
+        begin_scores(buffer ^ 1, first_key + kKeys, 0);
+      }
+#pragma unroll
+      for (int depth = 0; depth < kKeys; depth += kTile) {
+        Operand<T> rows[kRowTiles];
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) rows[m] = weights.operand(wave_row + m * kTile, depth);
+#pragma unroll
+        for (int i = 0; i < kColumnTiles; ++i) {
+          const Operand<T> columns = stage_values.operand((wave_column * kColumnTiles + i) * kTile, depth);
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) multiply_add(out[m][stage * kColumnTiles + i], rows[m], columns);
+        }
+        schedule_barrier();
+      }
+      settle_all(out);
+      if (!last) {
+        values.finish();
+      } else if (!done) {
+        finish_scores();
+      }
+      __syncthreads();
+      buffer ^= 1;
+    }
+  }
+
+  // The rows' sums, over the waves that share the rows.
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int slot = 0; slot < kRowsPerLane; ++slot) {
+      const float sum = reduce_row<Sum>(state[m].sum[slot]);
+      row_lds[wave_column][wave_row + m * kTile + slot_row(lane, slot)] = sum;
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+    float inverse[kRowsPerLane];
+#pragma unroll
+    for (int slot = 0; slot < kRowsPerLane; ++slot) {
+      float total = 0.f;
+#pragma unroll
+      for (int i = 0; i < kWaveColumns; ++i) total += row_lds[i][wave_row + m * kTile + slot_row(lane, slot)];
+      inverse[slot] = total == 0.f ? 0.f : 1.f / total;
+    }
+    const int row = first_query + wave_row + m * kTile + chunk_row(lane);
+    T* to = output + (static_cast<int64_t>(batch) * sequence + row) * heads * head_size + head * head_size;
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+#pragma unroll
+      for (int i = 0; i < kColumnTiles; ++i) {
+        Accumulator& tile = out[m][stage * kColumnTiles + i];
+#pragma unroll
+        for (int j = 0; j < kAccumulatorSize; ++j) tile.x[j] *= inverse[row_slot(j)];
+        const Chunk chunk = to_chunk<T>(tile);
+        const int column = stage * kStage + (wave_column * kColumnTiles + i) * kTile + chunk_column(lane);
+        if (row < sequence && column < head_size) store_chunk(chunk, to + column);
+      }
+    }
+  }
+}
+
+// The same in float32 without matrix instructions, for any type, alignment and head size: 64 queries x 64 keys a block
+// of 256 threads; a thread has 4 rows x 4 keys of the scores and 4 rows x 4 columns of each 64 columns of the output. A
+// block computes 64 * kColumnTiles columns of the output, and all scores.
+template <class T, int kColumnTiles>
+__global__ __launch_bounds__(256, 1) void plain_attention_kernel(
+    const T* query, const T* key, const T* value, const T* attention_bias, T* output, int sequence, int kv_sequence,
+    int head_size, int64_t query_batch_stride, int64_t query_row_stride, int64_t query_head_stride,
+    int64_t key_batch_stride, int64_t key_row_stride, int64_t key_head_stride, int64_t value_batch_stride,
+    int64_t value_row_stride, int64_t value_head_stride, int64_t bias_batch_stride, int64_t bias_head_stride,
+    float scale, int causal) {
+  constexpr int kTile = 64, kDepth = 32, kThreads = 256;
+  constexpr int kStride = kTile + 4;  // 16-byte rows; neighbouring rows start 4 banks apart
+  // While scores are computed: kDepth rows of Q^T, then of K^T. Afterwards: 64 rows of V.
+  alignas(16) __shared__ float stage[kTile][kStride];
+  alignas(16) __shared__ float weights[kTile][kStride];  // (key, query)
+
+  const int column_blocks = (head_size + kTile * kColumnTiles - 1) / (kTile * kColumnTiles);
+  const int first_column = blockIdx.x % column_blocks * kTile * kColumnTiles;
+  const int first_query = blockIdx.x / column_blocks * kTile;
+  const int head = blockIdx.y, batch = blockIdx.z, heads = gridDim.y;
+  const int thread = threadIdx.x;
+  const int row = thread / 16 * 4, column = thread % 16 * 4;  // of the thread's 4 x 4
+  query += batch * query_batch_stride + head * query_head_stride;
+  key += batch * key_batch_stride + head * key_head_stride;
+  value += batch * value_batch_stride + head * value_head_stride;
+  const ScoreEdges<T> edges = {
+      attention_bias == nullptr ? nullptr : attention_bias + batch * bias_batch_stride + head * bias_head_stride,
+      sequence, kv_sequence, scale, causal};
+
+  float out[kColumnTiles][4][4] = {};
+  float largest[4], sum[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    largest[i] = -INFINITY;
+    sum[i] = 0.f;
+  }
+
+  const int end = causal ? min(kv_sequence, first_query + kTile) : kv_sequence;
+  for (int first_key = 0; first_key < end; first_key += kTile) {
+    float scores[4][4] = {};
+    for (int depth = 0; depth < head_size; depth += kDepth) {
+      __syncthreads();
+#pragma unroll 2
+      for (int i = thread; i < kTile * kDepth; i += kThreads) {
+        const int d = i % kDepth, r = i / kDepth;
+        const bool inside = depth + d < head_size;
+        const bool has_query = inside && first_query + r < sequence, has_key = inside && first_key + r < kv_sequence;
+        stage[d][r] = has_query ? to_float(query[(first_query + r) * query_row_stride + depth + d]) : 0.f;
+        stage[kDepth + d][r] = has_key ? to_float(key[(first_key + r) * key_row_stride + depth + d]) : 0.f;
+      }
+      __syncthreads();
+#pragma unroll 8
+      for (int d = 0; d < kDepth; ++d) {
+        float q[4], k[4];
+        memcpy(q, __builtin_assume_aligned(&stage[d][row], 16), sizeof(q));
+        memcpy(k, __builtin_assume_aligned(&stage[kDepth + d][column], 16), sizeof(k));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) scores[i][j] = fmaf(q[i], k[j], scores[i][j]);
+        }
+      }
+    }
+
+    // Sixteen neighbouring lanes share four rows.
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = first_query + row + i;
+      const T* bias_row = edges.bias_row(at);
+      float updated = largest[i];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        scores[i][j] = edges.apply(scores[i][j], bias_row, at, first_key + column + j);
+        updated = fmaxf(updated, scores[i][j]);
+      }
+      updated = wave_reduce<Max, 16>(updated);
+      const float shift = updated == -INFINITY ? 0.f : updated;
+      const float rescale = exp2f(largest[i] - shift);
+      largest[i] = updated;
+      sum[i] *= rescale;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        scores[i][j] = exp2f(scores[i][j] - shift);
+        sum[i] += scores[i][j];
+        weights[column + j][row + i] = scores[i][j];
+      }
+#pragma unroll
+      for (int c = 0; c < kColumnTiles; ++c) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[c][i][j] *= rescale;
+      }
+    }
+
+#pragma unroll
+    for (int c = 0; c < kColumnTiles; ++c) {
+      __syncthreads();
+#pragma unroll 2
+      for (int i = thread; i < kTile * kTile; i += kThreads) {
+        const int r = i / kTile, at = first_column + c * kTile + i % kTile;
+        const bool valid = first_key + r < kv_sequence && at < head_size;
+        stage[r][i % kTile] = valid ? to_float(value[(first_key + r) * value_row_stride + at]) : 0.f;
+      }
+      __syncthreads();
+#pragma unroll 8
+      for (int k = 0; k < kTile; ++k) {
+        float w[4], v[4];
+        memcpy(w, __builtin_assume_aligned(&weights[k][row], 16), sizeof(w));
+        memcpy(v, __builtin_assume_aligned(&stage[k][column], 16), sizeof(v));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) out[c][i][j] = fmaf(w[i], v[j], out[c][i][j]);
+        }
+      }
+    }
+  }
+
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float total = wave_reduce<Sum, 16>(sum[i]);
+    const float inverse = total == 0.f ? 0.f : 1.f / total;
+    const int at = first_query + row + i;
+    T* to = output + (static_cast<int64_t>(batch) * sequence + at) * heads * head_size + head * head_size;
+#pragma unroll
+    for (int c = 0; c < kColumnTiles; ++c) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int to_column = first_column + c * kTile + column + j;
+        if (at < sequence && to_column < head_size) to[to_column] = from_float<T>(out[c][i][j] * inverse);
+      }
     }
   }
 }
 
 namespace {
 
-template <class T, int kHead, int kQueries, int kKeys, int kThreads>
-const char* launch_flash(const MultiHeadAttentionParams& p, void* stream) {
-  return launch(flash_attention_kernel<T, kHead, kQueries, kKeys, kThreads>,
-                dim3(ceil_div(p.sequence, kQueries), p.heads, p.batch), dim3(kThreads), 0, stream,
+// Launches any of the kernels above: they take the same arguments.
+template <class T>
+using AttentionKernel = void(const T*, const T*, const T*, const T*, T*, int, int, int, int64_t, int64_t, int64_t,
+                             int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
+
+template <class T>
+const char* launch_kernel(AttentionKernel<T>* kernel, const MultiHeadAttentionParams& p, int64_t blocks_a_head,
+                          int threads, void* stream) {
+  return launch(kernel, dim3(blocks_a_head, p.heads, p.batch), dim3(threads), 0, stream,
                 static_cast<const T*>(p.query.data), static_cast<const T*>(p.key.data),
                 static_cast<const T*>(p.value.data), static_cast<const T*>(p.attention_bias), static_cast<T*>(p.output),
                 p.sequence, p.kv_sequence, p.head_size, p.query.batch_stride, p.query.row_stride, p.query.head_stride,
@@ -421,16 +854,98 @@ const char* launch_flash(const MultiHeadAttentionParams& p, void* stream) {
                 p.value.head_stride, p.bias_batch_stride, p.bias_head_stride, p.scale, p.causal);
 }
 
+template <class T, int kHead, int kQueries, int kKeys, int kThreads>
+const char* launch_flash(const MultiHeadAttentionParams& p, void* stream) {
+  return launch_kernel<T>(flash_attention_kernel<T, kHead, kQueries, kKeys, kThreads>, p,
+                          ceil_div(p.sequence, kQueries), kThreads, stream);
+}
+
+template <class T, int kHead, int kStage, int kThreads>
+const char* launch_wide(const MultiHeadAttentionParams& p, void* stream) {
+  return launch_kernel<T>(wide_attention_kernel<T, kHead, kStage, kThreads>, p, ceil_div(p.sequence, 64), kThreads,
+                          stream);
+}
+
+template <class T, int kColumnTiles>
+const char* launch_plain(const MultiHeadAttentionParams& p, void* stream) {
+  return launch_kernel<T>(plain_attention_kernel<T, kColumnTiles>, p,
+                          ceil_div(p.sequence, 64) * ceil_div(p.head_size, 64 * kColumnTiles), 256, stream);
+}
+
 template <class T>
-const char* launch_type(const MultiHeadAttentionParams& p, const MultiHeadAttentionConfig&, void* stream) {
-  return launch_flash<T, 48, 64, 64, 128>(p, stream);
+const char* run_plain(const MultiHeadAttentionParams& p, void* stream) {
+  if (p.head_size <= 64) return launch_plain<T, 1>(p, stream);
+  if (p.head_size <= 192) return launch_plain<T, 3>(p, stream);
+  return launch_plain<T, 4>(p, stream);
+}
+
+// The tiles of one head size: `large` for many queries, `small` where those would make too few blocks. AMD's registers
+// hold less of a tile than NVIDIA's with its half as large waves of CDNA's size.
+template <class T, int kHead>
+const char* run_flash(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel kernel, void* stream) {
+#if SD_ORT_HIP
+  constexpr int kKeys = kHead > 96 ? 32 : 64;
+  if (kernel == MultiHeadAttentionKernel::kLarge) return launch_flash<T, kHead, 128, kKeys, 256>(p, stream);
+  return launch_flash<T, kHead, 64, kKeys / 2, 128>(p, stream);
+#else
+  constexpr int kKeys = kHead > 80 ? 32 : 64;
+  if (kernel == MultiHeadAttentionKernel::kLarge) return launch_flash<T, kHead, 128, kKeys, 128>(p, stream);
+  return launch_flash<T, kHead, 64, 64, 128>(p, stream);
+#endif
+}
+
+template <class T>
+const char* run_matrix(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel kernel, void* stream) {
+  if (p.head_size <= 32) return run_flash<T, 32>(p, kernel, stream);
+  if (p.head_size <= 48) return run_flash<T, 48>(p, kernel, stream);
+  if (p.head_size <= 64) return run_flash<T, 64>(p, kernel, stream);
+  if (p.head_size <= 80) return run_flash<T, 80>(p, kernel, stream);
+  if (p.head_size <= 96) return run_flash<T, 96>(p, kernel, stream);
+  if (p.head_size <= 128) return run_flash<T, 128>(p, kernel, stream);
+  if (p.head_size <= 160) {
+#if SD_ORT_HIP
+    return launch_wide<T, 160, 32, 256>(p, stream);
+#else
+    return run_flash<T, 160>(p, kernel, stream);
+#endif
+  }
+  if (p.head_size <= 256) return launch_wide<T, 256, 64, 256>(p, stream);
+#if SD_ORT_HIP
+  return launch_wide<T, 512, 64, 512>(p, stream);
+#else
+  return launch_wide<T, 512, 64, 256>(p, stream);
+#endif
+}
+
+// Whether rows can be read 16 bytes at a time and addressed by 32-bit offsets.
+bool reads_wide(const HeadsView& view, int64_t rows) {
+  return view.row_stride % 8 == 0 && view.head_stride % 8 == 0 && view.batch_stride % 8 == 0 &&
+         are_aligned<16>(view.data) && rows * view.row_stride < int64_t{1} << 31;
 }
 
 }  // namespace
 
-const char* multi_head_attention_launch(const MultiHeadAttentionParams& p, const MultiHeadAttentionConfig& config,
+bool multi_head_attention_supports(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel kernel) {
+  if (kernel == MultiHeadAttentionKernel::kPlain) return true;
+#if SD_ORT_HIP
+  const int64_t largest_flash_head = 128;
+#else
+  const int64_t largest_flash_head = 160;
+#endif
+  if (kernel == MultiHeadAttentionKernel::kSmall && p.head_size > largest_flash_head) return false;
+  return p.dtype != DType::kFloat32 && p.kv_sequence > 0 && p.head_size % 8 == 0 && p.head_size <= 512 && are_aligned<16>(p.output) &&
+         reads_wide(p.query, p.sequence) && reads_wide(p.key, p.kv_sequence) && reads_wide(p.value, p.kv_sequence);
+}
+
+const char* multi_head_attention_launch(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel kernel,
                                         void* stream) {
-  return p.dtype == DType::kFloat16 ? launch_type<half_t>(p, config, stream) : launch_type<bf16_t>(p, config, stream);
+  if (p.batch * p.heads * p.sequence * p.head_size == 0) return nullptr;
+  if (kernel == MultiHeadAttentionKernel::kPlain) {
+    return p.dtype == DType::kFloat32   ? run_plain<float>(p, stream)
+           : p.dtype == DType::kFloat16 ? run_plain<half_t>(p, stream)
+                                        : run_plain<bf16_t>(p, stream);
+  }
+  return p.dtype == DType::kFloat16 ? run_matrix<half_t>(p, kernel, stream) : run_matrix<bf16_t>(p, kernel, stream);
 }
 
 }  // namespace sd_ort

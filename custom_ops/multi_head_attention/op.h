@@ -35,15 +35,15 @@ struct MultiHeadAttentionParams {
   int32_t causal;  // a query sees keys at its own position and before
 };
 
-// A tile: queries a block, keys a step, threads a block. See kernel.hip.
-struct MultiHeadAttentionConfig {
-  int queries;
-  int keys;
-  int threads;
+// The kernels to choose from; kernel.hip says which tiles each has by head size.
+enum class MultiHeadAttentionKernel {
+  kLarge,  // matrix instructions, 128 queries a block (64 for heads that several waves share)
+  kSmall,  // matrix instructions, 64 queries a block: more blocks for short sequences
+  kPlain,  // no matrix instructions: any type and alignment
 };
 
-bool multi_head_attention_supports(const MultiHeadAttentionParams& params, const MultiHeadAttentionConfig& config);
-const char* multi_head_attention_launch(const MultiHeadAttentionParams& params, const MultiHeadAttentionConfig& config,
+bool multi_head_attention_supports(const MultiHeadAttentionParams& params, MultiHeadAttentionKernel kernel);
+const char* multi_head_attention_launch(const MultiHeadAttentionParams& params, MultiHeadAttentionKernel kernel,
                                         void* stream);
 
 inline std::string signature(const MultiHeadAttentionParams& p) {
