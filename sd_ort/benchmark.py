@@ -158,7 +158,11 @@ class Worker:
             self.step_ms.append(1e3 * median(result["steps"]))
 
     def row(self, baseline: Worker | None) -> dict[str, Any]:
-        """The engine's row of the report; speed-ups and PSNR are relative to `baseline`, which must have run."""
+        """The engine's row of the report. Speed-ups and PSNR are relative to `baseline`, None while nothing has run.
+
+        `unet_step_ms` is one call of the UNet for the whole batch, guidance included; `image_s` is the time of a batch
+        over its images. There is no PSNR between images of different sizes.
+        """
         row = {**asdict(self.engine), "status": "failed" if self.failure else "ok", **self.loaded}
         if self.failure:
             row["reason"] = self.failure
@@ -172,7 +176,8 @@ class Worker:
             row["unet_step_ms"] = measure.summary(self.step_ms)
             row["image_speedup"] = speedup(self.image_s, baseline.image_s)
             row["unet_step_speedup"] = speedup(self.step_ms, baseline.step_ms)
-            row["psnr_db"] = median(map(measure.psnr, self.images, baseline.images))
+            if self.images.shape == baseline.images.shape:
+                row["psnr_db"] = median(map(measure.psnr, self.images, baseline.images))
         return row
 
     def save_image(self, out: Path) -> None:
@@ -357,7 +362,7 @@ def to_table(report: dict[str, Any]) -> str:
                 f"{faster['median']:.2f}x ({faster['min']:.2f}-{faster['max']:.2f})",
                 f"{row['peak_memory_MB']:.0f} MB",
                 f"{row['load_s']:.1f} s",
-                f"{row['psnr_db']:.1f} dB",
+                f"{row['psnr_db']:.1f} dB" if "psnr_db" in row else "-",
             ]
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
