@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
+
+# Tensors are written by several threads, but onnx_ir maps a file once a tensor; a lazy tensor may read another one.
+_mapping = threading.RLock()
+
+
+def read(tensor: ir.TensorProtocol) -> np.ndarray:
+    """The numbers of a tensor, mapped from its file where they lie in one; safe to call from several threads."""
+    with _mapping:
+        return tensor.numpy()
 
 
 def derived(
@@ -18,7 +28,7 @@ def derived(
     dtype = kept[0].dtype
 
     def evaluate() -> ir.Tensor:
-        return ir.Tensor(np.ascontiguousarray(make(*(t.numpy() for t in kept))), dtype=dtype, name=name)
+        return ir.Tensor(np.ascontiguousarray(make(*(read(t) for t in kept))), dtype=dtype, name=name)
 
     tensor = ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape), name=name)
     value = ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(dtype))

@@ -18,7 +18,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 import fusion_passes
-from fusion_passes import bodies, nhwc_layout, pack_qkv
+from fusion_passes import bodies, nhwc_layout, pack_qkv, split_gelu_weights, standard_attention
 from fusion_passes._rule import DOMAIN
 from sd_ort import calibration, folder, precision
 from sd_ort.errors import InputError
@@ -27,7 +27,7 @@ from sd_ort.targets import TARGETS, Target
 CONTRIB = "com.microsoft"
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
-    "MultiHeadAttention", "GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd", "SkipLayerNormalization",
+    "MultiHeadAttention", "Attention", "GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd", "SkipLayerNormalization",
     "LayerNormalization", "QuickGelu", "NhwcConv", "Conv", "Transpose",
 )  # fmt: skip
 
@@ -129,12 +129,16 @@ def optimize_component(
 
 def lower_layout(model: ir.Model, target: Target) -> dict[str, int]:
     """Take apart what the target never runs, then its layout and packing; returns counts by pass."""
+    counts: dict[str, int] = {}
+    if target.split_gelu:
+        counts["split_gelu_weights"] = split_gelu_weights.split_gelu_weights(model)
     parts = [node for node in model.graph if node.domain == DOMAIN and node.op_type in target.expand]
     if parts:
         bodies.attach(model, parts)
         common.InlinePass()(model)
         fusion_passes.canonicalize_shapes(model)
-    counts: dict[str, int] = {}
+    if target.standard_attention is not None:
+        counts["standard_attention"] = standard_attention.to_standard_attention(model, target.standard_attention)
     if target.layout == "NHWC":
         counts["nhwc_layout"] = nhwc_layout.to_nhwc(model)
     if target.pack:

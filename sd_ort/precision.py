@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from fusion_passes._lazy import read
 from fusion_passes._shapes import is_statistic
 from fusion_passes.canonicalize.opset import OPSET
 from sd_ort.errors import InputError
@@ -113,7 +114,7 @@ def _half_tensor(name: str, value: ir.Value, half: ir.DataType) -> ir.Value:
     numpy_dtype = np.dtype(np.float16) if half == ir.DataType.FLOAT16 else np.dtype(ml_dtypes.bfloat16)
 
     def evaluate() -> ir.Tensor:
-        return ir.Tensor(to_half(source.numpy(), numpy_dtype), dtype=half, name=name)
+        return ir.Tensor(to_half(read(source), numpy_dtype), dtype=half, name=name)
 
     tensor = ir.LazyTensor(evaluate, dtype=half, shape=ir.Shape(source.shape), name=name)
     return ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(half))

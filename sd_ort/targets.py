@@ -34,6 +34,17 @@ def _cuda_gelu_width(node: ir.Node) -> str | None:
     return None if width in (2560, 5120, 6144, 10240, 12288) else f"its kernel has no width {width}"
 
 
+def _short_keys(node: ir.Node) -> bool:
+    """Attentions whose keys are few, as far as a graph with dynamic sizes tells: other keys than queries (text), or
+    heads of 160 and more, which Stable Diffusion has at its coarsest levels. There onnxruntime 1.31's CPU kernel of
+    ai.onnx Attention beats that of MultiHeadAttention, whose blocks pay for long sequences (results/cpu_lowering.json).
+    """
+    query, key = c.dims(node.inputs[0]), c.dims(node.inputs[1])
+    if query is None or key is None or not isinstance(query[-1], int):
+        return False
+    return query[1] != key[1] or query[-1] // node.attributes["num_heads"].as_int() >= 160
+
+
 def _no_bias_input(node: ir.Node) -> str | None:
     bias = len(node.inputs) > 3 and node.inputs[3] is not None
     return "its kernel refuses a bias input" if bias else None
@@ -44,8 +55,9 @@ class Target:
     """One execution provider: its layout, and for each fused operator the limit of the provider's own kernel.
 
     Operators absent from `contrib` run as `sd_ort` operators, unless `expand` names them: those are taken apart again.
-    `leave` names fusions (modules of fusion_passes) that are not applied at all. `float32_inputs` are inputs
-    (operator, index) that stay in fp32 in a half precision model.
+    `leave` names fusions (modules of fusion_passes) that are not applied at all. `standard_attention` picks the
+    attentions that become ai.onnx Attention; `split_gelu` gives the gated feed-forward two projections instead of a
+    Split. `float32_inputs` are inputs (operator, index) that stay in fp32 in a half precision model.
     """
 
     name: str
@@ -54,8 +66,9 @@ class Target:
     contrib: Mapping[str, Limit] = field(default_factory=dict)
     expand: frozenset[str] = frozenset()
     leave: frozenset[str] = frozenset()
+    standard_attention: Callable[[ir.Node], bool] | None = None
+    split_gelu: bool = False
     float32_inputs: frozenset[tuple[str, int]] = frozenset()
-    opset: int = 21
 
 
 _FP32_AFFINE = frozenset({("GroupNorm", 1), ("GroupNorm", 2), ("SkipGroupNorm", 1), ("SkipGroupNorm", 2)})
@@ -65,8 +78,10 @@ PORTABLE = Target("portable")
 CPU = Target(
     "cpu",
     contrib={"SkipLayerNormalization": _any, "QuickGelu": _any, "MultiHeadAttention": _any},
-    expand=frozenset({"GroupNorm", "ScaledDotProductAttention"}),
-    leave=frozenset({"skip_group_norm", "bias_add", "bias_split_gelu"}),
+    expand=frozenset({"GroupNorm", "ScaledDotProductAttention", "BiasSplitGelu"}),
+    leave=frozenset({"skip_group_norm", "bias_add"}),
+    standard_attention=_short_keys,
+    split_gelu=True,
 )
 
 CUDA = Target(
