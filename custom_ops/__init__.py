@@ -7,4 +7,5 @@ OPERATORS = (
     "bias_split_gelu",
     "bias_add",
     "skip_layer_norm",
+    "multi_head_attention",
 )

@@ -10,6 +10,7 @@
 #include "bias_split_gelu/binding.h"
 #include "common/ort_op.h"
 #include "group_norm/binding.h"
+#include "multi_head_attention/binding.h"
 #include "skip_group_norm/binding.h"
 #include "skip_layer_norm/binding.h"
 
@@ -86,6 +87,7 @@ class Registry {
       add<BiasSplitGeluBinding>(provider, dtype, gpu);
       add<BiasAddBinding>(provider, dtype, gpu);
       add<SkipLayerNormBinding>(provider, dtype, gpu);
+      add<MultiHeadAttentionBinding>(provider, dtype, gpu);
     }
   }
 

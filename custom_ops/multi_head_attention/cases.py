@@ -145,10 +145,20 @@ def _case(
     if bias is not None:
         inputs["attention_bias"] = (*bias, sequence, kv_sequence)
     words = [f"{batch}x{heads}x{sequence}x{kv_sequence}x{head_size}", packed, *attributes]
+    words = [f"scale{attributes['scale']}" if word == "scale" else word for word in words]
     words += [values] if values != "normal" else []
     words += [f"bias{bias[0]}{bias[1]}"] if bias else []
     name = "-".join(word for word in words if word)
-    return Case(name, inputs, {"num_heads": heads, **attributes}, values=values, benchmark=benchmark)
+    # Softmax turns a score's absolute error into a weight's relative one, and n-term sums lose about sqrt(n) roundoffs.
+    largest_score = abs(attributes.get("scale", 0.0) or head_size**-0.5) * head_size**0.5
+    return Case(
+        name,
+        inputs,
+        {"num_heads": heads, **attributes},
+        values=values,
+        benchmark=benchmark,
+        float32_roundoffs=4 * max(1.0, largest_score) + max(head_size, kv_sequence) ** 0.5,
+    )
 
 
 CASES = [

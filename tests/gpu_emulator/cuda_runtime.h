@@ -3,10 +3,12 @@
 
 #include "emulator.h"
 
-using cudaStream_t = void*;
-using cudaEvent_t = void*;
-enum cudaError_t { cudaSuccess };
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline const char* cudaGetErrorString(cudaError_t) { return ""; }
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-inline cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+#define EMULATED(name) cuda##name
+#include "runtime.h"
+
+struct cudaDeviceProp {
+  int major = 0, minor = 0;
+};
+inline int cudaGetDeviceProperties(cudaDeviceProp*, int) { return 0; }
+constexpr int cudaFuncAttributeMaxDynamicSharedMemorySize = 8;
+inline int cudaFuncSetAttribute(const void*, int, int) { return 0; }

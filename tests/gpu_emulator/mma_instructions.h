@@ -27,9 +27,9 @@ struct OperandPair {
 template <class T>
 void multiply_add(Accumulator& accumulator, const Operand<T>& a, const Operand<T>& b) {
   OperandPair given;
-  std::memcpy(given.a, a.r, sizeof(given.a));
-  std::memcpy(given.b, b.r, sizeof(given.b));
-  std::memcpy(given.c, accumulator.x, sizeof(given.c));
+  std::memcpy(given.a, &a.r, sizeof(given.a));
+  std::memcpy(given.b, &b.r, sizeof(given.b));
+  std::memcpy(given.c, &accumulator.x, sizeof(given.c));
   accumulator = emulator::exchange<Accumulator>(given, "mma", [](const OperandPair* lanes, Accumulator* d) {
     for (int n_tile = 0; n_tile < 2; ++n_tile) {
       for (int m = 0; m < 16; ++m) {
@@ -52,12 +52,12 @@ void multiply_add(Accumulator& accumulator, const Operand<T>& a, const Operand<T
 }
 
 template <bool kTransposed>
-void load_matrices(uint32_t (&r)[4], const void* row) {
-  struct Registers {
+void load_matrices(Registers<uint32_t, 4>::type& r, const void* row) {
+  struct Taken {
     uint32_t r[4];
   };
   if (reinterpret_cast<uintptr_t>(row) % 16 != 0) emulator::fail("ldmatrix: the row is not aligned to 16 bytes");
-  const auto taken = emulator::exchange<Registers>(row, "ldmatrix", [](const void* const* rows, Registers* lanes) {
+  const auto taken = emulator::exchange<Taken>(row, "ldmatrix", [](const void* const* rows, Taken* lanes) {
     for (int matrix = 0; matrix < 4; ++matrix) {
       uint16_t m[8][8];
       for (int i = 0; i < 8; ++i) std::memcpy(m[i], rows[matrix * 8 + i], 16);
@@ -69,7 +69,7 @@ void load_matrices(uint32_t (&r)[4], const void* row) {
       }
     }
   });
-  std::memcpy(r, taken.r, sizeof(r));
+  std::memcpy(&r, taken.r, sizeof(r));
 }
 
 // cp.async: nothing arrives before wait_for_copies.
@@ -110,9 +110,9 @@ inline int result_register(int m) { return m % 8; }
 template <class T>
 void multiply_add(Accumulator& accumulator, const Operand<T>& a, const Operand<T>& b) {
   OperandPair given;
-  std::memcpy(given.a, b.r, sizeof(given.a));  // mma.h runs the instruction transposed
-  std::memcpy(given.b, a.r, sizeof(given.b));
-  std::memcpy(given.c, accumulator.x, sizeof(given.c));
+  std::memcpy(given.a, &b.r, sizeof(given.a));  // mma.h runs the instruction transposed
+  std::memcpy(given.b, &a.r, sizeof(given.b));
+  std::memcpy(given.c, &accumulator.x, sizeof(given.c));
   accumulator = emulator::exchange<Accumulator>(given, "mma", [](const OperandPair* lanes, Accumulator* d) {
 #if defined(SD_ORT_MMA_RDNA3)
     for (int lane = 0; lane < 16; ++lane) {
