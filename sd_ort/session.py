@@ -268,7 +268,8 @@ def create_session(
     if profile:
         options.enable_profiling = True
         options.profile_file_prefix = str(profile)
-    _register_ops(options, library, portable)
+    if not _register_ops(options, library, portable):
+        _check_overloads(model_path, onnxruntime.__version__)
 
     wanted: list[Any] = [CPU_EP]
     if entry.ep != CPU_EP and entry.ep in onnxruntime.get_available_providers():
@@ -286,16 +287,33 @@ def create_session(
     return session
 
 
-def _register_ops(options: Any, library: Path | None, portable: bool) -> None:
-    """Register the custom-op library. Raises ProviderError when it is there but cannot be loaded."""
+def _register_ops(options: Any, library: Path | None, portable: bool) -> bool:
+    """Register the custom-op library, if there is one. Raises ProviderError when it is there but cannot be loaded."""
     path = None if portable else library or op_library()
     if path is None:
         note_missing_op_library()
-        return
+        return False
     try:
         options.register_custom_ops_library(str(path))
     except Exception as error:
         raise ProviderError(f"{path} cannot be loaded: {first_line(error)} Build it again.") from error
+    return True
+
+
+def _check_overloads(model_path: Path, version: str) -> None:
+    """Raise InputError for a model whose functions have overloads on an ONNX Runtime that takes them for one another.
+
+    Versions 1.22 to 1.26 look functions up by name alone and crash on such a model; 1.27 does not.
+    """
+    if tuple(map(int, version.split(".")[:2])) >= (1, 27):
+        return
+    import onnx
+
+    if any(function.overload for function in onnx.load(model_path, load_external_data=False).functions):
+        raise InputError(
+            f"{model_path} has overloaded functions, which ONNX Runtime {version} cannot run: build the op library with "
+            "`sd-ort build-ops`, optimize for this provider's target, or install ONNX Runtime 1.27 or later."
+        )
 
 
 def first_line(error: BaseException) -> str:

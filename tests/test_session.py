@@ -144,6 +144,19 @@ def test_unknown_operator_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_overloaded_functions_on_an_old_runtime(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = onnx.load(model, load_external_data=False)
+    nodes, imports = [helper.make_node("Identity", ["a"], ["b"])], [helper.make_opsetid("", 20)]
+    loaded.functions.append(helper.make_function("own", "F", ["a"], ["b"], nodes, imports, overload="variant"))
+    loaded.opset_import.append(helper.make_opsetid("own", 1))
+    loaded.ir_version = 10
+    model.write_bytes(loaded.SerializeToString())
+    session.create_session(model, portable=True)
+    monkeypatch.setattr(onnxruntime, "__version__", "1.26.0")
+    with pytest.raises(InputError, match=r"ONNX Runtime 1\.26\.0 cannot run"):
+        session.create_session(model, portable=True)
+
+
 # --- Providers ------------------------------------------------------------------------------------------------------
 
 
