@@ -33,6 +33,18 @@ struct MultiHeadAttentionParams {
   int64_t bias_head_stride;
   float scale;
   int32_t causal;  // a query sees keys at its own position and before
+
+  std::string signature() const {
+    std::string text = name_of(dtype);
+    for (int64_t size : {batch, heads, sequence, kv_sequence, head_size}) text += "_" + std::to_string(size);
+    if (query.row_stride != heads * head_size) text += "_qkv";
+    if (attention_bias != nullptr) text += "_bias";
+    if (causal) text += "_causal";
+    return text;
+  }
+  std::vector<Output> outputs() const {
+    return {{output, static_cast<size_t>(batch * sequence * heads * head_size), dtype}};
+  }
 };
 
 // The kernels to choose from; kernel.hip says which tiles each has by head size.
@@ -45,18 +57,5 @@ enum class MultiHeadAttentionKernel {
 bool multi_head_attention_supports(const MultiHeadAttentionParams& params, MultiHeadAttentionKernel kernel);
 const char* multi_head_attention_launch(const MultiHeadAttentionParams& params, MultiHeadAttentionKernel kernel,
                                         void* stream);
-
-inline std::string signature(const MultiHeadAttentionParams& p) {
-  std::string text = name_of(p.dtype);
-  for (int64_t size : {p.batch, p.heads, p.sequence, p.kv_sequence, p.head_size}) text += "_" + std::to_string(size);
-  if (p.query.row_stride != p.heads * p.head_size) text += "_qkv";
-  if (p.attention_bias != nullptr) text += "_bias";
-  if (p.causal) text += "_causal";
-  return text;
-}
-
-inline std::vector<Output> outputs(const MultiHeadAttentionParams& p) {
-  return {{p.output, static_cast<size_t>(p.batch * p.sequence * p.heads * p.head_size), p.dtype}};
-}
 
 }  // namespace sd_ort

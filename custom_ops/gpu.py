@@ -1,0 +1,251 @@
+"""Calls the GPU library's candidates directly, through its C interface, and checks them against NumPy.
+
+The library is libsd_ort_cuda.so or libsd_ort_hip.so, or in tests an emulation of it on the host. No ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from custom_ops.op import DTYPES, Array, Case, Operator, draw, nmse, nmse_limit
+
+# Bytes before and after every buffer; a write there is out of bounds.
+GUARD = 256
+_PATTERN = 0xA5
+
+
+class Memory(Protocol):
+    """Where the kernels' buffers live."""
+
+    def upload(self, data: Array) -> Buffer:
+        """Copies bytes (uint8) there."""
+
+    def synchronize(self) -> None:
+        """Waits for the kernels; raises RuntimeError when one failed."""
+
+
+class Buffer(Protocol):
+    """A buffer of a Memory."""
+
+    @property
+    def address(self) -> int: ...
+
+    def download(self) -> Array:
+        """Its bytes."""
+
+
+class HostMemory:
+    """The host's, for the emulator."""
+
+    def upload(self, data: Array) -> _HostBuffer:
+        raw = np.empty(data.size + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+        raw[start : start + data.size] = data
+        return _HostBuffer(raw[start : start + data.size])
+
+    def synchronize(self) -> None:
+        pass
+
+
+@dataclass
+class _HostBuffer:
+    bytes: Array
+
+    @property
+    def address(self) -> int:
+        return int(self.bytes.ctypes.data)
+
+    def download(self) -> Array:
+        return self.bytes
+
+
+class TorchMemory:
+    """The GPU's, by torch, which calls AMD's GPUs cuda too."""
+
+    def upload(self, data: Array) -> _TorchBuffer:
+        import torch
+
+        return _TorchBuffer(torch.from_numpy(data).cuda())
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+class _TorchBuffer:
+    def __init__(self, tensor: object) -> None:
+        self.tensor = tensor
+
+    @property
+    def address(self) -> int:
+        return int(self.tensor.data_ptr())  # type: ignore[attr-defined]
+
+    def download(self) -> Array:
+        result: Array = self.tensor.cpu().numpy()  # type: ignore[attr-defined]
+        return result
+
+
+class GpuLibrary:
+    """The C interface of custom_ops/gpu_library.cc."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.c = c = ctypes.CDLL(str(path))
+        for name in (
+            "op_name",
+            "candidate_name",
+            "run",
+            "signature",
+            "tune",
+            "tuning_results",
+            "gpu_arch",
+            "build_hash",
+        ):
+            getattr(c, f"sd_ort_{name}").restype = ctypes.c_char_p
+        c.sd_ort_workspace_bytes.restype = ctypes.c_size_t
+        c.sd_ort_find_op.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+        c.sd_ort_workspace_bytes.argtypes = c.sd_ort_is_supported.argtypes = [
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_void_p,
+        ]
+        c.sd_ort_run.argtypes = [ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 3]
+        c.sd_ort_choose.argtypes = c.sd_ort_tune.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+        c.sd_ort_signature.argtypes = [ctypes.c_int, ctypes.c_void_p]
+
+    def operator(self, name: str, params: ctypes.Structure) -> int:
+        """The operator's number. Raises LookupError when its name or the size of its Params is unknown."""
+        number = int(self.c.sd_ort_find_op(name.encode(), ctypes.sizeof(params)))
+        if number < 0:
+            raise LookupError(f"{self.path} has no {name} with {ctypes.sizeof(params)} bytes of parameters")
+        return number
+
+    def candidates(self, operator: int) -> list[str]:
+        count = self.c.sd_ort_candidate_count(operator)
+        return [self.c.sd_ort_candidate_name(operator, i).decode() for i in range(count)]
+
+    def is_supported(self, operator: int, candidate: int, params: ctypes.Structure) -> bool:
+        return bool(self.c.sd_ort_is_supported(operator, candidate, ctypes.addressof(params)))
+
+    def workspace_bytes(self, operator: int, candidate: int, params: ctypes.Structure) -> int:
+        return int(self.c.sd_ort_workspace_bytes(operator, candidate, ctypes.addressof(params)))
+
+    def run(self, operator: int, candidate: int, params: ctypes.Structure, workspace: int, stream: int = 0) -> None:
+        """Launches. Raises RuntimeError with the library's message."""
+        error = self.c.sd_ort_run(operator, candidate, ctypes.addressof(params), workspace, stream)
+        if error is not None:
+            raise RuntimeError(error.decode())
+
+    def tune(self, operator: int, params: ctypes.Structure, stream: int = 0) -> None:
+        """Measures the candidates of a call. Raises RuntimeError when the default fails."""
+        error = self.c.sd_ort_tune(operator, ctypes.addressof(params), stream)
+        if error is not None:
+            raise RuntimeError(error.decode())
+
+    def tuning_results(self) -> list[list[str]]:
+        """Operator, signature, candidate, microseconds, the default's microseconds; of what was measured so far."""
+        return [line.split("\t") for line in self.c.sd_ort_tuning_results().decode().splitlines()]
+
+
+class Guarded:
+    """An array between guard bytes, `shift` bytes off 16-byte alignment."""
+
+    def __init__(self, memory: Memory, data: Array, shift: int = 0) -> None:
+        self.shape, self.dtype, self.begin = data.shape, data.dtype, GUARD + shift
+        raw = np.full(self.begin + data.nbytes + GUARD, _PATTERN, np.uint8)
+        raw[self.begin : self.begin + data.nbytes] = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
+        self.size = data.nbytes
+        self.buffer = memory.upload(raw)
+
+    @property
+    def address(self) -> int:
+        return self.buffer.address + self.begin
+
+    def read(self) -> tuple[Array, bool]:
+        """The array, and whether the guards are whole."""
+        raw = self.buffer.download()
+        whole = (raw[: self.begin] == _PATTERN).all() and (raw[self.begin + self.size :] == _PATTERN).all()
+        return raw[self.begin : self.begin + self.size].copy().view(self.dtype).reshape(self.shape), bool(whole)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One candidate on one case. `fault` is empty when it passed; `error` is its largest NMSE over the outputs."""
+
+    operator: str
+    case: str
+    dtype: str
+    candidate: str
+    error: float
+    limit: float
+    fault: str
+
+
+def check_case(
+    library: GpuLibrary, memory: Memory, operator: Operator, case: Case, dtype: str, shift: int = 0
+) -> Iterator[Outcome]:
+    """Runs every candidate that supports the call, on fresh outputs; `shift` elements off alignment."""
+    arrays = draw(operator, case, dtype)
+    wanted = operator.reference(arrays, case.attributes)
+    shift_bytes = shift * DTYPES[dtype][1].itemsize
+    inputs = {
+        name: Guarded(memory, array, shift * array.dtype.itemsize if shift else 0) for name, array in arrays.items()
+    }
+    shapes = operator.output_shapes(case)
+    number: int | None = None
+    index = 0
+    while number is None or index < library.c.sd_ort_candidate_count(number):
+        outputs = {
+            name: Guarded(memory, np.full(shape, np.nan, DTYPES[dtype][1]), shift_bytes)
+            for name, shape in shapes.items()
+        }
+        address = {name: guarded.address for name, guarded in (inputs | outputs).items()}
+        params = operator.params(case, dtype, address)
+        number = library.operator(operator.name, params) if number is None else number
+        if library.is_supported(number, index, params):
+            size = library.workspace_bytes(number, index, params)
+            workspace = Guarded(memory, np.full(size, 0xFF, np.uint8))
+            name = library.candidates(number)[index]
+            fault, error, limit = "", 0.0, nmse_limit(case, dtype)
+            try:
+                library.run(number, index, params, workspace.address)
+                memory.synchronize()
+                error, fault = _judge(inputs, arrays, outputs, wanted, workspace, limit)
+            except RuntimeError as failure:
+                fault = str(failure)
+            yield Outcome(operator.name, case.name, dtype, name, error, limit, fault)
+        index += 1
+
+
+def _judge(
+    inputs: dict[str, Guarded],
+    arrays: dict[str, Array],
+    outputs: dict[str, Guarded],
+    wanted: dict[str, Array],
+    workspace: Guarded,
+    limit: float,
+) -> tuple[float, str]:
+    """The largest error, and what is wrong."""
+    worst, fault = 0.0, ""
+    for name, guarded in outputs.items():
+        got, whole = guarded.read()
+        error = nmse(got, wanted[name])
+        worst = max(worst, error)
+        if not whole:
+            fault = f"{name}: wrote out of bounds"
+        elif not error < limit:
+            fault = f"{name}: NMSE {error:.2e}, allowed {limit:.2e}"
+    for name, guarded in inputs.items():
+        got, whole = guarded.read()
+        if not whole or got.tobytes() != arrays[name].tobytes():
+            fault = f"{name}: an input was overwritten"
+    if not workspace.read()[1]:
+        fault = "workspace: wrote out of bounds"
+    return worst, fault
