@@ -11,7 +11,6 @@ import ctypes
 import importlib.util
 import logging
 import struct
-import warnings
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -199,12 +198,6 @@ def op_library() -> Path | None:
     return path
 
 
-@cache
-def note_missing_op_library() -> None:
-    """Say once, at the info level, that fused operators run as their portable function bodies."""
-    log.info("no custom-op library found: fused operators run as plain ONNX functions.")
-
-
 def check_provider(name: str, *, allow_fallback: bool = False) -> None:
     """Check that a provider is in the installed wheel and that the shared libraries it needs can be loaded.
 
@@ -229,7 +222,13 @@ def check_provider(name: str, *, allow_fallback: bool = False) -> None:
 def _refuse(message: str, allow_fallback: bool) -> None:
     if not allow_fallback:
         raise ProviderError(message)
-    warnings.warn(f"{message} Falling back to the CPU.", stacklevel=4)
+    warn_once(f"{message} Falling back to the CPU.")
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Log a warning that every component would repeat."""
+    log.warning(message)
 
 
 def create_session(
@@ -291,7 +290,7 @@ def _register_ops(options: Any, library: Path | None, portable: bool) -> bool:
     """Register the custom-op library, if there is one. Raises ProviderError when it is there but cannot be loaded."""
     path = None if portable else library or op_library()
     if path is None:
-        note_missing_op_library()
+        log.info("no custom-op library: fused operators run as plain ONNX functions.")
         return False
     try:
         options.register_custom_ops_library(str(path))
@@ -311,8 +310,8 @@ def _check_overloads(model_path: Path, version: str) -> None:
 
     if any(function.overload for function in onnx.load(model_path, load_external_data=False).functions):
         raise InputError(
-            f"{model_path} has overloaded functions, which ONNX Runtime {version} cannot run: build the op library with "
-            "`sd-ort build-ops`, optimize for this provider's target, or install ONNX Runtime 1.27 or later."
+            f"{model_path} has overloaded functions, which ONNX Runtime {version} cannot run: build the op library "
+            "with `sd-ort build-ops`, optimize for this provider's target, or install ONNX Runtime 1.27 or later."
         )
 
 
