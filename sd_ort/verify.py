@@ -148,7 +148,7 @@ def _run(path: Path, feeds: Sequence[Arrays], provider: str = "cpu", portable: b
 
 @contextmanager
 def _runnable(path: Path, provider: str, portable: bool, notes: list[str]) -> Iterator[Path]:
-    """The model at `path`, or its twin on the CPU. The original must load all the same where the CPU has its kernels."""
+    """The model at `path`, or its twin on the CPU; the original must load all the same where the CPU has kernels."""
     if provider != "cpu":
         yield path
         return

@@ -16,7 +16,7 @@ import click
 @click.option(
     "--calibrate/--no-calibrate",
     default=None,
-    help="With --float16: run each component to find what must stay in float32 [default: where weights are below 1 GiB].",
+    help="With --float16: find what must stay in float32 by running it [default: components below 1 GiB].",
 )
 @click.option(
     "--inputs", type=click.Path(path_type=Path), help="Calibrate on recorded runs: an .npz of component/input[/run]."

@@ -1,0 +1,62 @@
+"""`sd-ort explain DIR`: what is fused, what is not, and why."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import click
+
+SHOWN = 3  # scopes named for each reason; --all names every one
+
+
+@click.command()
+@click.argument("path", metavar="DIR|MODEL", type=click.Path(path_type=Path))
+@click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
+@click.option("--all", "everything", is_flag=True, help="List every site, the fused ones too.")
+@click.option("--json", "as_json", is_flag=True, help="Print all sites and counts as JSON.")
+def command(path: Path, components: tuple[str, ...], everything: bool, as_json: bool) -> None:
+    """Say for every site, by module, whether it is fused, and why not.
+
+    DIR is an exported or an optimized pipeline folder, MODEL one model.onnx. What an optimized folder was made from is
+    read from its manifest.
+    """
+    from sd_ort.explain import explain
+
+    result = explain(path, list(components) or None)
+    if as_json:
+        click.echo(json.dumps(result, indent=1))
+        return
+    for name, entry in result["components"].items():
+        click.echo("\n".join([name, *histogram(entry), *(every_site(entry) if everything else grouped(entry)), ""]))
+
+
+def histogram(entry: dict[str, Any]) -> list[str]:
+    """Operators before and after, most frequent first."""
+    before, after = entry["before"], entry["after"]
+    lines = [f"  {'operator':36}{'before':>8}{'after':>8}"]
+    for op in sorted(before.keys() | after.keys(), key=lambda op: (-max(before.get(op, 0), after.get(op, 0)), op)):
+        lines.append(f"  {op:36}{before.get(op, 0):>8}{after.get(op, 0):>8}")
+    lines.append(f"  {'all':36}{sum(before.values()):>8}{sum(after.values()):>8}")
+    return lines + [f"  {reason}" for reason in entry.get("not_lowered", ())]
+
+
+def grouped(entry: dict[str, Any]) -> list[str]:
+    """How many sites are fused, and the others by operator and reason."""
+    lines = ["  fused: " + (", ".join(f"{count} {op}" for op, count in entry["fused"].items()) or "nothing")]
+    left = [site for site in entry["sites"] if not site["fused"]]
+    for (op, reason), count in Counter((site["op"], site["reason"]) for site in left).most_common():
+        scopes = [s["scope"] or s["value"] for s in left if (s["op"], s["reason"]) == (op, reason)]
+        named = ", ".join(scopes[:SHOWN]) + (", ..." if len(scopes) > SHOWN else "")
+        lines.append(f"  left: {count} {op}: {reason} ({named})")
+    return lines
+
+
+def every_site(entry: dict[str, Any]) -> list[str]:
+    """One line a site."""
+    return [
+        f"  {site['op']:28}{site['scope'] or site['value']}{'' if site['fused'] else '  LEFT: ' + site['reason']}"
+        for site in entry["sites"]
+    ]
