@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kRows = 6;      // of a register tile: 6 rows x 16 columns are 12 of AVX2's 16 registers
 constexpr int64_t kColumns = 16;  // two vectors
-constexpr int64_t kQueries = 96;  // of a task
+constexpr int64_t kQueries = 192;  // of a task, at most
 constexpr int64_t kKeys = 128;    // of a block
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -37,53 +37,66 @@ Floats exp2_negative(Floats x) {
   return (Floats)((Ints)p + ((Ints)shifted << 23));
 }
 
-// to[kRows x kColumns] (+)= sum over depth of rows[row * row_stride + depth] * columns[depth * column_stride + column].
-template <bool kAccumulate, int kVectors>
-void multiply_tile(const float* rows, int64_t row_stride, const float* columns, int64_t column_stride, int64_t depth,
-                   float* to, int64_t to_stride) {
-  Floats sums[kRows][kVectors];
-  for (int64_t i = 0; i < kRows; ++i) {
+// Matrices that are multiplied by rows lie in panels of kColumns columns, each panel contiguous: element (depth, column)
+// at columns[(column / kColumns * depths + depth) * kColumns + column % kColumns].
+
+// to[kTileRows x kVectors * kLanes] (+)= sum over depth of rows[row * row_stride + depth] * panel[depth * kColumns + column].
+template <bool kAccumulate, int kTileRows, int kVectors>
+void multiply_tile(const float* rows, int64_t row_stride, const float* panel, int64_t depth, float* to,
+                   int64_t to_stride) {
+  Floats sums[kTileRows][kVectors];
+#pragma GCC unroll 12
+  for (int64_t i = 0; i < kTileRows; ++i) {
+#pragma GCC unroll 12
     for (int64_t v = 0; v < kVectors; ++v) sums[i][v] = kAccumulate ? load(to + i * to_stride + v * kLanes) : splat(0.f);
   }
   for (int64_t d = 0; d < depth; ++d) {
     Floats column[kVectors];
-    for (int64_t v = 0; v < kVectors; ++v) column[v] = load(columns + d * column_stride + v * kLanes);
-    for (int64_t i = 0; i < kRows; ++i) {
+#pragma GCC unroll 12
+    for (int64_t v = 0; v < kVectors; ++v) column[v] = load(panel + d * kColumns + v * kLanes);
+#pragma GCC unroll 12
+    for (int64_t i = 0; i < kTileRows; ++i) {
       const Floats row = splat(rows[i * row_stride + d]);
+#pragma GCC unroll 12
       for (int64_t v = 0; v < kVectors; ++v) sums[i][v] += row * column[v];
     }
   }
-  for (int64_t i = 0; i < kRows; ++i) {
+#pragma GCC unroll 12
+  for (int64_t i = 0; i < kTileRows; ++i) {
+#pragma GCC unroll 12
     for (int64_t v = 0; v < kVectors; ++v) store(to + i * to_stride + v * kLanes, sums[i][v]);
   }
 }
 
-// The same for `row_count` rows (a multiple of kRows) and `column_count` columns (of kLanes).
+// The same for `row_count` rows (a multiple of kRows) and `column_count` columns (of kLanes), in panels of `depths`.
 template <bool kAccumulate>
-void multiply(const float* rows, int64_t row_stride, int64_t row_count, const float* columns, int64_t column_stride,
+void multiply(const float* rows, int64_t row_stride, int64_t row_count, const float* columns, int64_t depths,
               int64_t column_count, int64_t depth, float* to, int64_t to_stride) {
-  int64_t c = 0;
-  for (; c + kColumns <= column_count; c += kColumns) {
-    for (int64_t r = 0; r < row_count; r += kRows) {
-      multiply_tile<kAccumulate, 2>(rows + r * row_stride, row_stride, columns + c, column_stride, depth,
-                                    to + r * to_stride + c, to_stride);
-    }
-  }
-  for (; c < column_count; c += kLanes) {
-    for (int64_t r = 0; r < row_count; r += kRows) {
-      multiply_tile<kAccumulate, 1>(rows + r * row_stride, row_stride, columns + c, column_stride, depth,
-                                    to + r * to_stride + c, to_stride);
+  for (int64_t c = 0; c < column_count; c += kColumns, columns += depths * kColumns) {
+    const bool whole = column_count - c >= kColumns;
+    for (int64_t r = 0; r < row_count;) {
+      const float* from = rows + r * row_stride;
+      float* tile = to + r * to_stride + c;
+      if (whole) {
+        multiply_tile<kAccumulate, kRows, 2>(from, row_stride, columns, depth, tile, to_stride);
+        r += kRows;
+      } else if (row_count - r >= 2 * kRows) {
+        multiply_tile<kAccumulate, 2 * kRows, 1>(from, row_stride, columns, depth, tile, to_stride);
+        r += 2 * kRows;
+      } else {
+        multiply_tile<kAccumulate, kRows, 1>(from, row_stride, columns, depth, tile, to_stride);
+        r += kRows;
+      }
     }
   }
 }
 
-// A row of `count` elements as float, times factor, padded with zeros to `padded` (a multiple of kLanes).
+// A row of `count` elements as float, times factor, padded with zeros to a multiple of kLanes.
 template <class T>
-void convert_row(const T* from, int64_t count, int64_t padded, float factor, float* to) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i) * splat(factor));
-  for (; i < padded; i += kLanes) {
-    store(to + i, load_some(from + i, count > i ? count - i : 0) * splat(factor));
+void scale_row(const T* from, int64_t count, float factor, float* to) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats values = i + kLanes <= count ? load(from + i) : load_some(from + i, count - i);
+    store(to + i, values * splat(factor));
   }
 }
 
@@ -105,22 +118,35 @@ void transpose_8x8(const Floats (&in)[8], float* to, int64_t stride) {
   }
 }
 
-// Keys as the columns of the scores: to[i * stride + key], zeros for keys past `count` up to a multiple of kLanes.
+// Keys as the columns of the scores, in panels of head_size; zeros for keys past `count` up to a multiple of kLanes.
 template <class T>
-void transpose_keys(const T* from, int64_t row_stride, int64_t count, int64_t head_size, float* to, int64_t stride) {
+void pack_keys(const T* from, int64_t row_stride, int64_t count, int64_t head_size, float* to) {
   for (int64_t key = 0; key < count; key += kLanes) {
+    float* panel = to + key / kColumns * head_size * kColumns + key % kColumns;
     int64_t i = 0;
     if (key + kLanes <= count) {
       for (; i + kLanes <= head_size; i += kLanes) {
         Floats rows[8];
         for (int64_t r = 0; r < kLanes; ++r) rows[r] = load(from + (key + r) * row_stride + i);
-        transpose_8x8(rows, to + i * stride + key, stride);
+        transpose_8x8(rows, panel + i * kColumns, kColumns);
       }
     }
     for (; i < head_size; ++i) {
       for (int64_t r = 0; r < kLanes; ++r) {
-        to[i * stride + key + r] = key + r < count ? to_float(from[(key + r) * row_stride + i]) : 0.f;
+        panel[i * kColumns + r] = key + r < count ? to_float(from[(key + r) * row_stride + i]) : 0.f;
       }
+    }
+  }
+}
+
+// Values as the columns of the output, in panels of kKeys; zeros for columns past head_size up to a multiple of kLanes.
+template <class T>
+void pack_values(const T* from, int64_t row_stride, int64_t count, int64_t head_size, float* to) {
+  for (int64_t key = 0; key < count; ++key) {
+    const T* row = from + key * row_stride;
+    for (int64_t i = 0; i < head_size; i += kLanes) {
+      float* at = to + (i / kColumns * kKeys + key) * kColumns + i % kColumns;
+      store(at, i + kLanes <= head_size ? load(row + i) : load_some(row + i, head_size - i));
     }
   }
 }
@@ -131,25 +157,37 @@ struct RowState {
   float sum;
 };
 
+float largest_of(Floats x) {
+  x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
+  x = larger(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
+  return x[0] > x[1] ? x[0] : x[1];
+}
+
+float sum_of(Floats x) {
+  x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
+  x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5);
+  return x[0] + x[1];
+}
+
 // Scores of one row become weights 2^(score - largest so far). Returns the factor for what was computed before.
 float weigh(float* scores, int64_t count, RowState& state) {
-  Floats largest = splat(-INFINITY);
-  for (int64_t i = 0; i < count; i += kLanes) largest = larger(largest, load(scores + i));
-  float updated = state.largest;
-  for (int64_t i = 0; i < kLanes; ++i) updated = largest[i] > updated ? largest[i] : updated;
+  Floats maxima = load(scores);
+  for (int64_t i = kLanes; i < count; i += kLanes) maxima = larger(maxima, load(scores + i));
+  const float largest = largest_of(maxima);
+  const float updated = largest > state.largest ? largest : state.largest;
   if (updated == -INFINITY) {  // nothing to see yet
     for (int64_t i = 0; i < count; i += kLanes) store(scores + i, splat(0.f));
     return 1.f;
   }
-  const float factor = exp2_negative(splat(state.largest - updated))[0];
   Floats total = splat(0.f);
   for (int64_t i = 0; i < count; i += kLanes) {
     const Floats weight = exp2_negative(load(scores + i) - splat(updated));
     store(scores + i, weight);
     total += weight;
   }
+  const float factor = updated == state.largest ? 1.f : exp2_negative(splat(state.largest - updated))[0];
   state.largest = updated;
-  state.sum = state.sum * factor + sum(total);
+  state.sum = state.sum * factor + sum_of(total);
   return factor;
 }
 
@@ -166,19 +204,22 @@ void add_bias(float* scores, const T* bias, int64_t count) {
 
 // One task's memory, in floats.
 struct Buffers {
-  float* query;   // kQueries x padded head, scaled
-  float* keys;    // head x kKeys
-  float* values;  // kKeys x padded head
+  float* keys;    // kKeys columns, head_size deep, in panels
+  float* values;  // head_size columns, kKeys deep, in panels
   float* scores;  // kQueries x kKeys
-  float* output;  // kQueries x padded head
+  float* query;   // kQueries x padded head_size, scaled
+  float* output;  // kQueries x padded head_size
 
-  static int64_t size(int64_t head) { return (2 * kQueries + 2 * kKeys) * head + kQueries * kKeys; }
-  Buffers(float* memory, int64_t head)
-      : query(memory),
-        keys(query + kQueries * head),
-        values(keys + kKeys * head),
-        scores(values + kKeys * head),
-        output(scores + kQueries * kKeys) {}
+  static int64_t size(int64_t head_size) {
+    const int64_t columns = round_up(head_size, kColumns);
+    return 2 * kKeys * columns + kQueries * kKeys + 2 * kQueries * columns;
+  }
+  Buffers(float* memory, int64_t head_size)
+      : keys(memory),
+        values(keys + kKeys * round_up(head_size, kColumns)),
+        scores(values + kKeys * round_up(head_size, kColumns)),
+        query(scores + kQueries * kKeys),
+        output(query + kQueries * round_up(head_size, kColumns)) {}
 };
 
 template <class T>
@@ -196,23 +237,22 @@ void attend(const MultiHeadAttentionParams& p, int64_t batch, int64_t head, int6
     states[r] = {-INFINITY, 0.f};
     float* to = buffers.query + r * padded;
     if (r < count) {
-      convert_row(head_of<T>(p.query, batch, head, first + r), p.head_size, padded, p.scale * kLog2E, to);
+      scale_row(head_of<T>(p.query, batch, head, first + r), p.head_size, p.scale * kLog2E, to);
     } else {
       memset(to, 0, padded * sizeof(float));
     }
   }
-  memset(buffers.output, 0, rows * padded * sizeof(float));
   const T* bias = static_cast<const T*>(p.attention_bias);
   if (bias != nullptr) bias += batch * p.bias_batch_stride + head * p.bias_head_stride;
 
+  if (p.kv_sequence == 0) memset(buffers.output, 0, rows * padded * sizeof(float));
   const int64_t end = p.causal && first + count < p.kv_sequence ? first + count : p.kv_sequence;
   for (int64_t key = 0; key < end; key += kKeys) {
     const int64_t keys = end - key < kKeys ? end - key : kKeys, padded_keys = round_up(keys, kLanes);
-    transpose_keys(head_of<T>(p.key, batch, head, key), p.key.row_stride, keys, p.head_size, buffers.keys, kKeys);
-    for (int64_t k = 0; k < keys; ++k) {
-      convert_row(head_of<T>(p.value, batch, head, key + k), p.head_size, padded, 1.f, buffers.values + k * padded);
-    }
-    multiply<false>(buffers.query, padded, rows, buffers.keys, kKeys, padded_keys, p.head_size, buffers.scores, kKeys);
+    pack_keys(head_of<T>(p.key, batch, head, key), p.key.row_stride, keys, p.head_size, buffers.keys);
+    pack_values(head_of<T>(p.value, batch, head, key), p.value.row_stride, keys, p.head_size, buffers.values);
+    multiply<false>(buffers.query, padded, rows, buffers.keys, p.head_size, padded_keys, p.head_size, buffers.scores,
+                    kKeys);
     for (int64_t r = 0; r < count; ++r) {
       float* scores = buffers.scores + r * kKeys;
       if (bias != nullptr) add_bias(scores, bias + (first + r) * p.kv_sequence + key, keys);
@@ -221,12 +261,13 @@ void attend(const MultiHeadAttentionParams& p, int64_t batch, int64_t head, int6
       for (int64_t k = seen; k < padded_keys; ++k) scores[k] = -INFINITY;
       const float factor = weigh(scores, padded_keys, states[r]);
       for (int64_t k = seen; k < padded_keys; ++k) scores[k] = 0.f;
-      if (factor != 1.f) {
+      if (key > 0 && factor != 1.f) {
         float* output = buffers.output + r * padded;
         for (int64_t i = 0; i < padded; i += kLanes) store(output + i, load(output + i) * splat(factor));
       }
     }
-    multiply<true>(buffers.scores, kKeys, rows, buffers.values, padded, padded, keys, buffers.output, padded);
+    const auto add = key > 0 ? multiply<true> : multiply<false>;
+    add(buffers.scores, kKeys, rows, buffers.values, kKeys, padded, keys, buffers.output, padded);
   }
 
   for (int64_t r = 0; r < count; ++r) {
@@ -241,17 +282,17 @@ void attend(const MultiHeadAttentionParams& p, int64_t batch, int64_t head, int6
 
 template <class T>
 void run(const MultiHeadAttentionParams& p, const Parallel& parallel) {
-  const int64_t blocks = (p.sequence + kQueries - 1) / kQueries, heads = p.batch * p.heads;
+  const int64_t most = p.head_size > 128 ? kQueries / 2 : kQueries;  // the buffers stay in the second-level cache
+  const int64_t blocks = (p.sequence + most - 1) / most, heads = p.batch * p.heads;
   if (blocks * heads * p.head_size == 0) return;
-  // Blocks of even size: 100 queries are 54 and 46, not 96 and 4.
+  // Blocks of even size: 200 queries are 102 and 98, not 192 and 8.
   const int64_t queries = round_up((p.sequence + blocks - 1) / blocks, kRows);
-  const int64_t padded = round_up(p.head_size, kLanes);
   parallel(blocks * heads, [&](size_t task) {
     const int64_t head = task / blocks, first = task % blocks * queries;
     if (first >= p.sequence) return;
     const int64_t count = p.sequence - first < queries ? p.sequence - first : queries;
-    void* memory = aligned_alloc(64, round_up(Buffers::size(padded) * sizeof(float), 64));
-    attend<T>(p, head / p.heads, head % p.heads, first, count, Buffers(static_cast<float*>(memory), padded));
+    void* memory = aligned_alloc(64, round_up(Buffers::size(p.head_size) * sizeof(float), 64));
+    attend<T>(p, head / p.heads, head % p.heads, first, count, Buffers(static_cast<float*>(memory), p.head_size));
     free(memory);
   });
 }
