@@ -127,6 +127,8 @@ def is_statistic(node: ir.Node, index: int) -> bool:
 def _result_type(node: ir.Node, inputs: list[ir.DataType | None]) -> ir.DataType | None:
     if node.op_type in ("Shape", "ArgMax", "Size"):
         return ir.DataType.INT64
+    if node.op_type in ("If", "Loop", "Scan"):
+        return None
     if node.op_type == "Cast":
         return ir.DataType(node.attributes["to"].as_int())
     if node.op_type in BOOLEAN:

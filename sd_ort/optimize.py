@@ -156,11 +156,11 @@ def lower_operators(model: ir.Model, target: Target) -> list[str]:
     for node in model.graph:
         if node.domain != DOMAIN:
             continue
-        _drop_unread_outputs(node)
         limit = target.contrib.get(node.op_type)
         reason = "no limit" if limit is None else limit(node)
         if limit is not None and reason is None:
             node.domain = CONTRIB
+            _drop_unread_outputs(node)
             model.graph.opset_imports.setdefault(CONTRIB, 1)
         else:
             ours.append(node)
@@ -181,7 +181,8 @@ def save(model: ir.Model, path: Path) -> None:
     common.RemoveUnusedNodesPass()(model)
     common.NameFixPass()(model)
     for node in model.graph:
-        for output in node.outputs[1:] if node.domain in (CONTRIB, DOMAIN) else ():
+        # A function's last output stays, since serialization would cut it off and ONNX Runtime miss it.
+        for output in node.outputs[1 : None if node.domain == CONTRIB else -1] if node.domain in (CONTRIB, DOMAIN) else ():
             if not output.uses() and not output.is_graph_output():
                 output.name = ""  # an optional output that nobody reads need not be computed
     model.producer_name, model.producer_version = "sd-ort", importlib.metadata.version("sd-ort")
