@@ -321,39 +321,23 @@ __device__ inline Operand<T> load_operand_transposed(const T* tile, int stride) 
 }
 #endif
 
-// A row piece: kChunk neighbouring elements of row chunk_row() that begin at column chunk_column(). The wave's chunks
-// make up one 16 x 16 tile (on RDNA3 operands take two chunks a lane).
-#if defined(SD_ORT_MMA_CDNA)
-constexpr int kChunk = 4;
-#else
-constexpr int kChunk = 8;
-#endif
+// A lane's share of a tile as memory holds it: kPieces runs of kPieceSize neighbouring elements, run i from row
+// piece_row(lane, i), column piece_column(lane, i) on. All lanes' runs together are one 16 x 16 tile.
 #if defined(SD_ORT_MMA_NVIDIA)
-__host__ __device__ constexpr int chunk_row(int lane) { return lane / 4 + lane % 2 * 8; }
-__host__ __device__ constexpr int chunk_column(int lane) { return lane % 4 / 2 * 8; }
+constexpr int kPieces = 4;
+constexpr int kPieceSize = 2;
+__host__ __device__ constexpr int piece_row(int lane, int piece) { return operand_row(lane, 2 * piece); }
+__host__ __device__ constexpr int piece_column(int lane, int piece) { return operand_depth(lane, 2 * piece); }
 #else
-__host__ __device__ constexpr int chunk_row(int lane) { return lane % 16; }
-__host__ __device__ constexpr int chunk_column(int lane) { return lane / 16 * kChunk; }
+constexpr int kPieces = 1;
+constexpr int kPieceSize = 256 / kWave;
+__host__ __device__ constexpr int piece_row(int lane, int) { return lane % 16; }
+__host__ __device__ constexpr int piece_column(int lane, int) { return lane / 16 * kPieceSize; }
 #endif
 
-struct Chunk {
-  Registers<uint32_t, kChunk / 2>::type r;
+struct Pieces {
+  typename Registers<uint32_t, kPieces * kPieceSize / 2>::type r;
 };
-
-#if defined(SD_ORT_MMA_NVIDIA)
-// Lane i of each four lanes hands its register j to lane j, as that lane's register i.
-__device__ inline void transpose_quad(Registers<uint32_t, 4>::type& r) {
-  const int lane = lane_id() % 4;
-#pragma unroll
-  for (int step = 1; step < 4; ++step) {
-    const int peer = lane ^ step;
-    const uint32_t sent = peer == 0 ? r[0] : peer == 1 ? r[1] : peer == 2 ? r[2] : r[3];
-    const uint32_t received = __float_as_uint(shuffle_xor(__uint_as_float(sent), step));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) r[i] = peer == i ? received : r[i];
-  }
-}
-#endif
 
 #if defined(SD_ORT_MMA_RDNA3)
 // One of two values by a mask of all ones (yes) or zeros. Not `?:`, which the compiler turns into an index into memory.
@@ -392,10 +376,10 @@ __device__ inline Operand<T> to_operand(const Accumulator& accumulator) {
   return operand;
 }
 
-// The accumulator as T, in row pieces that vector stores can write.
+// The accumulator as T, as memory takes it.
 template <class T>
-__device__ inline Chunk to_chunk(const Accumulator& accumulator) {
-  Chunk chunk;
+__device__ inline Pieces to_pieces(const Accumulator& accumulator) {
+  Pieces pieces;
 #if defined(SD_ORT_MMA_RDNA3)
   // The first half of the wave keeps columns 0-7, the second 8-15: each sends what the other keeps.
 #pragma unroll
@@ -405,36 +389,30 @@ __device__ inline Chunk to_chunk(const Accumulator& accumulator) {
     const uint32_t mask = second_half_mask();
     const uint32_t mine = select(mask, second, first);
     const uint32_t other = exchange_halves(select(mask, first, second));
-    chunk.r[2 * i] = interleave_low(mine, other);
-    chunk.r[2 * i + 1] = interleave_high(mine, other);
+    pieces.r[2 * i] = interleave_low(mine, other);
+    pieces.r[2 * i + 1] = interleave_high(mine, other);
   }
 #else
   const Operand<T> operand = to_operand<T>(accumulator);
-  memcpy(&chunk.r, &operand.r, sizeof(chunk.r));
-#if defined(SD_ORT_MMA_NVIDIA)
-  transpose_quad(chunk.r);
+  memcpy(&pieces.r, &operand.r, sizeof(pieces.r));
 #endif
-#endif
-  return chunk;
+  return pieces;
 }
 
-// An operand out of row pieces: the inverse of to_chunk. On RDNA3 every lane needs its partner's piece too.
+// An operand as memory holds it. On RDNA3 every lane needs its partner's half of the row too.
 template <class T>
-__device__ inline Operand<T> from_chunk(const Chunk& chunk) {
+__device__ inline Operand<T> from_pieces(const Pieces& pieces) {
   Operand<T> operand;
 #if defined(SD_ORT_MMA_RDNA3)
   const uint32_t mask = second_half_mask();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t other = exchange_halves(chunk.r[i]);
-    operand.r[i] = select(mask, other, chunk.r[i]);
-    operand.r[4 + i] = select(mask, chunk.r[i], other);
+    const uint32_t other = exchange_halves(pieces.r[i]);
+    operand.r[i] = select(mask, other, pieces.r[i]);
+    operand.r[4 + i] = select(mask, pieces.r[i], other);
   }
 #else
-  memcpy(&operand.r, &chunk.r, sizeof(operand.r));
-#if defined(SD_ORT_MMA_NVIDIA)
-  transpose_quad(operand.r);
-#endif
+  memcpy(&operand.r, &pieces.r, sizeof(operand.r));
 #endif
   return operand;
 }
@@ -443,19 +421,19 @@ __device__ inline Operand<T> from_chunk(const Chunk& chunk) {
 // the lane's own piece and fetches the partner's when used.
 template <class T, bool kSmall>
 struct HeldOperand {
-  static constexpr bool kPiece = kWideOperands && kSmall;
-  std::conditional_t<kPiece, Chunk, Operand<T>> held;
+  static constexpr bool kOwnPiece = kWideOperands && kSmall;
+  std::conditional_t<kOwnPiece, Pieces, Operand<T>> held;
 
-  __device__ void hold(const Chunk& chunk) {
-    if constexpr (kPiece) {
-      held = chunk;
+  __device__ void hold(const Pieces& pieces) {
+    if constexpr (kOwnPiece) {
+      held = pieces;
     } else {
-      held = from_chunk<T>(chunk);
+      held = from_pieces<T>(pieces);
     }
   }
   __device__ Operand<T> get() const {
-    if constexpr (kPiece) {
-      return from_chunk<T>(held);
+    if constexpr (kOwnPiece) {
+      return from_pieces<T>(held);
     } else {
       return held;
     }

@@ -82,7 +82,7 @@ def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
         query=query,
         key=key,
         value=value,
-        attention_bias=address["attention_bias"],
+        attention_bias=address.get("attention_bias", 0),
         output=address["output"],
         batch=batch,
         heads=heads,
@@ -218,4 +218,48 @@ CASES = [
     _case(1, 1, 4096, 4096, 512, benchmark=True),
 ]
 
-LAUNCHES: dict[str, Launch] = {}
+_ARGUMENTS = (
+    ("query", "const T*"),
+    ("key", "const T*"),
+    ("value", "const T*"),
+    ("attention_bias", "const T*"),
+    ("output", "T*"),
+    ("sequence", "int32"),
+    ("kv_sequence", "int32"),
+    ("head_size", "int32"),
+    ("query_batch_stride", "int64"),
+    ("query_row_stride", "int64"),
+    ("query_head_stride", "int64"),
+    ("key_batch_stride", "int64"),
+    ("key_row_stride", "int64"),
+    ("key_head_stride", "int64"),
+    ("value_batch_stride", "int64"),
+    ("value_row_stride", "int64"),
+    ("value_head_stride", "int64"),
+    ("bias_batch_stride", "int64"),
+    ("bias_head_stride", "int64"),
+    ("scale", "float"),
+    ("causal", "int32"),
+)
+
+# `heads` and `batch` are no arguments: the kernels take them from the grid.
+LAUNCHES = {
+    "flash_attention_kernel": Launch(
+        template=("T", "kHead", "kQueries", "kKeys", "kThreads"),
+        arguments=_ARGUMENTS,
+        block="kThreads",
+        grid=("ceil(sequence / kQueries)", "heads", "batch"),
+    ),
+    "wide_attention_kernel": Launch(
+        template=("T", "kHead", "kStage", "kThreads"),
+        arguments=_ARGUMENTS,
+        block="kThreads",
+        grid=("ceil(sequence / 64)", "heads", "batch"),
+    ),
+    "plain_attention_kernel": Launch(
+        template=("T", "kColumnTiles"),
+        arguments=_ARGUMENTS,
+        block="256",
+        grid=("ceil(sequence / 64) * ceil(head_size / (64 * kColumnTiles))", "heads", "batch"),
+    ),
+}

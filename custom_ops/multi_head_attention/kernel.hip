@@ -46,19 +46,20 @@ struct Rows {
   __device__ Rows columns_from(int column) const { return {data, stride, rows, columns, first_column + column}; }
 
   __device__ bool holds(int row, int column) const { return row < rows && first_column + column < columns; }
-  __device__ const T* at(int row, int column) const {
-    const uint32_t element = static_cast<uint32_t>(row) * static_cast<uint32_t>(stride) + first_column + column;
-    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(data) + element * static_cast<uint32_t>(sizeof(T)));
+  __device__ uint32_t offset(int row, int column) const {
+    return static_cast<uint32_t>(row) * static_cast<uint32_t>(stride) + first_column + column;
+  }
+  __device__ const T* at(uint32_t offset) const {
+    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(data) + offset * static_cast<uint32_t>(sizeof(T)));
   }
 
-  // N neighbouring elements of a row, zeros outside the tensor: then the first element's are read and masked, so that
-  // no branch keeps other loads from starting.
+  // N neighbouring elements at offset(row, column), zeros when not valid: then the first element's are read and masked,
+  // so that no branch keeps other loads from starting.
   template <int N>
-  __device__ Vec<T, N> load(int row, int column) const {
-    const bool valid = holds(row, column);
+  __device__ Vec<T, N> load(uint32_t offset, bool valid) const {
     const uint32_t mask = valid ? 0xffffffffu : 0u;
     uint32_t bits[N / 2];
-    const auto loaded = Vec<T, N>::load(valid ? at(row, column) : data);
+    const auto loaded = Vec<T, N>::load(at(valid ? offset : 0));
     memcpy(bits, &loaded.raw, sizeof(bits));
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) bits[i] &= mask;
@@ -80,18 +81,16 @@ class RowTile {
   __device__ void place(T* lds) { lds_ = lds; }
 
   __device__ void begin(const Rows<T>& from) {
-    const int thread = threadIdx.x;
+    const int row = first_row(), column = first_column();
+    uint32_t offset = from.offset(row, column);
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const int piece = thread + i * kThreads;
-      if (kPieces % kThreads != 0 && piece >= kPieces) break;
-      const int row = piece / kPiecesARow, column = piece % kPiecesARow * 8;
+    for (int i = 0; i < kSteps; ++i, offset += kRowsAStep * static_cast<uint32_t>(from.stride)) {
+      const bool valid = from.holds(row + i * kRowsAStep, column);
 #if defined(SD_ORT_MMA_NVIDIA)
-      T* to = lds_ + row * kStride + column;
-      const bool valid = from.holds(row, column);
-      mma::copy_16_bytes_async(to, valid ? from.at(row, column) : from.data, valid);
+      if (!in_tile(i)) continue;
+      mma::copy_16_bytes_async(lds_ + (row + i * kRowsAStep) * kStride + column, from.at(valid ? offset : 0), valid);
 #else
-      pieces_[i] = from.template load<8>(row, column);
+      pieces_[i] = from.template load<8>(offset, valid);
 #endif
     }
   }
@@ -100,12 +99,10 @@ class RowTile {
 #if defined(SD_ORT_MMA_NVIDIA)
     mma::wait_for_copies();
 #else
-    const int thread = threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const int piece = thread + i * kThreads;
-      if (kPieces % kThreads != 0 && piece >= kPieces) break;
-      T* to = lds_ + piece / kPiecesARow * kStride + piece % kPiecesARow * 8;
+      if (!in_tile(i)) continue;
+      T* to = lds_ + (first_row() + i * kRowsAStep) * kStride + first_column();
       memcpy(__builtin_assume_aligned(to, mma::kPadding * sizeof(T)), &pieces_[i].raw, 16);
     }
 #endif
@@ -117,9 +114,19 @@ class RowTile {
   }
 
  protected:
-  static constexpr int kPiecesARow = kColumns / 8;
-  static constexpr int kPieces = kRows * kPiecesARow;
-  static constexpr int kSteps = (kPieces + kThreads - 1) / kThreads;
+  // A power of two of lanes loads a row, 16 bytes each, the last ones nothing: a lane's column and the distance of its
+  // rows are fixed, and addresses cost an addition.
+  static constexpr int kLanesARow = kColumns <= 32 ? 4 : kColumns <= 64 ? 8 : kColumns <= 128 ? 16 : 32;
+  static constexpr int kRowsAStep = kThreads / kLanesARow;
+  static constexpr int kSteps = (kRows + kRowsAStep - 1) / kRowsAStep;
+  static_assert(kColumns <= 256, "no more than 32 lanes load a row");
+
+  __device__ static int first_row() { return threadIdx.x / kLanesARow; }
+  __device__ static int first_column() { return threadIdx.x % kLanesARow * 8; }
+  __device__ static bool in_tile(int step) {
+    return (kColumns == 8 * kLanesARow || first_column() < kColumns) &&
+           (kRows % kRowsAStep == 0 || first_row() + step * kRowsAStep < kRows);
+  }
 
   T* lds_;
 #if !defined(SD_ORT_MMA_NVIDIA)
@@ -154,11 +161,11 @@ class ColumnTile {
     const int thread = threadIdx.x;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const int patch = thread + i * kThreads;
-      if (kPatches % kThreads != 0 && patch >= kPatches) break;
+      const int patch = thread + i * kThreads, row = patch_row(patch), column = patch_column(patch);
+      uint32_t offset = from.offset(row, column);
 #pragma unroll
-      for (int row = 0; row < 4; ++row) {
-        patches_[i][row] = from.template load<8>(patch_row(patch) + row, patch_column(patch));
+      for (int r = 0; r < 4; ++r, offset += static_cast<uint32_t>(from.stride)) {
+        patches_[i][r] = from.template load<8>(offset, from.holds(row + r, column));
       }
     }
   }
@@ -290,9 +297,13 @@ struct ScoreEdges {
   float scale;
   int causal;
 
-  // Whether every query from `first_query` on sees keys up to `last_key` and scores need only be scaled.
-  __device__ bool plain(int first_query, int last_key) const {
-    return bias == nullptr && scale > 0.f && last_key < keys && (!causal || last_key <= first_query);
+  // Whether scores need more than a positive factor: then apply() them all, else hide() in tiles that are not whole.
+  __device__ bool general() const { return bias != nullptr || !(scale > 0.f); }
+  // What turns raw scores, or applied ones, into logarithms to base 2.
+  __device__ float factor() const { return general() ? 1.f : scale * kLog2E; }
+  // Whether every query from `first_query` on sees keys up to `last_key`.
+  __device__ bool whole(int first_query, int last_key) const {
+    return last_key < keys && (!causal || last_key <= first_query);
   }
 
   // attention_bias of a query; queries past the last get the last one's, for nothing.
@@ -309,7 +320,24 @@ struct ScoreEdges {
     return x == -INFINITY ? x : fmaxf(x * kLog2E, -kLargestFloat);
   }
 
-  // apply() for accumulators that begin at (query, key).
+  // Both for accumulators that begin at (query, key).
+  template <int kTiles>
+  __device__ void hide(mma::Accumulator (&scores)[kTiles], int query, int key) const {
+    const int lane = mma::lane_id();
+    int visible[mma::kRowsPerLane];  // keys of this tile that a row sees
+#pragma unroll
+    for (int slot = 0; slot < mma::kRowsPerLane; ++slot) {
+      visible[slot] = (causal ? min(keys, query + mma::slot_row(lane, slot) + 1) : keys) - key;
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < mma::kAccumulatorSize; ++i) {
+        const bool seen = tile * mma::kTile + mma::accumulator_column(lane, i) < visible[mma::row_slot(i)];
+        scores[tile].x[i] = seen ? scores[tile].x[i] : -INFINITY;
+      }
+    }
+  }
   template <int kTiles>
   __device__ void apply(mma::Accumulator (&scores)[kTiles], int query, int key) const {
     const int lane = mma::lane_id();
@@ -327,21 +355,37 @@ struct ScoreEdges {
   }
 };
 
-// A 16 x 16 tile of Q from global memory, as row pieces.
+// A 16 x 16 tile of rows in global memory.
 template <class T>
-__device__ inline mma::Chunk load_chunk(const Rows<T>& rows, int row, int column) {
+__device__ inline mma::Pieces load_tile(const Rows<T>& rows, int first_row, int first_column) {
   const int lane = mma::lane_id();
-  const auto piece = rows.template load<mma::kChunk>(row + mma::chunk_row(lane), column + mma::chunk_column(lane));
-  mma::Chunk chunk;
-  memcpy(&chunk.r, &piece.raw, sizeof(chunk.r));
-  return chunk;
+  mma::Pieces pieces;
+#pragma unroll
+  for (int i = 0; i < mma::kPieces; ++i) {
+    const int row = first_row + mma::piece_row(lane, i), column = first_column + mma::piece_column(lane, i);
+    const auto piece = rows.template load<mma::kPieceSize>(rows.offset(row, column), rows.holds(row, column));
+    uint32_t bits[mma::kPieceSize / 2];
+    memcpy(bits, &piece.raw, sizeof(bits));
+#pragma unroll
+    for (int j = 0; j < mma::kPieceSize / 2; ++j) pieces.r[i * mma::kPieceSize / 2 + j] = bits[j];
+  }
+  return pieces;
 }
 
+// Writes the part of a 16 x 16 tile that lies in the first `rows` rows and `columns` columns from `to` on.
 template <class T>
-__device__ inline void store_chunk(const mma::Chunk& chunk, T* to) {
-  Vec<T, mma::kChunk> piece;
-  memcpy(&piece.raw, &chunk.r, sizeof(chunk.r));
-  piece.store(to);
+__device__ inline void store_tile(const mma::Pieces& pieces, T* to, int64_t stride, int rows, int columns) {
+  const int lane = mma::lane_id();
+#pragma unroll
+  for (int i = 0; i < mma::kPieces; ++i) {
+    const int row = mma::piece_row(lane, i), column = mma::piece_column(lane, i);
+    uint32_t bits[mma::kPieceSize / 2];
+#pragma unroll
+    for (int j = 0; j < mma::kPieceSize / 2; ++j) bits[j] = pieces.r[i * mma::kPieceSize / 2 + j];
+    Vec<T, mma::kPieceSize> piece;
+    memcpy(&piece.raw, bits, sizeof(bits));
+    if (row < rows && column < columns) piece.store(to + row * stride + column);
+  }
 }
 
 }  // namespace
@@ -369,7 +413,6 @@ __global__ __launch_bounds__(kThreads, 1) void flash_attention_kernel(
   Values values(value_lds);
 
   const int head = blockIdx.y, batch = blockIdx.z, heads = gridDim.y;
-  const int lane = lane_id();
   const int first_query = blockIdx.x * kQueries;
   const int wave_query = first_query + threadIdx.x / SD_ORT_WAVE_SIZE * kRowTiles * kTile;
   const Rows<T> query_rows = {query + batch * query_batch_stride + head * query_head_stride, query_row_stride, sequence,
@@ -388,7 +431,7 @@ __global__ __launch_bounds__(kThreads, 1) void flash_attention_kernel(
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int h = 0; h < kHeadTiles; ++h) {
-      queries[m][h].hold(load_chunk(query_rows, wave_query + m * kTile, h * kTile));
+      queries[m][h].hold(load_tile(query_rows, wave_query + m * kTile, h * kTile));
     }
   }
 
@@ -428,13 +471,17 @@ __global__ __launch_bounds__(kThreads, 1) void flash_attention_kernel(
       schedule_barrier();
     }
 
-    const bool plain = edges.plain(first_query, first_key + kKeys - 1);
+    const bool whole = edges.whole(first_query, first_key + kKeys - 1);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      if (!plain) edges.apply(scores[m], wave_query + m * kTile, first_key);
+      if (edges.general()) {
+        edges.apply(scores[m], wave_query + m * kTile, first_key);
+      } else if (!whole) {
+        edges.hide(scores[m], wave_query + m * kTile, first_key);
+      }
       float largest[kRowsPerLane];
       row_maxima(scores[m], largest);
-      softmax_step(scores[m], largest, plain ? scale * kLog2E : 1.f, state[m], out[m]);
+      softmax_step(scores[m], largest, edges.factor(), state[m], out[m]);
     }
 
     values.finish();
@@ -464,15 +511,14 @@ __global__ __launch_bounds__(kThreads, 1) void flash_attention_kernel(
       const float total = reduce_row<Sum>(state[m].sum[slot]);
       inverse[slot] = total == 0.f ? 0.f : 1.f / total;
     }
-    const int row = wave_query + m * kTile + chunk_row(lane);
-    T* to = output + (static_cast<int64_t>(batch) * sequence + row) * heads * head_size + head * head_size;
+    const int row = wave_query + m * kTile;
+    const int64_t stride = static_cast<int64_t>(heads) * head_size;
+    T* to = output + (static_cast<int64_t>(batch) * sequence + row) * stride + head * head_size;
 #pragma unroll
     for (int h = 0; h < kHeadTiles; ++h) {
 #pragma unroll
       for (int i = 0; i < kAccumulatorSize; ++i) out[m][h].x[i] *= inverse[row_slot(i)];
-      const Chunk chunk = to_chunk<T>(out[m][h]);
-      const int column = h * kTile + chunk_column(lane);
-      if (row < sequence && column < head_size) store_chunk(chunk, to + column);
+      store_tile(to_pieces<T>(out[m][h]), to + h * kTile, stride, sequence - row, head_size - h * kTile);
     }
   }
 }
@@ -597,11 +643,16 @@ __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(
     }
 
     // The rows' largest scores, over the waves that share the rows.
-    const bool plain = edges.plain(first_query, first_key + kKeys - 1);
+    const bool whole = edges.whole(first_query, first_key + kKeys - 1);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       const int row = wave_row + m * kTile;
-      if (!plain) edges.apply(scores[m], first_query + row, first_key + wave_column * kKeyTiles * kTile);
+      const int wave_key = first_key + wave_column * kKeyTiles * kTile;
+      if (edges.general()) {
+        edges.apply(scores[m], first_query + row, wave_key);
+      } else if (!whole) {
+        edges.hide(scores[m], first_query + row, wave_key);
+      }
       float largest[kRowsPerLane];
       row_maxima(scores[m], largest);
 #pragma unroll
@@ -622,11 +673,11 @@ __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(
           largest[slot] = fmaxf(largest[slot], row_lds[i][row + slot_row(lane, slot)]);
         }
       }
-      softmax_step(scores[m], largest, plain ? scale * kLog2E : 1.f, state[m], out[m]);
+      softmax_step(scores[m], largest, edges.factor(), state[m], out[m]);
 #pragma unroll
       for (int k = 0; k < kKeyTiles; ++k) {
-        const int column = (wave_column * kKeyTiles + k) * kTile + chunk_column(lane);
-        store_chunk(to_chunk<T>(scores[m][k]), weight_lds + (row + chunk_row(lane)) * WeightTile::kStride + column);
+        T* to = weight_lds + row * WeightTile::kStride + (wave_column * kKeyTiles + k) * kTile;
+        store_tile(to_pieces<T>(scores[m][k]), to, WeightTile::kStride, kTile, kTile);
       }
     }
     __syncthreads();
@@ -685,8 +736,9 @@ __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(
       for (int i = 0; i < kWaveColumns; ++i) total += row_lds[i][wave_row + m * kTile + slot_row(lane, slot)];
       inverse[slot] = total == 0.f ? 0.f : 1.f / total;
     }
-    const int row = first_query + wave_row + m * kTile + chunk_row(lane);
-    T* to = output + (static_cast<int64_t>(batch) * sequence + row) * heads * head_size + head * head_size;
+    const int row = first_query + wave_row + m * kTile;
+    const int64_t stride = static_cast<int64_t>(heads) * head_size;
+    T* to = output + (static_cast<int64_t>(batch) * sequence + row) * stride + head * head_size;
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
 #pragma unroll
@@ -694,9 +746,8 @@ __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(
         Accumulator& tile = out[m][stage * kColumnTiles + i];
 #pragma unroll
         for (int j = 0; j < kAccumulatorSize; ++j) tile.x[j] *= inverse[row_slot(j)];
-        const Chunk chunk = to_chunk<T>(tile);
-        const int column = stage * kStage + (wave_column * kColumnTiles + i) * kTile + chunk_column(lane);
-        if (row < sequence && column < head_size) store_chunk(chunk, to + column);
+        const int column = stage * kStage + (wave_column * kColumnTiles + i) * kTile;
+        store_tile(to_pieces<T>(tile), to + column, stride, sequence - row, head_size - column);
       }
     }
   }
