@@ -697,6 +697,8 @@ def export_component(source: Source, component: str, folder: Path, options: Opti
         tidy(graph, signature)
         nodes = len(graph.graph)
         ir.save(graph, folder / MODEL, external_data=DATA, alignment=ALIGNMENT)
+    for value in graph.graph.initializers.values():  # onnxscript's rules keep the last graph they saw: not its weights
+        value.const_value = None
     del model, module, args, outputs, graph
     shutil.rmtree(scratch)
     torch.compiler.reset()
