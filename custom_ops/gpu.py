@@ -15,8 +15,9 @@ import numpy as np
 
 from custom_ops.op import DTYPES, Array, Case, Operator, draw, nmse, nmse_limit
 
-# Bytes before and after every buffer; a write there is out of bounds.
-GUARD = 256
+# Bytes before and after every buffer; a write there is out of bounds. 0 leaves that to a memory checker, which sees
+# reads too, but only beyond the allocation.
+guard_bytes = 256
 _PATTERN = 0xA5
 
 
@@ -65,31 +66,56 @@ class _HostBuffer:
         return self.bytes
 
 
-class TorchMemory:
-    """The GPU's, by torch, which calls AMD's GPUs cuda too."""
+class DeviceMemory:
+    """The GPU's, by the CUDA or HIP runtime."""
 
-    def upload(self, data: Array) -> _TorchBuffer:
-        import torch
+    def __init__(self) -> None:
+        for prefix, names in (
+            ("cuda", ("libcudart.so", "libcudart.so.13", "libcudart.so.12")),
+            ("hip", ("libamdhip64.so",)),
+        ):
+            for name in (*names, f"/usr/local/cuda/lib64/{names[0]}", f"/opt/rocm/lib/{names[0]}"):
+                try:
+                    self._runtime, self._prefix = ctypes.CDLL(name), prefix
+                except OSError:
+                    continue
+                return
+        raise RuntimeError("neither the CUDA nor the HIP runtime library is here")
 
-        return _TorchBuffer(torch.from_numpy(data).cuda())
+    def call(self, name: str, *arguments: object) -> None:
+        """A function of the runtime. Raises RuntimeError with its error's number."""
+        error = getattr(self._runtime, self._prefix + name)(*arguments)
+        if error != 0:
+            raise RuntimeError(f"{self._prefix}{name} failed with error {error}")
+
+    def upload(self, data: Array) -> _DeviceBuffer:
+        return _DeviceBuffer(self, data)
 
     def synchronize(self) -> None:
-        import torch
-
-        torch.cuda.synchronize()
+        self.call("DeviceSynchronize")
 
 
-class _TorchBuffer:
-    def __init__(self, tensor: object) -> None:
-        self.tensor = tensor
+class _DeviceBuffer:
+    def __init__(self, memory: DeviceMemory, data: Array) -> None:
+        self._memory, self._size = memory, data.size
+        self._pointer = ctypes.c_void_p()
+        memory.call("Malloc", ctypes.byref(self._pointer), ctypes.c_size_t(max(data.size, 1)))
+        self._copy(self._pointer, ctypes.c_void_p(data.ctypes.data), 1)
+
+    def _copy(self, to: ctypes.c_void_p, source: ctypes.c_void_p, direction: int) -> None:
+        self._memory.call("Memcpy", to, source, ctypes.c_size_t(self._size), ctypes.c_int(direction))
+
+    def __del__(self) -> None:
+        self._memory.call("Free", self._pointer)
 
     @property
     def address(self) -> int:
-        return int(self.tensor.data_ptr())  # type: ignore[attr-defined]
+        return self._pointer.value or 0
 
     def download(self) -> Array:
-        result: Array = self.tensor.cpu().numpy()  # type: ignore[attr-defined]
-        return result
+        data = np.empty(self._size, np.uint8)
+        self._copy(ctypes.c_void_p(data.ctypes.data), self._pointer, 2)
+        return data
 
 
 class GpuLibrary:
@@ -158,8 +184,8 @@ class Guarded:
     """An array between guard bytes, `shift` bytes off 16-byte alignment."""
 
     def __init__(self, memory: Memory, data: Array, shift: int = 0) -> None:
-        self.shape, self.dtype, self.begin = data.shape, data.dtype, GUARD + shift
-        raw = np.full(self.begin + data.nbytes + GUARD, _PATTERN, np.uint8)
+        self.shape, self.dtype, self.begin = data.shape, data.dtype, guard_bytes + shift
+        raw = np.full(self.begin + data.nbytes + guard_bytes, _PATTERN, np.uint8)
         raw[self.begin : self.begin + data.nbytes] = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
         self.size = data.nbytes
         self.buffer = memory.upload(raw)

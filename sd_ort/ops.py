@@ -97,6 +97,11 @@ def build(
     return library
 
 
+def build_gpu(arch: str) -> Path:
+    """The GPU library alone, for one architecture: sm_90, gfx942, ... Raises BuildError as `build` does."""
+    return build(cpu=False, cuda=[arch]) if arch.startswith("sm_") else build(cpu=False, hip=[arch])
+
+
 @dataclass(frozen=True)
 class HipCompiler:
     """A compiler for .hip files, the flags it needs, and where libamdhip64.so is (None when it knows)."""

@@ -1,0 +1,111 @@
+"""The GPU kernels without a GPU: emulated on the host for each wave size, and compiled for every architecture."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from custom_ops import OPERATORS
+from custom_ops.gpu import GpuLibrary, Guarded, HostMemory, check_case
+from custom_ops.op import Case, Operator, draw, load
+
+ROOT = Path(__file__).parent.parent
+OPS = [load(folder) for folder in OPERATORS if folder != "multi_head_attention"]  # has a test of its own
+KERNELS = [folder for folder in OPERATORS if (ROOT / "custom_ops" / folder / "kernel.hip").is_file()]
+
+# What the emulator stands in for: waves of 64 lanes, and of 32.
+DEVICES = {
+    "cdna": ["-D__HIP_PLATFORM_AMD__", "-D__GFX9__"],
+    "rdna": ["-D__HIP_PLATFORM_AMD__", "-D__GFX11__"],
+    "cuda": [],
+}
+# Elements of the largest input that is emulated: the emulator switches fibers at every barrier.
+LARGEST = 50_000
+
+
+@pytest.fixture(scope="module")
+def emulations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GpuLibrary]:
+    """The GPU library for each device, its lanes run by tests/gpu_emulator on the host."""
+    folder = tmp_path_factory.mktemp("emulated")
+    flags = ["-std=c++17", "-O1", "-fPIC", "-DSD_ORT_EMULATED", '-DSD_ORT_BUILD_HASH="emulated"']
+    include = [f"-I{ROOT / 'tests/gpu_emulator'}", f"-I{ROOT / 'custom_ops'}"]
+    sources = [ROOT / "custom_ops" / op / file for op in KERNELS for file in ("kernel.hip", "candidates.cc")]
+    sources += [ROOT / "custom_ops/gpu_library.cc", ROOT / "custom_ops/common/tuner.cc"]
+
+    def compile_source(device: str, source: Path) -> Path:
+        to = folder / f"{device}_{source.parent.name}_{source.name}.o"
+        command = ["clang++-19", "-x", "c++", *flags, *DEVICES[device], *include, "-c", str(source), "-o", str(to)]
+        subprocess.run(command, check=True)
+        return to
+
+    def link(device: str, objects: list[Path]) -> GpuLibrary:
+        library = folder / f"{device}.so"
+        subprocess.run(["clang++-19", "-shared", *map(str, objects), "-o", str(library)], check=True)
+        return GpuLibrary(library)
+
+    jobs = [(device, source) for device in DEVICES for source in sources]
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(lambda job: compile_source(*job), jobs))
+    return {
+        device: link(device, [built for built, job in zip(objects, jobs, strict=True) if job[0] == device])
+        for device in DEVICES
+    }
+
+
+def small(operator: Operator) -> list[Case]:
+    return [case for case in operator.cases if not case.benchmark and prod(case.inputs[operator.inputs[0]]) <= LARGEST]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("operator", OPS, ids=lambda operator: operator.name)
+def test_every_candidate_agrees_with_numpy(operator: Operator, device: str, emulations: dict[str, GpuLibrary]) -> None:
+    """Also that nothing but the outputs is written, and that every element of them is."""
+    outcomes = [
+        outcome
+        for case in small(operator)
+        for dtype in case.dtypes
+        if dtype != "bfloat16" or device == "cdna"  # costs as much as float16
+        for outcome in check_case(emulations[device], HostMemory(), operator, case, dtype)
+    ]
+    assert [outcome for outcome in outcomes if outcome.fault] == []
+    number_of_candidates = len({outcome.candidate for outcome in outcomes})
+    assert number_of_candidates == len(emulations[device].candidates(OPS.index(operator)))
+
+
+@pytest.mark.parametrize("operator", OPS, ids=lambda operator: operator.name)
+def test_misaligned_buffers(operator: Operator, emulations: dict[str, GpuLibrary]) -> None:
+    """One element off 16-byte alignment: wide accesses must be refused, the default must still work."""
+    case = next(case for case in operator.cases if all(n % 8 == 0 for n in (case.inputs[operator.inputs[0]][-1],)))
+    for dtype in case.dtypes:
+        outcomes = list(check_case(emulations["cuda"], HostMemory(), operator, case, dtype, shift=1))
+        assert outcomes
+        assert [outcome for outcome in outcomes if outcome.fault] == []
+
+
+def test_tuner_keeps_a_candidate_that_agrees(emulations: dict[str, GpuLibrary]) -> None:
+    """Measures a call, then chooses what it measured; set_tuning_result takes known names only."""
+    library = emulations["cdna"]
+    operator = OPS[0]
+    case = next(case for case in operator.cases if case.inputs["X"] == (2, 8, 8, 64))
+    arrays = {name: Guarded(HostMemory(), array) for name, array in draw(operator, case, "float16").items()}
+    y = Guarded(HostMemory(), np.zeros(case.inputs["X"], np.float16))
+    address = {name: guarded.address for name, guarded in arrays.items()} | {"Y": y.address}
+    params = operator.params(case, "float16", address)
+    number = library.operator(operator.name, params)
+    library.tune(number, params)
+    (result,) = library.tuning_results()
+    assert result[:2] == ["GroupNorm", "float16_2x64x64_g32"]
+    assert result[2] in library.candidates(number)
+    chosen = library.c.sd_ort_choose(number, ctypes.addressof(params), None)
+    assert library.candidates(number)[chosen] == result[2]
+    assert library.c.sd_ort_set_tuning_result(b"GroupNorm", result[1].encode(), b"two_reads") == 1
+    assert library.candidates(number)[library.c.sd_ort_choose(number, ctypes.addressof(params), None)] == "two_reads"
+    assert library.c.sd_ort_set_tuning_result(b"GroupNorm", result[1].encode(), b"no_such") == 0
+    library.c.sd_ort_clear_tuning_results()
+    assert library.c.sd_ort_choose(number, ctypes.addressof(params), None) == 0
