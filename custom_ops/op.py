@@ -156,7 +156,7 @@ _ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 def nmse_limit(case: Case, dtype: str) -> float:
-    """Largest NMSE allowed: errors of 8 roundoffs of the type.
+    """Largest NMSE allowed: errors of 4 roundoffs of the type, or as many as the case says.
 
     "offset" inputs lie 1000 deviations from zero, so a mean kept in float32 costs a normalised output 1000 times more.
     """

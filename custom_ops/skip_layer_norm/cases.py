@@ -72,9 +72,8 @@ def _case(
         inputs["beta"] = (channels,)
     if bias:
         inputs["bias"] = (channels,)
-    name = (
-        "x".join(map(str, shape)) + f"-skip{len(inputs['skip'])}{inputs['skip'][0]}-{beta:d}{bias:d}{total:d}-{values}"
-    )
+    broadcast = "x".join(map(str, inputs["skip"]))
+    name = "x".join(map(str, shape)) + f"-skip{broadcast}-{beta:d}{bias:d}{total:d}-{values}"
     outputs = ("output", "input_skip_bias_sum") if total else ("output",)
     return Case(name, inputs, {"epsilon": 1e-5}, outputs, values, benchmark)
 
