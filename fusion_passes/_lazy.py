@@ -18,6 +18,16 @@ def read(tensor: ir.TensorProtocol) -> np.ndarray:
         return tensor.numpy()
 
 
+def constant(graph: ir.Graph, name: str, numbers: np.ndarray | Sequence[int]) -> ir.Value:
+    """A new initializer `name` that holds `numbers`; integers become int64."""
+    tensor = ir.Tensor(np.ascontiguousarray(numbers), name=name)
+    value = ir.Value(
+        name=name, const_value=tensor, shape=ir.Shape(tensor.numpy().shape), type=ir.TensorType(tensor.dtype)
+    )
+    graph.register_initializer(value)
+    return value
+
+
 def derived(
     graph: ir.Graph, name: str, sources: Sequence[ir.Value], shape: Sequence[int], make: Callable[..., np.ndarray]
 ) -> ir.Value:

@@ -67,9 +67,9 @@ def _infer(graph: ir.Graph, facts: Facts) -> Facts:
     for value in [*graph.inputs, *graph.initializers.values()]:
         _declare(value, facts)
     for node in graph:
-        for value in node.inputs:
-            if value is not None and value not in facts.shapes and value.const_value is not None:
-                _declare(value, facts)
+        for operand in node.inputs:
+            if operand is not None and operand not in facts.shapes and operand.const_value is not None:
+                _declare(operand, facts)
         _infer_node(node, facts)
     return facts
 
@@ -93,7 +93,7 @@ def _agree(a: Dim, b: Dim, may_broadcast: bool, sizes: dict[str, int]) -> bool:
 
 
 def annotate(graph: ir.Graph) -> Facts:
-    """Infer, and write shapes and element types into the values: equal sizes carry equal names for the rules to come."""
+    """Infer, and write shapes and element types into the values: equal sizes carry equal names for later rules."""
     _annotate_types(graph)
     facts = infer(graph)
     for value, shape in facts.shapes.items():
@@ -144,8 +144,12 @@ def _result_type(node: ir.Node, inputs: list[ir.DataType | None]) -> ir.DataType
 def _declare(value: ir.Value, facts: Facts) -> None:
     tensor = value.const_value
     if tensor is not None:
-        facts.shapes[value] = tuple(constant(int(d)) for d in tensor.shape)
-        if tensor.dtype in (ir.DataType.INT64, ir.DataType.INT32) and tensor.size <= LIST_LIMIT and tensor.shape.rank() < 2:
+        facts.shapes[value] = tuple(constant(int(d)) for d in tensor.shape.numpy())
+        if (
+            tensor.dtype in (ir.DataType.INT64, ir.DataType.INT32)
+            and tensor.size <= LIST_LIMIT
+            and tensor.shape.rank() < 2
+        ):
             facts.elements[value] = [constant(int(n)) for n in tensor.numpy().ravel()]
     elif value.shape is not None:
         names = [d if isinstance(d, int) else d.value for d in value.shape]
@@ -481,8 +485,8 @@ def _nhwc_conv(node: ir.Node, facts: Facts) -> list[Shape] | None:
 
 
 RULES: dict[str, Callable[[ir.Node, Facts], Sequence[Shape | None] | None]] = {
-    "ArgMax": _argmax, "Attention": _attention, "BiasSplitGelu": _half, "Concat": _concat, "ConstantOfShape": _constant_of_shape,
-    "Conv": _conv, "Expand": _expand, "Gather": _gather, "Gemm": _gemm, "MatMul": _matmul,
+    "ArgMax": _argmax, "Attention": _attention, "BiasSplitGelu": _half, "Concat": _concat,
+    "ConstantOfShape": _constant_of_shape, "Conv": _conv, "Expand": _expand, "Gather": _gather, "Gemm": _gemm, "MatMul": _matmul,
     "MultiHeadAttention": _multi_head, "NhwcConv": _nhwc_conv, "Pad": _pad,
     "Range": _range, "ReduceMax": _reduce, "ReduceMean": _reduce, "ReduceSum": _reduce, "Reshape": _reshape,
     "Resize": _resize, "ScaledDotProductAttention": _attention, "Shape": _shape_of,

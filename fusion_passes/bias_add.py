@@ -58,7 +58,20 @@ _ONE = {"BiasAdd": 1, "Add": 0}
 CASES = [
     Case("projection", _graph("a = Add (x, b)  y = Add (a, k)"), ops=_ONE, sizes=_SIZES),
     Case("operands swapped", _graph("a = Add (b, x)  y = Add (k, a)"), ops=_ONE, sizes=_SIZES),
-    Case("biased value is an output", _graph("a = Add (x, b)  y = Add (a, k)", outputs=", float[B,S,8] a"), fires=0, sizes=_SIZES),
-    Case("residual broadcast", _graph("a = Add (x, b)  y = Add (a, k)", skip="8"), fires=0, refused="residual", sizes=_SIZES),
-    Case("bias a position", _graph("a = Add (x, b)  y = Add (a, k)", bias="6,1"), fires=0, refused="bias", sizes=_SIZES),
-]  # fmt: skip
+    Case(
+        "biased value is an output",
+        _graph("a = Add (x, b)  y = Add (a, k)", outputs=", float[B,S,8] a"),
+        fires=0,
+        sizes=_SIZES,
+    ),
+    Case(
+        "residual broadcast",
+        _graph("a = Add (x, b)  y = Add (a, k)", skip="8"),
+        fires=0,
+        refused="residual",
+        sizes=_SIZES,
+    ),
+    Case(
+        "bias a position", _graph("a = Add (x, b)  y = Add (a, k)", bias="6,1"), fires=0, refused="bias", sizes=_SIZES
+    ),
+]

@@ -36,7 +36,8 @@ class BiasSplitGelu(Rule):
 
     def refuse(self, x: ir.Value, bias: ir.Value, left: ir.Value, right: ir.Value, gelu: ir.Value) -> str | None:
         width, split, activation = c.size(x, -1), left.producer(), gelu.producer()
-        assert split is not None and activation is not None
+        assert split is not None
+        assert activation is not None
         if not c.is_vector(bias, width):
             return "the bias is not a constant vector over the last axis"
         if c.rank(x) != 3 or not c.last_axis(split.attributes.get_int("axis", 0), x):
@@ -62,7 +63,11 @@ RULES = (BiasSplitGelu, BiasSplitGeluSwapped)
 
 
 def _graph(
-    body: str = "g2 = Gelu (r)  y = Mul (l, g2)", axis: int = 2, halves: str = "4, 4", bias: str = "8", out: str = "N,S,4"
+    body: str = "g2 = Gelu (r)  y = Mul (l, g2)",
+    axis: int = 2,
+    halves: str = "4, 4",
+    bias: str = "8",
+    out: str = "N,S,4",
 ) -> str:
     return f"""<ir_version: 10, opset_import: ["" : 21]>
         g (float[N,S,8] x) => (float[{out}] y) <float[{bias}] b, int64[2] halves = {{{halves}}}> {{
@@ -77,7 +82,13 @@ CASES = [
     Case("GEGLU", _graph(), ops={"BiasSplitGelu": 1, "Split": 0, "Gelu": 0, "Add": 0}, sizes=_SIZES),
     Case("operands swapped", _graph("g2 = Gelu (r)  y = Mul (g2, l)", axis=-1), ops={"BiasSplitGelu": 1}, sizes=_SIZES),
     Case("gate on the left", _graph("g2 = Gelu (l)  y = Mul (r, g2)"), fires=0, sizes=_SIZES),
-    Case("tanh approximation", _graph('g2 = Gelu <approximate = "tanh"> (r)  y = Mul (l, g2)'), fires=0, refused="tanh", sizes=_SIZES),
+    Case(
+        "tanh approximation",
+        _graph('g2 = Gelu <approximate = "tanh"> (r)  y = Mul (l, g2)'),
+        fires=0,
+        refused="tanh",
+        sizes=_SIZES,
+    ),
     Case("another axis", _graph(axis=1, halves="3, 3", out="N,3,8"), fires=0, refused="last axis", sizes=_SIZES),
     Case("one bias for all", _graph(bias="1"), fires=0, refused="bias", sizes=_SIZES),
-]  # fmt: skip
+]

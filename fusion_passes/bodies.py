@@ -33,7 +33,9 @@ def attach(model: ir.Model, nodes: Iterable[ir.Node]) -> None:
 
 def _function(node: ir.Node, body: str, version: int) -> ir.Function:
     declared = f"<{', '.join(sorted(node.attributes))}>" if node.attributes else ""
-    proto = onnx.parser.parse_function(f'<domain: "{DOMAIN}", opset_import: ["" : {version}]>\n{node.op_type} {declared} {body}')
+    proto = onnx.parser.parse_function(
+        f'<domain: "{DOMAIN}", opset_import: ["" : {version}]>\n{node.op_type} {declared} {body}'
+    )
     proto.overload = node.overload
     function = ir.from_proto(proto)
     assert isinstance(function, ir.Function)
@@ -96,24 +98,30 @@ def _skip_group_norm(node: ir.Node) -> tuple[str, str]:
 
 
 def _bias_split_gelu(node: ir.Node) -> tuple[str, str]:
-    return "", """(X, bias) => (Y) {
+    return (
+        "",
+        """(X, bias) => (Y) {
         biased = Add (X, bias)
         left, right = Split <axis = -1, num_outputs = 2> (biased)
         gate = Gelu (right)
         Y = Mul (left, gate)
-    }"""
+    }""",
+    )
 
 
 def _nhwc_conv(node: ir.Node) -> tuple[str, str]:
     bias = ", B" if _has(node, 2) else ""
     kinds = {"group": "int", "auto_pad": "string"}
     given = ", ".join(f"{name}: {kinds.get(name, 'ints')} = @{name}" for name in sorted(node.attributes))
-    return "bias" if bias else "", f"""(X, W{bias}) => (Y) {{
+    return (
+        "bias" if bias else "",
+        f"""(X, W{bias}) => (Y) {{
         x_nchw = Transpose <perm = [0, 3, 1, 2]> (X)
         w_nchw = Transpose <perm = [0, 3, 1, 2]> (W)
         y_nchw = Conv <{given}> (x_nchw, w_nchw{bias})
         Y = Transpose <perm = [0, 2, 3, 1]> (y_nchw)
-    }}"""
+    }}""",
+    )
 
 
 def _bias_add(node: ir.Node) -> tuple[str, str]:
@@ -121,13 +129,16 @@ def _bias_add(node: ir.Node) -> tuple[str, str]:
 
 
 def _quick_gelu(node: ir.Node) -> tuple[str, str]:
-    return "", """(X) => (Y) {
+    return (
+        "",
+        """(X) => (Y) {
         alpha = Constant <value_float: float = @alpha> ()
         alpha_x = CastLike (alpha, X)
         scaled = Mul (X, alpha_x)
         gate = Sigmoid (scaled)
         Y = Mul (X, gate)
-    }"""
+    }""",
+    )
 
 
 def _skip_layer_normalization(node: ir.Node) -> tuple[str, str]:
@@ -148,7 +159,9 @@ def _attend(query: str, key: str, value: str, node: ir.Node, mask: str) -> str:
             one = Constant <value_int = 1> ()
             above = Trilu <upper = 1> (whole, one)
             finite = CastLike (above, scores)
-            """ + (f"other = Add (scores, {mask})  masked = Add (other, finite)" if mask else "masked = Add (scores, finite)")
+            """ + (
+            f"other = Add (scores, {mask})  masked = Add (other, finite)" if mask else "masked = Add (scores, finite)"
+        )
     return f"""
         factor = Constant <value_float: float = @scale> ()
         factor_q = CastLike (factor, {query})

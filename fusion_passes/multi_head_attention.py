@@ -89,7 +89,8 @@ def _graph(
 ) -> str:  # fmt: skip
     return f"""<ir_version: 10, opset_import: ["" : 21, "sd_ort" : 1]>
         g (float[B,S,8] q, float[B,L,8] k, float[B,L,8] v {extra}) => (float[B,S,8] y {outputs})
-        <int64[4] split = {{{split}}}, int64[4] ksplit = {{{key_split}}}, int64[3] merge = {{{merge}}}, float s = {{0.45}}> {{
+        <int64[4] split = {{{split}}}, int64[4] ksplit = {{{key_split}}}, int64[3] merge = {{{merge}}},
+         float s = {{0.45}}> {{
             q4 = Reshape (q, split)   qh = Transpose <perm = [{perm}]> (q4)
             k4 = Reshape (k, ksplit)  kh = Transpose <perm = [0, 2, 3, 1]> (k4)
             v4 = Reshape (v, ksplit)  vh = Transpose <perm = [0, 2, 1, 3]> (v4)
@@ -109,5 +110,10 @@ CASES = [
     Case("mask of two axes", _graph(extra=", float[S,L] m", mask="m"), ops=_ONE, sizes=_SIZES),
     Case("one head", _graph("0, 0, 1, 8", "0, 0, 1, 8"), ops=_ONE, sizes=_SIZES),
     Case("split heads are an output", _graph(outputs=", float[B,S,2,4] q4"), fires=0, sizes=_SIZES),
-    Case("heads merged with positions", _graph(merge="0, -1, 8", perm="0, 1, 2, 3", split="0, 2, -1, 4"), fires=0, sizes={"B": 2, "S": 4, "L": 3}),
-]  # fmt: skip
+    Case(
+        "heads merged with positions",
+        _graph(merge="0, -1, 8", perm="0, 1, 2, 3", split="0, 2, -1, 4"),
+        fires=0,
+        sizes={"B": 2, "S": 4, "L": 3},
+    ),
+]

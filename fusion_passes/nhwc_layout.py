@@ -15,7 +15,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from fusion_passes import _checks as c
-from fusion_passes._lazy import derived
+from fusion_passes._lazy import constant, derived
 from fusion_passes._rule import DOMAIN
 
 TO_NHWC, TO_NCHW = [0, 2, 3, 1], [0, 3, 1, 2]
@@ -55,8 +55,7 @@ class _Walk:
         elif node.op_type in ELEMENTWISE:
             self._elementwise(node)
         elif node.op_type == "Concat" and node.attributes["axis"].as_int() in (1, -3):
-            inputs = [self.twin(v, node) for v in node.inputs if v is not None]
-            self.replace(node, "Concat", inputs, {"axis": 3})
+            self.replace(node, "Concat", [self.twin(v, node) for v in node.inputs if v is not None], {"axis": 3})
         elif node.op_type == "Resize":
             self._resize(node)
         elif node.op_type == "Pad":
@@ -72,7 +71,12 @@ class _Walk:
         return self.twins[value]
 
     def replace(
-        self, node: ir.Node, op_type: str, inputs: list[ir.Value | None], attributes: dict[str, object], domain: str = ""
+        self,
+        node: ir.Node,
+        op_type: str,
+        inputs: list[ir.Value | None],
+        attributes: dict[str, object],
+        domain: str = "",
     ) -> None:
         """Put an NHWC node beside `node`; its outputs are the twins of the old ones."""
         new = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=len(node.outputs))  # type: ignore[arg-type]
@@ -104,7 +108,7 @@ class _Walk:
             self.graph.remove(node, safe=True)
 
     def _describe(self, output: ir.Value, like: ir.Value) -> None:
-        output.name, output.dtype = f"{like.name}.nhwc", like.dtype
+        output.name, output.type = f"{like.name}.nhwc", like.type
         if like.shape is not None:
             output.shape = ir.Shape([like.shape[axis] for axis in TO_NHWC])
 
@@ -143,11 +147,14 @@ class _Walk:
     def _column(self, value: ir.Value, before: ir.Node) -> ir.Value:
         """[N,C,1,1] as [N,1,1,C]: the same numbers in the same order, so a Reshape."""
         source = value.producer()
-        x = source.inputs[0] if source is not None and source.op_type == "Reshape" and c.rank(source.inputs[0]) == 2 else value
-        target = ir.tensor([0, 1, 1, c.size(value, 1)], dtype=ir.DataType.INT64)
-        shape = ir.Value(name=f"{before.outputs[0].name}.{value.name}.nhwc_shape", const_value=target, shape=target.shape)
-        shape.type = ir.TensorType(target.dtype)
-        self.graph.register_initializer(shape)
+        x = (
+            source.inputs[0]
+            if source is not None and source.op_type == "Reshape" and c.rank(source.inputs[0]) == 2
+            else value
+        )
+        channels = c.size(value, 1)
+        assert channels is not None
+        shape = constant(self.graph, f"{before.outputs[0].name}.{value.name}.nhwc_shape", [0, 1, 1, channels])
         node = ir.node("Reshape", [x, shape])
         self._describe(node.outputs[0], value)
         node.outputs[0].name = f"{before.outputs[0].name}.{value.name}.nhwc"
@@ -178,7 +185,7 @@ class _Walk:
             return
         if node.attributes.get_string("mode", "nearest") != "nearest" or "axes" in node.attributes:
             return
-        value = self._constant(f"{node.outputs[0].name}.nhwc_scales", scales[TO_NHWC])
+        value = constant(self.graph, f"{node.outputs[0].name}.nhwc_scales", scales[TO_NHWC])
         attributes = {name: a.value for name, a in node.attributes.items()}
         self.replace(node, "Resize", [self.twin(x, node), None, value], attributes)
 
@@ -186,15 +193,11 @@ class _Walk:
         x, pads = node.inputs[0], c.constant(node.inputs[1])
         if x is None or pads is None or pads.size != 8 or len(node.inputs) > 3:
             return
-        value = self._constant(f"{node.outputs[0].name}.nhwc_pads", pads[TO_NHWC + [axis + 4 for axis in TO_NHWC]])
+        value = constant(
+            self.graph, f"{node.outputs[0].name}.nhwc_pads", pads[TO_NHWC + [axis + 4 for axis in TO_NHWC]]
+        )
         attributes = {name: a.value for name, a in node.attributes.items()}
         self.replace(node, "Pad", [self.twin(x, node), value, *node.inputs[2:]], attributes)
-
-    def _constant(self, name: str, numbers: np.ndarray) -> ir.Value:
-        tensor = ir.tensor(np.ascontiguousarray(numbers))
-        value = ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(tensor.dtype))
-        self.graph.register_initializer(value)
-        return value
 
 
 def _channels_last(weight: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from fusion_passes import _checks as c
-from fusion_passes._lazy import derived
+from fusion_passes._lazy import constant, derived
 
 
 def pack_qkv(model: ir.Model) -> dict[str, int]:
@@ -54,13 +54,16 @@ def _projection(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
     if value is None or node is None or node.op_type != "MatMul" or len(c.users(value)) != 1:
         return None
     x, weight = node.inputs
-    return (x, weight) if x is not None and weight is not None and c.is_constant(weight) and c.rank(weight) == 2 else None
+    return (
+        (x, weight) if x is not None and weight is not None and c.is_constant(weight) and c.rank(weight) == 2 else None
+    )
 
 
 def _pack(graph: ir.Graph, node: ir.Node, sources: Sequence[tuple[ir.Value, ir.Value]]) -> ir.Value:
     x, heads, parts = sources[0][0], node.attributes["num_heads"].as_int(), len(sources)
     rows, width = c.size(sources[0][1], 0), c.size(sources[0][1], 1)
-    assert rows is not None and width is not None
+    assert rows is not None
+    assert width is not None
     name = f"{node.outputs[0].name}.{'qkv' if parts == 3 else 'kv'}"
 
     def interleave(*weights: np.ndarray) -> np.ndarray:
@@ -68,12 +71,11 @@ def _pack(graph: ir.Graph, node: ir.Node, sources: Sequence[tuple[ir.Value, ir.V
 
     weight = derived(graph, f"{name}_weight", [w for _, w in sources], [rows, parts * width], interleave)
     product = ir.node("MatMul", [x, weight])
-    target = ir.tensor([0, 0, heads, parts, width // heads], dtype=ir.DataType.INT64)
-    shape = ir.Value(name=f"{name}_shape", const_value=target, shape=target.shape, type=ir.TensorType(target.dtype))
-    graph.register_initializer(shape)
+    shape = constant(graph, f"{name}_shape", [0, 0, heads, parts, width // heads])
     split = ir.node("Reshape", [product.outputs[0], shape])
     product.outputs[0].name, split.outputs[0].name = f"{name}_projection", name
-    product.outputs[0].dtype = split.outputs[0].dtype = x.dtype
+    if x.dtype is not None:
+        product.outputs[0].dtype = split.outputs[0].dtype = x.dtype
     if x.shape is not None:
         product.outputs[0].shape = ir.Shape([*list(x.shape)[:2], parts * width])
         split.outputs[0].shape = ir.Shape([*list(x.shape)[:2], heads, parts, width // heads])

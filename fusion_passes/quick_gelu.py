@@ -46,13 +46,34 @@ RULES = (QuickGelu, QuickGeluSwapped)
 
 def _graph(body: str, outputs: str = "") -> str:
     return f"""<ir_version: 10, opset_import: ["" : 21]>
-        g (float[N,8] x, float[N,8] z) => (float[N,8] y {outputs}) <float alpha = {{1.702}}, float[8] many> {{ {body} }}"""
+        g (float[N,8] x, float[N,8] z) => (float[N,8] y {outputs})
+        <float alpha = {{1.702}}, float[8] many> {{ {body} }}"""
 
 
 CASES = [
-    Case("CLIP", _graph("a = Mul (x, alpha)  s = Sigmoid (a)  y = Mul (x, s)"), ops={"QuickGelu": 1, "Mul": 0}, sizes={"N": 3}),
-    Case("swapped", _graph("a = Mul (alpha, x)  s = Sigmoid (a)  y = Mul (s, x)"), ops={"QuickGelu": 1}, sizes={"N": 3}),
-    Case("alpha a channel", _graph("a = Mul (x, many)  s = Sigmoid (a)  y = Mul (x, s)"), fires=0, refused="alpha", sizes={"N": 3}),
-    Case("gate of another tensor", _graph("a = Mul (z, alpha)  s = Sigmoid (a)  y = Mul (x, s)"), fires=0, sizes={"N": 3}),
-    Case("gate is an output", _graph("a = Mul (x, alpha)  s = Sigmoid (a)  y = Mul (x, s)", ", float[N,8] s"), fires=0, sizes={"N": 3}),
-]  # fmt: skip
+    Case(
+        "CLIP",
+        _graph("a = Mul (x, alpha)  s = Sigmoid (a)  y = Mul (x, s)"),
+        ops={"QuickGelu": 1, "Mul": 0},
+        sizes={"N": 3},
+    ),
+    Case(
+        "swapped", _graph("a = Mul (alpha, x)  s = Sigmoid (a)  y = Mul (s, x)"), ops={"QuickGelu": 1}, sizes={"N": 3}
+    ),
+    Case(
+        "alpha a channel",
+        _graph("a = Mul (x, many)  s = Sigmoid (a)  y = Mul (x, s)"),
+        fires=0,
+        refused="alpha",
+        sizes={"N": 3},
+    ),
+    Case(
+        "gate of another tensor", _graph("a = Mul (z, alpha)  s = Sigmoid (a)  y = Mul (x, s)"), fires=0, sizes={"N": 3}
+    ),
+    Case(
+        "gate is an output",
+        _graph("a = Mul (x, alpha)  s = Sigmoid (a)  y = Mul (x, s)", ", float[N,8] s"),
+        fires=0,
+        sizes={"N": 3},
+    ),
+]

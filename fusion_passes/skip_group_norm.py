@@ -18,7 +18,13 @@ from fusion_passes.canonicalize import group_normalization
 
 
 def reference(
-    x: np.ndarray, gamma: np.ndarray, beta: np.ndarray, skip: np.ndarray, groups: int, epsilon: float, activation: int = 0
+    x: np.ndarray,
+    gamma: np.ndarray,
+    beta: np.ndarray,
+    skip: np.ndarray,
+    groups: int,
+    epsilon: float,
+    activation: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """GroupNorm (with SiLU when activation is 1) of s = x + skip, and s; x [N,C,H,W], skip [N,C,H,W] or [N,C,1,1]."""
     s = x.astype(np.float64) + skip

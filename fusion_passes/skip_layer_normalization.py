@@ -1,6 +1,7 @@
 """SkipLayerNormalization: bias, residual and normalization become one node that also yields the sum.
 
-    x (+ bias) + skip -> s -> LayerNormalization(gamma, beta)   =>  SkipLayerNormalization(x, skip, gamma, beta, bias?) -> y, s
+    x (+ bias) + skip -> s -> LayerNormalization(gamma, beta)
+        =>  SkipLayerNormalization(x, skip, gamma, beta, bias?) -> y, s
 
 Refused: a skip of another shape, another axis than the last, constants that are not vectors over it.
 """
@@ -17,7 +18,12 @@ from fusion_passes._rule import DOMAIN, Case, Rule
 
 
 def reference(
-    x: np.ndarray, skip: np.ndarray, gamma: np.ndarray, beta: np.ndarray, bias: np.ndarray | float = 0.0, epsilon: float = 1e-5
+    x: np.ndarray,
+    skip: np.ndarray,
+    gamma: np.ndarray,
+    beta: np.ndarray,
+    bias: np.ndarray | float = 0.0,
+    epsilon: float = 1e-5,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ba et al., 2016, over the last axis of s = x + skip + bias; returns the normalized tensor and s."""
     s = x.astype(np.float64) + skip + bias

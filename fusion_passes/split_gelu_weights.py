@@ -43,7 +43,8 @@ def split_gelu_weights(model: ir.Model) -> int:
 
 def _replace(graph: ir.Graph, node: ir.Node, x: ir.Value, weight: ir.Value, bias: ir.Value) -> None:
     rows, width = c.size(weight, 0), c.size(weight, 1)
-    assert rows is not None and width is not None
+    assert rows is not None
+    assert width is not None
     half, out = width // 2, node.outputs[0]
 
     def left(a: np.ndarray) -> np.ndarray:
@@ -63,7 +64,8 @@ def _replace(graph: ir.Graph, node: ir.Node, x: ir.Value, weight: ir.Value, bias
     parts.append(ir.node("Mul", [parts[1].outputs[0], parts[3].outputs[0]]))
     for part, suffix in zip(parts, ("left", "left_biased", "right", "gate", "gated"), strict=True):
         part.metadata_props.update(node.metadata_props)
-        part.outputs[0].name, part.outputs[0].dtype, part.outputs[0].shape = f"{out.name}.{suffix}", out.dtype, out.shape
+        result = part.outputs[0]
+        result.name, result.type, result.shape = f"{out.name}.{suffix}", out.type, out.shape
     graph.insert_before(node, parts)
     ir.convenience.replace_all_uses_with(out, parts[-1].outputs[0], replace_graph_outputs=True)
     graph.remove(node, safe=True)

@@ -1,6 +1,6 @@
 """MultiHeadAttention as the standard's own operator (ai.onnx Attention, opset 23), where its kernel is the faster one.
 
-    MultiHeadAttention(q, k, v, -, -, mask; num_heads)  =>  Attention(q, k, v, mask; q_num_heads, kv_num_heads)
+MultiHeadAttention(q, k, v, -, -, mask; num_heads)  =>  Attention(q, k, v, mask; q_num_heads, kv_num_heads)
 """
 
 from __future__ import annotations

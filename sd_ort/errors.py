@@ -1,4 +1,4 @@
-"""Errors a user can mend. The CLI prints their message on one line and exits with their code; anything else is a bug."""
+"""Errors a user can mend: the CLI prints their message on one line and exits with their code. Others are bugs."""
 
 
 class SdOrtError(Exception):

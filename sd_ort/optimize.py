@@ -27,8 +27,8 @@ from sd_ort.targets import TARGETS, Target
 CONTRIB = "com.microsoft"
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
-    "MultiHeadAttention", "Attention", "GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd", "SkipLayerNormalization",
-    "LayerNormalization", "QuickGelu", "NhwcConv", "Conv", "Transpose",
+    "MultiHeadAttention", "Attention", "GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd",
+    "SkipLayerNormalization", "LayerNormalization", "QuickGelu", "NhwcConv", "Conv", "Transpose",
 )  # fmt: skip
 
 Report = Callable[[str], None]
@@ -67,10 +67,19 @@ def optimize(
     before = folder.read_manifest(source)
     manifest: dict[str, Any] = {
         "stage": "optimize",
-        "source": {**before.get("source", {"model": str(source)}), "folder": str(source.resolve()), "hash": _hash(source, names)},
+        "source": {
+            **before.get("source", {"model": str(source)}),
+            "folder": str(source.resolve()),
+            "hash": _hash(source, names),
+        },
         "versions": {name: importlib.metadata.version(name) for name in ("sd-ort", "onnx", "onnx-ir", "onnxscript")},
-        "options": {"target": target, "dtype": dtype, "components": names, "calibrate": calibrate,
-                    "inputs": folder.sha256(inputs) if inputs else None},
+        "options": {
+            "target": target,
+            "dtype": dtype,
+            "components": names,
+            "calibrate": calibrate,
+            "inputs": folder.sha256(inputs) if inputs else None,
+        },
         "components": {},
     }
     if _is_done(output, manifest):
@@ -182,7 +191,9 @@ def save(model: ir.Model, path: Path) -> None:
     common.NameFixPass()(model)
     for node in model.graph:
         # A function's last output stays, since serialization would cut it off and ONNX Runtime miss it.
-        for output in node.outputs[1 : None if node.domain == CONTRIB else -1] if node.domain in (CONTRIB, DOMAIN) else ():
+        for output in (
+            node.outputs[1 : None if node.domain == CONTRIB else -1] if node.domain in (CONTRIB, DOMAIN) else ()
+        ):
             if not output.uses() and not output.is_graph_output():
                 output.name = ""  # an optional output that nobody reads need not be computed
     model.producer_name, model.producer_version = "sd-ort", importlib.metadata.version("sd-ort")

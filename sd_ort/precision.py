@@ -116,7 +116,7 @@ def _half_tensor(name: str, value: ir.Value, half: ir.DataType) -> ir.Value:
     def evaluate() -> ir.Tensor:
         return ir.Tensor(to_half(read(source), numpy_dtype), dtype=half, name=name)
 
-    tensor = ir.LazyTensor(evaluate, dtype=half, shape=ir.Shape(source.shape), name=name)
+    tensor = ir.LazyTensor(evaluate, dtype=half, shape=ir.Shape(source.shape.numpy()), name=name)
     return ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(half))
 
 

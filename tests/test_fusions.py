@@ -31,7 +31,9 @@ def build(case: Case) -> onnx.ModelProto:
             continue
         shape = [d.dim_value for d in info.type.tensor_type.shape.dim]
         random = np.random.default_rng(zlib.crc32(info.name.encode()))
-        graph.initializer.append(onnx.numpy_helper.from_array(random.normal(0.5, 1, shape).astype(np.float32), info.name))
+        graph.initializer.append(
+            onnx.numpy_helper.from_array(random.normal(0.5, 1, shape).astype(np.float32), info.name)
+        )
         graph.value_info.remove(info)
     return model
 

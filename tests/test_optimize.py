@@ -173,7 +173,9 @@ def test_foreign_output_is_left_alone(tiny_copy: Path, tmp_path: Path, sd_ort: C
     assert (mine / "thesis.txt").read_text() == "years of work"
 
 
-@pytest.mark.parametrize(("error", "message"), [(KeyboardInterrupt(), "interrupted"), (OSError(errno.ENOSPC, "full"), "no space left")])
+@pytest.mark.parametrize(
+    ("error", "message"), [(KeyboardInterrupt(), "interrupted"), (OSError(errno.ENOSPC, "full"), "no space left")]
+)
 def test_interrupt_and_full_disk(
     tiny_copy: Path, tmp_path: Path, sd_ort: Cli, monkeypatch: pytest.MonkeyPatch, error: BaseException, message: str
 ) -> None:

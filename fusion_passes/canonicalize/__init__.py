@@ -10,9 +10,11 @@ import onnx_ir.passes.common as common
 from fusion_passes._rule import apply
 from fusion_passes.canonicalize import attention, gelu, group_normalization, transposes
 from fusion_passes.canonicalize.facts import fold, merge_equal, reshape_targets
-from fusion_passes.canonicalize.opset import declare_opset
 from fusion_passes.canonicalize.operand_order import order_operands
+from fusion_passes.canonicalize.opset import declare_opset
 from fusion_passes.canonicalize.slices import merge_slices
+
+__all__ = ["canonicalize", "fold", "merge_equal"]
 
 
 def canonicalize(model: ir.Model) -> Counter[str]:

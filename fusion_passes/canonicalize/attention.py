@@ -1,6 +1,6 @@
-"""Attention: every spelling becomes sd_ort.ScaledDotProductAttention(q, k, v, mask?; scale) on [B,H,S,D] tensors.
+"""Attention: every spelling becomes sd_ort.ScaledDotProductAttention(q, k, v, mask?; scale), on [B,H,S,D].
 
-    MatMul(q * a, kT * b) / c                     =>  MatMul(q, kT) * (a*b/c)              scales move behind the product
+    MatMul(q * a, kT * b) / c                     =>  MatMul(q, kT) * (a*b/c)            scales move behind it
     MatMul(Softmax(MatMul(q, kT) * s + m), v)     =>  SDPA(q, Transpose(kT), v, m; scale=s)
     Where(IsNaN(p), 0, p) after the Softmax       is dropped where the mask is finite: then no row of p is NaN
     ai.onnx Attention on 4-D tensors (opset 23)   =>  SDPA, a causal flag kept
@@ -41,7 +41,9 @@ def feeds_softmax(value: ir.Value, depth: int = 4) -> bool:
         return False
     if readers[0].op_type == "Softmax":
         return True
-    return readers[0].op_type in ("Mul", "Div", "Add", "Reshape", "Cast") and feeds_softmax(readers[0].outputs[0], depth - 1)
+    return readers[0].op_type in ("Mul", "Div", "Add", "Reshape", "Cast") and feeds_softmax(
+        readers[0].outputs[0], depth - 1
+    )
 
 
 def _number(op: Any, number: float, like: ir.Value, out: ir.Value) -> Any:
@@ -166,7 +168,7 @@ class Sdpa3D(Sdpa):
         out = op.MatMul(weights, op.Reshape(v, v3, _outputs=["v_flat"]))
         return op.Reshape(out, back, _outputs=["out"])
 
-    def refuse(  # type: ignore[override]
+    def refuse(
         self, q: ir.Value, k_t: ir.Value, v: ir.Value, s: ir.Value | None, weights: ir.Value, out: ir.Value, **rest: Any
     ) -> str | None:
         reason = super().refuse(q=q, k_t=k_t, v=v, s=s, mask=None, zero=None, weights=weights)
@@ -178,7 +180,7 @@ class Sdpa3D(Sdpa):
         expected = [*(c.dims(q) or [])[:3], (c.dims(v) or [])[-1]]
         return None if c.dims(out) == expected else "the batch and head axes are not restored"
 
-    def rewrite(self, op: Any, q: ir.Value, k_t: ir.Value, v: ir.Value, s: ir.Value | None, **_: Any) -> Any:  # type: ignore[override]
+    def rewrite(self, op: Any, q: ir.Value, k_t: ir.Value, v: ir.Value, s: ir.Value | None, **_: Any) -> Any:
         scale = 1.0 if s is None else c.scalar(s)
         return op.ScaledDotProductAttention(q, k_t, v, scale=scale, is_causal=0, _domain=DOMAIN)
 
@@ -239,37 +241,53 @@ _SIZES = {"B": 2, "S": 5, "L": 3}
 _ONE = {"ScaledDotProductAttention": 1, "Softmax": 0, "MatMul": 0}
 CASES = [
     Case("scale after the product", _graph(_PLAIN), ops=_ONE, sizes=_SIZES),
-    Case("no scale", _graph("c = MatMul (q, kt)  w = Softmax <axis = 3> (c)  y = MatMul (w, v)"), ops=_ONE, sizes=_SIZES),
+    Case(
+        "no scale", _graph("c = MatMul (q, kt)  w = Softmax <axis = 3> (c)  y = MatMul (w, v)"), ops=_ONE, sizes=_SIZES
+    ),
     Case(
         "scales on query and key",
-        _graph("qs = Mul (q, a)  ks = Mul (kt, b)  c = MatMul (qs, ks)  w = Softmax <axis = -1> (c)  y = MatMul (w, v)"),
+        _graph(
+            "qs = Mul (q, a)  ks = Mul (kt, b)  c = MatMul (qs, ks)  w = Softmax <axis = -1> (c)  y = MatMul (w, v)"
+        ),
         ops=_ONE | {"Mul": 0},
         sizes=_SIZES,
     ),
     Case(
         "divided scores and a mask",
-        _graph("c = MatMul (q, kt)  d = Div (c, r)  e = Add (d, m)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)",
-               ", float[B,1,S,L] m"),
+        _graph(
+            "c = MatMul (q, kt)  d = Div (c, r)  e = Add (d, m)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)",
+            ", float[B,1,S,L] m",
+        ),
         ops=_ONE | {"Add": 0},
         sizes=_SIZES,
     ),
     Case(
         "finite mask behind a NaN guard",
-        _graph("m = Where (keep, z, low)  c = MatMul (q, kt)  d = Mul (c, a)  e = Add (d, m)  w = Softmax <axis = -1> (e) "
-               + _GUARD, ", bool[B,1,S,L] keep"),
+        _graph(
+            "m = Where (keep, z, low)  c = MatMul (q, kt)  d = Mul (c, a)  e = Add (d, m)  w = Softmax <axis = -1> (e) "
+            + _GUARD,
+            ", bool[B,1,S,L] keep",
+        ),
         ops=_ONE | {"IsNaN": 0},
         sizes=_SIZES,
     ),
     Case(
         "mask that may be infinite behind a NaN guard",
-        _graph("c = MatMul (q, kt)  d = Mul (c, a)  e = Add (d, m)  w = Softmax <axis = -1> (e) " + _GUARD,
-               ", float[B,1,S,L] m"),
+        _graph(
+            "c = MatMul (q, kt)  d = Mul (c, a)  e = Add (d, m)  w = Softmax <axis = -1> (e) " + _GUARD,
+            ", float[B,1,S,L] m",
+        ),
         fires=0,
         refused="-infinity",
         sizes=_SIZES,
     ),
     Case("operator of opset 23", _graph("y = Attention (q, k, v)", opset=23), ops=_ONE, sizes=_SIZES),
-    Case("causal operator", _graph("y = Attention <is_causal = 1, scale = 0.3> (q, k, v)", opset=23), ops=_ONE, sizes={"B": 2, "S": 4, "L": 4}),
+    Case(
+        "causal operator",
+        _graph("y = Attention <is_causal = 1, scale = 0.3> (q, k, v)", opset=23),
+        ops=_ONE,
+        sizes={"B": 2, "S": 4, "L": 4},
+    ),
     Case(
         "operator with a boolean mask",
         _graph("y = Attention (q, k, v, keep)", ", bool[B,1,S,L] keep", opset=23),
@@ -279,5 +297,11 @@ CASES = [
     Case("softmax over queries", _graph(_PLAIN.replace("-1", "2")), fires=0, refused="last axis", sizes=_SIZES),
     Case("weights are an output", _graph(_PLAIN, outputs=", float[B,2,S,L] w"), fires=0, sizes=_SIZES),
     Case("scores are read twice", _graph(_PLAIN, outputs=", float[B,2,S,L] c"), fires=0, sizes=_SIZES),
-    Case("scale a head", _graph(_PLAIN, ", float[2,1,1] h").replace("Mul (c, a)", "Mul (c, h)"), fires=0, refused="one constant", sizes=_SIZES),
-]  # fmt: skip
+    Case(
+        "scale a head",
+        _graph(_PLAIN, ", float[2,1,1] h").replace("Mul (c, a)", "Mul (c, h)"),
+        fires=0,
+        refused="one constant",
+        sizes=_SIZES,
+    ),
+]

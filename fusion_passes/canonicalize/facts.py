@@ -19,6 +19,7 @@ import onnxscript.optimizer
 from fusion_passes import _checks as c
 from fusion_passes import _shapes
 from fusion_passes._dims import Dim
+from fusion_passes._lazy import constant
 
 FOLD_LIMIT = 1 << 16  # bytes: shape arithmetic, masks and frequency tables, never weights
 
@@ -52,9 +53,9 @@ def reshape_targets(model: ir.Model) -> None:
     for value in [*model.graph.inputs]:
         seen.setdefault(facts.shapes.get(value, ()), value)
     for node in list(model.graph):
-        if node.op_type == "Reshape" and node.domain == "" and not c.is_constant(node.inputs[1]):
-            _retarget(model.graph, node, facts, seen)
-        elif node.op_type == "Reshape" and node.attributes.get_int("allowzero", 0):
+        is_reshape = node.op_type == "Reshape" and node.domain == ""
+        allows_zero = node.attributes.get_int("allowzero", 0)
+        if is_reshape and (allows_zero or not c.is_constant(node.inputs[1])):
             _retarget(model.graph, node, facts, seen)
         elif node.op_type in ("Unsqueeze", "Squeeze") and node.outputs[0] not in facts.elements:
             _as_reshape(model.graph, node, facts)
@@ -64,13 +65,6 @@ def reshape_targets(model: ir.Model) -> None:
     common.RemoveUnusedNodesPass()(model)
     common.CommonSubexpressionEliminationPass()(model)
     _shapes.annotate(model.graph)
-
-
-def _initializer(graph: ir.Graph, name: str, numbers: np.ndarray) -> ir.Value:
-    tensor = ir.tensor(numbers, name=name)
-    value = ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(tensor.dtype))
-    graph.register_initializer(value)
-    return value
 
 
 def _materialize(graph: ir.Graph, facts: _shapes.Facts) -> int:
@@ -86,8 +80,8 @@ def _materialize(graph: ir.Graph, facts: _shapes.Facts) -> int:
             continue
         numbers = facts.static(output)
         if numbers is not None:
-            array = np.array(numbers, output.dtype.numpy()).reshape([d.value for d in shape])
-            ir.convenience.replace_all_uses_with(output, _initializer(graph, f"{output.name}.known", array))
+            array = np.array(numbers, output.dtype.numpy()).reshape([d.value or 0 for d in shape])
+            ir.convenience.replace_all_uses_with(output, constant(graph, f"{output.name}.known", array))
             changed += 1
             continue
         same = first.setdefault((len(shape), output.dtype, tuple(facts.elements[output])), output)
@@ -132,7 +126,7 @@ def _retarget(graph: ir.Graph, node: ir.Node, facts: _shapes.Facts, seen: dict[t
         same = axis < len(before) and before[axis] == dim
         target.append(dim.value if dim.value is not None else 0 if same else -1)
     if target.count(-1) <= 1:
-        shape = _initializer(graph, f"{y.name}.shape", np.array(target, np.int64))
+        shape = constant(graph, f"{y.name}.shape", np.array(target, np.int64))
     elif after in seen:
         shape_node = ir.node("Shape", [seen[after]])
         shape_node.outputs[0].name = f"{y.name}.shape_of"
@@ -166,10 +160,10 @@ def _as_reshape(graph: ir.Graph, node: ir.Node, facts: _shapes.Facts) -> None:
         ]
         if outer is not None and direct.count(-1) <= 1:
             x, target = source.inputs[0], direct
-    shape = _initializer(graph, f"{y.name}.shape", np.array(target, np.int64))
+    shape = constant(graph, f"{y.name}.shape", np.array(target, np.int64))
     new = ir.node("Reshape", [x, shape])
     new.metadata_props.update(node.metadata_props)
-    new.outputs[0].dtype, new.outputs[0].shape, new.outputs[0].name = y.dtype, y.shape, f"{y.name}.reshaped"
+    new.outputs[0].type, new.outputs[0].shape, new.outputs[0].name = y.type, y.shape, f"{y.name}.reshaped"
     graph.insert_before(node, new)
     if y.is_graph_output():
         return

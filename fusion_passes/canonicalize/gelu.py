@@ -24,7 +24,9 @@ def reference(x: np.ndarray) -> np.ndarray:
 
 
 class _Gelu(Rule):
-    def refuse(self, divisor: ir.Value | None, factor: ir.Value | None, one: ir.Value, half: ir.Value, **_: Any) -> str | None:
+    def refuse(
+        self, divisor: ir.Value | None, factor: ir.Value | None, one: ir.Value, half: ir.Value, **_: Any
+    ) -> str | None:
         by = c.scalar(divisor) if divisor is not None else 1 / (c.scalar(factor) or math.nan)
         if by is None or not math.isclose(by, math.sqrt(2), rel_tol=1e-3):
             return "Erf's argument is not x / sqrt(2)"
@@ -74,8 +76,18 @@ def _graph(body: str, root: float = math.sqrt(2), half: float = 0.5) -> str:
 _LAST = "d = Div (x, r)  e = Erf (d)  a = Add (e, one)  m = Mul (x, a)  y = Mul (m, half)"
 CASES = [
     Case("half last", _graph(_LAST), ops={"Gelu": 1, "Erf": 0}, sizes={"N": 3}),
-    Case("half first", _graph("d = Div (x, r)  e = Erf (d)  a = Add (one, e)  h = Mul (half, x)  y = Mul (h, a)"), ops={"Gelu": 1}, sizes={"N": 3}),
-    Case("half inside", _graph("d = Div (x, r)  e = Erf (d)  a = Add (e, one)  h = Mul (a, half)  y = Mul (x, h)"), ops={"Gelu": 1}, sizes={"N": 3}),
+    Case(
+        "half first",
+        _graph("d = Div (x, r)  e = Erf (d)  a = Add (one, e)  h = Mul (half, x)  y = Mul (h, a)"),
+        ops={"Gelu": 1},
+        sizes={"N": 3},
+    ),
+    Case(
+        "half inside",
+        _graph("d = Div (x, r)  e = Erf (d)  a = Add (e, one)  h = Mul (a, half)  y = Mul (x, h)"),
+        ops={"Gelu": 1},
+        sizes={"N": 3},
+    ),
     Case("another divisor", _graph(_LAST, root=1.5), fires=0, refused="sqrt(2)", sizes={"N": 3}),
     Case("another factor", _graph(_LAST, half=0.25), fires=0, refused="0.5", sizes={"N": 3}),
     Case(
@@ -84,4 +96,4 @@ CASES = [
         fires=0,
         sizes={"N": 3},
     ),
-]  # fmt: skip
+]

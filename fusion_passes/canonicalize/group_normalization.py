@@ -1,9 +1,9 @@
 """Group normalization: every spelling becomes sd_ort.GroupNorm in NCHW, without activation.
 
-    Reshape(x -> [0,G,-1]) -> InstanceNormalization(1, 0) -> Reshape(-> shape of x) -> Mul(w) -> Add(b)
-    GroupNormalization(x, scale, bias), opset 21: scale and bias per channel
-    GroupNormalization(x, scale, bias), opset 18: scale and bias per group, repeated for the channels of each group
-    GroupNorm on a flattened image [B,C,HW] = Reshape(x: BCHW)          =>  Reshape(GroupNorm(x))
+Reshape(x -> [0,G,-1]) -> InstanceNormalization(1, 0) -> Reshape(-> shape of x) -> Mul(w) -> Add(b)
+GroupNormalization(x, scale, bias), opset 21: scale and bias per channel
+GroupNormalization(x, scale, bias), opset 18: scale and bias per group, repeated for the channels of each group
+GroupNorm on a flattened image [B,C,HW] = Reshape(x: BCHW)          =>  Reshape(GroupNorm(x))
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def reference(x: np.ndarray, gamma: np.ndarray, beta: np.ndarray, groups: int, e
     return normal.reshape(x.shape) * gamma.reshape(affine) + beta.reshape(affine)
 
 
-def _group_norm(op: Any, x: ir.Value, gamma: np.ndarray, beta: np.ndarray, groups: int, epsilon: float, out: ir.Value) -> Any:
+def _group_norm(
+    op: Any, x: ir.Value, gamma: np.ndarray, beta: np.ndarray, groups: int, epsilon: float, out: ir.Value
+) -> Any:
     return op.GroupNorm(
         x,
         op.initializer(ir.tensor(np.ascontiguousarray(gamma)), name=unique(out, "gamma")),
@@ -75,7 +77,9 @@ class FromInstanceNormalization(Rule):
         out: ir.Value, **_: Any,
     ) -> Any:  # fmt: skip
         node, gamma, beta = normal.producer(), c.constant(weight), c.constant(bias)
-        assert node is not None and gamma is not None and beta is not None
+        assert node is not None
+        assert gamma is not None
+        assert beta is not None
         epsilon = node.attributes.get_float("epsilon", 1e-5)
         return _group_norm(op, x, gamma.ravel(), beta.ravel(), c.size(grouped, 1) or 1, epsilon, out)
 
@@ -99,10 +103,11 @@ class FromGroupNormalization(Rule):
 
     def rewrite(self, op: Any, x: ir.Value, scale: ir.Value, bias: ir.Value, out: ir.Value) -> Any:
         node, channels = out.producer(), c.size(x, 1)
-        assert node is not None and channels is not None
+        assert node is not None
+        assert channels is not None
         groups = node.attributes["num_groups"].as_int()
-        affine = [np.repeat(a, channels // a.size) for a in (c.constant(scale), c.constant(bias)) if a is not None]
-        return _group_norm(op, x, *affine, groups, node.attributes.get_float("epsilon", 1e-5), out)  # type: ignore[misc]
+        gamma, beta = (np.repeat(a, channels // a.size) for a in (c.constant(scale), c.constant(bias)) if a is not None)
+        return _group_norm(op, x, gamma, beta, groups, node.attributes.get_float("epsilon", 1e-5), out)
 
 
 class BeforeFlattening(Rule):
@@ -117,7 +122,9 @@ class BeforeFlattening(Rule):
             return "the Reshape does more than flatten positions"
         return None
 
-    def rewrite(self, op: Any, x: ir.Value, shape: ir.Value, gamma: ir.Value, beta: ir.Value, out: ir.Value, **_: Any) -> Any:
+    def rewrite(
+        self, op: Any, x: ir.Value, shape: ir.Value, gamma: ir.Value, beta: ir.Value, out: ir.Value, **_: Any
+    ) -> Any:
         node = out.producer()
         assert node is not None
         attributes = {name: a.value for name, a in node.attributes.items()}
@@ -152,11 +159,22 @@ def _operator(opset: int, size: int) -> str:
 
 _SIZES = {"N": 2, "H": 3, "W": 5}
 CASES = [
-    Case("instance normalization", _instance(), ops={"GroupNorm": 1, "InstanceNormalization": 0, "Shape": 0}, sizes=_SIZES),
+    Case(
+        "instance normalization",
+        _instance(),
+        ops={"GroupNorm": 1, "InstanceNormalization": 0, "Shape": 0},
+        sizes=_SIZES,
+    ),
     Case("affine with a batch axis", _instance(affine="1,8,1,1"), ops={"GroupNorm": 1}, sizes=_SIZES),
     Case("affine a position", _instance(affine="5"), fires=0, refused="one number a channel", sizes=_SIZES),
     Case("affine inside too", _instance(ones="{1,2,1,1}"), fires=0, refused="affine of its own", sizes=_SIZES),
-    Case("another shape restored", _instance(back="other"), fires=0, refused="not restored", sizes={"N": 2, "H": 3, "W": 3}),
+    Case(
+        "another shape restored",
+        _instance(back="other"),
+        fires=0,
+        refused="not restored",
+        sizes={"N": 2, "H": 3, "W": 3},
+    ),
     Case("normalized value is an output too", _instance(extra=", float[N,4,P] n"), fires=0, sizes={**_SIZES, "P": 30}),
     Case("operator of opset 21", _operator(21, 8), ops={"GroupNorm": 1, "GroupNormalization": 0}, sizes=_SIZES),
-]  # fmt: skip
+]

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from fusion_passes._lazy import constant
+
 OPSET = 21
 SAME = frozenset(
-    "Add And ArgMax Cast Ceil Clip Concat Constant ConstantOfShape Conv Cos Div Equal Erf Exp Expand Flatten Floor Gather "
-    "GatherElements GatherND Gelu Gemm Greater GreaterOrEqual Identity InstanceNormalization IsInf "
+    "Add And ArgMax Cast Ceil Clip Concat Constant ConstantOfShape Conv Cos Div Equal Erf Exp Expand Flatten Floor "
+    "Gather GatherElements GatherND Gelu Gemm Greater GreaterOrEqual Identity InstanceNormalization IsInf "
     "IsNaN LayerNormalization Less LessOrEqual Log MatMul Max Min Mod Mul Neg Not Or Pad Pow Range Reciprocal Relu "
     "Reshape Resize ScatterND Shape Sigmoid Sin Slice Softmax Split Sqrt Squeeze Sub Tanh Tile Transpose Trilu "
     "Unsqueeze Where ReduceMean ReduceMax ReduceSum ReduceMin Size CumSum NonZero Abs Sign Round Softplus".split()
@@ -39,8 +41,6 @@ def declare_opset(model: ir.Model) -> bool:
 
 
 def _axes_to_input(graph: ir.Graph, node: ir.Node) -> None:
-    axes = ir.tensor(list(node.attributes.pop("axes").as_ints()), dtype=ir.DataType.INT64)
-    value = ir.Value(name=f"{node.outputs[0].name}.axes", const_value=axes, shape=axes.shape, type=ir.TensorType(axes.dtype))
-    graph.register_initializer(value)
+    axes = constant(graph, f"{node.outputs[0].name}.axes", list(node.attributes.pop("axes").as_ints()))
     node.resize_inputs(2)
-    node.replace_input_with(1, value)
+    node.replace_input_with(1, axes)

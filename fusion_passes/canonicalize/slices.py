@@ -1,6 +1,6 @@
 """Slices that cut a tensor into consecutive pieces become one Split, as the newer exporters write `chunk`.
 
-    Slice(x, 0:h, axis), Slice(x, h:2h, axis)  =>  Split(x, [h, h], axis)
+Slice(x, 0:h, axis), Slice(x, h:2h, axis)  =>  Split(x, [h, h], axis)
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from fusion_passes import _checks as c
+from fusion_passes._lazy import constant
 
 END = 2**31 - 1  # exporters write "to the end" as any number from here on
 
@@ -48,15 +49,17 @@ def _piece(node: ir.Node, value: ir.Value) -> tuple[int, int, int] | None:
 
 
 def _split(graph: ir.Graph, value: ir.Value, axis: int, cuts: list[tuple[int, int, ir.Node]]) -> None:
-    sizes = ir.tensor([end - start for start, end, _ in cuts], dtype=ir.DataType.INT64)
-    name = f"{cuts[0][2].outputs[0].name}.sizes"
-    shape = ir.Value(name=name, const_value=sizes, shape=sizes.shape, type=ir.TensorType(sizes.dtype))
-    graph.register_initializer(shape)
+    sizes = [end - start for start, end, _ in cuts]
+    shape = constant(graph, f"{cuts[0][2].outputs[0].name}.sizes", sizes)
     node = ir.node("Split", [value, shape], {"axis": axis}, num_outputs=len(cuts))
     node.metadata_props.update(cuts[0][2].metadata_props)
     first = next(n for n in graph if n in {cut[2] for cut in cuts})
     graph.insert_before(first, node)
     for output, (_, _, old) in zip(node.outputs, cuts, strict=True):
-        output.name, output.shape, output.type = f"{old.outputs[0].name}.split", old.outputs[0].shape, old.outputs[0].type
+        output.name, output.shape, output.type = (
+            f"{old.outputs[0].name}.split",
+            old.outputs[0].shape,
+            old.outputs[0].type,
+        )
         ir.convenience.replace_all_uses_with(old.outputs[0], output, replace_graph_outputs=True)
         graph.remove(old, safe=True)

@@ -65,7 +65,9 @@ class FlattenSpatial(Rule):
         return None if isinstance(before[1], int) else "the number of channels is unknown"
 
     def rewrite(self, op: Any, x: ir.Value, flat: ir.Value, **_: Any) -> Any:
-        shape = op.initializer(ir.tensor([0, -1, c.size(x, 1)], dtype=ir.DataType.INT64), name=unique(flat, "nhwc"))
+        channels = c.size(x, 1)
+        assert channels is not None
+        shape = op.initializer(ir.tensor([0, -1, channels], dtype=ir.DataType.INT64), name=unique(flat, "nhwc"))
         return op.Reshape(op.Transpose(x, perm=[0, 2, 3, 1]), shape)
 
 
@@ -73,7 +75,11 @@ class UnflattenSpatial(Rule):
     """Reshape(Transpose(x: [B,HW,C], 021) -> Shape(like)) => Transpose(Reshape(x -> Shape(like NHWC)), 0312)"""
 
     def pattern(self, op: Any, x: Any, like: Any) -> Any:
-        return op.Reshape(op.Transpose(x, perm=[0, 2, 1], _outputs=["channels_first"]), op.Shape(like, _outputs=["shape"]), _outputs=["out"])
+        return op.Reshape(
+            op.Transpose(x, perm=[0, 2, 1], _outputs=["channels_first"]),
+            op.Shape(like, _outputs=["shape"]),
+            _outputs=["out"],
+        )
 
     def refuse(self, x: ir.Value, out: ir.Value, like: ir.Value, shape: ir.Value, **_: Any) -> str | None:
         before, after = c.dims(x), c.dims(out)
