@@ -54,7 +54,8 @@ EXPECTED: dict[str, dict[str, dict[str, int]]] = {
     "sdxl": {
         # The penultimate state is asked for: 11 layers, the last of which ends in a sum that no normalization follows.
         "text_encoder": {
-            "MultiHeadAttention": 11, "SkipLayerNormalization": 21, "LayerNormalization": 1, "BiasAdd": 1, "QuickGelu": 11,
+            "MultiHeadAttention": 11, "SkipLayerNormalization": 21, "LayerNormalization": 1, "BiasAdd": 1,
+            "QuickGelu": 11,
         },
         "text_encoder_2": {"MultiHeadAttention": 32, "SkipLayerNormalization": 64, "LayerNormalization": 1},
         "unet": {

@@ -21,6 +21,5 @@ def command(path: Path, output: Path, component: str, start: tuple[str, ...], en
     from sd_ort.extract import extract
 
     made = extract(path, component, start, end, output)
-    click.echo(
-        f"Wrote {output}: {made['nodes']} nodes, {made['inputs']} inputs, {made['weights']} weights, {made['bytes'] / 1e6:.1f} MB"
-    )
+    counts = f"{made['nodes']} nodes, {made['inputs']} inputs, {made['weights']} weights"
+    click.echo(f"Wrote {output}: {counts}, {made['bytes'] / 1e6:.1f} MB")

@@ -1,0 +1,278 @@
+"""Fusion side by side: ours, onnxruntime.transformers and onnxscript on the same graphs, each in its own process.
+
+    python scripts/compare_fusion.py                     the committed graphs of the tiny presets, tests/graphs
+    python scripts/compare_fusion.py --folder EXPORT     the components of an exported folder, any size
+
+writes results/fusion_counts.{json,md} (with --folder, fusion_<folder's name>.{json,md}). Counts are nodes of the
+optimized graph; seconds go from reading the model to having written the result; peak_mb is the resident set of the
+process at its largest, imports included (each engine's imports alone are in the JSON as base_mb).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results"
+COUNTED = (
+    "MultiHeadAttention", "GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd", "SkipLayerNormalization",
+    "LayerNormalization", "QuickGelu", "NhwcConv", "Conv", "Transpose",
+)  # fmt: skip
+KEYS = ("family", "exporter", "component", "engine")
+# Names that mean the same in the outputs of the peers.
+SAME = {"Attention": "MultiHeadAttention"}
+
+
+def ours(source: Path, output: Path, component: str) -> None:
+    """sd-ort optimize --target cuda, the target whose operators the peers aim at."""
+    from sd_ort.optimize import optimize_component
+    from sd_ort.targets import TARGETS
+
+    optimize_component(source, output, TARGETS["cuda"])
+
+
+def ort_default(source: Path, output: Path, component: str) -> None:
+    """onnxruntime.transformers as a user finds it: the model type given, everything else left alone."""
+    from onnxruntime.transformers.optimizer import optimize_model
+
+    optimize_model(str(source), model_type=_ort_type(component)).save_model_to_file(str(output), True)
+
+
+def ort_best(source: Path, output: Path, component: str) -> None:
+    """onnxruntime.transformers with every fusion for Stable Diffusion on a GPU switched on."""
+    from onnxruntime.transformers.fusion_options import FusionOptions
+    from onnxruntime.transformers.optimizer import optimize_model
+
+    options = FusionOptions(_ort_type(component))
+    for name in [name for name in vars(options) if name.startswith("enable_")]:
+        if name not in ("enable_shape_inference", "enable_gemm_fast_gelu", "enable_gelu_approximation"):
+            setattr(options, name, True)
+    made = optimize_model(
+        str(source),
+        _ort_type(component),
+        opt_level=0,
+        optimization_options=options,
+        use_gpu=True,
+        only_onnxruntime=False,
+    )
+    made.save_model_to_file(str(output), True)
+
+
+def onnxscript_ort(source: Path, output: Path, component: str) -> None:
+    """onnxscript's optimizer, then its fusions for ONNX Runtime."""
+    import onnx_ir as ir
+    import onnxscript.optimizer
+    from onnxscript.rewriter.ort_fusions import optimize_for_ort
+
+    model = ir.load(source)
+    onnxscript.optimizer.optimize(model)
+    made = optimize_for_ort(model)
+    made = made[0] if isinstance(made, tuple) else made
+    ir.save(made, output, external_data=f"{output.name}.data")
+
+
+ENGINES = {"ours": ours, "ort best": ort_best, "ort default": ort_default, "onnxscript": onnxscript_ort}
+
+
+MODULES = {
+    "ours": ["sd_ort.optimize"],
+    "ort best": ["onnxruntime.transformers.optimizer"],
+    "ort default": ["onnxruntime.transformers.optimizer"],
+    "onnxscript": ["onnxscript.optimizer", "onnxscript.rewriter.ort_fusions"],
+}
+
+
+def _ort_type(component: str) -> str:
+    return "unet" if component in ("unet", "controlnet") else "vae" if component.startswith("vae") else "clip"
+
+
+def one(engine: str, source: Path, output: Path, component: str) -> dict[str, Any]:
+    """Run one engine in this process; its counts, seconds and peak memory, or the error that ended it."""
+    import onnx
+
+    for module in MODULES[engine]:
+        importlib.import_module(module)
+    base = _peak()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    started, used = time.perf_counter(), _cpu_seconds()
+    try:
+        ENGINES[engine](source, output, component)
+    except Exception as error:  # whatever a peer raises is its result
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        return {"error": f"{type(error).__name__}: {lines[0][:160]}", "seconds": time.perf_counter() - started}
+    seconds, used = time.perf_counter() - started, _cpu_seconds() - used
+    peak = _peak()
+    nodes = [n.op_type for n in onnx.load(output, load_external_data=False).graph.node]
+    counts = Counter(SAME.get(op, op) for op in nodes)
+    return {
+        "nodes": len(nodes),
+        "counts": {op: counts[op] for op in COUNTED},
+        "seconds": seconds,
+        "cpu_seconds": used,
+        "peak_mb": peak,
+        "base_mb": base,
+    }
+
+
+def _peak() -> float:
+    """Largest resident set of this process, in MB; getrusage would count the parent it was forked from."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1e3
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def run_apart(engine: str, source: Path, component: str) -> dict[str, Any]:
+    """`one` in a process of its own."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as scratch:
+        command = [
+            sys.executable,
+            __file__,
+            "--one",
+            engine,
+            str(source),
+            str(Path(scratch) / component / "model.onnx"),
+            component,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:160]}
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def graphs(folder: Path | None, scratch: Path) -> list[tuple[str, str, Path]]:
+    """(export, component, model.onnx) of what is compared."""
+    if folder is not None:
+        return [(folder.name, p.parent.name, p) for p in sorted(folder.glob("*/model.onnx"))]
+    sys.path.insert(0, str(ROOT / "tests"))
+    import graph_fixtures
+
+    found = []
+    for name in graph_fixtures.NAMES:
+        export, component = name.rsplit(".", 1)
+        path = graph_fixtures.make_folder(scratch / name, name)
+        found.append((export, component, path / component / "model.onnx"))
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured with."""
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "",
+    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
+    ).stdout.strip()
+    packages = ("sd-ort", "onnxruntime", "onnxscript", "onnx", "onnx-ir", "torch", "diffusers")
+    return {
+        "commit": commit,
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "load_average": os.getloadavg()[0],
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown: a section a family and component, a row an exporter and engine."""
+    about = result["machine"]
+    lines = [
+        f"Measured at commit {about['commit']} on {about['cores']} cores of {about['cpu']}, {about['memory_gb']} GB "
+        f"(load average {about['load_average']:.1f}), "
+        + ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+        + ".",
+        "",
+        "Nodes left in the optimized graph, by `scripts/compare_fusion.py`; s is wall time on a shared machine, "
+        "CPU s the time of all threads. `ort best`: onnxruntime.transformers with every "
+        "Stable Diffusion fusion on; `ort default`: with its model type only; `onnxscript`: optimize_for_ort.",
+        "",
+    ]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        groups.setdefault((row["family"], row["component"]), []).append(row)
+    for (family, component), rows in groups.items():
+        ops = [op for op in COUNTED if any(row.get("counts", {}).get(op) for row in rows)]
+        mine = [row["counts"] for row in rows if row["engine"] == "ours" and "counts" in row]
+        equal = "equal from all exporters" if all(c == mine[0] for c in mine) else "NOT equal"
+        lines += [f"### {family} {component}", "", f"Ours: {equal} ({len(mine)}).", ""]
+        lines += [
+            "| exporter | engine | " + " | ".join(ops) + " | nodes | s | CPU s | MB |",
+            "|---" * (len(ops) + 6) + "|",
+        ]
+        for row in rows:
+            if "error" in row:
+                cells = [row["error"].replace("|", "/")] + [""] * (len(ops) + 3)
+            else:
+                cells = [str(row["counts"][op]) for op in ops]
+                cells += [
+                    str(row["nodes"]),
+                    f"{row['seconds']:.1f}",
+                    f"{row['cpu_seconds']:.1f}",
+                    f"{row['peak_mb']:.0f}",
+                ]
+            lines.append(f"| {row['exporter']} | {row['engine']} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="an exported pipeline folder instead of the committed graphs")
+    parser.add_argument("--only", default="", help="only graphs whose name contains this")
+    parser.add_argument("--engines", nargs="*", default=list(ENGINES), choices=list(ENGINES))
+    parser.add_argument("--one", nargs=4, metavar=("ENGINE", "IN", "OUT", "COMPONENT"), help=argparse.SUPPRESS)
+    parser.add_argument("--resume", action="store_true", help="keep the rows there are and measure those missing")
+    options = parser.parse_args()
+    if options.one:
+        engine, source, output, component = options.one
+        print(json.dumps(one(engine, Path(source), Path(output), component)))
+        return
+    name = "fusion_counts" if options.folder is None else f"fusion_{options.folder.name}"
+    there = RESULTS / f"{name}.json"
+    rows: list[dict[str, Any]] = json.loads(there.read_text())["rows"] if options.resume and there.is_file() else []
+    done = {tuple(row[key] for key in KEYS) for row in rows}
+    with tempfile.TemporaryDirectory() as scratch:
+        for export, component, path in graphs(options.folder, Path(scratch)):
+            if options.only not in f"{export}.{component}":
+                continue
+            family, _, exporter = export.partition("-tiny-") if "-tiny-" in export else (export, "", "")
+            for engine in options.engines:
+                row = dict(zip(KEYS, (family, exporter, component, engine), strict=True))
+                if tuple(row.values()) in done:
+                    continue
+                rows.append({**row, **run_apart(engine, path, component)})
+                print(json.dumps(rows[-1]), flush=True)
+            write(rows, name)
+
+
+def write(rows: list[dict[str, Any]], name: str) -> None:
+    """Write what there is by now: a run of all graphs takes most of an hour, nearly all of it the peers'."""
+    rows.sort(key=lambda row: (row["family"], row["component"], row["exporter"], list(ENGINES).index(row["engine"])))
+    result = {"machine": machine(), "rows": rows}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / f"{name}.md").write_text(table(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""explain says what is fused and why the rest is not; extract cuts a graph that runs."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+
+import graph_fixtures
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from click.testing import CliRunner
+
+from sd_ort import folder
+from sd_ort.commands import explain as explain_command
+from sd_ort.commands import extract as extract_command
+from sd_ort.errors import InputError, OutputError
+from sd_ort.explain import explain, scope
+from sd_ort.extract import extract
+from sd_ort.optimize import optimize
+
+DYNAMO, TORCHSCRIPT = "sd15-tiny-dynamo-20.vae_decoder", "sd15-tiny-torchscript-17.vae_decoder"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = graph_fixtures.make_folder(tmp_path_factory.mktemp("explain") / "source", DYNAMO)
+    folder.write_manifest(path, {"stage": "export", "source": {"model": "test"}})
+    return path
+
+
+@pytest.fixture(scope="module")
+def optimized(source: Path) -> Path:
+    optimize(source, source.parent / "optimized", target="cuda")
+    return source.parent / "optimized"
+
+
+@pytest.mark.parametrize("name", [DYNAMO, TORCHSCRIPT])
+def test_sites_are_named_by_module_whatever_the_exporter(name: str, tmp_path: Path) -> None:
+    entry = explain(graph_fixtures.make_folder(tmp_path, name))["components"]["vae_decoder"]
+    assert entry["fused"] == {"GroupNorm": 18, "SkipGroupNorm": 12, "MultiHeadAttention": 1}
+    scopes = {site["op"]: site["scope"] for site in entry["sites"]}
+    assert scopes["MultiHeadAttention"] == "decoder.mid_block.attentions.0"
+    assert all(site["scope"].startswith(("decoder", "post_quant_conv")) for site in entry["sites"] if site["fused"])
+    assert set(entry["left"]) == {"Transpose", "Shape"}
+
+
+def test_an_optimized_folder_shows_its_source_and_its_target(source: Path, optimized: Path) -> None:
+    before = explain(source)["components"]["vae_decoder"]
+    after = explain(optimized)["components"]["vae_decoder"]
+    assert after["before"] == before["before"]
+    assert after["before"]["InstanceNormalization"] == 30
+    assert after["after"]["com.microsoft.NhwcConv"] == 36
+    assert after["left"]["Transpose"] == after["after"]["Transpose"] == 2
+    assert any("even number of channels" in reason for reason in after["not_lowered"])
+
+
+def test_scopes_survive_optimization(optimized: Path) -> None:
+    graph = ir.load(optimized / "vae_decoder" / folder.MODEL).graph
+    fused = [node for node in graph if node.domain]
+    assert len(fused) > 60
+    assert [node.op_type for node in fused if not scope(node)] == []
+
+
+def test_a_refused_site_is_given_its_reason(tmp_path: Path) -> None:
+    path = graph_fixtures.make_folder(tmp_path, DYNAMO) / "vae_decoder" / folder.MODEL
+    model = onnx.load(path)
+    softmax = next(node for node in model.graph.node if node.op_type == "Softmax")
+    next(a for a in softmax.attribute if a.name == "axis").i = 2
+    norm = next(node for node in model.graph.node if node.op_type == "InstanceNormalization")
+    scaled = next(t for t in model.graph.initializer if t.name == norm.input[1])
+    twos = onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(scaled) * 2, "twos")
+    model.graph.initializer.append(twos)
+    norm.input[1] = "twos"
+    onnx.save(model, path)
+    left = {site["op"]: site for site in explain(path)["components"]["vae_decoder"]["sites"] if not site["fused"]}
+    assert left["Softmax"]["reason"] == "the Softmax is not over the last axis"
+    assert left["Softmax"]["scope"] == "decoder.mid_block.attentions.0"
+    assert left["InstanceNormalization"]["reason"] == "InstanceNormalization has an affine of its own"
+
+
+def test_command_prints_text_and_json(source: Path, tmp_path: Path) -> None:
+    text = CliRunner().invoke(explain_command.command, [str(source)])
+    assert text.exit_code == 0, text.output
+    assert "fused: 18 GroupNorm, 12 SkipGroupNorm, 1 MultiHeadAttention" in text.output
+    everything = CliRunner().invoke(explain_command.command, [str(source), "--all"])
+    assert "MultiHeadAttention          decoder.mid_block.attentions.0" in everything.output
+    as_json = CliRunner().invoke(explain_command.command, [str(source), "--json"])
+    assert json.loads(as_json.output)["components"]["vae_decoder"]["fused"]["GroupNorm"] == 18
+
+
+def test_bad_input_is_refused(source: Path, optimized: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not a folder"):
+        explain(tmp_path / "nothing")
+    with pytest.raises(InputError, match="it has vae_decoder"):
+        explain(source, ["unet"])
+    broken = tmp_path / "model.onnx"
+    broken.write_bytes(lzma.compress(b"no model"))
+    with pytest.raises(InputError, match="not an ONNX model"):
+        explain(broken)
+
+
+def test_extracted_subgraph_runs_and_gives_the_same_numbers(optimized: Path, source: Path, tmp_path: Path) -> None:
+    """Between two values of the attention, function bodies of the portable target included."""
+    portable = tmp_path / "portable"
+    optimize(source, portable)
+    model = onnx.load(portable / "vae_decoder" / folder.MODEL)
+    attention = next(node for node in model.graph.node if node.op_type == "MultiHeadAttention")
+    norm = next(node for node in model.graph.node if node.op_type == "SkipGroupNorm")
+    start, end = norm.output[0], attention.output[0]
+    made = extract(portable, "vae_decoder", [start], [end], tmp_path / "cut.onnx")
+    assert made["inputs"] == 1
+    assert 5 < made["nodes"] < 20
+    cut = onnx.load(tmp_path / "cut.onnx")
+    onnx.checker.check_model(cut)
+
+    whole = onnx.load(portable / "vae_decoder" / folder.MODEL)
+    for name in (start, end):
+        whole.graph.output.append(onnx.ValueInfoProto(name=name))
+    latent = np.random.default_rng(0).normal(size=(1, 4, 8, 16)).astype(np.float32)
+    session = ort.InferenceSession(whole.SerializeToString(), providers=["CPUExecutionProvider"])
+    given, want = session.run([start, end], {"latent_sample": latent})
+    got = ort.InferenceSession(tmp_path / "cut.onnx", providers=["CPUExecutionProvider"]).run(None, {start: given})[0]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_extract_refuses_what_is_not_there(source: Path, tmp_path: Path) -> None:
+    graph = ir.load(source / "vae_decoder" / folder.MODEL).graph
+    conv = [node.outputs[0].name or "" for node in graph if node.op_type == "Conv"]
+    with pytest.raises(InputError, match=f"did you mean .*{conv[3]}"):
+        extract(source, "vae_decoder", [conv[3] + "x"], [conv[5]], tmp_path / "a.onnx")
+    with pytest.raises(InputError, match="does not depend on"):
+        extract(source, "vae_decoder", [conv[5]], [conv[3]], tmp_path / "a.onnx")
+    with pytest.raises(InputError, match="is a weight"):
+        extract(source, "vae_decoder", ["decoder.conv_in.weight"], [conv[5]], tmp_path / "a.onnx")
+    with pytest.raises(InputError, match="no component unet"):
+        extract(source, "unet", [conv[3]], [conv[5]], tmp_path / "a.onnx")
+    assert not (tmp_path / "a.onnx").exists()
+    ran = CliRunner().invoke(
+        extract_command.command,
+        [str(source), str(tmp_path / "a.onnx"), "--component", "vae_decoder", "--from", conv[3], "--to", conv[5]],
+    )
+    assert ran.exit_code == 0, ran.output
+    with pytest.raises(OutputError, match="exists"):
+        extract(source, "vae_decoder", [conv[3]], [conv[5]], tmp_path / "a.onnx")
