@@ -29,7 +29,7 @@ NOT_ON_CPU = frozenset({"GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd"
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 # Operators whose results are some of their inputs' numbers: nothing to round.
 EXACT = frozenset(
-    "Concat Expand Gather Identity Pad Relu Reshape Resize Slice Split Squeeze Transpose Unsqueeze Where".split()  # noqa: SIM905
+    "Concat Expand Gather Identity Pad Relu Reshape Resize Slice Split Squeeze Transpose Unsqueeze Where".split()
 )
 ROUNDING = "sd_ort.rounding"
 # Veltkamp's splitting (Dekker 1971): (2^s + 1)x - ((2^s + 1)x - x) keeps 24 - s bits of a float32. Numbers below the
@@ -143,10 +143,16 @@ def _to_function_bodies(model: ir.Model) -> None:
 
 
 def _attach_again(model: ir.Model) -> None:
-    """Bodies depend on element types, which may have changed."""
+    """Give all fused nodes function bodies that fit them now, and the outputs that a call of a function must have."""
     for key in [key for key in model.functions if key[0] == DOMAIN]:
         del model.functions[key]
-    bodies.attach(model, [node for node in model.graph if node.domain == DOMAIN])
+    nodes = [node for node in model.graph if node.domain == DOMAIN]
+    bodies.attach(model, nodes)
+    for node in nodes:
+        outputs = len(model.functions[node.op_identifier()].outputs)
+        if len(node.outputs) < outputs:
+            node.resize_outputs(outputs)
+            node.outputs[-1].name = f"{node.outputs[0].name}.unread"
 
 
 def _round(graph: ir.Graph, value: ir.Value, function: str) -> None:
@@ -172,7 +178,7 @@ def _as_float32(value: ir.Value) -> ir.LazyTensor:
     def evaluate() -> ir.Tensor:
         return ir.Tensor(tensor.numpy().astype(np.float32), name=value.name)
 
-    return ir.LazyTensor(evaluate, dtype=ir.DataType.FLOAT, shape=ir.Shape(tensor.shape), name=value.name)
+    return ir.LazyTensor(evaluate, dtype=ir.DataType.FLOAT, shape=ir.Shape(tensor.shape.numpy()), name=value.name)
 
 
 def _retype_attributes(node: ir.Node, half: ir.DataType) -> None:
