@@ -486,8 +486,8 @@ def _nhwc_conv(node: ir.Node, facts: Facts) -> list[Shape] | None:
 
 RULES: dict[str, Callable[[ir.Node, Facts], Sequence[Shape | None] | None]] = {
     "ArgMax": _argmax, "Attention": _attention, "BiasSplitGelu": _half, "Concat": _concat,
-    "ConstantOfShape": _constant_of_shape, "Conv": _conv, "Expand": _expand, "Gather": _gather, "Gemm": _gemm, "MatMul": _matmul,
-    "MultiHeadAttention": _multi_head, "NhwcConv": _nhwc_conv, "Pad": _pad,
+    "ConstantOfShape": _constant_of_shape, "Conv": _conv, "Expand": _expand, "Gather": _gather, "Gemm": _gemm,
+    "MatMul": _matmul, "MultiHeadAttention": _multi_head, "NhwcConv": _nhwc_conv, "Pad": _pad,
     "Range": _range, "ReduceMax": _reduce, "ReduceMean": _reduce, "ReduceSum": _reduce, "Reshape": _reshape,
     "Resize": _resize, "ScaledDotProductAttention": _attention, "Shape": _shape_of,
     "SkipGroupNorm": _sum_and_normal, "SkipLayerNormalization": _sum_and_normal, "Slice": _slice, "Split": _split,
