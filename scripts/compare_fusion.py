@@ -79,8 +79,7 @@ def onnxscript_ort(source: Path, output: Path, component: str) -> None:
 
     model = ir.load(source)
     onnxscript.optimizer.optimize(model)
-    made = optimize_for_ort(model)
-    made = made[0] if isinstance(made, tuple) else made
+    made, _ = optimize_for_ort(model)
     ir.save(made, output, external_data=f"{output.name}.data")
 
 
