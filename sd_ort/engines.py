@@ -188,7 +188,7 @@ def torch_pipeline(model: str, random_weights: bool = False, seed: int = 0) -> A
     """
     from diffusers import DiffusionPipeline
 
-    from sd_ort.export import open_source
+    from sd_ort.sources import open_source
 
     checkpoint, preset = (None, model) if random_weights else (model, None)
     source = open_source(checkpoint, preset, random_weights, seed)

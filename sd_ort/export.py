@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
-import json
+import inspect
 import logging
-import math
 import platform
 import re
 import shutil
@@ -25,29 +23,19 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from sd_ort import models
 from sd_ort.errors import InputError, OutputError, VerificationError
-from sd_ort.folder import (
-    CONFIG_FOLDERS,
-    DATA,
-    MODEL,
-    copy_configs,
-    is_intact,
-    read_manifest,
-    staged,
-    tree_hash,
-    write_manifest,
-)
-from sd_ort.models import MODEL_OF, PRESETS, Config, Signature, Tensor
-from sd_ort.session import CPU_EP, first_line, runtime
+from sd_ort.folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
+from sd_ort.models import MODEL_OF, Config, Signature, Tensor, join_axis, size, split_axis
+from sd_ort.modules import wrap
+from sd_ort.session import CPU_EP, runtime
+from sd_ort.sources import Source, component_signature, is_sdxl, open_source, read_json
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -70,412 +58,21 @@ CHECK = {"batch": 1, "sequence": 19, "height": 24, "width": 16}
 TOLERANCE = 1e-8  # normalized mean squared error of fp32 ONNX Runtime against fp32 torch; measured: about 1e-12
 ALIGNMENT = 1 << 16  # of large tensors in the data file: every ONNX Runtime on every system can map it
 
+# Upper bounds torch.export is told, and the graphs do not enforce. 63 is where diffusers' upsampling starts to ask
+# for a contiguous tensor, which is nothing in ONNX.
+LIMITS = {"batch": 63, "sequence": 4096, "height": 4096, "width": 4096}
 
-# --- Sources --------------------------------------------------------------------------------------------------------
+# Node metadata to keep: where in the model a node comes from. The rest is stack traces with paths of this machine.
+KEPT_METADATA = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy")
 
 
-class Source(Protocol):
-    """Where a pipeline comes from."""
-
-    @property
-    def name(self) -> str:
-        """What the user called it."""
-
-    @property
-    def index(self) -> Config:
-        """Its model_index.json."""
-
-    @property
-    def configs(self) -> dict[str, Config]:
-        """The config of each model: text_encoder, text_encoder_2, unet, controlnet, vae, those that it has."""
-
-    @property
-    def hash(self) -> str:
-        """Changes whenever the exported weights or configs would."""
-
-    @property
-    def random_weights(self) -> bool:
-        """Whether the weights are made up."""
-
-    def load(self, model: str) -> torch.nn.Module:
-        """One model of the pipeline, in fp32 and eval mode."""
-
-    def write_configs(self, out: Path) -> None:
-        """Write model_index.json, scheduler and tokenizers."""
-
-
-# Class names in a model_index.json that can be exported, by the library that holds them.
-CLASSES = {
-    "UNet2DConditionModel": "diffusers",
-    "AutoencoderKL": "diffusers",
-    "ControlNetModel": "diffusers",
-    "CLIPTextModel": "transformers",
-    "CLIPTextModelWithProjection": "transformers",
-}
-MODELS = tuple(dict.fromkeys(MODEL_OF.get(c, c) for c in COMPONENTS))
-
-
-def _class(name: str) -> Any:
-    import importlib
-
-    return getattr(importlib.import_module(CLASSES[name]), name)
-
-
-@dataclass(frozen=True)
-class FolderSource:
-    """A pipeline saved by diffusers: model_index.json and a folder a model. fp16 weights are loaded into fp32."""
-
-    name: str
-    folder: Path
-    index: Config
-    configs: dict[str, Config]
-    controlnet: Path | None = None
-    random_weights: bool = False
-
-    @cached_property
-    def hash(self) -> str:
-        parts = [tree_hash(self.folder_of(model)) for model in self.configs]
-        parts += [tree_hash(self.folder / name) for name in CONFIG_FOLDERS]
-        return hashlib.sha256("".join([json.dumps(self.index, sort_keys=True), *parts]).encode()).hexdigest()
-
-    def folder_of(self, model: str) -> Path:
-        return self.controlnet if model == "controlnet" and self.controlnet else self.folder / model
-
-    def load(self, model: str) -> torch.nn.Module:
-        folder, name = self.folder_of(model), self.index[model][1]
-        dtype = "dtype" if CLASSES[name] == "transformers" else "torch_dtype"
-        options = {dtype: torch.float32, "local_files_only": True, "variant": _variant(folder)}
-        try:
-            loaded: torch.nn.Module = _class(name).from_pretrained(str(folder), **options)
-        except Exception as error:  # safetensors, torch, json and both libraries each raise their own kinds
-            raise InputError(f"{folder} cannot be loaded as {name}: {first_line(error)}") from error
-        return loaded.eval()
-
-    def write_configs(self, out: Path) -> None:
-        copy_configs(self.folder, out)
-        (out / "model_index.json").write_text(json.dumps(self.index, indent=2) + "\n")
-
-
-def _variant(folder: Path) -> str | None:
-    """ "fp16" when a model's folder holds only that variant of its weights."""
-    weights = [p.name for p in folder.glob("*.safetensors")] or [p.name for p in folder.glob("*.bin")]
-    return "fp16" if weights and all(".fp16" in name for name in weights) else None
-
-
-@dataclass(frozen=True)
-class PresetSource:
-    """A preset with random weights: the same seed gives the same weights."""
-
-    name: str
-    seed: int
-    random_weights: bool = True
-
-    @property
-    def preset(self) -> models.Preset:
-        return PRESETS[self.name]
-
-    @property
-    def configs(self) -> dict[str, Config]:
-        return self.preset.models
-
-    @property
-    def index(self) -> Config:
-        index: Config = {"_class_name": self.preset.pipeline, "_diffusers_version": version("diffusers")}
-        for model, config in self.configs.items():
-            name = _class_name(config)
-            index[model] = [CLASSES[name], name]
-            if model.startswith("text_encoder"):
-                index[model.replace("text_encoder", "tokenizer")] = ["transformers", "CLIPTokenizer"]
-        index["scheduler"] = ["diffusers", self.preset.scheduler["_class_name"]]
-        absent = {"StableDiffusionXLImg2ImgPipeline": ["text_encoder", "tokenizer"]}
-        if "XL" not in self.preset.pipeline:
-            absent[self.preset.pipeline] = ["safety_checker", "feature_extractor"]
-            index["requires_safety_checker"] = False
-        index |= {name: [None, None] for name in absent.get(self.preset.pipeline, [])}
-        return index | self.preset.options
-
-    @property
-    def hash(self) -> str:
-        text = json.dumps([self.index, self.configs, self.preset.scheduler, self.seed], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    def load(self, model: str) -> torch.nn.Module:
-        config = self.configs[model]
-        cls = _class(_class_name(config))
-        made = cls(cls.config_class(**config)) if "model_type" in config else cls.from_config(config)
-        fill_random(made, self.seed + zlib.crc32(model.encode()))
-        return made.eval()
-
-    def write_configs(self, out: Path) -> None:
-        (out / "model_index.json").write_text(json.dumps(self.index, indent=2) + "\n")
-        scheduler = out / "scheduler"
-        scheduler.mkdir()
-        config = self.preset.scheduler | {"_diffusers_version": version("diffusers")}
-        (scheduler / "scheduler_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for model, config in self.configs.items():
-            if model.startswith("text_encoder"):
-                write_byte_tokenizer(out / model.replace("text_encoder", "tokenizer"), config["vocab_size"])
-
-
-def _class_name(config: Config) -> str:
-    return str(config.get("_class_name") or config["architectures"][0])
-
-
-def fill_random(model: torch.nn.Module, seed: int) -> None:
-    """Give every parameter its own random values, in place.
-
-    Matrices and convolutions get variance 1/fan_in, so activations keep their scale; norm weights vary around 1 and
-    biases around 0. No two parameters are equal and no bias is zero: exporters merge equal tensors, and a rule that
-    forgets a zero bias would go unnoticed.
-    """
-    generator = torch.Generator().manual_seed(seed % 2**63)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
-            else:
-                parameter.normal_(float(name.endswith("weight")), 0.1, generator=generator)
-
-
-def write_byte_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Write a CLIP tokenizer without merges: each byte is a token, with another id where it ends a word.
-
-    Ids are laid out as CLIP's: 0-255 bytes, 256-511 bytes that end a word, and the last two of the vocabulary are
-    start and end of text. A stand-in, so that pipelines with random weights run without a download.
-    """
-    from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import CLIPTokenizer
-
-    characters = sorted(ByteLevel.alphabet())
-    tokens = [*characters, *(c + "</w>" for c in characters)]
-    ids = {token: i for i, token in enumerate(tokens)}
-    ids |= {"<|startoftext|>": vocabulary - 2, "<|endoftext|>": vocabulary - 1}
-    CLIPTokenizer(vocab=ids, merges=[], model_max_length=77).save_pretrained(folder)
-    (folder / "vocab.json").write_text(json.dumps(ids, ensure_ascii=False))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
-
-
-def open_source(
-    model: str | None, preset: str | None, random_weights: bool, seed: int, controlnet: str | None = None
-) -> Source:
-    """The source the user named. Raises InputError, saying what to give instead, for anything that cannot be one."""
-    if preset is not None:
-        if preset not in PRESETS:
-            raise InputError(f"unknown preset {preset!r}: choose one of {', '.join(PRESETS)}.")
-        if not random_weights:
-            raise InputError(f"preset {preset} has no weights: add --random-weights, or give a checkpoint instead.")
-        if controlnet is not None:
-            raise InputError("--controlnet goes with a checkpoint: use the preset sd15-controlnet instead.")
-        return PresetSource(preset, seed)
-    if random_weights:
-        raise InputError(f"--random-weights needs a --preset: choose one of {', '.join(PRESETS)}.")
-    if model is None:
-        raise InputError("no model given: name `demo`, a diffusers folder, a hub id, or a --preset.")
-    source = open_folder(model, _locate(model, download_pipeline))
-    return with_controlnet(source, _locate(controlnet, download_model)) if controlnet is not None else source
-
-
-def _locate(model: str, download: Callable[[str], Path]) -> Path:
-    """The folder of a model the user named. Raises InputError when it neither exists nor looks like a hub id."""
-    if model == "demo":
-        from sd_ort.demo import MODEL_DIR
-
-        return MODEL_DIR
-    path = Path(model)
-    if path.is_file():
-        raise InputError(
-            f"{path} is a file: save it as a folder with diffusers' from_single_file(FILE).save_pretrained(DIR)."
-        )
-    if path.exists():
-        return path
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not path.parent.exists():
-        return download(model)
-    raise InputError(f"{model} does not exist: give `demo`, a diffusers folder, a hub id (owner/name), or a --preset.")
-
-
-def open_folder(name: str, folder: Path) -> FolderSource:
-    """Check that `folder` is a diffusers pipeline of a family we know. Raises InputError when it is not."""
-    index = _read_json(folder / "model_index.json", f"{folder} is no diffusers pipeline")
-    configs = {}
-    for model in MODELS:
-        library, cls = (index.get(model) or (None, None))[:2]
-        if cls is None:
-            continue
-        if not isinstance(cls, str) or CLASSES.get(cls) != library:
-            raise InputError(f"{folder} has a {model} of class {cls}; sd-ort exports {', '.join(CLASSES)}.")
-        if (folder / model / MODEL).is_file():
-            raise InputError(f"{folder} holds ONNX models already: give it to `sd-ort optimize`.")
-        configs[model] = _read_json(folder / model / "config.json", f"{folder} lacks its {model}")
-    if "unet" not in configs:
-        raise InputError(f"{folder} has no UNet: sd-ort exports Stable Diffusion 1.x, 2.x and XL pipelines.")
-    _check_unet(folder, configs["unet"])
-    return FolderSource(name, folder, index, configs)
-
-
-# Parts of a diffusers UNet that would need inputs which the pipelines do not give.
-FOREIGN = ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "encoder_hid_dim", "time_cond_proj_dim")
-
-
-def _check_unet(folder: Path, config: Config) -> None:
-    foreign = [key for key in FOREIGN if config.get(key)]
-    if config.get("addition_embed_type") not in (None, "text_time"):
-        foreign.append("addition_embed_type")
-    if foreign:
-        raise InputError(f"{folder} has a UNet with {foreign[0]} = {config[foreign[0]]}, which sd-ort does not export.")
-
-
-def with_controlnet(source: FolderSource, folder: Path) -> FolderSource:
-    """The pipeline with a ControlNet from another folder. Raises InputError when that is none, or not its size."""
-    config = _read_json(folder / "config.json", f"{folder} is no ControlNet")
-    if config.get("_class_name") != "ControlNetModel":
-        raise InputError(f"{folder} holds a {config.get('_class_name')}, not a ControlNetModel.")
-    for key in ("cross_attention_dim", "block_out_channels"):
-        if config.get(key) != source.configs["unet"].get(key):
-            raise InputError(f"the ControlNet in {folder} was made for another UNet: their {key} differ.")
-    xl = "XL" if _is_sdxl(source) else ""
-    index = source.index | {
-        "_class_name": f"StableDiffusion{xl}ControlNetPipeline",
-        "controlnet": ["diffusers", "ControlNetModel"],
-    }
-    configs = source.configs | {"controlnet": config}
-    return FolderSource(f"{source.name} with {folder}", source.folder, index, configs, folder)
-
-
-def _read_json(path: Path, otherwise: str) -> Config:
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise InputError(f"{otherwise}: {path} is missing.") from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {first_line(error)}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path} is not a JSON object.")
-    return content
-
-
-def download_pipeline(hub_id: str) -> Path:
-    """Fetch a pipeline from the Hugging Face hub, or find it in its cache. Raises InputError when that fails."""
-    from diffusers import DiffusionPipeline
-
-    return _fetch(hub_id, lambda: DiffusionPipeline.download(hub_id, use_safetensors=True))
-
-
-def download_model(hub_id: str) -> Path:
-    """Fetch a single model, such as a ControlNet, from the hub. Raises InputError when that fails."""
-    from huggingface_hub import snapshot_download
-
-    return _fetch(hub_id, lambda: snapshot_download(hub_id, allow_patterns=["config.json", "*model.safetensors"]))
-
-
-def _fetch(hub_id: str, download: Callable[[], str]) -> Path:
-    try:
-        with quiet():
-            return Path(download())
-    except Exception as error:  # the hub client raises its own, httpx's and the system's kinds
-        raise InputError(
-            f"{hub_id} is no folder here and cannot be fetched from the hub: check the name and the network, "
-            f"or give a diffusers folder ({first_line(error)})."
-        ) from error
-
-
-# --- Wrappers: a torch module with exactly the inputs and outputs of the ONNX graph ----------------------------------
-
-
-class TextEncoder(torch.nn.Module):
-    """input_ids [B, S] -> last_hidden_state, pooler_output; for SDXL the penultimate hidden state [, text_embeds]."""
-
-    def __init__(self, model: torch.nn.Module, sdxl: bool) -> None:
-        super().__init__()
-        self.model = model
-        self.sdxl = sdxl
-
-    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        output = self.model(input_ids, output_hidden_states=self.sdxl)
-        if not self.sdxl:
-            return output.last_hidden_state, output.pooler_output
-        hidden = output.hidden_states[-2]
-        return (hidden, output.text_embeds) if "text_embeds" in output else (hidden,)
-
-
-class UNet(torch.nn.Module):
-    """sample, timestep, encoder_hidden_states [, text_embeds, time_ids] [, ControlNet's residuals] -> out_sample."""
-
-    def __init__(self, model: torch.nn.Module, sdxl: bool, controlnet: bool) -> None:
-        super().__init__()
-        self.model = model
-        self.sdxl = sdxl
-        self.controlnet = controlnet
-
-    def forward(self, sample: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, *extra: Any) -> torch.Tensor:
-        options: dict[str, Any] = {}
-        if self.sdxl:
-            options["added_cond_kwargs"] = {"text_embeds": extra[0], "time_ids": extra[1]}
-            extra = extra[2:]
-        if self.controlnet:
-            options["down_block_additional_residuals"] = tuple(extra[:-1])
-            options["mid_block_additional_residual"] = extra[-1]
-        output: torch.Tensor = self.model(sample, timestep, context, return_dict=False, **options)[0]
-        return output
-
-
-class ControlNet(torch.nn.Module):
-    """The UNet's inputs, an image and a scale -> one residual a skip connection, and one for the middle block."""
-
-    def __init__(self, model: torch.nn.Module, sdxl: bool) -> None:
-        super().__init__()
-        self.model = model
-        self.sdxl = sdxl
-
-    def forward(self, sample: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, *extra: Any) -> Any:
-        options: dict[str, Any] = {}
-        if self.sdxl:
-            options["added_cond_kwargs"] = {"text_embeds": extra[0], "time_ids": extra[1]}
-        image, scale = extra[-2:]
-        down, middle = self.model(sample, timestep, context, image, scale, return_dict=False, **options)
-        return (*down, middle)
-
-
-class VaeEncoder(torch.nn.Module):
-    """image [B, 3, H, W] in -1..1 -> mean and log variance [B, 2C, H/8, W/8], not scaled."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        del model.decoder
-
-    def forward(self, sample: torch.Tensor) -> torch.Tensor:
-        parameters: torch.Tensor = self.model.encode(sample).latent_dist.parameters  # type: ignore[operator]
-        return parameters
-
-
-class VaeDecoder(torch.nn.Module):
-    """latent [B, C, H, W], already divided by the scaling factor -> image [B, 3, 8H, 8W]."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        del model.encoder
-
-    def forward(self, latent_sample: torch.Tensor) -> torch.Tensor:
-        image: torch.Tensor = self.model.decode(latent_sample, return_dict=False)[0]  # type: ignore[operator]
-        return image
-
-
-def wrap(component: str, model: torch.nn.Module, sdxl: bool, controlnet: bool) -> torch.nn.Module:
-    """The module of `component`, in eval mode."""
-    if component.startswith("text_encoder"):
-        return TextEncoder(model, sdxl).eval()
-    if component == "unet":
-        return UNet(model, sdxl, controlnet).eval()
-    if component == "controlnet":
-        return ControlNet(model, sdxl).eval()
-    return (VaeEncoder if component == "vae_encoder" else VaeDecoder)(model).eval()
+# --- Exporters ------------------------------------------------------------------------------------------------------
 
 
 def example(tensor: Tensor, sizes: Mapping[str, int], config: Mapping[str, Any], seed: int) -> torch.Tensor:
     """Random values for an input: token ids in the vocabulary, timesteps in 0..1000, SDXL's sizes, or normal noise."""
     generator = torch.Generator().manual_seed(seed + zlib.crc32(tensor.name.encode()))
-    shape = [models.size(axis, sizes) for axis in tensor.axes]
+    shape = [size(axis, sizes) for axis in tensor.axes]
     if tensor.dtype == "int64":
         return torch.randint(config["vocab_size"], shape, generator=generator)
     if tensor.name == "timestep":
@@ -485,9 +82,6 @@ def example(tensor: Tensor, sizes: Mapping[str, int], config: Mapping[str, Any],
     if tensor.name == "conditioning_scale":
         return torch.full(shape, 0.8)
     return torch.randn(shape, generator=generator)
-
-
-# --- Exporters ------------------------------------------------------------------------------------------------------
 
 
 def export_dynamo(
@@ -530,14 +124,7 @@ def dynamic_shapes(module: torch.nn.Module, signature: Signature) -> tuple[Any, 
     return (*shapes[:named], tuple(shapes[named:])) if len(shapes) > named else tuple(shapes)
 
 
-# Upper bounds torch.export is told. Not enforced by the graphs: 63 is where diffusers' upsampling starts to ask for a
-# contiguous tensor, which is nothing in ONNX.
-LIMITS = {"batch": 63, "sequence": 4096, "height": 4096, "width": 4096}
-
-
 def _parameters(module: torch.nn.Module) -> list[Any]:
-    import inspect
-
     return list(inspect.signature(module.forward).parameters.values())
 
 
@@ -567,7 +154,16 @@ EXPORTERS = {"dynamo": export_dynamo, "torchscript": export_torchscript}
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep the exporters' warnings and log lines from the terminal; errors are exceptions and still come through."""
-    names = ("torch.onnx", "torch.export", "torch.fx", "torch._dynamo", "onnxscript", "onnx_ir", "transformers")
+    names = (
+        "torch.onnx",
+        "torch.export",
+        "torch.fx",
+        "torch._dynamo",
+        "onnxscript",
+        "onnx_ir",
+        "diffusers",
+        "transformers",
+    )
     loggers = [logging.getLogger(name) for name in names]
     loggers += [
         log
@@ -587,10 +183,7 @@ def quiet() -> Iterator[None]:
 
 
 def tidy(model: ir.Model, signature: Signature) -> None:
-    """Name all axes after `signature`, drop the wrapper's prefix, and keep of the metadata only module scopes.
-
-    Stack traces in the metadata would carry paths of this machine and make up a third of the file.
-    """
+    """Name all axes after `signature`, drop the wrapper's prefix from the weights, and all but KEPT_METADATA."""
     import onnx_ir as ir
 
     graph = model.graph
@@ -613,9 +206,6 @@ def tidy(model: ir.Model, signature: Signature) -> None:
     graph.metadata_props.clear()
     model.metadata_props.clear()
     model.producer_name, model.producer_version = "sd-ort", version("sd-ort")
-
-
-KEPT_METADATA = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy")
 
 
 def axis_symbols(inputs: Sequence[ir.Value], signature: Signature) -> dict[str, str]:
@@ -648,19 +238,6 @@ def rename(axis: str | None, symbols: Mapping[str, str]) -> str | None:
     return re.sub(r"[A-Za-z_]\w*", lambda m: ours.get(m[0], m[0]), axis)
 
 
-def split_axis(axis: str) -> tuple[str, int, int]:
-    """`height*8` -> (height, 8, 1); `height/4` -> (height, 1, 4)."""
-    name, times, divisor = re.fullmatch(r"(\w+)(?:\*(\d+))?(?:/(\d+))?", axis).groups()  # type: ignore[union-attr]
-    return name, int(times or 1), int(divisor or 1)
-
-
-def join_axis(name: str, times: int, divisor: int) -> str:
-    """The inverse of `split_axis`, reduced."""
-    common = math.gcd(times, divisor)
-    times, divisor = times // common, divisor // common
-    return name + (f"*{times}" if times > 1 else "") + (f"/{divisor}" if divisor > 1 else "")
-
-
 # --- One component --------------------------------------------------------------------------------------------------
 
 
@@ -688,7 +265,7 @@ def export_component(source: Source, component: str, folder: Path, options: Opti
         config = save_config(model, folder)
         check_space(model, folder, copies=2 if options.exporter == "torchscript" else 1)
         signature = component_signature(source, component, config)
-        module = wrap(component, model, _is_sdxl(source), "controlnet" in source.configs)
+        module = wrap(component, model, is_sdxl(source), "controlnet" in source.configs)
         inputs = {t.name: example(t, CHECK, config, seed) for t in signature.inputs}
         outputs = module(*inputs.values())
         expected = [o.numpy() for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
@@ -717,24 +294,13 @@ def export_component(source: Source, component: str, folder: Path, options: Opti
     }
 
 
-def _is_sdxl(source: Source) -> bool:
-    return bool(source.configs["unet"].get("addition_embed_type") == "text_time")
-
-
-def component_signature(source: Source, component: str, config: Config) -> Signature:
-    """Inputs and outputs of a component of `source`, whose model has the full `config`."""
-    if component.startswith("text_encoder"):  # the index decides the class: a config may name the one it was cut from
-        config = config | {"architectures": [source.index[component][1]]}
-    return models.signature(component, config, sdxl=_is_sdxl(source), controlnet="controlnet" in source.configs)
-
-
 def save_config(model: Any, folder: Path) -> Config:
     """Write the model's config.json, with the defaults filled in, and return it."""
     if hasattr(model, "save_config"):  # diffusers
         model.save_config(folder)
     else:
         model.config.save_pretrained(folder)
-    return _read_json(folder / "config.json", f"{folder} has no config")
+    return read_json(folder / "config.json", f"{folder} has no config")
 
 
 def check_space(model: torch.nn.Module, folder: Path, copies: int) -> None:
@@ -791,8 +357,8 @@ def export(
 
     `model`: "demo", a diffusers folder or a hub id; or None with `preset` and `random_weights`, made from `seed`.
     `components`: export only these. `controlnet`: a diffusers folder or hub id of a ControlNet to export along, with
-    the residual inputs in the UNet. `progress` is called with one line when a component starts and when it is done.
-    Nothing is done when `out` already holds the same export.
+    the residual inputs in the UNet. `progress` is called with one line at each step. Nothing is done
+    when `out` already holds the same export.
 
     Raises InputError for a source or option that cannot be used, OutputError when `out` cannot be written,
     VerificationError when a component's numbers differ from torch's. Nothing is left behind then.
@@ -825,6 +391,7 @@ def export(
             progress(f"[{i}/{len(names)}] {name}: done in {done[name]['seconds']:.1f} s")
         manifest["components"] = done
         write_manifest(work, manifest)
+    progress(f"wrote {out}.")
     return read_manifest(out)
 
 

@@ -10,6 +10,8 @@ the same topology, so the same operators in the same places, with narrower layer
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,18 +47,28 @@ class Signature:
     limits: dict[str, int] = field(default_factory=dict)
 
 
+def split_axis(axis: str) -> tuple[str, int, int]:
+    """`height*8` -> (height, 8, 1); `height/4` -> (height, 1, 4)."""
+    name, times, divisor = re.fullmatch(r"(\w+)(?:\*(\d+))?(?:/(\d+))?", axis).groups()  # type: ignore[union-attr]
+    return name, int(times or 1), int(divisor or 1)
+
+
+def join_axis(name: str, times: int, divisor: int) -> str:
+    """The inverse of `split_axis`, reduced."""
+    common = math.gcd(times, divisor)
+    times, divisor = times // common, divisor // common
+    return name + (f"*{times}" if times > 1 else "") + (f"/{divisor}" if divisor > 1 else "")
+
+
 def size(axis: Axis, sizes: Mapping[str, int]) -> int:
     """The number an axis stands for: `size("height/4", {"height": 16})` is 4. ValueError when there is a remainder."""
     if isinstance(axis, int):
         return axis
-    if "*" in axis:
-        symbol, factor = axis.split("*")
-        return sizes[symbol] * int(factor)
-    symbol, _, divisor = axis.partition("/")
-    quotient, rest = divmod(sizes[symbol], int(divisor or 1))
+    name, times, divisor = split_axis(axis)
+    whole, rest = divmod(sizes[name] * times, divisor)
     if rest:
-        raise ValueError(f"{symbol}={sizes[symbol]} is not a multiple of {divisor}")
-    return quotient
+        raise ValueError(f"{name}={sizes[name]} is not a multiple of {divisor}")
+    return whole
 
 
 # --- Signatures -----------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ import torch
 from sd_ort import export, folder, models
 from sd_ort.errors import InputError, OutputError, VerificationError
 from sd_ort.models import PRESETS, Preset
+from sd_ort.modules import wrap
+from sd_ort.sources import PresetSource, component_signature
 
 MINI = ("--preset", "sd15-mini", "--random-weights")
 SD15_OPERATORS = {"Softmax": 32, "InstanceNormalization": 61, "LayerNormalization": 48, "Conv": 98}
@@ -62,10 +64,10 @@ def mini_presets():
 
 def check_against_torch(path: Path, component: str, preset: str, sizes: dict[str, int], seed: int = 0) -> float:
     """NMSE of an exported component against torch at `sizes`, both built here from the preset."""
-    source = export.PresetSource(preset, seed)
+    source = PresetSource(preset, seed)
     config = json.loads((path / component / "config.json").read_text())
-    signature = export.component_signature(source, component, config)
-    module = export.wrap(
+    signature = component_signature(source, component, config)
+    module = wrap(
         component,
         source.load(models.MODEL_OF.get(component, component)),
         sdxl="XL" in PRESETS[preset].pipeline,
@@ -158,12 +160,12 @@ def test_command_line_prints_a_table_and_does_nothing_twice(sd_ort, tmp_path):
     arguments = ("export", *MINI, "--component", "vae_decoder", "--exporter", "torchscript", tmp_path / "out")
     code, output, progress = sd_ort(*arguments)
     assert code == 0
-    assert [line.split()[0] for line in output.splitlines()] == ["component", "vae_decoder", "wrote"]
-    assert "[1/1] vae_decoder: exporting ..." in progress
+    assert [line.split()[0] for line in output.splitlines()] == ["component", "vae_decoder"]
+    assert [line.split()[0] for line in progress.splitlines()] == ["[1/1]", "[1/1]", "wrote"]
     before = (tmp_path / "out" / "vae_decoder" / "model.onnx").stat()
     code, output, progress = sd_ort(*arguments)
     assert code == 0
-    assert "up to date" in progress
+    assert progress.splitlines() == [f"{tmp_path / 'out'} is up to date."]
     assert (tmp_path / "out" / "vae_decoder" / "model.onnx").stat() == before
 
 
@@ -248,7 +250,7 @@ def test_full_size_configs_have_the_published_sizes():
 
 
 def test_random_weights_are_distinct_and_repeatable():
-    first, again, other = (export.PresetSource("sd15-mini", seed).load("unet") for seed in (1, 1, 2))
+    first, again, other = (PresetSource("sd15-mini", seed).load("unet") for seed in (1, 1, 2))
     vectors = [tuple(p.flatten().tolist()) for p in first.parameters() if p.ndim == 1]
     assert len(set(vectors)) == len(vectors)
     assert all(abs(x) > 0 for v in vectors for x in v)
@@ -266,7 +268,7 @@ def checkpoint(tmp_path_factory):
     from diffusers import DiffusionPipeline
 
     root = tmp_path_factory.mktemp("checkpoint")
-    source = export.PresetSource("sd15-mini", 5)
+    source = PresetSource("sd15-mini", 5)
     (root / "configs").mkdir()
     source.write_configs(root / "configs")
     parts = {name: source.load(name).half() for name in source.configs}
@@ -313,7 +315,7 @@ def test_changed_weights_are_exported_again(checkpoint, tmp_path):
 
 
 def test_controlnet_beside_a_checkpoint(checkpoint, tmp_path):
-    export.PresetSource("sd15-controlnet-mini", 6).load("controlnet").save_pretrained(tmp_path / "net")
+    PresetSource("sd15-controlnet-mini", 6).load("controlnet").save_pretrained(tmp_path / "net")
     out = tmp_path / "out"
     options = {"exporter": "torchscript", "components": ["unet", "controlnet"]}
     export.export(str(checkpoint), out, controlnet=str(tmp_path / "net"), **options)
@@ -379,6 +381,24 @@ def test_truncated_checkpoint(sd_ort, checkpoint, tmp_path):
     path = copy / "unet" / "diffusion_pytorch_model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
     assert "cannot be loaded" in refused(sd_ort, tmp_path, copy, tmp_path / "out", "--component", "unet")
+
+
+@pytest.mark.parametrize(
+    ("model", "weight"), [("vae", "decoder.conv_in.bias"), ("text_encoder", "final_layer_norm.bias")]
+)
+def test_checkpoint_without_a_weight(sd_ort, checkpoint, tmp_path, model, weight):
+    """The libraries would fill in random values and warn; an export of those would pass every later check."""
+    from safetensors.torch import load_file, save_file
+
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    (path,) = (copy / model).glob("*.safetensors")
+    weights = load_file(path)
+    (name,) = (key for key in weights if key.endswith(weight))
+    del weights[name]
+    save_file(weights, path, metadata={"format": "pt"})
+    component = "vae_decoder" if model == "vae" else model
+    assert weight in refused(sd_ort, tmp_path, copy, tmp_path / "out", "--component", component)
 
 
 def test_single_file(sd_ort, tmp_path):

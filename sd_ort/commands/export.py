@@ -42,10 +42,9 @@ def command(
 
     from sd_ort.export import export
 
-    out = Path(paths[-1])
     manifest = export(
         paths[0] if preset is None else None,
-        out,
+        Path(paths[-1]),
         preset=preset,
         random_weights=random_weights,
         opset=opset,
@@ -56,7 +55,6 @@ def command(
         progress=lambda line: click.echo(line, err=True),
     )
     click.echo(table(manifest))
-    click.echo(f"wrote {out}")
 
 
 def table(manifest: dict) -> str:
