@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
-# Tensors are written by several threads, but onnx_ir maps a file once a tensor; a lazy tensor may read another one.
-_mapping = threading.RLock()
-
-
 def read(tensor: ir.TensorProtocol) -> np.ndarray:
-    """The numbers of a tensor, mapped from its file where they lie in one; safe to call from several threads."""
-    with _mapping:
+    """The numbers of a tensor, read from its file where they lie in one.
+
+    A copy that goes when its reader is done: a mapping would stay, and the weights of the whole model with it. Several
+    threads may read the same tensor.
+    """
+    if not isinstance(tensor, ir.ExternalTensor) or tensor.dtype.bitwidth < 8:
         return tensor.numpy()
+    dtype = np.dtype(tensor.dtype.numpy()).newbyteorder("<")
+    return np.fromfile(tensor.path, dtype, tensor.size, offset=tensor.offset or 0).reshape(tensor.shape.numpy())
 
 
 def constant(graph: ir.Graph, name: str, numbers: np.ndarray | Sequence[int]) -> ir.Value:

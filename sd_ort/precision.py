@@ -122,9 +122,14 @@ def _half_tensor(name: str, value: ir.Value, half: ir.DataType) -> ir.Value:
 
 def to_half(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Round to `dtype`, clamping finite numbers to its finite range: a mask of -3.4e38 must not become -infinity."""
-    limit = float(ml_dtypes.finfo(dtype).max)
-    clamped = np.where(np.isfinite(numbers), np.clip(numbers, -limit, limit), numbers)
-    return np.ascontiguousarray(clamped.astype(dtype))
+    with np.errstate(over="ignore"):
+        half = numbers.astype(dtype)
+    overflows = np.isinf(half)
+    if overflows.any():
+        limit = float(ml_dtypes.finfo(dtype).max)
+        overflows &= np.isfinite(numbers)
+        half[overflows] = np.copysign(limit, numbers[overflows]).astype(dtype)
+    return np.ascontiguousarray(half)
 
 
 def _convert_attributes(node: ir.Node, half: ir.DataType) -> None:
