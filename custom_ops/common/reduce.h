@@ -21,35 +21,16 @@ __device__ inline float wave_reduce(float value) {
   return value;
 }
 
-// Count, mean and summed squared distance from the mean of some numbers. Two such sets merge without cancellation
-// (Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979), so
-// the variance of large, nearly equal numbers survives.
+// Count, mean and summed squared distance from the mean of some numbers: what survives merging when the numbers are
+// large and nearly equal, as sums of squares would not (Chan, Golub and LeVeque, "Updating formulae and a pairwise
+// algorithm for computing sample variances", 1979).
 struct Moments {
   float count;
   float mean;
   float m2;
 
   __device__ static Moments none() { return {0.f, 0.f, 0.f}; }
-
-  __device__ void merge(const Moments& other) {
-    const float total = count + other.count;
-    if (total == 0.f) return;
-    const float weight = other.count / total;
-    const float distance = other.mean - mean;
-    mean += distance * weight;
-    m2 += other.m2 + distance * distance * count * weight;
-    count = total;
-  }
 };
-
-template <int kLanes = SD_ORT_WAVE_SIZE>
-__device__ inline Moments wave_merge(Moments moments) {
-#pragma unroll
-  for (int mask = kLanes / 2; mask > 0; mask /= 2) {
-    moments.merge({shuffle_xor(moments.count, mask), shuffle_xor(moments.mean, mask), shuffle_xor(moments.m2, mask)});
-  }
-  return moments;
-}
 
 // Every thread gets the reduction over the block's kThreads threads (a multiple of 64). `shared` holds
 // max_waves(kThreads) floats; the block may use it again after its next barrier.
@@ -83,9 +64,35 @@ struct ShiftedSums {
     sum += distance;
     squares += distance * distance;
   }
-  __device__ Moments moments(float count) const {
-    if (count == 0.f) return Moments::none();
-    return {count, first + sum / count, fmaxf(squares - sum * sum / count, 0.f)};
+  // Of `count` numbers; `inverse` is 1 / count.
+  __device__ Moments moments(float count, float inverse) const {
+    return {count, first + sum * inverse, fmaxf(squares - sum * (sum * inverse), 0.f)};
+  }
+  __device__ Moments moments(float count) const { return count == 0.f ? Moments::none() : moments(count, 1.f / count); }
+};
+
+// Moments of several parts, merged without a division each: sums about the mean of one of the parts, as above.
+struct MomentSums {
+  float first;
+  float count;
+  float sum;
+  float squares;
+
+  __device__ explicit MomentSums(float first) : first(first), count(0.f), sum(0.f), squares(0.f) {}
+  __device__ void add(const Moments& part) {
+    const float distance = part.mean - first;
+    count += part.count;
+    sum += part.count * distance;
+    squares += part.m2 + part.count * distance * distance;
+  }
+  __device__ void add(const MomentSums& other) {  // taken about the same `first`
+    count += other.count;
+    sum += other.sum;
+    squares += other.squares;
+  }
+  __device__ Moments moments() const {
+    const float inverse = 1.f / count;
+    return {count, first + sum * inverse, fmaxf(squares - sum * (sum * inverse), 0.f)};
   }
 };
 

@@ -18,6 +18,8 @@
 //
 // Null pointers: skip, skip_channels (a skip by sample and channel), bias, sum. gamma and beta hold float when
 // affine_is_float, T otherwise.
+#include <algorithm>
+
 #include "common/gpu.h"
 #include "common/math.h"
 #include "common/reduce.h"
@@ -79,20 +81,24 @@ struct SliceMoments {
   __device__ SliceMoments(const ShiftedSums (&sums)[kVec], int low_count, int pixels) {
     if (pixels == 0) return;
     const float count = static_cast<float>(pixels);
+    const float inverse = 1.f / count;
     float low_mean = 0.f, high_mean = 0.f;
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
-      const float mean = sums[k].first + sums[k].sum / count;
-      (k < low_count ? low_mean : high_mean) += mean;
+      const float mean = sums[k].first + sums[k].sum * inverse;
+      low_mean += k < low_count ? mean : 0.f;
+      high_mean += k < low_count ? 0.f : mean;
     }
     low_mean /= low_count;
     high_mean /= max(kVec - low_count, 1);
     float low_m2 = 0.f, high_m2 = 0.f;
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
-      const Moments channel = sums[k].moments(count);
+      const Moments channel = sums[k].moments(count, inverse);
       const float distance = channel.mean - (k < low_count ? low_mean : high_mean);
-      (k < low_count ? low_m2 : high_m2) += channel.m2 + count * distance * distance;
+      const float m2 = channel.m2 + count * distance * distance;
+      low_m2 += k < low_count ? m2 : 0.f;
+      high_m2 += k < low_count ? 0.f : m2;
     }
     low = {count * low_count, low_mean, low_m2};
     high = {count * (kVec - low_count), high_mean, high_m2};
@@ -117,13 +123,14 @@ __global__ __launch_bounds__(kBlock) void group_norm_one_read_kernel(const T* x,
   const Slice<kVec> slice(kBlock, blockIdx.x, channels_per_group, groups_per_block);
   const int64_t sample = blockIdx.y;
   const int pixels = slice.used && slice.pixel < spatial ? (spatial - 1 - slice.pixel) / slice.pixel_step + 1 : 0;
-  // Threads with fewer items load their last one again: loads without branches keep the registers few.
+  // Threads with fewer items load their last one again, those with none some other's: loads without branches keep the
+  // registers few.
   const int last = max(pixels, 1) - 1;
   // Items lie at a place that is the same for the whole block plus an offset of the thread, 32 bits wide.
   const int64_t begin =
       sample * spatial * channels + static_cast<int64_t>(blockIdx.x) * groups_per_block * channels_per_group;
   const uint32_t stride = static_cast<uint32_t>(slice.pixel_step * channels);
-  const uint32_t offset = static_cast<uint32_t>(slice.pixel * channels + slice.in_span);
+  const uint32_t offset = static_cast<uint32_t>(min(slice.pixel, spatial - 1) * channels + slice.in_span);
 
   Pack held[kItems];
   if (skip == nullptr && skip_channels == nullptr && bias == nullptr) {
@@ -264,14 +271,17 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_statistics_kernel(
   if (group >= groups_per_block) return;
   const int slices = channels_per_group * groups_per_block / kVec;
   const int rows = kTwoReadBlock / slices;
-  Moments all = Moments::none();
-  for (int s = group * channels_per_group / kVec; s * kVec < (group + 1) * channels_per_group; ++s) {
+  const int first_slice = group * channels_per_group / kVec;
+  const auto moments_of = [&](int row, int s) {
     const bool is_low = s * kVec / channels_per_group == group;
-    for (int row = 0; row < rows; ++row) {
-      const float* from = parts + 6 * (row * slices + s) + (is_low ? 0 : 3);
-      all.merge({from[0], from[1], from[2]});
-    }
+    const float* from = parts + 6 * (row * slices + s) + (is_low ? 0 : 3);
+    return Moments{from[0], from[1], from[2]};
+  };
+  MomentSums sums_of_parts(moments_of(0, first_slice).mean);
+  for (int s = first_slice; s * kVec < (group + 1) * channels_per_group; ++s) {
+    for (int row = 0; row < rows; ++row) sums_of_parts.add(moments_of(row, s));
   }
+  const Moments all = sums_of_parts.moments();
   const int groups = channels / channels_per_group;
   float* to = moments + 3 * ((sample * gridDim.x + blockIdx.x) * groups + blockIdx.y * groups_per_block + group);
   to[0] = all.count;
@@ -286,24 +296,37 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_apply_kernel(
     int groups_per_block, int pixels_per_chunk, int activation, float epsilon) {
   using Pack = Vec<T, kVec>;
   constexpr int kUnroll = 4;
-  __shared__ float means[kMaxGroupsPerBlock], factors[kMaxGroupsPerBlock];
+  __shared__ float parts[3 * kTwoReadBlock], means[kMaxGroupsPerBlock], factors[kMaxGroupsPerBlock];
   const int64_t sample = blockIdx.z;
   const int groups = channels / channels_per_group;
+  const int chunks = static_cast<int>(gridDim.x);
 
-  // A wave a group merges the chunks' statistics.
-  const int wave = static_cast<int>(threadIdx.x) / SD_ORT_WAVE_SIZE;
-  const int lane = static_cast<int>(threadIdx.x) % SD_ORT_WAVE_SIZE;
-  for (int group = wave; group < groups_per_block; group += kTwoReadBlock / SD_ORT_WAVE_SIZE) {
-    Moments all = Moments::none();
-    for (int chunk = lane; chunk < static_cast<int>(gridDim.x); chunk += SD_ORT_WAVE_SIZE) {
-      const float* from = moments + 3 * ((sample * gridDim.x + chunk) * groups + blockIdx.y * groups_per_block + group);
-      all.merge({from[0], from[1], from[2]});
+  // Merge the chunks' statistics: neighbouring threads take neighbouring groups, and several threads share a group.
+  const int group_here = static_cast<int>(threadIdx.x) % groups_per_block;
+  const int helper = static_cast<int>(threadIdx.x) / groups_per_block;
+  const int helpers = kTwoReadBlock / groups_per_block;
+  const float* of_group = moments + 3 * (sample * chunks * groups + blockIdx.y * groups_per_block + group_here);
+  MomentSums merged(of_group[1]);
+#pragma unroll 8
+  for (int chunk = helper; chunk < chunks; chunk += helpers) {
+    const float* from = of_group + 3 * static_cast<int64_t>(chunk) * groups;
+    merged.add(Moments{from[0], from[1], from[2]});
+  }
+  float* part = parts + 3 * threadIdx.x;
+  part[0] = merged.count;
+  part[1] = merged.sum;
+  part[2] = merged.squares;
+  __syncthreads();
+  if (helper == 0) {
+    for (int other = 1; other < helpers; ++other) {
+      const float* from = parts + 3 * (other * groups_per_block + group_here);
+      merged.count += from[0];
+      merged.sum += from[1];
+      merged.squares += from[2];
     }
-    all = wave_merge(all);
-    if (lane == 0) {
-      means[group] = all.mean;
-      factors[group] = rsqrtf(all.m2 / all.count + epsilon);
-    }
+    const Moments all = merged.moments();
+    means[group_here] = all.mean;
+    factors[group_here] = rsqrtf(all.m2 / all.count + epsilon);
   }
   __syncthreads();
 
@@ -319,7 +342,7 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_apply_kernel(
     factor[k] = factors[group] * affine_value<T>(gamma, affine_is_float, slice.channel + k);
     shift[k] = affine_value<T>(beta, affine_is_float, slice.channel + k);
   }
-  const int chunk = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  const int chunk = chunks - 1 - static_cast<int>(blockIdx.x);
   const int end = min(spatial, (chunk + 1) * pixels_per_chunk);
   for (int pixel = chunk * pixels_per_chunk + slice.pixel; pixel < end; pixel += kUnroll * slice.pixel_step) {
     Pack raw[kUnroll], other[kUnroll];
@@ -447,7 +470,7 @@ Plan plan_one_read(const GroupNormParams& p, const GroupNormConfig& config) {
   if (p.spatial * p.channels > INT32_MAX) return plan;  // offsets within a sample are 32 bits wide
   const int bytes = widest_access(p, config.groups_per_block * (p.channels / p.groups), 16);
   // narrow accesses are not worth instances with many of them
-  if ((bytes == 2 && config.block == 512) || (bytes == 4 && config.registers == 80)) return plan;
+  if ((bytes == 2 && config.block == 512) || (bytes == 4 && config.registers == 84)) return plan;
   if (items_needed(p, config, bytes) > items_of(config.registers, bytes)) return plan;
   plan.vector_bytes = bytes;
   plan.groups_per_block = config.groups_per_block;
@@ -456,18 +479,18 @@ Plan plan_one_read(const GroupNormParams& p, const GroupNormConfig& config) {
 
 // Spans as wide as a block takes; chunks enough to fill a large GPU, few enough that merging their moments is cheap.
 Plan plan_two_reads(const GroupNormParams& p) {
-  constexpr int64_t kMaxChunks = 256, kPixelsPerThread = 16;
+  constexpr int64_t kBlocks = 512, kMaxChunks = 256, kPixelsPerThread = 8;
   Plan plan;
   const int64_t channels_per_group = p.channels / p.groups;
   const int size = static_cast<int>(size_of(p.dtype));
-  for (int64_t groups = p.groups < kMaxGroupsPerBlock ? p.groups : kMaxGroupsPerBlock; groups > 0; --groups) {
+  for (int64_t groups = std::min<int64_t>(p.groups, kMaxGroupsPerBlock); groups > 0; --groups) {
     if (p.groups % groups != 0) continue;
     const int bytes = widest_access(p, groups * channels_per_group, 16);
     const int64_t slices = groups * channels_per_group * size / bytes;
     if (slices > kTwoReadBlock) continue;
     const int64_t rows = kTwoReadBlock / slices;
-    const int64_t wanted = ceil_div(p.spatial, rows * kPixelsPerThread);
-    const int64_t chunks = wanted < kMaxChunks ? wanted : kMaxChunks;
+    const int64_t filling = ceil_div(kBlocks, p.batch * (p.groups / groups));
+    const int64_t chunks = std::min({filling, kMaxChunks, ceil_div(p.spatial, rows * kPixelsPerThread)});
     plan.vector_bytes = bytes;
     plan.groups_per_block = static_cast<int>(groups);
     plan.pixels_per_chunk = static_cast<int>(ceil_div(p.spatial, chunks));
@@ -520,13 +543,13 @@ const char* launch_one_read(const GroupNormParams& p, const Plan& plan, void* st
 template <class T, int kVec>
 const char* launch_one_read(const GroupNormParams& p, const GroupNormConfig& config, const Plan& plan, void* stream) {
   constexpr int kBytes = kVec * sizeof(T);
-  if (config.block == 1024) return launch_one_read<T, kVec, items_of(20, kBytes), 1024>(p, plan, stream);
-  if (config.block == 256) return launch_one_read<T, kVec, items_of(20, kBytes), 256>(p, plan, stream);
+  if (config.block == 1024) return launch_one_read<T, kVec, items_of(24, kBytes), 1024>(p, plan, stream);
+  if (config.block == 256) return launch_one_read<T, kVec, items_of(24, kBytes), 256>(p, plan, stream);
   if constexpr (kBytes > 2) {
-    if (config.registers == 40) return launch_one_read<T, kVec, items_of(40, kBytes), 512>(p, plan, stream);
+    if (config.registers == 44) return launch_one_read<T, kVec, items_of(44, kBytes), 512>(p, plan, stream);
   }
   if constexpr (kBytes > 4) {
-    if (config.registers == 80) return launch_one_read<T, kVec, items_of(80, kBytes), 512>(p, plan, stream);
+    if (config.registers == 84) return launch_one_read<T, kVec, items_of(84, kBytes), 512>(p, plan, stream);
   }
   return "no instance of this size";
 }

@@ -15,9 +15,10 @@ Candidate<SkipLayerNormParams> candidate(const char* name, SkipLayerNormConfig c
 }  // namespace
 
 const GpuOp& skip_layer_norm_gpu() {
-  static const TunableOp<SkipLayerNormParams> op("SkipLayerNormalization",
-                                                 {candidate("default", {0}), candidate("wave_a_row", {32}),
-                                                  candidate("block_a_row", {256}), candidate("two_reads", {-1})});
+  static const TunableOp<SkipLayerNormParams> op(
+      "SkipLayerNormalization",
+      {candidate("default", {0}), candidate("lanes_8", {8}), candidate("lanes_16", {16}), candidate("lanes_32", {32}),
+       candidate("block_a_row", {256}), candidate("two_reads", {-1})});
   return op;
 }
 

@@ -33,7 +33,7 @@ struct SkipLayerNormParams {
 };
 
 struct SkipLayerNormConfig {
-  int lanes;  // threads a row: 32 or 256; 0 takes the first that holds the row; -1 reads it twice, of any length
+  int lanes;  // threads a row: 8, 16, 32 or 256; 0 takes what suits the shape; -1 reads a row of any length twice
 };
 
 bool skip_layer_norm_supports(const SkipLayerNormParams& params, const SkipLayerNormConfig& config);
