@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# What cross-compiling HIP needs on Debian and Ubuntu without ROCm: clang 19, the device libraries, HIP's headers, and
+# the constants (architecture and code-object version) that Debian's older device libraries lack for newer GPUs.
+# A machine with ROCm's own hipcc needs none of this. Does nothing when everything is there.
+set -euo pipefail
+packages=(g++ clang-19 lld-19 llvm-19 clang-tools-19 rocm-device-libs libamdhip64-dev)
+missing=()
+for package in "${packages[@]}"; do dpkg -s "$package" > /dev/null 2>&1 || missing+=("$package"); done
+if [ ${#missing[@]} -gt 0 ]; then
+  echo "Installing ${missing[*]}"
+  sudo=; [ "$(id -u)" = 0 ] || sudo=sudo
+  $sudo apt-get -q update > /dev/null
+  DEBIAN_FRONTEND=noninteractive $sudo apt-get -q -y install --no-install-recommends "${missing[@]}" > /dev/null
+fi
+
+tree=${XDG_CACHE_HOME:-$HOME/.cache}/sd-ort/hip-tree
+[ -e "$tree/.complete" ] && exit 0
+work=$(mktemp -d -p "$(mkdir -p "$(dirname "$tree")" && dirname "$tree")" .hip-tree-XXXX)
+trap 'rm -rf "$work"' EXIT
+bitcode=$work/amdgcn/bitcode
+mkdir -p "$bitcode" "$work/bin" "$work/share/hip"
+cp /usr/lib/x86_64-linux-gnu/amdgcn/bitcode/*.bc "$bitcode/"
+layout=$(echo '__attribute__((device)) int x;' | clang-19 -x hip --offload-arch=gfx942 --offload-device-only -nogpulib -nogpuinc \
+  -S -emit-llvm - -o - | grep '^target datalayout')
+constant() {  # file, symbol, value: a one-constant module that the device libraries are linked with
+  llvm-as-19 -o "$bitcode/$1.bc" <<EOF
+$layout
+target triple = "amdgcn-amd-amdhsa"
+@$2 = linkonce_odr protected local_unnamed_addr addrspace(4) constant i32 $3, align 4
+EOF
+}
+for version in 400 500; do constant "oclc_abi_version_$version" __oclc_ABI_version "$version"; done
+for arch in 942:9402 1100:11000 1200:12000 1201:12001; do
+  constant "oclc_isa_version_${arch%%:*}" __oclc_ISA_version "${arch##*:}"
+done
+printf 'HIP_VERSION_MAJOR=5\nHIP_VERSION_MINOR=2\nHIP_VERSION_PATCH=21153\n' | tee "$work/bin/.hipVersion" > "$work/share/hip/version"
+ln -s /usr/include "$work/include"
+touch "$work/.complete"
+chmod 755 "$work"
+rm -rf "$tree" && mv "$work" "$tree"
+trap - EXIT
