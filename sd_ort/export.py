@@ -11,17 +11,14 @@ written tensor by tensor. Weights of a component lie in one external-data file.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import inspect
-import logging
 import platform
 import re
 import shutil
 import time
-import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -35,7 +32,7 @@ from sd_ort.folder import DATA, MODEL, is_intact, read_manifest, staged, write_m
 from sd_ort.models import MODEL_OF, Config, Signature, Tensor, join_axis, size, split_axis
 from sd_ort.modules import wrap
 from sd_ort.session import CPU_EP, runtime
-from sd_ort.sources import Source, component_signature, is_sdxl, open_source, read_json
+from sd_ort.sources import Source, component_signature, is_sdxl, open_source, quiet, read_json
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -64,6 +61,18 @@ LIMITS = {"batch": 63, "sequence": 4096, "height": 4096, "width": 4096}
 
 # Node metadata to keep: where in the model a node comes from. The rest is stack traces with paths of this machine.
 KEPT_METADATA = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy")
+
+# Loggers that report the exporters' inner doings; their errors are exceptions.
+NOISY = (
+    "torch.onnx",
+    "torch.export",
+    "torch.fx",
+    "torch._dynamo",
+    "onnxscript",
+    "onnx_ir",
+    "diffusers",
+    "transformers",
+)
 
 
 # --- Exporters ------------------------------------------------------------------------------------------------------
@@ -151,37 +160,6 @@ def export_torchscript(
 EXPORTERS = {"dynamo": export_dynamo, "torchscript": export_torchscript}
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the exporters' warnings and log lines from the terminal; errors are exceptions and still come through."""
-    names = (
-        "torch.onnx",
-        "torch.export",
-        "torch.fx",
-        "torch._dynamo",
-        "onnxscript",
-        "onnx_ir",
-        "diffusers",
-        "transformers",
-    )
-    loggers = [logging.getLogger(name) for name in names]
-    loggers += [
-        log
-        for name, log in logging.root.manager.loggerDict.items()
-        if isinstance(log, logging.Logger) and name.startswith(names)
-    ]
-    levels = [log.level for log in loggers]
-    try:
-        for log in loggers:
-            log.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for log, level in zip(loggers, levels, strict=True):
-            log.setLevel(level)
-
-
 def tidy(model: ir.Model, signature: Signature) -> None:
     """Name all axes after `signature`, drop the wrapper's prefix from the weights, and all but KEPT_METADATA."""
     import onnx_ir as ir
@@ -260,7 +238,7 @@ def export_component(source: Source, component: str, folder: Path, options: Opti
     folder.mkdir()
     scratch = folder / ".scratch"
     scratch.mkdir()
-    with quiet(), torch.no_grad():
+    with quiet(*NOISY), torch.no_grad():
         model = source.load(MODEL_OF.get(component, component))
         config = save_config(model, folder)
         check_space(model, folder, copies=2 if options.exporter == "torchscript" else 1)

@@ -9,7 +9,9 @@ import contextlib
 import hashlib
 import importlib
 import json
+import logging
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -111,6 +113,23 @@ class FolderSource:
     def write_configs(self, out: Path) -> None:
         copy_configs(self.folder, out)
         (out / "model_index.json").write_text(json.dumps(self.index, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def quiet(*names: str) -> Iterator[None]:
+    """Keep all warnings, and what these loggers and those below them say short of errors, from the terminal."""
+    known = [log for log in logging.root.manager.loggerDict.values() if isinstance(log, logging.Logger)]
+    loggers = {logging.getLogger(name) for name in names} | {log for log in known if log.name.startswith(names)}
+    levels = {log: log.level for log in loggers}
+    try:
+        for log in loggers:
+            log.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for log, level in levels.items():
+            log.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -341,11 +360,13 @@ def download_model(hub_id: str) -> Path:
 
 def _fetch(hub_id: str, download: Callable[[], str]) -> Path:
     try:
-        return Path(download())
+        with quiet("diffusers", "huggingface_hub"):  # the bars of the download stay
+            return Path(download())
     except Exception as error:  # the hub client raises its own, httpx's and the system's kinds
+        reason = first_line(error).split(" (")[0]
         raise InputError(
             f"{hub_id} is no folder here and cannot be fetched from the hub: check the name and the network, "
-            f"or give a diffusers folder ({first_line(error)})."
+            f"or give a diffusers folder ({reason})."
         ) from error
 
 

@@ -406,10 +406,14 @@ def test_single_file(sd_ort, tmp_path):
     assert "from_single_file" in refused(sd_ort, tmp_path, tmp_path / "model.safetensors", tmp_path / "out")
 
 
-def test_hub_id_without_network(sd_ort, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    error = refused(sd_ort, tmp_path, "nobody-here/no-such-model", tmp_path / "out")
+def test_hub_id_without_network(tmp_path):
+    offline = "import os; os.environ['HF_HUB_OFFLINE'] = '1'"
+    process = start_cli("nobody-here/no-such-model", tmp_path / "out", first=offline)
+    error = process.communicate()[1]
+    assert process.returncode == 2
     assert "check the name and the network" in error
+    assert len(error.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_preset(sd_ort, tmp_path):
@@ -464,16 +468,16 @@ def test_no_room_for_the_weights(sd_ort, tmp_path, monkeypatch):
 
 # The command line in a process of its own, with the mini preset; what is filled in runs first.
 MAIN = """
+{}
 from sd_ort.cli import main
 from tests.test_export import PRESETS, mini
 PRESETS["sd15-mini"] = mini(PRESETS["sd15-tiny"])
-{}
 main()
 """
 
 
-def start_cli(*arguments: object, before: str = "pass") -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", MAIN.format(before), "export", *map(str, arguments)]
+def start_cli(*arguments: object, first: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", MAIN.format(first), "export", *map(str, arguments)]
     root = Path(__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": str(root)}
     return subprocess.Popen(
@@ -483,10 +487,10 @@ def start_cli(*arguments: object, before: str = "pass") -> subprocess.Popen[str]
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_full_disk(tmp_path, exporter):
-    """The system refuses to write more than 1 MB to a file, in the middle of the weights."""
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))"
-    options = ("--component", "unet", "--exporter", exporter)
-    process = start_cli(*MINI, *options, tmp_path / "out", before=limit)
+    """The system refuses to write more than 0.1 MB to a file, in the middle of the weights."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
+    options = ("--component", "text_encoder", "--exporter", exporter)
+    process = start_cli(*MINI, *options, tmp_path / "out", first=limit)
     error = process.communicate()[1].splitlines()
     assert process.returncode == 5, error
     assert error[-1].startswith("sd-ort: no space left")
