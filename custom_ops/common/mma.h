@@ -273,11 +273,17 @@ __device__ inline void load_matrices(Registers<uint32_t, 4>::type& r, const void
 }
 
 // cp.async: 16 bytes from global memory to LDS, or zeros when not valid; there after wait_for_copies and a barrier.
-__device__ inline void copy_16_bytes_async(void* to, const void* from, bool valid) {
+// Lanes that are not active copy nothing, without a branch.
+__device__ inline void copy_16_bytes_async(void* to, const void* from, bool valid, bool active) {
 #if defined(__CUDA_ARCH__)
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0)
-               : "memory");
+  asm volatile(
+      "{\n"
+      ".reg .pred active;\n"
+      "setp.ne.b32 active, %3, 0;\n"
+      "@active cp.async.cg.shared.global [%0], [%1], 16, %2;\n"
+      "}" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+      "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0), "r"(static_cast<int>(active))
+      : "memory");
 #endif
 }
 __device__ inline void wait_for_copies() {

@@ -8,12 +8,12 @@ namespace {
 using Kernel = MultiHeadAttentionKernel;
 
 // Blocks under which large tiles leave much of a large GPU idle.
-constexpr int64_t kManyBlocks = 256;
+constexpr int64_t kManyBlocks = 400;
 
 Kernel default_kernel(const MultiHeadAttentionParams& p) {
   const int64_t large_blocks = (p.sequence + 127) / 128 * p.heads * p.batch;
   const Kernel wanted = large_blocks < kManyBlocks ? Kernel::kSmall : Kernel::kLarge;
-  for (Kernel kernel : {wanted, Kernel::kLarge}) {
+  for (Kernel kernel : {Kernel::kShort, wanted, Kernel::kLarge}) {
     if (multi_head_attention_supports(p, kernel)) return kernel;
   }
   return Kernel::kPlain;
@@ -37,6 +37,7 @@ const GpuOp& multi_head_attention_gpu() {
         }},
        candidate("large_tiles", Kernel::kLarge),
        candidate("small_tiles", Kernel::kSmall),
+       candidate("short_keys", Kernel::kShort),
        candidate("plain", Kernel::kPlain)});
   return op;
 }

@@ -87,8 +87,8 @@ class RowTile {
     for (int i = 0; i < kSteps; ++i, offset += kRowsAStep * static_cast<uint32_t>(from.stride)) {
       const bool valid = from.holds(row + i * kRowsAStep, column);
 #if defined(SD_ORT_MMA_NVIDIA)
-      if (!in_tile(i)) continue;
-      mma::copy_16_bytes_async(lds_ + (row + i * kRowsAStep) * kStride + column, from.at(valid ? offset : 0), valid);
+      T* to = lds_ + (row + i * kRowsAStep) * kStride + column;
+      mma::copy_16_bytes_async(to, from.at(valid ? offset : 0), valid, in_tile(i));
 #else
       pieces_[i] = from.template load<8>(offset, valid);
 #endif
@@ -114,17 +114,16 @@ class RowTile {
   }
 
  protected:
-  // A power of two of lanes loads a row, 16 bytes each, the last ones nothing: a lane's column and the distance of its
-  // rows are fixed, and addresses cost an addition.
-  static constexpr int kLanesARow = kColumns <= 32 ? 4 : kColumns <= 64 ? 8 : kColumns <= 128 ? 16 : 32;
-  static constexpr int kRowsAStep = kThreads / kLanesARow;
+  // So many lanes load a row, 16 bytes each: a lane's column and the distance of its rows are fixed, and an address
+  // costs an addition. Lanes too few for another row do nothing.
+  static constexpr int kLanesARow = kColumns / 8;
+  static constexpr int kRowsAStep = kThreads / kLanesARow < kRows ? kThreads / kLanesARow : kRows;
   static constexpr int kSteps = (kRows + kRowsAStep - 1) / kRowsAStep;
-  static_assert(kColumns <= 256, "no more than 32 lanes load a row");
 
   __device__ static int first_row() { return threadIdx.x / kLanesARow; }
   __device__ static int first_column() { return threadIdx.x % kLanesARow * 8; }
   __device__ static bool in_tile(int step) {
-    return (kColumns == 8 * kLanesARow || first_column() < kColumns) &&
+    return (kRowsAStep * kLanesARow == kThreads || first_row() < kRowsAStep) &&
            (kRows % kRowsAStep == 0 || first_row() + step * kRowsAStep < kRows);
   }
 
@@ -208,6 +207,16 @@ class ColumnTile {
   Vec<T, 8> patches_[kSteps][4];
 };
 #endif
+
+// Blocks that a multiprocessor should hold, for nvcc, which spends registers to that limit. On AMD the number means
+// waves, and the compiler chooses well.
+constexpr int min_blocks(int head, int queries) {
+#if SD_ORT_HIP
+  return 1;
+#else
+  return queries == 64 && head <= 64 ? 3 : 1;
+#endif
+}
 
 // Per query: the largest score so far, in powers of two, and the sum of 2^(score - largest) over the lane's keys.
 struct SoftmaxState {
@@ -391,7 +400,7 @@ __device__ inline void store_tile(const mma::Pieces& pieces, T* to, int64_t stri
 }  // namespace
 
 template <class T, int kHead, int kQueries, int kKeys, int kThreads>
-__global__ __launch_bounds__(kThreads, 1) void flash_attention_kernel(
+__global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries)) void flash_attention_kernel(
     const T* query, const T* key, const T* value, const T* attention_bias, T* output, int sequence, int kv_sequence,
     int head_size, int64_t query_batch_stride, int64_t query_row_stride, int64_t query_head_stride,
     int64_t key_batch_stride, int64_t key_row_stride, int64_t key_head_stride, int64_t value_batch_stride,
@@ -889,6 +898,14 @@ __global__ __launch_bounds__(256, 1) void plain_attention_kernel(
 
 namespace {
 
+// The largest heads that flash_attention_kernel is built for, and those with tiles of 80 keys.
+#if SD_ORT_HIP
+constexpr int64_t kLargestFlashHead = 128;
+#else
+constexpr int64_t kLargestFlashHead = 160;
+#endif
+constexpr int64_t kLargestShortHead = 80;
+
 // Launches any of the kernels above: they take the same arguments.
 template <class T>
 using AttentionKernel = void(const T*, const T*, const T*, const T*, T*, int, int, int, int64_t, int64_t, int64_t,
@@ -930,17 +947,25 @@ const char* run_plain(const MultiHeadAttentionParams& p, void* stream) {
   return launch_plain<T, 4>(p, stream);
 }
 
-// The tiles of one head size: `large` for many queries, `small` where those would make too few blocks. AMD's registers
-// hold less of a tile than NVIDIA's with its half as large waves of CDNA's size.
+// The tiles of one head size. AMD's registers end sooner than NVIDIA's, and its waves of 64 take more queries.
 template <class T, int kHead>
 const char* run_flash(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel kernel, void* stream) {
 #if SD_ORT_HIP
   constexpr int kKeys = kHead > 96 ? 32 : 64;
   if (kernel == MultiHeadAttentionKernel::kLarge) return launch_flash<T, kHead, 128, kKeys, 256>(p, stream);
+  if constexpr (kHead <= kLargestShortHead) {
+    if (kernel == MultiHeadAttentionKernel::kShort) return launch_flash<T, kHead, 128, 80, 256>(p, stream);
+  }
   return launch_flash<T, kHead, 64, kKeys / 2, 128>(p, stream);
 #else
-  constexpr int kKeys = kHead > 80 ? 32 : 64;
-  if (kernel == MultiHeadAttentionKernel::kLarge) return launch_flash<T, kHead, 128, kKeys, 128>(p, stream);
+  if (kernel == MultiHeadAttentionKernel::kLarge) {
+    if constexpr (kHead <= 64) return launch_flash<T, kHead, 128, 64, 128>(p, stream);
+    return launch_flash<T, kHead, 128, 64, 256>(p, stream);
+  }
+  if constexpr (kHead <= kLargestShortHead) {
+    constexpr int kQueries = kHead <= 48 ? 128 : 64;
+    if (kernel == MultiHeadAttentionKernel::kShort) return launch_flash<T, kHead, kQueries, 80, 128>(p, stream);
+  }
   return launch_flash<T, kHead, 64, 64, 128>(p, stream);
 #endif
 }
@@ -953,19 +978,18 @@ const char* run_matrix(const MultiHeadAttentionParams& p, MultiHeadAttentionKern
   if (p.head_size <= 80) return run_flash<T, 80>(p, kernel, stream);
   if (p.head_size <= 96) return run_flash<T, 96>(p, kernel, stream);
   if (p.head_size <= 128) return run_flash<T, 128>(p, kernel, stream);
-  if (p.head_size <= 160) {
 #if SD_ORT_HIP
-    return launch_wide<T, 160, 32, 256>(p, stream);
+  if (p.head_size <= 160) return launch_wide<T, 160, 32, 256>(p, stream);
 #else
-    return run_flash<T, 160>(p, kernel, stream);
+  if (p.head_size <= 160) return run_flash<T, 160>(p, kernel, stream);
 #endif
-  }
-  if (p.head_size <= 256) return launch_wide<T, 256, 64, 256>(p, stream);
 #if SD_ORT_HIP
-  return launch_wide<T, 512, 64, 512>(p, stream);
+  constexpr int kThreads = 512;
 #else
-  return launch_wide<T, 512, 64, 256>(p, stream);
+  constexpr int kThreads = 256;
 #endif
+  if (p.head_size <= 256) return launch_wide<T, 256, 64, kThreads>(p, stream);
+  return launch_wide<T, 512, 64, kThreads>(p, stream);
 }
 
 // Whether rows can be read 16 bytes at a time and addressed by 32-bit offsets.
@@ -978,12 +1002,8 @@ bool reads_wide(const HeadsView& view, int64_t rows) {
 
 bool multi_head_attention_supports(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel kernel) {
   if (kernel == MultiHeadAttentionKernel::kPlain) return true;
-#if SD_ORT_HIP
-  const int64_t largest_flash_head = 128;
-#else
-  const int64_t largest_flash_head = 160;
-#endif
-  if (kernel == MultiHeadAttentionKernel::kSmall && p.head_size > largest_flash_head) return false;
+  if (kernel == MultiHeadAttentionKernel::kSmall && p.head_size > kLargestFlashHead) return false;
+  if (kernel == MultiHeadAttentionKernel::kShort && (p.head_size > kLargestShortHead || p.kv_sequence > 80)) return false;
   return p.dtype != DType::kFloat32 && p.kv_sequence > 0 && p.head_size % 8 == 0 && p.head_size <= 512 && are_aligned<16>(p.output) &&
          reads_wide(p.query, p.sequence) && reads_wide(p.key, p.kv_sequence) && reads_wide(p.value, p.kv_sequence);
 }

@@ -51,6 +51,7 @@ struct MultiHeadAttentionParams {
 enum class MultiHeadAttentionKernel {
   kLarge,  // matrix instructions, 128 queries a block (64 for heads that several waves share)
   kSmall,  // matrix instructions, 64 queries a block: more blocks for short sequences
+  kShort,  // matrix instructions, all of up to 80 keys in one tile: cross-attention to a prompt of 77 tokens
   kPlain,  // no matrix instructions: any type and alignment
 };
 

@@ -210,7 +210,7 @@ inline void launch(dim3 grid, dim3 threads, std::function<void()> kernel) {
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __shared__ __attribute__((section("sd_ort_lds"))) static
+#define __shared__ __attribute__((section("sd_ort_lds"), used)) static
 #define threadIdx dim3(emulator::block.current, 0, 0)
 #define blockIdx emulator::block_index
 #define blockDim emulator::block_size

@@ -73,7 +73,8 @@ void load_matrices(Registers<uint32_t, 4>::type& r, const void* row) {
 }
 
 // cp.async: nothing arrives before wait_for_copies.
-inline void copy_16_bytes_async(void* to, const void* from, bool valid) {
+inline void copy_16_bytes_async(void* to, const void* from, bool valid, bool active) {
+  if (!active) return;
   if (reinterpret_cast<uintptr_t>(to) % 16 != 0) emulator::fail("cp.async: the target is not aligned to 16 bytes");
   emulator::PendingCopy copy{to, {}};
   if (valid) {

@@ -1,0 +1,175 @@
+"""MultiHeadAttention's GPU kernels without a GPU: each architecture's lanes are emulated on the host.
+
+The emulator (tests/gpu_emulator) runs the kernels' own source; its matrix instructions are written from the vendors'
+tables of which lane holds which element, apart from common/mma.h, so a wrong fragment layout gives wrong numbers here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from custom_ops.gpu import Guarded, HostMemory
+from custom_ops.multi_head_attention.reference import reference
+from custom_ops.op import DTYPES, Case, draw, load, nmse, nmse_limit
+
+ROOT = Path(__file__).parent.parent
+OPERATOR = load("multi_head_attention")
+CASES = [case for case in OPERATOR.cases if not case.benchmark]
+KERNELS = {"large_tiles": 0, "small_tiles": 1, "short_keys": 2, "plain": 3}  # enum MultiHeadAttentionKernel
+ARCHITECTURES = {
+    "cdna": ["-D__HIP_PLATFORM_AMD__", "-D__GFX9__"],
+    "rdna3": ["-D__HIP_PLATFORM_AMD__", "-D__GFX11__"],
+    "rdna4": ["-D__HIP_PLATFORM_AMD__", "-D__GFX12__"],
+    "nvidia": [],
+}
+SOURCE = """
+#include "multi_head_attention/kernel.hip"
+using namespace sd_ort;
+extern "C" int is_supported(const MultiHeadAttentionParams* params, int kernel) {
+  return multi_head_attention_supports(*params, static_cast<MultiHeadAttentionKernel>(kernel));
+}
+extern "C" const char* run(const MultiHeadAttentionParams* params, int kernel) {
+  return multi_head_attention_launch(*params, static_cast<MultiHeadAttentionKernel>(kernel), nullptr);
+}
+"""
+
+
+def compile_emulated(folder: Path, source: str, flags: list[str]) -> Path:
+    """Compiles C++ against the emulator, as a shared library."""
+    file, library = folder / "emulated.cc", folder / "emulated.so"
+    file.write_text(source)
+    include = [f"-I{ROOT / 'tests/gpu_emulator'}", f"-I{ROOT / 'custom_ops'}"]
+    command = ["clang++-19", "-std=c++17", "-O1", "-fPIC", "-shared", "-DSD_ORT_EMULATED", *flags, *include]
+    subprocess.run([*command, str(file), "-o", str(library)], check=True)
+    return library
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    flags = ARCHITECTURES[request.param]
+    loaded = ctypes.CDLL(str(compile_emulated(tmp_path_factory.mktemp(request.param), SOURCE, flags)))
+    loaded.run.restype = ctypes.c_char_p
+    return loaded
+
+
+def emulate(library: ctypes.CDLL, case: Case, dtype: str, kernel: str, shift: int = 0) -> float | None:
+    """NMSE against NumPy, None when the kernel refuses the call; `shift` elements off alignment."""
+    arrays = draw(OPERATOR, case, dtype)
+    memory, itemsize = HostMemory(), DTYPES[dtype][1].itemsize
+    inputs = {name: Guarded(memory, array, shift * itemsize) for name, array in arrays.items()}
+    shape = OPERATOR.output_shapes(case)["output"]
+    output = Guarded(memory, np.full(shape, np.nan, DTYPES[dtype][1]), shift * itemsize)
+    address = {name: guarded.address for name, guarded in inputs.items()} | {"output": output.address}
+    params = OPERATOR.params(case, dtype, address)
+    if not library.is_supported(ctypes.byref(params), KERNELS[kernel]):
+        return None
+    error = library.run(ctypes.byref(params), KERNELS[kernel])
+    assert error is None, error
+    result, whole = output.read()
+    assert whole, "wrote out of bounds"
+    return nmse(result, reference(arrays, case.attributes)["output"])
+
+
+def check(library: ctypes.CDLL, kernel: str, dtype: str) -> int:
+    """Emulates every case that the kernel takes; how many those were."""
+    errors = {case.name: emulate(library, case, dtype, kernel) for case in CASES}
+    taken = {name: error for name, error in errors.items() if error is not None}
+    limits = {case.name: nmse_limit(case, dtype) for case in CASES}
+    assert {name: error for name, error in taken.items() if not error < limits[name]} == {}
+    return len(taken)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kernel", ["large_tiles", "small_tiles", "short_keys"])
+def test_matrix_kernels_agree_with_numpy(library: ctypes.CDLL, kernel: str, dtype: str) -> None:
+    assert check(library, kernel, dtype) >= {"large_tiles": 25, "small_tiles": 20, "short_keys": 15}[kernel]
+
+
+def test_plain_kernel_agrees_with_numpy(library: ctypes.CDLL) -> None:
+    assert check(library, "plain", "float32") == len(CASES)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_misaligned_buffers_take_the_plain_kernel(library: ctypes.CDLL, dtype: str) -> None:
+    case = next(case for case in CASES if case.name.startswith("1x2x77x77x64"))
+    assert emulate(library, case, dtype, "large_tiles", shift=1) is None
+    assert emulate(library, case, dtype, "small_tiles", shift=1) is None
+    error = emulate(library, case, dtype, "plain", shift=1)
+    assert error is not None
+    assert error < nmse_limit(case, dtype)
+
+
+@pytest.mark.parametrize("kernel", ["large_tiles", "small_tiles", "plain"])
+def test_hidden_rows_are_zero(library: ctypes.CDLL, kernel: str) -> None:
+    """-infinity on all keys of a row gives zeros, not NaN."""
+    case = next(case for case in CASES if case.name.startswith("1x2x40x90x64-hidden_rows"))
+    hidden = draw(OPERATOR, case, "float16")["attention_bias"]
+    rows = np.asarray(np.isneginf(hidden).all(axis=-1))
+    assert rows.any()
+    wanted = reference(draw(OPERATOR, case, "float16"), case.attributes)["output"]
+    assert not wanted[0, np.flatnonzero(rows[0, 0])].any()
+    error = emulate(library, case, "float16", kernel)
+    assert error is not None
+    assert error < nmse_limit(case, "float16")
+
+
+LAYOUTS = """
+#include "common/mma.h"
+using namespace sd_ort;
+extern "C" int lanes() { return mma::kWave; }
+extern "C" int operand_size() { return mma::kOperandSize; }
+extern "C" int accumulator_size() { return mma::kAccumulatorSize; }
+extern "C" int operand_at(int lane, int i) { return mma::operand_row(lane, i) * 16 + mma::operand_depth(lane, i); }
+extern "C" int accumulator_at(int lane, int i) {
+  return mma::accumulator_row(lane, i) * 16 + mma::accumulator_column(lane, i);
+}
+"""
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_fragments_cover_the_tile(arch: str, tmp_path: Path) -> None:
+    """Every element of a tile is in the wave: once, and on RDNA3 twice in operands."""
+    library = ctypes.CDLL(str(compile_emulated(tmp_path, LAYOUTS, ARCHITECTURES[arch])))
+
+    def held(size: int, at: Callable[[int, int], int]) -> list[int]:
+        return sorted(at(lane, i) for lane in range(library.lanes()) for i in range(size))
+
+    copies = 2 if arch == "rdna3" else 1
+    assert held(library.operand_size(), library.operand_at) == sorted([*range(256)] * copies)
+    assert held(library.accumulator_size(), library.accumulator_at) == [*range(256)]
+
+
+FAULTS = """
+#include "common/gpu.h"
+#include "common/mma.h"
+using namespace sd_ort;
+__global__ void diverge(float* x) {
+  if (threadIdx.x % 2 == 0) x[0] = shuffle_xor(x[0], 1);
+  __syncthreads();
+}
+__global__ void read_unwritten(float* x) {
+  __shared__ float lds[64];
+  x[threadIdx.x] = lds[threadIdx.x];
+}
+extern "C" void run(int which, float* x) {
+  launch(which == 0 ? diverge : read_unwritten, dim3(1), dim3(64), 0, nullptr, x);
+}
+"""
+
+
+def test_emulator_finds_faults(tmp_path: Path) -> None:
+    """A lane that never comes ends the process; shared memory that nothing wrote reads as NaN."""
+    path = compile_emulated(tmp_path, FAULTS, ARCHITECTURES["rdna3"])
+    script = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).run(0, (ctypes.c_float * 64)())"
+    python = subprocess.run(["python3", "-c", script, str(path)], capture_output=True, text=True, check=False)
+    assert python.returncode != 0
+    assert "emulator: deadlock" in python.stderr or "emulator: lanes diverge" in python.stderr
+    values = np.zeros(64, np.float32)
+    ctypes.CDLL(str(path)).run(1, values.ctypes.data_as(ctypes.c_void_p))
+    assert np.isnan(values).all()
