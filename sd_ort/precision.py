@@ -122,14 +122,10 @@ def _half_tensor(name: str, value: ir.Value, half: ir.DataType) -> ir.Value:
 
 def to_half(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Round to `dtype`, clamping finite numbers to its finite range: a mask of -3.4e38 must not become -infinity."""
-    with np.errstate(over="ignore"):
-        half = numbers.astype(dtype)
-    overflows = np.isinf(half)
-    if overflows.any():
-        limit = float(ml_dtypes.finfo(dtype).max)
-        overflows &= np.isfinite(numbers)
-        half[overflows] = np.copysign(limit, numbers[overflows]).astype(dtype)
-    return np.ascontiguousarray(half)
+    limit = float(ml_dtypes.finfo(dtype).max)
+    if numbers.size and (np.max(numbers) > limit or np.min(numbers) < -limit):
+        numbers = np.where(np.isfinite(numbers), np.clip(numbers, -limit, limit), numbers)
+    return np.ascontiguousarray(numbers.astype(dtype))
 
 
 def _convert_attributes(node: ir.Node, half: ir.DataType) -> None:
