@@ -163,8 +163,14 @@ def staged(output: Path) -> Iterator[Path]:
         else:
             work.rename(output)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if _is_full(error):
             raise OutputError(f"no space left for {output}: free some disk space and run it again.") from error
         raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _is_full(error: OSError) -> bool:
+    """Whether a write failed for want of space. NumPy's `tofile` sets no errno, only a text."""
+    short_write = error.errno is None and ("problem writing element" in str(error) or "requested and" in str(error))
+    return short_write or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
