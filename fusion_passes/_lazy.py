@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
+
 def read(tensor: ir.TensorProtocol) -> np.ndarray:
     """The numbers of a tensor, read from its file where they lie in one.
 
