@@ -52,10 +52,16 @@ def ort_default(source: Path, output: Path, component: str) -> None:
 
 
 def ort_best(source: Path, output: Path, component: str) -> None:
-    """onnxruntime.transformers with every fusion for Stable Diffusion on a GPU switched on."""
+    """onnxruntime.transformers with every fusion for Stable Diffusion on a GPU switched on.
+
+    Its attention fusion calls int() on an array of one element, which NumPy 2.4 refuses; that is mended here.
+    """
+    import numpy as np
     from onnxruntime.transformers.fusion_options import FusionOptions
     from onnxruntime.transformers.optimizer import optimize_model
 
+    attention = sys.modules["fusion_attention_unet"]  # it puts its own folder on the path
+    vars(attention)["int"] = lambda number: int(np.asarray(number).item())
     options = FusionOptions(_ort_type(component))
     for name in [name for name in vars(options) if name.startswith("enable_")]:
         if name not in ("enable_shape_inference", "enable_gemm_fast_gelu", "enable_gelu_approximation"):
@@ -249,6 +255,7 @@ def main() -> None:
     name = "fusion_counts" if options.folder is None else f"fusion_{options.folder.name}"
     there = RESULTS / f"{name}.json"
     rows: list[dict[str, Any]] = json.loads(there.read_text())["rows"] if options.resume and there.is_file() else []
+    rows = [row for row in rows if "error" not in row]
     done = {tuple(row[key] for key in KEYS) for row in rows}
     with tempfile.TemporaryDirectory() as scratch:
         for export, component, path in graphs(options.folder, Path(scratch)):
