@@ -172,5 +172,6 @@ def staged(output: Path) -> Iterator[Path]:
 
 def _is_full(error: OSError) -> bool:
     """Whether a write failed for want of space. NumPy's `tofile` sets no errno, only a text."""
-    short_write = error.errno is None and ("problem writing element" in str(error) or "requested and" in str(error))
+    text = str(error)
+    short_write = error.errno is None and ("problem writing element" in text or "requested and" in text)
     return short_write or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -82,9 +82,13 @@ struct Accumulator {
 #if defined(SD_ORT_MMA_NVIDIA)
 constexpr int kRowsPerLane = 2;  // different rows of an accumulator in one lane
 __host__ __device__ constexpr int operand_row(int lane, int element) { return lane / 4 + 8 * (element / 2 % 2); }
-__host__ __device__ constexpr int operand_depth(int lane, int element) { return lane % 4 * 2 + element % 2 + 8 * (element / 4); }
+__host__ __device__ constexpr int operand_depth(int lane, int element) {
+  return lane % 4 * 2 + element % 2 + 8 * (element / 4);
+}
 __host__ __device__ constexpr int accumulator_row(int lane, int element) { return lane / 4 + 8 * (element / 2 % 2); }
-__host__ __device__ constexpr int accumulator_column(int lane, int element) { return lane % 4 * 2 + element % 2 + 8 * (element / 4); }
+__host__ __device__ constexpr int accumulator_column(int lane, int element) {
+  return lane % 4 * 2 + element % 2 + 8 * (element / 4);
+}
 // Index of an accumulator element's row among the lane's kRowsPerLane rows.
 __host__ __device__ constexpr int row_slot(int element) { return element / 2 % 2; }
 #else
@@ -105,7 +109,9 @@ __host__ __device__ constexpr int accumulator_column(int lane, int element) { re
 #endif
 
 // Row of the lane's accumulator elements whose row_slot is `slot`.
-__host__ __device__ constexpr int slot_row(int lane, int slot) { return accumulator_row(lane, 2 * slot % kAccumulatorSize); }
+__host__ __device__ constexpr int slot_row(int lane, int slot) {
+  return accumulator_row(lane, 2 * slot % kAccumulatorSize);
+}
 
 // Elements by which a row of an operand tile in LDS is longer than its data, so that a wave's loads meet no bank twice
 // (16-byte loads: rows an odd number of 16 bytes apart; CDNA's 8-byte loads: an odd number of 8 bytes).
@@ -177,15 +183,14 @@ namespace mma {
 #elif defined(SD_ORT_MMA_NVIDIA)
 #if defined(__CUDA_ARCH__)
 template <class T>
-__device__ inline void multiply_add_8_columns(float* d, const Registers<uint32_t, 4>::type& a, uint32_t b0, uint32_t b1) {
+__device__ inline void multiply_add_8_columns(float* d, const Registers<uint32_t, 4>::type& a, uint32_t b0,
+                                              uint32_t b1) {
   if constexpr (std::is_same_v<T, half_t>) {
-    asm(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   } else {
-    asm(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
@@ -210,8 +215,8 @@ __device__ inline void multiply_add(Accumulator& accumulator, const Operand<T>& 
   auto& d = accumulator.x;
 #if defined(SD_ORT_MMA_CDNA)
   if constexpr (kHalf) {
-    d = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(HalfOperand, b.r), __builtin_bit_cast(HalfOperand, a.r), d,
-                                              0, 0, 0);
+    d = __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(HalfOperand, b.r),
+                                              __builtin_bit_cast(HalfOperand, a.r), d, 0, 0, 0);
   } else {
     d = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(ShortOperand, b.r),
                                                   __builtin_bit_cast(ShortOperand, a.r), d, 0, 0, 0);

@@ -43,8 +43,9 @@ struct MultiHeadAttentionBinding {
     require(!tensors.input(3), "MultiHeadAttention: the input bias is not supported; add it to query, key and value");
     require(!tensors.input(4), "MultiHeadAttention: key_padding_mask is not supported; use attention_bias");
     if (query.shape.size() == 5) {
-      require(!key && !value && query.shape[2] == params.heads && query.shape[3] == 3,
-              "MultiHeadAttention: a packed query is (batch, sequence, num_heads, 3, head_size), without key and value");
+      require(
+          !key && !value && query.shape[2] == params.heads && query.shape[3] == 3,
+          "MultiHeadAttention: a packed query is (batch, sequence, num_heads, 3, head_size), without key and value");
       params.head_size = query.shape[4];
       params.query = packed(query, params, 0);
       params.key = packed(query, params, 1);

@@ -30,15 +30,14 @@ Candidate<MultiHeadAttentionParams> candidate(const char* name, Kernel kernel) {
 
 const GpuOp& multi_head_attention_gpu() {
   static const TunableOp<MultiHeadAttentionParams> op(
-      "MultiHeadAttention",
-      {{"default", [](const MultiHeadAttentionParams&) { return true; },
-        [](const MultiHeadAttentionParams& p, void*, void* stream) {
-          return multi_head_attention_launch(p, default_kernel(p), stream);
-        }},
-       candidate("large_tiles", Kernel::kLarge),
-       candidate("small_tiles", Kernel::kSmall),
-       candidate("short_keys", Kernel::kShort),
-       candidate("plain", Kernel::kPlain)});
+      "MultiHeadAttention", {{"default", [](const MultiHeadAttentionParams&) { return true; },
+                              [](const MultiHeadAttentionParams& p, void*, void* stream) {
+                                return multi_head_attention_launch(p, default_kernel(p), stream);
+                              }},
+                             candidate("large_tiles", Kernel::kLarge),
+                             candidate("small_tiles", Kernel::kSmall),
+                             candidate("short_keys", Kernel::kShort),
+                             candidate("plain", Kernel::kPlain)});
   return op;
 }
 

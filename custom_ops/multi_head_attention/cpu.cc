@@ -1,20 +1,21 @@
 // MultiHeadAttention on the CPU: flash attention. A task takes some queries of one head and walks over the keys in
 // blocks that stay in cache; scores are logarithms to base 2, their softmax runs online. All arithmetic is in float32.
+#include "common/cpu.h"
+
 #include <cfloat>
 #include <cmath>
 #include <cstdlib>
 
-#include "common/cpu.h"
 #include "multi_head_attention/op.h"
 
 namespace sd_ort {
 namespace SD_ORT_ISA {
 namespace {
 
-constexpr int64_t kRows = 6;      // of a register tile: 6 rows x 16 columns are 12 of AVX2's 16 registers
-constexpr int64_t kColumns = 16;  // two vectors
+constexpr int64_t kRows = 6;       // of a register tile: 6 rows x 16 columns are 12 of AVX2's 16 registers
+constexpr int64_t kColumns = 16;   // two vectors
 constexpr int64_t kQueries = 192;  // of a task, at most
-constexpr int64_t kKeys = 128;    // of a block
+constexpr int64_t kKeys = 128;     // of a block
 constexpr float kLog2E = 1.4426950408889634f;
 
 int64_t round_up(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
@@ -37,10 +38,11 @@ Floats exp2_negative(Floats x) {
   return (Floats)((Ints)p + ((Ints)shifted << 23));
 }
 
-// Matrices that are multiplied by rows lie in panels of kColumns columns, each panel contiguous: element (depth, column)
-// at columns[(column / kColumns * depths + depth) * kColumns + column % kColumns].
+// Matrices that are multiplied by rows lie in panels of kColumns columns, each panel contiguous: element (depth,
+// column) at columns[(column / kColumns * depths + depth) * kColumns + column % kColumns].
 
-// to[kTileRows x kVectors * kLanes] (+)= sum over depth of rows[row * row_stride + depth] * panel[depth * kColumns + column].
+// to[kTileRows x kVectors * kLanes] (+)= sum over depth of rows[row * row_stride + depth] * panel[depth * kColumns +
+// column].
 template <bool kAccumulate, int kTileRows, int kVectors>
 void multiply_tile(const float* rows, int64_t row_stride, const float* panel, int64_t depth, float* to,
                    int64_t to_stride) {
@@ -48,7 +50,8 @@ void multiply_tile(const float* rows, int64_t row_stride, const float* panel, in
 #pragma GCC unroll 12
   for (int64_t i = 0; i < kTileRows; ++i) {
 #pragma GCC unroll 12
-    for (int64_t v = 0; v < kVectors; ++v) sums[i][v] = kAccumulate ? load(to + i * to_stride + v * kLanes) : splat(0.f);
+    for (int64_t v = 0; v < kVectors; ++v)
+      sums[i][v] = kAccumulate ? load(to + i * to_stride + v * kLanes) : splat(0.f);
   }
   for (int64_t d = 0; d < depth; ++d) {
     Floats column[kVectors];

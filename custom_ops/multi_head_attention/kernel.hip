@@ -1,5 +1,5 @@
-// MultiHeadAttention on a GPU: flash attention (Dao et al., "FlashAttention-2", 2023). A block takes some queries of one
-// head and walks over the keys in tiles; softmax runs online, in powers of two; the S x L scores never exist.
+// MultiHeadAttention on a GPU: flash attention (Dao et al., "FlashAttention-2", 2023). A block takes some queries of
+// one head and walks over the keys in tiles; softmax runs online, in powers of two; the S x L scores never exist.
 //
 // flash_attention_kernel<T, kHead, kQueries, kKeys, kThreads>: fp16 and bf16, matrix instructions, head_size <= kHead.
 //   Launch: block (kThreads, 1, 1), grid (ceil(sequence / kQueries), heads, batch), no dynamic LDS.
@@ -265,9 +265,8 @@ __device__ inline void row_maxima(const mma::Accumulator (&scores)[kTiles], floa
 // 2^(score - largest so far), updates the state, and scales `output`, which was computed with the earlier largest. A
 // row of nothing but -infinity stays zero.
 template <int kKeyTiles, int kHeadTiles>
-__device__ inline void softmax_step(mma::Accumulator (&scores)[kKeyTiles],
-                                    const float (&largest)[mma::kRowsPerLane], float factor, SoftmaxState& state,
-                                    mma::Accumulator (&output)[kHeadTiles]) {
+__device__ inline void softmax_step(mma::Accumulator (&scores)[kKeyTiles], const float (&largest)[mma::kRowsPerLane],
+                                    float factor, SoftmaxState& state, mma::Accumulator (&output)[kHeadTiles]) {
   float shift[mma::kRowsPerLane], rescale[mma::kRowsPerLane];
   bool moved = false;
 #pragma unroll
@@ -425,11 +424,11 @@ __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries)) void flash_a
   const int first_query = blockIdx.x * kQueries;
   const int wave_query = first_query + threadIdx.x / SD_ORT_WAVE_SIZE * kRowTiles * kTile;
   const Rows<T> query_rows = {query + batch * query_batch_stride + head * query_head_stride, query_row_stride, sequence,
-                               head_size};
+                              head_size};
   const Rows<T> key_rows = {key + batch * key_batch_stride + head * key_head_stride, key_row_stride, kv_sequence,
-                             head_size};
-  const Rows<T> value_rows = {value + batch * value_batch_stride + head * value_head_stride, value_row_stride, kv_sequence,
-                               head_size};
+                            head_size};
+  const Rows<T> value_rows = {value + batch * value_batch_stride + head * value_head_stride, value_row_stride,
+                              kv_sequence, head_size};
   const ScoreEdges<T> edges = {
       attention_bias == nullptr ? nullptr : attention_bias + batch * bias_batch_stride + head * bias_head_stride,
       sequence, kv_sequence, scale, causal};
@@ -547,7 +546,7 @@ __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(
   constexpr int kWaves = kThreads / SD_ORT_WAVE_SIZE;
   constexpr int kWaveRows = kWaves > 4 ? 4 : 2, kWaveColumns = kWaves / kWaveRows;
   constexpr int kRowTiles = kQueries / kTile / kWaveRows;
-  constexpr int kKeyTiles = kKeys / kTile / kWaveColumns;       // of the scores
+  constexpr int kKeyTiles = kKeys / kTile / kWaveColumns;      // of the scores
   constexpr int kColumnTiles = kStage / kTile / kWaveColumns;  // of a stage of the output
   constexpr int kStages = kHead / kStage;
   static_assert(kColumnTiles >= 1 && kStages * kStage == kHead, "whole stages, some columns for each wave");
@@ -1003,9 +1002,11 @@ bool reads_wide(const HeadsView& view, int64_t rows) {
 bool multi_head_attention_supports(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel kernel) {
   if (kernel == MultiHeadAttentionKernel::kPlain) return true;
   if (kernel == MultiHeadAttentionKernel::kSmall && p.head_size > kLargestFlashHead) return false;
-  if (kernel == MultiHeadAttentionKernel::kShort && (p.head_size > kLargestShortHead || p.kv_sequence > 80)) return false;
-  return p.dtype != DType::kFloat32 && p.kv_sequence > 0 && p.head_size % 8 == 0 && p.head_size <= 512 && are_aligned<16>(p.output) &&
-         reads_wide(p.query, p.sequence) && reads_wide(p.key, p.kv_sequence) && reads_wide(p.value, p.kv_sequence);
+  if (kernel == MultiHeadAttentionKernel::kShort && (p.head_size > kLargestShortHead || p.kv_sequence > 80))
+    return false;
+  return p.dtype != DType::kFloat32 && p.kv_sequence > 0 && p.head_size % 8 == 0 && p.head_size <= 512 &&
+         are_aligned<16>(p.output) && reads_wide(p.query, p.sequence) && reads_wide(p.key, p.kv_sequence) &&
+         reads_wide(p.value, p.kv_sequence);
 }
 
 const char* multi_head_attention_launch(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel kernel,

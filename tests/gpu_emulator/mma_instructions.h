@@ -36,7 +36,8 @@ void multiply_add(Accumulator& accumulator, const Operand<T>& a, const Operand<T
         for (int n = 0; n < 8; ++n) {
           double sum = 0;
           for (int k = 0; k < 16; ++k) {
-            // A: a0,a1 (g, 2t), a2,a3 (g + 8, 2t), a4,a5 (g, 2t + 8), a6,a7 (g + 8, 2t + 8). B: b0,b1 (2t), b2,b3 (2t + 8).
+            // A: a0,a1 (g, 2t), a2,a3 (g + 8, 2t), a4,a5 (g, 2t + 8), a6,a7 (g + 8, 2t + 8). B: b0,b1 (2t), b2,b3 (2t +
+            // 8).
             const int thread = k % 8 / 2;
             const uint32_t from_a = lanes[m % 8 * 4 + thread].a[m / 8 + 2 * (k / 8)];
             const uint32_t from_b = lanes[n * 4 + thread].b[n_tile + 2 * (k / 8)];
@@ -89,7 +90,8 @@ inline void wait_for_copies() {
 }
 #else
 #if defined(SD_ORT_MMA_CDNA)
-// A[M][K] in v{M + 16 * (K / 4)}, register K % 4 / 2, half K % 2; B likewise with N; D[M][N] in v(M % 4){N + 16 * (M / 4)}.
+// A[M][K] in v{M + 16 * (K / 4)}, register K % 4 / 2, half K % 2; B likewise with N; D[M][N] in v(M % 4){N + 16 * (M /
+// 4)}.
 inline int operand_lane(int outer, int k) { return outer + 16 * (k / 4); }
 inline int operand_register(int k) { return k % 4 / 2; }
 inline int result_lane(int m, int n) { return n + 16 * (m / 4); }
@@ -101,7 +103,8 @@ inline int operand_register(int k) { return k / 2; }
 inline int result_lane(int m, int n) { return n + 16 * (m % 2); }
 inline int result_register(int m) { return m / 2; }
 #else
-// A[M][K] in lane M + 16 * (K / 4 % 2), register K / 8 * 2 + K % 4 / 2, half K % 2; D[M][N] in v(M % 8){N + 16 * (M / 8)}.
+// A[M][K] in lane M + 16 * (K / 4 % 2), register K / 8 * 2 + K % 4 / 2, half K % 2; D[M][N] in v(M % 8){N + 16 * (M /
+// 8)}.
 inline int operand_lane(int outer, int k) { return outer + 16 * (k / 4 % 2); }
 inline int operand_register(int k) { return k / 8 * 2 + k % 4 / 2; }
 inline int result_lane(int m, int n) { return n + 16 * (m / 8); }
