@@ -209,51 +209,72 @@ __global__ __launch_bounds__(kBlock) void group_norm_one_read_kernel(const T* x,
   }
 }
 
-template <class T, int kVec>
+// The next pixels of a thread's slice, loaded while those before are worked on. Past the end the last one comes again:
+// loads without branches keep the registers few.
+template <class T, int kVec, bool kSkip>
+struct Tile {
+  static constexpr int kPixels = kVec * sizeof(T) == 16 ? 2 : 4;
+  Vec<T, kVec> x[kPixels], skip[kSkip ? kPixels : 1];
+
+  __device__ void load(const T* from, const T* skip_from, int pixel, int step, int end, int channels) {
+#pragma unroll
+    for (int i = 0; i < kPixels; ++i) {
+      const int64_t at = static_cast<int64_t>(min(pixel + i * step, end - 1)) * channels;
+      x[i] = Vec<T, kVec>::load(from + at);
+      if constexpr (kSkip) skip[i] = Vec<T, kVec>::load(skip_from + at);
+    }
+  }
+  __device__ void unpack(int i, float (&v)[kVec]) const {
+    x[i].unpack(v);
+    if constexpr (kSkip) {
+      float more[kVec];
+      skip[i].unpack(more);
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) v[k] += more[k];
+    }
+  }
+};
+
+template <class T, int kVec, bool kSkip>
 __global__ __launch_bounds__(kTwoReadBlock) void group_norm_statistics_kernel(
     const T* x, const T* skip, const T* skip_channels, const T* bias, T* sum, float* moments, int spatial, int channels,
     int channels_per_group, int groups_per_block, int pixels_per_chunk) {
-  using Pack = Vec<T, kVec>;
-  constexpr int kUnroll = 4;
   __shared__ float parts[6 * kTwoReadBlock];  // of each thread: low, then high
   const Slice<kVec> slice(kTwoReadBlock, blockIdx.y, channels_per_group, groups_per_block);
   const int64_t sample = blockIdx.z;
   const int64_t begin = sample * spatial * channels + slice.channel;
   const int end = min(spatial, static_cast<int>(blockIdx.x + 1) * pixels_per_chunk);
+  const int step = slice.pixel_step;
+  const int first = slice.used ? static_cast<int>(blockIdx.x) * pixels_per_chunk + slice.pixel : end;
+
+  Tile<T, kVec, kSkip> next;
+  next.load(x + begin, skip + begin, first, step, end, channels);
   float offsets[kVec];
   load_offsets(offsets, skip_channels, bias, sample, channels, slice.channel);
-
-  ShiftedSums sums[kVec] = {};
+  ShiftedSums sums[kVec];
+#pragma unroll
+  for (int k = 0; k < kVec; ++k) sums[k].start(0.f);
   int pixels = 0;
-  const int first = static_cast<int>(blockIdx.x) * pixels_per_chunk + slice.pixel;
-  for (int pixel = slice.used ? first : end; pixel < end; pixel += kUnroll * slice.pixel_step) {
-    Pack raw[kUnroll], other[kUnroll];
+  for (int pixel = first; pixel < end; pixel += next.kPixels * step) {
+    const Tile<T, kVec, kSkip> tile = next;
+    next.load(x + begin, skip + begin, pixel + tile.kPixels * step, step, end, channels);
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const int64_t at = min(pixel + i * slice.pixel_step, end - 1);  // without branches, as above
-      raw[i] = Pack::load(x + begin + at * channels);
-      if (skip != nullptr) other[i] = Pack::load(skip + begin + at * channels);
-    }
+    for (int i = 0; i < tile.kPixels; ++i) {
+      const bool in_range = pixel + i * step < end;
+      float v[kVec];
+      tile.unpack(i, v);
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const int at = pixel + i * slice.pixel_step;
-      if (at >= end) break;
-      float v[kVec], more[kVec];
-      raw[i].unpack(v);
-      if (skip != nullptr) other[i].unpack(more);
-#pragma unroll
-      for (int k = 0; k < kVec; ++k) v[k] += offsets[k] + (skip != nullptr ? more[k] : 0.f);
-      if (sum != nullptr) {  // what is normalised is what S holds
-        const Pack rounded = Pack::pack(v);
-        rounded.store(sum + begin + static_cast<int64_t>(at) * channels);
-        rounded.unpack(v);
+      for (int k = 0; k < kVec; ++k) v[k] += offsets[k];
+      if (sum != nullptr && in_range) {
+        Vec<T, kVec>::pack(v).store(sum + begin + static_cast<int64_t>(pixel + i * step) * channels);
       }
+      if (sum != nullptr) Vec<T, kVec>::pack(v).unpack(v);  // what is normalised is what S holds
 #pragma unroll
       for (int k = 0; k < kVec; ++k) {
-        if (pixels == 0) sums[k].start(v[k]);
-        sums[k].add(v[k]);
+        if (i == 0 && pixel == first) sums[k].start(v[k]);
+        sums[k].add(in_range ? v[k] : sums[k].first);  // adds nothing past the end
       }
-      ++pixels;
+      pixels += in_range;
     }
   }
   const SliceMoments<kVec> mine(sums, slice.low_count, pixels);
@@ -289,17 +310,23 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_statistics_kernel(
   to[2] = all.m2;
 }
 
-template <class T, int kVec>
+template <class T, int kVec, bool kSkip>
 __global__ __launch_bounds__(kTwoReadBlock) void group_norm_apply_kernel(
     const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta,
     const float* moments, T* y, int affine_is_float, int spatial, int channels, int channels_per_group,
     int groups_per_block, int pixels_per_chunk, int activation, float epsilon) {
-  using Pack = Vec<T, kVec>;
-  constexpr int kUnroll = 4;
   __shared__ float parts[3 * kTwoReadBlock], means[kMaxGroupsPerBlock], factors[kMaxGroupsPerBlock];
   const int64_t sample = blockIdx.z;
   const int groups = channels / channels_per_group;
   const int chunks = static_cast<int>(gridDim.x);
+  const Slice<kVec> slice(kTwoReadBlock, blockIdx.y, channels_per_group, groups_per_block);
+  const int64_t begin = sample * spatial * channels + slice.channel;
+  const int chunk_here = chunks - 1 - static_cast<int>(blockIdx.x);
+  const int end = min(spatial, (chunk_here + 1) * pixels_per_chunk);
+  const int step = slice.pixel_step;
+  const int first = slice.used ? chunk_here * pixels_per_chunk + slice.pixel : end;
+  Tile<T, kVec, kSkip> next;
+  next.load(x + begin, skip + begin, first, step, end, channels);
 
   // Merge the chunks' statistics: neighbouring threads take neighbouring groups, and several threads share a group.
   const int group_here = static_cast<int>(threadIdx.x) % groups_per_block;
@@ -330,41 +357,27 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_apply_kernel(
   }
   __syncthreads();
 
-  const Slice<kVec> slice(kTwoReadBlock, blockIdx.y, channels_per_group, groups_per_block);
-  if (!slice.used) return;
-  const int64_t begin = sample * spatial * channels + slice.channel;
-  float offsets[kVec], mean[kVec], factor[kVec], shift[kVec];
-  load_offsets(offsets, skip_channels, bias, sample, channels, slice.channel);
+  float mean[kVec], factor[kVec], shift[kVec];
+  load_offsets(shift, skip_channels, bias, sample, channels, slice.channel);
 #pragma unroll
   for (int k = 0; k < kVec; ++k) {
     const int group = slice.low_group + (k < slice.low_count ? 0 : 1);
-    mean[k] = means[group] - offsets[k];
+    mean[k] = means[group] - shift[k];
     factor[k] = factors[group] * affine_value<T>(gamma, affine_is_float, slice.channel + k);
     shift[k] = affine_value<T>(beta, affine_is_float, slice.channel + k);
   }
-  const int chunk = chunks - 1 - static_cast<int>(blockIdx.x);
-  const int end = min(spatial, (chunk + 1) * pixels_per_chunk);
-  for (int pixel = chunk * pixels_per_chunk + slice.pixel; pixel < end; pixel += kUnroll * slice.pixel_step) {
-    Pack raw[kUnroll], other[kUnroll];
+  for (int pixel = first; pixel < end; pixel += next.kPixels * step) {
+    const Tile<T, kVec, kSkip> tile = next;
+    next.load(x + begin, skip + begin, pixel + tile.kPixels * step, step, end, channels);
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const int64_t at = min(pixel + i * slice.pixel_step, end - 1);  // without branches, as above
-      raw[i] = Pack::load(x + begin + at * channels);
-      if (skip != nullptr) other[i] = Pack::load(skip + begin + at * channels);
-    }
+    for (int i = 0; i < tile.kPixels; ++i) {
+      if (pixel + i * step < end) {
+        float v[kVec];
+        tile.unpack(i, v);
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const int at = pixel + i * slice.pixel_step;
-      if (at >= end) break;
-      float v[kVec], more[kVec];
-      raw[i].unpack(v);
-      if (skip != nullptr) other[i].unpack(more);
-#pragma unroll
-      for (int k = 0; k < kVec; ++k) {
-        if (skip != nullptr) v[k] += more[k];
-        v[k] = normalise(v[k], mean[k], factor[k], shift[k], activation);
+        for (int k = 0; k < kVec; ++k) v[k] = normalise(v[k], mean[k], factor[k], shift[k], activation);
+        Vec<T, kVec>::pack(v).store(y + begin + static_cast<int64_t>(pixel + i * step) * channels);
       }
-      Pack::pack(v).store(y + begin + static_cast<int64_t>(at) * channels);
     }
   }
 }
@@ -479,7 +492,7 @@ Plan plan_one_read(const GroupNormParams& p, const GroupNormConfig& config) {
 
 // Spans as wide as a block takes; chunks enough to fill a large GPU, few enough that merging their moments is cheap.
 Plan plan_two_reads(const GroupNormParams& p) {
-  constexpr int64_t kBlocks = 512, kMaxChunks = 256, kPixelsPerThread = 8;
+  constexpr int64_t kBlocks = 384, kMaxChunks = 256, kPixelsPerThread = 8;
   Plan plan;
   const int64_t channels_per_group = p.channels / p.groups;
   const int size = static_cast<int>(size_of(p.dtype));
@@ -500,10 +513,20 @@ Plan plan_two_reads(const GroupNormParams& p) {
   return plan;
 }
 
-// The default: one read by the smallest block that holds the group, else two reads.
+// The default: one read where a pixel's part of the group is whole 8-byte accesses and the group fits the smallest
+// block it can; two neighbouring groups a block when that makes accesses wider and leaves enough blocks. Narrower
+// accesses waste more than a second read. Measured on an H200 (results/ops_bandwidth_sm_90.md).
 GroupNormConfig choose(const GroupNormParams& p) {
-  for (const GroupNormConfig& config : kOneReadConfigs) {
-    if (plan_one_read(p, config).vector_bytes > 0) return config;
+  constexpr int64_t kEnoughBlocks = 96;
+  for (GroupNormConfig config : kOneReadConfigs) {
+    const Plan single = plan_one_read(p, config);
+    config.groups_per_block = 2;
+    const Plan pair = plan_one_read(p, config);
+    if (pair.vector_bytes > single.vector_bytes && pair.vector_bytes == 16 && p.batch * p.groups / 2 >= kEnoughBlocks) {
+      return config;
+    }
+    config.groups_per_block = 1;
+    if (single.vector_bytes >= 8) return config;
   }
   return {GroupNormConfig::kTwoReads, kTwoReadBlock, 0, 0};
 }
@@ -559,16 +582,20 @@ const char* launch_two_reads(const GroupNormParams& p, const Plan& plan, void* w
   const Arguments<T> a(p);
   const dim3 grid(plan.chunks, p.groups / plan.groups_per_block, p.batch);
   float* moments = static_cast<float*>(workspace);
-  const char* error = launch(group_norm_statistics_kernel<T, kVec>, grid, dim3(kTwoReadBlock), 0, stream, a.x, a.skip,
-                             a.skip_channels, a.bias, a.sum, moments, p.spatial, p.channels, a.channels_per_group,
-                             plan.groups_per_block, plan.pixels_per_chunk);
+  const auto statistics =
+      a.skip == nullptr ? group_norm_statistics_kernel<T, kVec, false> : group_norm_statistics_kernel<T, kVec, true>;
+  const char* error =
+      launch(statistics, grid, dim3(kTwoReadBlock), 0, stream, a.x, a.skip, a.skip_channels, a.bias, a.sum, moments,
+             p.spatial, p.channels, a.channels_per_group, plan.groups_per_block, plan.pixels_per_chunk);
   if (error != nullptr) return error;
   // When S was stored it is read instead of its parts.
   const bool stored = a.sum != nullptr;
-  return launch(group_norm_apply_kernel<T, kVec>, grid, dim3(kTwoReadBlock), 0, stream, stored ? a.sum : a.x,
-                stored ? nullptr : a.skip, stored ? nullptr : a.skip_channels, stored ? nullptr : a.bias, p.gamma,
-                p.beta, moments, a.y, a.affine_is_float, p.spatial, p.channels, a.channels_per_group,
-                plan.groups_per_block, plan.pixels_per_chunk, p.activation, p.epsilon);
+  const auto apply =
+      a.skip == nullptr || stored ? group_norm_apply_kernel<T, kVec, false> : group_norm_apply_kernel<T, kVec, true>;
+  return launch(apply, grid, dim3(kTwoReadBlock), 0, stream, stored ? a.sum : a.x, stored ? nullptr : a.skip,
+                stored ? nullptr : a.skip_channels, stored ? nullptr : a.bias, p.gamma, p.beta, moments, a.y,
+                a.affine_is_float, p.spatial, p.channels, a.channels_per_group, plan.groups_per_block,
+                plan.pixels_per_chunk, p.activation, p.epsilon);
 }
 
 template <class T, int kVec>

@@ -49,12 +49,12 @@ struct GroupNormConfig {
   int groups_per_block;  // one read
 };
 
-// The sizes that one read is compiled in. They hold 24, 96, 88 and 168 KB; 64 x 64 pixels of 10 and 20 channels, which
+// The sizes that one read is compiled in. They hold 24, 88, 168 and 96 KB; 64 x 64 pixels of 10 and 20 channels, which
 // Stable Diffusion has in half precision, take 80 and 160 KB and a few left-over threads.
 constexpr GroupNormConfig kOneReadConfigs[] = {{GroupNormConfig::kOneRead, 256, 24, 1},
-                                               {GroupNormConfig::kOneRead, 1024, 24, 1},
                                                {GroupNormConfig::kOneRead, 512, 44, 1},
-                                               {GroupNormConfig::kOneRead, 512, 84, 1}};
+                                               {GroupNormConfig::kOneRead, 512, 84, 1},
+                                               {GroupNormConfig::kOneRead, 1024, 24, 1}};
 
 bool group_norm_supports(const GroupNormParams& params, const GroupNormConfig& config);
 size_t group_norm_workspace(const GroupNormParams& params, const GroupNormConfig& config);

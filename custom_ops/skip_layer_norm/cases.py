@@ -99,4 +99,33 @@ CASES = [
     _case((2, 1024, 1280), benchmark=True),
 ]
 
-LAUNCHES: dict[str, Launch] = {}
+_TENSORS = (
+    ("x", "const T*"),
+    ("skip", "const T*"),
+    ("gamma", "const T*"),
+    ("beta", "const T*"),
+    ("bias", "const T*"),
+    ("y", "T*"),
+    ("sum", "T*"),
+)
+
+LAUNCHES = {
+    "skip_layer_norm_kernel": Launch(
+        template=("T", "kVec", "kLanes", "kItems"),
+        arguments=(
+            *_TENSORS,
+            ("rows", "uint32"),
+            ("skip_rows", "uint32"),
+            ("vectors_per_row", "uint32"),
+            ("epsilon", "float"),
+        ),
+        block="256",
+        grid=("ceil(rows / (256 / kLanes))", "1", "1"),
+    ),
+    "skip_layer_norm_any_kernel": Launch(
+        template=("T",),
+        arguments=(*_TENSORS, ("skip_rows", "uint32"), ("channels", "uint32"), ("epsilon", "float")),
+        block="256",
+        grid=("rows", "1", "1"),
+    ),
+}
