@@ -51,17 +51,28 @@ def ort_default(source: Path, output: Path, component: str) -> None:
     optimize_model(str(source), model_type=_ort_type(component)).save_model_to_file(str(output), True)
 
 
+class _AnyInt(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, int)
+
+
+class _Int(int, metaclass=_AnyInt):
+    """int(), for arrays of one element too."""
+
+    def __new__(cls, number: Any) -> int:  # type: ignore[misc]
+        return int(number.item() if hasattr(number, "item") else number)
+
+
 def ort_best(source: Path, output: Path, component: str) -> None:
     """onnxruntime.transformers with every fusion for Stable Diffusion on a GPU switched on.
 
     Its attention fusion calls int() on an array of one element, which NumPy 2.4 refuses; that is mended here.
     """
-    import numpy as np
     from onnxruntime.transformers.fusion_options import FusionOptions
     from onnxruntime.transformers.optimizer import optimize_model
 
     attention = sys.modules["fusion_attention_unet"]  # it puts its own folder on the path
-    vars(attention)["int"] = lambda number: int(np.asarray(number).item())
+    vars(attention)["int"] = _Int
     options = FusionOptions(_ort_type(component))
     for name in [name for name in vars(options) if name.startswith("enable_")]:
         if name not in ("enable_shape_inference", "enable_gemm_fast_gelu", "enable_gelu_approximation"):
