@@ -5,6 +5,7 @@
     Where(IsNaN(p), 0, p) after the Softmax       is dropped where the mask is finite: then no row of p is NaN
     ai.onnx Attention on 4-D tensors (opset 23)   =>  SDPA, a causal flag kept
     3-D attention over [B*H,S,D] (Optimum, old diffusers)  =>  SDPA over [B,H,S,D]
+    a Softmax between Casts from half precision to float32 and back  =>  the Softmax
 
 A mask is carried over as it is, a scale as a number; a Softmax on another axis, a mask that may be infinite behind a
 NaN guard, or probabilities that something else reads are left alone.
@@ -103,6 +104,24 @@ class DivisionIsScale(Rule):
         return op.Mul(x, _number(op, 1 / (c.scalar(s) or math.nan), x, out))
 
 
+class SoftmaxInFloat32(Rule):
+    """Cast(Softmax(Cast(x, float32))) => Softmax(x) for x in half precision: kernels sum in float32 all the same."""
+
+    def pattern(self, op: Any, x: Any) -> Any:
+        return op.Cast(op.Softmax(op.Cast(x, _outputs=["wide"]), _outputs=["weights"]), _outputs=["out"])
+
+    def refuse(self, x: ir.Value, wide: ir.Value, out: ir.Value, **_: Any) -> str | None:
+        halves = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+        if x.dtype not in halves or wide.dtype != ir.DataType.FLOAT or out.dtype != x.dtype:
+            return "the Casts do not widen half precision and narrow it again"
+        return None
+
+    def rewrite(self, op: Any, x: ir.Value, weights: ir.Value, **_: Any) -> Any:
+        node = weights.producer()
+        assert node is not None
+        return op.Softmax(x, axis=node.attributes.get_int("axis", -1))
+
+
 def is_finite_mask(mask: ir.Value | None) -> bool:
     """Whether a mask surely holds no infinity: a constant, or a choice between two finite numbers."""
     node = None if mask is None else mask.producer()
@@ -160,12 +179,16 @@ class Sdpa(Rule):
 class Sdpa3D(Sdpa):
     """The same on [B*H,S,D], between Reshapes from and to [B,H,S,D] (diffusers before SDPA, Optimum's old exports)."""
 
+    def __init__(self) -> None:
+        # A Shape may read the flat query to give the flat key its shape; what is not read any more is removed later.
+        super().__init__(remove_nodes=False)
+
     def pattern(self, op: Any, q: Any, k_t: Any, v: Any, s: Any, q3: Any, k3: Any, v3: Any, back: Any) -> Any:
         query = op.Reshape(q, q3, _outputs=["q_flat"])
         keys = op.Transpose(op.Reshape(k_t, k3, _outputs=["k_flat"]), perm=[0, 2, 1])
-        scores = op.MatMul(query, keys)
+        scores = op.MatMul(query, keys, _outputs=["scores"])
         weights = op.Softmax(OrValue([op.Mul(scores, s), scores]), _outputs=["weights"])
-        out = op.MatMul(weights, op.Reshape(v, v3, _outputs=["v_flat"]))
+        out = op.MatMul(weights, op.Reshape(v, v3, _outputs=["v_flat"]), _outputs=["flat"])
         return op.Reshape(out, back, _outputs=["out"])
 
     def refuse(
@@ -174,6 +197,10 @@ class Sdpa3D(Sdpa):
         reason = super().refuse(q=q, k_t=k_t, v=v, s=s, mask=None, zero=None, weights=weights)
         if reason:
             return reason
+        if any(len(x.uses()) > 1 or x.is_graph_output() for x in (rest["scores"], weights, rest["flat"])):
+            return "something else reads the scores, the weights or the result"
+        if not (c.dims(q) or [])[:2] == (c.dims(k_t) or [])[:2] == (c.dims(v) or [])[:2]:
+            return "query, key and value differ in batch or heads"
         for x, flat in ((q, rest["q_flat"]), (k_t, rest["k_flat"]), (v, rest["v_flat"])):
             if len(c.dims(flat) or []) != 3 or (c.dims(flat) or [])[1:] != (c.dims(x) or [])[2:]:
                 return "the Reshapes do not merge the batch and head axes"
@@ -222,7 +249,7 @@ class FromAttention(Rule):
         return op.ScaledDotProductAttention(*inputs, scale=scale, is_causal=causal, _domain=DOMAIN)
 
 
-SCALES = (DivisionIsScale, ScaledQuery, ScaledKey, MergeScales)
+SCALES = (SoftmaxInFloat32, DivisionIsScale, ScaledQuery, ScaledKey, MergeScales)
 RULES = (Sdpa, Sdpa3D, FromAttention)
 
 
@@ -235,6 +262,28 @@ def _graph(body: str, extra: str = "", outputs: str = "", opset: int = 21) -> st
         }}"""
 
 
+def _flat(body: str, extra: str = "", outputs: str = "") -> str:
+    """Attention on [B*H,S,D]; the flat query gives its shape to the flat key, as diffusers' baddbmm is written."""
+    return f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[B,2,S,4] q, float[B,2,S,4] k, float[B,2,S,4] v {extra}) => (float[B,2,S,4] y {outputs})
+        <int64[1] flat = {{-1}}, int64[1] d = {{4}}, float a = {{0.7}}, float zero = {{0.0}}> {{
+            s = Shape <start = 2, end = 3> (q)
+            three = Concat <axis = 0> (flat, s, d)
+            q3 = Reshape (q, three)  like = Shape (q3)
+            k3 = Reshape (k, like)   v3 = Reshape (v, like)
+            kt = Transpose <perm = [0, 2, 1]> (k3)
+            c = MatMul (q3, kt)      m = Mul (c, a)
+            {body}
+            u = MatMul (w, v3)
+            whole = Shape (q)
+            y = Reshape (u, whole)
+        }}"""
+
+
+_ADD_ZEROS = """edges = Shape (c)  zeros = ConstantOfShape <value = float[1] {0.0}> (edges)
+            none = Mul (zeros, zero)  e = Add (none, m)  w = Softmax <axis = -1> (e)"""
+_ADD_ONES = _ADD_ZEROS.replace("{0.0}", "{1.0}").replace("zero)", "a)")
+_FLAT_SIZES = {"B": 2, "S": 5, "P": 4}
 _PLAIN = "c = MatMul (q, kt)  d = Mul (c, a)  w = Softmax <axis = -1> (d)  y = MatMul (w, v)"
 _GUARD = "n = IsNaN (w)  u = Where (n, z, w)  y = MatMul (u, v)"
 _SIZES = {"B": 2, "S": 5, "L": 3}
@@ -293,6 +342,16 @@ CASES = [
         _graph("y = Attention (q, k, v, keep)", ", bool[B,1,S,L] keep", opset=23),
         ops=_ONE | {"Where": 1},
         sizes={"B": 2, "S": 5, "L": 7},
+    ),
+    Case("batch and heads merged", _flat("w = Softmax <axis = -1> (m)"), ops=_ONE, sizes=_FLAT_SIZES),
+    Case("batch and heads merged, zeros added", _flat(_ADD_ZEROS), ops=_ONE | {"Add": 0}, sizes=_FLAT_SIZES),
+    Case("batch and heads merged, ones added", _flat(_ADD_ONES), fires=0, sizes=_FLAT_SIZES),
+    Case(
+        "batch and heads merged, weights are an output",
+        _flat("w = Softmax <axis = -1> (m)", outputs=", float[P,S,S] w"),
+        fires=0,
+        refused="something else reads",
+        sizes=_FLAT_SIZES,
     ),
     Case("softmax over queries", _graph(_PLAIN.replace("-1", "2")), fires=0, refused="last axis", sizes=_SIZES),
     Case("weights are an output", _graph(_PLAIN, outputs=", float[B,2,S,L] w"), fires=0, sizes=_SIZES),

@@ -4,12 +4,14 @@
     Reshape(x, computed)                               =>  Reshape(x, constant with 0 and -1)
     Reshape(x, computed), shape of an earlier value v  =>  Reshape(x, Shape(v))
     Unsqueeze(Unsqueeze(x))                            =>  Reshape(x, constant)
-    Expand to its own shape, Cast to its own type, Mul/Div by 1  =>  nothing
+    Expand to its own shape, Cast to its own type, Mul/Div by 1, Add of zeros  =>  nothing
 
 Everything is proven on symbolic dimensions (`fusion_passes._shapes`), never on the nodes that computed a shape.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import onnx_ir as ir
@@ -99,11 +101,14 @@ def _drop_no_ops(graph: ir.Graph) -> int:
             continue
         x, y = node.inputs[0], node.outputs[0]
         second = c.scalar(node.inputs[1]) if len(node.inputs) > 1 else None
+        if node.op_type == "Add" and node.inputs[1] is not None and _is_zeros(x):
+            x = node.inputs[1]
         same = c.same_shape(x, y)
         no_op = (
             (node.op_type == "Cast" and x.dtype is not None and node.attributes["to"].as_int() == x.dtype)
             or (node.op_type in ("Expand", "Reshape") and same and not any("?" in str(d) for d in c.dims(x) or []))
             or (node.op_type in ("Mul", "Div") and second == 1.0 and same)
+            or (node.op_type == "Add" and same and any(_is_zeros(v) for v in node.inputs if v is not x))
             or (node.op_type in ("Dropout",) and len(node.outputs) == 1)
         )
         if no_op and not y.is_graph_output():
@@ -113,6 +118,19 @@ def _drop_no_ops(graph: ir.Graph) -> int:
     for node in common_unused:
         graph.remove(node, safe=True)
     return changed
+
+
+def _is_zeros(value: ir.Value | None) -> bool:
+    """Whether ConstantOfShape made a value of zeros, or a finite multiple of them: torch.baddbmm with beta=0."""
+    node = None if value is None else value.producer()
+    if node is not None and node.op_type == "Mul":
+        factors = [c.scalar(v) for v in node.inputs]
+        finite = any(factor is not None and math.isfinite(factor) for factor in factors)
+        return finite and any(_is_zeros(v) for v in node.inputs)
+    if node is None or node.op_type != "ConstantOfShape":
+        return False
+    tensor = node.attributes.get_tensor("value")
+    return tensor is None or not tensor.numpy().any()
 
 
 def _retarget(graph: ir.Graph, node: ir.Node, facts: _shapes.Facts, seen: dict[tuple[Dim, ...], ir.Value]) -> None:
