@@ -174,9 +174,8 @@ def test_command_line_prints_a_table_and_does_nothing_twice(sd_ort, tmp_path):
 
 def test_sdxl_unet(tmp_path):
     options = {"opset": 17, "exporter": "torchscript", "components": ["unet"]}
-    export.export(None, tmp_path / "out", preset="sdxl-tiny", random_weights=True, **options)
-    sizes = {"batch": 3, "sequence": 5, "height": 16, "width": 8}
-    assert check_against_torch(tmp_path / "out", "unet", "sdxl-tiny", sizes) <= 1e-10
+    manifest = export.export(None, tmp_path / "out", preset="sdxl-tiny", random_weights=True, **options)
+    assert manifest["components"]["unet"]["torch_error"]["nmse"] <= 1e-10  # at another shape than the traced one
     # 70 transformer blocks of two attentions: (2 + 3) x 2 of depth 2, (2 + 3) x 10 and 10 in the middle.
     assert counts(tmp_path / "out" / "unet" / "model.onnx")["Softmax"] == 140
 
