@@ -83,6 +83,8 @@ CHECKED = [
     ("sd15-tiny-dynamo-23.unet", PORTABLE, "float32"),
     ("sd15-tiny-dynamo-21.unet", NHWC, "float16"),
     ("sd21-tiny-dynamo-20.unet", PORTABLE, "float16"),
+    ("sd15-tiny-eager-17.unet", NHWC, "float32"),
+    ("sd15-tiny-half-17.vae_decoder", NHWC, "float32"),
     ("sd15-controlnet-tiny-dynamo-20.unet", NHWC, "float32"),
     ("sd15-controlnet-tiny-dynamo-20.controlnet", NHWC, "float32"),
     ("sd15-inpaint-tiny-dynamo-20.unet", NHWC, "float32"),
@@ -114,7 +116,7 @@ def test_every_family_has_two_exporters() -> None:
             for exporter in ("dynamo", "torchscript") if (key, c, exporter) not in exports]  # fmt: skip
     assert once == []
     sd15 = {name.rsplit(".", 1)[0] for name in graph_fixtures.NAMES if name.startswith("sd15-tiny-")}
-    assert len(sd15) == 6
+    assert len(sd15) == 8  # two of them as diffusers was exported before SDPA: eager, and half (in float16)
 
 
 def family_of(name: str) -> tuple[str, str]:
@@ -136,6 +138,6 @@ def test_counts(name: str, tmp_path: Path) -> None:
 def test_numbers(name: str, target: Target, dtype: str, tmp_path: Path) -> None:
     source, out, _ = fuse(name, tmp_path, target, dtype)
     result = verify(source, out, portable=True, sizes=SIZES)
-    assert {row["tolerance"] for row in result["rows"]} == {1e-5 if dtype == "float32" else 3e-3}
+    assert {row["tolerance"] for row in result["rows"]} == {3e-3 if dtype == "float16" or "-half-" in name else 1e-5}
     assert len({tuple(row["shape"]) for row in result["rows"] if row["output"] == result["rows"][0]["output"]}) == 2
     check(result)
