@@ -12,6 +12,7 @@ written tensor by tensor. Weights of a component lie in one external-data file.
 from __future__ import annotations
 
 import gc
+import hashlib
 import inspect
 import platform
 import re
@@ -61,6 +62,9 @@ LIMITS = {"batch": 63, "sequence": 4096, "height": 4096, "width": 4096}
 
 # Node metadata to keep: where in the model a node comes from. The rest is stack traces with paths of this machine.
 KEPT_METADATA = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy")
+
+# The files that make up this stage.
+CODE = ("export", "models", "modules", "sources")
 
 # Loggers that report the exporters' inner doings; their errors are exceptions.
 NOISY = (
@@ -390,6 +394,8 @@ def _previous(out: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that decide how a graph comes out."""
+    """Versions of all that decides how a graph comes out; of this stage's own code a hash."""
     packages = ("sd-ort", "torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
-    return {"python": platform.python_version()} | {name: version(name) for name in packages}
+    code = b"".join((Path(__file__).parent / f"{name}.py").read_bytes() for name in CODE)
+    own = {"python": platform.python_version(), "sd_ort.export": hashlib.sha256(code).hexdigest()[:12]}
+    return own | {name: version(name) for name in packages}
