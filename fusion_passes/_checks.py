@@ -52,11 +52,9 @@ def same_shape(a: ir.Value | None, b: ir.Value | None) -> bool:
     return dims(a) is not None and dims(a) == dims(b)
 
 
-def is_vector(value: ir.Value | None, length: int | None = None) -> bool:
-    """Whether a value is a constant of rank 1 (and of `length`)."""
-    if not is_constant(value) or rank(value) != 1:
-        return False
-    return length is None or size(value, 0) == length
+def is_vector(value: ir.Value | None, length: int | None) -> bool:
+    """Whether a value is a constant of rank 1 and of `length`, which None (an unknown size) never is."""
+    return is_constant(value) and rank(value) == 1 and length is not None and size(value, 0) == length
 
 
 def perm(value: ir.Value | None) -> list[int] | None:

@@ -79,6 +79,21 @@ class Dim:
         atoms = [atom for monomial, _ in self.terms for atom in monomial]
         return set().union(*({a.name} if a.numerator is None else a.numerator.symbols() for a in atoms), set())
 
+    @property
+    def at_least(self) -> int | None:
+        """A number it is never below while all named sizes are at least 1, or None when that is not known."""
+        total = 0
+        for monomial, factor in self.terms:
+            if factor < 0 and monomial:
+                return None
+            for atom in monomial:
+                below = 1 if atom.numerator is None else atom.numerator.at_least
+                if below is None or below < 0:
+                    return None
+                factor *= below // atom.denominator
+            total += factor
+        return total
+
     def evaluate(self, sizes: dict[str, int]) -> int:
         """The number it is when the unknown sizes are `sizes`."""
         total = 0

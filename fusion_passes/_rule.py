@@ -56,9 +56,18 @@ class Case:
 
 
 def unique(value: ir.Value | None, suffix: str) -> str:
-    """A name for an initializer made for the node that yields `value`; a name in use would leave a dangling one."""
+    """A name for an initializer made for the node that yields `value`.
+
+    Registering an initializer under a name in use would drop the old one, which other nodes may read.
+    """
+    node = None if value is None else value.producer()
     assert value is not None
-    return f"{value.name}.{suffix}"
+    assert node is not None
+    assert isinstance(node.graph, ir.Graph)
+    name, number = f"{value.name}.{suffix}", 1
+    while name in node.graph.initializers:
+        name, number = f"{value.name}.{suffix}.{number}", number + 1
+    return name
 
 
 def apply(model: ir.Model, rules: Sequence[type[Rule]]) -> int:

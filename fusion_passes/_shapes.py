@@ -27,6 +27,11 @@ SAME_AS_FIRST_INPUT = frozenset(
 BROADCAST = frozenset(
     "Add And Div Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mod Mul Or Pow Sub Where Xor".split()
 )
+# Other operators whose result is of the type of their first input.
+AS_FIRST_INPUT = frozenset(
+    "CumSum GatherElements GatherND RandomNormalLike ReduceMin ReduceProd ReduceSumSquare ScaledDotProductAttention "
+    "ScatterElements ScatterND Sum Tile Unique".split()
+)
 LIST_LIMIT = 64  # longest integer tensor followed element by element: shapes, axes and index lists are shorter
 
 
@@ -127,8 +132,6 @@ def is_statistic(node: ir.Node, index: int) -> bool:
 def _result_type(node: ir.Node, inputs: list[ir.DataType | None]) -> ir.DataType | None:
     if node.op_type in ("Shape", "ArgMax", "Size"):
         return ir.DataType.INT64
-    if node.op_type in ("If", "Loop", "Scan"):
-        return None
     if node.op_type == "Cast":
         return ir.DataType(node.attributes["to"].as_int())
     if node.op_type in BOOLEAN:
@@ -138,7 +141,8 @@ def _result_type(node: ir.Node, inputs: list[ir.DataType | None]) -> ir.DataType
         return tensor.dtype if tensor is not None else ir.DataType.FLOAT
     if node.op_type == "Where" and len(inputs) > 1:
         return inputs[1]
-    return inputs[0] if inputs else None
+    as_first = node.op_type in SAME_AS_FIRST_INPUT | BROADCAST | AS_FIRST_INPUT or node.op_type in RULES
+    return inputs[0] if inputs and as_first else None
 
 
 def _declare(value: ir.Value, facts: Facts) -> None:
@@ -177,17 +181,17 @@ def _infer_node(node: ir.Node, facts: Facts) -> None:
             value.const_value = tensor
             _declare(value, facts)
         return
-    elements = ELEMENTS.get(node.op_type)
-    if elements is not None:
-        known = elements(node, facts)
-        if known is not None and len(known) <= LIST_LIMIT:
-            facts.elements[node.outputs[0]] = known
-    shapes = _shapes(node, facts)
-    if shapes is None:
-        return
-    for output, shape in zip(node.outputs, shapes, strict=False):
+    for output, shape in zip(node.outputs, _shapes(node, facts) or (), strict=False):
         if shape is not None:
             facts.shapes[output] = shape
+    elements = ELEMENTS.get(node.op_type)
+    known = elements(node, facts) if elements is not None else None
+    shape = facts.shapes.get(node.outputs[0])
+    # Only scalars and vectors: the elements of a matrix have no one order that Concat and broadcasting would keep.
+    if known is None or shape is None or len(shape) > 1 or _product(shape).value != len(known):
+        return
+    if len(known) <= LIST_LIMIT:
+        facts.elements[node.outputs[0]] = known
 
 
 def _shapes(node: ir.Node, facts: Facts) -> Sequence[Shape | None] | None:
@@ -327,7 +331,10 @@ def _split(node: ir.Node, facts: Facts) -> list[Shape]:
     x = _shape(node, 0, facts)
     axis = _axis(node.attributes.get_int("axis", 0), len(x))
     sizes = facts.elements.get(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else None
-    sizes = sizes or [x[axis] // len(node.outputs)] * len(node.outputs)
+    if sizes is None:  # equal parts, but for a smaller last one where the number of parts does not divide the size
+        parts = len(node.outputs)
+        part = (x[axis] + constant(parts - 1)) // parts
+        sizes = [part] * (parts - 1) + [x[axis] - part * constant(parts - 1)]
     return [(*x[:axis], size, *x[axis + 1 :]) for size in sizes]
 
 
@@ -345,11 +352,15 @@ def _slice(node: ir.Node, facts: Facts) -> list[Shape] | None:
             x[axis] = constant(len(range(size)[start : ends[i] : step]))
         elif start == 0 and step == 1 and ends is not None and ends[i] >= 2**31 - 1:
             pass
-        elif start == 0 and step == 1 and ends_dims is not None and ends is None:
-            x[axis] = ends_dims[i]  # exporters slice a table of positions to the length of the sequence
+        elif start == 0 and step == 1 and ends_dims is not None and ends is None and _is_table(node.inputs[0]):
+            x[axis] = ends_dims[i]  # a table of positions, sliced to the length of the sequence, is long enough
         else:
             x[axis] = symbol(f"{node.outputs[0].name}_{axis}")
     return [tuple(x)]
+
+
+def _is_table(value: ir.Value | None) -> bool:
+    return value is not None and value.const_value is not None
 
 
 def _ints(node: ir.Node, index: int, facts: Facts) -> list[int] | None:
@@ -555,8 +566,8 @@ def _combine(op_type: str, x: Dim, y: Dim) -> Dim | None:
             return x - y
         case "Mul":
             return x * y
-    # Sizes are not negative, where ONNX's division (towards zero) and the floor agree.
-    if op_type == "Div" and y.value and y.value > 0:
+    # ONNX divides towards zero, as the floor does for what is not negative.
+    if y.value and y.value > 0 and (x.at_least or 0) >= 0 and x.at_least is not None:
         return x // y.value
     return _quotient([x], [y])
 

@@ -65,6 +65,35 @@ CASES = [
         sizes=_SIZES,
     ),
     Case(
+        "biased value is read twice",
+        _graph("a = Add (x, b)  r = Relu (a)  s = Add (r, k)  y = Add (a, s)"),
+        fires=0,
+        sizes=_SIZES,
+    ),
+    Case(
+        "bias that is an input",
+        _graph("a = Add (x, v)  y = Add (a, k)").replace("] k)", "] k, float[8] v)"),
+        fires=0,
+        refused="constant vector",
+        sizes=_SIZES,
+    ),
+    Case("one bias for all", _graph("a = Add (x, b)  y = Add (a, k)", bias="1"), fires=0, refused="bias", sizes=_SIZES),
+    Case(
+        "residual of one batch",
+        _graph("a = Add (x, b)  y = Add (a, k)", skip="1,S,8"),
+        fires=0,
+        refused="residual",
+        sizes=_SIZES,
+    ),
+    Case(
+        "vector over an unknown axis",
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[B,S,C] x, float[B,S,C] k) => (float[B,S,C] y) <float[1] b> { a = Add (x, b)  y = Add (a, k) }""",
+        fires=0,
+        refused="constant vector",
+        sizes={"B": 2, "S": 6, "C": 4},
+    ),
+    Case(
         "residual broadcast",
         _graph("a = Add (x, b)  y = Add (a, k)", skip="8"),
         fires=0,

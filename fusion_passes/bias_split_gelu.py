@@ -2,8 +2,8 @@
 
     MatMul -> Add(bias[2D]) -> Split in two on the last axis -> left * Gelu(right)  =>  BiasSplitGelu(MatMul, bias)
 
-The bias may be missing: then it is left out of the product and zeros stand for it. Refused: the gate on the left half,
-unequal halves, another axis, the tanh approximation of Gelu.
+Refused: the gate on the left half, unequal halves, another axis, the tanh approximation of Gelu, a bias that is not
+one number a channel.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class BiasSplitGelu(Rule):
             return "the bias is not a constant vector over the last axis"
         if c.rank(x) != 3 or not c.last_axis(split.attributes.get_int("axis", 0), x):
             return "the Split is not over the last axis of [N,S,2D]"
-        if c.size(left, -1) is None or c.size(left, -1) != c.size(right, -1):
-            return "the halves are not of equal width"
+        halves = [c.size(left, -1), c.size(right, -1)]
+        if len(split.outputs) != 2 or halves[0] is None or halves[0] != halves[1]:
+            return "the Split is not into two of equal width"
         if activation.attributes.get_string("approximate", "none") != "none":
             return "the Gelu is the tanh approximation"
         return None
@@ -90,5 +91,28 @@ CASES = [
         sizes=_SIZES,
     ),
     Case("another axis", _graph(axis=1, halves="3, 3", out="N,3,8"), fires=0, refused="last axis", sizes=_SIZES),
+    Case("gate is an output", _graph().replace("] y)", "] y, float[N,S,4] g2)"), fires=0, sizes=_SIZES),
+    Case("left half is read twice", _graph("g2 = Gelu (r)  m = Mul (l, g2)  y = Add (m, l)"), fires=0, sizes=_SIZES),
+    Case(
+        "biased value is read twice",
+        _graph("g2 = Gelu (r)  m = Mul (l, g2)  t = ReduceMean (a)  y = Add (m, t)"),
+        fires=0,
+        sizes=_SIZES,
+    ),
+    Case(
+        "unequal halves",
+        _graph("g2 = Gelu (r)  y = Mul (l, g2)", halves="1, 7", out="N,S,7"),
+        fires=0,
+        refused="equal width",
+        sizes=_SIZES,
+    ),
+    Case(
+        "three parts",
+        _graph(halves="3, 3, 2", out="N,S,3").replace("l, r =", "l, r, o =").replace("int64[2]", "int64[3]"),
+        fires=0,
+        refused="two of equal width",
+        sizes=_SIZES,
+    ),
+    Case("Silu in place of Gelu", _graph("g1 = Sigmoid (r)  g2 = Mul (r, g1)  y = Mul (l, g2)"), fires=0, sizes=_SIZES),
     Case("one bias for all", _graph(bias="1"), fires=0, refused="bias", sizes=_SIZES),
 ]

@@ -66,5 +66,14 @@ CASES = [
     Case("SiLU", _graph("y = Mul (n, s)"), ops={"GroupNorm": 1, "Sigmoid": 0, "Mul": 0}, sizes=_SIZES),
     Case("operands swapped", _graph("y = Mul (s, n)"), ops={"GroupNorm": 1, "Sigmoid": 0}, sizes=_SIZES),
     Case("gate of another tensor", _graph("y = Mul (x, s)"), fires=0, sizes=_SIZES),
+    Case(
+        "two activations",
+        _graph("m = Mul (n, s)  t = Sigmoid (m)  y = Mul (m, t)"),
+        ops={"GroupNorm": 1, "Sigmoid": 1},
+        refused="activation already",
+        sizes=_SIZES,
+    ),
+    Case("gate is an output", _graph("y = Mul (n, s)", ", float[N,8,H,W] s"), fires=0, sizes=_SIZES),
+    Case("normalized value is read twice", _graph("m = Mul (n, s)  y = Add (m, n)"), fires=0, sizes=_SIZES),
     Case("normalized value is an output", _graph("y = Mul (n, s)", ", float[N,8,H,W] n"), fires=0, sizes=_SIZES),
 ]

@@ -5,7 +5,8 @@
     Reshape(v -> [B,L,N,E]) -> Transpose 0213 --+
         =>  MultiHeadAttention(q, k, v, -, -, mask; num_heads=N, scale)
 
-Refused: head axes split another way, different numbers of heads, a mask that is not [1 or B, 1 or N, S, L].
+Refused: head axes split another way, different numbers of heads, batches that may differ. The kernels want a mask of
+[1 or B, 1 or N, S, L]: one that is broadcast along S or L is expanded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import onnx_ir as ir
 from onnxscript.rewriter.pattern import Var
 
 from fusion_passes import _checks as c
-from fusion_passes._rule import DOMAIN, Case, Rule
+from fusion_passes._rule import DOMAIN, Case, Rule, unique
 from fusion_passes.canonicalize import attention
 
 
@@ -57,9 +58,10 @@ class MultiHeadAttention(Rule):
         merged, width = c.dims(out), c.size(v, 2)
         if merged is None or len(merged) != 3 or merged[:2] != (c.dims(q) or [])[:2] or merged[2] != width:
             return "the Reshape after attention does not merge the heads"
-        if mask is not None and c.rank(mask) not in (2, 4):
-            return "the mask is not [1 or B, 1 or N, S, L]"
-        return None
+        batches = [(c.dims(x) or [])[:1] for x in (q, k, v)]
+        if batches.count(batches[0]) != 3:
+            return f"query, key and value may differ in batch: {batches}"
+        return None if (c.dims(k) or [])[:2] == (c.dims(v) or [])[:2] else "key and value differ in length"
 
     def rewrite(
         self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, q_heads: ir.Value, sdpa: ir.Value,
@@ -67,10 +69,7 @@ class MultiHeadAttention(Rule):
     ) -> Any:  # fmt: skip
         node = sdpa.producer()
         assert node is not None
-        if mask is not None and c.rank(mask) == 2:
-            axes = op.initializer(ir.tensor([0, 1], dtype=ir.DataType.INT64), name=f"{sdpa.name}.mask_axes")
-            mask = op.Unsqueeze(mask, axes)
-        inputs = [q, k, v] + ([] if mask is None else [None, None, mask])
+        inputs = [q, k, v] + ([] if mask is None else [None, None, _whole_mask(op, mask, q, k, sdpa)])
         return op.MultiHeadAttention(
             *inputs,
             num_heads=c.size(q_heads, 2),
@@ -78,6 +77,19 @@ class MultiHeadAttention(Rule):
             unidirectional=node.attributes.get_int("is_causal", 0),
             _domain=DOMAIN,
         )
+
+
+def _whole_mask(op: Any, mask: ir.Value, q: ir.Value, k: ir.Value, sdpa: ir.Value) -> Any:
+    """`mask`, whose axes are 1 or those of the scores, as [1 or B, 1 or N, S, L]."""
+
+    def ints(numbers: list[int], name: str) -> ir.Value:
+        return op.initializer(ir.tensor(numbers, dtype=ir.DataType.INT64), name=unique(sdpa, name))
+
+    shape = c.dims(mask) or []
+    if shape[-2:] != [(c.dims(q) or [])[1], (c.dims(k) or [])[1]]:
+        sequences = [op.Shape(x, start=1, end=2) for x in (q, k)]
+        return op.Expand(mask, op.Concat(ints([1, 1], "mask_ones"), *sequences, axis=0))
+    return mask if len(shape) == 4 else op.Unsqueeze(mask, ints(list(range(4 - len(shape))), "mask_axes"))
 
 
 RULES = (MultiHeadAttention,)
@@ -108,6 +120,24 @@ CASES = [
     Case("cross-attention", _graph(), ops=_ONE, sizes=_SIZES),
     Case("mask kept", _graph(extra=", float[B,1,S,L] m", mask="m"), ops=_ONE, sizes=_SIZES),
     Case("mask of two axes", _graph(extra=", float[S,L] m", mask="m"), ops=_ONE, sizes=_SIZES),
+    Case("mask a key", _graph(extra=", float[B,1,1,L] m", mask="m"), ops=_ONE | {"Expand": 1}, sizes=_SIZES),
+    Case("mask of three axes", _graph(extra=", float[2,S,L] m", mask="m"), ops=_ONE | {"Unsqueeze": 1}, sizes=_SIZES),
+    Case("mask of one axis", _graph(extra=", float[L] m", mask="m"), ops=_ONE | {"Expand": 1}, sizes=_SIZES),
+    Case("softmax over queries", _graph().replace("Softmax <axis = -1>", "Softmax <axis = 2>"), fires=0, sizes=_SIZES),
+    Case(
+        "key head of another size than the query's, transposed away",
+        _graph(key_split="0, 0, 4, 2", merge="0, -1, 8")
+        .replace("kh = Transpose <perm = [0, 2, 3, 1]>", "kh = Transpose <perm = [0, 3, 2, 1]>")
+        .replace("vh = Transpose <perm = [0, 2, 1, 3]>", "vh = Transpose <perm = [0, 3, 1, 2]>"),
+        fires=0,
+        sizes=_SIZES,
+    ),
+    Case(
+        "scale that is not a constant",
+        _graph(extra=", float n").replace("Mul (scores, s)", "Mul (scores, n)"),
+        fires=0,
+        sizes=_SIZES,
+    ),
     Case("one head", _graph("0, 0, 1, 8", "0, 0, 1, 8"), ops=_ONE, sizes=_SIZES),
     Case("split heads are an output", _graph(outputs=", float[B,S,2,4] q4"), fires=0, sizes=_SIZES),
     Case(

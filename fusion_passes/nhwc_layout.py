@@ -141,17 +141,16 @@ class _Walk:
         if node.op_type == "SkipGroupNorm":
             skip = node.inputs[3]
             assert skip is not None
-            inputs += [self._column(skip, node) if c.size(skip, 2) == 1 else self.twin(skip, node), *node.inputs[4:]]
+            is_column = c.size(skip, 2) == c.size(skip, 3) == 1
+            inputs += [self._column(skip, node) if is_column else self.twin(skip, node), *node.inputs[4:]]
         self.replace(node, node.op_type, inputs, attributes, DOMAIN)
 
     def _column(self, value: ir.Value, before: ir.Node) -> ir.Value:
         """[N,C,1,1] as [N,1,1,C]: the same numbers in the same order, so a Reshape."""
         source = value.producer()
-        x = (
-            source.inputs[0]
-            if source is not None and source.op_type == "Reshape" and c.rank(source.inputs[0]) == 2
-            else value
-        )
+        x: ir.Value | None = value
+        if source is not None and source.op_type == "Reshape":
+            x = source.inputs[0] if c.dims(source.inputs[0]) == (c.dims(value) or [])[:2] else value
         channels = c.size(value, 1)
         assert channels is not None
         shape = constant(self.graph, f"{before.outputs[0].name}.{value.name}.nhwc_shape", [0, 1, 1, channels])
@@ -183,7 +182,8 @@ class _Walk:
         x, scales = node.inputs[0], c.constant(node.inputs[2]) if len(node.inputs) > 2 else None
         if x is None or scales is None or scales.size != 4 or len(node.inputs) > 3:
             return
-        if node.attributes.get_string("mode", "nearest") != "nearest" or "axes" in node.attributes:
+        crops = node.attributes.get_string("coordinate_transformation_mode", "") == "tf_crop_and_resize"
+        if node.attributes.get_string("mode", "nearest") != "nearest" or "axes" in node.attributes or crops:
             return
         value = constant(self.graph, f"{node.outputs[0].name}.nhwc_scales", scales[TO_NHWC])
         attributes = {name: a.value for name, a in node.attributes.items()}

@@ -71,6 +71,19 @@ CASES = [
         "gate of another tensor", _graph("a = Mul (z, alpha)  s = Sigmoid (a)  y = Mul (x, s)"), fires=0, sizes={"N": 3}
     ),
     Case(
+        "alpha that is an input",
+        _graph("a = Mul (x, t)  s = Sigmoid (a)  y = Mul (x, s)").replace("] z)", "] z, float t)"),
+        fires=0,
+        refused="alpha",
+        sizes={"N": 3},
+    ),
+    Case(
+        "product of another tensor",
+        _graph("a = Mul (x, alpha)  s = Sigmoid (a)  y = Mul (a, s)"),
+        fires=0,
+        sizes={"N": 3},
+    ),
+    Case(
         "gate is an output",
         _graph("a = Mul (x, alpha)  s = Sigmoid (a)  y = Mul (x, s)", ", float[N,8] s"),
         fires=0,

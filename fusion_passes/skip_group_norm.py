@@ -82,6 +82,21 @@ CASES = [
     Case("time embedding", _graph("N,8,1,1"), ops=_ONE, sizes=_SIZES),
     Case("time embedding first", _graph("N,8,1,1", "s = Add (k, x)"), ops=_ONE, sizes=_SIZES),
     Case("sum not read again", _graph("N,8,H,W", reads="k"), ops=_ONE, sizes=_SIZES),
+    Case(
+        "skip that is a weight",
+        _graph("N,8,H,W", "s = Add (x, b4)").replace("float[8] b>", "float[8] b, float[1,8,1,1] b4>"),
+        fires=0,
+        refused="a bias",
+        sizes=_SIZES,
+    ),
+    Case(
+        "sum read by two normalizations",
+        _graph("N,8,H,W").replace("z = Relu (s)", "z = GroupNormalization <num_groups = 4> (s, w, b)"),
+        ops={"SkipGroupNorm": 1, "GroupNorm": 1},
+        sizes=_SIZES,
+    ),
+    Case("skip of one row", _graph("N,8,1,W"), fires=0, refused="neither", sizes=_SIZES),
+    Case("skip of one channel", _graph("N,1,H,W"), fires=0, refused="neither", sizes=_SIZES),
     Case("skip a column", _graph("N,8,H,1"), fires=0, refused="neither", sizes=_SIZES),
     Case("skip of another batch", _graph("1,8,1,1"), fires=0, refused="neither", sizes=_SIZES),
 ]

@@ -104,5 +104,36 @@ CASES = [
     Case("no bias", _graph("s = Add (x, k)"), ops=_ONE, sizes=_SIZES),
     Case("sum not read again", _graph("a = Add (x, b)  s = Add (a, k)", reads="k"), ops=_ONE, sizes=_SIZES),
     Case("skip of another shape", _graph("s = Add (x, k)", skip="1,1,8"), fires=0, refused="shape", sizes=_SIZES),
+    Case(
+        "over two axes",
+        _graph("s = Add (x, k)", axis=1)
+        .replace("float[8] gamma, float[8] beta", "float[6,8] gamma, float[6,8] beta")
+        .replace("B,S,8", "B,6,8"),
+        fires=0,
+        refused="last axis",
+        sizes={"B": 2},
+    ),
+    Case(
+        "one gamma for all",
+        _graph("s = Add (x, k)").replace("float[8] gamma", "float[1] gamma"),
+        fires=0,
+        refused="gamma and beta",
+        sizes=_SIZES,
+    ),
+    Case(
+        "gamma that is an input",
+        _graph("s = Add (x, k)").replace("] k)", "] k, float[8] v)").replace("(s, gamma,", "(s, v,"),
+        fires=0,
+        refused="gamma and beta",
+        sizes=_SIZES,
+    ),
+    Case("no beta", _graph("s = Add (x, k)").replace("(s, gamma, beta)", "(s, gamma)"), fires=0, sizes=_SIZES),
+    Case("skip of another batch", _graph("s = Add (x, k)", skip="1,S,8"), fires=0, refused="shape", sizes=_SIZES),
+    Case(
+        "mean is read",
+        _graph("s = Add (x, k)").replace("y = Layer", "y, mean = Layer").replace("Relu (s)", "Add (s, mean)"),
+        fires=0,
+        sizes=_SIZES,
+    ),
     Case("biased value read twice", _graph("a = Add (x, b)  s = Add (a, k)", reads="a"), ops={"Add": 1}, sizes=_SIZES),
 ]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import OrValue, Var
@@ -122,16 +123,41 @@ class SoftmaxInFloat32(Rule):
         return op.Softmax(x, axis=node.attributes.get_int("axis", -1))
 
 
-def is_finite_mask(mask: ir.Value | None) -> bool:
-    """Whether a mask surely holds no infinity: a constant, or a choice between two finite numbers."""
+def is_finite_mask(mask: ir.Value | None, limit: float | None = None) -> bool:
+    """Whether a mask surely holds no infinity: a constant, or a choice between two finite numbers.
+
+    `limit`: the largest finite number of the type it is read in, that of the mask itself when not given.
+    """
     node = None if mask is None else mask.producer()
+    if limit is None:
+        if mask is None or mask.dtype is None or not mask.dtype.is_floating_point():
+            return False
+        limit = float(ml_dtypes.finfo(mask.dtype.numpy()).max)
     if node is not None and node.op_type == "Where":
         choices = [c.scalar(v) for v in node.inputs[1:]]
-        return all(x is not None and math.isfinite(x) for x in choices)
+        return all(x is not None and abs(x) <= limit for x in choices)
     if node is not None and node.op_type in ("Cast", "Expand", "Reshape", "Slice"):
-        return is_finite_mask(node.inputs[0])
+        return is_finite_mask(node.inputs[0], limit)
     numbers = c.constant(mask)
-    return numbers is not None and bool(np.isfinite(numbers.astype(np.float64)).all())
+    return numbers is not None and bool((np.abs(numbers.astype(np.float64)) <= limit).all())
+
+
+def why_not_batch(*shapes: list[int | str]) -> str | None:
+    """Why 4-D query, key and value cannot belong to one attention, or None: batch and heads are the same."""
+    if any(shape[:2] != shapes[0][:2] for shape in shapes):
+        return f"query, key and value differ in batch or heads: {', '.join(str(shape[:2]) for shape in shapes)}"
+    return None
+
+
+def why_not_mask(mask: ir.Value, q: ir.Value, k_sequence: int | str, v: ir.Value) -> str | None:
+    """Why a mask cannot be carried over, or None: each of its axes is 1 or that of the scores [B,H,S,L]."""
+    shape, query = c.dims(mask), c.dims(q)
+    if shape is None or query is None or not 1 <= len(shape) <= 4:
+        return "the mask does not broadcast to [B,H,S,L]"
+    scores = [*query[:3], k_sequence]
+    if any(axis not in (1, full) for axis, full in zip(shape[::-1], scores[::-1], strict=False)):
+        return f"the mask's axes {shape} are not those of the scores {scores}"
+    return None if mask.dtype == v.dtype else "the mask is of another type than the scores"
 
 
 class Sdpa(Rule):
@@ -147,21 +173,23 @@ class Sdpa(Rule):
 
     def refuse(
         self, q: ir.Value, k_t: ir.Value, v: ir.Value, s: ir.Value | None, mask: ir.Value | None,
-        zero: ir.Value | None, weights: ir.Value, **_: Any,
+        zero: ir.Value | None, weights: ir.Value, out: ir.Value | None = None, **_: Any,
     ) -> str | None:  # fmt: skip
         node = weights.producer()
         assert node is not None
         if not c.last_axis(node.attributes.get_int("axis", -1), weights):
             return "the Softmax is not over the last axis"
-        shapes = [c.dims(x) for x in (q, k_t, v)]
-        if any(d is None or len(d) != 4 for d in shapes):
+        shapes = [c.dims(x) or [] for x in (q, k_t, v)]
+        if any(len(d) != 4 for d in shapes):
             return "query, key and value are not all 4-D"
-        if not isinstance((shapes[0] or [""])[-1], int):
+        if not isinstance(shapes[0][-1], int):
             return "the head size is unknown"
         if s is not None and c.scalar(s) is None:
             return "the scale is not one constant number"
-        if mask is not None and (c.rank(mask) or 9) > 4:
-            return "the mask does not broadcast to [B,H,S,L]"
+        if reason := why_not_batch(*shapes):
+            return reason
+        if mask is not None and (reason := why_not_mask(mask, q, shapes[1][3], v)):
+            return reason
         if zero is not None and c.scalar(zero) != 0:
             return "NaN rows are replaced by something else than 0"
         if zero is not None and mask is not None and not is_finite_mask(mask):
@@ -199,8 +227,6 @@ class Sdpa3D(Sdpa):
             return reason
         if any(len(x.uses()) > 1 or x.is_graph_output() for x in (rest["scores"], weights, rest["flat"])):
             return "something else reads the scores, the weights or the result"
-        if not (c.dims(q) or [])[:2] == (c.dims(k_t) or [])[:2] == (c.dims(v) or [])[:2]:
-            return "query, key and value differ in batch or heads"
         for x, flat in ((q, rest["q_flat"]), (k_t, rest["k_flat"]), (v, rest["v_flat"])):
             if len(c.dims(flat) or []) != 3 or (c.dims(flat) or [])[1:] != (c.dims(x) or [])[2:]:
                 return "the Reshapes do not merge the batch and head axes"
@@ -225,12 +251,17 @@ class FromAttention(Rule):
     def refuse(self, q: ir.Value, k: ir.Value, v: ir.Value, out: ir.Value, mask: ir.Value | None) -> str | None:
         node = out.producer()
         assert node is not None
-        if len([x for x in node.inputs if x is not None]) > 4 or len(node.outputs) > 1:
+        if any(x is not None for x in node.inputs[4:]) or len(node.outputs) > 1:
             return "it keeps a cache of keys and values"
-        if any(c.rank(x) != 4 for x in (q, k, v)) or c.size(q, -1) is None:
+        shapes = [c.dims(x) or [] for x in (q, k, v)]
+        if any(len(shape) != 4 for shape in shapes) or not isinstance(shapes[0][-1], int):
             return "query, key and value are not all 4-D with a known head size"
-        if c.size(q, 1) is None or c.size(q, 1) != c.size(k, 1):
-            return "queries share the heads of keys"
+        if reason := why_not_batch(*shapes):
+            return reason
+        if mask is not None and (reason := why_not_mask(mask, q, shapes[1][2], mask)):
+            return reason
+        if mask is not None and mask.dtype not in (ir.DataType.BOOL, q.dtype):
+            return "the mask is of another type than the scores"
         if node.attributes.get_float("softcap", 0.0) or node.attributes.get_int("qk_matmul_output_mode", 0):
             return "it caps or returns the scores"
         return None
@@ -238,7 +269,8 @@ class FromAttention(Rule):
     def rewrite(self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, out: ir.Value, mask: ir.Value | None) -> Any:
         node = out.producer()
         assert node is not None
-        scale = node.attributes.get_float("scale", 0.0) or (c.size(q, -1) or 1) ** -0.5
+        default = (c.size(q, -1) or 1) ** -0.5
+        scale = node.attributes.get_float("scale", default)
         if mask is not None and mask.dtype == ir.DataType.BOOL:
             dtype = (q.dtype or ir.DataType.FLOAT).numpy()
             keep, drop = (op.initializer(ir.tensor(np.array(x, dtype)), name=unique(out, name))
@@ -329,6 +361,116 @@ CASES = [
         fires=0,
         refused="-infinity",
         sizes=_SIZES,
+    ),
+    Case(
+        "mask a key, broadcast",
+        _graph(
+            "c = MatMul (q, kt)  d = Mul (c, a)  e = Add (m, d)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)",
+            ", float[B,1,1,L] m",
+        ),
+        ops=_ONE | {"Add": 0},
+        sizes=_SIZES,
+    ),
+    Case(
+        "mask that enlarges the batch",
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[1,2,S,4] q, float[1,2,L,4] k, float[1,2,L,4] v, float[B,1,S,L] m) => (float[B,2,S,4] y) {
+            kt = Transpose <perm = [0, 1, 3, 2]> (k)
+            c = MatMul (q, kt)  e = Add (c, m)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)
+        }""",
+        fires=0,
+        refused="the mask's axes",
+        sizes=_SIZES,
+    ),
+    Case(
+        "mask of another size",
+        _graph("c = MatMul (q, kt)  e = Add (c, m)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)", ", float[M,3] m"),
+        fires=0,
+        refused="the mask's axes",
+        sizes=_SIZES | {"M": 5},
+    ),
+    Case(
+        "keys of one batch for all queries",
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[B,2,S,4] q, float[1,2,L,4] k, float[1,2,L,4] v) => (float[B,2,S,4] y) {
+            kt = Transpose <perm = [0, 1, 3, 2]> (k)
+            c = MatMul (q, kt)  w = Softmax <axis = -1> (c)  y = MatMul (w, v)
+        }""",
+        fires=0,
+        refused="differ in batch",
+        sizes=_SIZES,
+    ),
+    Case(
+        "one key head for all query heads",
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[B,4,S,4] q, float[B,1,L,4] k, float[B,1,L,4] v) => (float[B,4,S,4] y) {
+            kt = Transpose <perm = [0, 1, 3, 2]> (k)
+            c = MatMul (q, kt)  w = Softmax <axis = -1> (c)  y = MatMul (w, v)
+        }""",
+        fires=0,
+        refused="differ in batch or heads",
+        sizes=_SIZES,
+    ),
+    Case(
+        "finite mask that the cast to half makes infinite, behind a NaN guard",
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float16[B,2,S,4] q, float16[B,2,L,4] k, float16[B,2,L,4] v, bool[B,1,S,L] keep) => (float16[B,2,S,4] y)
+        <float one = {0.0}, float low = {-3.0e38}, float zero = {0.0}> {
+            z = Cast <to = 10> (zero)
+            kt = Transpose <perm = [0, 1, 3, 2]> (k)
+            m32 = Where (keep, one, low)  m = Cast <to = 10> (m32)
+            c = MatMul (q, kt)  e = Add (c, m)  w = Softmax <axis = -1> (e)
+            n = IsNaN (w)  u = Where (n, z, w)  y = MatMul (u, v)
+        }""",
+        fires=0,
+        refused="-infinity",
+        sizes=_SIZES,
+    ),
+    Case(
+        "NaN rows replaced by ones",
+        _graph(_PLAIN.split("  y =")[0] + "  n = IsNaN (w)  u = Where (n, r, w)  y = MatMul (u, v)"),
+        fires=0,
+        refused="something else than 0",
+        sizes=_SIZES,
+    ),
+    Case(
+        "softmax over the keys of a transposed product",
+        _graph(
+            "c = MatMul (q, kt)  t = Transpose <perm = [0, 1, 3, 2]> (c)  w = Softmax <axis = -1> (t) "
+            " b2 = Transpose <perm = [0, 1, 3, 2]> (w)  y = MatMul (b2, v)"
+        ),
+        fires=0,
+        sizes=_SIZES,
+    ),
+    Case(
+        "operator with a float mask",
+        _graph("y = Attention (q, k, v, m)", ", float[S,L] m", opset=23),
+        ops=_ONE,
+        sizes={"B": 2, "S": 5, "L": 7},
+    ),
+    Case(
+        "operator with fewer key heads",
+        """<ir_version: 10, opset_import: ["" : 23]>
+        g (float[B,4,S,4] q, float[B,2,L,4] k, float[B,2,L,4] v) => (float[B,4,S,4] y) { y = Attention (q, k, v) }""",
+        fires=0,
+        refused="differ in batch or heads",
+        sizes=_SIZES,
+    ),
+    Case(
+        "operator that caps its scores",
+        _graph("y = Attention <softcap = 2.0> (q, k, v)", opset=23),
+        fires=0,
+        refused="caps",
+        sizes=_SIZES,
+    ),
+    Case(
+        "operator whose keys grow from a cache",
+        """<ir_version: 10, opset_import: ["" : 23]>
+        g (float[B,2,S,4] q, float[B,2,S,4] k, float[B,2,S,4] v, float[B,2,P,4] pk, float[B,2,P,4] pv)
+            => (float[B,2,S,4] y, float[B,2,T,4] nk, float[B,2,T,4] nv) {
+            y, nk, nv = Attention (q, k, v, , pk, pv) }""",
+        fires=0,
+        sizes={"B": 2, "S": 3, "P": 2},
     ),
     Case("operator of opset 23", _graph("y = Attention (q, k, v)", opset=23), ops=_ONE, sizes=_SIZES),
     Case(

@@ -109,7 +109,7 @@ def _drop_no_ops(graph: ir.Graph) -> int:
             or (node.op_type in ("Expand", "Reshape") and same and not any("?" in str(d) for d in c.dims(x) or []))
             or (node.op_type in ("Mul", "Div") and second == 1.0 and same)
             or (node.op_type == "Add" and same and any(_is_zeros(v) for v in node.inputs if v is not x))
-            or (node.op_type in ("Dropout",) and len(node.outputs) == 1)
+            or (node.op_type == "Dropout" and len(node.outputs) == 1 and len(node.inputs) < 3)
         )
         if no_op and not y.is_graph_output():
             ir.convenience.replace_all_uses_with(y, x)
@@ -137,7 +137,7 @@ def _retarget(graph: ir.Graph, node: ir.Node, facts: _shapes.Facts, seen: dict[t
     x, y = node.inputs[0], node.outputs[0]
     assert x is not None
     before, after = facts.shapes.get(x), facts.shapes.get(y)
-    if before is None or after is None:
+    if before is None or after is None or any(dim.value == 0 for dim in after):
         return
     target: list[int] = []
     for axis, dim in enumerate(after):

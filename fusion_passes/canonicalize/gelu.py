@@ -88,6 +88,20 @@ CASES = [
         ops={"Gelu": 1},
         sizes={"N": 3},
     ),
+    Case("error function is an output", _graph(_LAST).replace("] y)", "] y, float[N,8] e)"), fires=0, sizes={"N": 3}),
+    Case(
+        "Erf of another tensor",
+        _graph(_LAST.replace("Div (x, r)", "Div (z, r)")).replace("] x)", "] x, float[N,8] z)"),
+        fires=0,
+        sizes={"N": 3},
+    ),
+    Case(
+        "two in place of one",
+        _graph(_LAST.replace("Add (e, one)", "Add (e, r)")),
+        fires=0,
+        refused="1 and 0.5",
+        sizes={"N": 3},
+    ),
     Case("another divisor", _graph(_LAST, root=1.5), fires=0, refused="sqrt(2)", sizes={"N": 3}),
     Case("another factor", _graph(_LAST, half=0.25), fires=0, refused="0.5", sizes={"N": 3}),
     Case(

@@ -25,6 +25,20 @@ def reference(x: np.ndarray, gamma: np.ndarray, beta: np.ndarray, groups: int, e
     return normal.reshape(x.shape) * gamma.reshape(affine) + beta.reshape(affine)
 
 
+def is_image(x: ir.Value | None) -> bool:
+    """Whether a value is [N,C,H,W], or such a one seen as [N,C,HW]: kernels and function bodies know no other rank."""
+    node = None if x is None else x.producer()
+    if c.rank(x) == 4 or node is None or node.op_type != "Reshape":
+        return c.rank(x) == 4
+    return c.rank(node.inputs[0]) == 4 and flattens_positions(node.inputs[0], x)
+
+
+def flattens_positions(x: ir.Value | None, flat: ir.Value | None) -> bool:
+    """Whether `flat` is `x` with the axes behind [N,C] made one."""
+    before, after = c.dims(x), c.dims(flat)
+    return before is not None and after is not None and len(after) == 3 < len(before) and before[:2] == after[:2]
+
+
 def _group_norm(
     op: Any, x: ir.Value, gamma: np.ndarray, beta: np.ndarray, groups: int, epsilon: float, out: ir.Value
 ) -> Any:
@@ -54,8 +68,8 @@ class FromInstanceNormalization(Rule):
         weight: ir.Value, bias: ir.Value, **_: Any,
     ) -> str | None:  # fmt: skip
         before, middle = c.dims(x), c.dims(grouped)
-        if before is None or middle is None or len(before) < 3 or len(middle) != 3:
-            return "the ranks are not those of [N,C,...] seen as [N,groups,...]"
+        if before is None or middle is None or len(middle) != 3 or not is_image(x):
+            return "not an image [N,C,H,W], flattened or not, seen as [N,groups,...]"
         if before[0] != middle[0] or not isinstance(before[1], int) or not isinstance(middle[1], int):
             return "batch, channels or groups are not known"
         if before[1] % middle[1]:
@@ -94,6 +108,8 @@ class FromGroupNormalization(Rule):
         channels, node = c.size(x, 1), out.producer()
         assert node is not None
         groups = node.attributes["num_groups"].as_int()
+        if not is_image(x):
+            return "not an image [N,C,H,W], flattened or not"
         if channels is None or channels % groups:
             return "the channels are unknown or not divided by the groups"
         for value in (scale, bias):
@@ -117,10 +133,7 @@ class BeforeFlattening(Rule):
         return op.GroupNorm(op.Reshape(x, shape, _outputs=["flat"]), gamma, beta, _domain=DOMAIN, _outputs=["out"])
 
     def refuse(self, x: ir.Value, flat: ir.Value, shape: ir.Value, **_: Any) -> str | None:
-        before, after = c.dims(x), c.dims(flat)
-        if before is None or after is None or len(before) <= len(after) or before[:2] != after[:2]:
-            return "the Reshape does more than flatten positions"
-        return None
+        return None if flattens_positions(x, flat) else "the Reshape does more than flatten positions"
 
     def rewrite(
         self, op: Any, x: ir.Value, shape: ir.Value, gamma: ir.Value, beta: ir.Value, out: ir.Value, **_: Any
@@ -176,5 +189,55 @@ CASES = [
         sizes={"N": 2, "H": 3, "W": 3},
     ),
     Case("normalized value is an output too", _instance(extra=", float[N,4,P] n"), fires=0, sizes={**_SIZES, "P": 30}),
+    Case(
+        "groups along the height",
+        _instance(channels=4, groups=8)
+        .replace("{0, 8, -1}", "{0, 8, -1}")
+        .replace("float[8,1,1] w, float[8,1,1] b", "float[4,1,1] w, float[4,1,1] b")
+        .replace("{1,1,1,1}", "{1,1,1,1,1,1,1,1}")
+        .replace("{0,0,0,0}", "{0,0,0,0,0,0,0,0}"),
+        fires=0,
+        refused="divide the channels",
+        sizes={"N": 2, "H": 4, "W": 2},
+    ),
+    Case(
+        "affine that is an input",
+        _instance(extra="").replace("] other)", "] other, float[8,1,1] v)").replace("Mul (q, w)", "Mul (q, v)"),
+        fires=0,
+        refused="not constant",
+        sizes=_SIZES,
+    ),
+    Case(
+        "sound instead of an image",
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N,8,L] x) => (float[N,8,L] y) <float[8] w, float[8] b> {
+            y = GroupNormalization <num_groups = 4> (x, w, b)
+        }""",
+        fires=0,
+        refused="not an image",
+        sizes={"N": 8, "L": 5},
+    ),
+    Case(
+        "flattened image",
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N,8,H,W] x) => (float[N,8,L] y) <float[8] w, float[8] b, int64[3] flat = {0, 8, -1}> {
+            f = Reshape (x, flat)
+            y = GroupNormalization <num_groups = 4> (f, w, b)
+        }""",
+        fires=2,
+        ops={"GroupNorm": 1},
+        sizes=_SIZES | {"L": 15},
+    ),
+    Case(
+        "flattened with other channels",
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N,4,H,W] x) => (float[N,8,L] y) <float[8] w, float[8] b, int64[3] flat = {0, 8, -1}> {
+            f = Reshape (x, flat)
+            y = GroupNormalization <num_groups = 4> (f, w, b)
+        }""",
+        fires=0,
+        refused="not an image",
+        sizes={"N": 2, "H": 2, "W": 5, "L": 5},
+    ),
     Case("operator of opset 21", _operator(21, 8), ops={"GroupNorm": 1, "GroupNormalization": 0}, sizes=_SIZES),
 ]

@@ -10,7 +10,7 @@ from fusion_passes import _checks as c
 def order_operands(model: ir.Model) -> None:
     """Swap the operands of commutative nodes whose first operand alone is constant."""
     for node in model.graph:
-        if node.op_type not in ("Add", "Mul") or len(node.inputs) != 2:
+        if node.domain or node.op_type not in ("Add", "Mul"):
             continue
         a, b = node.inputs
         if c.is_constant(a) and not c.is_constant(b):
