@@ -9,3 +9,6 @@ OPERATORS = (
     "skip_layer_norm",
     "multi_head_attention",
 )
+
+# Those with a kernel for CPUs alone.
+CPU_OPERATORS = ("winograd_conv",)

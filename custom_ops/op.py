@@ -1,7 +1,8 @@
 """What the Python side of an operator looks like: its cases, its Params as the C code lays them out, its kernels.
 
-An operator's `cases` module defines NAME, INPUTS, OUTPUTS, PARAMETERS, params(), output_shapes(), CASES and LAUNCHES,
-its `reference` module defines reference(); `load` gives both as one `Operator`. Imports only NumPy.
+An operator's `cases` module defines NAME, INPUTS, OUTPUTS, PARAMETERS, params(), output_shapes(), CASES and LAUNCHES
+(without params() and LAUNCHES when it has no GPU kernel), its `reference` module defines reference(); `load` gives both
+as one `Operator`. Imports only NumPy.
 """
 
 from __future__ import annotations
@@ -95,13 +96,17 @@ def load(folder: str) -> Operator:
         outputs=cases.OUTPUTS,
         parameters=frozenset(cases.PARAMETERS),
         cases=tuple(cases.CASES),
-        launches=cases.LAUNCHES,
-        params=cases.params,
+        launches=getattr(cases, "LAUNCHES", {}),
+        params=getattr(cases, "params", _no_params),
         output_shapes=cases.output_shapes,
         reference=reference.reference,
         integers=getattr(cases, "INTEGERS", {}),
         draw_special=getattr(cases, "draw", None),
     )
+
+
+def _no_params(case: Case, dtype: str, address: Mapping[str, int]) -> ctypes.Structure:
+    raise NotImplementedError("an operator for CPUs alone is called through ONNX Runtime")
 
 
 def draw(operator: Operator, case: Case, dtype: str, seed: int = 0) -> dict[str, Array]:

@@ -13,6 +13,7 @@
 #include "multi_head_attention/binding.h"
 #include "skip_group_norm/binding.h"
 #include "skip_layer_norm/binding.h"
+#include "winograd_conv/binding.h"
 
 namespace sd_ort {
 namespace {
@@ -88,6 +89,7 @@ class Registry {
       add<BiasAddBinding>(provider, dtype, gpu);
       add<SkipLayerNormBinding>(provider, dtype, gpu);
       add<MultiHeadAttentionBinding>(provider, dtype, gpu);
+      if (gpu == nullptr) add<WinogradConvBinding>(provider, dtype, gpu);
     }
   }
 

@@ -495,6 +495,11 @@ def _nhwc_conv(node: ir.Node, facts: Facts) -> list[Shape] | None:
     return [(x[0], *((x[1 + i] + constant(reach[i])) // strides[i] + constant(1) for i in range(2)), weight[0])]
 
 
+def _winograd_conv(node: ir.Node, facts: Facts) -> list[Shape] | None:
+    x, weight = _shape(node, 0, facts), facts.shapes.get(node.inputs[1]) if node.inputs[1] else None
+    return None if weight is None or len(x) != 4 else [(x[0], weight[0], *x[2:])]
+
+
 RULES: dict[str, Callable[[ir.Node, Facts], Sequence[Shape | None] | None]] = {
     "ArgMax": _argmax, "Attention": _attention, "BiasSplitGelu": _half, "Concat": _concat,
     "ConstantOfShape": _constant_of_shape, "Conv": _conv, "Expand": _expand, "Gather": _gather, "Gemm": _gemm,
@@ -503,6 +508,7 @@ RULES: dict[str, Callable[[ir.Node, Facts], Sequence[Shape | None] | None]] = {
     "Resize": _resize, "ScaledDotProductAttention": _attention, "Shape": _shape_of,
     "SkipGroupNorm": _sum_and_normal, "SkipLayerNormalization": _sum_and_normal, "Slice": _slice, "Split": _split,
     "Squeeze": _squeeze, "Transpose": _transpose, "Unsqueeze": _unsqueeze,
+    "WinogradConv": _winograd_conv,
 }  # fmt: skip
 
 

@@ -227,6 +227,10 @@ def _multi_head_attention(node: ir.Node) -> tuple[str, str]:
     return "_".join(word for word in (_attention_form(node, mask), packed) if word), body
 
 
+def _winograd_conv(node: ir.Node) -> tuple[str, str]:
+    return "", "(X, W, B) => (Y) { Y = Conv <pads = [1, 1, 1, 1]> (X, W, B) }"
+
+
 FORMS = {
     "BiasAdd": _bias_add,
     "BiasSplitGelu": _bias_split_gelu,
@@ -237,4 +241,5 @@ FORMS = {
     "ScaledDotProductAttention": _sdpa,
     "SkipGroupNorm": _skip_group_norm,
     "SkipLayerNormalization": _skip_layer_normalization,
+    "WinogradConv": _winograd_conv,
 }

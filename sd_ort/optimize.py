@@ -18,8 +18,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 import fusion_passes
-from fusion_passes import bodies, nhwc_layout, pack_qkv, split_gelu_weights, standard_attention
-from fusion_passes._rule import DOMAIN
+from fusion_passes import bodies, nhwc_layout, pack_qkv, split_gelu_weights, standard_attention, winograd_conv
+from fusion_passes._rule import DOMAIN, apply
 from sd_ort import calibration, folder, precision
 from sd_ort.errors import InputError
 from sd_ort.targets import TARGETS, Target
@@ -28,7 +28,7 @@ CONTRIB = "com.microsoft"
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
     "MultiHeadAttention", "Attention", "GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd",
-    "SkipLayerNormalization", "LayerNormalization", "QuickGelu", "NhwcConv", "Conv", "Transpose",
+    "SkipLayerNormalization", "LayerNormalization", "QuickGelu", "NhwcConv", "WinogradConv", "Conv", "Transpose",
 )  # fmt: skip
 
 Report = Callable[[str], None]
@@ -148,6 +148,8 @@ def lower_layout(model: ir.Model, target: Target) -> dict[str, int]:
         fusion_passes.canonicalize_shapes(model)
     if target.standard_attention is not None:
         counts["standard_attention"] = standard_attention.to_standard_attention(model, target.standard_attention)
+    if target.winograd:
+        counts["winograd_conv"] = apply(model, winograd_conv.RULES)
     if target.layout == "NHWC":
         counts["nhwc_layout"] = nhwc_layout.to_nhwc(model)
     if target.pack:

@@ -57,7 +57,8 @@ class Target:
     Operators absent from `contrib` run as `sd_ort` operators, unless `expand` names them: those are taken apart again.
     `leave` names fusions (modules of fusion_passes) that are not applied at all. `standard_attention` picks the
     attentions that become ai.onnx Attention; `split_gelu` gives the gated feed-forward two projections instead of a
-    Split. `float32_inputs` are inputs (operator, index) that stay in fp32 in a half precision model.
+    Split; `winograd` makes 3 x 3 convolutions WinogradConv, whose only kernel is for CPUs. `float32_inputs` are inputs
+    (operator, index) that stay in fp32 in a half precision model.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Target:
     leave: frozenset[str] = frozenset()
     standard_attention: Callable[[ir.Node], bool] | None = None
     split_gelu: bool = False
+    winograd: bool = False
     float32_inputs: frozenset[tuple[str, int]] = frozenset()
 
 
@@ -82,6 +84,7 @@ CPU = Target(
     leave=frozenset({"skip_group_norm", "bias_add"}),
     standard_attention=_short_keys,
     split_gelu=True,
+    winograd=True,
 )
 
 CUDA = Target(

@@ -10,11 +10,11 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from custom_ops import OPERATORS
+from custom_ops import CPU_OPERATORS, OPERATORS
 from custom_ops.op import DTYPES, Case, Operator, draw, load, nmse, nmse_limit
 from sd_ort import ops
 
-OPS = [load(folder) for folder in OPERATORS]
+OPS = [load(folder) for folder in (*OPERATORS, *CPU_OPERATORS)]
 ONNX_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 CALLS = [
     pytest.param(operator, case, dtype, id=f"{operator.name}-{case.name}-{dtype}")
@@ -142,6 +142,9 @@ def test_kernel_wins_over_function_body(overload: str, library: Path) -> None:
         ),
         ("BiasSplitGelu", Case("", {"X": (1, 2, 7), "bias": (7,)}), "even"),
         ("BiasAdd", Case("", {"X": (1, 2, 7), "bias": (7,), "skip": (1, 1, 7)}), "skip"),
+        ("WinogradConv", Case("", {"X": (1, 2, 4, 4), "W": (3, 2, 1, 1), "B": (3,)}), "W must be"),
+        ("WinogradConv", Case("", {"X": (1, 2, 4, 4), "W": (3, 4, 3, 3), "B": (3,)}), "W must be"),
+        ("WinogradConv", Case("", {"X": (1, 2, 4, 4), "W": (3, 2, 3, 3), "B": (4,)}), "B must have"),
         (
             "SkipLayerNormalization",
             Case("", {"input": (1, 2, 8), "skip": (1, 3, 8), "gamma": (8,)}, {}, ("output",)),
@@ -179,19 +182,23 @@ def test_empty_tensors(empty: tuple[int, ...], library: Path) -> None:
 
 
 def test_instruction_sets_stay_apart(library: Path) -> None:
-    """AVX2 code must be reachable through namespace avx2 only: any other symbol could replace one that old CPUs run."""
+    """AVX code must be reachable through its own namespace only: any other symbol could replace one that old CPUs
+    run."""
     names = subprocess.run(["nm", "-C", str(library)], capture_output=True, text=True, check=True).stdout
-    assert "sd_ort::avx2::group_norm" in names
-    assert "sd_ort::baseline::group_norm" in names
+    for isa in ("baseline", "avx2", "avx512"):
+        assert f"sd_ort::{isa}::group_norm" in names
     assembly = subprocess.run(
         ["objdump", "-d", "-C", "--no-show-raw-insn", str(library)], capture_output=True, text=True, check=True
     ).stdout
+    allowed = {"%ymm": ("sd_ort::avx2::", "sd_ort::avx512::"), "%zmm": ("sd_ort::avx512::",)}
     function = ""
-    wide = set()
+    wide: dict[str, set[str]] = {register: set() for register in allowed}
     for line in assembly.splitlines():
         if line.endswith(">:"):
             function = line.split("<", 1)[1]
-        elif "%ymm" in line:
-            wide.add(function)
-    assert wide
-    assert [name for name in wide if "sd_ort::avx2::" not in name] == []
+        for register in allowed:
+            if register in line:
+                wide[register].add(function)
+    for register, spaces in allowed.items():
+        assert wide[register]
+        assert [name for name in wide[register] if not any(space in name for space in spaces)] == []

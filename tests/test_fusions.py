@@ -13,10 +13,11 @@ import onnxruntime as ort
 import pytest
 
 import fusion_passes
-from fusion_passes import bodies
-from fusion_passes._rule import DOMAIN, Case, refusals
+from fusion_passes import bodies, winograd_conv
+from fusion_passes._rule import DOMAIN, Case, apply, refusals
 
-MODULES: tuple[ModuleType, ...] = (*fusion_passes.CANONICAL, *fusion_passes.FUSIONS)
+LOWERINGS: tuple[ModuleType, ...] = (winograd_conv,)  # a target's own
+MODULES: tuple[ModuleType, ...] = (*fusion_passes.CANONICAL, *fusion_passes.FUSIONS, *LOWERINGS)
 ALL = [(module, case) for module in MODULES for case in module.CASES]
 IDS = [f"{module.__name__.rpartition('.')[2]}: {case.name}" for module, case in ALL]
 
@@ -65,6 +66,8 @@ def test_case(module: ModuleType, case: Case) -> None:
     if module in fusion_passes.FUSIONS:
         counts += fusion_passes.fuse(model)
     name = module.__name__.rpartition(".")[2]
+    if module in LOWERINGS:
+        counts[name] = apply(model, module.RULES)
     assert counts[name] == case.fires, dict(counts)
     nodes = Counter(node.op_type for node in model.graph)
     assert {op: nodes[op] for op in case.ops} == case.ops

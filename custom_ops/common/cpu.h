@@ -18,6 +18,11 @@
 #define SD_ORT_ISA baseline
 #endif
 
+// Declares name(params, parallel) of every instruction set, and name_cpu(params, parallel) that calls the best.
+#define SD_ORT_DECLARE_KERNEL(isa, name, Params)             \
+  namespace isa {                                            \
+  void name(const Params& params, const Parallel& parallel); \
+  }
 #if defined(__x86_64__)
 namespace sd_ort {
 inline bool runs_avx2() {
@@ -25,23 +30,24 @@ inline bool runs_avx2() {
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   return runs;
 }
+inline bool runs_avx512() {
+  static const bool runs = runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+                           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+  return runs;
+}
 }  // namespace sd_ort
-// Declares name(params, parallel) of every instruction set, and name_cpu(params, parallel) that calls the best.
-#define SD_ORT_CPU_KERNEL(name, Params)                                                   \
-  namespace baseline {                                                                    \
-  void name(const Params& params, const Parallel& parallel);                              \
-  }                                                                                       \
-  namespace avx2 {                                                                        \
-  void name(const Params& params, const Parallel& parallel);                              \
-  }                                                                                       \
-  inline void name##_cpu(const Params& params, const Parallel& parallel) {                \
-    return runs_avx2() ? avx2::name(params, parallel) : baseline::name(params, parallel); \
+#define SD_ORT_CPU_KERNEL(name, Params)                                    \
+  SD_ORT_DECLARE_KERNEL(baseline, name, Params)                            \
+  SD_ORT_DECLARE_KERNEL(avx2, name, Params)                                \
+  SD_ORT_DECLARE_KERNEL(avx512, name, Params)                              \
+  inline void name##_cpu(const Params& params, const Parallel& parallel) { \
+    return runs_avx512() ? avx512::name(params, parallel)                  \
+           : runs_avx2() ? avx2::name(params, parallel)                    \
+                         : baseline::name(params, parallel);               \
   }
 #else
-#define SD_ORT_CPU_KERNEL(name, Params)                      \
-  namespace baseline {                                       \
-  void name(const Params& params, const Parallel& parallel); \
-  }                                                          \
+#define SD_ORT_CPU_KERNEL(name, Params)         \
+  SD_ORT_DECLARE_KERNEL(baseline, name, Params) \
   inline void name##_cpu(const Params& params, const Parallel& parallel) { return baseline::name(params, parallel); }
 #endif
 
@@ -157,6 +163,25 @@ inline float largest(Floats x) {
   float value = x[0];
   for (int i = 1; i < kLanes; ++i) value = x[i] > value ? x[i] : value;
   return value;
+}
+
+// Transposes 8 vectors in place: lane j of vector i becomes lane i of vector j.
+inline void transpose_8x8(Floats (&rows)[kLanes]) {
+  Floats a[8], b[8];
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = __builtin_shufflevector(rows[i], rows[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+    a[i + 1] = __builtin_shufflevector(rows[i], rows[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      b[i + j] = __builtin_shufflevector(a[i + j], a[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      b[i + j + 2] = __builtin_shufflevector(a[i + j], a[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    rows[i] = __builtin_shufflevector(b[i], b[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    rows[i + 4] = __builtin_shufflevector(b[i], b[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
 }
 
 // e^x to 2 units in the last place: 2^n times the degree-6 Taylor polynomial of e^r, |r| <= ln(2)/2. Clamped to

@@ -103,24 +103,6 @@ void scale_row(const T* from, int64_t count, float factor, float* to) {
   }
 }
 
-void transpose_8x8(const Floats (&in)[8], float* to, int64_t stride) {
-  Floats a[8], b[8];
-  for (int i = 0; i < 8; i += 2) {
-    a[i] = __builtin_shufflevector(in[i], in[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
-    a[i + 1] = __builtin_shufflevector(in[i], in[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    for (int j = 0; j < 2; ++j) {
-      b[i + j] = __builtin_shufflevector(a[i + j], a[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-      b[i + j + 2] = __builtin_shufflevector(a[i + j], a[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-    }
-  }
-  for (int i = 0; i < 4; ++i) {
-    store(to + i * stride, __builtin_shufflevector(b[i], b[i + 4], 0, 1, 2, 3, 8, 9, 10, 11));
-    store(to + (i + 4) * stride, __builtin_shufflevector(b[i], b[i + 4], 4, 5, 6, 7, 12, 13, 14, 15));
-  }
-}
-
 // Keys as the columns of the scores, in panels of head_size; zeros for keys past `count` up to a multiple of kLanes.
 template <class T>
 void pack_keys(const T* from, int64_t row_stride, int64_t count, int64_t head_size, float* to) {
@@ -131,7 +113,8 @@ void pack_keys(const T* from, int64_t row_stride, int64_t count, int64_t head_si
       for (; i + kLanes <= head_size; i += kLanes) {
         Floats rows[8];
         for (int64_t r = 0; r < kLanes; ++r) rows[r] = load(from + (key + r) * row_stride + i);
-        transpose_8x8(rows, panel + i * kColumns, kColumns);
+        transpose_8x8(rows);
+        for (int64_t r = 0; r < kLanes; ++r) store(panel + (i + r) * kColumns, rows[r]);
       }
     }
     for (; i < head_size; ++i) {
