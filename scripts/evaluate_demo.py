@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from sd_ort import StableDiffusionPipeline, demo, measure
 from sd_ort.demo.fidelity import score, unseen_prompts
-from sd_ort.engines import torch_pipeline
+from sd_ort.engine_torch import torch_pipeline
 from sd_ort.export import export
 from sd_ort.optimize import optimize
 

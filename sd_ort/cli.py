@@ -20,6 +20,7 @@ COMMANDS = {
     "extract": "Cut a subgraph out of a component, for a bug report.",
     "generate": "Draw images from a prompt.",
     "benchmark": "Measure latency and memory, engines side by side.",
+    "report": "Turn benchmark results into an HTML page, or compare two runs.",
     "doctor": "Say what is installed, which providers load, and what is missing.",
 }
 

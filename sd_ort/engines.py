@@ -1,29 +1,35 @@
-"""The engines a benchmark compares, and what each does in its own process: open once, draw batches, time them."""
+"""The engines a benchmark compares, and what each does in its own process: open once, run batches, time them.
+
+Two workloads: a whole pipeline that draws images from a prompt, or one component (`Settings.component`) called again
+and again on made-up inputs, which needs neither a tokenizer nor trained weights.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sd_ort import measure
-from sd_ort.errors import SdOrtError
-from sd_ort.session import Model, first_line
+from sd_ort.errors import InputError, SdOrtError
+from sd_ort.session import first_line
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One row: an ONNX pipeline folder run by "onnxruntime", or the `model` it was exported from, run by "torch".
+    """One contender: an ONNX folder run by "onnxruntime" or "tensorrt", or the `model` it came from, run by "torch".
 
     `model`: as given to `sd-ort export`, or with `random_weights` the preset whose weights `weights_seed` makes.
+    `make`: how to make `directory` from `raw`, the raw export (see `sd_ort.variants`); () when it exists. `variant`:
+    how torch runs, "" for eager. `graph`: calls are captured once and replayed as a device graph. `library`: whether
+    the custom-op library is registered.
     """
 
     label: str
@@ -34,16 +40,26 @@ class Engine:
     target: str = ""
     random_weights: bool = False
     weights_seed: int | None = None
+    make: tuple[str, ...] = ()
+    raw: str = ""
+    variant: str = ""
+    graph: bool = False
+    library: bool = True
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What every engine is asked to draw, and how often. Height and width in pixels, None for the model's own."""
+    """What every engine is asked to do, and how often. Height and width in pixels, None for the model's own.
+
+    `batches`: images drawn at once, each size a row; with guidance the UNet sees twice as many. `component`: time
+    `steps` calls of this one a round, instead of drawing images in `steps` steps.
+    """
 
     provider: str = "cpu"
+    component: str | None = None
     prompt: str = "a red circle on a blue background"
     steps: int = 20
-    batch: int = 1
+    batches: tuple[int, ...] = (1,)
     height: int | None = None
     width: int | None = None
     guidance: float = 7.5
@@ -56,16 +72,43 @@ class Settings:
     sequential: bool = False
 
 
-# What each engine imports, beyond this module.
+@dataclass
+class Batch:
+    """What one batch gave: seconds of each UNet (or component) call, and uint8 images (B, H, W, 3) or an output.
+
+    `output`: float32, of a component's first sample. `size`: pixels, (height, width).
+    """
+
+    steps: list[float]
+    size: tuple[int, int]
+    images: np.ndarray | None = None
+    output: np.ndarray | None = None
+
+
+Run = Callable[[int, list[str] | None, int], Batch]  # (batch size, its prompts or None for the settings', first seed)
+
+
+@dataclass
+class Opened:
+    """An engine ready to run, and the precision of its UNet or component ("fp32", "fp16")."""
+
+    run: Run
+    precision: str
+    notes: list[str] = field(default_factory=list)
+
+
+# What each engine imports, beyond this module: Python's imports are not the engine's time to load.
 IMPORTS = {
     "torch": (
+        "sd_ort.engine_torch",
         "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
         "transformers.models.clip.modeling_clip",
     ),
-    "onnxruntime": ("sd_ort.pipeline", "transformers.models.clip.tokenization_clip", "onnxruntime"),
+    "onnxruntime": ("sd_ort.engine_onnx", "sd_ort.pipeline", "transformers.models.clip.tokenization_clip"),
 }
+IMPORTS["tensorrt"] = IMPORTS["onnxruntime"]
 
-_drawing: Callable[[], tuple[np.ndarray, list[float]]]  # this process's engine, once `load` ran
+_opened: Opened  # this process's engine, once `load` ran
 
 
 def start_process() -> None:
@@ -76,140 +119,115 @@ def start_process() -> None:
 
 def load(engine: Engine, settings: Settings) -> dict[str, Any]:
     """Open an engine in this process. Raises SdOrtError, which can travel between processes, for every failure."""
-    global _drawing
-    for module in IMPORTS[engine.engine]:  # Python's imports are not the engine's time to load
+    global _opened
+    for module in IMPORTS[engine.engine]:
         importlib.import_module(module)
+    torch = importlib.import_module("torch")
     if settings.threads:
-        importlib.import_module("torch").set_num_threads(settings.threads)
-    try:
-        opener = _open_torch if engine.engine == "torch" else _open_onnx
-        base = measure.peak_memory_MB()
-        start = time.perf_counter()
-        _drawing, precision = opener(engine, settings)
-        seconds = time.perf_counter() - start
-    except SdOrtError:
-        raise
-    except Exception as error:
-        raise SdOrtError(f"{type(error).__name__}: {first_line(error)}") from None
+        torch.set_num_threads(settings.threads)
+    if engine.engine == "torch" and settings.provider != "cpu" and torch.cuda.is_available():
+        torch.cuda.init()
+    opener = importlib.import_module("sd_ort.engine_torch" if engine.engine == "torch" else "sd_ort.engine_onnx")
+    base = measure.peak_memory_MB()
+    start = time.perf_counter()
+    _opened = portable(opener.open_component if settings.component else opener.open_pipeline, engine, settings)
     return {
-        "precision": precision,
-        "load_s": seconds,
+        "precision": _opened.precision,
+        "load_s": time.perf_counter() - start,
         "base_memory_MB": base,
         "load_memory_MB": measure.peak_memory_MB(),
+        "notes": _opened.notes,
     }
 
 
-def draw_batch() -> dict[str, Any]:
-    """One batch of images, timed: seconds in all, seconds of each UNet call, peak memory, and the uint8 images."""
+def draw_batch(batch: int, prompts: list[str] | None = None, seed: int = 0) -> dict[str, Any]:
+    """One batch, timed: seconds in all, what `Batch` holds, and the process's peak memory in MB meanwhile."""
     measure.reset_peak_memory()
+    start = time.perf_counter()
+    result: Batch = portable(_opened.run, batch, prompts, seed)
+    seconds = time.perf_counter() - start
+    return {
+        "seconds": seconds,
+        "steps": result.steps,
+        "size": result.size,
+        "memory_MB": measure.peak_memory_MB(),
+        "images": result.images,
+        "output": result.output,
+    }
+
+
+def portable(function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function(*arguments)`; every exception leaves as an SdOrtError, since others may not survive pickling."""
     try:
-        start = time.perf_counter()
-        images, steps = _drawing()
-        seconds = time.perf_counter() - start
-    except SdOrtError:
-        raise
+        return function(*arguments)
+    except SdOrtError as error:
+        raise SdOrtError(str(error)) from None
     except Exception as error:
         raise SdOrtError(f"{type(error).__name__}: {first_line(error)}") from None
-    memory = measure.peak_memory_MB()
-    return {"seconds": seconds, "steps": steps, "memory_MB": memory, "images": images}
 
 
-class TimedModel(Model):
-    """A component that keeps the seconds of each of its calls."""
-
-    def __init__(self, session: Any) -> None:
-        super().__init__(session)
-        self.seconds: list[float] = []
-
-    def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
-        start = time.perf_counter()
-        outputs = super().__call__(**arrays)
-        self.seconds.append(time.perf_counter() - start)
-        return outputs
-
-
-def _open_onnx(engine: Engine, settings: Settings) -> tuple[Any, str]:
-    """A function that draws one batch with an ONNX folder, and the precision of its UNet ("fp32", "fp16")."""
-    from sd_ort.pipeline import StableDiffusionPipeline
-
-    pipeline = StableDiffusionPipeline.from_pretrained(
-        engine.directory,
-        settings.provider,
-        threads=settings.threads,
-        tuning=settings.tuning,
-        allow_fallback=settings.allow_fallback,
-    )
-    unet = TimedModel(pipeline.unet.session)
-    pipeline.unet = unet
-    precision = "fp16" if unet.dtype("sample") == np.float16 else "fp32"
-
-    def draw() -> tuple[np.ndarray, list[float]]:
-        unet.seconds.clear()
-        images = pipeline(**_arguments(settings), progress=False).images
-        return np.stack([np.asarray(image) for image in images]), list(unet.seconds)
-
-    return draw, precision
-
-
-def _open_torch(engine: Engine, settings: Settings) -> tuple[Any, str]:
-    """As `_open_onnx` for diffusers and torch eager: float32 on the CPU, float16 on a GPU."""
+def pipeline_arguments(settings: Settings, batch: int, prompts: list[str] | None, seed: int) -> dict[str, Any]:
+    """What our pipeline and diffusers' are called with; image i of the batch has the seed settings.seed + seed + i."""
     import torch
 
-    on_gpu = settings.provider != "cpu"
-    if on_gpu and not torch.cuda.is_available():
-        raise SdOrtError("this torch sees no GPU: install the torch build for it to compare with.")
-    pipeline = torch_pipeline(engine.model, engine.random_weights, engine.weights_seed or 0)
-    if on_gpu:
-        pipeline.to("cuda", torch.float16)
-    starts: list[float] = []
-    seconds: list[float] = []
-
-    def now() -> float:
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    pipeline.unet.register_forward_pre_hook(lambda *_: starts.append(now()))
-    pipeline.unet.register_forward_hook(lambda *_: seconds.append(now() - starts[-1]))
-
-    def draw() -> tuple[np.ndarray, list[float]]:
-        seconds.clear()
-        images = pipeline(**_arguments(settings)).images
-        return np.stack([np.asarray(image) for image in images]), list(seconds)
-
-    return draw, "fp16" if on_gpu else "fp32"
-
-
-def torch_pipeline(model: str, random_weights: bool = False, seed: int = 0) -> Any:
-    """The diffusers pipeline, in float32 on the CPU, of what `sd-ort export` was given; without safety checker.
-
-    `model`: "demo", a diffusers folder or a hub id; or with `random_weights` a preset, its weights made from `seed`.
-    Raises InputError when it cannot be loaded.
-    """
-    from diffusers import DiffusionPipeline
-
-    from sd_ort.sources import open_source
-
-    checkpoint, preset = (None, model) if random_weights else (model, None)
-    source = open_source(checkpoint, preset, random_weights, seed)
-    parts: dict[str, Any] = {name: source.load(name) for name in source.configs}
-    parts |= {name: None for name in ("safety_checker", "feature_extractor") if name in source.index}
-    with tempfile.TemporaryDirectory() as folder:
-        source.write_configs(Path(folder))
-        pipeline = DiffusionPipeline.from_pretrained(folder, **parts)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-def _arguments(settings: Settings) -> dict[str, Any]:
-    import torch
-
-    generators = [torch.Generator().manual_seed(settings.seed + i) for i in range(settings.batch)]
+    first = settings.seed + seed
     return {
-        "prompt": [settings.prompt] * settings.batch,
+        "prompt": prompts or [settings.prompt] * batch,
         "height": settings.height,
         "width": settings.width,
         "num_inference_steps": settings.steps,
         "guidance_scale": settings.guidance,
-        "generator": generators,
+        "generator": [torch.Generator().manual_seed(first + i) for i in range(batch)],
     }
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a component: its signature, its made-up inputs in float32 or int64, and the image size in pixels."""
+
+    signature: Any
+    feeds: dict[str, np.ndarray]
+    sizes: dict[str, int]
+    pixels: tuple[int, int]
+
+
+def component_call(engine: Engine, settings: Settings, batch: int) -> Call:
+    """What a component is called with for `batch` images: the same for every engine. Sizes as the pipeline has them.
+
+    Raises InputError when the folder's configs do not say what the component takes, or a size does not fit.
+    """
+    import onnx_ir as ir
+
+    from sd_ort import models
+    from sd_ort.inputs import component_config, random_inputs
+
+    assert settings.component is not None
+    name, folder = settings.component, Path(engine.raw or engine.directory)
+    configs = {c: component_config(folder, c) for c in ("unet", name)}
+    if not all(configs.values()):
+        raise InputError(f"{folder} has no config.json of its UNet and {name}: export it with sd-ort.")
+    signature = models.signature(name, configs[name])
+    scale = next((2 ** (models.levels(c) - 1) for n in ("vae_decoder", "vae_encoder") if (c := _config(folder, n))), 8)
+    default = configs["unet"].get("sample_size") or 64
+    default = default if isinstance(default, int) else default[0]
+    height, width = (pixels // scale if pixels else default for pixels in (settings.height, settings.width))
+    rows = 2 * batch if name == "unet" and settings.guidance > 1 else batch
+    sizes = {"batch": rows, "sequence": 77, "height": height, "width": width}
+    for axis in ("height", "width"):
+        if sizes[axis] % (multiple := signature.multiples.get(axis, 1)):
+            raise InputError(f"{axis} must be a multiple of {multiple * scale} pixels for this {name}.")
+    values = [
+        ir.Value(name=t.name, shape=ir.Shape(t.axes), type=ir.TensorType(ir.DataType[_ONNX_TYPES[t.dtype]]))
+        for t in signature.inputs
+    ]
+    feeds = random_inputs(name, values, configs[name], sizes, settings.seed)
+    return Call(signature, feeds, sizes, (height * scale, width * scale))
+
+
+_ONNX_TYPES = {"float32": "FLOAT", "int64": "INT64"}
+
+
+def _config(folder: Path, component: str) -> dict[str, Any]:
+    from sd_ort.inputs import component_config
+
+    return component_config(folder, component)

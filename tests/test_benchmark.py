@@ -8,7 +8,9 @@ import io
 import json
 import random
 import shutil
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -16,11 +18,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from sd_ort import benchmark, doctor, measure
+from sd_ort import benchmark, contenders, device, doctor, measure, mlperf, profile, variants
 from sd_ort.demo import scenes
 from sd_ort.engines import Engine, Settings
 from sd_ort.errors import InputError, SdOrtError
 from sd_ort.folder import MODEL, write_manifest
+from sd_ort.targets import TARGETS
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -56,7 +59,7 @@ def optimized(raw: Path, name: str, dtype: str, target: str = "portable") -> Pat
 
 def test_raw_comes_first_and_torch_last(raw: Path) -> None:
     half, full = optimized(raw, "half", "float16"), optimized(raw, "full", "float32")
-    engines, notes = benchmark.find_engines([half, full, raw])
+    engines, notes = contenders.find_engines([half, full, raw])
     assert [e.label for e in engines] == ["raw ONNX", "fused fp16", "fused fp32", "torch eager"]
     assert [e.engine for e in engines] == ["onnxruntime"] * 3 + ["torch"]
     assert engines[-1].model == "demo"
@@ -64,42 +67,85 @@ def test_raw_comes_first_and_torch_last(raw: Path) -> None:
 
 
 def test_the_export_joins_an_optimized_folder(raw: Path) -> None:
-    engines, _ = benchmark.find_engines([optimized(raw, "full", "float32")], "none")
+    engines, _ = contenders.find_engines([optimized(raw, "full", "float32")], "none")
     assert [(e.label, Path(e.directory).name) for e in engines] == [("raw ONNX", "raw"), ("fused fp32", "full")]
 
 
 def test_optimized_folder_whose_export_is_gone(raw: Path) -> None:
     folder = optimized(raw, "full", "float32")
     shutil.rmtree(raw)
-    engines, _ = benchmark.find_engines([folder], "none")
+    engines, _ = contenders.find_engines([folder], "none")
     assert [e.label for e in engines] == ["fused fp32"]
 
 
 def test_equal_labels_are_told_apart(raw: Path) -> None:
     folders = [optimized(raw, "a", "float32"), optimized(raw, "b", "float32", "cpu"), optimized(raw, "c", "float32")]
-    engines, _ = benchmark.find_engines([raw, *folders], "none")
+    engines, _ = contenders.find_engines([raw, *folders], "none")
     assert [e.label for e in engines[1:]] == ["fused fp32 portable a", "fused fp32 cpu", "fused fp32 portable c"]
 
 
 def test_random_weights_are_made_again_for_torch(tmp_path: Path) -> None:
     source = {"model": "sd15-tiny", "random_weights": True}
     folder = fake_folder(tmp_path / "raw", stage="export", source=source, options={"seed": 3})
-    torch = benchmark.find_engines([folder])[0][-1]
+    torch = contenders.find_engines([folder])[0][-1]
     assert (torch.engine, torch.model, torch.random_weights, torch.weights_seed) == ("torch", "sd15-tiny", True, 3)
 
 
 def test_torch_model_that_cannot_be_found_is_a_note(tmp_path: Path) -> None:
     folder = fake_folder(tmp_path / "raw", stage="export", source={"model": "owner/name"}, options={})
-    engines, notes = benchmark.find_engines([folder])
+    engines, notes = contenders.find_engines([folder])
     assert [e.engine for e in engines] == ["onnxruntime"]
-    assert "torch eager was not measured" in notes[0]
+    assert "torch was not measured" in notes[0]
     with pytest.raises(InputError, match="not a diffusers folder"):
-        benchmark.find_engines([folder], str(tmp_path / "nowhere"))
+        contenders.find_engines([folder], str(tmp_path / "nowhere"))
 
 
 def test_folder_of_another_tool_is_named_by_its_folder(tmp_path: Path) -> None:
-    engines, _ = benchmark.find_engines([fake_folder(tmp_path / "optimum-export")])
+    engines, _ = contenders.find_engines([fake_folder(tmp_path / "optimum-export")])
     assert engines[0].label == "optimum-export"
+
+
+def test_named_engines(tmp_path: Path) -> None:
+    source = {"model": "sd15-tiny", "random_weights": True}
+    folder = fake_folder(tmp_path / "raw", stage="export", source=source, options={"seed": 3})
+    names = ["raw", "raw-fp16", "ours", "ours-graph", "ours-portable", "ort", "onnxscript", "torch-compile", "tensorrt"]
+    engines, _ = contenders.find_engines([folder], None, names, "cuda")
+    assert [(e.label, e.engine, e.make, e.graph, e.variant) for e in engines] == [
+        ("raw ONNX", "onnxruntime", (), False, ""),
+        ("raw ONNX fp16", "onnxruntime", ("raw", "float16"), False, ""),
+        ("ours fp16", "onnxruntime", ("ours", "cuda", "float16"), False, ""),
+        ("ours fp16 + graph", "onnxruntime", ("ours", "cuda", "float16"), True, ""),
+        ("ours fp16 portable", "onnxruntime", ("ours", "portable", "float16"), False, ""),
+        ("ORT optimizer fp16", "onnxruntime", ("ort", "cuda", "float16"), False, ""),
+        ("onnxscript fp16", "onnxruntime", ("onnxscript", "float16"), False, ""),
+        ("torch.compile", "torch", (), False, "compile"),
+        ("TensorRT fp16", "tensorrt", (), False, ""),
+    ]
+    with pytest.raises(InputError, match="unknown engine 'tpu': choose from raw, "):
+        contenders.find_engines([folder], None, ["tpu"])
+
+
+def test_ablation_adds_one_thing_a_row(raw: Path) -> None:
+    rows, _ = contenders.ablation(raw, "cuda")
+    labels = [
+        "raw fp32",
+        "raw fp16",
+        *(step.label for step in variants.ABLATION.values() if step.label != "nothing fused"),
+    ]
+    assert [row.label for row in rows] == [*labels, "+ op library", "+ graph capture"]
+    assert [row.library for row in rows] == [False] * len(labels) + [True, True]
+    assert [row.graph for row in rows] == [False] * (len(labels) + 1) + [True]
+    steps = list(variants.ablation_steps(TARGETS["cuda"]).values())
+    assert steps[-1] == TARGETS["cuda"]
+    for before, after in pairwise(steps):
+        assert after.leave <= before.leave
+        assert after.expand <= before.expand
+    assert [step.layout for step in steps] == ["NCHW"] * 2 + ["NHWC"] * 6
+
+    rows, notes = contenders.ablation(raw, "cpu")
+    assert [row.make for row in rows[:3]] == [(), ("raw", "float16"), ("ours", "cpu", "float32", "mha")]
+    assert not any(row.graph for row in rows)
+    assert any("no row for graph capture" in note for note in notes)
 
 
 # --- A run ----------------------------------------------------------------------------------------------------------
@@ -112,8 +158,8 @@ def report_folder(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -
     broken = Path(shutil.copytree(tiny_export, folder / "broken"))
     path = broken / "unet" / MODEL
     path.write_bytes(path.read_bytes()[:1000])
-    engines, notes = benchmark.find_engines([tiny_export, broken])
-    settings = Settings(steps=2, batch=2, height=64, width=64, runs=3, threads=1, tuning=True)
+    engines, notes = contenders.find_engines([tiny_export, broken])
+    settings = Settings(steps=2, batches=(1, 2), height=64, width=64, runs=3, threads=1, tuning=True)
     benchmark.run(engines, settings, folder / "out", notes=notes)
     return folder / "out"
 
@@ -134,30 +180,28 @@ def test_report_says_where_and_how(report: dict[str, Any]) -> None:
 
 
 def test_every_engine_has_a_row(report: dict[str, Any]) -> None:
-    assert [(r["label"], r["status"]) for r in report["engines"]] == [
-        ("raw ONNX raw", "ok"),
-        ("raw ONNX broken", "failed"),
-        ("torch eager", "ok"),
-    ]
+    rows = [("raw ONNX raw", "ok"), ("raw ONNX broken", "failed"), ("torch eager", "ok")]
+    expected = [(label, status, batch) for batch in (1, 2) for label, status in rows]
+    assert [(r["label"], r["status"], r["batch"]) for r in report["engines"]] == expected
     assert "truncated" in report["engines"][1]["reason"]
     assert "image_s" not in report["engines"][1]
 
 
 def test_numbers_of_an_engine(report: dict[str, Any]) -> None:
-    first, _, torch = report["engines"]
-    for row in (first, torch):
-        assert len(row["image_s"]["values"]) == len(row["unet_step_ms"]["values"]) == 3
+    for row in [row for row in report["engines"] if row["status"] == "ok"]:
+        assert len(row["image_s"]["values"]) == len(row["step_ms"]["values"]) == 3
         assert row["image_s"]["median"] == median(row["image_s"]["values"])
-        # Two images a batch: the UNet's steps are part of the batch's time.
-        assert 2 * row["unet_step_ms"]["min"] / 1e3 < 2 * row["image_s"]["max"]
+        # The UNet's two steps are part of the batch's time.
+        assert 2 * row["step_ms"]["min"] / 1e3 < row["batch"] * row["image_s"]["max"]
         assert 50 < row["base_memory_MB"] <= row["load_memory_MB"] <= row["peak_memory_MB"] < 10_000
+        assert row["first_run_s"] > 0
         assert row["load_s"] > 0
         assert (row["height"], row["width"], row["precision"]) == (64, 64, "fp32")
 
 
 def test_ratios_are_taken_round_by_round(report: dict[str, Any]) -> None:
-    first, _, torch = report["engines"]
-    for times, ratios in (("image_s", "image_speedup"), ("unet_step_ms", "unet_step_speedup")):
+    first, _, torch = report["engines"][3:]
+    for times, ratios in (("image_s", "image_speedup"), ("step_ms", "step_speedup")):
         expected = [a / b for a, b in zip(first[times]["values"], torch[times]["values"], strict=True)]
         assert torch[ratios]["values"] == pytest.approx(expected)
         assert torch[ratios]["median"] == pytest.approx(median(expected))
@@ -178,15 +222,18 @@ def test_csv_has_onnxruntimes_columns(report: dict[str, Any], report_folder: Pat
     text = (report_folder / "benchmark.csv").read_text()
     assert text.splitlines()[0] == ORT_COLUMNS
     rows = list(csv.DictReader(io.StringIO(text)))
-    assert [row["engine"] for row in rows] == ["onnxruntime", "torch"]
-    assert float(rows[0]["median_latency"]) == pytest.approx(2 * report["engines"][0]["image_s"]["median"])
+    assert [row["engine"] for row in rows] == ["onnxruntime", "torch"] * 2
+    assert float(rows[2]["median_latency"]) == pytest.approx(2 * report["engines"][3]["image_s"]["median"])
     assert float(rows[0]["first_run_memory_MB"]) > 0
-    assert (rows[0]["batch_size"], rows[0]["batch_count"], rows[0]["steps"]) == ("2", "3", "2")
+    assert [(row["batch_size"], row["batch_count"], row["steps"]) for row in rows[1:3]] == [
+        ("1", "3", "2"),
+        ("2", "3", "2"),
+    ]
 
 
 def test_table_shows_every_engine(report: dict[str, Any]) -> None:
     table = benchmark.to_table(report)
-    assert "raw ONNX broken failed:" in table
+    assert "raw ONNX broken (batch 2) failed:" in table
     assert "torch eager" in table
     assert "1.00x (1.00-1.00)" in table
 
@@ -199,19 +246,21 @@ class FakeWorker(benchmark.Worker):
 
     started: ClassVar[list[FakeWorker]] = []
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, meter: device.Meter, failure: str | None = None) -> None:
+        super().__init__(engine, meter, failure)
         self.batches = 0
         self.started.append(self)
 
-    def _call(self, function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any] | None:
-        if arguments:
-            return {"precision": "fp32", "load_s": 1.0, "base_memory_MB": 1.0, "load_memory_MB": 2.0}
+    def call(self, function: Callable[..., dict[str, Any]], *arguments: Any) -> tuple[dict[str, Any], device.Watch]:
+        if len(arguments) == 2:
+            loaded = {"precision": "fp32", "load_s": 1.0, "base_memory_MB": 1.0, "load_memory_MB": 2.0}
+            return loaded, device.Watch()
         self.batches += 1
         if self.batches == 3:
             raise KeyboardInterrupt
         image = np.zeros((1, 8, 8, 3), np.uint8)
-        return {"seconds": float(self.batches), "steps": [0.1], "memory_MB": 3.0, "images": image}
+        batch = {"seconds": float(self.batches), "steps": [0.1], "memory_MB": 3.0, "images": image}
+        return {**batch, "output": None, "size": (8, 8)}, device.Watch()
 
 
 def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,20 +277,61 @@ def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_engine_killed_by_the_system_is_a_row(tmp_path: Path) -> None:
-    worker = benchmark.Worker(Engine("raw ONNX", "onnxruntime", str(tmp_path), "demo"))
+    worker = benchmark.Worker(Engine("raw ONNX", "onnxruntime", str(tmp_path), "demo"), device.Meter())
+    worker.cases = {1: benchmark.Case(1), 2: benchmark.Case(2)}
     worker.kill()
-    worker.draw(counted=True)
+    for batch in (1, 2):
+        worker.draw(batch, counted=True)
     worker.pool.shutdown()
-    row = worker.row(None)
-    assert row["status"] == "failed"
-    assert "out of memory" in row["reason"]
+    for case in worker.cases.values():
+        row = worker.row(case, None, Settings())
+        assert row["status"] == "failed"
+        assert "out of memory" in row["reason"]
+
+
+class TooLarge(FakeWorker):
+    """A worker that has no room for a batch of 4."""
+
+    def call(self, function: Callable[..., dict[str, Any]], *arguments: Any) -> tuple[dict[str, Any], device.Watch]:
+        if arguments == (4,):
+            raise SdOrtError("Failed to allocate memory")
+        self.batches = 0
+        return super().call(function, *arguments)
+
+
+def test_batch_without_room_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "Worker", TooLarge)
+    engine = Engine("raw ONNX", "onnxruntime", "folder", "demo")
+    report = benchmark.run([engine], Settings(batches=(1, 4, 8), runs=2), tmp_path)
+    assert [(row["batch"], row["status"], "step_ms" in row) for row in report["engines"]] == [
+        (1, "ok", True),
+        (4, "failed", False),
+        (8, "ok", True),
+    ]
+    assert report["engines"][1]["reason"] == "Failed to allocate memory"
+    assert report["finished"] is True
+
+
+def test_folder_that_cannot_be_made_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise SdOrtError("unet: ValueError: no such pattern")
+
+    monkeypatch.setattr(benchmark, "Worker", TooLarge)
+    monkeypatch.setattr(variants, "make", fail)
+    engines = [
+        Engine("raw ONNX", "onnxruntime", "folder", "demo"),
+        Engine("ORT optimizer", "onnxruntime", "folder", "demo", make=("ort", "cpu", "float32"), raw="folder"),
+    ]
+    report = benchmark.run(engines, Settings(component="unet", runs=1), tmp_path)
+    assert [row["status"] for row in report["engines"]] == ["ok", "failed"]
+    assert report["engines"][1]["reason"] == "unet: ValueError: no such pattern"
 
 
 def test_one_engine_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
 
     def record(group: Any, *_: Any) -> None:
-        order.append([engine.label for engine in group])
+        order.append([item.engine.label for item in group])
 
     monkeypatch.setattr(benchmark, "_measure", record)
     engines = [Engine(label, "onnxruntime", "folder", "demo") for label in "ab"]
@@ -290,6 +380,168 @@ def test_peak_memory_counts_from_its_reset() -> None:
     del block
     measure.reset_peak_memory()
     assert measure.peak_memory_MB() - before == pytest.approx(0, abs=8)
+
+
+def test_device_memory_and_power_of_an_amd_gpu(tmp_path: Path) -> None:
+    power = tmp_path / "hwmon" / "hwmon3" / "power1_average"
+    power.parent.mkdir(parents=True)
+    (tmp_path / "mem_info_vram_used").write_text("1048576000\n")
+    power.write_text("250000000\n")
+    meter = device.AmdGpu(tmp_path)
+    assert meter.used_MB() == 1000
+    with device.watching(meter, interval=0.001) as watch:
+        for bytes_ in ("2097152000", "1572864000"):
+            (tmp_path / "new").write_text(bytes_)
+            (tmp_path / "new").replace(tmp_path / "mem_info_vram_used")
+            time.sleep(0.05)
+    assert (watch.before, watch.peak, watch.after) == (1000, 2000, 1500)
+    assert watch.joules is not None
+    assert 250 * 0.1 <= watch.joules < 250 * 0.5
+    power.unlink()
+    assert device.AmdGpu(tmp_path).energy_J() is None
+
+
+def test_energy_of_the_processor(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no RAPL"):
+        device.Rapl(tmp_path)
+    for package, microjoules in ((0, 1_500_000), (1, 500_000)):
+        (tmp_path / f"intel-rapl:{package}").mkdir()
+        (tmp_path / f"intel-rapl:{package}" / "energy_uj").write_text(f"{microjoules}\n")
+    assert device.Rapl(tmp_path).energy_J() == 2
+
+
+def test_device_that_is_not_there() -> None:
+    meter = device.open_meter("rocm")
+    if meter.used_MB() is not None:
+        pytest.skip("this machine has an AMD GPU")
+    assert meter.energy_J() is None
+    assert meter.note.startswith("not readable: ")
+
+
+# --- MLPerf's scenarios ---------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes only while somebody sleeps or draws; a batch takes `fixed` and `each` an image."""
+
+    def __init__(self, fixed: float, each: float) -> None:
+        self.now, self.fixed, self.each = 100.0, fixed, each
+        self.batches: list[list[int]] = []
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds
+
+    def draw(self, numbers: Any) -> None:
+        self.batches.append(list(numbers))
+        self.now += self.fixed + self.each * len(numbers)
+
+
+def serve(clock: Clock, queries: int, batch: int, rate: float) -> dict[str, Any]:
+    return mlperf.server(clock.draw, queries, batch, rate, 0, lambda: clock.now, clock.sleep)
+
+
+def test_server_draws_what_waits_together() -> None:
+    idle = Clock(0.001, 0)
+    result = serve(idle, 200, 4, rate=1.0)
+    assert [n for batch in idle.batches for n in batch] == list(range(200))
+    assert result["latency_s"]["p50"] == pytest.approx(0.001)
+    assert result["mean_batch"] == pytest.approx(1, abs=0.02)
+
+    busy = Clock(1.0, 0)
+    result = serve(busy, 200, 4, rate=3.0)  # four a second at most, three arrive: a queue, but a bounded one
+    assert max(map(len, busy.batches)) == 4
+    assert result["mean_batch"] > 2
+    assert 1 < result["latency_s"]["p50"] < 10
+
+    flooded = Clock(1.0, 0)
+    assert serve(flooded, 200, 4, rate=40.0)["latency_s"]["p99"] > 40
+    assert len(flooded.batches) == pytest.approx(50, abs=2)
+
+
+def test_arrivals_are_poisson() -> None:
+    gaps = np.diff(mlperf.arrivals(20_000, 5.0, 0))
+    assert gaps.mean() == pytest.approx(1 / 5, rel=0.03)
+    assert gaps.std() == pytest.approx(1 / 5, rel=0.03)  # exponential: as large as the mean
+    assert (mlperf.arrivals(10, 5.0, 1) == mlperf.arrivals(10, 5.0, 1)).all()
+
+
+def test_percentiles_are_measured_values() -> None:
+    assert mlperf.percentiles(range(1, 101))["p99"] == 100
+    assert mlperf.percentiles([1.0, 2.0])["p50"] == 2.0
+
+
+def test_scores_that_cannot_be_had_say_why() -> None:
+    image = np.zeros((128, 128, 3), np.uint8)
+    scores = mlperf.quality("sd15", ["a dog"], {0: image})
+    assert "demo" in scores["fidelity_percent"]
+    assert isinstance(scores["fid"], str)
+    assert mlperf.quality("demo", scenes.unseen_prompts(1), {0: image})["fidelity_percent"] == 0.0
+
+
+# --- Profile --------------------------------------------------------------------------------------------------------
+
+
+def ort_trace() -> list[dict[str, Any]]:
+    """Two runs of three nodes each; the first run is a warm-up."""
+    events: list[dict[str, Any]] = [{"cat": "Session", "name": "session_initialization", "ts": 0, "dur": 50}]
+    for start in (100, 200):
+        events.append({"cat": "Session", "name": "model_run", "ts": start, "dur": 90})
+        for i, (name, op) in enumerate((("conv", "Conv"), ("conv_nchwc", "Conv"), ("attn_1", "MatMul"))):
+            arguments = {"op_name": op, "provider": "CPUExecutionProvider"}
+            where = {"ts": start + 10 + 20 * i, "dur": 10 * (i + 1)}
+            events.append({"cat": "Node", "name": f"{name}_kernel_time", "args": arguments, **where})
+            events.append({"cat": "Node", "name": f"{name}_fence_before", "args": {"op_name": op}, **where})
+    return events
+
+
+def test_profile_sums_by_operator_and_site() -> None:
+    events = profile.node_events(ort_trace(), runs=1)
+    assert [event.name for event in events] == ["conv", "conv_nchwc", "attn_1"]
+    sites = {"conv": "down_blocks.0.resnets.0", "attn_1": "mid_block.attentions.0"}
+    found = profile.summary(profile.with_sites(events, sites))
+    assert found["total_ms"] == pytest.approx(0.06)
+    assert [(r["name"], r["ms"], r["count"]) for r in found["by_operator"]] == [
+        ("Conv [CPU]", 0.03, 2),
+        ("MatMul [CPU]", 0.03, 1),
+    ]
+    assert {r["name"]: r["ms"] for r in found["by_site"]} == {"down_blocks.0": 0.03, "mid_block.attentions": 0.03}
+
+
+def test_kernels_belong_to_the_node_that_launched_them() -> None:
+    events = profile.node_events(ort_trace(), runs=2)
+    trace: list[dict[str, Any]] = []
+    for run, start in enumerate((1000, 5000)):
+        trace.append({"ph": "X", "cat": "user_annotation", "name": profile.STEP, "ts": start, "dur": 120})
+        for i, (launch, duration) in enumerate(
+            ((12, 500), (33, 70), (51, 3), (85, 1))
+        ):  # 7 us from Python into the run
+            correlation = {"correlation": 10 * run + i}
+            trace.append(
+                {
+                    "ph": "X",
+                    "cat": "cuda_runtime",
+                    "name": "cudaLaunchKernel",
+                    "ts": start + 7 + launch,
+                    "dur": 2,
+                    "args": correlation,
+                }
+            )
+            trace.append(
+                {"ph": "X", "cat": "kernel", "name": f"k{i}", "ts": start + 900, "dur": duration, "args": correlation}
+            )
+    kernels = profile.kernel_events({"traceEvents": trace})
+    assert len(kernels) == 8
+    timed = profile.by_kernels(events, kernels)
+    assert [event.duration for event in timed[:3]] == [500, 70, 3]
+    assert [(event.operator, event.duration) for event in timed[6:]] == [("(other kernels)", 1)] * 2
+
+
+def test_trace_loads_in_perfetto() -> None:
+    events = profile.node_events(ort_trace(), runs=1)
+    made = profile.to_trace(events, [])["traceEvents"]
+    assert [event["ph"] for event in made] == ["M", "X", "X", "X"]
+    assert all(event["dur"] > 0 and event["ts"] >= 200 for event in made[1:])
 
 
 # --- Doctor ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from sd_ort import StableDiffusionPipeline, measure
-from sd_ort.engines import torch_pipeline
+from sd_ort.engine_torch import torch_pipeline
 from sd_ort.errors import InputError, OutputError
 from sd_ort.folder import DATA, MODEL
 from sd_ort.optimize import optimize

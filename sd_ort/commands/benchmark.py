@@ -1,17 +1,36 @@
-"""`sd-ort benchmark`: latency and memory of several engines, side by side."""
+"""`sd-ort benchmark`: latency, memory, energy and image error of several engines, side by side."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
+
+from sd_ort.errors import InputError
+
+
+def _sizes(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(sorted({int(part) for part in value.split(",")}))
+    except ValueError:
+        sizes = ()
+    if not sizes or sizes[0] < 1:
+        raise click.BadParameter("give numbers of 1 or more, such as 1,4,8.", ctx, parameter)
+    return sizes
 
 
 @click.command()
 @click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--provider", default="cpu", show_default=True, help="cpu, cuda, rocm or migraphx.")
-@click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Denoising steps an image.")
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Images drawn at once.")
+@click.option("--engines", "names", default="", help="Instead of raw and torch: raw,ours,ort,torch-compile,... or all.")
+@click.option("--ablation", is_flag=True, help="Rows from the raw export on, one fusion switched on after another.")
+@click.option("--component", help="Time calls of one component on made-up inputs: unet, vae_decoder, vae_encoder.")
+@click.option("--unet-only", "component", flag_value="unet", help="The same as --component unet.")
+@click.option("--mlperf", is_flag=True, help="MLPerf's scenarios: SingleStream, Offline, Server; latency percentiles.")
+@click.option("--profile", is_flag=True, help="Where the time goes in one component of each folder.")
+@click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Denoising steps, or calls a run.")
+@click.option("--batch", "batches", default="1", show_default=True, callback=_sizes, help="Images at once: 1,4,8.")
 @click.option("--height", type=int, help="Pixels [default: the model's].")
 @click.option("--width", type=int, help="Pixels [default: the model's].")
 @click.option("--guidance", type=float, help="Guidance scale; 1 or less is none [default: 7.5, demo model 3].")
@@ -19,73 +38,97 @@ import click
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Batches drawn before timing.")
 @click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="Batches timed.")
+@click.option("--queries", type=click.IntRange(1), default=32, show_default=True, help="With --mlperf: a scenario's.")
+@click.option(
+    "--load", type=click.FloatRange(0.01, 2), default=0.8, show_default=True, help="Server: share of Offline."
+)
 @click.option("--torch", "torch_model", help="What torch draws with: a diffusers folder, demo, none [default: source].")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads [default: one a core].")
 @click.option("--tuning", is_flag=True, help="Let the provider search for its fastest kernels.")
 @click.option("--sequential", is_flag=True, help="One engine in memory at a time; ratios then are not of one moment.")
 @click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Folders made at once.")
+@click.option(
+    "--work", type=click.Path(path_type=Path), help="Where they are kept [default: ~/.cache/sd-ort/benchmark]."
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("results/benchmark"),
     show_default=True,
-    help="Folder for benchmark.json, benchmark.csv and the images.",
+    help="Folder for the JSON, CSV, images and the HTML report.",
 )
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     folders: tuple[Path, ...],
-    provider: str,
-    steps: int,
-    batch: int,
-    height: int | None,
-    width: int | None,
+    names: str,
+    ablation: bool,
+    mlperf: bool,
+    profile: bool,
     guidance: float | None,
-    prompt: str,
-    seed: int,
-    warmup: int,
-    runs: int,
+    queries: int,
+    load: float,
     torch_model: str | None,
-    threads: int | None,
-    tuning: bool,
-    sequential: bool,
-    allow_fallback: bool,
+    jobs: int,
+    work: Path | None,
     out: Path,
+    **options: Any,
 ) -> None:
     """Measure pipeline folders DIR... side by side, and torch eager beside them.
 
-    For an optimized folder given alone, the raw export it was made from joins. "faster" and PSNR compare with the
-    first engine. What was measured is kept when the run is interrupted or an engine fails.
+    For an optimized folder given alone, the raw export it was made from joins. "faster", PSNR and error compare with
+    the first engine. What was measured is kept when the run is interrupted or an engine fails.
+
+    \b
+    --engines names, made from the raw export where they need a folder:
+      raw, raw-fp16            the export
+      ours, ours-TARGET        sd-ort optimize, for the provider or another target
+      ort, onnxscript          their optimizers
+      ours-graph, ort-graph    the same, calls captured as a CUDA or HIP graph (--component)
+      torch, torch-channels-last, torch-compile, torch-graph, xformers, tensorrt
     """
-    from sd_ort import benchmark
+    from sd_ort import benchmark, contenders, report
     from sd_ort.commands.generate import default_guidance
     from sd_ort.engines import Settings
+    from sd_ort.ops import cache_folder
     from sd_ort.session import check_provider
 
-    engines, notes = benchmark.find_engines(folders, torch_model)
-    check_provider(provider, allow_fallback=allow_fallback)
-    settings = Settings(
-        provider=provider,
-        prompt=prompt,
-        steps=steps,
-        batch=batch,
-        height=height,
-        width=width,
-        guidance=default_guidance(folders[0]) if guidance is None else guidance,
-        seed=seed,
-        warmup=warmup,
-        runs=runs,
-        threads=threads,
-        tuning=tuning,
-        allow_fallback=allow_fallback,
-        sequential=sequential,
-    )
+    provider = options["provider"]
+    wanted = contenders.NAMES if names == "all" else tuple(filter(None, names.split(",")))
+    if ablation and (names or mlperf or profile):
+        raise InputError("--ablation has its own rows: give it without --engines, --mlperf and --profile.")
+    if ablation:
+        engines, notes = contenders.ablation(folders[0], provider)
+    else:
+        engines, notes = contenders.find_engines(folders, torch_model, wanted, provider)
+    check_provider(provider, allow_fallback=options["allow_fallback"])
+    settings = Settings(guidance=default_guidance(folders[0]) if guidance is None else guidance, **options)
+
+    def say(line: str) -> None:
+        click.echo(line, err=True)
+
+    kind = "ablation" if ablation else "mlperf" if mlperf else "profile" if profile else "benchmark"
+    common: dict[str, Any] = {"notes": notes, "work": work or cache_folder() / "benchmark", "jobs": jobs, "say": say}
     try:
-        report = benchmark.run(engines, settings, out, notes=notes, say=lambda line: click.echo(line, err=True))
+        if mlperf:
+            from sd_ort import mlperf as stage
+
+            result = stage.run(engines, settings, out, queries=queries, load=load, **common)
+            text = stage.to_table(result)
+        elif profile:
+            from sd_ort import profile as stage_
+
+            result = stage_.run(engines, settings, out, **common)
+            text = stage_.to_table(result)
+        else:
+            result = benchmark.run(engines, settings, out, kind=kind, **common)
+            text = benchmark.to_table(result)
     except KeyboardInterrupt:
-        click.echo(f"\nsd-ort: interrupted; what was measured is in {out / 'benchmark.json'}.", err=True)
+        click.echo(f"\nsd-ort: interrupted; what was measured is in {out / f'{kind}.json'}.", err=True)
         ctx.exit(130)
-    click.echo(benchmark.to_table(report))
-    click.echo(f"{out / 'benchmark.json'}  {out / 'benchmark.csv'}")
-    if all(row["status"] == "failed" for row in report["engines"]):
+    click.echo(text)
+    click.echo(f"{out / f'{kind}.json'}  {report.write(out)}")
+    if all(row["status"] == "failed" for row in result["engines"]):
         ctx.exit(1)

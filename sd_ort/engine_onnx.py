@@ -1,0 +1,138 @@
+"""ONNX Runtime as an engine: a pipeline folder that draws, or one of its components called with bound inputs."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sd_ort import session
+from sd_ort.engines import Batch, Engine, Opened, Settings, component_call, pipeline_arguments
+from sd_ort.errors import SdOrtError
+from sd_ort.folder import MODEL
+
+
+class TimedModel(session.Model):
+    """A component that keeps the seconds of each of its calls."""
+
+    def __init__(self, opened: Any) -> None:
+        super().__init__(opened)
+        self.seconds: list[float] = []
+
+    def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
+        start = time.perf_counter()
+        outputs = super().__call__(**arrays)
+        self.seconds.append(time.perf_counter() - start)
+        return outputs
+
+
+def _session_options(engine: Engine, settings: Settings) -> dict[str, Any]:
+    return {
+        "threads": settings.threads,
+        "tuning": settings.tuning,
+        "allow_fallback": settings.allow_fallback,
+        "portable": not engine.library,
+    }
+
+
+def open_pipeline(engine: Engine, settings: Settings) -> Opened:
+    """Our pipeline on an ONNX folder; every UNet call is timed."""
+    from sd_ort.pipeline import StableDiffusionPipeline
+
+    if engine.engine == "tensorrt":
+        raise SdOrtError("TensorRT is measured on one component: use --component.")
+    options = _session_options(engine, settings)
+    pipeline = StableDiffusionPipeline.from_pretrained(engine.directory, settings.provider, **options)
+    unet = TimedModel(pipeline.unet.session)
+    pipeline.unet = unet
+
+    def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
+        unet.seconds.clear()
+        drawn = pipeline(**pipeline_arguments(settings, batch, prompts, seed), progress=False).images
+        images = np.stack([np.asarray(image) for image in drawn])
+        return Batch(list(unet.seconds), images.shape[1:3], images)
+
+    return Opened(run, _precision(unet))
+
+
+def open_component(engine: Engine, settings: Settings) -> Opened:
+    """One component; on a GPU its inputs and outputs stay there, and with `engine.graph` calls are captured.
+
+    A captured graph keeps its memory with its session, so such a session is opened again for each batch size.
+    """
+    model = open_model(engine, settings)
+    calls: dict[int, tuple[Callable[[], Any], Callable[[], np.ndarray]]] = {}
+
+    def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
+        nonlocal model
+        call = component_call(engine, settings, batch)
+        if batch not in calls:
+            if engine.graph and calls:
+                calls.clear()
+                del model
+                model = open_model(engine, settings)
+            calls[batch] = bind(model, call.feeds, settings)
+        step, output = calls[batch]
+        seconds = []
+        for _ in range(settings.steps):
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+        return Batch(seconds, call.pixels, output=output()[:1].astype(np.float32))
+
+    return Opened(run, _precision(model))
+
+
+def bind(
+    model: session.Model, feeds: Mapping[str, np.ndarray], settings: Settings
+) -> tuple[Callable[[], Any], Callable[[], np.ndarray]]:
+    """(one call, its first output), over arrays on the host or over buffers on the device.
+
+    A call returns when its results are there.
+    """
+    feeds = {name: np.ascontiguousarray(feeds[name], model.dtype(name)) for name in model.inputs}
+    if settings.provider != "cpu":
+        device = session.provider_named(settings.provider).device
+        bound = session.BoundShapes(model.session, feeds, device, 0)
+        return bound.run, lambda: bound.outputs[model.outputs[0]].numpy()
+    results: list[np.ndarray] = []
+
+    def step() -> None:
+        results[:] = model.session.run(None, feeds)
+
+    return step, lambda: results[0]
+
+
+def _precision(model: session.Model) -> str:
+    floating = [model.dtype(name) for name in model.inputs if name != "timestep"]
+    return "fp16" if np.float16 in floating else "fp32"
+
+
+def open_model(engine: Engine, settings: Settings, profile: Path | None = None) -> session.Model:
+    """The session of one component; `profile`: prefix of ONNX Runtime's profile."""
+    path = Path(engine.directory) / str(settings.component) / MODEL
+    if engine.engine == "tensorrt":
+        return session.Model(_tensorrt_session(path))
+    options = _session_options(engine, settings) | ({"graph": True} if engine.graph else {})
+    return session.Model(session.create_session(path, settings.provider, profile=profile, **options))
+
+
+def _tensorrt_session(path: Path) -> Any:
+    """ONNX Runtime's TensorRT provider, in float16. Raises SdOrtError that says what is missing."""
+    onnxruntime = session.runtime()
+    name, library = "TensorrtExecutionProvider", "libnvinfer.so.10"
+    if name not in onnxruntime.get_available_providers():
+        raise SdOrtError("this onnxruntime wheel has no TensorRT provider: pip install 'sd-ort[cuda]'.")
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        raise SdOrtError(f"TensorRT is not installed: {library} cannot be loaded.") from None
+    options = {"trt_fp16_enable": "1", "trt_engine_cache_enable": "1", "trt_engine_cache_path": str(path.parent)}
+    opened = onnxruntime.InferenceSession(str(path), providers=[(name, options), "CUDAExecutionProvider"])
+    if name not in opened.get_providers():
+        raise SdOrtError("ONNX Runtime dropped the TensorRT provider.")
+    return opened

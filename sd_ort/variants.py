@@ -1,0 +1,270 @@
+"""The pipeline folders a benchmark makes itself from a raw export: ours by target, the peers', the ablation's.
+
+The one module that calls other stages. Folders are kept below a work folder, by the hash of the raw export and of this
+package's sources, and used again; each component is made in a process of its own, for its memory and for what a peer
+does to Python's path. A recipe is a tuple of words that also names the folder:
+
+    ("ours", target, dtype)             sd-ort optimize
+    ("ours", target, dtype, step)       the same, stopped at a step of `ablation_steps`
+    ("raw", dtype)                      the raw graph in half precision, nothing fused
+    ("ort", provider, dtype)            ONNX Runtime's own optimizer on a TorchScript export
+    ("onnxscript", dtype)               onnxscript's optimizer and its fusions for ONNX Runtime
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sd_ort import folder
+from sd_ort.errors import SdOrtError
+
+if TYPE_CHECKING:
+    from sd_ort.targets import Target
+
+Recipe = tuple[str, ...]
+SECONDS = "seconds"  # beside a made component: how long it took
+
+# --- Making and keeping ---------------------------------------------------------------------------------------------
+
+
+def make(recipe: Recipe, raw: Path, work: Path, components: Sequence[str]) -> tuple[Path, float]:
+    """The folder a recipe makes of the export `raw`, below `work`, and the seconds that making its components took.
+
+    Components that are there are not made again. Raises SdOrtError with the reason when one cannot be made.
+    """
+    out = work / source_hash(raw) / "-".join(recipe)
+    if not (out / "model_index.json").is_file():
+        out.mkdir(parents=True, exist_ok=True)
+        folder.copy_configs(raw, out)
+    for name in components:
+        if not (out / name / folder.MODEL).is_file():
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                try:
+                    pool.submit(_make_component, recipe, raw, out, name).result()
+                except BrokenProcessPool:
+                    raise SdOrtError(f"{name}: making it was ended by the system: most likely out of memory.") from None
+    return out, sum(float((out / name / SECONDS).read_text()) for name in components)
+
+
+def source_hash(raw: Path) -> str:
+    """What a made folder depends on: the export's files, and the code of this package and of its fusions."""
+    digest = hashlib.sha256(str(folder.read_manifest(raw).get("files") or folder.tree_hash(raw)).encode())
+    root = Path(__file__).resolve().parent.parent
+    for path in sorted([*(root / "sd_ort").glob("*.py"), *(root / "fusion_passes").rglob("*.py")]):
+        if path.name in _SOURCES or "fusion_passes" in path.parts:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+_SOURCES = ("variants.py", "optimize.py", "targets.py", "precision.py", "calibration.py")
+
+
+def _make_component(recipe: Recipe, raw: Path, out: Path, component: str) -> None:
+    """In a process of its own: make one component in a scratch folder and move it into place."""
+    start = time.perf_counter()
+    scratch = Path(tempfile.mkdtemp(prefix=f".{component}.", dir=out))
+    try:
+        target = scratch / component / folder.MODEL
+        target.parent.mkdir()
+        RECIPES[recipe[0]](raw, target, component, *recipe[1:])
+        shutil.copy2(raw / component / "config.json", target.parent)
+        (target.parent / SECONDS).write_text(f"{time.perf_counter() - start:.2f}\n")
+        if not (out / component / folder.MODEL).is_file():
+            target.parent.rename(out / component)
+    except Exception as error:  # whatever a peer raises is its result; its own type may not survive the way back
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        name = "" if isinstance(error, SdOrtError) else f"{type(error).__name__}: "
+        raise SdOrtError(f"{component}: {name}{lines[0][:300] if lines else 'failed'}") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+# --- Ours -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One row of the ablation: its label, and what is switched on from here on.
+
+    `fusions`: modules of fusion_passes. `layout`, `pack`, `norm`: NHWC, packed projections, GroupNorm as one node.
+    """
+
+    label: str
+    fusions: tuple[str, ...] = ()
+    layout: bool = False
+    pack: bool = False
+    norm: bool = False
+    rest: bool = False
+
+
+# The order of ONNX Runtime's report on Stable Diffusion.
+ABLATION = {
+    "none": Step("nothing fused"),
+    "mha": Step("+ MultiHeadAttention", ("multi_head_attention",)),
+    "nhwc": Step("+ NHWC convolution", layout=True),
+    "norm": Step("+ GroupNorm", norm=True),
+    "gelu": Step("+ BiasSplitGelu", ("bias_split_gelu",)),
+    "qkv": Step("+ packed QKV", pack=True),
+    "skip": Step("+ BiasAdd, SkipLayerNorm", ("bias_add", "skip_layer_normalization")),
+    "all": Step("ours: + SkipGroupNorm, QuickGelu", ("skip_group_norm", "quick_gelu"), rest=True),
+}
+
+
+def ablation_steps(target: Target) -> dict[str, Target]:
+    """Step -> the target as far as that step: what comes later is left out. Steps that change nothing are absent.
+
+    Before the step "norm" a GroupNorm node is made and taken apart again, since a lone GroupNormalization has no
+    kernel on most providers, while its parts have.
+    """
+    steps: dict[str, Target] = {}
+    off = {fusion for step in ABLATION.values() for fusion in step.fusions}
+    layout, pack, norm, gelu = "NCHW", False, False, False
+    for name, step in ABLATION.items():
+        off -= set(step.fusions)
+        layout = target.layout if step.layout else layout
+        pack, norm, gelu = pack or step.pack, norm or step.norm, gelu or "bias_split_gelu" in step.fusions
+        expand = target.expand | {"ScaledDotProductAttention"} | (frozenset() if norm else {"GroupNorm"})
+        made = replace(
+            target,
+            layout=layout,
+            pack=pack and target.pack,
+            expand=target.expand if step.rest else frozenset(expand),
+            leave=target.leave | off,
+            split_gelu=gelu and target.split_gelu,
+        )
+        if made not in steps.values():
+            steps[name] = made
+    return steps
+
+
+def _ours(raw: Path, out: Path, component: str, target: str, dtype: str, step: str = "") -> None:
+    from sd_ort.optimize import optimize_component
+    from sd_ort.targets import TARGETS
+
+    chosen = ablation_steps(TARGETS[target])[step] if step else TARGETS[target]
+    optimize_component(raw / component / folder.MODEL, out, chosen, dtype)
+
+
+def _raw(raw: Path, out: Path, component: str, dtype: str) -> None:
+    """The export as it is, its weights and tensors in `dtype`."""
+    import onnx_ir as ir
+
+    from sd_ort import calibration, precision
+    from sd_ort.optimize import save
+
+    source = raw / component / folder.MODEL
+    model = ir.load(source)
+    keep = calibration.calibrate(model, source, out.parent).nodes if dtype == "float16" else set()
+    precision.convert(model, dtype, keep=keep)
+    save(model, out)
+
+
+# --- The peers ------------------------------------------------------------------------------------------------------
+
+
+class _AnyInt(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, int)
+
+
+class _Int(int, metaclass=_AnyInt):
+    """int(), for arrays of one element too."""
+
+    def __new__(cls, number: Any) -> int:  # type: ignore[misc]
+        return int(number.item() if hasattr(number, "item") else number)
+
+
+# What ONNX Runtime's optimizer makes that its CPU provider has no kernel for.
+_NO_CPU_KERNEL = ("group_norm", "skip_group_norm", "nhwc_conv", "bias_splitgelu", "bias_add", "packed_qkv", "packed_kv")
+# Options that are no fusions for Stable Diffusion, or that change its numbers.
+_NOT_FUSIONS = ("enable_shape_inference", "enable_gemm_fast_gelu", "enable_gelu_approximation")
+
+
+def _ort(raw: Path, out: Path, component: str, provider: str, dtype: str) -> None:
+    """onnxruntime.transformers with every fusion for Stable Diffusion that the provider has kernels for.
+
+    Its fusions were written for graphs of the TorchScript exporter, which it gets. Its attention fusion calls int() on
+    an array of one element, which NumPy 2.4 refuses; that is mended in this process.
+    """
+    from onnxruntime.transformers.fusion_options import FusionOptions
+    from onnxruntime.transformers.optimizer import optimize_model
+
+    source = _torchscript(raw, out.parent.parent, component) / component / folder.MODEL
+    kind = "unet" if component in ("unet", "controlnet") else "vae" if component.startswith("vae") else "clip"
+    vars(sys.modules["fusion_attention_unet"])["int"] = _Int  # ORT puts its own folder on the path
+    options = FusionOptions(kind)
+    on_cpu = provider == "cpu"
+    for name in [name for name in vars(options) if name.startswith("enable_") and name not in _NOT_FUSIONS]:
+        setattr(options, name, not (on_cpu and name.removeprefix("enable_") in _NO_CPU_KERNEL))
+    made = optimize_model(
+        str(source), kind, opt_level=0, optimization_options=options, use_gpu=not on_cpu, only_onnxruntime=False
+    )
+    if dtype == "float16":
+        made.convert_float_to_float16(keep_io_types=False, op_block_list=["RandomNormalLike"])
+    made.save_model_to_file(str(out), True)
+
+
+def _torchscript(raw: Path, scratch: Path, component: str) -> Path:
+    """A TorchScript export, opset 17, of what `raw` was exported from; `raw` itself when it is one.
+
+    Raises SdOrtError when the source of the export is not on this machine.
+    """
+    manifest = folder.read_manifest(raw)
+    source, options = manifest.get("source", {}), manifest.get("options", {})
+    if options.get("exporter") == "torchscript":
+        return raw
+    if not source:
+        raise SdOrtError("its optimizer needs a TorchScript export, and what this export was made from is not known.")
+    from sd_ort.export import export
+
+    made_up = bool(source.get("random_weights"))
+    export(
+        None if made_up else source["model"],
+        scratch / "torchscript",
+        preset=source["model"] if made_up else None,
+        random_weights=made_up,
+        seed=options.get("seed", 0),
+        opset=17,
+        exporter="torchscript",
+        components=[component],
+    )
+    return scratch / "torchscript"
+
+
+def _onnxscript(raw: Path, out: Path, component: str, dtype: str) -> None:
+    """onnxscript's optimizer and `optimize_for_ort`; it has no converter to float16, so ONNX Runtime's follows."""
+    import onnx
+    import onnx_ir as ir
+    import onnxscript.optimizer
+    from onnxscript.rewriter.ort_fusions import optimize_for_ort
+
+    model = ir.load(raw / component / folder.MODEL)
+    onnxscript.optimizer.optimize(model)
+    made, _ = optimize_for_ort(model)
+    if dtype != "float16":
+        ir.save(made, out, external_data=folder.DATA)
+        return
+    OnnxModel = importlib.import_module("onnxruntime.transformers.onnx_model").OnnxModel
+    full = out.with_name("float32.onnx")
+    ir.save(made, full, external_data="float32.data")
+    half = OnnxModel(onnx.load(full))
+    half.convert_float_to_float16(keep_io_types=False)
+    half.topological_sort()
+    half.save_model_to_file(str(out), True)
+    for path in (full, out.with_name("float32.data")):
+        path.unlink()
+
+
+RECIPES: dict[str, Callable[..., None]] = {"ours": _ours, "raw": _raw, "ort": _ort, "onnxscript": _onnxscript}

@@ -1,0 +1,232 @@
+"""The HTML page is complete, self-contained and shows failures; the comparison finds what got worse, and only that."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sd_ort import measure, plot, report
+from sd_ort.errors import InputError
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+def row(label: str, batch: int, step: float, **more: Any) -> dict[str, Any]:
+    """A row as `sd_ort.benchmark` writes it, of an engine twice as slow to draw as `step` ms."""
+    base = {
+        "label": label,
+        "batch": batch,
+        "status": "ok",
+        "model": "demo",
+        "engine": "onnxruntime",
+        "stage": "export",
+        "target": "",
+        "precision": "fp32",
+        "load_s": 1.0,
+        "first_run_s": 0.5,
+        "peak_memory_MB": 800.0,
+        "step_ms": measure.summary([step, step * 1.1, step * 0.9]),
+        "image_s": measure.summary([step / 500] * 3),
+        "step_speedup": measure.summary([10 / step] * 3),
+        "image_speedup": measure.summary([10 / step] * 3),
+        "psnr_db": 60.0,
+    }
+    return base | more
+
+
+def results(kind: str = "benchmark", **more: Any) -> dict[str, Any]:
+    failed = {"label": "ORT <optimizer>", "batch": 1, "status": "failed", "reason": "unet: it & that", "model": "demo"}
+    rows = [row("raw ONNX", 1, 10.0), row("ours fp32", 1, 5.0, target="cpu", stage="made"), failed]
+    rows += [row("raw ONNX", 4, 30.0), row("ours fp32", 4, 16.0, target="cpu", stage="made")]
+    settings = {"component": None, "provider": "cpu", "steps": 20, "height": None, "width": None, "guidance": 3.0}
+    settings |= {"prompt": "a red circle", "seed": 0, "threads": 2, "tuning": False, "batches": [1, 4]}
+    return {
+        "format": 2,
+        "kind": kind,
+        "date": "2026-11-21T10:00:00+00:00",
+        "command": "sd-ort benchmark raw",
+        "commit": "abc1234",
+        "machine": {"cpu": "A CPU", "cores": 2, "memory_GB": 8.0, "gpus": [], "system": "Linux"},
+        "versions": {"onnxruntime": "1.31.1"},
+        "settings": settings,
+        "notes": ["energy: not readable."],
+        "finished": True,
+        "interrupted": False,
+        "baseline": "raw ONNX",
+        "engines": rows,
+        **more,
+    }
+
+
+def save(folder: Path, *reports: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in reports:
+        (folder / f"{made['kind']}.json").write_text(json.dumps(made))
+    return folder
+
+
+class Balanced(HTMLParser):
+    """Collects the attributes that would load something, and fails on tags that do not close in order."""
+
+    VOID = ("img", "meta")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.sources: list[str] = []
+        self.count: dict[str, int] = {}
+        self.feed(text.replace("<html lang=en><meta charset=utf-8>", "").replace("</html>", ""))
+        assert self.stack == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in self.VOID:
+            self.stack.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    ablation = results("ablation")
+    ablation["engines"] = [row("raw fp32", 1, 10.0), row("raw fp16", 1, 8.0), row("+ NHWC", 1, 4.0, target="cuda")]
+    made = save(tmp_path / "run", results(), ablation)
+    Image.new("RGB", (8, 8), "red").save(made / "raw-ONNX.png")
+    return made
+
+
+def test_page_is_self_contained_and_complete(folder: Path) -> None:
+    text = report.write(folder).read_text()
+    page = Balanced(text)
+    assert [source[:22] for source in page.sources] == ["data:image/png;base64,"]
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
+    assert (
+        page.count["svg"] == 4 + 1 + 2
+    )  # times and memory at two batch sizes, throughput; the ablation's time, memory
+    for expected in ("abc1234", "A CPU", "onnxruntime 1.31.1", "sd-ort benchmark raw", "energy: not readable."):
+        assert expected in text
+    assert "ORT &lt;optimizer&gt;" in text
+    assert "failed: unet: it &amp; that" in text
+
+
+def test_ablation_shows_what_each_step_gained(folder: Path) -> None:
+    text = report.write(folder).read_text()
+    cells = re.findall(r"<td>\+ NHWC</td>(.*?)</tr>", text)[0]
+    assert "<td>2.00x</td>" in cells  # 8 ms -> 4 ms
+    assert "2.50x" in cells  # over raw fp32, 10 ms
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    drawn = plot.bars([plot.Bar("a<b", 4, "4 ms", "red"), plot.Bar("c", 1, "1 ms", "blue", 0.5, 2)])
+    widths = [float(w) for w in re.findall(r'<rect [^>]*width="([\d.]+)"', drawn)]
+    assert widths == [plot.BARS, plot.BARS / 4]
+    assert f"M{plot.LABELS + plot.BARS / 8:.1f}" in drawn  # the spread starts at 0.5 of 4
+    assert "a&lt;b" in drawn
+    Balanced(drawn)
+
+
+def test_line_labels_do_not_overlap() -> None:
+    same = [plot.Line(str(i), ((1, 5.0), (8, 5.0 + i / 100)), "red") for i in range(6)]
+    drawn = plot.lines(same, "batch", "images/s")
+    heights = sorted(float(y) for x, y in re.findall(r'<text x="(\d+)" y="([\d.]+)">\d</text>', drawn))
+    assert len(heights) == 6
+    assert min(b - a for a, b in pairwise(heights)) >= 14
+
+
+def test_unfinished_run_is_said(tmp_path: Path) -> None:
+    text = report.write(save(tmp_path, results(finished=False))).read_text()
+    assert "did not finish" in text
+
+
+def test_what_is_no_results_folder_is_refused(tmp_path: Path) -> None:
+    for content, reason in (
+        (None, "has no benchmark.json"),
+        ("{", "is not JSON"),
+        ('{"format": 1}', "another version"),
+    ):
+        if content is not None:
+            (tmp_path / "benchmark.json").write_text(content)
+        with pytest.raises(InputError, match=reason):
+            report.write(tmp_path)
+    assert not (tmp_path / report.PAGE).exists()
+
+
+# --- Comparing ------------------------------------------------------------------------------------------------------
+
+
+def changed(index: int, **values: Any) -> dict[str, Any]:
+    new = copy.deepcopy(results())
+    new["engines"][index] |= values
+    return new
+
+
+@pytest.mark.parametrize(
+    ("index", "values", "metric"),
+    [
+        (1, {"step_ms": measure.summary([5.4])}, "step_ms"),
+        (4, {"peak_memory_MB": 900.0}, "peak_memory_MB"),
+        (0, {"psnr_db": 58.0}, "psnr_db"),
+    ],
+)
+def test_what_got_worse_is_found(index: int, values: dict[str, Any], metric: str) -> None:
+    rows, _ = report.compare(results(), changed(index, **values), 0.05)
+    assert [r["metric"] for r in rows if r["worse"]] == [metric]
+    rows, _ = report.compare(changed(index, **values), results(), 0.05)  # the other way round it got better
+    assert not any(r["worse"] for r in rows)
+
+
+def test_within_the_tolerance_is_not_worse() -> None:
+    new = changed(1, step_ms=measure.summary([5.4]))
+    assert not any(r["worse"] for r in report.compare(results(), new, 0.1)[0])
+
+
+def test_engine_that_now_fails_or_is_gone_is_worse() -> None:
+    failing = results()
+    failing["engines"][1] = {"label": "ours fp32", "batch": 1, "status": "failed", "reason": "no memory"}
+    gone = results()
+    del gone["engines"][1]
+    for new in (failing, gone):
+        assert [r["metric"] for r in report.compare(results(), new, 0.05)[0] if r["worse"]] == ["status"]
+
+
+def test_ratios_ignore_a_slower_machine() -> None:
+    slow = results(machine={**results()["machine"], "cpu": "A slower CPU"})
+    for r in slow["engines"]:
+        if "step_ms" in r:
+            r["step_ms"] = measure.summary([2 * v for v in r["step_ms"]["values"]])
+    rows, notes = report.compare(results(), slow, 0.05)
+    assert any(r["worse"] for r in rows)
+    assert notes == ["machine differs"]
+    assert not any(r["worse"] for r in report.compare(results(), slow, 0.05, ratios=True)[0])
+
+
+def test_different_settings_are_not_compared() -> None:
+    with pytest.raises(InputError, match="differ in steps"):
+        report.compare(results(), results(settings={**results()["settings"], "steps": 5}), 0.05)
+
+
+def test_command_exits_with_4_when_something_is_worse(sd_ort: Cli, tmp_path: Path) -> None:
+    old, new = save(tmp_path / "old", results()), save(tmp_path / "new", changed(1, step_ms=measure.summary([9.0])))
+    code, out, _ = sd_ort("report", "--compare", old, old)
+    assert (code, "WORSE" in out) == (0, False)
+    code, out, error = sd_ort("report", "--compare", old, new, "--tolerance", 0.2)
+    assert code == 4
+    assert out.splitlines()[0].startswith("WORSE ours fp32 (batch 1)")
+    assert error == f"sd-ort: 1 measurements are worse than in {old}.\n"
+    assert sd_ort("report", "--compare", old, new, "--tolerance", 1)[0] == 0
+    assert sd_ort("report")[0] == 2
+
+
+def test_command_writes_the_page(sd_ort: Cli, folder: Path) -> None:
+    assert sd_ort("report", folder) == (0, f"{folder / 'report.html'}\n", "")
