@@ -21,7 +21,16 @@ from fusion_passes import (
     skip_layer_normalization,
 )
 from fusion_passes._rule import apply
-from fusion_passes.canonicalize import attention, canonicalize, fold, gelu, group_normalization, merge_equal, transposes
+from fusion_passes.canonicalize import (
+    attention,
+    canonicalize,
+    fold,
+    gelu,
+    group_normalization,
+    layer_normalization,
+    merge_equal,
+    transposes,
+)
 
 # SkipLayerNormalization takes the sums a normalization follows; BiasAdd takes those that are left.
 FUSIONS: tuple[ModuleType, ...] = (
@@ -33,7 +42,7 @@ FUSIONS: tuple[ModuleType, ...] = (
     bias_add,
     skip_group_norm,
 )
-CANONICAL: tuple[ModuleType, ...] = (group_normalization, gelu, transposes, attention)
+CANONICAL: tuple[ModuleType, ...] = (group_normalization, gelu, layer_normalization, transposes, attention)
 
 __all__ = ["CANONICAL", "FUSIONS", "canonicalize", "canonicalize_shapes", "fuse"]
 

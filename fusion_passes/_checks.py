@@ -86,6 +86,11 @@ def users(value: ir.Value) -> Sequence[ir.Node]:
     return tuple(dict.fromkeys(node for node, _ in value.uses()))
 
 
+def readers(value: ir.Value) -> Sequence[ir.Node]:
+    """The nodes that read the numbers of a value, each once: a Shape reads its sizes alone."""
+    return tuple(node for node in users(value) if node.op_type != "Shape")
+
+
 def is_output(value: ir.Value) -> bool:
     """Whether a value is an output of its graph."""
     return value.is_graph_output()

@@ -120,6 +120,29 @@ CASES = [
     Case("cross-attention", _graph(), ops=_ONE, sizes=_SIZES),
     Case("mask kept", _graph(extra=", float[B,1,S,L] m", mask="m"), ops=_ONE, sizes=_SIZES),
     Case("mask of two axes", _graph(extra=", float[S,L] m", mask="m"), ops=_ONE, sizes=_SIZES),
+    Case(
+        "scaled projection",
+        _graph().replace("Reshape (q, split)", "Reshape (qs, split)").replace("q4 =", "qs = Mul (q, s)  q4 ="),
+        ops=_ONE | {"Mul": 0},
+        sizes=_SIZES,
+    ),
+    Case(
+        "projection scaled a channel",
+        _graph()
+        .replace("Reshape (q, split)", "Reshape (qs, split)")
+        .replace("q4 =", "qs = Mul (q, w8)  q4 =")
+        .replace("float s =", "float[8] w8, float s ="),
+        ops=_ONE | {"Mul": 1},
+        sizes=_SIZES,
+    ),
+    Case(
+        "scaled projection is an output",
+        _graph(outputs=", float[B,S,8] qs")
+        .replace("Reshape (q, split)", "Reshape (qs, split)")
+        .replace("q4 =", "qs = Mul (q, s)  q4 ="),
+        ops=_ONE | {"Mul": 1},
+        sizes=_SIZES,
+    ),
     Case("mask a key", _graph(extra=", float[B,1,1,L] m", mask="m"), ops=_ONE | {"Expand": 1}, sizes=_SIZES),
     Case("mask of three axes", _graph(extra=", float[2,S,L] m", mask="m"), ops=_ONE | {"Unsqueeze": 1}, sizes=_SIZES),
     Case("mask of one axis", _graph(extra=", float[L] m", mask="m"), ops=_ONE | {"Expand": 1}, sizes=_SIZES),

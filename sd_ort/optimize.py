@@ -20,11 +20,12 @@ import onnx_ir.passes.common as common
 import fusion_passes
 from fusion_passes import bodies, nhwc_layout, pack_qkv, split_gelu_weights, standard_attention, winograd_conv
 from fusion_passes._rule import DOMAIN, apply
-from sd_ort import calibration, folder, precision
+from sd_ort import calibration, folder, hoist, precision
 from sd_ort.errors import InputError
 from sd_ort.targets import TARGETS, Target
 
 CONTRIB = "com.microsoft"
+IR_VERSION = 10  # what canonical opset 21 and functions with overloads need; folders of old exporters have less
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
     "MultiHeadAttention", "Attention", "GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd",
@@ -43,13 +44,15 @@ def optimize(
     components: list[str] | None = None,
     calibrate: bool | None = None,
     inputs: Path | None = None,
+    hoisted: bool = False,
     report: Report = lambda line: None,
 ) -> dict[str, Any]:
     """Fuse every component of the pipeline folder `source` into the folder `output`, and return its manifest.
 
     target: a name in `TARGETS`. dtype: "float32", "float16" or "bfloat16". calibrate: whether float16 conversion runs
     each component to find what must stay in float32 (None: the components that are small enough), on made-up inputs or
-    on the recorded `inputs` (see `sd_ort.inputs`). An `output` that was made from the same
+    on the recorded `inputs` (see `sd_ort.inputs`). hoisted: split the UNet into a graph that runs once a prompt, one
+    that runs once a schedule and one that runs every step (see `sd_ort.hoist`). An `output` that was made from the same
     input with the same options and is intact is left as it is. Raises InputError for a source that cannot be read and
     OutputError when the output cannot be written; then nothing is left behind.
     """
@@ -63,6 +66,10 @@ def optimize(
         if missing:
             raise InputError(f"{source} has no component {', '.join(missing)}: it has {', '.join(names)}.")
         names = components
+    if hoisted and hoist.PARTS["step"] not in names:
+        raise InputError("--hoist splits the UNet: take it into --component, or leave out --hoist.")
+    if hoist.is_hoisted(source):
+        raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
     paths = {name: folder.check_component(source, name) for name in names}
     before = folder.read_manifest(source)
     manifest: dict[str, Any] = {
@@ -79,6 +86,7 @@ def optimize(
             "components": names,
             "calibrate": calibrate,
             "inputs": folder.sha256(inputs) if inputs else None,
+            "hoist": hoisted,
         },
         "components": {},
     }
@@ -90,7 +98,13 @@ def optimize(
         for name in names:
             started = time.perf_counter()
             entry = optimize_component(
-                paths[name], work / name / folder.MODEL, TARGETS[target], dtype, calibrate=calibrate, inputs=inputs
+                paths[name],
+                work / name / folder.MODEL,
+                TARGETS[target],
+                dtype,
+                calibrate=calibrate,
+                inputs=inputs,
+                hoisted=hoisted and name == hoist.PARTS["step"],
             )
             entry["seconds"] = round(time.perf_counter() - started, 2)
             config = source / name / "config.json"
@@ -110,6 +124,7 @@ def optimize_component(
     *,
     calibrate: bool | None = None,
     inputs: Path | None = None,
+    hoisted: bool = False,
 ) -> dict[str, Any]:
     """Optimize one `model.onnx` into another; returns counts by rule and by operator. Options as for `optimize`."""
     model = ir.load(source)
@@ -124,14 +139,17 @@ def optimize_component(
     if dtype != "float32":
         precision.convert(model, dtype, keep=measured.nodes, float32_inputs=target.float32_inputs)
     kept = lower_operators(model, target)
-    save(model, output)
-    nodes = Counter(node.op_type for node in model.graph)
+    parts = {hoist.PARTS[name]: part for name, part in hoist.split(model).items()} if hoisted else {}
+    for name, part in (parts or {output.parent.name: model}).items():
+        save(part, output.parent.with_name(name) / output.name)
+    nodes = Counter(node.op_type for part in (parts.values() or [model]) for node in part.graph)
     return {
         "nodes_before": before,
         "nodes": sum(nodes.values()),
         "rules": {name: count for name, count in {**rules, **lowered}.items() if count},
         "counts": {op: nodes[op] for op in COUNTED if nodes[op]},
         "not_lowered": kept,
+        **({"hoisted": {name: len(part.graph) for name, part in parts.items()}} if hoisted else {}),
         **({"calibration": measured.note, "float32_sites": measured.sites} if dtype == "float16" else {}),
     }
 
@@ -198,6 +216,7 @@ def save(model: ir.Model, path: Path) -> None:
         ):
             if not output.uses() and not output.is_graph_output():
                 output.name = ""  # an optional output that nobody reads need not be computed
+    model.ir_version = max(model.ir_version, IR_VERSION)
     model.producer_name, model.producer_version = "sd-ort", importlib.metadata.version("sd-ort")
     path.parent.mkdir(parents=True, exist_ok=True)
     ir.save(model, path, external_data=folder.DATA, alignment=65536, max_workers=2, max_in_flight_bytes=256 << 20)

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from fusion_passes._rule import apply
-from fusion_passes.canonicalize import attention, gelu, group_normalization, transposes
+from fusion_passes.canonicalize import attention, gelu, group_normalization, layer_normalization, transposes
 from fusion_passes.canonicalize.facts import fold, merge_equal, reshape_targets
 from fusion_passes.canonicalize.operand_order import order_operands
 from fusion_passes.canonicalize.opset import declare_opset
@@ -32,9 +32,11 @@ def canonicalize(model: ir.Model) -> Counter[str]:
     counts["attention"] += apply(model, [attention.FromAttention])
     if declare_opset(model):
         counts["gelu"] += apply(model, gelu.RULES)
+        counts["layer_normalization"] += apply(model, layer_normalization.RULES)
     while changed := apply(model, transposes.RULES) + apply(model, attention.SCALES):
         counts["transposes"] += changed
     counts["attention"] += apply(model, attention.RULES)
+    apply(model, attention.AFTER)
     while changed := apply(model, transposes.RULES):
         counts["transposes"] += changed
     reshape_targets(model)

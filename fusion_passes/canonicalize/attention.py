@@ -5,6 +5,7 @@
     Where(IsNaN(p), 0, p) after the Softmax       is dropped where the mask is finite: then no row of p is NaN
     ai.onnx Attention on 4-D tensors (opset 23)   =>  SDPA, a causal flag kept
     3-D attention over [B*H,S,D] (Optimum, old diffusers)  =>  SDPA over [B,H,S,D]
+    SDPA of heads split from q * s                =>  SDPA of heads split from q, scale * s
     a Softmax between Casts from half precision to float32 and back  =>  the Softmax
 
 A mask is carried over as it is, a scale as a number; a Softmax on another axis, a mask that may be infinite behind a
@@ -211,21 +212,45 @@ class Sdpa3D(Sdpa):
         # A Shape may read the flat query to give the flat key its shape; what is not read any more is removed later.
         super().__init__(remove_nodes=False)
 
-    def pattern(self, op: Any, q: Any, k_t: Any, v: Any, s: Any, q3: Any, k3: Any, v3: Any, back: Any) -> Any:
+    def pattern(
+        self,
+        op: Any,
+        q: Any,
+        k_t: Any,
+        v: Any,
+        s: Any,
+        q3: Any,
+        k3: Any,
+        v3: Any,
+        back: Any,
+        mask: Any,
+        m3: Any,
+        m4: Any,
+    ) -> Any:
         query = op.Reshape(q, q3, _outputs=["q_flat"])
         keys = op.Transpose(op.Reshape(k_t, k3, _outputs=["k_flat"]), perm=[0, 2, 1])
         scores = op.MatMul(query, keys, _outputs=["scores"])
-        weights = op.Softmax(OrValue([op.Mul(scores, s), scores]), _outputs=["weights"])
+        weights = op.Softmax(self.masked(op, OrValue([op.Mul(scores, s), scores]), mask, m3, m4), _outputs=["weights"])
         out = op.MatMul(weights, op.Reshape(v, v3, _outputs=["v_flat"]), _outputs=["flat"])
         return op.Reshape(out, back, _outputs=["out"])
 
+    def masked(self, op: Any, scores: Any, mask: Any, m3: Any, m4: Any) -> Any:
+        return scores
+
     def refuse(
-        self, q: ir.Value, k_t: ir.Value, v: ir.Value, s: ir.Value | None, weights: ir.Value, out: ir.Value, **rest: Any
-    ) -> str | None:
+        self, q: ir.Value, k_t: ir.Value, v: ir.Value, s: ir.Value | None, weights: ir.Value, out: ir.Value,
+        mask: ir.Value | None = None, **rest: Any,
+    ) -> str | None:  # fmt: skip
         reason = super().refuse(q=q, k_t=k_t, v=v, s=s, mask=None, zero=None, weights=weights)
         if reason:
             return reason
-        if any(len(x.uses()) > 1 or x.is_graph_output() for x in (rest["scores"], weights, rest["flat"])):
+        length = (c.dims(k_t) or [])[2]
+        if mask is not None and (reason := why_not_mask(mask, q, length, v)):
+            return reason
+        if mask is not None and c.dims(rest["scores4"]) != [*(c.dims(q) or [])[:3], length]:
+            return "the mask is not added on [B,H,S,L]"
+        inside = [rest[name] for name in ("scores", "scores4", "scores3", "flat") if name in rest] + [weights]
+        if any(len(c.readers(x)) > 1 or x.is_graph_output() for x in inside):
             return "something else reads the scores, the weights or the result"
         for x, flat in ((q, rest["q_flat"]), (k_t, rest["k_flat"]), (v, rest["v_flat"])):
             if len(c.dims(flat) or []) != 3 or (c.dims(flat) or [])[1:] != (c.dims(x) or [])[2:]:
@@ -233,9 +258,33 @@ class Sdpa3D(Sdpa):
         expected = [*(c.dims(q) or [])[:3], (c.dims(v) or [])[-1]]
         return None if c.dims(out) == expected else "the batch and head axes are not restored"
 
-    def rewrite(self, op: Any, q: ir.Value, k_t: ir.Value, v: ir.Value, s: ir.Value | None, **_: Any) -> Any:
+    def rewrite(
+        self,
+        op: Any,
+        q: ir.Value,
+        k_t: ir.Value,
+        v: ir.Value,
+        s: ir.Value | None,
+        mask: ir.Value | None = None,
+        **_: Any,
+    ) -> Any:
+        inputs = [q, k_t, v] + ([] if mask is None else [mask])
         scale = 1.0 if s is None else c.scalar(s)
-        return op.ScaledDotProductAttention(q, k_t, v, scale=scale, is_causal=0, _domain=DOMAIN)
+        return op.ScaledDotProductAttention(*inputs, scale=scale, is_causal=0, _domain=DOMAIN)
+
+
+class MaskedSdpa3D(Sdpa3D):
+    """The same with a mask that is added between Reshapes to [B,H,S,L] and back (CLIP before SDPA)."""
+
+    def masked(self, op: Any, scores: Any, mask: Any, m3: Any, m4: Any) -> Any:
+        total = op.Add(op.Reshape(scores, m4, _outputs=["scores4"]), mask)
+        return op.Reshape(total, m3, _outputs=["scores3"])
+
+    def refuse(self, **bindings: Any) -> str | None:
+        three, four = c.dims(bindings["scores3"]), c.dims(bindings["scores4"])
+        if three is None or four is None or len(three) != 3 or len(four) != 4 or three[1:] != four[2:]:
+            return "the Reshapes around the mask do not split and merge the batch and head axes"
+        return super().refuse(**bindings)
 
 
 class FromAttention(Rule):
@@ -281,8 +330,35 @@ class FromAttention(Rule):
         return op.ScaledDotProductAttention(*inputs, scale=scale, is_causal=causal, _domain=DOMAIN)
 
 
+class ScaledProjection(Rule):
+    """SDPA(Transpose(Reshape(q * s)), k, v; scale) => SDPA(Transpose(Reshape(q)), k, v; scale * s)"""
+
+    def pattern(self, op: Any, q: Any, s: Any, shape: Any, k: Any, v: Any) -> Any:
+        heads = op.Transpose(op.Reshape(op.Mul(q, s, _outputs=["scaled"]), shape), _outputs=["query"])
+        mask = Var("mask", can_match_none=True)
+        return op.ScaledDotProductAttention(heads, k, v, mask, _domain=DOMAIN, _outputs=["out"])
+
+    def refuse(self, q: ir.Value, s: ir.Value, scaled: ir.Value, **_: Any) -> str | None:
+        if c.scalar(s) is None or not c.same_shape(q, scaled):
+            return "the scale is not one constant number"
+        return None
+
+    def rewrite(
+        self, op: Any, q: ir.Value, s: ir.Value, shape: ir.Value, k: ir.Value, v: ir.Value, query: ir.Value,
+        out: ir.Value, mask: ir.Value | None, **_: Any,
+    ) -> Any:  # fmt: skip
+        node = out.producer()
+        assert node is not None
+        heads = op.Transpose(op.Reshape(q, shape), perm=c.perm(query))
+        attributes = {name: a.value for name, a in node.attributes.items()}
+        attributes["scale"] = attributes["scale"] * (c.scalar(s) or 0.0)
+        inputs = [heads, k, v] + ([] if mask is None else [mask])
+        return op.ScaledDotProductAttention(*inputs, _domain=DOMAIN, **attributes)
+
+
 SCALES = (SoftmaxInFloat32, DivisionIsScale, ScaledQuery, ScaledKey, MergeScales)
-RULES = (Sdpa, Sdpa3D, FromAttention)
+RULES = (Sdpa, Sdpa3D, MaskedSdpa3D, FromAttention)
+AFTER = (ScaledProjection,)
 
 
 def _graph(body: str, extra: str = "", outputs: str = "", opset: int = 21) -> str:
@@ -315,6 +391,9 @@ def _flat(body: str, extra: str = "", outputs: str = "") -> str:
 _ADD_ZEROS = """edges = Shape (c)  zeros = ConstantOfShape <value = float[1] {0.0}> (edges)
             none = Mul (zeros, zero)  e = Add (none, m)  w = Softmax <axis = -1> (e)"""
 _ADD_ONES = _ADD_ZEROS.replace("{0.0}", "{1.0}").replace("zero)", "a)")
+_ADD_MASK = """batch = Shape <start = 0, end = 1> (q)  two = Constant <value = int64[1] {2}> ()
+            four = Concat <axis = 0> (batch, two, s, s)  m4 = Reshape (m, four)  e = Add (m4, real)
+            m3 = Shape (m)  back3 = Reshape (e, m3)  w = Softmax <axis = -1> (back3)"""
 _FLAT_SIZES = {"B": 2, "S": 5, "P": 4}
 _PLAIN = "c = MatMul (q, kt)  d = Mul (c, a)  w = Softmax <axis = -1> (d)  y = MatMul (w, v)"
 _GUARD = "n = IsNaN (w)  u = Where (n, z, w)  y = MatMul (u, v)"
@@ -487,6 +566,25 @@ CASES = [
     ),
     Case("batch and heads merged", _flat("w = Softmax <axis = -1> (m)"), ops=_ONE, sizes=_FLAT_SIZES),
     Case("batch and heads merged, zeros added", _flat(_ADD_ZEROS), ops=_ONE | {"Add": 0}, sizes=_FLAT_SIZES),
+    Case(
+        "batch and heads merged, a mask added in between",
+        _flat(_ADD_MASK, ", float[B,1,S,S] real"),
+        ops=_ONE | {"Add": 0},
+        sizes=_FLAT_SIZES,
+    ),
+    Case(
+        "batch and heads merged, a mask a flat head",
+        _flat("e = Add (m, real)  w = Softmax <axis = -1> (e)", ", float[P,S,S] real"),
+        fires=0,
+        sizes=_FLAT_SIZES,
+    ),
+    Case(
+        "batch and heads merged, the mask added with heads first",
+        _flat(_ADD_MASK.replace("(batch, two, s, s)", "(two, batch, s, s)"), ", float[2,1,S,S] real"),
+        fires=0,
+        refused="not those of the scores",
+        sizes=_FLAT_SIZES,
+    ),
     Case("batch and heads merged, ones added", _flat(_ADD_ONES), fires=0, sizes=_FLAT_SIZES),
     Case(
         "batch and heads merged, weights are an output",

@@ -62,7 +62,8 @@ def reshape_targets(model: ir.Model) -> None:
         elif node.op_type in ("Unsqueeze", "Squeeze") and node.outputs[0] not in facts.elements:
             _as_reshape(model.graph, node, facts)
         for output in node.outputs:
-            if facts.shapes.get(output):
+            # What only a Shape reads would have to be computed for it.
+            if facts.shapes.get(output) and (c.readers(output) or output.is_graph_output()):
                 seen.setdefault(facts.shapes[output], output)
     common.RemoveUnusedNodesPass()(model)
     common.CommonSubexpressionEliminationPass()(model)

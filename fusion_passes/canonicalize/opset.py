@@ -1,6 +1,6 @@
 """Declare every graph at one opset, so that later passes know one form of each operator.
 
-The operators of Stable Diffusion graphs mean the same in opsets 17 to 24, but for those listed here:
+The operators of Stable Diffusion graphs mean the same in opsets 13 to 24, but for those listed here:
     Split (< 18)                     num_outputs becomes an attribute when no sizes are given
     ReduceMean, ReduceMax (< 18)     axes become an input
 GroupNormalization (which changed in 21) and Attention (new in 23) have been replaced before. Graphs with an operator
@@ -14,12 +14,14 @@ import onnx_ir as ir
 from fusion_passes._lazy import constant
 
 OPSET = 21
+OLDEST, NEWEST = 13, 24
 SAME = frozenset(
     "Add And ArgMax Cast Ceil Clip Concat Constant ConstantOfShape Conv Cos Div Equal Erf Exp Expand Flatten Floor "
     "Gather GatherElements GatherND Gelu Gemm Greater GreaterOrEqual Identity InstanceNormalization IsInf "
     "IsNaN LayerNormalization Less LessOrEqual Log MatMul Max Min Mod Mul Neg Not Or Pad Pow Range Reciprocal Relu "
     "Reshape Resize ScatterND Shape Sigmoid Sin Slice Softmax Split Sqrt Squeeze Sub Tanh Tile Transpose Trilu "
-    "Unsqueeze Where ReduceMean ReduceMax ReduceSum ReduceMin Size CumSum NonZero Abs Sign Round Softplus".split()
+    "Unsqueeze Where ReduceMean ReduceMax ReduceSum ReduceMin Size CumSum NonZero Abs Sign Round Softplus "
+    "Dropout Einsum GlobalAveragePool LogSoftmax RandomNormal RandomNormalLike Sum".split()
 )
 
 
@@ -29,7 +31,7 @@ def declare_opset(model: ir.Model) -> bool:
     if version == OPSET:
         return True
     standard = [n for n in model.graph if n.domain in ("", "ai.onnx")]
-    if version < 17 or any(n.op_type not in SAME for n in standard):
+    if not OLDEST <= version <= NEWEST or any(n.op_type not in SAME for n in standard):
         return False
     for node in standard:
         if version < 18 and node.op_type in ("ReduceMean", "ReduceMax", "ReduceMin") and "axes" in node.attributes:
