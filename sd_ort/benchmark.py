@@ -61,7 +61,7 @@ CSV_COLUMNS = (
 class Case:
     """What was measured of one engine at one batch size, one entry a counted round; memory from the warm-up on, in MB.
 
-    Device memory is what the device's use grew by since before the engine was loaded.
+    Device memory is what the engine's process held of it.
     """
 
     batch: int
@@ -89,7 +89,6 @@ class Worker:
         self.loaded: dict[str, Any] = {}
         self.failure = failure
         self.dead = False
-        self.device_MB = 0.0
         self.cases: dict[int, Case] = {}
 
     def load(self, settings: Settings) -> None:
@@ -115,8 +114,8 @@ class Worker:
             return
         case.images, case.output, case.size = result["images"], result["output"], result["size"]
         case.memory.append(result["memory_MB"])
-        if watch.peak is not None and watch.after is not None:
-            case.device_memory.append(self.device_MB + watch.peak - watch.after)
+        if watch.peak:
+            case.device_memory.append(watch.peak)
         if case.first_run_s is None:
             case.first_run_s = result["seconds"]
         if counted:
@@ -128,15 +127,13 @@ class Worker:
 
     def call(self, function: Callable[..., dict[str, Any]], *arguments: Any) -> tuple[dict[str, Any], device.Watch]:
         """Run a function in the process, the device watched meanwhile. Raises SdOrtError when it fails or is ended."""
-        with device.watching(self.meter) as watch:
+        with device.watching(self.meter, self.process.pid) as watch:
             try:
                 result = self.pool.submit(function, *arguments).result()
             except BrokenProcessPool:
                 self.dead = True
                 self.failure = "its process was ended by the system: most likely it ran out of memory"
                 raise SdOrtError(self.failure) from None
-        if watch.after is not None and watch.before is not None:
-            self.device_MB += watch.after - watch.before
         return result, watch
 
     def row(self, case: Case, baseline: Case | None, settings: Settings) -> dict[str, Any]:
@@ -263,16 +260,20 @@ def run(
 ) -> dict[str, Any]:
     """Measure the engines; the report is returned, and kept in `out` as <kind>.json, .csv and one PNG an engine.
 
-    Folders that engines still need are made below `work`, `jobs` at a time. An engine that fails is a row with
-    `status` "failed" and its `reason`. On an interrupt the report is marked `interrupted`, and KeyboardInterrupt goes
-    on.
+    Folders that engines still need are made below `work`, and engines loaded, `jobs` at a time. An engine that fails is
+    a row with `status` "failed" and its `reason`. On an interrupt the report is marked `interrupted`, and
+    KeyboardInterrupt goes on.
     """
     meter = device.open_meter(settings.provider)
     record = Record(settings, out, [*notes, *_notes(settings, meter)], kind)
+    if jobs > 1:
+        record.report["notes"].append(
+            f"{jobs} folders were made and {jobs} engines loaded at a time: those times suffer."
+        )
     try:
         prepared = prepare(engines, settings, work or out / "work", jobs, say)
         for group in [[item] for item in prepared] if settings.sequential else [prepared]:
-            _measure(group, settings, record, meter, say)
+            _measure(group, settings, record, meter, jobs, say)
         record.report["finished"] = True
     except KeyboardInterrupt:
         record.report["interrupted"] = True
@@ -318,18 +319,28 @@ def prepare(
 
 
 def _measure(
-    group: Sequence[Prepared], settings: Settings, record: Record, meter: device.Meter, say: Callable[[str], None]
+    group: Sequence[Prepared],
+    settings: Settings,
+    record: Record,
+    meter: device.Meter,
+    jobs: int,
+    say: Callable[[str], None],
 ) -> None:
     """Run engines in turn, one batch size after another: one batch each, round after round, warm-up rounds first."""
     workers: list[Worker] = []
+
+    def load(worker: Worker) -> None:
+        say(f"loading {worker.engine.label} ({worker.engine.directory})")
+        worker.load(settings)
+
     try:
         for item in group:
-            say(f"loading {item.engine.label} ({item.engine.directory})")
             workers.append(Worker(item.engine, meter, item.failure))
             workers[-1].loaded = {} if item.seconds is None else {"make_s": item.seconds}
             record.workers.append(workers[-1])
-            workers[-1].load(settings)
-            record.save()
+        with ThreadPoolExecutor(max(1, jobs)) as pool:
+            for _ in pool.map(load, workers):
+                record.save()
         rounds = settings.warmup + settings.runs
         for batch in settings.batches:
             for index in range(rounds):

@@ -115,7 +115,7 @@ def _named(name: str, first: Engine, torch_engine: Sequence[Engine], provider: s
     if name == "raw":
         return [raw]
     if name == "raw-fp16":
-        return [_made(raw, "raw ONNX fp16", ("raw", "float16"))]
+        return [_made(raw, "raw ONNX fp16", ("raw", "float16"), target="raw")]
     if kind == "ours":
         other = f" {target}" if rest not in ("", "graph") else ""
         made = _made(raw, f"ours {short}{other}{graph}", ("ours", target, dtype), target=target)

@@ -1,10 +1,10 @@
 """Memory and energy of the device a provider runs on, read where the vendors' own tools read them.
 
-    cuda             NVML (what nvidia-smi shows): memory in use, energy since the driver was loaded
-    rocm, migraphx   the amdgpu driver's files in /sys/class/drm (what amd-smi shows): memory in use, average power
+    cuda             NVML (what nvidia-smi shows): memory of a process, energy since the driver was loaded
+    rocm, migraphx   the amdgpu driver's files in /sys/class (what amd-smi shows): memory of a process, average power
     cpu              RAPL, /sys/class/powercap: energy of the processor packages; its memory is the host's
 
-All are numbers of the whole device, idle power and other processes included.
+Energy is that of the whole device, idle power and other processes included.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 MEGABYTE = 2**20
 NOT_READABLE = "not readable"
+UNKNOWN = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
 
 
 class Meter:
@@ -26,8 +26,8 @@ class Meter:
 
     note = NOT_READABLE
 
-    def used_MB(self) -> float | None:
-        """Device memory in use now, by all processes."""
+    def used_MB(self, pid: int) -> float | None:
+        """Device memory that a process holds now, its context and the kernels' code included."""
         return None
 
     def energy_J(self) -> float | None:
@@ -35,8 +35,15 @@ class Meter:
         return None
 
 
-class _NvmlMemory(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]  # nvmlMemory_t
+class _NvmlProcess(ctypes.Structure):
+    """nvmlProcessInfo_t of nvmlDeviceGetComputeRunningProcesses_v3."""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
 
 
 class Nvml(Meter):
@@ -49,10 +56,12 @@ class Nvml(Meter):
         if self.library.nvmlInit_v2() or self.library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(self.handle)):
             raise OSError("NVML finds no GPU")
 
-    def used_MB(self) -> float | None:
-        memory = _NvmlMemory()
-        failed = self.library.nvmlDeviceGetMemoryInfo(self.handle, ctypes.byref(memory))
-        return None if failed else memory.used / MEGABYTE
+    def used_MB(self, pid: int) -> float | None:
+        count, processes = ctypes.c_uint(256), (_NvmlProcess * 256)()
+        failed = self.library.nvmlDeviceGetComputeRunningProcesses_v3(self.handle, ctypes.byref(count), processes)
+        if failed or any(process.used == UNKNOWN for process in processes[: count.value]):
+            return None
+        return sum(process.used for process in processes[: count.value] if process.pid == pid) / MEGABYTE
 
     def energy_J(self) -> float | None:
         millijoules = ctypes.c_ulonglong()
@@ -66,16 +75,19 @@ class AmdGpu(Meter):
     `device`: /sys/class/drm/card<N>/device. Raises OSError when it has no VRAM counter.
     """
 
-    def __init__(self, device: Path) -> None:
-        self.memory = device / "mem_info_vram_used"
-        self.memory.read_text()
+    def __init__(self, device: Path, processes: Path = Path("/sys/class/kfd/kfd/proc")) -> None:
+        (device / "mem_info_vram_used").read_text()
+        self.processes = processes
         hwmon = (device / "hwmon").glob("hwmon*")
         names = ("power1_average", "power1_input")  # microwatts; newer GPUs have only the second
         self.power = next((path for folder in hwmon for name in names if (path := folder / name).is_file()), None)
         self.joules, self.last = 0.0, time.perf_counter()
 
-    def used_MB(self) -> float | None:
-        return int(self.memory.read_text()) / MEGABYTE
+    def used_MB(self, pid: int) -> float | None:
+        try:  # one file a GPU
+            return sum(int(path.read_text()) for path in (self.processes / str(pid)).glob("vram_*")) / MEGABYTE
+        except OSError:
+            return None
 
     def energy_J(self) -> float | None:
         if self.power is None:
@@ -120,30 +132,27 @@ def open_meter(provider: str) -> Meter:
 
 
 class Watch:
-    """The device while a block ran: memory before, at its peak and after it in MB, and energy in J; None if unread."""
+    """The device while a block ran: the most memory a process held, in MB, and energy in J; None if unread."""
 
-    before: float | None = None
     peak: float | None = None
-    after: float | None = None
     joules: float | None = None
 
 
 @contextmanager
-def watching(meter: Meter, interval: float = 0.01) -> Iterator[Watch]:
-    """Read memory and energy every `interval` seconds while the block runs, in a thread of this process."""
+def watching(meter: Meter, pid: int, interval: float = 0.01) -> Iterator[Watch]:
+    """Read memory of `pid` and energy every `interval` seconds while the block runs, in a thread of this process."""
     watch = Watch()
-    watch.before = watch.peak = meter.used_MB()
+    watch.peak = meter.used_MB(pid)
     start = meter.energy_J()
     done = threading.Event()
 
     def sample() -> None:
-        with suppress(OSError):
-            while not done.wait(interval):
-                watch.peak = _larger(watch.peak, meter.used_MB())
-                meter.energy_J()
+        while not done.wait(interval):
+            watch.peak = _larger(watch.peak, meter.used_MB(pid))
+            meter.energy_J()
 
     thread = threading.Thread(target=sample, daemon=True)
-    if watch.before is not None or start is not None:
+    if watch.peak is not None or start is not None:
         thread.start()
     try:
         yield watch
@@ -152,17 +161,9 @@ def watching(meter: Meter, interval: float = 0.01) -> Iterator[Watch]:
         if thread.ident is not None:
             thread.join()
         end = meter.energy_J()
-        watch.after = meter.used_MB()
-        watch.peak = _larger(watch.peak, watch.after)
+        watch.peak = _larger(watch.peak, meter.used_MB(pid))
         watch.joules = end - start if start is not None and end is not None and end >= start else None
 
 
 def _larger(first: float | None, second: float | None) -> float | None:
     return second if first is None else first if second is None else max(first, second)
-
-
-def watched(meter: Meter, function: Callable[..., Any], *arguments: Any) -> tuple[Any, Watch]:
-    """`function(*arguments)` and what the device did meanwhile."""
-    with watching(meter) as watch:
-        result = function(*arguments)
-    return result, watch

@@ -164,7 +164,7 @@ def _scaling(rows: Sequence[Row]) -> str:
         drawn.append(plot.Line(label, points, colour(mine[0])))
     if not any(len(line.points) > 1 for line in drawn):
         return ""
-    return "<h3>Throughput</h3>" + plot.lines(drawn, "batch", "images/s" if "image_s" in rows[0] else "batch/s · batch")
+    return "<h3>Throughput</h3>" + plot.lines(drawn, "batch", "images/s" if "image_s" in rows[0] else "samples/s")
 
 
 def _rate(row: Row) -> float:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sd_ort.targets import Target
 
 Recipe = tuple[str, ...]
+TORCHSCRIPT = "torchscript"  # folder of the exports that ONNX Runtime's optimizer is given
 SECONDS = "seconds"  # beside a made component: how long it took
 
 # --- Making and keeping ---------------------------------------------------------------------------------------------
@@ -71,6 +72,21 @@ def source_hash(raw: Path) -> str:
 _SOURCES = ("variants.py", "optimize.py", "targets.py", "precision.py", "calibration.py")
 
 
+@dataclass(frozen=True)
+class Task:
+    """One component to make of the export `raw`, into `out`, a model.onnx; `home`: the folder of all that is made."""
+
+    raw: Path
+    component: str
+    out: Path
+    home: Path
+
+    @property
+    def source(self) -> Path:
+        """The raw model."""
+        return self.raw / self.component / folder.MODEL
+
+
 def _make_component(recipe: Recipe, raw: Path, out: Path, component: str) -> None:
     """In a process of its own: make one component in a scratch folder and move it into place."""
     start = time.perf_counter()
@@ -78,7 +94,7 @@ def _make_component(recipe: Recipe, raw: Path, out: Path, component: str) -> Non
     try:
         target = scratch / component / folder.MODEL
         target.parent.mkdir()
-        RECIPES[recipe[0]](raw, target, component, *recipe[1:])
+        RECIPES[recipe[0]](Task(raw, component, target, out.parent), *recipe[1:])
         shutil.copy2(raw / component / "config.json", target.parent)
         (target.parent / SECONDS).write_text(f"{time.perf_counter() - start:.2f}\n")
         if not (out / component / folder.MODEL).is_file():
@@ -149,26 +165,25 @@ def ablation_steps(target: Target) -> dict[str, Target]:
     return steps
 
 
-def _ours(raw: Path, out: Path, component: str, target: str, dtype: str, step: str = "") -> None:
+def _ours(task: Task, target: str, dtype: str, step: str = "") -> None:
     from sd_ort.optimize import optimize_component
     from sd_ort.targets import TARGETS
 
     chosen = ablation_steps(TARGETS[target])[step] if step else TARGETS[target]
-    optimize_component(raw / component / folder.MODEL, out, chosen, dtype)
+    optimize_component(task.source, task.out, chosen, dtype)
 
 
-def _raw(raw: Path, out: Path, component: str, dtype: str) -> None:
+def _raw(task: Task, dtype: str) -> None:
     """The export as it is, its weights and tensors in `dtype`."""
     import onnx_ir as ir
 
     from sd_ort import calibration, precision
     from sd_ort.optimize import save
 
-    source = raw / component / folder.MODEL
-    model = ir.load(source)
-    keep = calibration.calibrate(model, source, out.parent).nodes if dtype == "float16" else set()
+    model = ir.load(task.source)
+    keep = calibration.calibrate(model, task.source, task.out.parent).nodes if dtype == "float16" else set()
     precision.convert(model, dtype, keep=keep)
-    save(model, out)
+    save(model, task.out)
 
 
 # --- The peers ------------------------------------------------------------------------------------------------------
@@ -192,7 +207,7 @@ _NO_CPU_KERNEL = ("group_norm", "skip_group_norm", "nhwc_conv", "bias_splitgelu"
 _NOT_FUSIONS = ("enable_shape_inference", "enable_gemm_fast_gelu", "enable_gelu_approximation")
 
 
-def _ort(raw: Path, out: Path, component: str, provider: str, dtype: str) -> None:
+def _ort(task: Task, provider: str, dtype: str) -> None:
     """onnxruntime.transformers with every fusion for Stable Diffusion that the provider has kernels for.
 
     Its fusions were written for graphs of the TorchScript exporter, which it gets. Its attention fusion calls int() on
@@ -201,7 +216,7 @@ def _ort(raw: Path, out: Path, component: str, provider: str, dtype: str) -> Non
     from onnxruntime.transformers.fusion_options import FusionOptions
     from onnxruntime.transformers.optimizer import optimize_model
 
-    source = _torchscript(raw, out.parent.parent, component) / component / folder.MODEL
+    source, component = _torchscript(task), task.component
     kind = "unet" if component in ("unet", "controlnet") else "vae" if component.startswith("vae") else "clip"
     vars(sys.modules["fusion_attention_unet"])["int"] = _Int  # ORT puts its own folder on the path
     options = FusionOptions(kind)
@@ -213,44 +228,49 @@ def _ort(raw: Path, out: Path, component: str, provider: str, dtype: str) -> Non
     )
     if dtype == "float16":
         made.convert_float_to_float16(keep_io_types=False, op_block_list=["RandomNormalLike"])
-    made.save_model_to_file(str(out), True)
+    made.save_model_to_file(str(task.out), True)
 
 
-def _torchscript(raw: Path, scratch: Path, component: str) -> Path:
-    """A TorchScript export, opset 17, of what `raw` was exported from; `raw` itself when it is one.
+def _torchscript(task: Task) -> Path:
+    """The component's TorchScript export, opset 17, made once and kept; the raw model itself when it is one.
 
-    Raises SdOrtError when the source of the export is not on this machine.
+    Raises SdOrtError when the source of the export is not known.
     """
-    manifest = folder.read_manifest(raw)
+    manifest = folder.read_manifest(task.raw)
     source, options = manifest.get("source", {}), manifest.get("options", {})
     if options.get("exporter") == "torchscript":
-        return raw
+        return task.source
     if not source:
         raise SdOrtError("its optimizer needs a TorchScript export, and what this export was made from is not known.")
-    from sd_ort.export import export
+    kept = task.home / TORCHSCRIPT / task.component
+    if not (kept / folder.MODEL).is_file():
+        from sd_ort.export import export
 
-    made_up = bool(source.get("random_weights"))
-    export(
-        None if made_up else source["model"],
-        scratch / "torchscript",
-        preset=source["model"] if made_up else None,
-        random_weights=made_up,
-        seed=options.get("seed", 0),
-        opset=17,
-        exporter="torchscript",
-        components=[component],
-    )
-    return scratch / "torchscript"
+        made_up = bool(source.get("random_weights"))
+        scratch = task.out.parent.parent / TORCHSCRIPT
+        export(
+            None if made_up else source["model"],
+            scratch,
+            preset=source["model"] if made_up else None,
+            random_weights=made_up,
+            seed=options.get("seed", 0),
+            opset=17,
+            exporter="torchscript",
+            components=[task.component],
+        )
+        kept.parent.mkdir(exist_ok=True)
+        (scratch / task.component).rename(kept)
+    return kept / folder.MODEL
 
 
-def _onnxscript(raw: Path, out: Path, component: str, dtype: str) -> None:
+def _onnxscript(task: Task, dtype: str) -> None:
     """onnxscript's optimizer and `optimize_for_ort`; it has no converter to float16, so ONNX Runtime's follows."""
     import onnx
     import onnx_ir as ir
     import onnxscript.optimizer
     from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
-    model = ir.load(raw / component / folder.MODEL)
+    out, model = task.out, ir.load(task.source)
     onnxscript.optimizer.optimize(model)
     made, _ = optimize_for_ort(model)
     if dtype != "float16":

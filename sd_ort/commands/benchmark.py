@@ -47,6 +47,7 @@ def _sizes(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[
 @click.option("--tuning", is_flag=True, help="Let the provider search for its fastest kernels.")
 @click.option("--sequential", is_flag=True, help="One engine in memory at a time; ratios then are not of one moment.")
 @click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")
+@click.option("--note", "remarks", multiple=True, help="A line for the report; may be given several times.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Folders made at once.")
 @click.option(
     "--work", type=click.Path(path_type=Path), help="Where they are kept [default: ~/.cache/sd-ort/benchmark]."
@@ -72,6 +73,7 @@ def command(
     load: float,
     torch_model: str | None,
     jobs: int,
+    remarks: tuple[str, ...],
     work: Path | None,
     out: Path,
     **options: Any,
@@ -110,7 +112,12 @@ def command(
         click.echo(line, err=True)
 
     kind = "ablation" if ablation else "mlperf" if mlperf else "profile" if profile else "benchmark"
-    common: dict[str, Any] = {"notes": notes, "work": work or cache_folder() / "benchmark", "jobs": jobs, "say": say}
+    common: dict[str, Any] = {
+        "notes": [*notes, *remarks],
+        "work": work or cache_folder() / "benchmark",
+        "jobs": jobs,
+        "say": say,
+    }
     try:
         if mlperf:
             from sd_ort import mlperf as stage
