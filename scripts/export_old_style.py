@@ -52,7 +52,7 @@ def export_old_style(folder: Path, component: str, half: bool) -> None:
     name = models.MODEL_OF.get(component, component)
     config, model = source.configs[name], source.load(name)
     if component == "text_encoder":
-        model.set_attn_implementation("eager")  # which makes a mask instead of a flag
+        model.set_attn_implementation("eager")  # type: ignore[operator]  # a mask instead of a flag
     else:
         model.set_attn_processor(AttnProcessor())  # type: ignore[operator]
     module = wrap(component, model, sdxl=False, controlnet=False)

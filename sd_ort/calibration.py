@@ -24,13 +24,17 @@ from fusion_passes import bodies
 from fusion_passes._rule import DOMAIN
 from fusion_passes._shapes import is_statistic
 from sd_ort import folder
-from sd_ort.inputs import SIZES, Arrays, component_config, random_inputs, recorded_inputs
+from sd_ort.errors import InputError
+from sd_ort.inputs import Arrays, component_config, random_inputs, recorded_inputs
+from sd_ort.twin import link_or_copy
 
 # A value stays in float32 when it came within this factor of the type's largest number: other prompts and noise move
 # the extremes of an activation by a small factor (VAE decoders, other seeds: below 2).
 MARGIN = 4.0
 # Larger numbers, infinity too, are no activations but a mask's minus infinity, which conversion clamps or keeps.
 MASK = float(np.finfo(np.float32).max) / 2
+# Latent pixels of the made-up run: few, since the VAEs take time; multiples of 8 as the UNets need.
+CALIBRATED = {"batch": 1, "sequence": 77, "height": 16, "width": 8}
 # Bytes of weights up to which a component is run unasked: the VAEs and CLIP ViT-L, not the UNets.
 SIZE_LIMIT = 1 << 30
 
@@ -55,14 +59,22 @@ def calibrate(
 ) -> Calibration:
     """Run `model` (lowered, still float32, from `source`, a component's model.onnx) and find what `dtype` cannot hold.
 
-    `wanted`: True to run it whatever its size, False to leave it, None for what `SIZE_LIMIT` allows. `recorded`: an
-    .npz of real inputs to take instead of made-up ones. `scratch`: a folder with room for the weights in float32.
-    Raises InputError when an explicitly wanted run has no inputs.
+    `wanted`: True to run it whatever its size, False to leave it, None to run it on recorded inputs, or made-up ones
+    where `SIZE_LIMIT` allows and the component is known. `recorded`: an .npz of real inputs to take instead of made-up
+    ones. `scratch`: a folder with room for weights in float32. Raises InputError when an explicitly wanted run has no
+    inputs.
     """
-    reason = _why_not(source, wanted)
+    feeds = recorded_inputs(recorded, source.parent.name) if recorded is not None else []
+    reason = _why_not(source, wanted, bool(feeds))
+    if reason is None and not feeds:
+        try:
+            feeds = [_made_up(model, source)]
+        except InputError as error:
+            if wanted:
+                raise
+            reason = str(error)
     if reason is not None:
         return Calibration(f"not calibrated: {reason}")
-    feeds = _feeds(model, source, recorded)
     limit = float(ml_dtypes.finfo(dtype).max) / MARGIN
     ranges = measure(model, feeds, scratch)
     result = Calibration("")
@@ -80,7 +92,8 @@ def calibrate(
 def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str, float]:
     """Largest magnitude, over `feeds`, of every float32 value that a node of `model` makes and another reads, by name.
 
-    NaN counts as infinite. Writes a copy of the model below `scratch` and removes it again.
+    NaN counts as infinite. Writes a copy of the graph below `scratch`, and of the weights that lowering changed, and
+    removes it again.
     """
     from sd_ort.session import Model, create_session
 
@@ -92,7 +105,8 @@ def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str
     with tempfile.TemporaryDirectory(prefix=".calibration-", dir=scratch) as work:
         path = Path(work) / "component" / folder.MODEL
         path.parent.mkdir()
-        ir.save(copy, path, external_data=folder.DATA)
+        _borrow_weights(copy, path.parent)
+        ir.save(copy, path)
         run = Model(create_session(path, "cpu", portable=True))
         for feed in feeds:
             outputs = run(**feed)
@@ -120,20 +134,39 @@ def _add_ranges(model: ir.Model) -> list[str]:
     return names
 
 
-def _why_not(source: Path, wanted: bool | None) -> str | None:
+def _borrow_weights(model: ir.Model, target: Path) -> None:
+    """Let `model` find in `target` the files its weights lie in; weights that are computed are written there."""
+    computed = []
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, ir.LazyTensor):
+            computed.append(value)
+        if isinstance(tensor, ir.ExternalTensor):
+            here = target / tensor.location
+            if not here.exists():
+                here.parent.mkdir(parents=True, exist_ok=True)
+                link_or_copy(Path(tensor.path), here)
+            value.const_value = ir.ExternalTensor(
+                tensor.location, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=str(value.name),
+                base_dir=target,
+            )  # fmt: skip
+    tensors = [value.const_value for value in computed if value.const_value is not None]
+    written = ir.external_data.convert_tensors_to_external(tensors, target, "computed.data")
+    for value, tensor in zip(computed, written, strict=True):
+        value.const_value = tensor
+
+
+def _why_not(source: Path, wanted: bool | None, recorded: bool) -> str | None:
     if wanted is False:
         return "switched off"
     if importlib.util.find_spec("onnxruntime") is None:
         return "onnxruntime is not installed"
     size = sum(file.stat().st_size for file in source.parent.iterdir() if file.is_file())
-    if wanted is None and size > SIZE_LIMIT:
+    if wanted is None and not recorded and size > SIZE_LIMIT:
         return f"its {size / 1e9:.1f} GB are above {SIZE_LIMIT / 1e9:.1f} GB; --calibrate runs it all the same"
     return None
 
 
-def _feeds(model: ir.Model, source: Path, recorded: Path | None) -> list[Arrays]:
+def _made_up(model: ir.Model, source: Path) -> Arrays:
     root, component = source.parent.parent, source.parent.name
-    real = recorded_inputs(recorded, component) if recorded is not None else []
-    if real:
-        return real
-    return [random_inputs(component, list(model.graph.inputs), component_config(root, component), SIZES[0])]
+    return random_inputs(component, list(model.graph.inputs), component_config(root, component), CALIBRATED)

@@ -85,7 +85,7 @@ def cpu_twin(path: Path) -> Iterator[tuple[Path, list[str]]]:
         if half is None:
             for data in path.parent.iterdir():
                 if data.is_file() and data.name != MODEL:
-                    _link_or_copy(data, twin.parent / data.name)
+                    link_or_copy(data, twin.parent / data.name)
         ir.save(model, twin, external_data=None if half is None else DATA)
         yield twin, notes
 
@@ -189,7 +189,7 @@ def _retype_attributes(node: ir.Node, half: ir.DataType) -> None:
         node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(tensor.numpy().astype(np.float32)))
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
     """A hard link where the file system allows one: weights are gigabytes."""
     try:
         os.link(source, target)
