@@ -10,9 +10,9 @@ from typing import Any
 from sd_ort.engines import Engine
 from sd_ort.errors import InputError
 from sd_ort.folder import MODEL, components, read_manifest
-from sd_ort.session import provider_named
+from sd_ort.session import op_library, provider_named
 from sd_ort.targets import TARGETS
-from sd_ort.variants import ABLATION, ablation_steps
+from sd_ort.variants import ABLATION, HOIST, ablation_steps
 
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 # torch's engines: name -> (variant, label). Eager diffusers attends through torch's scaled_dot_product_attention.
@@ -24,7 +24,19 @@ TORCH = {
     "xformers": ("xformers", "torch + xFormers"),
 }
 # What --engines takes, beside `ours-TARGET`.
-NAMES = ("raw", "raw-fp16", "ours", "ours-graph", "ort", "ort-graph", "onnxscript", *TORCH, "tensorrt")
+NAMES = (
+    "raw",
+    "raw-fp16",
+    "ours",
+    "ours-graph",
+    "ours-hoist",
+    "ours-hoist-graph",
+    "ort",
+    "ort-graph",
+    "onnxscript",
+    *TORCH,
+    "tensorrt",
+)
 
 
 def find_engines(
@@ -78,7 +90,11 @@ def ablation(raw: Path, provider: str) -> tuple[list[Engine], list[str]]:
     notes = ["rows add up from the second (raw fp16) on, but on the CPU from the first (raw fp32) on."]
     last = rows[-1]
     rows = [replace(row, library=False) for row in rows]
-    rows.append(replace(last, label="+ op library", make=("ours", target, dtype)))
+    if op_library() is not None:
+        rows.append(replace(last, label="+ op library", make=("ours", target, dtype)))
+    else:
+        notes.append("no row for the op library: it is not built (sd-ort build-ops).")
+    rows.append(replace(rows[-1], label="+ hoisting", make=("ours", target, dtype, HOIST)))
     if provider_named(provider).graph is not None:
         rows.append(replace(rows[-1], label="+ graph capture", graph=True))
     else:
@@ -107,19 +123,22 @@ def _named(name: str, first: Engine, torch_engine: Sequence[Engine], provider: s
         variant, label = TORCH[name]
         return [replace(engine, label=label, variant=variant) for engine in torch_engine]
     kind, _, rest = name.partition("-")
-    target = target_of(provider) if rest in ("", "graph") else rest
+    words = rest.split("-") if rest else []
+    graph = " + graph" if words[-1:] == ["graph"] else ""
+    hoist = HOIST in words
+    plain = not set(words) - {"graph", HOIST}
+    target = target_of(provider) if plain else rest
     if name not in NAMES and not (kind == "ours" and target in TARGETS):
         raise InputError(f"unknown engine {name!r}: choose from {', '.join(NAMES)}, or ours-TARGET.")
     raw = _raw_export(Path(first.directory))
-    graph = " + graph" if rest == "graph" else ""
     if name == "raw":
         return [raw]
     if name == "raw-fp16":
         return [_made(raw, "raw ONNX fp16", ("raw", "float16"), target="raw")]
     if kind == "ours":
-        other = f" {target}" if rest not in ("", "graph") else ""
-        made = _made(raw, f"ours {short}{other}{graph}", ("ours", target, dtype), target=target)
-        return [replace(made, graph=bool(graph))]
+        label = f"ours {short}{'' if plain else ' ' + target}{' hoisted' if hoist else ''}{graph}"
+        recipe = ("ours", target, dtype, *([HOIST] if hoist else []))
+        return [replace(_made(raw, label, recipe, target=target), graph=bool(graph))]
     if kind == "ort":
         return [replace(_made(raw, f"ORT optimizer {short}{graph}", ("ort", provider, dtype)), graph=bool(graph))]
     if kind == "onnxscript":

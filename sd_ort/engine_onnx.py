@@ -16,18 +16,19 @@ from sd_ort.errors import SdOrtError
 from sd_ort.folder import MODEL
 
 
-class TimedModel(session.Model):
-    """A component that keeps the seconds of each of its calls."""
+def time_calls(model: Any) -> list[float]:
+    """A list that gets the seconds of every call of `model` from now on."""
+    seconds: list[float] = []
 
-    def __init__(self, opened: Any) -> None:
-        super().__init__(opened)
-        self.seconds: list[float] = []
+    class Timed(type(model)):  # type: ignore[misc]
+        def __call__(self, **arrays: Any) -> Any:
+            start = time.perf_counter()
+            outputs = super().__call__(**arrays)
+            seconds.append(time.perf_counter() - start)
+            return outputs
 
-    def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
-        start = time.perf_counter()
-        outputs = super().__call__(**arrays)
-        self.seconds.append(time.perf_counter() - start)
-        return outputs
+    model.__class__ = Timed
+    return seconds
 
 
 def _session_options(engine: Engine, settings: Settings) -> dict[str, Any]:
@@ -47,14 +48,16 @@ def open_pipeline(engine: Engine, settings: Settings) -> Opened:
         raise SdOrtError("TensorRT is measured on one component: use --component.")
     options = _session_options(engine, settings)
     pipeline = StableDiffusionPipeline.from_pretrained(engine.directory, settings.provider, **options)
-    unet = TimedModel(pipeline.unet.session)
-    pipeline.unet = unet
+    unet = pipeline.models["unet"]
+    for name in ("text_encoder", "vae_decoder"):  # opened now, so that this is time to load
+        assert pipeline.models[name]
+    seconds = time_calls(unet)
 
     def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
-        unet.seconds.clear()
+        seconds.clear()
         drawn = pipeline(**pipeline_arguments(settings, batch, prompts, seed), progress=False).images
         images = np.stack([np.asarray(image) for image in drawn])
-        return Batch(list(unet.seconds), images.shape[1:3], images)
+        return Batch(list(seconds), images.shape[1:3], images)
 
     return Opened(run, _precision(unet))
 
@@ -75,7 +78,7 @@ def open_component(engine: Engine, settings: Settings) -> Opened:
                 calls.clear()
                 del model
                 model = open_model(engine, settings)
-            calls[batch] = bind(model, call.feeds, settings)
+            calls[batch] = bind(model, all_feeds(engine, settings, call.feeds), settings)
         step, output = calls[batch]
         seconds = []
         for _ in range(settings.steps):
@@ -85,6 +88,18 @@ def open_component(engine: Engine, settings: Settings) -> Opened:
         return Batch(seconds, call.pixels, output=output()[:1].astype(np.float32))
 
     return Opened(run, _precision(model))
+
+
+def all_feeds(engine: Engine, settings: Settings, feeds: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """The component's inputs; for a hoisted UNet also what its prompt and time graphs make of them, run once."""
+    folder = Path(engine.directory)
+    if settings.component != "unet" or not (folder / "unet_prompt" / MODEL).is_file():
+        return feeds
+    told = {**feeds, "timestep": np.repeat(feeds["timestep"], len(feeds["sample"]))}
+    for part in ("unet_prompt", "unet_time"):
+        model = session.load(folder, part, settings.provider, **_session_options(engine, settings))
+        told |= model(**{name: told[name] for name in model.inputs})
+    return told
 
 
 def bind(

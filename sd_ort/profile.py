@@ -137,7 +137,8 @@ def _record(engine: Engine, settings: Settings, scratch: Path) -> dict[str, Any]
     from sd_ort.engines import component_call
 
     model = engine_onnx.open_model(engine, settings, profile=scratch / "ort")
-    step, _ = engine_onnx.bind(model, component_call(engine, settings, settings.batches[0]).feeds, settings)
+    feeds = component_call(engine, settings, settings.batches[0]).feeds
+    step, _ = engine_onnx.bind(model, engine_onnx.all_feeds(engine, settings, feeds), settings)
     for _ in range(WARMUP):
         step()
     kernels = scratch / "torch.json" if settings.provider != "cpu" and _torch_sees_gpu() else None
@@ -236,11 +237,17 @@ def by_kernels(events: Sequence[Event], kernels: Sequence[Kernel]) -> list[Event
 
 
 def site_names(path: Path) -> dict[str, str]:
-    """Node name -> module scope, of every node of a model that knows its module."""
+    """Name -> module scope, of every node of a model that knows its module, and of the values it makes.
+
+    ONNX Runtime names some nodes it makes after the value they make, as in `conv2d_nchwc`.
+    """
     import onnx_ir as ir
 
-    model = ir.load(path)
-    return {node.name: found for node in model.graph if node.name and (found := scope(node))}
+    names: dict[str, str] = {}
+    for node in ir.load(path).graph:
+        if found := scope(node):
+            names |= {str(output.name): found for output in node.outputs} | {str(node.name): found}
+    return {name: found for name, found in names.items() if name not in ("", "None")}
 
 
 def with_sites(events: Iterable[Event], sites: Mapping[str, str]) -> list[Event]:

@@ -6,6 +6,7 @@ does to Python's path. A recipe is a tuple of words that also names the folder:
 
     ("ours", target, dtype)             sd-ort optimize
     ("ours", target, dtype, step)       the same, stopped at a step of `ablation_steps`
+    ("ours", target, dtype, "hoist")    the same with --hoist
     ("raw", dtype)                      the raw graph in half precision, nothing fused
     ("ort", provider, dtype)            ONNX Runtime's own optimizer on a TorchScript export
     ("onnxscript", dtype)               onnxscript's optimizer and its fusions for ONNX Runtime
@@ -23,6 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 Recipe = tuple[str, ...]
 TORCHSCRIPT = "torchscript"  # folder of the exports that ONNX Runtime's optimizer is given
+HOIST = "hoist"
 SECONDS = "seconds"  # beside a made component: how long it took
 
 # --- Making and keeping ---------------------------------------------------------------------------------------------
@@ -59,6 +62,7 @@ def make(recipe: Recipe, raw: Path, work: Path, components: Sequence[str]) -> tu
     return out, sum(float((out / name / SECONDS).read_text()) for name in components)
 
 
+@cache
 def source_hash(raw: Path) -> str:
     """What a made folder depends on: the export's files, and the code of this package and of its fusions."""
     digest = hashlib.sha256(str(folder.read_manifest(raw).get("files") or folder.tree_hash(raw)).encode())
@@ -97,8 +101,10 @@ def _make_component(recipe: Recipe, raw: Path, out: Path, component: str) -> Non
         RECIPES[recipe[0]](Task(raw, component, target, out.parent), *recipe[1:])
         shutil.copy2(raw / component / "config.json", target.parent)
         (target.parent / SECONDS).write_text(f"{time.perf_counter() - start:.2f}\n")
-        if not (out / component / folder.MODEL).is_file():
-            target.parent.rename(out / component)
+        others = [path for path in scratch.iterdir() if (path / folder.MODEL).is_file() and path != target.parent]
+        for made in (*others, target.parent):  # a hoisted UNet is three components, itself the last
+            if not (out / made.name / folder.MODEL).is_file():
+                made.rename(out / made.name)
     except Exception as error:  # whatever a peer raises is its result; its own type may not survive the way back
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         name = "" if isinstance(error, SdOrtError) else f"{type(error).__name__}: "
@@ -139,18 +145,19 @@ ABLATION = {
 
 
 def ablation_steps(target: Target) -> dict[str, Target]:
-    """Step -> the target as far as that step: what comes later is left out. Steps that change nothing are absent.
+    """Step -> the target as far as that step: what comes later is left out. Steps that change nothing are absent,
+    and so is Winograd's convolution, which the op library brings.
 
     Before the step "norm" a GroupNorm node is made and taken apart again, since a lone GroupNormalization has no
     kernel on most providers, while its parts have.
     """
     steps: dict[str, Target] = {}
     off = {fusion for step in ABLATION.values() for fusion in step.fusions}
-    layout, pack, norm, gelu = "NCHW", False, False, False
+    layout, pack, norm = "NCHW", False, False
     for name, step in ABLATION.items():
         off -= set(step.fusions)
         layout = target.layout if step.layout else layout
-        pack, norm, gelu = pack or step.pack, norm or step.norm, gelu or "bias_split_gelu" in step.fusions
+        pack, norm = pack or step.pack, norm or step.norm
         expand = target.expand | {"ScaledDotProductAttention"} | (frozenset() if norm else {"GroupNorm"})
         made = replace(
             target,
@@ -158,7 +165,7 @@ def ablation_steps(target: Target) -> dict[str, Target]:
             pack=pack and target.pack,
             expand=target.expand if step.rest else frozenset(expand),
             leave=target.leave | off,
-            split_gelu=gelu and target.split_gelu,
+            winograd=False,
         )
         if made not in steps.values():
             steps[name] = made
@@ -169,8 +176,9 @@ def _ours(task: Task, target: str, dtype: str, step: str = "") -> None:
     from sd_ort.optimize import optimize_component
     from sd_ort.targets import TARGETS
 
-    chosen = ablation_steps(TARGETS[target])[step] if step else TARGETS[target]
-    optimize_component(task.source, task.out, chosen, dtype)
+    hoisted = step == HOIST and task.component == "unet"
+    chosen = TARGETS[target] if step in ("", HOIST) else ablation_steps(TARGETS[target])[step]
+    optimize_component(task.source, task.out, chosen, dtype, hoisted=hoisted)
 
 
 def _raw(task: Task, dtype: str) -> None:

@@ -108,13 +108,25 @@ def test_folder_of_another_tool_is_named_by_its_folder(tmp_path: Path) -> None:
 def test_named_engines(tmp_path: Path) -> None:
     source = {"model": "sd15-tiny", "random_weights": True}
     folder = fake_folder(tmp_path / "raw", stage="export", source=source, options={"seed": 3})
-    names = ["raw", "raw-fp16", "ours", "ours-graph", "ours-portable", "ort", "onnxscript", "torch-compile", "tensorrt"]
+    names = [
+        "raw",
+        "raw-fp16",
+        "ours",
+        "ours-graph",
+        "ours-hoist-graph",
+        "ours-portable",
+        "ort",
+        "onnxscript",
+        "torch-compile",
+        "tensorrt",
+    ]
     engines, _ = contenders.find_engines([folder], None, names, "cuda")
     assert [(e.label, e.engine, e.make, e.graph, e.variant) for e in engines] == [
         ("raw ONNX", "onnxruntime", (), False, ""),
         ("raw ONNX fp16", "onnxruntime", ("raw", "float16"), False, ""),
         ("ours fp16", "onnxruntime", ("ours", "cuda", "float16"), False, ""),
         ("ours fp16 + graph", "onnxruntime", ("ours", "cuda", "float16"), True, ""),
+        ("ours fp16 hoisted + graph", "onnxruntime", ("ours", "cuda", "float16", "hoist"), True, ""),
         ("ours fp16 portable", "onnxruntime", ("ours", "portable", "float16"), False, ""),
         ("ORT optimizer fp16", "onnxruntime", ("ort", "cuda", "float16"), False, ""),
         ("onnxscript fp16", "onnxruntime", ("onnxscript", "float16"), False, ""),
@@ -125,16 +137,17 @@ def test_named_engines(tmp_path: Path) -> None:
         contenders.find_engines([folder], None, ["tpu"])
 
 
-def test_ablation_adds_one_thing_a_row(raw: Path) -> None:
+def test_ablation_adds_one_thing_a_row(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders, "op_library", lambda: Path("libsd_ort_ops.so"))
     rows, _ = contenders.ablation(raw, "cuda")
     labels = [
         "raw fp32",
         "raw fp16",
         *(step.label for step in variants.ABLATION.values() if step.label != "nothing fused"),
     ]
-    assert [row.label for row in rows] == [*labels, "+ op library", "+ graph capture"]
-    assert [row.library for row in rows] == [False] * len(labels) + [True, True]
-    assert [row.graph for row in rows] == [False] * (len(labels) + 1) + [True]
+    assert [row.label for row in rows] == [*labels, "+ op library", "+ hoisting", "+ graph capture"]
+    assert [row.library for row in rows] == [False] * len(labels) + [True] * 3
+    assert [row.graph for row in rows] == [False] * (len(labels) + 2) + [True]
     steps = list(variants.ablation_steps(TARGETS["cuda"]).values())
     assert steps[-1] == TARGETS["cuda"]
     for before, after in pairwise(steps):
@@ -142,10 +155,12 @@ def test_ablation_adds_one_thing_a_row(raw: Path) -> None:
         assert after.expand <= before.expand
     assert [step.layout for step in steps] == ["NCHW"] * 2 + ["NHWC"] * 6
 
+    monkeypatch.setattr(contenders, "op_library", lambda: None)
     rows, notes = contenders.ablation(raw, "cpu")
+    assert rows[-1].label == "+ hoisting"
     assert [row.make for row in rows[:3]] == [(), ("raw", "float16"), ("ours", "cpu", "float32", "mha")]
     assert not any(row.graph for row in rows)
-    assert any("no row for graph capture" in note for note in notes)
+    assert all(any(f"no row for {what}" in note for note in notes) for what in ("graph capture", "the op library"))
 
 
 # --- A run ----------------------------------------------------------------------------------------------------------
