@@ -18,7 +18,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 import fusion_passes
-from fusion_passes import bodies, nhwc_layout, pack_qkv, split_gelu_weights, standard_attention, winograd_conv
+from fusion_passes import bodies, nhwc_layout, pack_qkv, standard_attention, winograd_conv
 from fusion_passes._rule import DOMAIN, apply
 from sd_ort import calibration, folder, hoist, precision
 from sd_ort.errors import InputError
@@ -157,8 +157,6 @@ def optimize_component(
 def lower_layout(model: ir.Model, target: Target) -> dict[str, int]:
     """Take apart what the target never runs, then its layout and packing; returns counts by pass."""
     counts: dict[str, int] = {}
-    if target.split_gelu:
-        counts["split_gelu_weights"] = split_gelu_weights.split_gelu_weights(model)
     parts = [node for node in model.graph if node.domain == DOMAIN and node.op_type in target.expand]
     if parts:
         bodies.attach(model, parts)

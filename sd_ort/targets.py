@@ -37,7 +37,7 @@ def _cuda_gelu_width(node: ir.Node) -> str | None:
 def _short_keys(node: ir.Node) -> bool:
     """Attentions whose keys are few, as far as a graph with dynamic sizes tells: other keys than queries (text), or
     heads of 160 and more, which Stable Diffusion has at its coarsest levels. There onnxruntime 1.31's CPU kernel of
-    ai.onnx Attention beats that of MultiHeadAttention, whose blocks pay for long sequences (results/cpu_lowering.json).
+    ai.onnx Attention beats that of MultiHeadAttention, whose blocks pay for long sequences (results/cpu_unet_sd15.md).
     """
     query, key = c.dims(node.inputs[0]), c.dims(node.inputs[1])
     if query is None or key is None or not isinstance(query[-1], int):
@@ -56,9 +56,8 @@ class Target:
 
     Operators absent from `contrib` run as `sd_ort` operators, unless `expand` names them: those are taken apart again.
     `leave` names fusions (modules of fusion_passes) that are not applied at all. `standard_attention` picks the
-    attentions that become ai.onnx Attention; `split_gelu` gives the gated feed-forward two projections instead of a
-    Split; `winograd` makes 3 x 3 convolutions WinogradConv, whose only kernel is for CPUs. `float32_inputs` are inputs
-    (operator, index) that stay in fp32 in a half precision model.
+    attentions that become ai.onnx Attention; `winograd` makes 3 x 3 convolutions WinogradConv, whose only kernel is
+    for CPUs. `float32_inputs` are inputs (operator, index) that stay in fp32 in a half precision model.
     """
 
     name: str
@@ -68,7 +67,6 @@ class Target:
     expand: frozenset[str] = frozenset()
     leave: frozenset[str] = frozenset()
     standard_attention: Callable[[ir.Node], bool] | None = None
-    split_gelu: bool = False
     winograd: bool = False
     float32_inputs: frozenset[tuple[str, int]] = frozenset()
 
@@ -77,13 +75,13 @@ _FP32_AFFINE = frozenset({("GroupNorm", 1), ("GroupNorm", 2), ("SkipGroupNorm", 
 
 PORTABLE = Target("portable")
 
+# onnxruntime 1.31's own SkipLayerNormalization and its InstanceNormalization path are slower than `sd_ort`'s kernels,
+# and than the parts when there is no library (results/cpu_unet_sd15.md); attention is the other way round.
 CPU = Target(
     "cpu",
-    contrib={"SkipLayerNormalization": _any, "QuickGelu": _any, "MultiHeadAttention": _any},
-    expand=frozenset({"GroupNorm", "ScaledDotProductAttention", "BiasSplitGelu"}),
-    leave=frozenset({"skip_group_norm", "bias_add"}),
+    contrib={"QuickGelu": _any, "MultiHeadAttention": _any},
+    expand=frozenset({"ScaledDotProductAttention"}),
     standard_attention=_short_keys,
-    split_gelu=True,
     winograd=True,
 )
 
