@@ -3,15 +3,17 @@
 
     python scripts/bench_gpu.py sd15 sd21 sdxl --provider cuda --out results
 
-For each model it exports UNet and VAE decoder, then runs, below <out>/gpu_<model>/,
+For each model, stage by stage:
 
-    unet/  sd-ort benchmark RAW --unet-only --engines raw,raw-fp16,ours,... --batch 1,8, and the same with --ablation
-    vae/   sd-ort benchmark RAW --component vae_decoder --engines ... --batch 1,4
+    export   UNet and VAE decoder, in --work
+    make     the folders of all engines and of the ablation's rows, --jobs at a time
+    run      sd-ort benchmark: <out>/gpu_<model>/unet (engines and ablation) and <out>/gpu_<model>/vae
+    clean    what lies in --work
 
-and deletes what it made in --work but for the results. --graphs DIR takes raw exports without weights
-(<model>.<component>.onnx.xz, and <model>-ts17... for ONNX Runtime's optimizer), and fills them with the weights an
-export would have, which saves most of the time. --warm compiles torch's engine into inductor's cache while folders are
-made: its first run is then no cold one, and the report says so.
+The stage `warm`, off by default, compiles torch.compile's engine into inductor's cache beside `export` and `make`: its
+first run is then no cold one, and the report says so. --graphs DIR takes raw exports without weights
+(<model>.<component>.onnx.xz, and <model>-ts17... for ONNX Runtime's optimizer) instead of exporting, and fills them
+with the weights an export would have.
 """
 
 from __future__ import annotations
@@ -21,10 +23,9 @@ import lzma
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,19 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from sd_ort import folder, variants  # noqa: E402
+from sd_ort import benchmark, contenders, engines, folder, variants  # noqa: E402
+from sd_ort.engines import Engine, Settings  # noqa: E402
 from sd_ort.export import DEFAULT_OPSET, export, save_config  # noqa: E402
 from sd_ort.models import MODEL_OF  # noqa: E402
 from sd_ort.sources import open_source  # noqa: E402
 
-STARTED = time.perf_counter()
-COMPONENTS = ("unet", "vae_decoder")
-ENGINES = "raw,raw-fp16,ours,ours-graph,ort,ort-graph,onnxscript,torch,torch-channels-last,torch-graph,torch-compile"
+COMPONENTS = {"unet": "unet", "vae": "vae_decoder"}
+ENGINES = (
+    "raw,raw-fp16,ours,ours-graph,ours-hoist-graph,ort,ort-graph,onnxscript,"
+    "torch,torch-channels-last,torch-graph,torch-compile"
+)
 WARM = "torch.compile's code was in inductor's cache: its first run is no cold one."
+STARTED = time.perf_counter()
 
 
 def main() -> None:
@@ -50,71 +55,63 @@ def main() -> None:
     parser.add_argument("models", nargs="+", help="presets: sd15, sd21, sdxl, or their -tiny versions")
     parser.add_argument("--provider", default="cuda")
     parser.add_argument("--engines", default=ENGINES)
-    parser.add_argument("--batch", default="1,8")
+    parser.add_argument("--parts", default="unet,ablation,vae", help="what to make and run")
+    parser.add_argument("--unet-batch", default="1,8")
     parser.add_argument("--vae-batch", default="1,4")
     parser.add_argument("--runs", default="5")
     parser.add_argument("--steps", default="4", help="calls a run")
     parser.add_argument("--jobs", default="8", help="folders made and engines loaded at once")
+    parser.add_argument("--stages", default="export,make,run,clean")
+    parser.add_argument("--warmed", action="store_true", help="an earlier command ran the stage warm")
     parser.add_argument("--graphs", type=Path, help="folder of raw exports without weights")
-    parser.add_argument("--warm", action="store_true")
-    parser.add_argument("--keep", action="store_true", help="keep what was made in --work")
-    parser.add_argument("--skip", default="", help="of unet, ablation, vae: what not to run")
     parser.add_argument("--work", type=Path, default=Path("out/bench_gpu"))
     parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--compile-once", nargs=2, metavar=("PART", "BATCH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    with ProcessPoolExecutor(len(options.models), get_context("spawn")) as pool:
-        exports = [pool.submit(raw_export, model, options.work / model, options.graphs) for model in options.models]
-        warmers = [warm(model, options) for model in options.models if options.warm]
-        for warmer in warmers:
-            warmer.wait()
-        for model, exported in zip(options.models, exports, strict=True):
-            one(model, exported.result(), options)
+    for model in options.models:
+        if options.compile_once:
+            part, batch = options.compile_once
+            compile_once(model, part, batch, options.provider)
+        else:
+            one(model, options)
 
 
-def one(model: str, raw: Path, options: argparse.Namespace) -> None:
-    """Everything of one model; what fails is said and does not stop the rest."""
-    work, out = options.work / model, options.out / f"gpu_{model}"
-    unet = ["--component", "unet", "--batch", options.batch]
-    vae = ["--component", "vae_decoder", "--batch", options.vae_batch]
-    runs = {
-        "unet": [*unet, "--engines", options.engines, "--out", str(out / "unet")],
-        "ablation": [*unet, "--ablation", "--out", str(out / "unet")],
-        "vae": [*vae, "--engines", options.engines, "--out", str(out / "vae")],
-    }
-    for name, run in runs.items():
-        if name in options.skip.split(","):
-            continue
-        common = ["--provider", options.provider, "--runs", options.runs, "--steps", options.steps]
-        common += ["--jobs", options.jobs, "--work", str(work / "made")] + (["--note", WARM] if options.warm else [])
-        code = sd_ort("benchmark", str(raw), *common, *run).wait()
-        print(f"{model} {name}: exit {code}, {time.perf_counter() - STARTED:.0f} s", flush=True)
-    if not options.keep:
+def one(model: str, options: argparse.Namespace) -> None:
+    """The stages of one model."""
+    stages, work = options.stages.split(","), options.work / model
+    warmers = warm(model, options) if "warm" in stages else []
+    if "export" in stages:
+        raw_export(model, work, options.graphs)
+        say(f"{model}: exported")
+    if "make" in stages:
+        make(work, options)
+        say(f"{model}: folders made")
+    for warmer in warmers:
+        warmer.wait()
+    if "run" in stages:
+        run(model, work, options)
+    if "clean" in stages:
         shutil.rmtree(work)
 
 
-def sd_ort(*arguments: str, **more: Any) -> subprocess.Popen[bytes]:
-    """`sd-ort ARGUMENTS` from this tree, started."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from sd_ort.cli import main; main()"
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], **more)
+def say(line: str) -> None:
+    print(f"{time.perf_counter() - STARTED:5.0f} s  {line}", flush=True)
 
 
-def raw_export(model: str, work: Path, graphs: Path | None) -> Path:
-    """The raw export of UNet and VAE decoder, from `graphs` where it has them, else by exporting."""
-    made = _raw_export(model, work, graphs)
-    print(f"{model}: raw export after {time.perf_counter() - STARTED:.0f} s", flush=True)
-    return made
+# --- export ---------------------------------------------------------------------------------------------------------
 
 
-def _raw_export(model: str, work: Path, graphs: Path | None) -> Path:
-    raw = work / "raw"
-    if graphs is None or not all((graphs / f"{model}.{name}.onnx.xz").is_file() for name in COMPONENTS):
-        export(None, raw, preset=model, random_weights=True, components=COMPONENTS, progress=print)
-        return raw
+def raw_export(model: str, work: Path, graphs: Path | None) -> None:
+    """`work`/raw, from `graphs` where it has them, else by exporting."""
+    raw, names = work / "raw", tuple(COMPONENTS.values())
+    if graphs is None or not all((graphs / f"{model}.{name}.onnx.xz").is_file() for name in names):
+        export(None, raw, preset=model, random_weights=True, components=names, progress=say)
+        return
     source = open_source(None, model, True, 0)
     scratch = work / "torchscript"
     with folder.staged(raw) as made:
         source.write_configs(made)
-        for name in COMPONENTS:
+        for name in names:
             module = source.load(MODEL_OF.get(name, name))
             (made / name).mkdir()
             save_config(module, made / name)
@@ -127,7 +124,6 @@ def _raw_export(model: str, work: Path, graphs: Path | None) -> Path:
         home = work / "made" / variants.source_hash(raw)
         home.mkdir(parents=True, exist_ok=True)
         scratch.rename(home / variants.TORCHSCRIPT)
-    return raw
 
 
 def fill(graph: Path, weights: Mapping[str, torch.Tensor], out: Path) -> None:
@@ -142,47 +138,85 @@ def fill(graph: Path, weights: Mapping[str, torch.Tensor], out: Path) -> None:
             value = (value.T if tensor.name.endswith(".T") else value).contiguous()
             data.seek(-data.tell() % 65536, 1)
             place = {"location": folder.DATA, "offset": data.tell(), "length": 4 * value.numel()}
-            value.numpy().tofile(data)
+            data.write(value.numpy().tobytes())
             del tensor.external_data[:]
             for key, entry in place.items():
                 tensor.external_data.add(key=key, value=str(entry))
     (out / folder.MODEL).write_bytes(model.SerializeToString())
 
 
-def warm(model: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
-    """torch.compile's engine once at every batch size, in a process beside."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.path.insert(0, {str(ROOT / 'scripts')!r})"
-    code += "; import bench_gpu; bench_gpu.compile_once(*sys.argv[1:])"
-    return subprocess.Popen([sys.executable, "-c", code, model, options.batch, options.vae_batch, options.provider])
+# --- make, run ------------------------------------------------------------------------------------------------------
 
 
-def compile_once(model: str, batches: str, vae_batches: str, provider: str) -> None:
-    """In a process of its own: compile and run both components at each batch size. Configs are written to scratch."""
-    import tempfile
+def make(work: Path, options: argparse.Namespace) -> None:
+    """Make every folder that `run` needs; it finds them there."""
+    raw = work / "raw"
+    for part in options.parts.split(","):
+        settings = Settings(provider=options.provider, component=COMPONENTS.get(part, "unet"))
+        if part == "ablation":
+            wanted, _ = contenders.ablation(raw, options.provider)
+        else:
+            wanted, _ = contenders.find_engines([raw], "none", names(part, options), options.provider)
+        for item in benchmark.prepare(wanted, settings, work / "made", int(options.jobs), say):
+            if item.failure:
+                say(f"{item.engine.label} cannot be made: {item.failure}")
 
-    from sd_ort import engines
-    from sd_ort.engines import Engine, Settings
 
+def names(part: str, options: argparse.Namespace) -> list[str]:
+    """The engines of a part: only a UNet can be hoisted."""
+    return [name for name in options.engines.split(",") if part == "unet" or "hoist" not in name]
+
+
+def run(model: str, work: Path, options: argparse.Namespace) -> None:
+    """The benchmarks, each a command of its own; one that fails does not stop the rest."""
+    out = options.out / f"gpu_{model}"
+    common = ["--provider", options.provider, "--runs", options.runs, "--steps", options.steps]
+    common += ["--jobs", options.jobs, "--work", str(work / "made")]
+    common += ["--note", WARM] if options.warmed or "warm" in options.stages.split(",") else []
+    unet = ["--component", "unet", "--batch", options.unet_batch, "--out", str(out / "unet")]
+    vae = ["--component", "vae_decoder", "--batch", options.vae_batch, "--out", str(out / "vae")]
+    parts = {
+        "unet": [*unet, "--engines", ",".join(names("unet", options))],
+        "ablation": [*unet, "--ablation"],
+        "vae": [*vae, "--engines", ",".join(names("vae", options))],
+    }
+    for part in options.parts.split(","):
+        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from sd_ort.cli import main; main()"
+        command = [sys.executable, "-c", code, "benchmark", str(work / "raw"), *common, *parts[part]]
+        say(f"{model} {part}: exit {subprocess.run(command, check=False).returncode}")
+
+
+# --- warm -----------------------------------------------------------------------------------------------------------
+
+
+def warm(model: str, options: argparse.Namespace) -> list[subprocess.Popen[bytes]]:
+    """torch.compile's engine once at every batch size, each in a process beside."""
+    batches = {"unet": options.unet_batch, "vae": options.vae_batch}
+    command = [sys.executable, __file__, model, "--provider", options.provider, "--compile-once"]
+    parts = [part for part in batches if part in options.parts.split(",")]
+    return [subprocess.Popen([*command, part, batch]) for part in parts for batch in batches[part].split(",")]
+
+
+def compile_once(model: str, part: str, batch: str, provider: str) -> None:
+    """In a process of its own: compile and run a component at one batch size. Its configs are written to scratch."""
     source = open_source(None, model, True, 0)
+    settings = Settings(provider=provider, component=COMPONENTS[part], steps=1)
     with tempfile.TemporaryDirectory() as scratch:
-        for name in COMPONENTS:
+        for name in COMPONENTS.values():
             (Path(scratch) / name).mkdir()
-            with torch.device("meta"):
-                save_config(meta_model(source, MODEL_OF.get(name, name)), Path(scratch) / name)
+            save_config(without_weights(source.configs[MODEL_OF.get(name, name)]), Path(scratch) / name)
         engine = Engine("", "torch", model, model, random_weights=True, weights_seed=0, raw=scratch, variant="compile")
-        for component, sizes in zip(COMPONENTS, (batches, vae_batches), strict=True):
-            engines.load(engine, Settings(provider=provider, component=component, steps=1))
-            for batch in sizes.split(","):
-                engines.draw_batch(int(batch))
-                print(f"{model}: {component} compiled for batch {batch}", flush=True)
+        engines.load(engine, settings)
+        engines.draw_batch(int(batch))
+    say(f"{model} {part}: compiled for batch {batch}")
 
 
-def meta_model(source: Any, name: str) -> Any:
-    """A model without weights, for its config with the defaults filled in."""
+def without_weights(config: dict[str, Any]) -> Any:
+    """A model that knows its config with the defaults filled in."""
     import diffusers
 
-    config = source.configs[name]
-    return getattr(diffusers, config["_class_name"]).from_config(config)
+    with torch.device("meta"):
+        return getattr(diffusers, config["_class_name"]).from_config(config)
 
 
 if __name__ == "__main__":
