@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sd_ort.image_to_image import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline
     from sd_ort.pipeline import StableDiffusionPipeline
 
-__all__ = ["StableDiffusionPipeline"]
+__all__ = ["StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline", "StableDiffusionPipeline"]
 __version__ = "0.1.0"
+
+# Where each public name lives; imported when it is first asked for, since the modules take seconds.
+MODULES = {
+    "StableDiffusionPipeline": "sd_ort.pipeline",
+    "StableDiffusionImg2ImgPipeline": "sd_ort.image_to_image",
+    "StableDiffusionInpaintPipeline": "sd_ort.image_to_image",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from sd_ort import pipeline
-
-        return getattr(pipeline, name)
+    if name in MODULES:
+        return getattr(importlib.import_module(MODULES[name]), name)
     raise AttributeError(f"module 'sd_ort' has no attribute {name!r}")

@@ -20,9 +20,20 @@ import click
 @click.option("--negative", help="What the image must not show.")
 @click.option("--height", type=int, help="Pixels [default: the model's].")
 @click.option("--width", type=int, help="Pixels [default: the model's].")
+@click.option("--image", type=click.Path(path_type=Path, dir_okay=False), help="Start from this picture.")
+@click.option("--mask", type=click.Path(path_type=Path, dir_okay=False), help="Draw only where this picture is white.")
+@click.option(
+    "--strength",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="How much noise covers --image [default: 0.8, 1 with --mask].",
+)
+@click.option("--control-image", type=click.Path(path_type=Path, dir_okay=False), help="What the ControlNet is shown.")
 @click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ... [default: the model's].")
 @click.option("--provider", default="cpu", show_default=True, help="cpu, cuda, rocm or migraphx.")
 @click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")
+@click.option("--low-memory", is_flag=True, help="Keep one component in memory at a time.")
+@click.option("--vae-tiling", is_flag=True, help="Decode large images in overlapping tiles.")
+@click.option("--vae-slicing", is_flag=True, help="Decode the images of a batch one by one.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads [default: one a core].")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("."), help="A .png file, or a folder [default: .]."
@@ -39,21 +50,34 @@ def command(
     negative: str | None,
     height: int | None,
     width: int | None,
+    image: Path | None,
+    mask: Path | None,
+    strength: float | None,
+    control_image: Path | None,
     scheduler: str | None,
     provider: str,
     allow_fallback: bool,
+    low_memory: bool,
+    vae_tiling: bool,
+    vae_slicing: bool,
     threads: int | None,
     out: Path,
     overwrite: bool,
 ) -> None:
     """Draw images of PROMPT and write them as PNG files.
 
+    With --image, the picture is drawn over; with --mask too, only where the mask is white.
+
     Image number i is drawn from seed + i, so each can be drawn again alone. The files keep prompt, seed and settings
     as PNG text.
     """
-    from sd_ort.errors import OutputError
+    from sd_ort.errors import InputError, OutputError
     from sd_ort.folder import components
 
+    if image is None and (mask is not None or strength is not None):
+        raise InputError("--mask and --strength change a picture: give it with --image.")
+    pictures = {"image": image, "mask_image": mask, "control_image": control_image}
+    opened = {name: open_picture(path) for name, path in pictures.items() if path is not None}
     components(folder)  # a wrong folder is said before the seconds that importing torch takes
     guidance = default_guidance(folder) if guidance is None else guidance
     first = random.randrange(2**31) if seed is None else seed
@@ -64,10 +88,18 @@ def command(
 
     import torch
 
-    from sd_ort.pipeline import StableDiffusionPipeline
+    from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
 
-    pipeline = StableDiffusionPipeline.from_pretrained(
-        folder, provider, scheduler, threads=threads, allow_fallback=allow_fallback
+    kind = StableDiffusionInpaintPipeline if mask else StableDiffusionImg2ImgPipeline if image else None
+    pipeline = (kind or StableDiffusionPipeline).from_pretrained(
+        folder,
+        provider,
+        scheduler,
+        low_memory=low_memory,
+        vae_tiling=vae_tiling,
+        vae_slicing=vae_slicing,
+        threads=threads,
+        allow_fallback=allow_fallback,
     )
     settings = {
         "prompt": prompt,
@@ -76,21 +108,25 @@ def command(
         "guidance": str(guidance),
         "scheduler": type(pipeline.scheduler).__name__,
         "model": str(folder),
+        **{name: str(path) for name, path in pictures.items() if path is not None},
+        **({} if strength is None else {"strength": str(strength)}),
     }
+    arguments = opened if strength is None else {**opened, "strength": strength}
     for start in range(0, num_images, batch):
         part = seeds[start : start + batch]
         images = pipeline(
             prompt,
-            height,
-            width,
-            steps,
-            guidance,
-            negative,
+            height=height,
+            width=width,
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            negative_prompt=negative,
             num_images_per_prompt=len(part),
             generator=[torch.Generator().manual_seed(s) for s in part],
+            **arguments,
         ).images
-        for image, image_seed, path in zip(images, part, paths[start:], strict=False):
-            save_png(image, path, {**settings, "seed": str(image_seed)}, overwrite=overwrite)
+        for drawn, image_seed, path in zip(images, part, paths[start:], strict=False):
+            save_png(drawn, path, {**settings, "seed": str(image_seed)}, overwrite=overwrite)
             click.echo(path)
 
 
@@ -100,6 +136,20 @@ def default_guidance(folder: Path) -> float:
     from sd_ort.folder import read_manifest
 
     return demo.GUIDANCE if read_manifest(folder).get("source", {}).get("model") == "demo" else 7.5
+
+
+def open_picture(path: Path) -> object:
+    """A picture as RGB. Raises InputError when it is missing or none."""
+    from PIL import Image
+
+    from sd_ort.errors import InputError
+
+    try:
+        return Image.open(path).convert("RGB")
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be opened as a picture: {error.strerror or 'unknown format'}."
+        ) from error
 
 
 def image_paths(out: Path, prompt: str, seeds: range) -> list[Path]:

@@ -21,6 +21,7 @@ import click
 @click.option(
     "--inputs", type=click.Path(path_type=Path), help="Calibrate on recorded runs: an .npz of component/input[/run]."
 )
+@click.option("--hoist", "hoisted", is_flag=True, help="Run the prompt's and the schedule's part of the UNet once.")
 @click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
 def command(
     source: Path,
@@ -29,6 +30,7 @@ def command(
     dtype: str | None,
     calibrate: bool | None,
     inputs: Path | None,
+    hoisted: bool,
     components: tuple[str, ...],
 ) -> None:
     """Fuse the pipeline folder IN for a target and write it to OUT.
@@ -46,6 +48,7 @@ def command(
         components=list(components) or None,
         calibrate=calibrate,
         inputs=inputs,
+        hoisted=hoisted,
         report=click.echo,
     )
     entries = manifest["components"]
@@ -56,6 +59,8 @@ def command(
     for name, entry in entries.items():
         for reason in entry["not_lowered"]:
             click.echo(f"{name}: {reason}; they run as sd_ort operators.")
+        if "hoisted" in entry:
+            click.echo("; ".join(f"{part}: {nodes} nodes" for part, nodes in entry["hoisted"].items()))
         if "calibration" in entry:
             click.echo(f"{name}: {entry['calibration']}{'; they stay in float32:' if entry['float32_sites'] else ''}")
         for site in entry.get("float32_sites", ()):

@@ -1,0 +1,82 @@
+"""Put one ONNX model's graph into another: so the parts of a hoisted UNet, or of a pipeline, become one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from sd_ort.errors import InputError
+
+
+def inline(
+    model: ir.Model, source: ir.Model, inputs: Mapping[str, ir.Value], prefix: str, into: ir.Graph | None = None
+) -> dict[str, ir.Value]:
+    """Append the nodes of `source` to `into` (`model`'s graph, or a graph inside it) and return its outputs by name.
+
+    `inputs`: a value of the receiving graph, or of one around it, for every input of `source`. `prefix` goes before
+    the names of nodes, values and weights. `source` is used up; its weights stay where they are on disk.
+    Raises InputError when the two are of different opsets.
+    """
+    target = model.graph if into is None else into
+    _import_opsets(model.graph, source)
+    _import_functions(model, source, prefix)
+    graph = source.graph
+    outputs = list(graph.outputs)
+    names = [str(value.name) for value in outputs]
+    for value in list(graph.inputs):
+        ir.convenience.replace_all_uses_with(value, inputs[str(value.name)])
+        outputs = [inputs[str(value.name)] if v is value else v for v in outputs]
+    graph.inputs.clear()
+    graph.outputs.clear()
+    for name in list(graph.initializers):
+        value = graph.initializers.pop(name)
+        value.name = prefix + name
+        target.register_initializer(value)
+    nodes = list(graph)
+    graph.remove(nodes)
+    for node in nodes:
+        _rename(node, prefix)
+    target.extend(nodes)
+    return dict(zip(names, outputs, strict=True))
+
+
+def _rename(node: ir.Node, prefix: str) -> None:
+    """Prefix a node's name and its results', those inside its subgraphs included."""
+    if node.name:
+        node.name = prefix + node.name
+    for output in node.outputs:
+        if output.name:
+            output.name = prefix + output.name
+    for attribute in node.attributes.values():
+        graphs = {ir.AttributeType.GRAPH: [attribute.value], ir.AttributeType.GRAPHS: attribute.value}
+        for graph in graphs.get(attribute.type, []):
+            for inner in graph:
+                _rename(inner, prefix)
+
+
+def _import_opsets(graph: ir.Graph, source: ir.Model) -> None:
+    for domain, version in source.graph.opset_imports.items():
+        if graph.opset_imports.setdefault(domain, version) != version:
+            raise InputError(
+                f"the components are of opsets {graph.opset_imports[domain]} and {version}: "
+                "export and optimize them together."
+            )
+
+
+def _import_functions(model: ir.Model, source: ir.Model, prefix: str) -> None:
+    """Add `source`'s functions; one whose name is taken by another body becomes an overload of its own."""
+    renamed: dict[ir.OperatorIdentifier, str] = {}
+    for key, function in list(source.functions.items()):
+        there = model.functions.get(key)
+        if there is not None and _text(there) != _text(function):
+            function.overload = renamed[key] = prefix.rstrip(".") + function.overload
+        model.functions[function.identifier()] = function
+    if renamed:
+        for node in source.graph.all_nodes():
+            if node.op_identifier() in renamed:
+                node.overload = renamed[node.op_identifier()]
+
+
+def _text(function: ir.Function) -> bytes:
+    return ir.to_proto(function).SerializeToString(deterministic=True)

@@ -1,0 +1,188 @@
+"""Image to image, inpainting, ControlNet and SDXL draw what diffusers draws from the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
+from sd_ort.engine_torch import torch_pipeline
+from sd_ort.errors import InputError
+from sd_ort.export import export
+
+PROMPT = "a red circle on a blue background"
+SETTINGS: dict[str, Any] = {"prompt": PROMPT, "num_inference_steps": 4, "guidance_scale": 4.0, "output_type": "np"}
+MIN_PSNR = 60.0  # dB, of fp32 pictures in 0..1; measured: above 90
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def seeds(*values: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(value) for value in values]
+
+
+def psnr(a: np.ndarray, b: np.ndarray) -> float:
+    assert a.shape == b.shape
+    assert b.std() > 0.05, "a flat picture proves nothing"
+    return float(-10 * np.log10(np.mean((a - b) ** 2) + 1e-20))
+
+
+@pytest.fixture(scope="module")
+def picture() -> Image.Image:
+    y, x = np.mgrid[:64, :64]
+    return Image.fromarray(np.stack([4 * x, 4 * y, 255 - 2 * (x + y)], -1).astype(np.uint8))
+
+
+@pytest.fixture(scope="module")
+def mask() -> Image.Image:
+    pixels = np.zeros((64, 64), np.uint8)
+    pixels[8:40, 16:56] = 255
+    return Image.fromarray(pixels)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return torch_pipeline("sd15-tiny", random_weights=True, seed=0)
+
+
+def as_kind(kind: str, reference: Any) -> Any:
+    """The diffusers pipeline class `kind` with the models of another."""
+    made = getattr(diffusers, kind)(**reference.components)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
+    return np.asarray(pipeline(**{**SETTINGS, **arguments}).images)
+
+
+# --- Image to image -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"strength": 0.5}, {"strength": 1.0}, {"strength": 0.75, "num_images_per_prompt": 2}],
+    ids=["half", "all", "batch"],
+)
+def test_image_to_image(tiny_export: Path, reference: Any, picture: Image.Image, arguments: dict[str, Any]) -> None:
+    expected = draw(
+        as_kind("StableDiffusionImg2ImgPipeline", reference), image=picture, generator=seeds(7)[0], **arguments
+    )
+    ours = StableDiffusionImg2ImgPipeline.from_pretrained(tiny_export)
+    assert psnr(draw(ours, image=picture, generator=7, **arguments), expected) > MIN_PSNR
+
+
+def test_one_generator_an_image(tiny_export: Path, reference: Any, picture: Image.Image) -> None:
+    arguments = {"image": picture, "strength": 0.5, "num_images_per_prompt": 2}
+    expected = draw(as_kind("StableDiffusionImg2ImgPipeline", reference), generator=seeds(1, 2), **arguments)
+    ours = StableDiffusionImg2ImgPipeline.from_pretrained(tiny_export)
+    assert psnr(draw(ours, generator=seeds(1, 2), **arguments), expected) > MIN_PSNR
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strength": 0.0}, "strength 0.0"),
+        ({"strength": 0.1}, "leave none to draw"),
+        ({"image": None}, "no image was given"),
+        ({"height": 60}, "multiples of 64"),
+    ],
+)
+def test_arguments_that_do_not_fit(
+    tiny_export: Path, picture: Image.Image, arguments: dict[str, Any], message: str
+) -> None:
+    ours = StableDiffusionImg2ImgPipeline.from_pretrained(tiny_export, low_memory=True)
+    with pytest.raises(InputError, match=message):
+        draw(ours, **{"image": picture, **arguments})
+
+
+def test_two_images_for_three_prompts(tiny_export: Path, picture: Image.Image) -> None:
+    ours = StableDiffusionImg2ImgPipeline.from_pretrained(tiny_export, low_memory=True)
+    with pytest.raises(InputError, match="2 images for 3 prompts"):
+        draw(ours, prompt=[PROMPT] * 3, image=[picture] * 2)
+
+
+# --- Inpainting -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+def test_inpainting_with_an_ordinary_unet(
+    tiny_export: Path, reference: Any, picture: Image.Image, mask: Image.Image, strength: float
+) -> None:
+    arguments = {"image": picture, "mask_image": mask, "height": 64, "width": 64, "strength": strength}
+    expected = draw(as_kind("StableDiffusionInpaintPipeline", reference), generator=seeds(3)[0], **arguments)
+    ours = StableDiffusionInpaintPipeline.from_pretrained(tiny_export)
+    assert psnr(draw(ours, generator=3, **arguments), expected) > MIN_PSNR
+
+
+@pytest.fixture(scope="module")
+def inpaint_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("inpaint") / "raw"
+    export(None, out, preset="sd15-inpaint-tiny", random_weights=True)
+    return out
+
+
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+def test_inpainting_with_its_own_unet(
+    inpaint_export: Path, picture: Image.Image, mask: Image.Image, strength: float
+) -> None:
+    arguments = {"image": picture, "mask_image": mask, "height": 64, "width": 64, "strength": strength}
+    expected = draw(torch_pipeline("sd15-inpaint-tiny", random_weights=True), generator=seeds(3)[0], **arguments)
+    ours = StableDiffusionInpaintPipeline.from_pretrained(inpaint_export)
+    assert psnr(draw(ours, generator=3, **arguments), expected) > MIN_PSNR
+
+
+def test_an_inpainting_unet_wants_a_mask(inpaint_export: Path) -> None:
+    with pytest.raises(InputError, match="9 channels, for inpainting: give an image and a mask"):
+        StableDiffusionPipeline.from_pretrained(inpaint_export)
+
+
+# --- ControlNet -----------------------------------------------------------------------------------------------------
+
+
+def test_controlnet(tmp_path: Path, picture: Image.Image) -> None:
+    export(None, tmp_path / "raw", preset="sd15-controlnet-tiny", random_weights=True)
+    arguments = {"height": 64, "width": 64, "controlnet_conditioning_scale": 0.7}
+    reference = torch_pipeline("sd15-controlnet-tiny", random_weights=True)
+    expected = draw(reference, image=picture, generator=seeds(3)[0], **arguments)
+    ours = StableDiffusionPipeline.from_pretrained(tmp_path / "raw")
+    assert psnr(draw(ours, control_image=picture, generator=3, **arguments), expected) > MIN_PSNR
+    with pytest.raises(InputError, match="give a control_image"):
+        draw(ours, height=64, width=64)
+
+
+def test_control_image_without_a_controlnet(tiny_export: Path, picture: Image.Image) -> None:
+    with pytest.raises(InputError, match="no ControlNet for the control image"):
+        draw(StableDiffusionPipeline.from_pretrained(tiny_export), control_image=picture, height=64, width=64)
+
+
+# --- The command ----------------------------------------------------------------------------------------------------
+
+
+def test_generate_from_a_picture(
+    sd_ort: Callable[..., tuple[int, str, str]], tiny_export: Path, tmp_path: Path, picture: Image.Image, mask: Any
+) -> None:
+    picture.save(tmp_path / "in.png")
+    mask.save(tmp_path / "mask.png")
+    common = ("generate", PROMPT, "--model", tiny_export, "--steps", 2, "--seed", 1, "--image", tmp_path / "in.png")
+    out = tmp_path / "out.png"
+    code, _, error = sd_ort(*common, "--mask", tmp_path / "mask.png", "--low-memory", "--out", out)
+    assert (code, Image.open(out).size) == (0, (64, 64)), error
+    code, _, error = sd_ort(*common[:-2], "--strength", 0.5)
+    assert (code, "give it with --image" in error) == (2, True)
+    (tmp_path / "text.png").write_text("no picture")
+    code, _, error = sd_ort(*common[:-1], tmp_path / "text.png")
+    assert (code, "cannot be opened as a picture" in error) == (2, True)

@@ -1,0 +1,75 @@
+"""SDXL: both text encoders, added conditioning, negative prompts, image to image, as diffusers draws them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
+from sd_ort.engine_torch import torch_pipeline
+from sd_ort.export import export
+
+SETTINGS: dict[str, Any] = {
+    "prompt": "a red circle on a blue background",
+    "num_inference_steps": 3,
+    "guidance_scale": 4.0,
+    "output_type": "np",
+}
+SIZE = {"height": 64, "width": 96}
+MIN_PSNR = 60.0
+
+
+def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
+    return np.asarray(pipeline(**{**SETTINGS, **arguments}).images)
+
+
+def psnr(a: np.ndarray, b: np.ndarray) -> float:
+    assert a.shape == b.shape
+    assert b.std() > 0.05, "a flat picture proves nothing"
+    return float(-10 * np.log10(np.mean((a - b) ** 2) + 1e-20))
+
+
+def seed(value: int) -> torch.Generator:
+    return torch.Generator().manual_seed(value)
+
+
+@pytest.fixture(scope="module")
+def sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sdxl") / "raw"
+    export(None, out, preset="sdxl-tiny", random_weights=True)
+    return out
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return torch_pipeline("sdxl-tiny", random_weights=True, seed=0)
+
+
+@pytest.mark.parametrize("negative", [None, "", "blurry"], ids=["zeros", "empty", "text"])
+def test_same_seed_same_image(sdxl: Path, reference: Any, negative: str | None) -> None:
+    expected = draw(reference, generator=seed(7), negative_prompt=negative, **SIZE)
+    ours = StableDiffusionPipeline.from_pretrained(sdxl)
+    assert psnr(draw(ours, generator=7, negative_prompt=negative, **SIZE), expected) > MIN_PSNR
+
+
+@pytest.mark.parametrize("kind", ["Img2Img", "Inpaint"])
+def test_from_a_picture(sdxl: Path, reference: Any, kind: str) -> None:
+    y, x = np.mgrid[:64, :96]
+    picture = Image.fromarray(np.stack([2 * x, 3 * y, 255 - x - y], -1).astype(np.uint8))
+    arguments: dict[str, Any] = {"image": picture, "strength": 0.7}
+    if kind == "Inpaint":
+        mask = Image.fromarray((255 * (x > 40)).astype(np.uint8))
+        arguments |= {"mask_image": mask, **SIZE}
+    theirs = getattr(diffusers, f"StableDiffusionXL{kind}Pipeline")(**reference.components)
+    theirs.set_progress_bar_config(disable=True)
+    ours = (StableDiffusionImg2ImgPipeline if kind == "Img2Img" else StableDiffusionInpaintPipeline).from_pretrained(
+        sdxl
+    )
+    expected = draw(theirs, generator=seed(5), **arguments)
+    assert psnr(draw(ours, generator=5, **arguments), expected) > MIN_PSNR
