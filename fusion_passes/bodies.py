@@ -2,8 +2,9 @@
 
 A fused node of domain `sd_ort` runs on any ONNX runtime because the model carries its body; where a library with a
 kernel of the same name is registered, the kernel is taken instead. Bodies read the node's attributes, so one body
-serves all nodes of an operator. Where inputs differ (a mask here, none there), the second form becomes an overload of
-the function; ONNX Runtime before 1.27 takes overloads for one another, so they are made only where they must be.
+serves all nodes of an operator. Where inputs differ (a mask here, none there) or other attributes are given, the
+second form becomes an overload of the function; ONNX Runtime before 1.27 takes overloads for one another, so they are
+made only where they must be.
 The same bodies take a fused operator apart again for a target that has no kernel for it.
 """
 
@@ -20,11 +21,14 @@ from fusion_passes._rule import DOMAIN
 def attach(model: ir.Model, nodes: Iterable[ir.Node]) -> None:
     """Give the model the bodies of `nodes` (fused nodes of it), each form once, and the nodes their overloads."""
     version = model.graph.opset_imports.get("", 21)
-    overloads: dict[tuple[str, str], str] = {}
+    overloads: dict[str, dict[tuple[str, ...], str]] = {}
     for node in nodes:
         form, body = FORMS[node.op_type](node)
-        first = not any(op_type == node.op_type for op_type, _ in overloads)
-        node.overload = overloads.setdefault((node.op_type, form), "" if first else form or "plain")
+        mine = overloads.setdefault(node.op_type, {})
+        name = form or "plain"
+        while name in mine.values():
+            name += "_too"
+        node.overload = mine.setdefault((form, *sorted(node.attributes)), name if mine else "")
         key = (DOMAIN, node.op_type, node.overload)
         if key not in model.functions:
             model.functions[key] = _function(node, body, version)
@@ -93,8 +97,11 @@ def _skip_group_norm(node: ir.Node) -> tuple[str, str]:
     last = node.attributes["channels_last"].as_int()
     enter = "s_nchw = Transpose <perm = [0, 3, 1, 2]> (S)" if last else "s_nchw = Identity (S)"
     leave = "Y = Transpose <perm = [0, 2, 3, 1]> (y_nchw)" if last else "Y = Identity (y_nchw)"
-    body = f"(X, gamma, beta, skip) => (Y, S) {{ S = Add (X, skip) {enter} {_normalize('s_nchw')} {leave} }}"
-    return "nhwc" if last else "nchw", body
+    bias = _has(node, 4)  # beside channels-last tensors only
+    inputs = "X, gamma, beta, skip, bias" if bias else "X, gamma, beta, skip"
+    total = "biased = Add (X, bias)  S = Add (biased, skip)" if bias else "S = Add (X, skip)"
+    body = f"({inputs}) => (Y, S) {{ {total} {enter} {_normalize('s_nchw')} {leave} }}"
+    return ("nhwc" if last else "nchw") + ("_bias" if bias else ""), body
 
 
 def _bias_split_gelu(node: ir.Node) -> tuple[str, str]:
@@ -126,6 +133,15 @@ def _nhwc_conv(node: ir.Node) -> tuple[str, str]:
 
 def _bias_add(node: ir.Node) -> tuple[str, str]:
     return "", "(X, bias, skip) => (Y) { biased = Add (X, bias)  Y = Add (biased, skip) }"
+
+
+def _linear_add(node: ir.Node) -> tuple[str, str]:
+    bias, skip = _has(node, 2), _has(node, 3)
+    form = "_".join(word for word, there in (("bias", bias), ("skip", skip)) if there)
+    inputs = "X, W, bias, skip" if skip else "X, W, bias" if bias else "X, W"
+    biased = "biased = Add (product, bias)" if bias else "biased = Identity (product)"
+    total = "Y = Add (biased, skip)" if skip else "Y = Identity (biased)"
+    return form, f"({inputs}) => (Y) {{ product = MatMul (X, W)  {biased}  {total} }}"
 
 
 def _quick_gelu(node: ir.Node) -> tuple[str, str]:
@@ -235,6 +251,7 @@ FORMS = {
     "BiasAdd": _bias_add,
     "BiasSplitGelu": _bias_split_gelu,
     "GroupNorm": _group_norm,
+    "LinearAdd": _linear_add,
     "MultiHeadAttention": _multi_head_attention,
     "NhwcConv": _nhwc_conv,
     "QuickGelu": _quick_gelu,

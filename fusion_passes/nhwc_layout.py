@@ -128,7 +128,11 @@ class _Walk:
         assert shape is not None
         sizes = [int(shape[axis]) for axis in TO_NHWC]
         moved = derived(self.graph, f"{weight.name}.{node.outputs[0].name}.nhwc", [weight], sizes, _channels_last)
-        attributes = {name: a.value for name, a in node.attributes.items()}
+        # Kernels and the function body want every attribute, whether it is the default or not.
+        defaults = {"dilations": [1, 1], "group": 1, "kernel_shape": sizes[1:3], "strides": [1, 1]}
+        attributes = defaults | {name: a.value for name, a in node.attributes.items()}
+        if "auto_pad" not in attributes:
+            attributes.setdefault("pads", [0, 0, 0, 0])
         inputs = [self.twin(x, node), moved, *node.inputs[2:]]
         self.replace(node, "NhwcConv", inputs, attributes, DOMAIN)
         self.convolutions += 1
