@@ -1,9 +1,13 @@
 """Fusion side by side: ours, onnxruntime.transformers and onnxscript on the same graphs, each in its own process.
 
-    python scripts/compare_fusion.py                     the committed graphs of the tiny presets, tests/graphs
-    python scripts/compare_fusion.py --folder EXPORT     the components of an exported folder, any size
+    python scripts/compare_fusion.py [--exports DIR]     the tiny presets: same topology as the full models, less width
+    python scripts/compare_fusion.py --folder EXPORT     the components of one exported folder, any size
 
-writes results/fusion_counts.{json,md} (with --folder, fusion_<folder's name>.{json,md}). Counts are nodes of the
+The tiny presets are the graphs committed in tests/graphs and the folders DIR/<preset>-<exporter>-<opset>, which
+--export makes where they are missing (every family, every exporter and opset: two hours). With --resume the peers' rows
+that are there are kept, ours are always measured again.
+
+Writes results/fusion_counts.{json,md} (with --folder, fusion_<folder's name>.{json,md}). Counts are nodes of the
 optimized graph; seconds go from reading the model to having written the result; peak_mb is the resident set of the
 process at its largest, imports included (each engine's imports alone are in the JSON as base_mb).
 """
@@ -31,17 +35,19 @@ COUNTED = (
     "MultiHeadAttention", "GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd", "SkipLayerNormalization",
     "LayerNormalization", "QuickGelu", "NhwcConv", "Conv", "Transpose",
 )  # fmt: skip
+EXPORTERS = (("dynamo", 18), ("dynamo", 20), ("dynamo", 21), ("dynamo", 23), ("torchscript", 17), ("torchscript", 20))
+FIRST = ("dynamo-20", "torchscript-17")  # whose peers are measured before the others'
 KEYS = ("family", "exporter", "component", "engine")
 # Names that mean the same in the outputs of the peers.
 SAME = {"Attention": "MultiHeadAttention"}
 
 
 def ours(source: Path, output: Path, component: str) -> None:
-    """sd-ort optimize --target cuda, the target whose operators the peers aim at."""
+    """Our fusions in the layout of the GPU targets (channels last, projections packed), before what a target adds."""
     from sd_ort.optimize import optimize_component
-    from sd_ort.targets import TARGETS
+    from sd_ort.targets import Target
 
-    optimize_component(source, output, TARGETS["cuda"])
+    optimize_component(source, output, Target("fused", layout="NHWC", pack=True))
 
 
 def ort_default(source: Path, output: Path, component: str) -> None:
@@ -174,19 +180,34 @@ def run_apart(engine: str, source: Path, component: str) -> dict[str, Any]:
     return result
 
 
-def graphs(folder: Path | None, scratch: Path) -> list[tuple[str, str, Path]]:
+def graphs(folder: Path | None, exports: Path | None, scratch: Path) -> list[tuple[str, str, Path]]:
     """(export, component, model.onnx) of what is compared."""
     if folder is not None:
         return [(folder.name, p.parent.name, p) for p in sorted(folder.glob("*/model.onnx"))]
     sys.path.insert(0, str(ROOT / "tests"))
     import graph_fixtures
 
-    found = []
+    found = {}
+    for path in sorted(exports.glob("*-tiny-*/*/model.onnx")) if exports is not None else []:
+        found[path.parent.parent.name, path.parent.name] = path
     for name in graph_fixtures.NAMES:
         export, component = name.rsplit(".", 1)
-        path = graph_fixtures.make_folder(scratch / name, name)
-        found.append((export, component, path / component / "model.onnx"))
-    return found
+        if (export, component) not in found:
+            path = graph_fixtures.make_folder(scratch / name, name)
+            found[export, component] = path / component / "model.onnx"
+    return [(*key, path) for key, path in sorted(found.items())]
+
+
+def make_exports(exports: Path) -> None:
+    """Export every tiny preset with every exporter and opset, but for those that are there."""
+    from sd_ort.models import PRESETS
+
+    for preset in (name for name in PRESETS if name.endswith("-tiny")):
+        for exporter, opset in EXPORTERS:
+            out = exports / f"{preset}-{exporter}-{opset}"
+            command = ["export", "--preset", preset, "--random-weights", "--exporter", exporter, "--opset", str(opset)]
+            program = [sys.executable, "-c", "import sd_ort.cli; sd_ort.cli.main()"]
+            subprocess.run([*program, *command, str(out)], cwd=ROOT, check=True)
 
 
 def machine() -> dict[str, Any]:
@@ -254,6 +275,8 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="an exported pipeline folder instead of the committed graphs")
+    parser.add_argument("--exports", type=Path, help="a folder of exports of the tiny presets")
+    parser.add_argument("--export", action="store_true", help="make the exports that are missing there")
     parser.add_argument("--only", default="", help="only graphs whose name contains this")
     parser.add_argument("--engines", nargs="*", default=list(ENGINES), choices=list(ENGINES))
     parser.add_argument("--one", nargs=4, metavar=("ENGINE", "IN", "OUT", "COMPONENT"), help=argparse.SUPPRESS)
@@ -263,23 +286,38 @@ def main() -> None:
         engine, source, output, component = options.one
         print(json.dumps(one(engine, Path(source), Path(output), component)))
         return
+    if options.export:
+        make_exports(options.exports)
     name = "fusion_counts" if options.folder is None else f"fusion_{options.folder.name}"
     there = RESULTS / f"{name}.json"
-    rows: list[dict[str, Any]] = json.loads(there.read_text())["rows"] if options.resume and there.is_file() else []
-    rows = [row for row in rows if "error" not in row]
-    done = {tuple(row[key] for key in KEYS) for row in rows}
     with tempfile.TemporaryDirectory() as scratch:
-        for export, component, path in graphs(options.folder, Path(scratch)):
-            if options.only not in f"{export}.{component}":
+        found = graphs(options.folder, options.exports, Path(scratch))
+        tasks = [
+            (dict(zip(KEYS, (*split_name(export), component, engine), strict=True)), path)
+            for engine in options.engines
+            for export, component, path in found
+            if options.only in f"{export}.{component}"
+        ]
+        rows: list[dict[str, Any]] = json.loads(there.read_text())["rows"] if options.resume and there.is_file() else []
+        real = {(*split_name(export), component) for export, component, _ in found}
+        rows = [row for row in rows if tuple(row[key] for key in KEYS[:3]) in real]
+        done = {tuple(row[key] for key in KEYS) for row in rows if row["engine"] != "ours"}
+        # Ours first, then the peers on two exporters of every family, then on the others.
+        tasks.sort(key=lambda task: (task[0]["engine"] != "ours", task[0]["exporter"] not in FIRST))
+        for row, path in tasks:
+            key = tuple(row.values())
+            if key in done:
                 continue
-            family, _, exporter = export.partition("-tiny-") if "-tiny-" in export else (export, "", "")
-            for engine in options.engines:
-                row = dict(zip(KEYS, (family, exporter, component, engine), strict=True))
-                if tuple(row.values()) in done:
-                    continue
-                rows.append({**row, **run_apart(engine, path, component)})
-                print(json.dumps(rows[-1]), flush=True)
+            result = run_apart(row["engine"], path, row["component"])
+            rows = [old for old in rows if tuple(old[k] for k in KEYS) != key] + [{**row, **result}]
+            print(json.dumps(rows[-1]), flush=True)
             write(rows, name)
+
+
+def split_name(export: str) -> tuple[str, str]:
+    """(family, exporter-opset) of an export's name such as sd15-tiny-dynamo-20."""
+    family, _, exporter = export.partition("-tiny-")
+    return family, exporter
 
 
 def write(rows: list[dict[str, Any]], name: str) -> None:
