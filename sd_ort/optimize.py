@@ -221,7 +221,10 @@ def save(model: ir.Model, path: Path) -> None:
 
 
 def _hash(source: Path, names: list[str]) -> dict[str, str]:
-    """What tells this input from another: the SHA-256 of each component's files, from the manifest when it has them."""
+    """What tells this input from another: the SHA-256 of each component's files, when the manifest has them.
+
+    Folders of other tools have none: there the graph is hashed, and size and time stand for the weights, gigabytes.
+    """
     recorded = folder.read_manifest(source).get("files", {})
     hashes = {}
     for name in names:
@@ -229,7 +232,9 @@ def _hash(source: Path, names: list[str]) -> dict[str, str]:
         if folder.MODEL in files:
             hashes[name] = "+".join(files[f]["sha256"][:16] for f in sorted(files))
         else:
-            hashes[name] = folder.tree_hash(source / name)[:16]
+            others = [p for p in sorted((source / name).rglob("*")) if p.is_file() and p.name != folder.MODEL]
+            marks = [f"{p.name}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in others]
+            hashes[name] = "+".join([folder.sha256(source / name / folder.MODEL)[:16], *marks])
     return hashes
 
 
