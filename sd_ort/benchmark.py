@@ -132,7 +132,7 @@ class Worker:
                 result = self.pool.submit(function, *arguments).result()
             except BrokenProcessPool:
                 self.dead = True
-                self.failure = "its process was ended by the system: most likely it ran out of memory"
+                self.failure = self.failure or "its process was ended by the system: most likely it ran out of memory"
                 raise SdOrtError(self.failure) from None
         return result, watch
 
@@ -176,6 +176,7 @@ class Worker:
 
     def kill(self) -> None:
         """End the process, in the middle of a run too."""
+        self.failure = self.failure or "the run was interrupted before it began"
         with contextlib.suppress(psutil.NoSuchProcess):
             self.process.kill()
 

@@ -14,15 +14,17 @@ does to Python's path. A recipe is a tuple of words that also names the folder:
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing import get_context
@@ -98,7 +100,8 @@ def _make_component(recipe: Recipe, raw: Path, out: Path, component: str) -> Non
     try:
         target = scratch / component / folder.MODEL
         target.parent.mkdir()
-        RECIPES[recipe[0]](Task(raw, component, target, out.parent), *recipe[1:])
+        with _turn(raw / component, out.parent / f".{component}.lock"):
+            RECIPES[recipe[0]](Task(raw, component, target, out.parent), *recipe[1:])
         shutil.copy2(raw / component / "config.json", target.parent)
         (target.parent / SECONDS).write_text(f"{time.perf_counter() - start:.2f}\n")
         others = [path for path in scratch.iterdir() if (path / folder.MODEL).is_file() and path != target.parent]
@@ -111,6 +114,23 @@ def _make_component(recipe: Recipe, raw: Path, out: Path, component: str) -> Non
         raise SdOrtError(f"{component}: {name}{lines[0][:300] if lines else 'failed'}") from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _turn(component: Path, lock: Path) -> Iterator[None]:
+    """Wait for the others that make something of the same component, if it is small enough to be calibrated.
+
+    Calibration links to the raw weights, and onnx refuses a file with several links for as long as it lasts.
+    """
+    from sd_ort.calibration import SIZE_LIMIT
+
+    data = component / folder.DATA
+    if not data.is_file() or data.stat().st_size > SIZE_LIMIT:
+        yield
+        return
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 # --- Ours -----------------------------------------------------------------------------------------------------------

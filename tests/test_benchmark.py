@@ -294,7 +294,7 @@ def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
 def test_engine_killed_by_the_system_is_a_row(tmp_path: Path) -> None:
     worker = benchmark.Worker(Engine("raw ONNX", "onnxruntime", str(tmp_path), "demo"), device.Meter())
     worker.cases = {1: benchmark.Case(1), 2: benchmark.Case(2)}
-    worker.kill()
+    worker.process.kill()
     for batch in (1, 2):
         worker.draw(batch, counted=True)
     worker.pool.shutdown()
