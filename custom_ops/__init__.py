@@ -8,6 +8,7 @@ OPERATORS = (
     "bias_add",
     "skip_layer_norm",
     "multi_head_attention",
+    "linear_add",
 )
 
 # Those with a kernel for CPUs alone.

@@ -10,6 +10,7 @@
 #include "bias_split_gelu/binding.h"
 #include "common/ort_op.h"
 #include "group_norm/binding.h"
+#include "linear_add/binding.h"
 #include "multi_head_attention/binding.h"
 #include "skip_group_norm/binding.h"
 #include "skip_layer_norm/binding.h"
@@ -89,6 +90,7 @@ class Registry {
       add<BiasAddBinding>(provider, dtype, gpu);
       add<SkipLayerNormBinding>(provider, dtype, gpu);
       add<MultiHeadAttentionBinding>(provider, dtype, gpu);
+      add<LinearAddBinding>(provider, dtype, gpu);
       if (gpu == nullptr) add<WinogradConvBinding>(provider, dtype, gpu);
     }
   }

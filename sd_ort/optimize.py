@@ -18,7 +18,15 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 import fusion_passes
-from fusion_passes import bodies, nhwc_layout, pack_qkv, standard_attention, winograd_conv
+from fusion_passes import (
+    bodies,
+    fold_conv_bias,
+    linear_add,
+    nhwc_layout,
+    pack_qkv,
+    standard_attention,
+    winograd_conv,
+)
 from fusion_passes._rule import DOMAIN, apply
 from sd_ort import calibration, folder, hoist, precision
 from sd_ort.errors import InputError
@@ -168,8 +176,12 @@ def lower_layout(model: ir.Model, target: Target) -> dict[str, int]:
         counts["winograd_conv"] = apply(model, winograd_conv.RULES)
     if target.layout == "NHWC":
         counts["nhwc_layout"] = nhwc_layout.to_nhwc(model)
+    if target.fold_conv_bias:
+        counts["fold_conv_bias"] = fold_conv_bias.fold_conv_bias(model)
     if target.pack:
         counts.update(pack_qkv.pack_qkv(model))
+    if target.linear_add:
+        counts["linear_add"] = linear_add.linear_add(model)
     return counts
 
 

@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import logging
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -52,6 +53,8 @@ class Provider:
     """What one `--provider` name means: its ONNX Runtime name, the extra that installs it, and its options.
 
     `tuning` holds the options that make it search for the fastest kernels; empty when it has no such search.
+    `graph` holds those that make it capture a run as a CUDA or HIP graph and replay it; None when it cannot.
+    `device` is ONNX Runtime's name for its memory, "cuda" on AMD too.
     `library` is the shared library inside the wheel whose own dependencies must be on the machine.
     """
 
@@ -59,6 +62,8 @@ class Provider:
     extra: str
     options: dict[str, str] = field(default_factory=dict)
     tuning: dict[str, str] = field(default_factory=dict)
+    graph: dict[str, str] | None = None
+    device: str = "cpu"
     library: str | None = None
     needs: str = ""
 
@@ -69,6 +74,8 @@ PROVIDERS = {
         "CUDAExecutionProvider",
         "cuda",
         options={"arena_extend_strategy": "kSameAsRequested", "cudnn_conv_use_max_workspace": "1"},
+        graph={"enable_cuda_graph": "1"},
+        device="cuda",
         library="libonnxruntime_providers_cuda.so",
         needs="CUDA and cuDNN",
     ),
@@ -78,6 +85,8 @@ PROVIDERS = {
         # Its MultiHeadAttention throws unless tunable ops are enabled, tuned or not.
         options={"tunable_op_enable": "1", "miopen_conv_use_max_workspace": "1"},
         tuning={"tunable_op_tuning_enable": "1", "miopen_conv_exhaustive_search": "1"},
+        graph={"enable_hip_graph": "1"},
+        device="cuda",
         library="libonnxruntime_providers_rocm.so",
         needs="ROCm 7 with MIOpen and hipBLAS",
     ),
@@ -238,6 +247,8 @@ def create_session(
     threads: int | None = None,
     allow_fallback: bool = False,
     tuning: bool = False,
+    graph: bool = False,
+    provider_options: Mapping[str, str] | None = None,
     library: Path | None = None,
     portable: bool = False,
     profile: Path | None = None,
@@ -245,9 +256,10 @@ def create_session(
     """Open `<pipeline folder>/<component>/model.onnx` on a provider.
 
     `threads`: intra-op threads, None for one a physical core. `allow_fallback`: warn instead of failing when the
-    provider is not really used. `tuning`: let the provider search for its fastest kernels. `library`: custom-op
-    library to register instead of the one found; `portable`: register none. `profile`: file-name prefix of ONNX
-    Runtime's profile.
+    provider is not really used. `tuning`: let the provider search for its fastest kernels. `graph`: capture runs as
+    CUDA or HIP graphs; such a session runs only through `GraphModel`. `provider_options`: more options of the
+    provider, over those of the table. `library`: custom-op library to register instead of the one found; `portable`:
+    register none. `profile`: file-name prefix of ONNX Runtime's profile.
 
     Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
     installed, not loadable or silently dropped.
@@ -260,6 +272,8 @@ def create_session(
     onnxruntime = runtime()
     entry = provider_named(provider)
 
+    if graph and entry.graph is None:
+        raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors only: the warnings are about the exporter's unused initializers
     if threads:
@@ -272,7 +286,8 @@ def create_session(
 
     wanted: list[Any] = [CPU_EP]
     if entry.ep != CPU_EP and entry.ep in onnxruntime.get_available_providers():
-        wanted = [(entry.ep, {**entry.options, **(entry.tuning if tuning else {})}), CPU_EP]
+        chosen = {**entry.options, **(entry.tuning if tuning else {}), **((entry.graph if graph else None) or {})}
+        wanted = [(entry.ep, {**chosen, **(provider_options or {})}), CPU_EP]
     try:
         session = onnxruntime.InferenceSession(str(model_path), options, providers=wanted)
     except Exception as error:  # pybind's exceptions share no base class but Exception
@@ -353,6 +368,95 @@ class Model:
         if declared not in DTYPES:
             raise InputError(f"input {name} has the unsupported type {declared}: export the pipeline with sd-ort.")
         return DTYPES[declared]
+
+
+class GraphModel(Model):
+    """A component whose runs are captured: fixed device buffers and one CUDA or HIP graph for each set of input shapes.
+
+    Made from a session opened with `graph=True`. A call copies its inputs into the buffers, replays the graph and
+    copies the outputs out. For more control, `bind` gives the buffers themselves. At most `SHAPES` sets of shapes are
+    kept; then the oldest one's buffers are dropped (its graph stays with the session).
+    """
+
+    SHAPES = 8
+
+    def __init__(self, session: ort.InferenceSession, device: str = "cuda") -> None:
+        super().__init__(session)
+        self.device = device
+        self.bound: dict[tuple[Any, ...], BoundShapes] = {}
+        self.captured = 0
+
+    def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
+        """As `Model.__call__`."""
+        if arrays.keys() != self.inputs.keys():
+            return super().__call__(**arrays)  # which refuses
+        feed = {name: np.ascontiguousarray(array, self.dtype(name)) for name, array in arrays.items()}
+        bound = self.bind(feed)
+        for name, array in feed.items():
+            bound.inputs[name].update_inplace(array)
+        try:
+            bound.run()
+        except Exception as error:  # pybind's exceptions share no base class but Exception
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
+            raise SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}") from error
+        return {name: value.numpy() for name, value in bound.outputs.items()}
+
+    def bind(self, feed: Mapping[str, np.ndarray]) -> BoundShapes:
+        """The buffers and the graph for inputs of the shapes and dtypes of `feed`, whose numbers the inputs get.
+
+        A new set of shapes runs twice: once uncaptured, so that kernels are chosen, memory is reserved and the
+        outputs' shapes are known, and then for the capture.
+        """
+        key = tuple((name, array.shape) for name, array in sorted(feed.items()))
+        if key not in self.bound:
+            if len(self.bound) == self.SHAPES:
+                del self.bound[next(iter(self.bound))]
+            self.bound[key] = BoundShapes(self.session, feed, self.device, self.captured)
+            self.captured += 1
+        return self.bound[key]
+
+
+class BoundShapes:
+    """Input and output OrtValues at fixed device addresses for one set of shapes, and the graph captured over them."""
+
+    UNCAPTURED = -1  # ONNX Runtime's annotation for a run that neither captures nor replays
+
+    def __init__(self, session: ort.InferenceSession, feed: Mapping[str, np.ndarray], device: str, number: int) -> None:
+        self.session = session
+        value = runtime().OrtValue
+        self.inputs = {name: value.ortvalue_from_numpy(array, device, 0) for name, array in feed.items()}
+        self.binding = session.io_binding()
+        for name, bound in self.inputs.items():
+            self.binding.bind_ortvalue_input(name, bound)
+        names = [output.name for output in session.get_outputs()]
+        for name in names:
+            self.binding.bind_output(name, device)
+        self._run(self.UNCAPTURED)
+        sizes = zip(names, session.get_outputs(), self.binding.get_outputs(), strict=True)
+        self.outputs = {
+            name: value.ortvalue_from_shape_and_type(made.shape(), DTYPES[declared.type], device, 0)
+            for name, declared, made in sizes
+        }
+        self.binding.clear_binding_outputs()
+        for name, bound in self.outputs.items():
+            self.binding.bind_ortvalue_output(name, bound)
+        self.number = number
+        self.run()
+
+    def run(self, wait: bool = True) -> None:
+        """Run over the buffers, by replay once the graph is captured.
+
+        Returns when the outputs are there or, without `wait`, when the run is queued on the session's own stream: the
+        next `run` follows it, and whatever else reads the outputs must come after a `run` that waits.
+        """
+        self._run(self.number, wait)
+
+    def _run(self, number: int, wait: bool = True) -> None:
+        options = runtime().RunOptions()
+        options.add_run_config_entry("gpu_graph_id", str(number))
+        if not wait:
+            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self.session.run_with_iobinding(self.binding, options)
 
 
 def load(folder: Path, component: str, provider: str = "cpu", **options: Any) -> Model:

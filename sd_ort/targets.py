@@ -45,6 +45,10 @@ def _short_keys(node: ir.Node) -> bool:
     return query[1] != key[1] or query[-1] // node.attributes["num_heads"].as_int() >= 160
 
 
+def _three_axes(node: ir.Node) -> str | None:
+    return None if c.rank(node.inputs[0]) == 3 else "its kernel takes [N,S,C] only"
+
+
 def _no_bias_input(node: ir.Node) -> str | None:
     bias = len(node.inputs) > 3 and node.inputs[3] is not None
     return "its kernel refuses a bias input" if bias else None
@@ -55,14 +59,18 @@ class Target:
     """One execution provider: its layout, and for each fused operator the limit of the provider's own kernel.
 
     Operators absent from `contrib` run as `sd_ort` operators, unless `expand` names them: those are taken apart again.
-    `leave` names fusions (modules of fusion_passes) that are not applied at all. `standard_attention` picks the
-    attentions that become ai.onnx Attention; `winograd` makes 3 x 3 convolutions WinogradConv, whose only kernel is
-    for CPUs. `float32_inputs` are inputs (operator, index) that stay in fp32 in a half precision model.
+    `fold_conv_bias` moves biases of convolutions into what reads them (`layout` NHWC only); `linear_add` makes matrix
+    products, and convolutions of one pixel, LinearAdd. `leave` names fusions (modules of fusion_passes) that are not
+    applied at all. `standard_attention` picks the attentions that become
+    ai.onnx Attention; `winograd` makes 3 x 3 convolutions WinogradConv, whose only kernel is for CPUs. `float32_inputs`
+    are inputs (operator, index) that stay in fp32 in a half precision model.
     """
 
     name: str
     layout: str = "NCHW"
     pack: bool = False
+    fold_conv_bias: bool = False
+    linear_add: bool = False
     contrib: Mapping[str, Limit] = field(default_factory=dict)
     expand: frozenset[str] = frozenset()
     leave: frozenset[str] = frozenset()
@@ -89,11 +97,13 @@ CUDA = Target(
     "cuda",
     layout="NHWC",
     pack=True,
+    fold_conv_bias=True,
+    linear_add=True,
     contrib={
         "GroupNorm": _even_channels_a_group,
         "SkipGroupNorm": _even_channels_a_group,
         "BiasSplitGelu": _cuda_gelu_width,
-        "BiasAdd": _any,
+        "BiasAdd": _three_axes,
         "SkipLayerNormalization": _any,
         "MultiHeadAttention": _any,
         "NhwcConv": _any,
@@ -107,6 +117,8 @@ ROCM = Target(
     "rocm",
     layout="NHWC",
     pack=True,
+    fold_conv_bias=True,
+    linear_add=True,
     contrib={**CUDA.contrib, "MultiHeadAttention": _no_bias_input},
     expand=frozenset({"ScaledDotProductAttention"}),
     float32_inputs=_FP32_AFFINE,

@@ -1,0 +1,188 @@
+// Matrix products with bias and residual by cuBLASLt or hipBLASLt, found at run time: nothing here needs their headers
+// or links to them, and without them `supports` says no. Included by candidates.cc files alone; plain C++.
+//
+// The C interfaces of the two have the same functions and differ in a few numbers; the declarations follow NVIDIA's
+// "cuBLASLt API Reference" (13.0; unchanged since 11) and AMD's "hipBLASLt API Reference" (1.0).
+#pragma once
+
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "common/op.h"
+
+namespace sd_ort {
+
+class BlasLt {
+ public:
+  // Y = X W + bias + skip, row-major: X (rows, inner), W (inner, columns), bias (columns) or null, skip as Y or null.
+  struct Product {
+    DType dtype;
+    const void* x;
+    const void* weight;
+    const void* bias;
+    const void* skip;
+    void* y;
+    int64_t rows;
+    int64_t inner;
+    int64_t columns;
+  };
+
+  static BlasLt& instance() {
+    static BlasLt library;
+    return library;
+  }
+
+  // Whether the library is here and proposes at least `number` + 1 algorithms for products of this shape.
+  bool supports(const Product& product, int number) {
+    if (product.rows == 0 || product.inner == 0 || product.columns == 0 || !aligned(product)) return false;
+    std::lock_guard<std::mutex> lock(mutex_);
+    return number < static_cast<int>(plan(product).algorithms.size());
+  }
+
+  size_t workspace_bytes(const Product& product, int number) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return plan(product).algorithms[number].workspace_bytes;
+  }
+
+  const char* run(const Product& product, int number, void* workspace, void* stream) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Plan& p = plan(product);
+    if (product.bias != nullptr) {
+      set_attribute_(p.product, kBiasPointer, &product.bias, sizeof(product.bias));
+    }
+    const float one = 1.f, beta = product.skip == nullptr ? 0.f : 1.f;
+    // Column-major as the library is: Y^T = W^T X^T.
+    const int status = multiply_(handle_, p.product, &one, product.weight, p.weight, product.x, p.x, &beta,
+                                 product.skip == nullptr ? product.y : product.skip, p.y, product.y, p.y,
+                                 &p.algorithms[number], workspace, p.algorithms[number].workspace_bytes, stream);
+    return status == 0 ? nullptr : "the BLAS library refuses the product";
+  }
+
+ private:
+#if defined(__HIP_PLATFORM_AMD__)
+  static constexpr const char* kPrefix = "hipblasLt";
+  static constexpr const char* kLibraries[] = {"libhipblaslt.so.1", "libhipblaslt.so.0", "libhipblaslt.so"};
+  static constexpr int kCompute = 2;  // HIPBLAS_COMPUTE_32F
+  static constexpr int kEpilogue = 2, kBiasPointer = 3;
+  static constexpr size_t kAlgorithmBytes = 32;
+  static constexpr bool kAsksAlignment = false;
+#else
+  static constexpr const char* kPrefix = "cublasLt";
+  static constexpr const char* kLibraries[] = {"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"};
+  static constexpr int kCompute = 68;  // CUBLAS_COMPUTE_32F
+  static constexpr int kEpilogue = 7, kBiasPointer = 8;
+  static constexpr size_t kAlgorithmBytes = 64;
+  static constexpr bool kAsksAlignment = true;
+#endif
+  static constexpr int kEpilogueBias = 4, kMaxWorkspace = 1, kFirstAlignment = 5, kLastAlignment = 8;
+  static constexpr int kFloat32 = 0, kFloat16 = 2, kBFloat16 = 14;  // cudaDataType_t and hipDataType
+  static constexpr uint64_t kWorkspaceLimit = 32 << 20;
+  static constexpr uint32_t kAlignment = 16;
+  static constexpr int kWanted = 16;
+
+  // cublasLtMatmulHeuristicResult_t; begins with the algorithm, as `multiply_` takes it.
+  struct Algorithm {
+    alignas(8) unsigned char bytes[kAlgorithmBytes];
+    size_t workspace_bytes;
+    int status;
+    float waves;
+    int reserved[4];
+  };
+
+  struct Plan {
+    void* product = nullptr;
+    void* x = nullptr;
+    void* weight = nullptr;
+    void* y = nullptr;
+    std::vector<Algorithm> algorithms;
+  };
+
+  BlasLt() {
+    void* library = nullptr;
+    for (const char* name : kLibraries) {
+      if (library == nullptr) library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    }
+    if (library == nullptr) return;
+    const bool found = find(library, "Create", create_) && find(library, "MatmulDescCreate", create_product_) &&
+                       find(library, "MatmulDescSetAttribute", set_attribute_) &&
+                       find(library, "MatrixLayoutCreate", create_layout_) &&
+                       find(library, "MatmulPreferenceCreate", create_preference_) &&
+                       find(library, "MatmulPreferenceSetAttribute", set_preference_) &&
+                       find(library, "MatmulAlgoGetHeuristic", propose_) && find(library, "Matmul", multiply_);
+    if (!found || create_(&handle_) != 0) handle_ = nullptr;
+  }
+
+  template <class Function>
+  static bool find(void* library, const char* name, Function*& function) {
+    function = reinterpret_cast<Function*>(dlsym(library, (std::string(kPrefix) + name).c_str()));
+    return function != nullptr;
+  }
+
+  static bool aligned(const Product& p) {
+    for (const void* pointer : {p.x, p.weight, p.bias, p.skip, static_cast<const void*>(p.y)}) {
+      if (reinterpret_cast<uintptr_t>(pointer) % kAlignment != 0) return false;
+    }
+    return true;
+  }
+
+  // What the library proposes for a shape, asked once; no algorithms when it is missing or refuses.
+  Plan& plan(const Product& p) {
+    const std::vector<int64_t> key = {
+        static_cast<int64_t>(p.dtype), p.rows, p.inner, p.columns, p.bias != nullptr, p.skip != nullptr};
+    std::unique_ptr<Plan>& made = plans_[key];
+    if (made == nullptr) {
+      made = std::make_unique<Plan>();
+      if (handle_ != nullptr) ask(p, *made);
+    }
+    return *made;
+  }
+
+  void ask(const Product& p, Plan& plan) {
+    const int type = p.dtype == DType::kFloat32 ? kFloat32 : p.dtype == DType::kFloat16 ? kFloat16 : kBFloat16;
+    void* preference = nullptr;
+    int status = create_product_(&plan.product, kCompute, kFloat32);
+    if (status == 0 && p.bias != nullptr) {
+      status = set_attribute_(plan.product, kEpilogue, &kEpilogueBias, sizeof(kEpilogueBias));
+      if (status == 0) status = set_attribute_(plan.product, kBiasPointer, &p.bias, sizeof(p.bias));
+    }
+    if (status == 0) status = create_layout_(&plan.weight, type, p.columns, p.inner, p.columns);
+    if (status == 0) status = create_layout_(&plan.x, type, p.inner, p.rows, p.inner);
+    if (status == 0) status = create_layout_(&plan.y, type, p.columns, p.rows, p.columns);
+    if (status == 0) status = create_preference_(&preference);
+    if (status == 0) status = set_preference_(preference, kMaxWorkspace, &kWorkspaceLimit, sizeof(kWorkspaceLimit));
+    for (int which = kFirstAlignment; kAsksAlignment && status == 0 && which <= kLastAlignment; ++which) {
+      status = set_preference_(preference, which, &kAlignment, sizeof(kAlignment));
+    }
+    if (status != 0) return;
+    std::vector<Algorithm> proposed(kWanted);
+    int count = 0;
+    status = propose_(handle_, plan.product, plan.weight, plan.x, plan.y, plan.y, preference, kWanted, proposed.data(),
+                      &count);
+    for (int i = 0; status == 0 && i < count; ++i) {
+      if (proposed[i].status == 0) plan.algorithms.push_back(proposed[i]);
+    }
+  }
+
+  int (*create_)(void** handle) = nullptr;
+  int (*create_product_)(void** product, int compute, int scale) = nullptr;
+  int (*set_attribute_)(void* product, int attribute, const void* value, size_t bytes) = nullptr;
+  int (*create_layout_)(void** layout, int type, uint64_t rows, uint64_t columns, int64_t stride) = nullptr;
+  int (*create_preference_)(void** preference) = nullptr;
+  int (*set_preference_)(void* preference, int attribute, const void* value, size_t bytes) = nullptr;
+  int (*propose_)(void* handle, void* product, void* a, void* b, void* c, void* d, void* preference, int wanted,
+                  Algorithm* proposed, int* count) = nullptr;
+  int (*multiply_)(void* handle, void* product, const void* alpha, const void* a, void* a_layout, const void* b,
+                   void* b_layout, const void* beta, const void* c, void* c_layout, void* d, void* d_layout,
+                   const Algorithm* algorithm, void* workspace, size_t workspace_bytes, void* stream) = nullptr;
+  void* handle_ = nullptr;
+  std::mutex mutex_;
+  std::map<std::vector<int64_t>, std::unique_ptr<Plan>> plans_;
+};
+
+}  // namespace sd_ort

@@ -1,0 +1,39 @@
+// The ways to run LinearAdd: the algorithms that cuBLASLt or hipBLASLt proposes, its favourite first, and our plain
+// kernel.
+#include "common/blas_lt.h"
+#include "common/tunable.h"
+#include "linear_add/op.h"
+
+namespace sd_ort {
+namespace {
+
+constexpr int kAlgorithms = 12;
+
+Candidate<LinearAddParams> library_candidate(int number) {
+  const auto product = [](const LinearAddParams& p) {
+    return BlasLt::Product{p.dtype, p.x, p.weight, p.bias, p.skip, p.y, p.rows, p.inner, p.columns};
+  };
+  return {"blas_lt_" + std::to_string(number),
+          [=](const LinearAddParams& p) { return BlasLt::instance().supports(product(p), number); },
+          [=](const LinearAddParams& p, void* workspace, void* stream) {
+            return BlasLt::instance().run(product(p), number, workspace, stream);
+          },
+          [=](const LinearAddParams& p) { return BlasLt::instance().workspace_bytes(product(p), number); }};
+}
+
+std::vector<Candidate<LinearAddParams>> candidates() {
+  std::vector<Candidate<LinearAddParams>> all;
+  for (int number = 0; number < kAlgorithms; ++number) all.push_back(library_candidate(number));
+  all.push_back({"plain", [](const LinearAddParams&) { return true; },
+                 [](const LinearAddParams& p, void*, void* stream) { return linear_add_launch(p, stream); }});
+  return all;
+}
+
+}  // namespace
+
+const GpuOp& linear_add_gpu() {
+  static const TunableOp<LinearAddParams> op("LinearAdd", candidates());
+  return op;
+}
+
+}  // namespace sd_ort

@@ -1,0 +1,69 @@
+"""Convolution biases moved into the operator that reads the convolution, where adding them costs nothing.
+
+    NhwcConv(x, w, b) -> SkipGroupNorm(., gamma, beta, skip)  =>  NhwcConv(x, w) -> SkipGroupNorm(..., skip, b)
+    NhwcConv(x, w, b) -> Add(., y)                            =>  NhwcConv(x, w) -> BiasAdd(., b, y)
+
+GPU libraries add a convolution's bias in a kernel of its own (cuDNN's fused ones were slower than both together), so
+each costs a launch, a read and a write of the whole feature map. Two convolutions that meet in one SkipGroupNorm or
+Add (a residual block's last one and its shortcut) hand over the sum of their biases, computed while the model is saved.
+Left alone: a result that something else reads too, or of which the Add broadcasts. Runs after `nhwc_layout`.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from fusion_passes import _checks as c
+from fusion_passes._lazy import derived
+from fusion_passes._rule import DOMAIN
+
+
+def fold_conv_bias(model: ir.Model) -> int:
+    """Move the biases of NhwcConv nodes on in place; returns how many."""
+    moved = 0
+    for node in list(model.graph):
+        if node.op_type == "NhwcConv" and len(node.inputs) > 2 and node.inputs[2] is not None:
+            moved += _move(model.graph, node)
+    return moved
+
+
+def _move(graph: ir.Graph, conv: ir.Node) -> bool:
+    output, bias = conv.outputs[0], conv.inputs[2]
+    users = list(output.uses())
+    if len(users) != 1 or output.is_graph_output() or bias is None or not c.is_vector(bias, c.size(output, -1)):
+        return False
+    reader, index = users[0]
+    if reader.op_type == "SkipGroupNorm" and index in (0, 3) and c.same_shape(output, reader.inputs[0]):
+        _give(graph, reader, 4, bias)
+    elif reader.op_type == "BiasAdd" and index in (0, 2):
+        _give(graph, reader, 1, bias)
+    elif reader.op_type == "Add" and all(c.same_shape(output, value) for value in reader.inputs):
+        _to_bias_add(graph, reader, index, bias)
+    else:
+        return False
+    conv.resize_inputs(2)
+    return True
+
+
+def _give(graph: ir.Graph, reader: ir.Node, index: int, bias: ir.Value) -> None:
+    """Make `bias`, plus the one that is there, the reader's input `index`."""
+    there = reader.inputs[index] if len(reader.inputs) > index else None
+    if there is not None:
+        width = c.size(bias, 0)
+        assert width is not None
+        bias = derived(graph, f"{reader.outputs[0].name}.bias", [there, bias], [width], lambda a, b: a + b)
+    if len(reader.inputs) <= index:
+        reader.resize_inputs(index + 1)
+    reader.replace_input_with(index, bias)
+
+
+def _to_bias_add(graph: ir.Graph, add: ir.Node, index: int, bias: ir.Value) -> None:
+    """Add(x, y) => BiasAdd(x, bias, y), under the old output's name."""
+    old = add.outputs[0]
+    node = ir.node("BiasAdd", [add.inputs[index], bias, add.inputs[1 - index]], domain=DOMAIN)
+    node.metadata_props.update(add.metadata_props)
+    new = node.outputs[0]
+    new.name, new.type, new.shape = old.name, old.type, old.shape
+    graph.insert_before(add, node)
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    graph.remove(add, safe=True)
