@@ -30,6 +30,7 @@ from fusion_passes.canonicalize import (
     layer_normalization,
     merge_equal,
     transposes,
+    why_not_fused,
 )
 
 # SkipLayerNormalization takes the sums a normalization follows; BiasAdd takes those that are left.
@@ -44,15 +45,17 @@ FUSIONS: tuple[ModuleType, ...] = (
 )
 CANONICAL: tuple[ModuleType, ...] = (group_normalization, gelu, layer_normalization, transposes, attention)
 
-__all__ = ["CANONICAL", "FUSIONS", "canonicalize", "canonicalize_shapes", "fuse"]
+__all__ = ["CANONICAL", "FUSIONS", "canonicalize", "canonicalize_shapes", "fuse", "why_not_fused"]
 
 
 def fuse(model: ir.Model, leave: frozenset[str] = frozenset()) -> Counter[str]:
-    """Apply the fusions in place to a canonical model, but for those named in `leave`.
+    """Apply the fusions in place to a canonical model, but for those named in `leave` (none where `why_not_fused`).
 
     Returns how often each fired, by module name.
     """
     counts: Counter[str] = Counter()
+    if why_not_fused(model):
+        return counts
     for module in FUSIONS:
         name = module.__name__.rpartition(".")[2]
         if name not in leave:

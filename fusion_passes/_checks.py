@@ -91,6 +91,20 @@ def readers(value: ir.Value) -> Sequence[ir.Node]:
     return tuple(node for node in users(value) if node.op_type != "Shape")
 
 
+def demanded_channels(value: ir.Value) -> int | None:
+    """The size that axis 1 of `value` must have for a convolution that reads it (behind a Cast, too) to run."""
+    for node in users(value):
+        if node.op_type == "Cast":
+            channels = demanded_channels(node.outputs[0])
+        elif node.op_type == "Conv" and node.inputs[0] is value and size(node.inputs[1], 1) is not None:
+            channels = (size(node.inputs[1], 1) or 0) * node.attributes.get_int("group", 1)
+        else:
+            continue
+        if channels is not None:
+            return channels
+    return None
+
+
 def is_output(value: ir.Value) -> bool:
     """Whether a value is an output of its graph."""
     return value.is_graph_output()

@@ -102,13 +102,14 @@ def _component(source: Path, optimized: Path | None, manifest: Mapping[str, Any]
 
 def sites(model: ir.Model) -> list[dict[str, Any]]:
     """The sites of a fused model in graph order: fused nodes, and operators of `LEFT` with the reason for each."""
-    refused = _refusals(model)
+    old = fusion_passes.why_not_fused(model)
+    refused = {} if old else _refusals(model)
     found = []
     for node in model.graph:
         left = LEFT.get(node.op_type)
         if left is None and node.domain != DOMAIN:
             continue
-        reason = None if left is None else _reason(node, left, refused)
+        reason = None if left is None else old or _reason(node, left, refused)
         site = {"scope": scope(node), "op": node.op_type, "fused": left is None, "reason": reason}
         found.append({**site, "value": node.outputs[0].name})
     return found

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from fusion_passes import _checks as c
 from sd_ort import models
 from sd_ort.errors import InputError
 
@@ -27,6 +28,11 @@ SIZES: tuple[dict[str, int], ...] = (
     {"batch": 2, "sequence": 13, "height": 16, "width": 32},
 )
 CLIP_VOCABULARY = 49408
+# What the axes are called by Optimum and by diffusers' old conversion script, where they say more than our sizes.
+ALIASES: Mapping[str, models.Axis] = {
+    "batch_size": "batch", "sequence_length": "sequence", "steps": 1, "height_latent": "height",
+    "width_latent": "width", "latent_height": "height", "latent_width": "width",
+}  # fmt: skip
 SD_SCALING_FACTOR = 0.18215
 
 
@@ -80,16 +86,38 @@ def _shape(
     known = _family_axes(component, inputs, config).get(str(value.name), ())
     shape = []
     for index, declared in enumerate(value.shape or known):
-        symbol = declared if isinstance(declared, (int, str)) else str(declared.value)
-        axis = symbol if isinstance(symbol, int) or index >= len(known) else known[index]
+        axis = declared if isinstance(declared, (int, str)) else str(declared.value)
+        if isinstance(axis, str):
+            axis = known[index] if index < len(known) else ALIASES.get(axis, axis)
+        if isinstance(axis, str) and index == 1 and len(value.shape or ()) == 4:
+            axis = c.demanded_channels(value) or axis
         try:
-            shape.append(models.size(axis, sizes))
+            shape.append(models.size(axis, sizes) * _pixels(component, value, axis, known))
         except (KeyError, TypeError) as error:
             raise InputError(
                 f"{component}: the size of axis {index} ({axis}) of input {value.name} is not known: "
                 f"put the model's config.json beside model.onnx, or give recorded inputs with --inputs."
             ) from error
     return shape
+
+
+def _pixels(component: str, value: ir.Value, axis: models.Axis, known: Sequence[models.Axis]) -> int:
+    """Pixels a latent pixel, for the image that a VAE encoder reads when no config tells its axes."""
+    return 8 if component == "vae_encoder" and not known and axis in ("height", "width") else 1
+
+
+def _vocabulary(ids: ir.Value, config: Mapping[str, Any]) -> int:
+    """Rows of the table that token ids index: of the config, or else of the graph."""
+    frontier = [ids]
+    for _ in range(4):
+        readers = [node for value in frontier for node in c.users(value)]
+        rows = [
+            c.size(node.inputs[0], 0) for node in readers if node.op_type == "Gather" and c.is_constant(node.inputs[0])
+        ]
+        if rows and rows[0] is not None:
+            return rows[0]
+        frontier = [node.outputs[0] for node in readers if node.op_type in ("Cast", "Reshape", "Flatten")]
+    return int(config.get("vocab_size", CLIP_VOCABULARY))
 
 
 def _family_axes(
@@ -108,7 +136,7 @@ def _values(component: str, value: ir.Value, shape: list[int], config: Mapping[s
     name = str(value.name)
     random = np.random.default_rng([seed, zlib.crc32(f"{component}/{name}".encode())])
     if name == "input_ids":
-        return _token_ids(random, shape, config.get("vocab_size", CLIP_VOCABULARY))
+        return _token_ids(random, shape, _vocabulary(value, config))
     if name == "timestep":
         return random.integers(1, 1000, shape).astype(np.int64 if value.dtype == ir.DataType.INT64 else np.float32)
     if name == "time_ids":  # height and width of the original, top and left of the crop, height and width (or a score)

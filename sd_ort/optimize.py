@@ -138,6 +138,7 @@ def optimize_component(
     model = ir.load(source)
     before = sum(1 for _ in model.graph)
     rules = fusion_passes.canonicalize(model)
+    not_fused = fusion_passes.why_not_fused(model)
     rules += fusion_passes.fuse(model, leave=target.leave)
     lowered = lower_layout(model, target)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -157,6 +158,7 @@ def optimize_component(
         "rules": {name: count for name, count in {**rules, **lowered}.items() if count},
         "counts": {op: nodes[op] for op in COUNTED if nodes[op]},
         "not_lowered": kept,
+        **({"not_fused": not_fused} if not_fused else {}),
         **({"hoisted": {name: len(part.graph) for name, part in parts.items()}} if hoisted else {}),
         **({"calibration": measured.note, "float32_sites": measured.sites} if dtype == "float16" else {}),
     }

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import graph_fixtures
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
@@ -190,3 +191,64 @@ def test_interrupt_and_full_disk(
     monkeypatch.setattr(stage, "save", fail_on_the_second)
     check_refused(sd_ort("optimize", tiny_copy, tmp_path / "out"), message, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["copy"]
+
+
+@pytest.mark.parametrize("target", ["portable", "nhwc"])
+def test_an_opset_that_cannot_be_raised_is_left_alone(tmp_path: Path, target: str) -> None:
+    """HardSwish is none of the operators whose meaning at opset 21 is known; function bodies are written in those."""
+    text = """<ir_version: 7, opset_import: ["" : 14]>
+        g (float[B,4,8] q) => (float[B,4,8] y) <float s = {0.5}, float[8] b> {
+            h = HardSwish (q)  k = Transpose <perm = [0, 2, 1]> (h)  c = MatMul (h, k)  d = Mul (c, s)
+            w = Softmax <axis = -1> (d)  a = MatMul (w, h)  p = Add (a, b)  y = Add (p, q)
+        }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.arange(1, 9, dtype=np.float32), "b"))
+    source, fused = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(model, source)
+    entry = optimize_component(source, fused, NHWC if target == "nhwc" else TARGETS[target])
+    assert "opset 14 cannot be raised to 21, since its HardSwish" in entry["not_fused"]
+    assert entry["rules"] == {}
+    inputs = {"q": np.random.default_rng(0).normal(size=(2, 4, 8)).astype(np.float32)}
+    np.testing.assert_allclose(run(fused, inputs), run(source, inputs), rtol=1e-6)
+
+
+OPTIMUM = {"batch": "batch_size", "sequence": "sequence_length", "height": "height_latent", "width": "width_latent"}
+
+
+def make_foreign_folder(path: Path, weights: str | None) -> Path:
+    """A folder as Optimum or diffusers' old script write it: no manifest, no configs, all axes dynamic, a checker."""
+    for name in ("text_encoder", "vae_decoder"):
+        model = graph_fixtures.load(f"sd15-tiny-eager-14.{name}")
+        for value in model.graph.input:
+            for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+                dim.dim_param = OPTIMUM.get(dim.dim_param, dim.dim_param) if dim.dim_param else f"num_channels_{axis}"
+        (path / name).mkdir(parents=True)
+        onnx.save(model, path / name / folder.MODEL, save_as_external_data=weights is not None, location=weights,
+                  size_threshold=0)  # fmt: skip
+    (path / "safety_checker").mkdir()
+    text = """<ir_version: 7, opset_import: ["" : 14]> checker (float[N,M] images) => (float[N,M] out) {
+        h = HardSwish (images)  out = Add (h, images) }"""
+    onnx.save(onnx.parser.parse_model(text), path / "safety_checker" / folder.MODEL)
+    (path / "model_index.json").write_text('{"_class_name": "OnnxStableDiffusionPipeline"}')
+    return path
+
+
+@pytest.mark.parametrize("weights", ["weights.pb", "model.onnx_data", None])
+def test_folders_of_other_tools(tmp_path: Path, sd_ort: Cli, weights: str | None) -> None:
+    source, out = make_foreign_folder(tmp_path / "old", weights), tmp_path / "out"
+    half = [] if weights is None else ["--float16"]
+    code, text, err = sd_ort("optimize", source, out, *half)
+    assert code == 0, err
+    assert "safety_checker: not fused: opset 14 cannot be raised" in text
+    counts = {name: entry["counts"] for name, entry in folder.read_manifest(out)["components"].items()}
+    assert counts["text_encoder"]["MultiHeadAttention"] == 12
+    assert counts["vae_decoder"]["SkipGroupNorm"] == 12
+    assert sorted(p.name for p in (out / "vae_decoder").iterdir()) == [folder.MODEL, folder.DATA]
+    code, text, err = sd_ort("verify", source, out)
+    assert code == 0, err
+    assert text.count("  ok") == 6
+    assert "safety_checker: NOT compared" in text
+    code, text, err = sd_ort("explain", source)
+    assert code == 0, err
+    assert "12 MultiHeadAttention" in text
+    assert "up to date" in sd_ort("optimize", source, out, *half)[1]

@@ -42,6 +42,14 @@ def fold(model: ir.Model) -> None:
     reshape_targets(model)
 
 
+def fix_channels(model: ir.Model) -> None:
+    """Give inputs the channels that their convolutions demand: old exporters declare this axis dynamic, too."""
+    for value in model.graph.inputs:
+        channels = c.demanded_channels(value)
+        if channels is not None and value.shape is not None and value.shape.rank() > 1:
+            value.shape = ir.Shape([channels if axis == 1 else d for axis, d in enumerate(value.shape)])
+
+
 def merge_equal(model: ir.Model) -> None:
     """One node for all that compute the same from the same: TorchScript builds a causal mask for every layer."""
     common.DeduplicateInitializersPass(size_limit=_shapes.LIST_LIMIT)(model)

@@ -57,6 +57,8 @@ def command(
     for row in rows:
         click.echo(f"{row:26}" + "".join(f"{entry['counts'].get(row, 0):>16}" for entry in entries.values()))
     for name, entry in entries.items():
+        if "not_fused" in entry:
+            click.echo(f"{name}: not fused: {entry['not_fused']}.")
         for reason in entry["not_lowered"]:
             click.echo(f"{name}: {reason}; they run as sd_ort operators.")
         if "hoisted" in entry:
