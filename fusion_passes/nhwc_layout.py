@@ -116,7 +116,8 @@ class _Walk:
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None
         if c.perm(y) == TO_NHWC and x in self.twins:
-            ir.convenience.replace_all_uses_with(y, self.twins[x])
+            for user, index in list(y.uses()):  # a graph output stays, as a Transpose of its own
+                user.replace_input_with(index, self.twins[x])
         elif c.perm(y) == TO_NCHW:
             self.twins[y] = x
 

@@ -23,7 +23,7 @@ from sd_ort.targets import Target
 
 NHWC = Target("nhwc", layout="NHWC", pack=True)
 C = 8  # channels, everywhere
-SEEDS = range(12)  # all pass up to 300; more than these take time
+SEEDS = range(12)  # all pass up to 600; more than these take time
 
 
 class Graph:
@@ -237,16 +237,21 @@ def test_numbers_stay(seed: int) -> None:
         for v in source.graph.input
     }
     expected = run(source, feeds)
+    nearby = {name: (a * (1 + 1e-7 * random.normal(size=a.shape))).astype(np.float32) for name, a in feeds.items()}
+    # Normalizing what is nearly constant magnifies rounding errors: some graphs do so many times over.
+    allowed = [
+        1e-5 * np.abs(a).max() + 10 * np.abs(a - b).max() for a, b in zip(expected, run(source, nearby), strict=True)
+    ]
     for target in (Target("nchw"), NHWC):
         model = ir.from_proto(source)
         fusion_passes.canonicalize(model)
         fusion_passes.fuse(model)
         lower_layout(model, target)
         bodies.attach(model, [node for node in model.graph if node.domain == DOMAIN])
-        for name, got, want in zip(
-            [v.name for v in source.graph.output], run(ir.to_proto(model), feeds), expected, strict=True
-        ):
-            np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3 * np.abs(want).max(), err_msg=f"{name}")
+        got = run(ir.to_proto(model), feeds)
+        assert [a.shape for a in got] == [a.shape for a in expected]
+        errors = [np.abs(a - b).max() for a, b in zip(got, expected, strict=True)]
+        assert all(error <= limit for error, limit in zip(errors, allowed, strict=True)), (errors, allowed)
 
 
 def test_the_graphs_have_what_fusions_look_for() -> None:
