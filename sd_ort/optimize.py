@@ -21,6 +21,7 @@ import fusion_passes
 from fusion_passes import (
     bodies,
     fold_conv_bias,
+    layer_norm,
     linear_add,
     nhwc_layout,
     pack_qkv,
@@ -184,6 +185,8 @@ def lower_layout(model: ir.Model, target: Target) -> dict[str, int]:
         counts.update(pack_qkv.pack_qkv(model))
     if target.linear_add:
         counts["linear_add"] = linear_add.linear_add(model)
+    if target.layer_norm:
+        counts["layer_norm"] = layer_norm.layer_norm(model)
     return counts
 
 

@@ -298,12 +298,20 @@ def create_session(
             "installed and that a GPU is visible (`sd-ort doctor`).",
             allow_fallback,
         )
+    elif entry.ep != CPU_EP:
+        from sd_ort import tuning as results
+
+        results.attach(session, entry.ep, _ops_path(library, portable), tuning, onnxruntime.__version__)
     return session
+
+
+def _ops_path(library: Path | None, portable: bool) -> Path | None:
+    return None if portable else library or op_library()
 
 
 def _register_ops(options: Any, library: Path | None, portable: bool) -> bool:
     """Register the custom-op library, if there is one. Raises ProviderError when it is there but cannot be loaded."""
-    path = None if portable else library or op_library()
+    path = _ops_path(library, portable)
     if path is None:
         log.info("no custom-op library: fused operators run as plain ONNX functions.")
         return False

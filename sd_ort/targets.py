@@ -49,6 +49,10 @@ def _three_axes(node: ir.Node) -> str | None:
     return None if c.rank(node.inputs[0]) == 3 else "its kernel takes [N,S,C] only"
 
 
+def _whole_skip(node: ir.Node) -> str | None:
+    return None if c.rank(node.inputs[1]) == 3 else "its kernel takes no row as skip"
+
+
 def _no_bias_input(node: ir.Node) -> str | None:
     bias = len(node.inputs) > 3 and node.inputs[3] is not None
     return "its kernel refuses a bias input" if bias else None
@@ -60,10 +64,10 @@ class Target:
 
     Operators absent from `contrib` run as `sd_ort` operators, unless `expand` names them: those are taken apart again.
     `fold_conv_bias` moves biases of convolutions into what reads them (`layout` NHWC only); `linear_add` makes matrix
-    products, and convolutions of one pixel, LinearAdd. `leave` names fusions (modules of fusion_passes) that are not
-    applied at all. `standard_attention` picks the attentions that become
-    ai.onnx Attention; `winograd` makes 3 x 3 convolutions WinogradConv, whose only kernel is for CPUs. `float32_inputs`
-    are inputs (operator, index) that stay in fp32 in a half precision model.
+    products, and convolutions of one pixel, LinearAdd; `layer_norm` gives LayerNormalization our kernel. `leave` names
+    fusions (modules of fusion_passes) that are not applied at all. `standard_attention` picks the attentions that
+    become ai.onnx Attention; `winograd` makes 3 x 3 convolutions WinogradConv, whose only kernel is for CPUs.
+    `float32_inputs` are inputs (operator, index) that stay in fp32 in a half precision model.
     """
 
     name: str
@@ -71,6 +75,7 @@ class Target:
     pack: bool = False
     fold_conv_bias: bool = False
     linear_add: bool = False
+    layer_norm: bool = False
     contrib: Mapping[str, Limit] = field(default_factory=dict)
     expand: frozenset[str] = frozenset()
     leave: frozenset[str] = frozenset()
@@ -93,22 +98,27 @@ CPU = Target(
     winograd=True,
 )
 
+# Every kernel that the CUDA provider has for fused operators.
+CUDA_CONTRIB: Mapping[str, Limit] = {
+    "GroupNorm": _even_channels_a_group,
+    "SkipGroupNorm": _even_channels_a_group,
+    "BiasSplitGelu": _cuda_gelu_width,
+    "BiasAdd": _three_axes,
+    "SkipLayerNormalization": _whole_skip,
+    "MultiHeadAttention": _any,
+    "NhwcConv": _any,
+    "QuickGelu": _any,
+}
+
+# Those that are taken: the others are slower than ours (results/gpu_step_sd15.md).
 CUDA = Target(
     "cuda",
     layout="NHWC",
     pack=True,
     fold_conv_bias=True,
     linear_add=True,
-    contrib={
-        "GroupNorm": _even_channels_a_group,
-        "SkipGroupNorm": _even_channels_a_group,
-        "BiasSplitGelu": _cuda_gelu_width,
-        "BiasAdd": _three_axes,
-        "SkipLayerNormalization": _any,
-        "MultiHeadAttention": _any,
-        "NhwcConv": _any,
-        "QuickGelu": _any,
-    },
+    layer_norm=True,
+    contrib={name: CUDA_CONTRIB[name] for name in ("MultiHeadAttention", "NhwcConv", "QuickGelu")},
     expand=frozenset({"ScaledDotProductAttention"}),
     float32_inputs=_FP32_AFFINE,
 )
@@ -118,8 +128,7 @@ ROCM = Target(
     layout="NHWC",
     pack=True,
     fold_conv_bias=True,
-    linear_add=True,
-    contrib={**CUDA.contrib, "MultiHeadAttention": _no_bias_input},
+    contrib={**CUDA_CONTRIB, "MultiHeadAttention": _no_bias_input},
     expand=frozenset({"ScaledDotProductAttention"}),
     float32_inputs=_FP32_AFFINE,
 )

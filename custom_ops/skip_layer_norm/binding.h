@@ -38,7 +38,7 @@ struct SkipLayerNormBinding {
     params.rows = x.size() / params.channels;
     params.skip_rows = skip.size() / params.channels;
     require(broadcasts(skip, x),
-            "SkipLayerNormalization: skip must have the shape of input, its batch axis 1 or absent");
+            "SkipLayerNormalization: skip must have the shape of input, its batch axis 1 or absent, or be one row");
     require(gamma.has_shape({params.channels}) && (!beta || beta.has_shape({params.channels})) &&
                 (!bias || bias.has_shape({params.channels})),
             "SkipLayerNormalization: gamma, beta and bias must have as many elements as the last axis of input");
@@ -59,7 +59,7 @@ struct SkipLayerNormBinding {
 
  private:
   static bool broadcasts(const Tensor& skip, const Tensor& x) {
-    if (skip.shape == x.shape) return true;
+    if (skip.shape == x.shape || skip.has_shape({x.shape.back()})) return true;
     if (x.shape.size() != 3) return false;
     return skip.has_shape({1, x.shape[1], x.shape[2]}) || skip.has_shape({x.shape[1], x.shape[2]});
   }

@@ -86,6 +86,7 @@ CASES = [
     _case((3, 13, 97), total=False),
     _case((2, 31, 12), skip=(1, 31, 12)),
     _case((2, 31, 40), skip=(31, 40), bias=False),
+    _case((2, 9, 24), skip=(24,), bias=False, total=False),
     _case((16, 7, 40), beta=False, bias=False, total=False),
     _case((5, 3, 1280)),
     _case((2, 3, 2056)),

@@ -1,0 +1,136 @@
+"""What the GPU targets do to convolutions and matrix products, its numbers by the operators' function bodies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import graph_fixtures
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+import fusion_passes
+from fusion_passes import bodies
+from fusion_passes._rule import DOMAIN
+from sd_ort.optimize import lower_layout, optimize_component
+from sd_ort.targets import TARGETS
+
+BODIES = replace(TARGETS["cuda"], contrib={})  # every fused operator by its body: what a CPU can run
+SIZES = {"N": 2, "H": 6, "W": 4}
+
+
+def graph(*lines: str) -> str:
+    """x, y [N,8,H,W] -> z, of some of the weights below."""
+    weights = "float[8,8,3,3] k, float[8,8,1,1] p, float[8] b, float[8] c, float[8] g, float[8] h"
+    return f"""<ir_version: 10, opset_import: ["" : 21]>
+        f (float[N,8,H,W] x, float[N,8,H,W] y) => (float[N,8,H,W] z) <{weights}> {{ {" ".join(lines)} }}"""
+
+
+CONV = "a = Conv <pads = [1, 1, 1, 1]> (x, k, b)"
+NORM = "z = GroupNormalization <num_groups = 2> (s, g, h)"
+
+
+def run(model: onnx.ModelProto) -> np.ndarray:
+    random = np.random.default_rng(0)
+    shape = (SIZES["N"], 8, SIZES["H"], SIZES["W"])
+    feed = {info.name: random.normal(0, 1, shape).astype(np.float32) for info in model.graph.input}
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    result: np.ndarray = session.run(None, feed)[0]
+    return result
+
+
+def lower(text: str) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    """The graph with random weights, before and after."""
+    source = onnx.parser.parse_model(text)
+    random = np.random.default_rng(1)
+    for info in list(source.graph.value_info):
+        shape = [dim.dim_value for dim in info.type.tensor_type.shape.dim]
+        tensor = onnx.numpy_helper.from_array(random.normal(0.5, 1, shape).astype(np.float32), info.name)
+        source.graph.initializer.append(tensor)
+    del source.graph.value_info[:]
+    model = ir.from_proto(source)
+    fusion_passes.canonicalize(model)
+    fusion_passes.fuse(model)
+    lower_layout(model, BODIES)
+    bodies.attach(model, [node for node in model.graph if node.domain == DOMAIN])
+    return source, ir.to_proto(model)
+
+
+def biased(model: onnx.ModelProto) -> int:
+    return sum(node.op_type == "NhwcConv" and len(node.input) > 2 for node in model.graph.node)
+
+
+@pytest.mark.parametrize(
+    ("lines", "left", "counts"),
+    [
+        ((CONV, "s = Add (a, y)", NORM), 0, {"SkipGroupNorm": 1}),
+        ((CONV, "s = Add (y, a)", NORM), 0, {"SkipGroupNorm": 1}),
+        ((CONV, "d = Conv <pads = [1, 1, 1, 1]> (y, k, c)", "s = Add (a, d)", NORM), 0, {"SkipGroupNorm": 1}),
+        ((CONV, "z = Add (a, y)"), 0, {"BiasAdd": 1, "Add": 0}),
+        ((CONV, "s = Relu (a)", "t = Sigmoid (a)", "z = Add (s, t)"), 1, {"BiasAdd": 0}),
+        ((CONV, "z = Add (a, a)"), 1, {"BiasAdd": 0}),
+        ((CONV, "s = Identity (a)", NORM), 1, {"GroupNorm": 1}),
+    ],
+    ids=["skip", "skip first", "two biases", "add", "read twice", "doubled", "nothing to fold into"],
+)
+def test_convolution_biases(lines: tuple[str, ...], left: int, counts: dict[str, int]) -> None:
+    before, after = lower(graph(*lines))
+    assert biased(after) == left
+    nodes = Counter(node.op_type for node in after.graph.node)
+    assert {op: nodes[op] for op in counts} == counts
+    np.testing.assert_allclose(run(after), run(before), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("lines", "counts"),
+    [
+        (("z = Conv (x, p, b)",), {"LinearAdd": 1, "NhwcConv": 0}),
+        (("a = Conv (x, p, b)", "z = Add (a, y)"), {"LinearAdd": 1, "BiasAdd": 0, "Add": 0}),
+        ((CONV, "d = Conv (y, p, c)", "z = Add (a, d)"), {"LinearAdd": 1, "NhwcConv": 1, "BiasAdd": 0}),
+        (("a = Conv (x, p, b)", "s = Add (a, y)", NORM), {"LinearAdd": 1, "GroupNorm": 1, "SkipGroupNorm": 0}),
+        (("a = Conv (x, p, b)", "s = Add (a, y)", NORM.replace("z =", "t ="), "z = Add (s, t)"),
+         {"LinearAdd": 1, "GroupNorm": 1}),
+    ],
+    ids=["1x1", "residual", "shortcut", "norm", "sum read too"],
+)  # fmt: skip
+def test_products(lines: tuple[str, ...], counts: dict[str, int]) -> None:
+    before, after = lower(graph(*lines))
+    nodes = Counter(node.op_type for node in after.graph.node)
+    assert {op: nodes[op] for op in counts} == counts
+    np.testing.assert_allclose(run(after), run(before), rtol=1e-4, atol=1e-4)
+
+
+def test_strided_convolution_of_one_pixel_stays() -> None:
+    source = graph("a = Conv <strides = [2, 2]> (x, p, b)", "z = Add (x, y)", "w = Relu (a)")
+    _, after = lower(source.replace("=> (float[N,8,H,W] z)", "=> (float[N,8,H,W] z, float[N,8,I,J] w)"))
+    nodes = Counter(node.op_type for node in after.graph.node)
+    assert (nodes["NhwcConv"], nodes["LinearAdd"]) == (1, 0)
+
+
+def test_unet(tmp_path: Path) -> None:
+    """All of a U-Net's products, its numbers unchanged."""
+    folder = graph_fixtures.make_folder(tmp_path / "raw", "sd15-tiny-dynamo-20.unet")
+    raw, made = folder / "unet/model.onnx", tmp_path / "made/unet/model.onnx"
+    entry = optimize_component(raw, made, BODIES)
+    assert entry["rules"]["fold_conv_bias"] == 74
+    assert entry["rules"]["linear_add"] == 158
+    nodes = Counter(node.op_type for node in onnx.load(made, load_external_data=False).graph.node)
+    assert {op: nodes[op] for op in ("NhwcConv", "LinearAdd", "BiasAdd", "MatMul")} == {
+        "NhwcConv": 52, "LinearAdd": 158, "BiasAdd": 1, "MatMul": 0,
+    }  # fmt: skip
+    random = np.random.default_rng(0)
+    shapes = {info.name: info.type.tensor_type.shape.dim for info in onnx.load(raw).graph.input}
+    sizes = {"batch": 1, "height": 16, "width": 8, "sequence": 5}
+    feed = {
+        name: random.normal(0, 1, [sizes.get(d.dim_param, d.dim_value) for d in dims]).astype(np.float32)
+        for name, dims in shapes.items()
+    }
+    feed["timestep"] = np.full(feed["timestep"].shape, 500, np.float32)
+    before, after = (
+        ort.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, feed)[0] for path in (raw, made)
+    )
+    assert np.linalg.norm(after - before) < 1e-5 * np.linalg.norm(before)
