@@ -122,7 +122,7 @@ class Worker:
             case.step_ms.append(1e3 * median(result["steps"]))
             if case.images is not None:
                 case.image_s.append(result["seconds"] / len(case.images))
-            if watch.joules is not None:
+            if watch.joules:  # 0: the counter, which is read every 0.1 s or so, did not move in this round
                 case.energy_J.append(watch.joules / (batch if case.images is not None else len(result["steps"])))
 
     def call(self, function: Callable[..., dict[str, Any]], *arguments: Any) -> tuple[dict[str, Any], device.Watch]:
