@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -124,19 +123,9 @@ def measure(source: Path, output: Path, target: str) -> dict[str, Any]:
     """One run of the command line in a process of its own."""
     log = output.with_suffix(".log")
     shutil.rmtree(output, ignore_errors=True)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
-    command = [
-        sys.executable,
-        "-m",
-        "sd_ort.cli",
-        "optimize",
-        str(source),
-        str(output),
-        "--float16",
-        "--target",
-        target,
-    ]
+    program = [sys.executable, "-c", "import sd_ort.cli; sd_ort.cli.main()"]
+    command = [*program, "optimize", str(source), str(output), "--float16", "--target", target]
     with log.open("w") as text:
         process = subprocess.Popen(command, stdout=text, stderr=subprocess.STDOUT, cwd=ROOT)
         _, status, used = os.wait4(process.pid, 0)
@@ -145,7 +134,6 @@ def measure(source: Path, output: Path, target: str) -> dict[str, Any]:
         raise SystemExit(log.read_text())
     manifest = json.loads((output / "sd_ort.json").read_text())
     entries = manifest["components"]
-    del before
     result = {
         "target": target,
         "seconds": round(seconds, 1),

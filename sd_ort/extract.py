@@ -55,6 +55,9 @@ def extract(path: Path, component: str, start: Sequence[str], end: Sequence[str]
 
 def _cut(model: onnx.ModelProto, start: Sequence[str], end: Sequence[str]) -> onnx.ModelProto:
     import onnx_graphsurgeon as gs
+    import onnx_ir as ir
+
+    from fusion_passes import _shapes
 
     graph = gs.import_onnx(model)
     tensors = graph.tensors()
@@ -70,7 +73,14 @@ def _cut(model: onnx.ModelProto, start: Sequence[str], end: Sequence[str]) -> on
         raise InputError(f"{', '.join(end)} does not depend on {', '.join(unused)}: give values in the graph's order.")
     graph.inputs = inputs + [t for t in graph.inputs if t.name in needed and t not in inputs]
     graph.cleanup().toposort()
+    described = ir.from_proto(model).graph
+    _shapes.annotate(described)  # the TorchScript exporter writes no types
+    values = {value.name: value for node in described for value in node.outputs}
     for tensor in [*graph.inputs, *graph.outputs]:
+        value = values.get(tensor.name)
+        if tensor.dtype is None and value is not None and value.dtype is not None:
+            tensor.dtype = value.dtype.numpy()
+            tensor.shape = None if value.shape is None else [d if isinstance(d, int) else d.value for d in value.shape]
         if tensor.dtype is None:
             raise InputError(f"the type of {tensor.name} is not in the model: choose a value next to it.")
     exported: Any = gs.export_onnx(graph)

@@ -76,6 +76,8 @@ def verify(
                 row["passed"] = bool(row["finite"] and row["relative_error"] <= limit)
                 rows.append(row)
                 report(row)
+    if not rows:
+        raise InputError("nothing was compared: " + " ".join(notes))
     return {"rows": rows, "notes": notes, "passed": all(row["passed"] for row in rows)}
 
 

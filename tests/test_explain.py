@@ -146,3 +146,17 @@ def test_extract_refuses_what_is_not_there(source: Path, tmp_path: Path) -> None
     assert ran.exit_code == 0, ran.output
     with pytest.raises(OutputError, match="exists"):
         extract(source, "vae_decoder", [conv[3]], [conv[5]], tmp_path / "a.onnx")
+
+
+def test_extract_from_an_export_without_types(tmp_path: Path) -> None:
+    """The TorchScript exporter describes inputs and outputs only."""
+    source = graph_fixtures.make_folder(tmp_path / "source", TORCHSCRIPT)
+    conv = [
+        node.outputs[0].name or ""
+        for node in ir.load(source / "vae_decoder/model.onnx").graph
+        if node.op_type == "Conv"
+    ]
+    extract(source, "vae_decoder", [conv[3]], [conv[5]], tmp_path / "cut.onnx")
+    session = ort.InferenceSession(tmp_path / "cut.onnx", providers=["CPUExecutionProvider"])
+    assert [value.name for value in session.get_outputs()] == [conv[5]]
+    assert session.get_inputs()[0].shape[1] == 128

@@ -119,6 +119,17 @@ def test_recorded_inputs(source: Path, tmp_path: Path) -> None:
         verify(source, tmp_path / "out", inputs=tmp_path / "none.npz")
 
 
+def test_comparing_nothing_is_no_success(source: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_pipeline(tmp_path / name)
+        (tmp_path / name / "vae_decoder").rename(tmp_path / name / "safety_checker")
+    with pytest.raises(InputError, match="nothing was compared: safety_checker: NOT compared"):
+        verify(tmp_path / "a", tmp_path / "b")
+    latent = np.ones((1, 4, 5, 7), np.float32)
+    np.savez(tmp_path / "runs.npz", **{"safety_checker/latent_sample": latent})
+    assert verify(tmp_path / "a", tmp_path / "b", inputs=tmp_path / "runs.npz")["passed"]
+
+
 @pytest.mark.parametrize("target", ["portable", "cuda"])
 def test_bfloat16_is_valid_and_right(source: Path, tmp_path: Path, target: str) -> None:
     optimize(source, tmp_path / "out", dtype="bfloat16", target=target)

@@ -48,7 +48,7 @@ def grouped(entry: dict[str, Any]) -> list[str]:
     lines = ["  fused: " + (", ".join(f"{count} {op}" for op, count in entry["fused"].items()) or "nothing")]
     left = [site for site in entry["sites"] if not site["fused"]]
     for (op, reason), count in Counter((site["op"], site["reason"]) for site in left).most_common():
-        scopes = [s["scope"] or s["value"] for s in left if (s["op"], s["reason"]) == (op, reason)]
+        scopes = list(dict.fromkeys(s["scope"] or s["value"] for s in left if (s["op"], s["reason"]) == (op, reason)))
         named = ", ".join(scopes[:SHOWN]) + (", ..." if len(scopes) > SHOWN else "")
         lines.append(f"  left: {count} {op}: {reason} ({named})")
     return lines
