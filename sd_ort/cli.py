@@ -18,9 +18,12 @@ COMMANDS = {
     "verify": "Compare an optimized pipeline's numbers with its source's.",
     "explain": "Say which sites are fused, and why others are not.",
     "extract": "Cut a subgraph out of a component, for a bug report.",
+    "merge": "Write a whole pipeline as one ONNX model.",
     "generate": "Draw images from a prompt.",
     "benchmark": "Measure latency and memory, engines side by side.",
+    "tune": "Measure kernel candidates at a model's shapes, ahead of time.",
     "report": "Turn benchmark results into an HTML page, or compare two runs.",
+    "build-ops": "Compile the fused operators for CPU, AMD or NVIDIA.",
     "doctor": "Say what is installed, which providers load, and what is missing.",
 }
 
