@@ -309,6 +309,10 @@ def _onnxscript(task: Task, dtype: str) -> None:
     ir.save(made, full, external_data="float32.data")
     half = OnnxModel(onnx.load(full))
     half.convert_float_to_float16(keep_io_types=False)
+    # The converter writes the cast of a value that two nodes read in float32 twice, under one name: once is enough.
+    casts = {tuple(node.output): node for node in half.model.graph.node}
+    del half.model.graph.node[:]
+    half.model.graph.node.extend(casts.values())
     half.topological_sort()
     half.save_model_to_file(str(out), True)
     for path in (full, out.with_name("float32.data")):
