@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 MODEL = "unet/model.onnx"
 BATCH = 2
-TURNS = {32: 5, 64: 3}  # latent edge -> measured steps of each engine, after one that is not counted
+TURNS = {32: 5, 64: 2}  # latent edge -> measured steps of each engine, after one that is not counted
 
 
 def make_raw(source: Path, out: Path) -> None:
@@ -254,13 +254,13 @@ def table(result: dict[str, Any]) -> str:
     """Markdown: a row an engine; ratios against the raw export and against the fastest peer of this run."""
     edges = [str(edge) for edge in result["edges"]]
     rows = result["rows"]
-    about = result["machine"]
+    machine = result["machine"]
     lines = [
         "# SD 1.5 UNet on the CPU",
         "",
-        f"Measured by `scripts/compare_cpu.py` at commit {about['commit']} with {result['threads']} threads on "
-        f"{about['cpu']} ({about['cores']} cores), "
-        + ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+        f"Measured by `scripts/compare_cpu.py` at commit {result['commit']} with {result['threads']} threads on "
+        f"{machine['cpu']} ({machine['cores']} cores, {machine['memory_GB']} GB), {machine['system']}, "
+        + ", ".join(f"{name} {number}" for name, number in result["versions"].items())
         + f". {result['weights']}. One step in float32, batch {BATCH}; medians of "
         + ", ".join(f"{len(rows[0]['seconds'][edge])} steps at {edge} x {edge}" for edge in edges)
         + ", engines in turn, a process each. Peak memory is resident, mapped weights included.",
@@ -328,7 +328,7 @@ def main() -> None:
 
 def report(options: argparse.Namespace, engines: list[Engine], scratch: Path) -> None:
     """Make the models, measure, write the results."""
-    import compare_fusion
+    from sd_ort import measure as about
 
     sources = {False: unpack(options.export, scratch)}
     if options.torchscript:
@@ -338,7 +338,9 @@ def report(options: argparse.Namespace, engines: list[Engine], scratch: Path) ->
     print(f"models made in {time.perf_counter() - started:.0f} s", failures or "", flush=True)
     rows = measure([engine for engine in engines if engine.model in models], models, options)
     result = {
-        "machine": compare_fusion.machine(),
+        "commit": about.commit(),
+        "machine": about.machine(),
+        "versions": about.versions(),
         "threads": options.threads,
         "cpus": options.cpus,
         "batch": BATCH,

@@ -1,4 +1,4 @@
-// Vectors of eight floats for CPU kernels, in GCC and clang vector extensions: no intrinsics but for half conversion.
+// Vectors of floats for CPU kernels, in GCC and clang vector extensions: no intrinsics but for half conversion.
 //
 // Every cpu.cc is compiled once for each instruction set below, into namespace sd_ort::SD_ORT_ISA, and the best one
 // that the processor runs is taken at run time (SD_ORT_CPU_KERNEL). So cpu.cc must put nothing outside that namespace
@@ -54,9 +54,14 @@ inline bool runs_avx512() {
 namespace sd_ort {
 namespace SD_ORT_ISA {
 
+#if defined(__AVX512F__)
+constexpr int64_t kLanes = 16;
+#else
 constexpr int64_t kLanes = 8;
-using Floats = float __attribute__((vector_size(32)));
-using Ints = int32_t __attribute__((vector_size(32)));
+#endif
+using Floats = float __attribute__((vector_size(kLanes * 4)));
+using Ints = int32_t __attribute__((vector_size(kLanes * 4)));
+using Eight = float __attribute__((vector_size(32)));
 
 // A float16 by its bits.
 struct Half {
@@ -117,57 +122,92 @@ inline Half from_float<Half>(float x) {
   return to_half(x);
 }
 
-inline Floats splat(float x) { return Floats{x, x, x, x, x, x, x, x}; }
+inline Floats splat(float x) { return x - Floats{}; }
 
 inline Floats load(const float* from) {
   Floats values;
   memcpy(&values, from, sizeof(values));
   return values;
 }
-inline void store(float* to, Floats values) { memcpy(to, &values, sizeof(values)); }
-
-inline Floats load(const Half* from) {
-#if defined(__F16C__)
-  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#else
-  Floats values;
-  for (int i = 0; i < kLanes; ++i) values[i] = to_float(from[i]);
+inline Eight load_eight(const float* from) {
+  Eight values;
+  memcpy(&values, from, sizeof(values));
   return values;
+}
+inline void store(float* to, Floats values) { memcpy(to, &values, sizeof(values)); }
+inline void store_eight(float* to, Eight values) { memcpy(to, &values, sizeof(values)); }
+
+#if defined(__F16C__)
+inline Eight load_eight(const Half* from) {
+  return (Eight)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline void store_eight(Half* to, Eight values) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph((__m256)values, _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+inline Eight load_eight(const Half* from) {
+  Eight values;
+  for (int i = 0; i < 8; ++i) values[i] = to_float(from[i]);
+  return values;
+}
+inline void store_eight(Half* to, Eight values) {
+  for (int i = 0; i < 8; ++i) to[i] = to_half(values[i]);
+}
 #endif
+#if defined(__AVX512F__)
+inline Eight low_half(Floats x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7); }
+inline Eight high_half(Floats x) { return __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15); }
+inline Floats load(const Half* from) {
+  return __builtin_shufflevector(load_eight(from), load_eight(from + 8), 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13,
+                                 14, 15);
 }
 inline void store(Half* to, Floats values) {
-#if defined(__F16C__)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph((__m256)values, _MM_FROUND_TO_NEAREST_INT));
-#else
-  for (int i = 0; i < kLanes; ++i) to[i] = to_half(values[i]);
-#endif
+  store_eight(to, low_half(values));
+  store_eight(to + 8, high_half(values));
 }
+#else
+inline Floats load(const Half* from) { return load_eight(from); }
+inline void store(Half* to, Floats values) { store_eight(to, values); }
+#endif
 
-// The first `count` < kLanes elements; the other lanes are 0, or left alone in memory.
-template <class T>
-inline Floats load_some(const T* from, int64_t count) {
-  Floats values = {};
+// The first `count` elements of a vector; the other lanes are 0, or left alone in memory.
+template <class Vector = Floats, class T>
+inline Vector load_some(const T* from, int64_t count) {
+  Vector values = {};
   for (int64_t i = 0; i < count; ++i) values[i] = to_float(from[i]);
   return values;
 }
-template <class T>
-inline void store_some(T* to, Floats values, int64_t count) {
+template <class T, class Vector>
+inline void store_some(T* to, Vector values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = from_float<T>(values[i]);
 }
 
-inline float sum(Floats x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
 inline Floats select(Ints mask, Floats yes, Floats no) { return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no)); }
 inline Floats minimum(Floats a, Floats b) { return select(a < b, a, b); }
 inline Floats maximum(Floats a, Floats b) { return select(a > b, a, b); }
+// All lanes combined: halves onto each other, down to one.
+template <class Combine>
+inline float reduce(Floats x, Combine combine) {
+#if defined(__AVX512F__)
+  Eight eight = combine(low_half(x), high_half(x));
+#else
+  Eight eight = x;
+#endif
+  eight = combine(eight, __builtin_shufflevector(eight, eight, 4, 5, 6, 7, 0, 1, 2, 3));
+  eight = combine(eight, __builtin_shufflevector(eight, eight, 2, 3, 0, 1, 6, 7, 4, 5));
+  eight = combine(eight, __builtin_shufflevector(eight, eight, 1, 0, 3, 2, 5, 4, 7, 6));
+  return eight[0];
+}
+inline float sum(Floats x) {
+  return reduce(x, [](auto a, auto b) { return a + b; });
+}
 inline float largest(Floats x) {
-  float value = x[0];
-  for (int i = 1; i < kLanes; ++i) value = x[i] > value ? x[i] : value;
-  return value;
+  return reduce(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // Transposes 8 vectors in place: lane j of vector i becomes lane i of vector j.
-inline void transpose_8x8(Floats (&rows)[kLanes]) {
-  Floats a[8], b[8];
+inline void transpose_8x8(Eight (&rows)[8]) {
+  Eight a[8], b[8];
   for (int i = 0; i < 8; i += 2) {
     a[i] = __builtin_shufflevector(rows[i], rows[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
     a[i + 1] = __builtin_shufflevector(rows[i], rows[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);

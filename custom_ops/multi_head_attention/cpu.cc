@@ -12,8 +12,12 @@ namespace sd_ort {
 namespace SD_ORT_ISA {
 namespace {
 
-constexpr int64_t kRows = 6;       // of a register tile: 6 rows x 16 columns are 12 of AVX2's 16 registers
-constexpr int64_t kColumns = 16;   // two vectors
+#if defined(__AVX512F__)
+constexpr int64_t kRows = 12;  // of a register tile: 12 rows of two vectors are 24 of 32 registers
+#else
+constexpr int64_t kRows = 6;  // 12 of AVX2's 16 registers
+#endif
+constexpr int64_t kColumns = 2 * kLanes;
 constexpr int64_t kQueries = 192;  // of a task, at most
 constexpr int64_t kKeys = 128;     // of a block
 constexpr float kLog2E = 1.4426950408889634f;
@@ -47,26 +51,26 @@ template <bool kAccumulate, int kTileRows, int kVectors>
 void multiply_tile(const float* rows, int64_t row_stride, const float* panel, int64_t depth, float* to,
                    int64_t to_stride) {
   Floats sums[kTileRows][kVectors];
-#pragma GCC unroll 12
+#pragma GCC unroll 24
   for (int64_t i = 0; i < kTileRows; ++i) {
-#pragma GCC unroll 12
+#pragma GCC unroll 24
     for (int64_t v = 0; v < kVectors; ++v)
       sums[i][v] = kAccumulate ? load(to + i * to_stride + v * kLanes) : splat(0.f);
   }
   for (int64_t d = 0; d < depth; ++d) {
     Floats column[kVectors];
-#pragma GCC unroll 12
+#pragma GCC unroll 24
     for (int64_t v = 0; v < kVectors; ++v) column[v] = load(panel + d * kColumns + v * kLanes);
-#pragma GCC unroll 12
+#pragma GCC unroll 24
     for (int64_t i = 0; i < kTileRows; ++i) {
       const Floats row = splat(rows[i * row_stride + d]);
-#pragma GCC unroll 12
+#pragma GCC unroll 24
       for (int64_t v = 0; v < kVectors; ++v) sums[i][v] += row * column[v];
     }
   }
-#pragma GCC unroll 12
+#pragma GCC unroll 24
   for (int64_t i = 0; i < kTileRows; ++i) {
-#pragma GCC unroll 12
+#pragma GCC unroll 24
     for (int64_t v = 0; v < kVectors; ++v) store(to + i * to_stride + v * kLanes, sums[i][v]);
   }
 }
@@ -106,19 +110,19 @@ void scale_row(const T* from, int64_t count, float factor, float* to) {
 // Keys as the columns of the scores, in panels of head_size; zeros for keys past `count` up to a multiple of kLanes.
 template <class T>
 void pack_keys(const T* from, int64_t row_stride, int64_t count, int64_t head_size, float* to) {
-  for (int64_t key = 0; key < count; key += kLanes) {
+  for (int64_t key = 0; key < round_up(count, kLanes); key += 8) {
     float* panel = to + key / kColumns * head_size * kColumns + key % kColumns;
     int64_t i = 0;
-    if (key + kLanes <= count) {
-      for (; i + kLanes <= head_size; i += kLanes) {
-        Floats rows[8];
-        for (int64_t r = 0; r < kLanes; ++r) rows[r] = load(from + (key + r) * row_stride + i);
+    if (key + 8 <= count) {
+      for (; i + 8 <= head_size; i += 8) {
+        Eight rows[8];
+        for (int64_t r = 0; r < 8; ++r) rows[r] = load_eight(from + (key + r) * row_stride + i);
         transpose_8x8(rows);
-        for (int64_t r = 0; r < kLanes; ++r) store(panel + (i + r) * kColumns, rows[r]);
+        for (int64_t r = 0; r < 8; ++r) store_eight(panel + (i + r) * kColumns, rows[r]);
       }
     }
     for (; i < head_size; ++i) {
-      for (int64_t r = 0; r < kLanes; ++r) {
+      for (int64_t r = 0; r < 8; ++r) {
         panel[i * kColumns + r] = key + r < count ? to_float(from[(key + r) * row_stride + i]) : 0.f;
       }
     }
@@ -143,23 +147,11 @@ struct RowState {
   float sum;
 };
 
-float largest_of(Floats x) {
-  x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
-  x = larger(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
-  return x[0] > x[1] ? x[0] : x[1];
-}
-
-float sum_of(Floats x) {
-  x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
-  x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5);
-  return x[0] + x[1];
-}
-
 // Scores of one row become weights 2^(score - largest so far). Returns the factor for what was computed before.
 float weigh(float* scores, int64_t count, RowState& state) {
   Floats maxima = load(scores);
   for (int64_t i = kLanes; i < count; i += kLanes) maxima = larger(maxima, load(scores + i));
-  const float largest = largest_of(maxima);
+  const float largest = sd_ort::SD_ORT_ISA::largest(maxima);
   const float updated = largest > state.largest ? largest : state.largest;
   if (updated == -INFINITY) {  // nothing to see yet
     for (int64_t i = 0; i < count; i += kLanes) store(scores + i, splat(0.f));
@@ -173,7 +165,7 @@ float weigh(float* scores, int64_t count, RowState& state) {
   }
   const float factor = updated == state.largest ? 1.f : exp2_negative(splat(state.largest - updated))[0];
   state.largest = updated;
-  state.sum = state.sum * factor + sum_of(total);
+  state.sum = state.sum * factor + sum(total);
   return factor;
 }
 

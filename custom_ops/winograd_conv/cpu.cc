@@ -18,21 +18,20 @@ namespace sd_ort {
 namespace SD_ORT_ISA {
 namespace {
 
-// Lanes of a vector, vectors of a panel of output channels, and tiles multiplied at once: so many accumulators that
-// they and their operands fill the registers.
+// Vectors of a panel of output channels, and tiles multiplied at once: so many accumulators that they and their
+// operands fill the registers.
 #if defined(__AVX512F__)
-constexpr int64_t kWide = 16, kVectors = 2, kTiles = 12;
+constexpr int64_t kVectors = 2, kTiles = 12;
 #elif defined(__AVX2__) || defined(__ARM_NEON)
-constexpr int64_t kWide = 8, kVectors = 2, kTiles = 6;
+constexpr int64_t kVectors = 2, kTiles = 6;
 #else
-constexpr int64_t kWide = 8, kVectors = 1, kTiles = 6;
+constexpr int64_t kVectors = 1, kTiles = 6;
 #endif
-using Vector = float __attribute__((vector_size(kWide * sizeof(float))));
 
-constexpr int64_t kPanel = kVectors * kWide;  // output channels of a task
-constexpr int64_t kDepth = 64;                // input channels whose filters are transformed at once
-constexpr int64_t kBlock = 128;               // tiles of a block, about
-constexpr int64_t kOut = 4, kIn = 6;          // edges of a tile
+constexpr int64_t kPanel = kVectors * kLanes;  // output channels of a task
+constexpr int64_t kDepth = 64;                 // input channels whose filters are transformed at once
+constexpr int64_t kBlock = 128;                // tiles of a block, about
+constexpr int64_t kOut = 4, kIn = 6;           // edges of a tile
 constexpr int64_t kPositions = kIn * kIn;
 constexpr int64_t kPad = 16;  // floats between the positions' matrices, or all would start in one set of the cache
 
@@ -41,13 +40,6 @@ constexpr float kA2 = kA * kA, kB2 = kB * kB;
 
 int64_t divide_up(int64_t count, int64_t by) { return (count + by - 1) / by; }
 int64_t round_up(int64_t count, int64_t multiple) { return divide_up(count, multiple) * multiple; }
-
-Vector load_vector(const float* from) {
-  Vector values;
-  memcpy(&values, from, sizeof(values));
-  return values;
-}
-void store_vector(float* to, Vector values) { memcpy(to, &values, sizeof(values)); }
 
 // Memory that a thread keeps for its next call, aligned to cache lines.
 class Scratch {
@@ -70,9 +62,9 @@ class Scratch {
 
 // ---- the transforms, of one row or column; what is left of 1/f_i, f_i = prod (p_i - p_j), is in transform_output
 
-void transform_input(const Vector (&x)[kIn], Vector (&to)[kIn]) {
-  const Vector even_a = x[4] - kB2 * x[2], odd_a = kA * (x[3] - kB2 * x[1]);
-  const Vector even_b = x[4] - kA2 * x[2], odd_b = kB * (x[3] - kA2 * x[1]);
+void transform_input(const Floats (&x)[kIn], Floats (&to)[kIn]) {
+  const Floats even_a = x[4] - kB2 * x[2], odd_a = kA * (x[3] - kB2 * x[1]);
+  const Floats even_b = x[4] - kA2 * x[2], odd_b = kB * (x[3] - kA2 * x[1]);
   to[0] = x[4] - (kA2 + kB2) * x[2] + (kA2 * kB2) * x[0];
   to[1] = even_a + odd_a;
   to[2] = even_a - odd_a;
@@ -81,8 +73,8 @@ void transform_input(const Vector (&x)[kIn], Vector (&to)[kIn]) {
   to[5] = x[5] - (kA2 + kB2) * x[3] + (kA2 * kB2) * x[1];
 }
 
-void transform_filter(Vector w0, Vector w1, Vector w2, Vector (&to)[kIn]) {
-  const Vector even_a = w0 + kA2 * w2, even_b = w0 + kB2 * w2;
+void transform_filter(Floats w0, Floats w1, Floats w2, Floats (&to)[kIn]) {
+  const Floats even_a = w0 + kA2 * w2, even_b = w0 + kB2 * w2;
   to[0] = w0;
   to[1] = even_a + kA * w1;
   to[2] = even_a - kA * w1;
@@ -91,10 +83,10 @@ void transform_filter(Vector w0, Vector w1, Vector w2, Vector (&to)[kIn]) {
   to[5] = w2;
 }
 
-void transform_output(const Vector (&s)[kIn], Vector (&to)[kOut]) {
+void transform_output(const Floats (&s)[kIn], Floats (&to)[kOut]) {
   constexpr float f0 = 1 / (kA2 * kB2), fa = 1 / (2 * kA2 * (kA2 - kB2)), fb = 1 / (2 * kB2 * (kB2 - kA2));
-  const Vector even_a = s[1] + s[2], odd_a = s[1] - s[2];
-  const Vector even_b = s[3] + s[4], odd_b = s[3] - s[4];
+  const Floats even_a = s[1] + s[2], odd_a = s[1] - s[2];
+  const Floats even_b = s[3] + s[4], odd_b = s[3] - s[4];
   to[0] = f0 * s[0] + fa * even_a + fb * even_b;
   to[1] = (fa * kA) * odd_a + (fb * kB) * odd_b;
   to[2] = (fa * kA2) * even_a + (fb * kB2) * even_b;
@@ -104,25 +96,25 @@ void transform_output(const Vector (&s)[kIn], Vector (&to)[kOut]) {
 // ---- the multiplication
 
 // sums[tile * kPanel + channel] (+)= sum over depth of filters[depth * kPanel + channel] * pixels[tile, depth], the
-// pixels in groups of kWide depths: [depth / kWide][tile][depth % kWide].
+// pixels in groups of kLanes depths: [depth / kLanes][tile][depth % kLanes].
 template <int64_t kCount>
 void multiply_tiles(const float* filters, const float* pixels, int64_t depth, bool accumulate, float* sums) {
-  Vector sum[kCount][kVectors];
+  Floats sum[kCount][kVectors];
 #pragma GCC unroll 12
   for (int64_t i = 0; i < kCount; ++i) {
 #pragma GCC unroll 2
     for (int64_t v = 0; v < kVectors; ++v) {
-      sum[i][v] = accumulate ? load_vector(sums + i * kPanel + v * kWide) : Vector{};
+      sum[i][v] = accumulate ? load(sums + i * kPanel + v * kLanes) : Floats{};
     }
   }
-  for (int64_t group = 0; group < depth; group += kWide, pixels += (kCount - 1) * kWide) {
-    for (int64_t d = 0; d < kWide; ++d, filters += kPanel, ++pixels) {
-      Vector filter[kVectors];
+  for (int64_t group = 0; group < depth; group += kLanes, pixels += (kCount - 1) * kLanes) {
+    for (int64_t d = 0; d < kLanes; ++d, filters += kPanel, ++pixels) {
+      Floats filter[kVectors];
 #pragma GCC unroll 2
-      for (int64_t v = 0; v < kVectors; ++v) filter[v] = load_vector(filters + v * kWide);
+      for (int64_t v = 0; v < kVectors; ++v) filter[v] = load(filters + v * kLanes);
 #pragma GCC unroll 12
       for (int64_t i = 0; i < kCount; ++i) {
-        const float pixel = pixels[i * kWide];
+        const float pixel = pixels[i * kLanes];
 #pragma GCC unroll 2
         for (int64_t v = 0; v < kVectors; ++v) sum[i][v] += filter[v] * pixel;
       }
@@ -131,7 +123,7 @@ void multiply_tiles(const float* filters, const float* pixels, int64_t depth, bo
 #pragma GCC unroll 12
   for (int64_t i = 0; i < kCount; ++i) {
 #pragma GCC unroll 2
-    for (int64_t v = 0; v < kVectors; ++v) store_vector(sums + i * kPanel + v * kWide, sum[i][v]);
+    for (int64_t v = 0; v < kVectors; ++v) store(sums + i * kPanel + v * kLanes, sum[i][v]);
   }
 }
 
@@ -142,8 +134,8 @@ void multiply(int64_t tiles, const float* filters, const float* pixels, int64_t 
 }
 
 template <class T>
-Floats load_up_to(const T* from, int64_t count) {
-  return count >= kLanes ? load(from) : load_some(from, count);
+Eight load_up_to(const T* from, int64_t count) {
+  return count >= 8 ? load_eight(from) : load_some<Eight>(from, count);
 }
 
 template <class T>
@@ -157,7 +149,7 @@ class Convolution {
         y(static_cast<T*>(p.y)),
         tiles_across(divide_up(p.width, kOut)),
         tiles_down(divide_up(p.height, kOut)),
-        channels(round_up(p.channels, kWide)) {}
+        channels(round_up(p.channels, kLanes)) {}
 
   void run(const Parallel& parallel) const {
     const int64_t rows = p.batch * tiles_down;
@@ -178,7 +170,7 @@ class Convolution {
 
  private:
   // Rows of tiles, counted through all images, and their transformed pixels, of kDepth channels after the other:
-  // [position][tile / kTiles][channel / kWide][tile % kTiles][channel % kWide].
+  // [position][tile / kTiles][channel / kLanes][tile % kTiles][channel % kLanes].
   struct Block {
     int64_t first;
     int64_t rows;
@@ -198,50 +190,50 @@ class Convolution {
     static thread_local Scratch scratch;
     const int64_t columns = tiles_across * kOut + 2;  // with the padding
     const int64_t depth = depth_from(channel), tiles = tiles_of(block);
-    float* lines = scratch.get(kIn * columns * kWide);
+    float* lines = scratch.get(kIn * columns * kLanes);
     float* to = pixels_of(block, channel);
-    for (int64_t c = 0; c < depth; c += kWide) {
+    for (int64_t c = 0; c < depth; c += kLanes) {
       gather(row / tiles_down, channel + c, row % tiles_down * kOut - 1, lines, columns);
       for (int64_t tile = 0; tile < tiles_across; ++tile) {
         const int64_t at = (row - block.first) * tiles_across + tile;
         const int64_t start = at / kTiles * kTiles;
         const int64_t together = tiles - start < kTiles ? tiles - start : kTiles;
-        float* position = to + start * depth + (c * together) + (at - start) * kWide;
+        float* position = to + start * depth + (c * together) + (at - start) * kLanes;
         for (int64_t i = 0; i < kIn; ++i) {
-          Vector line[kIn], transformed[kIn];
-          for (int64_t j = 0; j < kIn; ++j) line[j] = load_vector(lines + (i * columns + tile * kOut + j) * kWide);
+          Floats line[kIn], transformed[kIn];
+          for (int64_t j = 0; j < kIn; ++j) line[j] = load(lines + (i * columns + tile * kOut + j) * kLanes);
           transform_input(line, transformed);
-          for (int64_t j = 0; j < kIn; ++j, position += stride(block, depth)) store_vector(position, transformed[j]);
+          for (int64_t j = 0; j < kIn; ++j, position += stride(block, depth)) store(position, transformed[j]);
         }
       }
     }
   }
 
-  // Six lines of pixels, from line `top` and column -1 of an image on, kWide channels side by side, zeros outside; then
-  // transformed down each column.
+  // Six lines of pixels, from line `top` and column -1 of an image on, kLanes channels side by side, zeros outside;
+  // then transformed down each column.
   void gather(int64_t image, int64_t channel, int64_t top, float* lines, int64_t columns) const {
-    memset(lines, 0, kIn * columns * kWide * sizeof(float));
+    memset(lines, 0, kIn * columns * kLanes * sizeof(float));
     for (int64_t i = 0; i < kIn; ++i) {
       if (top + i < 0 || top + i >= p.height) continue;
-      for (int64_t c = 0; c < kWide; c += kLanes) {
-        for (int64_t column = 0; column < p.width; column += kLanes) {
-          const int64_t count = p.width - column < kLanes ? p.width - column : kLanes;
-          Floats rows[kLanes];
-          for (int64_t k = 0; k < kLanes; ++k) {
+      for (int64_t c = 0; c < kLanes; c += 8) {
+        for (int64_t column = 0; column < p.width; column += 8) {
+          const int64_t count = p.width - column < 8 ? p.width - column : 8;
+          Eight rows[8];
+          for (int64_t k = 0; k < 8; ++k) {
             const int64_t plane = channel + c + k;
             const T* from = x + ((image * p.channels + plane) * p.height + top + i) * p.width + column;
-            rows[k] = plane < p.channels ? load_up_to(from, count) : Floats{};
+            rows[k] = plane < p.channels ? load_up_to(from, count) : Eight{};
           }
           transpose_8x8(rows);
-          for (int64_t k = 0; k < count; ++k) store(lines + (i * columns + 1 + column + k) * kWide + c, rows[k]);
+          for (int64_t k = 0; k < count; ++k) store_eight(lines + (i * columns + 1 + column + k) * kLanes + c, rows[k]);
         }
       }
     }
     for (int64_t column = 0; column < columns; ++column) {
-      Vector down[kIn], transformed[kIn];
-      for (int64_t i = 0; i < kIn; ++i) down[i] = load_vector(lines + (i * columns + column) * kWide);
+      Floats down[kIn], transformed[kIn];
+      for (int64_t i = 0; i < kIn; ++i) down[i] = load(lines + (i * columns + column) * kLanes);
       transform_input(down, transformed);
-      for (int64_t i = 0; i < kIn; ++i) store_vector(lines + (i * columns + column) * kWide, transformed[i]);
+      for (int64_t i = 0; i < kIn; ++i) store(lines + (i * columns + column) * kLanes, transformed[i]);
     }
   }
 
@@ -257,6 +249,7 @@ class Convolution {
       transform_filters(filter, channel, depth, panel, panel_stride);
       for (int64_t position = 0; position < kPositions; ++position) {
         const float* pixels = pixels_of(block, channel) + position * stride(block, depth);
+        prefetch_filters(filter, channel + depth, position);
         for (int64_t tile = 0; tile < tiles; tile += kTiles) {
           multiply(tiles - tile < kTiles ? tiles - tile : kTiles, panel + position * panel_stride,
                    pixels + tile * depth, depth, channel > 0, sums + position * sums_stride + tile * kPanel);
@@ -264,9 +257,18 @@ class Convolution {
       }
     }
     for (int64_t row = 0; row < block.rows; ++row) {
-      for (int64_t v = 0; v < kPanel && filter + v < p.filter_count; v += kWide) {
+      for (int64_t v = 0; v < kPanel && filter + v < p.filter_count; v += kLanes) {
         write_tiles(block.first + row, filter + v, sums + row * tiles_across * kPanel + v, sums_stride);
       }
+    }
+  }
+
+  // A cache line of each of the kPanel filters: as many lines as there are positions hold the taps of kDepth channels.
+  void prefetch_filters(int64_t filter, int64_t channel, int64_t line) const {
+    constexpr int64_t kLine = 64 / sizeof(T);
+    if (channel * 9 + line * kLine >= p.channels * 9) return;
+    for (int64_t m = 0; m < kPanel && filter + m < p.filter_count; ++m) {
+      __builtin_prefetch(filters + ((filter + m) * p.channels + channel) * 9 + line * kLine, 0, 2);
     }
   }
 
@@ -274,22 +276,22 @@ class Convolution {
   // positions `stride` apart; zeros for those that do not exist.
   void transform_filters(int64_t filter, int64_t channel, int64_t depth, float* to, int64_t stride) const {
     constexpr int64_t kTaps = 9;
-    float taps[kLanes * kTaps][kPanel];
-    for (int64_t c = 0; c < depth; c += kLanes) {
+    float taps[8 * kTaps][kPanel];
+    for (int64_t c = 0; c < depth; c += 8) {
       const int64_t there = (p.channels - channel - c) * kTaps;  // floats of a filter from here on
-      for (int64_t m = 0; m < kPanel; m += kLanes) {
-        for (int64_t tap = 0; tap < kLanes * kTaps; tap += kLanes) {
-          Floats rows[kLanes];
-          for (int64_t k = 0; k < kLanes; ++k) {
+      for (int64_t m = 0; m < kPanel; m += 8) {
+        for (int64_t tap = 0; tap < 8 * kTaps; tap += 8) {
+          Eight rows[8];
+          for (int64_t k = 0; k < 8; ++k) {
             const T* from = filters + ((filter + m + k) * p.channels + channel + c) * kTaps + tap;
-            rows[k] = filter + m + k < p.filter_count && tap < there ? load_up_to(from, there - tap) : Floats{};
+            rows[k] = filter + m + k < p.filter_count && tap < there ? load_up_to(from, there - tap) : Eight{};
           }
           transpose_8x8(rows);
-          for (int64_t k = 0; k < kLanes; ++k) store(&taps[tap + k][m], rows[k]);
+          for (int64_t k = 0; k < 8; ++k) store_eight(&taps[tap + k][m], rows[k]);
         }
       }
-      for (int64_t k = 0; k < kLanes; ++k) {
-        for (int64_t v = 0; v < kPanel; v += kWide) {
+      for (int64_t k = 0; k < 8; ++k) {
+        for (int64_t v = 0; v < kPanel; v += kLanes) {
           transform_filter_at(&taps[k * kTaps][v], to + (c + k) * kPanel + v, stride);
         }
       }
@@ -297,52 +299,52 @@ class Convolution {
   }
 
   static void transform_filter_at(const float* taps, float* to, int64_t stride) {
-    Vector lines[3][kIn];
+    Floats lines[3][kIn];
     for (int64_t i = 0; i < 3; ++i) {
       const float* tap = taps + i * kPanel;
-      transform_filter(load_vector(tap), load_vector(tap + 3 * kPanel), load_vector(tap + 6 * kPanel), lines[i]);
+      transform_filter(load(tap), load(tap + 3 * kPanel), load(tap + 6 * kPanel), lines[i]);
     }
     for (int64_t i = 0; i < kIn; ++i) {
-      Vector transformed[kIn];
+      Floats transformed[kIn];
       transform_filter(lines[0][i], lines[1][i], lines[2][i], transformed);
-      for (int64_t j = 0; j < kIn; ++j, to += stride) store_vector(to, transformed[j]);
+      for (int64_t j = 0; j < kIn; ++j, to += stride) store(to, transformed[j]);
     }
   }
 
-  // Results of one row of tiles, kWide output channels from `filter` on, out of sums[position][tile][channel].
+  // Results of one row of tiles, kLanes output channels from `filter` on, out of sums[position][tile][channel].
   void write_tiles(int64_t row, int64_t filter, const float* sums, int64_t stride) const {
     static thread_local Scratch scratch;
-    const int64_t columns = round_up(tiles_across * kOut, kLanes);
-    float* lines = scratch.get(kOut * columns * kWide);
-    float biases[kWide] = {};
-    for (int64_t m = 0; m < kWide && filter + m < p.filter_count; ++m) biases[m] = to_float(bias[filter + m]);
+    const int64_t columns = round_up(tiles_across * kOut, 8);
+    float* lines = scratch.get(kOut * columns * kLanes);
+    float biases[kLanes] = {};
+    for (int64_t m = 0; m < kLanes && filter + m < p.filter_count; ++m) biases[m] = to_float(bias[filter + m]);
     for (int64_t tile = 0; tile < tiles_across; ++tile, sums += kPanel) {
-      Vector down[kOut][kIn];
+      Floats down[kOut][kIn];
       for (int64_t j = 0; j < kIn; ++j) {
-        Vector column[kIn], transformed[kOut];
-        for (int64_t i = 0; i < kIn; ++i) column[i] = load_vector(sums + (i * kIn + j) * stride);
+        Floats column[kIn], transformed[kOut];
+        for (int64_t i = 0; i < kIn; ++i) column[i] = load(sums + (i * kIn + j) * stride);
         transform_output(column, transformed);
         for (int64_t i = 0; i < kOut; ++i) down[i][j] = transformed[i];
       }
       for (int64_t i = 0; i < kOut; ++i) {
-        Vector transformed[kOut];
+        Floats transformed[kOut];
         transform_output(down[i], transformed);
         for (int64_t j = 0; j < kOut; ++j) {
-          store_vector(lines + (i * columns + tile * kOut + j) * kWide, transformed[j] + load_vector(biases));
+          store(lines + (i * columns + tile * kOut + j) * kLanes, transformed[j] + load(biases));
         }
       }
     }
     const int64_t image = row / tiles_down, top = row % tiles_down * kOut;
     for (int64_t i = 0; i < kOut && top + i < p.height; ++i) {
-      for (int64_t m = 0; m < kWide; m += kLanes) {
-        for (int64_t column = 0; column < p.width; column += kLanes) {
-          const int64_t count = p.width - column < kLanes ? p.width - column : kLanes;
-          Floats rows[kLanes];
-          for (int64_t k = 0; k < kLanes; ++k) rows[k] = load(lines + (i * columns + column + k) * kWide + m);
+      for (int64_t m = 0; m < kLanes; m += 8) {
+        for (int64_t column = 0; column < p.width; column += 8) {
+          const int64_t count = p.width - column < 8 ? p.width - column : 8;
+          Eight rows[8];
+          for (int64_t k = 0; k < 8; ++k) rows[k] = load_eight(lines + (i * columns + column + k) * kLanes + m);
           transpose_8x8(rows);
-          for (int64_t k = 0; k < kLanes && filter + m + k < p.filter_count; ++k) {
+          for (int64_t k = 0; k < 8 && filter + m + k < p.filter_count; ++k) {
             T* to = y + ((image * p.filter_count + filter + m + k) * p.height + top + i) * p.width + column;
-            count == kLanes ? store(to, rows[k]) : store_some(to, rows[k], count);
+            count == 8 ? store_eight(to, rows[k]) : store_some(to, rows[k], count);
           }
         }
       }
