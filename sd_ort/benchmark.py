@@ -349,8 +349,9 @@ def _measure(
                 for worker in workers:
                     worker.draw(batch, counted=index >= settings.warmup)
                     record.save()
-        for worker in workers:
-            worker.save_image(record.out)
+            if batch == settings.batches[0]:
+                for worker in workers:
+                    worker.save_image(record.out)
     except BaseException:
         for worker in workers:
             worker.kill()
