@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import graph_fixtures
 import numpy as np
 import onnxruntime as ort
 import pytest
@@ -13,6 +14,9 @@ from onnx import TensorProto, helper
 from custom_ops import CPU_OPERATORS, OPERATORS
 from custom_ops.op import DTYPES, Case, Operator, draw, load, nmse, nmse_limit
 from sd_ort import ops
+from sd_ort.folder import MODEL
+from sd_ort.optimize import optimize_component
+from sd_ort.targets import TARGETS
 
 OPS = [load(folder) for folder in (*OPERATORS, *CPU_OPERATORS)]
 ONNX_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
@@ -61,7 +65,7 @@ def trimmed(names: list[str]) -> list[str]:
     return names
 
 
-def session(model: bytes, library: Path) -> ort.InferenceSession:
+def session(model: bytes | Path, library: Path) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 2
     options.log_severity_level = 3
@@ -179,6 +183,23 @@ def test_empty_tensors(empty: tuple[int, ...], library: Path) -> None:
     inputs = draw(operator, case, "float32")
     y = session(one_node_model(operator, case, inputs, "float32"), library).run(None, inputs)[0]
     assert y.shape == empty
+
+
+def test_unet_for_cpus(library: Path, tmp_path: Path) -> None:
+    """Target cpu with its kernels draws what the export draws: Winograd's convolutions cost little precision."""
+    graph = graph_fixtures.make_folder(tmp_path / "raw", "sd15-tiny-dynamo-20.unet") / "unet" / MODEL
+    counts = optimize_component(graph, tmp_path / MODEL, TARGETS["cpu"])["counts"]
+    assert counts["WinogradConv"] + counts["Conv"] == 98
+    assert counts["WinogradConv"] == 47  # all 3 x 3 ones of stride 1 but the first and the last
+    random = np.random.default_rng(0)
+    feeds = {
+        "sample": random.standard_normal((2, 4, 16, 24)).astype(np.float32),
+        "timestep": np.array([501], np.float32),
+        "encoder_hidden_states": random.standard_normal((2, 77, 64)).astype(np.float32),
+    }
+    wanted = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, feeds)[0]
+    got = session(tmp_path / MODEL, library).run(None, feeds)[0]
+    assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 1e-5
 
 
 def test_instruction_sets_stay_apart(library: Path) -> None:
