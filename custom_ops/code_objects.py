@@ -1,6 +1,9 @@
 """The AMD code objects of a built libsd_ort_hip.so: taken out, described kernel by kernel, ready to be run alone.
 
-`kernels.json` lists every kernel instance of every architecture: the symbol in its code object, the arguments in order
+    python -m custom_ops.code_objects build/libsd_ort_hip.so build <library's hash>
+
+writes build/code_objects/*.co and build/kernels.json, and a copy of the latter as custom_ops/kernels.json; CMake calls
+it. `kernels.json` lists every kernel instance of every architecture: the symbol in its code object, the arguments in order
 with types and offsets, the block, the grid's formula, the LDS bytes and the registers. What the compiler knows comes
 from the object's metadata (AMDGPU code object v5, "AMDGPU Backend User Guide" of LLVM); names of arguments and the
 grid's formula come from the operator's LAUNCHES, and both must agree.
@@ -9,15 +12,19 @@ grid's formula come from the operator's LAUNCHES, and both must agree.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import struct
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from custom_ops import OPERATORS
 from custom_ops.op import Launch, load
+
+COPY = Path(__file__).resolve().parent / "kernels.json"
 
 _MAGIC = b"__CLANG_OFFLOAD_BUNDLE__"
 
@@ -37,6 +44,23 @@ class _Registers:
 # LLVM, AMDGPUBaseInfo: getTotalNumVGPRs, getVGPRAllocGranule, getMaxWavesPerEU; waves of 64 on gfx9, of 32 on the rest.
 _REGISTERS = {"gfx90a": _Registers(512, 8, 8), "gfx94": _Registers(512, 8, 8), "gfx11": _Registers(1536, 24, 16)}
 _REGISTERS["gfx12"] = _REGISTERS["gfx11"]
+
+
+def write(library: Path, folder: Path, build_hash: str) -> None:
+    """Writes folder/code_objects/*.co, folder/kernels.json and its copy. Raises what `describe` raises."""
+    objects = folder / "code_objects"
+    objects.mkdir(exist_ok=True)
+    for old in objects.glob("*.co"):
+        old.unlink()
+    listing = {"library": build_hash, "folder": str(objects.resolve()), "kernels": describe(extract(library, objects))}
+    (folder / "kernels.json").write_text(json.dumps(listing, indent=1) + "\n")
+    publish(folder)
+
+
+def publish(folder: Path) -> None:
+    """Copies folder/kernels.json to custom_ops/kernels.json, where that can be written (not in an installed wheel)."""
+    if os.access(COPY.parent, os.W_OK):
+        shutil.copyfile(folder / "kernels.json", COPY)
 
 
 def extract(library: Path, to: Path) -> list[Path]:
@@ -64,24 +88,20 @@ def extract(library: Path, to: Path) -> list[Path]:
 
 
 def describe(objects: list[Path]) -> list[dict]:
-    """The entries of kernels.json. Raises ValueError when an object and the operators' LAUNCHES disagree."""
+    """The entries of kernels.json.
+
+    Raises FileNotFoundError without LLVM's tools, ValueError when an object and the operators' LAUNCHES disagree.
+    """
     launches = {name: launch for folder in OPERATORS for name, launch in load(folder).launches.items()}
     entries = []
     for path in objects:
-        for metadata in _metadata(path):
-            name, arguments = _demangled(metadata["name"])
+        kernels = _metadata(path)
+        names = _demangled([metadata["name"] for metadata in kernels]) if kernels else []
+        for metadata, (name, arguments) in zip(kernels, names, strict=True):
             if name not in launches:
                 raise ValueError(f"{path}: kernel {name} is in no operator's LAUNCHES")
             entries.append(_entry(path, metadata, name, arguments, launches[name]))
     return entries
-
-
-def write(library: Path, to: Path) -> Path:
-    """Extracts the code objects into `to` and writes kernels.json beside them; its path."""
-    to.mkdir(parents=True, exist_ok=True)
-    path = to / "kernels.json"
-    path.write_text(json.dumps(describe(extract(library, to)), indent=1) + "\n")
-    return path
 
 
 def table(entries: list[dict]) -> str:
@@ -89,13 +109,15 @@ def table(entries: list[dict]) -> str:
     archs = sorted({entry["arch"] for entry in entries})
     rows: dict[str, dict[str, str]] = {}
     for e in entries:
-        cell = f"{e['vgprs']} / {e['sgprs']} / {e['lds_bytes']['static']} / {e['spills']} / {e['occupancy']}"
+        spills = e["vgpr_spills"] + e["sgpr_spills"]
+        cell = f"{e['vgprs']} / {e['sgprs']} / {e['lds_bytes']['static']} / {spills} / {e['occupancy']}"
         template = ", ".join(str(value) for value in e["template"].values())
         rows.setdefault(f"{e['kernel']}<{template}>", {})[e["arch"]] = cell
     lines = [
         "# Kernels of the AMD code objects",
         "",
-        "A cell: VGPRs / SGPRs / static LDS bytes / spilled registers / waves a SIMD (of 8 on CDNA, 16 on RDNA).",
+        "A cell: VGPRs (CDNA: with AGPRs) / SGPRs / static LDS bytes / registers spilled, of both kinds / waves a SIMD",
+        "(of 8 on CDNA, 16 on RDNA).",
         "",
         f"| kernel | {' | '.join(archs)} |",
         "|---|" + "---|" * len(archs),
@@ -138,13 +160,17 @@ def _metadata(path: Path) -> list[dict]:
     return kernels
 
 
-def _demangled(symbol: str) -> tuple[str, list[str]]:
-    """Name without namespace, and template arguments."""
-    text = subprocess.run([_tool("llvm-cxxfilt"), symbol], capture_output=True, text=True, check=True).stdout.strip()
-    match = re.match(r"void sd_ort::(\w+)<(.*?)>\(", text)
-    if match is None:
-        raise ValueError(f"{text}: a kernel is a template in namespace sd_ort")
-    return match[1], [argument.strip().replace("sd_ort::", "") for argument in match[2].split(",")]
+def _demangled(symbols: list[str]) -> list[tuple[str, list[str]]]:
+    """Name without namespace, and template arguments, of each symbol."""
+    command = [_tool("llvm-cxxfilt"), *symbols]
+    texts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = []
+    for text in texts:
+        match = re.match(r"void sd_ort::(\w+)<(.*?)>\(", text)
+        if match is None:
+            raise ValueError(f"{text}: a kernel is a template in namespace sd_ort")
+        names.append((match[1], [argument.strip().replace("sd_ort::", "") for argument in match[2].split(",")]))
+    return names
 
 
 def _entry(path: Path, metadata: dict, name: str, template: list[str], launch: Launch) -> dict:
@@ -180,7 +206,8 @@ def _entry(path: Path, metadata: dict, name: str, template: list[str], launch: L
         "wave_size": int(metadata["wavefront_size"]),
         "vgprs": int(metadata["vgpr_count"]),
         "sgprs": int(metadata["sgpr_count"]),
-        "spills": int(metadata["vgpr_spill_count"]) + int(metadata["sgpr_spill_count"]),
+        "vgpr_spills": int(metadata["vgpr_spill_count"]),
+        "sgpr_spills": int(metadata["sgpr_spill_count"]),
         "scratch_bytes": int(metadata["private_segment_fixed_size"]),
         "occupancy": _occupancy(arch, int(metadata["vgpr_count"])),
     }
@@ -191,3 +218,7 @@ def _occupancy(arch: str, vgprs: int) -> int:
     device = next(value for prefix, value in _REGISTERS.items() if arch.startswith(prefix))
     used = max(-(-vgprs // device.unit) * device.unit, device.unit)
     return min(device.waves, device.total // used)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

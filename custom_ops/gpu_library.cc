@@ -99,6 +99,8 @@ SD_ORT_EXPORT int sd_ort_set_tuning_result(const char* op, const char* signature
 }
 SD_ORT_EXPORT void sd_ort_clear_tuning_results() { sd_ort::Tuner::instance().clear(); }
 
-// "gfx942" or "sm_90" of the current device; the hash of the sources and compiler that made the library.
+// "gfx942" or "sm_90" of the current device; its driver's and runtime's versions; the hash of the sources and compiler
+// that made the library.
 SD_ORT_EXPORT const char* sd_ort_gpu_arch() { return keep(sd_ort::gpu_arch()); }
+SD_ORT_EXPORT const char* sd_ort_gpu_versions() { return keep(sd_ort::gpu_versions()); }
 SD_ORT_EXPORT const char* sd_ort_build_hash() { return SD_ORT_BUILD_HASH; }

@@ -27,12 +27,13 @@ from sd_ort import ops
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", required=True, help="sm_90, gfx942, ...: what to build for")
+    parser.add_argument("--library", type=Path, help="a library built before")
     parser.add_argument("--log", type=Path, help="write the table there too")
-    parser.add_argument("--one-case", action="store_true", help="a small case of each operator, for compute-sanitizer")
+    parser.add_argument("--one-case", action="store_true", help="a small case of each kernel, for compute-sanitizer")
     parser.add_argument("--limit", type=int, default=12_000_000, help="largest input checked, in elements")
     parser.add_argument("--operators", nargs="*", default=OPERATORS)
     options = parser.parse_args()
-    library = gpu.GpuLibrary(ops.build_gpu(options.arch))
+    library = gpu.GpuLibrary(options.library or ops.build_gpu(options.arch))
     memory = gpu.DeviceMemory()
     if options.one_case:
         gpu.guard_bytes = 0
@@ -42,7 +43,7 @@ def main() -> int:
         operator = load(folder)
         started = time.monotonic()
         outcomes: list[gpu.Outcome] = []
-        for case, dtype, shift in calls(operator, options.one_case, options.limit):
+        for case, dtype, shift in calls(library, operator, options.one_case, options.limit):
             outcomes += gpu.check_case(library, memory, operator, case, dtype, shift)
         faults = [outcome for outcome in outcomes if outcome.fault]
         failures += len(faults)
@@ -69,15 +70,12 @@ def elements(case: Case) -> int:
     return max(prod(shape) for shape in case.inputs.values())
 
 
-def calls(operator: Operator, one_case: bool, limit: int) -> Iterator[tuple[Case, str, int]]:
+def calls(library: gpu.GpuLibrary, operator: Operator, one_case: bool, limit: int) -> Iterator[tuple[Case, str, int]]:
     """Case, dtype and how many elements its buffers lie off 16-byte alignment."""
     small = [case for case in operator.cases if not case.benchmark]
     if one_case:
-        yield (
-            max((case for case in small if elements(case) < 100_000 and "float16" in case.dtypes), key=elements),
-            "float16",
-            0,
-        )
+        for case in covering(library, operator, small):
+            yield case, "float16", 0
         return
     for case in small:
         for dtype in case.dtypes:
@@ -86,6 +84,20 @@ def calls(operator: Operator, one_case: bool, limit: int) -> Iterator[tuple[Case
     for case in operator.cases:
         if case.benchmark and elements(case) <= limit:
             yield case, "float16", 0
+
+
+def covering(library: gpu.GpuLibrary, operator: Operator, cases: list[Case]) -> Iterator[Case]:
+    """The largest case under 100 000 elements, and others until every candidate has met one that it takes."""
+    met: set[int] = set()
+    fitting = [case for case in cases if elements(case) < 100_000 and "float16" in case.dtypes]
+    for case in sorted(fitting, key=elements, reverse=True):
+        names = (*case.inputs, *operator.output_shapes(case))
+        params = operator.params(case, "float16", dict.fromkeys(names, 1 << 20))  # aligned; nothing runs
+        number = library.operator(operator.name, params)
+        taken = {i for i in range(len(library.candidates(number))) if library.is_supported(number, i, params)}
+        if taken - met:
+            met |= taken
+            yield case
 
 
 if __name__ == "__main__":

@@ -54,11 +54,17 @@ def library_path() -> Path | None:
     return max(builds)[1] if builds else None
 
 
-def sources_hash() -> str:
-    """Hash of everything that CMake compiles."""
+# What the GPU libraries are not made of.
+_CPU_SOURCES = {"registry.cc", "ort_op.h", "binding.h", "cpu.h", "cpu.cc"}
+
+
+def sources_hash(cpu: bool = True) -> str:
+    """Hash of everything that CMake compiles; without `cpu`, of what the GPU libraries alone are made of."""
     digest = hashlib.sha256()
     suffixes = {".cc", ".h", ".hip", ".txt"}
     for path in sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes):
+        if not cpu and path.name in _CPU_SOURCES:
+            continue
         digest.update(path.relative_to(SOURCES).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -93,6 +99,10 @@ def build(
     if not (folder / "build.json").is_file():
         say(f"building {library.name} ...")
         _compile(options, folder)
+    if hip:
+        from custom_ops import code_objects
+
+        code_objects.publish(folder)
     say(str(library))
     return library
 
@@ -124,7 +134,7 @@ class _Options:
 
     def hash(self) -> str:
         """Of the sources, the compilers' versions and the architectures."""
-        digest = hashlib.sha256(sources_hash().encode())
+        digest = hashlib.sha256(sources_hash(self.cpu).encode())
         for part in (*map(_version, self.compilers()), self.hip_archs, self.cuda_archs, self.cpu):
             digest.update(repr(part).encode())
         return digest.hexdigest()[:16]
@@ -145,6 +155,7 @@ class _Options:
             values["HIP_COMPILER"] = self.hip.path
             values["HIP_FLAGS"] = " ".join(self.hip.flags)
             values["HIP_LIBRARY_DIR"] = self.hip.library_dir or ""
+            values["Python3_EXECUTABLE"] = sys.executable
         if self.nvcc:
             values["CUDA_ARCHS"] = ";".join(self.cuda_archs)
             values["NVCC"] = self.nvcc
@@ -172,6 +183,10 @@ def _compile(options: _Options, folder: Path) -> None:
                 _version(path) for path in (options.cxx, options.hip and options.hip.path, options.nvcc) if path
             ],
         }
+        if options.hip_archs:
+            shutil.move(Path(work) / "code_objects", done / "code_objects")
+            listing = json.loads((Path(work) / "kernels.json").read_text()) | {"folder": str(folder / "code_objects")}
+            (done / "kernels.json").write_text(json.dumps(listing, indent=1) + "\n")
         (done / "build.json").write_text(json.dumps(record, indent=1) + "\n")
         try:
             done.rename(folder)

@@ -177,6 +177,15 @@ inline const char* launch_error() {
   return error == gpuSuccess ? nullptr : SD_ORT_GPU_NAME(GetErrorString)(error);
 }
 
+// Device: the block's dynamic LDS, as many bytes as the launch gives, as T*.
+#if defined(SD_ORT_EMULATED)
+#define SD_ORT_DYNAMIC_LDS(T, name) T* const name = reinterpret_cast<T*>(emulator::dynamic_lds())
+#else
+#define SD_ORT_DYNAMIC_LDS(T, name)                              \
+  extern __shared__ __align__(1024) unsigned char dynamic_lds[]; \
+  T* const name = reinterpret_cast<T*>(dynamic_lds)
+#endif
+
 // Host: runs kernel<<<grid, block, lds_bytes, stream>>>(arguments...); null, or what went wrong. Dynamic LDS over
 // 48 KB is asked for as NVIDIA wants it; AMD needs no such call.
 template <class... Parameters, class... Arguments>
@@ -189,7 +198,8 @@ const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
   }
 #endif
 #if defined(SD_ORT_EMULATED)
-  emulator::launch(grid, block, [=] { kernel(static_cast<Parameters>(arguments)...); });  // tests/gpu_emulator
+  // tests/gpu_emulator
+  emulator::launch(grid, block, 1, lds_bytes, [=] { kernel(static_cast<Parameters>(arguments)...); });
 #else
   // clang-format off
   kernel<<<grid, block, lds_bytes, static_cast<gpuStream_t>(stream)>>>(static_cast<Parameters>(arguments)...);
@@ -197,6 +207,41 @@ const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
 #endif
   return launch_error();
 }
+
+#if !SD_ORT_HIP
+// Host: the current device's compute capability, its first number; 0 when there is no device.
+inline int compute_capability() {
+  int device = 0, major = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) return 0;
+  return major;
+}
+
+// Host: launch() in clusters of `cluster` neighbouring blocks along x. Compute capability 9 and newer.
+template <class... Parameters, class... Arguments>
+const char* launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 block, int cluster, size_t lds_bytes,
+                            void* stream, Arguments... arguments) {
+#if defined(SD_ORT_EMULATED)
+  emulator::launch(grid, block, cluster, lds_bytes, [=] { kernel(static_cast<Parameters>(arguments)...); });
+#else
+  const void* function = reinterpret_cast<const void*>(kernel);
+  cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(lds_bytes));
+  if (cluster > 8) cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = lds_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+#endif
+  return launch_error();
+}
+#endif
 
 // Host: whether every pointer (null included) is a multiple of kBytes.
 template <size_t kBytes, class... Pointers>

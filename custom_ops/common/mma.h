@@ -160,8 +160,10 @@ __device__ inline uint32_t pack(float low, float high) {
   } else {
     // To nearest even, without from_float's care for unusual NaN patterns: arithmetic makes 0x7fc00000 only.
     const uint32_t low_bits = __float_as_uint(low), high_bits = __float_as_uint(high);
-    const uint32_t low_rounded = low_bits + 0x7fffu + (low_bits >> 16 & 1u);
-    const uint32_t high_rounded = high_bits + 0x7fffu + (high_bits >> 16 & 1u);
+    uint32_t below_half = 0x7fffu;
+    forget(below_half);  // in a vector register: scalar ones are short where this is used
+    const uint32_t low_rounded = low_bits + below_half + (low_bits >> 16 & 1u);
+    const uint32_t high_rounded = high_bits + below_half + (high_bits >> 16 & 1u);
     return low_rounded >> 16 | (high_rounded & 0xffff0000u);
   }
 #else

@@ -151,6 +151,13 @@ std::string gpu_arch() {
 #endif
 }
 
+std::string gpu_versions() {
+  int driver = 0, runtime = 0;
+  (void)SD_ORT_GPU_NAME(DriverGetVersion)(&driver);
+  (void)SD_ORT_GPU_NAME(RuntimeGetVersion)(&runtime);
+  return "driver " + std::to_string(driver) + " runtime " + std::to_string(runtime);
+}
+
 Tuner& Tuner::instance() {
   static Tuner tuner;
   return tuner;

@@ -13,6 +13,9 @@ namespace sd_ort {
 // The current device's architecture as its compiler names it: "gfx942", "sm_90"; empty when there is no device.
 std::string gpu_arch();
 
+// What the results depend on beside it: "driver 13000 runtime 13000", as the vendor counts versions.
+std::string gpu_versions();
+
 class Tuner {
  public:
   static Tuner& instance();

@@ -43,19 +43,31 @@ struct GroupNormParams {
 
 // Which kernel and how it is cut; see kernel.hip.
 struct GroupNormConfig {
-  enum Kernel { kDefault, kOneRead, kTwoReads } kernel;
-  int block;             // one read: threads
-  int registers;         // one read: registers a thread that hold the group
-  int groups_per_block;  // one read
+  enum Kernel { kDefault, kOneRead, kTwoReads, kCluster } kernel;
+  int block = 0;             // one read, cluster: threads
+  int registers = 0;         // one read: registers a thread that hold the group
+  int groups_per_block = 0;  // one read
+  int span_bytes = 0;        // cluster: least bytes of a pixel that it takes
+  int lds_bytes = 0;         // cluster: most LDS a block holds its pixels in
+
+  std::string name() const {
+    switch (kernel) {
+      case kDefault:
+        return "default";
+      case kTwoReads:
+        return "two_reads";
+      case kOneRead:
+        return "one_read_" + std::to_string(block) + "x" + std::to_string(registers) + "_g" +
+               std::to_string(groups_per_block);
+      default:
+        return "cluster_" + std::to_string(block) + "_" + std::to_string(span_bytes) + "b_" +
+               std::to_string(lds_bytes / 1024) + "k";
+    }
+  }
 };
 
-// The sizes that one read is compiled in. They hold 24, 88, 168 and 96 KB; 64 x 64 pixels of 10 and 20 channels, which
-// Stable Diffusion has in half precision, take 80 and 160 KB and a few left-over threads.
-constexpr GroupNormConfig kOneReadConfigs[] = {{GroupNormConfig::kOneRead, 256, 24, 1},
-                                               {GroupNormConfig::kOneRead, 512, 44, 1},
-                                               {GroupNormConfig::kOneRead, 512, 84, 1},
-                                               {GroupNormConfig::kOneRead, 1024, 24, 1}};
-
+// All that this build of the kernels takes, the default first.
+std::vector<GroupNormConfig> group_norm_configs();
 bool group_norm_supports(const GroupNormParams& params, const GroupNormConfig& config);
 size_t group_norm_workspace(const GroupNormParams& params, const GroupNormConfig& config);
 const char* group_norm_launch(const GroupNormParams& params, const GroupNormConfig& config, void* workspace,

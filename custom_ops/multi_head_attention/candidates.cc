@@ -11,9 +11,10 @@ using Kernel = MultiHeadAttentionKernel;
 constexpr int64_t kManyBlocks = 400;
 
 Kernel default_kernel(const MultiHeadAttentionParams& p) {
-  const int64_t large_blocks = (p.sequence + 127) / 128 * p.heads * p.batch;
-  const Kernel wanted = large_blocks < kManyBlocks ? Kernel::kSmall : Kernel::kLarge;
-  for (Kernel kernel : {Kernel::kShort, wanted, Kernel::kLarge}) {
+  const bool many = (p.sequence + 127) / 128 * p.heads * p.batch >= kManyBlocks;
+  const Kernel warpgroups = many ? Kernel::kTwoWarpgroups : Kernel::kWarpgroup;
+  const Kernel waves = many ? Kernel::kLarge : Kernel::kSmall;
+  for (Kernel kernel : {Kernel::kShort, warpgroups, waves, Kernel::kLarge}) {
     if (multi_head_attention_supports(p, kernel)) return kernel;
   }
   return Kernel::kPlain;
@@ -37,6 +38,8 @@ const GpuOp& multi_head_attention_gpu() {
                              candidate("large_tiles", Kernel::kLarge),
                              candidate("small_tiles", Kernel::kSmall),
                              candidate("short_keys", Kernel::kShort),
+                             candidate("warpgroup", Kernel::kWarpgroup),
+                             candidate("two_warpgroups", Kernel::kTwoWarpgroups),
                              candidate("plain", Kernel::kPlain)});
   return op;
 }

@@ -5,12 +5,18 @@
 //   Launch: block (kThreads, 1, 1), grid (ceil(sequence / kQueries), heads, batch), no dynamic LDS.
 // wide_attention_kernel<T, kHead, kStage, kThreads>: the same for larger heads.
 //   Launch: block (kThreads, 1, 1), grid (ceil(sequence / 64), heads, batch), no dynamic LDS.
+// warpgroup_attention_kernel<T, kHead, kGroups>: the same on NVIDIA's warpgroup instructions (sm_90a), head_size <=
+// kHead.
+//   Launch: block (128 * kGroups, 1, 1), grid (ceil(sequence / (64 * kGroups)), heads, batch), dynamic LDS
+//   warpgroup_lds_bytes(kHead, kGroups).
 // plain_attention_kernel<T, kColumnTiles>: any type, alignment and head size, no matrix instructions.
 //   Launch: block (256, 1, 1), grid (ceil(sequence / 64) * ceil(head_size / (64 * kColumnTiles)), heads, batch), no
 //   dynamic LDS.
 #include "common/gpu.h"
+#include "common/math.h"
 #include "common/mma.h"
 #include "common/reduce.h"
+#include "common/wgmma.h"
 #include "multi_head_attention/op.h"
 
 namespace sd_ort {
@@ -19,35 +25,25 @@ namespace {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLargestFloat = 3.4028234663852886e38f;
 
-__device__ inline float exp2_fast(float x) {
-#if defined(__CUDA_ARCH__)
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#elif defined(__HIP_DEVICE_COMPILE__)
-  return __builtin_amdgcn_exp2f(x);
-#else
-  return exp2f(x);
-#endif
-}
-
 // Rows of one head of query, key or value in global memory; rows aligned to 16 bytes, columns a multiple of 8, under
 // 4 GB from first to last: an address is a wave's pointer and a lane's 32-bit offset.
 template <class T>
 struct Rows {
   const T* data;
-  int64_t stride;
+  uint32_t stride;
   int rows;
   int columns;
   int first_column = 0;
 
   // The rows from `row` on, which must exist; the columns from `column` on, which need not.
-  __device__ Rows from(int row) const { return {data + row * stride, stride, rows - row, columns, first_column}; }
+  __device__ Rows from(int row) const {
+    return {data + static_cast<int64_t>(row) * stride, stride, rows - row, columns, first_column};
+  }
   __device__ Rows columns_from(int column) const { return {data, stride, rows, columns, first_column + column}; }
 
   __device__ bool holds(int row, int column) const { return row < rows && first_column + column < columns; }
   __device__ uint32_t offset(int row, int column) const {
-    return static_cast<uint32_t>(row) * static_cast<uint32_t>(stride) + first_column + column;
+    return static_cast<uint32_t>(row) * stride + first_column + column;
   }
   __device__ const T* at(uint32_t offset) const {
     return reinterpret_cast<const T*>(reinterpret_cast<const char*>(data) + offset * static_cast<uint32_t>(sizeof(T)));
@@ -84,7 +80,7 @@ class RowTile {
     const int row = first_row(), column = first_column();
     uint32_t offset = from.offset(row, column);
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i, offset += kRowsAStep * static_cast<uint32_t>(from.stride)) {
+    for (int i = 0; i < kSteps; ++i, offset += kRowsAStep * from.stride) {
       const bool valid = from.holds(row + i * kRowsAStep, column);
 #if defined(SD_ORT_MMA_NVIDIA)
       T* to = lds_ + (row + i * kRowsAStep) * kStride + column;
@@ -163,7 +159,7 @@ class ColumnTile {
       const int patch = thread + i * kThreads, row = patch_row(patch), column = patch_column(patch);
       uint32_t offset = from.offset(row, column);
 #pragma unroll
-      for (int r = 0; r < 4; ++r, offset += static_cast<uint32_t>(from.stride)) {
+      for (int r = 0; r < 4; ++r, offset += from.stride) {
         patches_[i][r] = from.template load<8>(offset, from.holds(row + r, column));
       }
     }
@@ -273,7 +269,7 @@ __device__ inline void softmax_step(mma::Accumulator (&scores)[kKeyTiles], const
   for (int slot = 0; slot < mma::kRowsPerLane; ++slot) {
     const float updated = fmaxf(state.largest[slot], largest[slot] * factor);
     shift[slot] = updated == -INFINITY ? 0.f : updated;
-    rescale[slot] = exp2_fast(state.largest[slot] - shift[slot]);
+    rescale[slot] = power_of_two(state.largest[slot] - shift[slot]);
     moved |= rescale[slot] != 1.f;
     state.largest[slot] = updated;
     state.sum[slot] *= rescale[slot];
@@ -283,7 +279,7 @@ __device__ inline void softmax_step(mma::Accumulator (&scores)[kKeyTiles], const
 #pragma unroll
     for (int i = 0; i < mma::kAccumulatorSize; ++i) {
       const int slot = mma::row_slot(i);
-      scores[tile].x[i] = exp2_fast(fmaf(scores[tile].x[i], factor, -shift[slot]));
+      scores[tile].x[i] = power_of_two(fmaf(scores[tile].x[i], factor, -shift[slot]));
       state.sum[slot] += scores[tile].x[i];
     }
   }
@@ -339,9 +335,11 @@ struct ScoreEdges {
     }
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
+      uint32_t column = tile * mma::kTile;
+      forget(column);  // compare with it anew: the masks of all tiles would take more scalar registers than there are
 #pragma unroll
       for (int i = 0; i < mma::kAccumulatorSize; ++i) {
-        const bool seen = tile * mma::kTile + mma::accumulator_column(lane, i) < visible[mma::row_slot(i)];
+        const bool seen = static_cast<int>(column) + mma::accumulator_column(lane, i) < visible[mma::row_slot(i)];
         scores[tile].x[i] = seen ? scores[tile].x[i] : -INFINITY;
       }
     }
@@ -354,10 +352,12 @@ struct ScoreEdges {
     for (int slot = 0; slot < mma::kRowsPerLane; ++slot) rows[slot] = bias_row(query + mma::slot_row(lane, slot));
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
+      uint32_t column = key + tile * mma::kTile;
+      forget(column);  // as above
 #pragma unroll
       for (int i = 0; i < mma::kAccumulatorSize; ++i) {
         scores[tile].x[i] = apply(scores[tile].x[i], rows[mma::row_slot(i)], query + mma::accumulator_row(lane, i),
-                                  key + tile * mma::kTile + mma::accumulator_column(lane, i));
+                                  static_cast<int>(column) + mma::accumulator_column(lane, i));
       }
     }
   }
@@ -423,12 +423,12 @@ __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries)) void flash_a
   const int head = blockIdx.y, batch = blockIdx.z, heads = gridDim.y;
   const int first_query = blockIdx.x * kQueries;
   const int wave_query = first_query + threadIdx.x / SD_ORT_WAVE_SIZE * kRowTiles * kTile;
-  const Rows<T> query_rows = {query + batch * query_batch_stride + head * query_head_stride, query_row_stride, sequence,
-                              head_size};
-  const Rows<T> key_rows = {key + batch * key_batch_stride + head * key_head_stride, key_row_stride, kv_sequence,
-                            head_size};
-  const Rows<T> value_rows = {value + batch * value_batch_stride + head * value_head_stride, value_row_stride,
-                              kv_sequence, head_size};
+  const Rows<T> query_rows = {query + batch * query_batch_stride + head * query_head_stride,
+                              static_cast<uint32_t>(query_row_stride), sequence, head_size};
+  const Rows<T> key_rows = {key + batch * key_batch_stride + head * key_head_stride,
+                            static_cast<uint32_t>(key_row_stride), kv_sequence, head_size};
+  const Rows<T> value_rows = {value + batch * value_batch_stride + head * value_head_stride,
+                              static_cast<uint32_t>(value_row_stride), kv_sequence, head_size};
   const ScoreEdges<T> edges = {
       attention_bias == nullptr ? nullptr : attention_bias + batch * bias_batch_stride + head * bias_head_stride,
       sequence, kv_sequence, scale, causal};
@@ -565,12 +565,12 @@ __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(
   const int lane = lane_id(), wave = threadIdx.x / SD_ORT_WAVE_SIZE;
   const int wave_row = wave / kWaveColumns * kRowTiles * kTile, wave_column = wave % kWaveColumns;
   const int first_query = blockIdx.x * kQueries;
-  const Rows<T> query_rows = {query + batch * query_batch_stride + head * query_head_stride, query_row_stride, sequence,
-                              head_size};
-  const Rows<T> key_rows = {key + batch * key_batch_stride + head * key_head_stride, key_row_stride, kv_sequence,
-                            head_size};
-  const Rows<T> value_rows = {value + batch * value_batch_stride + head * value_head_stride, value_row_stride,
-                              kv_sequence, head_size};
+  const Rows<T> query_rows = {query + batch * query_batch_stride + head * query_head_stride,
+                              static_cast<uint32_t>(query_row_stride), sequence, head_size};
+  const Rows<T> key_rows = {key + batch * key_batch_stride + head * key_head_stride,
+                            static_cast<uint32_t>(key_row_stride), kv_sequence, head_size};
+  const Rows<T> value_rows = {value + batch * value_batch_stride + head * value_head_stride,
+                              static_cast<uint32_t>(value_row_stride), kv_sequence, head_size};
   const ScoreEdges<T> edges = {
       attention_bias == nullptr ? nullptr : attention_bias + batch * bias_batch_stride + head * bias_head_stride,
       sequence, kv_sequence, scale, causal};
@@ -761,6 +761,175 @@ __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(
   }
 }
 
+#if !SD_ORT_HIP
+constexpr int kWarpgroupKeys = 64;  // in a tile
+// Tiles in LDS: one in use, one on its way and, where there is room, one whose values are still being multiplied.
+__host__ __device__ constexpr int warpgroup_stages(int head) { return head <= 64 ? 3 : 2; }
+__host__ __device__ constexpr int warpgroup_panels(int head) {
+  return (head + wgmma::kPanelColumns - 1) / wgmma::kPanelColumns;
+}
+__host__ __device__ constexpr int warpgroup_lds_bytes(int head, int groups) {
+  return warpgroup_panels(head) * wgmma::kRowBytes * (64 * groups + 2 * warpgroup_stages(head) * kWarpgroupKeys);
+}
+
+// Copies kRows rows, columns up to kColumns (the rest of a panel stays as it is), to swizzled panels.
+template <class T, int kRows, int kColumns, int kThreads>
+class PanelTile {
+ public:
+  static constexpr int kPanelBytes = kRows * wgmma::kRowBytes;
+  static constexpr int kBytes = warpgroup_panels(kColumns) * kPanelBytes;
+
+  __device__ PanelTile() {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int item = threadIdx.x + i * kThreads, piece = item % kPieces;
+      row_[i] = item / kPieces;
+      column_[i] = piece * 8;
+      to_[i] = piece / 8 * kPanelBytes + wgmma::piece_offset(row_[i], piece % 8);
+    }
+  }
+  // Rows and columns that `from` does not hold become zeros.
+  __device__ void begin(char* lds, const Rows<T>& from) const {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const bool valid = from.holds(row_[i], column_[i]);
+      const bool in_tile = kRows * kPieces % kThreads == 0 || row_[i] < kRows;
+      mma::copy_16_bytes_async(lds + to_[i], from.at(valid ? from.offset(row_[i], column_[i]) : 0), valid, in_tile);
+    }
+  }
+
+ private:
+  static constexpr int kPieces = kColumns / 8;
+  static constexpr int kSteps = (kRows * kPieces + kThreads - 1) / kThreads;
+  int row_[kSteps], column_[kSteps];
+  uint32_t to_[kSteps];
+};
+
+// A warpgroup takes 64 queries; the warpgroups of a block share tiles of keys and values.
+template <class T, int kHead, int kGroups>
+__global__ __launch_bounds__(
+    wgmma::kThreads* kGroups,
+    kHead > 80     ? 2 / kGroups
+    : kGroups == 1 ? 3
+                   : 2) void warpgroup_attention_kernel(const T* query, const T* key, const T* value,
+                                                        const T* attention_bias, T* output, int sequence,
+                                                        int kv_sequence, int head_size, int64_t query_batch_stride,
+                                                        int64_t query_row_stride, int64_t query_head_stride,
+                                                        int64_t key_batch_stride, int64_t key_row_stride,
+                                                        int64_t key_head_stride, int64_t value_batch_stride,
+                                                        int64_t value_row_stride, int64_t value_head_stride,
+                                                        int64_t bias_batch_stride, int64_t bias_head_stride,
+                                                        float scale, int causal) {
+#if defined(SD_ORT_WGMMA)
+  using namespace mma;
+  constexpr int kThreads = wgmma::kThreads * kGroups;
+  constexpr int kQueries = wgmma::kRows * kGroups;
+  constexpr int kKeys = kWarpgroupKeys;
+  constexpr int kHeadTiles = kHead / kTile, kKeyTiles = kKeys / kTile;
+  constexpr int kDepthsAPanel = wgmma::kPanelColumns / kTile;
+  using Queries = PanelTile<T, kQueries, kHead, kThreads>;
+  using Keys = PanelTile<T, kKeys, kHead, kThreads>;
+  constexpr int kStages = warpgroup_stages(kHead);
+  static_assert(Queries::kBytes + 2 * kStages * Keys::kBytes == warpgroup_lds_bytes(kHead, kGroups));
+  SD_ORT_DYNAMIC_LDS(char, lds);
+  char* const key_lds = lds + Queries::kBytes;
+  char* const value_lds = key_lds + kStages * Keys::kBytes;
+
+  const int head = blockIdx.y, batch = blockIdx.z, heads = gridDim.y;
+  const int first_query = blockIdx.x * kQueries;
+  const int group = threadIdx.x / wgmma::kThreads;
+  const int wave_query = first_query + threadIdx.x / kWave * kTile;
+  const Rows<T> query_rows = {query + batch * query_batch_stride + head * query_head_stride,
+                              static_cast<uint32_t>(query_row_stride), sequence, head_size};
+  const Rows<T> key_rows = {key + batch * key_batch_stride + head * key_head_stride,
+                            static_cast<uint32_t>(key_row_stride), kv_sequence, head_size};
+  const Rows<T> value_rows = {value + batch * value_batch_stride + head * value_head_stride,
+                              static_cast<uint32_t>(value_row_stride), kv_sequence, head_size};
+  const ScoreEdges<T> edges = {
+      attention_bias == nullptr ? nullptr : attention_bias + batch * bias_batch_stride + head * bias_head_stride,
+      sequence, kv_sequence, scale, causal};
+
+  const Keys tile;  // of keys or of values
+  Queries().begin(lds, query_rows.from(first_query));
+  tile.begin(key_lds, key_rows);
+  tile.begin(value_lds, value_rows);
+
+  SoftmaxState state[1];
+  reset(state);
+  Accumulator out[kHeadTiles];
+#pragma unroll
+  for (int h = 0; h < kHeadTiles; ++h) zero(out[h]);
+
+  const uint32_t query_address = wgmma::address_of(lds) + group * wgmma::kRows * wgmma::kRowBytes;
+  const int end = causal ? min(kv_sequence, first_query + kQueries) : kv_sequence;
+  int stage = 0;
+  for (int first_key = 0; first_key < end; first_key += kKeys) {
+    wait_for_copies();
+    wgmma::fence_stores();
+    __syncthreads();  // this tile is here, and all have left the one that the next takes the place of
+    const int next = stage + 1 < kStages ? stage + 1 : 0;
+    if (first_key + kKeys < end) {
+      tile.begin(key_lds + next * Keys::kBytes, key_rows.from(first_key + kKeys));
+      tile.begin(value_lds + next * Keys::kBytes, value_rows.from(first_key + kKeys));
+    }
+
+    Accumulator scores[kKeyTiles];
+    const uint32_t key_address = wgmma::address_of(key_lds + stage * Keys::kBytes);
+    wgmma::fence();
+#pragma unroll
+    for (int h = 0; h < kHeadTiles; ++h) {
+      const int panel = h / kDepthsAPanel, column_bytes = h % kDepthsAPanel * kTile * sizeof(T);
+      wgmma::multiply<T>(
+          scores, wgmma::descriptor(query_address + panel * Queries::kPanelBytes + column_bytes, 16, wgmma::kAtomBytes),
+          wgmma::descriptor(key_address + panel * Keys::kPanelBytes + column_bytes, 16, wgmma::kAtomBytes), h > 0);
+    }
+    wgmma::commit();
+    wgmma::wait<0>();
+
+    if (edges.general()) {
+      edges.apply(scores, wave_query, first_key);
+    } else if (!edges.whole(first_query, first_key + kKeys - 1)) {
+      edges.hide(scores, wave_query, first_key);
+    }
+    float largest[kRowsPerLane];
+    row_maxima(scores, largest);
+    softmax_step(scores, largest, edges.factor(), state[0], out);
+
+    Operand<T> weights[kKeyTiles];
+#pragma unroll
+    for (int k = 0; k < kKeyTiles; ++k) weights[k] = to_operand<T>(scores[k]);
+    const uint32_t value_address = wgmma::address_of(value_lds + stage * Keys::kBytes);
+    wgmma::fence();
+#pragma unroll
+    for (int k = 0; k < kKeyTiles; ++k) {
+      wgmma::multiply_add<T>(
+          out, weights[k],
+          wgmma::descriptor(value_address + k * kTile * wgmma::kRowBytes, Keys::kPanelBytes, wgmma::kAtomBytes));
+    }
+    wgmma::commit();
+    if constexpr (kStages == 2) wgmma::wait<0>();
+    stage = next;
+  }
+  wgmma::wait<0>();
+
+  float inverse[kRowsPerLane];
+#pragma unroll
+  for (int slot = 0; slot < kRowsPerLane; ++slot) {
+    const float total = reduce_row<Sum>(state[0].sum[slot]);
+    inverse[slot] = total == 0.f ? 0.f : 1.f / total;
+  }
+  const int64_t stride = static_cast<int64_t>(heads) * head_size;
+  T* to = output + (static_cast<int64_t>(batch) * sequence + wave_query) * stride + head * head_size;
+#pragma unroll
+  for (int h = 0; h < kHeadTiles; ++h) {
+#pragma unroll
+    for (int i = 0; i < kAccumulatorSize; ++i) out[h].x[i] *= inverse[row_slot(i)];
+    store_tile(to_pieces<T>(out[h]), to + h * kTile, stride, sequence - wave_query, head_size - h * kTile);
+  }
+#endif
+}
+#endif
+
 // The same in float32 without matrix instructions, for any type, alignment and head size: 64 queries x 64 keys a block
 // of 256 threads; a thread has 4 rows x 4 keys of the scores and 4 rows x 4 columns of each 64 columns of the output. A
 // block computes 64 * kColumnTiles columns of the output, and all scores.
@@ -904,6 +1073,7 @@ constexpr int64_t kLargestFlashHead = 128;
 constexpr int64_t kLargestFlashHead = 160;
 #endif
 constexpr int64_t kLargestShortHead = 80;
+constexpr int64_t kLargestWarpgroupHead = 128;
 
 // Launches any of the kernels above: they take the same arguments.
 template <class T>
@@ -912,8 +1082,8 @@ using AttentionKernel = void(const T*, const T*, const T*, const T*, T*, int, in
 
 template <class T>
 const char* launch_kernel(AttentionKernel<T>* kernel, const MultiHeadAttentionParams& p, int64_t blocks_a_head,
-                          int threads, void* stream) {
-  return launch(kernel, dim3(blocks_a_head, p.heads, p.batch), dim3(threads), 0, stream,
+                          int threads, void* stream, size_t lds_bytes = 0) {
+  return launch(kernel, dim3(blocks_a_head, p.heads, p.batch), dim3(threads), lds_bytes, stream,
                 static_cast<const T*>(p.query.data), static_cast<const T*>(p.key.data),
                 static_cast<const T*>(p.value.data), static_cast<const T*>(p.attention_bias), static_cast<T*>(p.output),
                 p.sequence, p.kv_sequence, p.head_size, p.query.batch_stride, p.query.row_stride, p.query.head_stride,
@@ -931,6 +1101,34 @@ template <class T, int kHead, int kStage, int kThreads>
 const char* launch_wide(const MultiHeadAttentionParams& p, void* stream) {
   return launch_kernel<T>(wide_attention_kernel<T, kHead, kStage, kThreads>, p, ceil_div(p.sequence, 64), kThreads,
                           stream);
+}
+
+#if !SD_ORT_HIP
+template <class T, int kHead, int kGroups>
+const char* launch_warpgroups(const MultiHeadAttentionParams& p, void* stream) {
+  return launch_kernel<T>(warpgroup_attention_kernel<T, kHead, kGroups>, p,
+                          ceil_div(p.sequence, wgmma::kRows * kGroups), wgmma::kThreads * kGroups, stream,
+                          warpgroup_lds_bytes(kHead, kGroups));
+}
+
+template <class T, int kGroups>
+const char* run_warpgroups(const MultiHeadAttentionParams& p, void* stream) {
+  if (p.head_size <= 48) return launch_warpgroups<T, 48, kGroups>(p, stream);
+  if (p.head_size <= 64) return launch_warpgroups<T, 64, kGroups>(p, stream);
+  if (p.head_size <= 80) return launch_warpgroups<T, 80, kGroups>(p, stream);
+  return launch_warpgroups<T, 128, kGroups>(p, stream);
+}
+#endif
+
+// Whether warpgroup_attention_kernel was compiled for the current device.
+bool has_warpgroups() {
+#if SD_ORT_HIP
+  return false;
+#elif defined(SD_ORT_EMULATED) || defined(SD_ORT_SM_90A)
+  return compute_capability() == 9;
+#else
+  return false;
+#endif
 }
 
 template <class T, int kColumnTiles>
@@ -971,6 +1169,10 @@ const char* run_flash(const MultiHeadAttentionParams& p, MultiHeadAttentionKerne
 
 template <class T>
 const char* run_matrix(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel kernel, void* stream) {
+#if !SD_ORT_HIP
+  if (kernel == MultiHeadAttentionKernel::kWarpgroup) return run_warpgroups<T, 1>(p, stream);
+  if (kernel == MultiHeadAttentionKernel::kTwoWarpgroups) return run_warpgroups<T, 2>(p, stream);
+#endif
   if (p.head_size <= 32) return run_flash<T, 32>(p, kernel, stream);
   if (p.head_size <= 48) return run_flash<T, 48>(p, kernel, stream);
   if (p.head_size <= 64) return run_flash<T, 64>(p, kernel, stream);
@@ -1002,6 +1204,9 @@ bool reads_wide(const HeadsView& view, int64_t rows) {
 bool multi_head_attention_supports(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel kernel) {
   if (kernel == MultiHeadAttentionKernel::kPlain) return true;
   if (kernel == MultiHeadAttentionKernel::kSmall && p.head_size > kLargestFlashHead) return false;
+  const bool warpgroups =
+      kernel == MultiHeadAttentionKernel::kWarpgroup || kernel == MultiHeadAttentionKernel::kTwoWarpgroups;
+  if (warpgroups && (p.head_size > kLargestWarpgroupHead || !has_warpgroups())) return false;
   if (kernel == MultiHeadAttentionKernel::kShort && (p.head_size > kLargestShortHead || p.kv_sequence > 80))
     return false;
   return p.dtype != DType::kFloat32 && p.kv_sequence > 0 && p.head_size % 8 == 0 && p.head_size <= 512 &&

@@ -12,3 +12,5 @@ struct cudaDeviceProp {
 inline int cudaGetDeviceProperties(cudaDeviceProp*, int) { return 0; }
 constexpr int cudaFuncAttributeMaxDynamicSharedMemorySize = 8;
 inline int cudaFuncSetAttribute(const void*, int, int) { return 0; }
+constexpr int cudaDevAttrComputeCapabilityMajor = 75;
+inline int cudaDeviceGetAttribute(int* value, int, int) { return *value = 9, 0; }

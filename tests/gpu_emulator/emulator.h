@@ -5,6 +5,9 @@
 //   -D__HIP_PLATFORM_AMD__ -D__GFX12__   RDNA4, 32 lanes       (none)                               NVIDIA, 32 lanes
 // The kernel's own code runs unchanged; hip/hip_runtime.h and cuda_runtime.h here stand in for the vendors' headers.
 //
+// Blocks run one after the other, but for those of a cluster, which take turns; each then has its own copy of the
+// shared variables, swapped in for its turn.
+//
 // It also finds faults that hardware hides: lanes of one wave that meet in different operations, and reads of shared
 // memory that nothing wrote (it holds NaN when a block starts).
 #pragma once
@@ -74,6 +77,7 @@ struct Fiber {
   bool done = false;
   long wave_round = 0;
   long block_round = 0;
+  long cluster_round = 0;
   std::vector<PendingCopy> copies;
 };
 
@@ -82,26 +86,33 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<Wave> waves;
   Meeting barrier;
-  std::function<void()> kernel;
+  dim3 index;
+  int rank = 0;           // in the cluster
+  std::vector<char> lds;  // its shared variables while other blocks have their turn
+  std::vector<char> dynamic_lds;
   int current = 0;
-  long progress = 0;
 };
 
-inline Block block;
-inline dim3 grid_size, block_size, block_index;
+// Of one cluster; usually a cluster is a block.
+inline std::vector<Block> blocks;
+inline Block* active = nullptr;
+inline Meeting cluster_barrier;
+inline std::function<void()> kernel;
+inline long progress = 0;
+inline dim3 grid_size, block_size;
 
 [[noreturn]] inline void fail(const char* what, const char* detail = "") {
-  std::fprintf(stderr, "emulator: %s %s (thread %d)\n", what, detail, block.current);
+  std::fprintf(stderr, "emulator: %s %s (thread %d)\n", what, detail, active->current);
   std::abort();
 }
 
-inline Fiber& self() { return block.fibers[block.current]; }
-inline void yield() { swapcontext(&self().context, &block.scheduler); }
+inline Fiber& self() { return active->fibers[active->current]; }
+inline void yield() { swapcontext(&self().context, &active->scheduler); }
 
 inline void fiber_main() {
-  block.kernel();
+  kernel();
   self().done = true;
-  ++block.progress;
+  ++progress;
   yield();
 }
 
@@ -111,7 +122,7 @@ void meet(Meeting& meeting, long& round, int size, const char* operation, F&& co
   if (meeting.arrived == 0) meeting.operation = operation;
   if (std::strcmp(meeting.operation, operation) != 0) fail("lanes diverge at", operation);
   const long mine = round++;
-  ++block.progress;
+  ++progress;
   if (++meeting.arrived == size) {
     combine();
     meeting.arrived = 0;
@@ -124,8 +135,8 @@ void meet(Meeting& meeting, long& round, int size, const char* operation, F&& co
 template <class Out, class In, class F>
 Out exchange(const In& mine, const char* operation, F&& combine) {
   static_assert(sizeof(In) <= kSlotBytes && sizeof(Out) <= kSlotBytes);
-  const int lane = block.current % kWave;
-  Wave& wave = block.waves[block.current / kWave];
+  const int lane = active->current % kWave;
+  Wave& wave = active->waves[active->current / kWave];
   long& round = self().wave_round;
   const int slot = round % 2;
   std::memcpy(wave.given[slot][lane], &mine, sizeof(mine));
@@ -142,7 +153,33 @@ Out exchange(const In& mine, const char* operation, F&& combine) {
 }
 
 inline void synchronize() {
-  meet(block.barrier, self().block_round, static_cast<int>(block.fibers.size()), "__syncthreads", [] {});
+  meet(active->barrier, self().block_round, static_cast<int>(active->fibers.size()), "__syncthreads", [] {});
+}
+
+// The cluster's barrier, in two halves.
+inline void arrive_in_cluster() {
+  ++progress;
+  ++self().cluster_round;
+  if (++cluster_barrier.arrived == static_cast<int>(blocks.size() * active->fibers.size())) {
+    cluster_barrier.arrived = 0;
+    ++cluster_barrier.completed;
+  }
+}
+inline void wait_for_cluster() {
+  while (cluster_barrier.completed < self().cluster_round) yield();
+}
+
+// Where the block of `rank` in this cluster has its copy of a shared variable.
+inline char* remote(void* variable, int rank) {
+  char* here = static_cast<char*>(variable);
+  if (here < __start_sd_ort_lds || here >= __stop_sd_ort_lds) fail("no static shared variable");
+  return rank == active->rank ? here : blocks[rank].lds.data() + (here - __start_sd_ort_lds);
+}
+
+// Dynamic shared memory starts at a multiple of 1024 bytes, at address 0 of the shared space.
+inline char* dynamic_lds() {
+  const auto address = reinterpret_cast<uintptr_t>(active->dynamic_lds.data());
+  return reinterpret_cast<char*>((address + 1023) / 1024 * 1024);
 }
 
 template <class V>
@@ -156,18 +193,21 @@ V shuffle_from(V value, int source) {
   });
 }
 
-inline void run_block() {
-  if (__start_sd_ort_lds != nullptr) std::memset(__start_sd_ort_lds, 0xff, __stop_sd_ort_lds - __start_sd_ort_lds);
+inline void start(Block& block, size_t lds_bytes) {
   constexpr size_t kStack = 256 * 1024;
   const int threads = static_cast<int>(block_size.x);
   if (threads % kWave != 0) fail("the block is no whole number of waves");
   block.fibers.resize(threads);
   block.waves.assign(threads / kWave, Wave{});
   block.barrier = {};
+  const size_t size = __start_sd_ort_lds == nullptr ? 0 : __stop_sd_ort_lds - __start_sd_ort_lds;
+  if (blocks.size() > 1) block.lds.assign(size, '\xff');
+  if (blocks.size() == 1 && size > 0) std::memset(__start_sd_ort_lds, 0xff, size);
+  block.dynamic_lds.assign(lds_bytes + 1024, '\xff');
   for (Fiber& fiber : block.fibers) {
     if (fiber.stack == nullptr) fiber.stack.reset(new char[kStack]);
     fiber.done = false;
-    fiber.wave_round = fiber.block_round = 0;
+    fiber.wave_round = fiber.block_round = fiber.cluster_round = 0;
     fiber.copies.clear();
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
@@ -175,29 +215,50 @@ inline void run_block() {
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, fiber_main, 0);
   }
-  for (int left = threads; left > 0;) {
-    const long before = block.progress;
+}
+
+// One turn for every thread of a block; how many are not done yet.
+inline int run_turn(Block& block) {
+  active = &block;
+  const bool alone = blocks.size() == 1;
+  if (!alone) std::memcpy(__start_sd_ort_lds, block.lds.data(), block.lds.size());
+  int left = 0;
+  for (block.current = 0; block.current < static_cast<int>(block.fibers.size()); ++block.current) {
+    if (self().done) continue;
+    ++left;
+    swapcontext(&block.scheduler, &self().context);
+  }
+  if (!alone) std::memcpy(block.lds.data(), __start_sd_ort_lds, block.lds.size());
+  return left;
+}
+
+inline void run_cluster() {
+  cluster_barrier = {};
+  for (int left = 1; left > 0;) {
+    const long before = progress;
     left = 0;
-    for (int i = 0; i < threads; ++i) {
-      block.current = i;
-      if (block.fibers[i].done) continue;
-      ++left;
-      swapcontext(&block.scheduler, &block.fibers[i].context);
-    }
-    if (left > 0 && block.progress == before) fail("deadlock: some threads wait where others never come");
+    for (Block& block : blocks) left += run_turn(block);
+    if (left > 0 && progress == before) fail("deadlock: some threads wait where others never come");
   }
 }
 
-// Runs kernel() for every thread of every block.
-inline void launch(dim3 grid, dim3 threads, std::function<void()> kernel) {
+// Runs kernel() for every thread of every block; clusters lie along x.
+inline void launch(dim3 grid, dim3 threads, unsigned cluster, size_t lds_bytes, std::function<void()> to_run) {
   grid_size = grid;
   block_size = threads;
-  block.kernel = std::move(kernel);
+  kernel = std::move(to_run);
+  blocks.resize(cluster);
+  active = &blocks[0];
+  if (grid.x % cluster != 0) fail("the grid is no whole number of clusters");
   for (unsigned z = 0; z < grid.z; ++z) {
     for (unsigned y = 0; y < grid.y; ++y) {
-      for (unsigned x = 0; x < grid.x; ++x) {
-        block_index = dim3(x, y, z);
-        run_block();
+      for (unsigned x = 0; x < grid.x; x += cluster) {
+        for (unsigned rank = 0; rank < cluster; ++rank) {
+          blocks[rank].index = dim3(x + rank, y, z);
+          blocks[rank].rank = static_cast<int>(rank);
+          start(blocks[rank], lds_bytes);
+        }
+        run_cluster();
       }
     }
   }
@@ -211,8 +272,8 @@ inline void launch(dim3 grid, dim3 threads, std::function<void()> kernel) {
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __shared__ __attribute__((section("sd_ort_lds"), used)) static
-#define threadIdx dim3(emulator::block.current, 0, 0)
-#define blockIdx emulator::block_index
+#define threadIdx dim3(emulator::active->current, 0, 0)
+#define blockIdx emulator::active->index
 #define blockDim emulator::block_size
 #define gridDim emulator::grid_size
 
@@ -221,7 +282,7 @@ inline uint32_t __float_as_uint(float x) { return __builtin_bit_cast(uint32_t, x
 inline float __uint_as_float(uint32_t x) { return __builtin_bit_cast(float, x); }
 template <class V>
 V __shfl_xor(V value, int mask, int = emulator::kWave) {
-  return emulator::shuffle_from(value, (emulator::block.current % emulator::kWave) ^ mask);
+  return emulator::shuffle_from(value, (emulator::active->current % emulator::kWave) ^ mask);
 }
 template <class V>
 V __shfl(V value, int lane, int = emulator::kWave) {

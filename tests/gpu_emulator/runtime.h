@@ -23,6 +23,8 @@ inline int EMULATED(Memcpy)(void* to, const void* from, size_t bytes, int) { ret
 inline int EMULATED(MemsetAsync)(void* to, int value, size_t bytes, void*) { return std::memset(to, value, bytes), 0; }
 inline int EMULATED(StreamSynchronize)(void*) { return 0; }
 inline int EMULATED(GetDevice)(int* device) { return *device = 0; }
+inline int EMULATED(DriverGetVersion)(int* version) { return *version = 0; }
+inline int EMULATED(RuntimeGetVersion)(int* version) { return *version = 0; }
 inline int EMULATED(EventCreate)(EmulatedEvent** event) { return *event = new EmulatedEvent, 0; }
 inline int EMULATED(EventDestroy)(EmulatedEvent* event) { return delete event, 0; }
 inline int EMULATED(EventSynchronize)(EmulatedEvent*) { return 0; }

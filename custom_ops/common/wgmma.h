@@ -1,0 +1,149 @@
+// NVIDIA's warpgroup matrix instructions (sm_90a): 128 threads multiply 64 rows by up to 256 columns, operands in
+// shared memory or, for the rows, in registers; asynchronous. Device code. Accumulators have the layout of mma.h's:
+// warp w of the warpgroup has rows 16 w to 16 w + 15, 16 columns an Accumulator.
+//
+// Tiles in shared memory are panels of 64 columns: a row is 128 bytes, whose eight 16-byte pieces lie in an order that
+// changes from row to row ("128-byte swizzle": piece p of row r at place p ^ (r % 8)); eight rows, 1024 bytes, are an
+// atom, and a panel starts at a multiple of that. Sources: NVIDIA PTX ISA, "Asynchronous warpgroup level matrix
+// instructions": matrix descriptor, strides and swizzling modes.
+#pragma once
+
+#include "common/mma.h"
+
+#if defined(SD_ORT_EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define SD_ORT_WGMMA 1  // else the kernels that use this are empty, and the host does not launch them
+#endif
+
+#if !SD_ORT_HIP
+namespace sd_ort {
+namespace wgmma {
+
+constexpr int kRows = 64;
+constexpr int kThreads = 128;
+constexpr int kPanelColumns = 64;
+constexpr int kRowBytes = 128;
+constexpr int kAtomBytes = 1024;
+
+// Byte of a panel where 8 columns from 8 * piece on of `row` begin.
+__host__ __device__ constexpr uint32_t piece_offset(uint32_t row, uint32_t piece) {
+  return row * kRowBytes + ((piece ^ (row % 8)) * 16);
+}
+
+// A matrix in shared memory: byte address of its first element, and two strides in bytes. Of K-major matrices (rows of
+// Q and K, the depth along a row) `stride` leads to the next eight rows; of N-major ones (rows of V, the depth down the
+// rows) `stride` leads to the next eight rows and `leading` to the next panel.
+__host__ __device__ constexpr uint64_t descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
+  constexpr uint64_t kSwizzle128 = 1;
+  return (address & 0x3ffffu) >> 4 | static_cast<uint64_t>(leading >> 4) << 16 |
+         static_cast<uint64_t>(stride >> 4) << 32 | kSwizzle128 << 62;
+}
+
+// Address of shared memory as descriptors take it.
+__device__ inline uint32_t address_of(const void* lds) {
+#if defined(SD_ORT_EMULATED)
+  return static_cast<uint32_t>(static_cast<const char*>(lds) - emulator::dynamic_lds());
+#elif defined(__CUDA_ARCH__)
+  return static_cast<uint32_t>(__cvta_generic_to_shared(lds));
+#else
+  return 0;
+#endif
+}
+
+#if defined(SD_ORT_EMULATED)
+}  // namespace wgmma
+}  // namespace sd_ort
+#include "wgmma_instructions.h"  // tests/gpu_emulator: the same functions as below, in software
+namespace sd_ort {
+namespace wgmma {
+#else
+// Before the first multiplication, and after registers that one uses were written.
+__device__ inline void fence() {
+#if defined(SD_ORT_WGMMA)
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+// What this thread stored in shared memory, multiplications may read after the next barrier.
+__device__ inline void fence_stores() {
+#if defined(SD_ORT_WGMMA)
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+__device__ inline void commit() {
+#if defined(SD_ORT_WGMMA)
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+// Until all multiplications but the last kLeft committed groups are done.
+template <int kLeft>
+__device__ inline void wait() {
+#if defined(SD_ORT_WGMMA)
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+#endif
+}
+
+// d[64 x 16 kTiles] = a[64 x 16] b[16 kTiles x 16]^T, added to d when `add`; both matrices K-major.
+template <class T, int kTiles>
+__device__ inline void multiply(mma::Accumulator (&d)[kTiles], uint64_t a, uint64_t b, bool add);
+
+// d[64 x 16 kTiles] += a[64 x 16] b[16 x 16 kTiles]: a in registers, b N-major.
+template <class T, int kTiles>
+__device__ inline void multiply_add(mma::Accumulator (&d)[kTiles], const mma::Operand<T>& a, uint64_t b);
+
+// The instructions by size, their registers written out: d, then the operands.
+#if defined(SD_ORT_WGMMA)
+#define SD_ORT_D8(t)                                                                                    \
+  "+f"(d[t].x[0]), "+f"(d[t].x[1]), "+f"(d[t].x[2]), "+f"(d[t].x[3]), "+f"(d[t].x[4]), "+f"(d[t].x[5]), \
+      "+f"(d[t].x[6]), "+f"(d[t].x[7])
+#define SD_ORT_D24 SD_ORT_D8(0), SD_ORT_D8(1), SD_ORT_D8(2)
+#define SD_ORT_D32 SD_ORT_D24, SD_ORT_D8(3)
+#define SD_ORT_D40 SD_ORT_D32, SD_ORT_D8(4)
+#define SD_ORT_D64 SD_ORT_D40, SD_ORT_D8(5), SD_ORT_D8(6), SD_ORT_D8(7)
+#define SD_ORT_N24                                         \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+  "%16,%17,%18,%19,%20,%21,%22,%23"
+#define SD_ORT_N32                                         \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define SD_ORT_N40                                                   \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"           \
+  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
+  "%32,%33,%34,%35,%36,%37,%38,%39"
+#define SD_ORT_N64                                                   \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"           \
+  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
+  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define SD_ORT_WGMMA_SHARED(T, name, columns, registers, a_at, b_at, add_at)                                    \
+  template <>                                                                                                   \
+  __device__ inline void multiply<T, columns / 16>(mma::Accumulator(&d)[columns / 16], uint64_t a, uint64_t b,  \
+                                                   bool add) {                                                  \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add_at                                               \
+                 ", 0;\n"                                                                                       \
+                 "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." name "." name " {" SD_ORT_N##registers \
+                 "}, %" #a_at ", %" #b_at ", add, 1, 1, 0, 0;\n}\n"                                             \
+                 : SD_ORT_D##registers                                                                          \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                                 \
+  }
+#define SD_ORT_WGMMA_REGISTERS(T, name, columns, registers, a0, a1, a2, a3, b_at)                                    \
+  template <>                                                                                                        \
+  __device__ inline void multiply_add<T, columns / 16>(mma::Accumulator(&d)[columns / 16], const mma::Operand<T>& a, \
+                                                       uint64_t b) {                                                 \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." name "." name " {" SD_ORT_N##registers      \
+                 "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b_at ", 1, 1, 1, 1;\n"                               \
+                 : SD_ORT_D##registers                                                                               \
+                 : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "l"(b));                                      \
+  }
+#define SD_ORT_WGMMA_TYPE(T, name)                            \
+  SD_ORT_WGMMA_SHARED(T, name, 64, 32, 32, 33, 34)            \
+  SD_ORT_WGMMA_REGISTERS(T, name, 48, 24, 24, 25, 26, 27, 28) \
+  SD_ORT_WGMMA_REGISTERS(T, name, 64, 32, 32, 33, 34, 35, 36) \
+  SD_ORT_WGMMA_REGISTERS(T, name, 80, 40, 40, 41, 42, 43, 44) \
+  SD_ORT_WGMMA_REGISTERS(T, name, 128, 64, 64, 65, 66, 67, 68)
+SD_ORT_WGMMA_TYPE(half_t, "f16")
+SD_ORT_WGMMA_TYPE(bf16_t, "bf16")
+#endif
+#endif
+
+}  // namespace wgmma
+}  // namespace sd_ort
+#endif
