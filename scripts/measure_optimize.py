@@ -85,7 +85,7 @@ def _save(model: Any, path: Path, block: np.ndarray) -> None:
 
     for index, value in enumerate(model.graph.initializers.values()):
         tensor = value.const_value
-        if tensor.dtype == ir.DataType.FLOAT and tensor.size > 1:
+        if _is_hollow(tensor):
             value.const_value = _random(value.name, list(tensor.shape.numpy()), block, index * 7919)
     ir.save(model, path, external_data="model.onnx.data", alignment=65536)
     for value in model.graph.initializers.values():  # onnxscript's rules keep the last graph they saw: not its weights
@@ -99,7 +99,7 @@ def _save_holes(model: Any, path: Path, block: np.ndarray) -> None:
     end = 0
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
-        if tensor.dtype == ir.DataType.FLOAT and tensor.size > 1:
+        if _is_hollow(tensor):
             value.const_value = ir.ExternalTensor(
                 "model.onnx.data", end, tensor.nbytes, tensor.dtype, name=name, shape=tensor.shape, base_dir=path.parent
             )
@@ -107,6 +107,11 @@ def _save_holes(model: Any, path: Path, block: np.ndarray) -> None:
     with (path.parent / "model.onnx.data").open("wb") as data:
         data.truncate(end)
     ir.save(model, path)
+
+
+def _is_hollow(tensor: Any) -> bool:
+    """Whether a tensor comes from parameters nobody wrote, and is no small constant or table of the graph."""
+    return bool(tensor.size > 64 and tensor.dtype.is_floating_point() and not tensor.numpy().any())
 
 
 def _random(name: str, shape: list[int], block: np.ndarray, start: int) -> Any:

@@ -3,6 +3,7 @@
 What stays is found from the graph and from numbers, not from a list of names:
     sinusoids        what feeds a Sin or Cos: 1000 time steps (or 1024 pixels) do not survive 11 bits of a mantissa
     measured sites   nodes whose float32 outputs came near the type's largest number on calibration inputs (`keep`)
+    no such kernel   operators that the standard does not define for the type, such as Range
     wanted inputs    (operator, input) pairs of the target's kernels, such as GroupNorm's gamma and beta
 Casts are inserted where the two meet. Weights are converted while the model is saved, one at a time.
 """
@@ -13,6 +14,7 @@ from collections.abc import Collection
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
@@ -44,7 +46,7 @@ def convert(
     half, graph = HALF[dtype], model.graph
     if half == ir.DataType.BFLOAT16:
         _declare_bfloat16_opset(graph)
-    float32 = _before_sinusoids(graph) | set(keep)
+    float32 = _before_sinusoids(graph) | {node for node in graph if not _is_defined(node, half, graph)} | set(keep)
     _convert_initializers(graph, half, float32, frozenset(float32_inputs) | FIXED_INPUTS)
     for value in graph.inputs:
         if value.dtype == FLOAT and value.name not in float32_graph_inputs:
@@ -70,6 +72,25 @@ def _declare_bfloat16_opset(graph: ir.Graph) -> None:
     if version < OPSET:
         raise InputError(f"the graph is of opset {version}, which has no bfloat16: use --float16 or export it again.")
     graph.opset_imports[""] = max(version, BFLOAT16_OPSET)
+
+
+def _is_defined(node: ir.Node, half: ir.DataType, graph: ir.Graph) -> bool:
+    """Whether the standard defines an operator for `half` in place of its float32 inputs."""
+    if node.domain not in ("", "ai.onnx"):
+        return True
+    try:
+        schema = onnx.defs.get_schema(node.op_type, graph.opset_imports[""], "")
+    except onnx.defs.SchemaError:
+        return True
+    allowed = {c.type_param_str: c.allowed_type_strs for c in schema.type_constraints}
+    wanted = f"tensor({half.name.lower()})"
+    for index, value in enumerate(node.inputs):
+        if value is None or value.dtype != FLOAT or (node.op_type, index) in FIXED_INPUTS:
+            continue
+        declared = schema.inputs[min(index, len(schema.inputs) - 1)].type_str
+        if wanted not in allowed.get(declared, [declared]):
+            return False
+    return True
 
 
 def _before_sinusoids(graph: ir.Graph) -> set[ir.Node]:
@@ -131,6 +152,9 @@ def to_half(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _convert_attributes(node: ir.Node, half: ir.DataType) -> None:
     if node.op_type == "Cast" and node.attributes["to"].as_int() == FLOAT:
         node.attributes["to"] = ir.AttrInt64("to", int(half))
+    made = node.attributes.get("dtype")
+    if made is not None and made.type == ir.AttributeType.INT and made.as_int() == FLOAT:  # of a random number
+        node.attributes["dtype"] = ir.AttrInt64("dtype", int(half))
     if node.op_type == "ConstantOfShape":
         tensor = node.attributes.get_tensor("value")
         if tensor is None or tensor.dtype == FLOAT:

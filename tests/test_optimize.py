@@ -102,6 +102,26 @@ def test_half_precision_keeps_the_sinusoids(tiny_export: Path, tmp_path: Path) -
     assert sum(v.const_value.size for v in weights) < 1000
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_operators_without_a_half_type_stay_in_float32(tmp_path: Path, dtype: str) -> None:
+    """Range has no half type; the type that a random number is made in is an attribute."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N,8] x, float n) => (float[N,8] y) <float zero = {0.0}, float one = {1.0}> {
+            r = Range (zero, n, one)  a = Add (x, r)  noise = RandomNormalLike <dtype = 1> (x)
+            none = Mul (noise, zero)  y = Add (a, none)
+        }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "in.onnx")
+    optimize_component(tmp_path / "in.onnx", tmp_path / "out.onnx", TARGETS["portable"], dtype, calibrate=False)
+    onnx.checker.check_model(str(tmp_path / "out.onnx"), full_check=True)
+    model = ir.load(tmp_path / "out.onnx")
+    wide = {n.op_type for n in model.graph for v in n.inputs if v is not None and v.dtype == ir.DataType.FLOAT}
+    assert wide == {"Range", "Cast"}
+    if dtype == "float16":
+        x = np.ones((2, 8), np.float16)
+        got = run(tmp_path / "out.onnx", {"x": x, "n": np.array(8, np.float16)})
+        np.testing.assert_array_equal(got, x + np.arange(8))
+
+
 def test_second_run_does_nothing(tiny_copy: Path, tmp_path: Path, sd_ort: Cli) -> None:
     out = tmp_path / "out"
     assert sd_ort("optimize", tiny_copy, out)[0] == 0
