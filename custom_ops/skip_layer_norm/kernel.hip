@@ -13,22 +13,11 @@ namespace sd_ort {
 
 constexpr int kBlock = 256;
 
-// Blocks that a multiprocessor should hold, for nvcc, which else spends registers until only two fit. On AMD the number
-// means waves, and the compiler chooses well.
-__host__ __device__ constexpr int min_blocks(int items) {
-#if SD_ORT_HIP
-  return 1;
-#else
-  return items == 5 ? 3 : 1;
-#endif
-}
-
 template <class T, int kVec, int kLanes, int kItems>
-__global__ __launch_bounds__(kBlock,
-                             min_blocks(kItems)) void skip_layer_norm_kernel(const T* x, const T* skip, const T* gamma,
-                                                                             const T* beta, const T* bias, T* y, T* sum,
-                                                                             uint32_t rows, uint32_t skip_rows,
-                                                                             uint32_t vectors_per_row, float epsilon) {
+__global__ __launch_bounds__(kBlock) void skip_layer_norm_kernel(const T* x, const T* skip, const T* gamma,
+                                                                 const T* beta, const T* bias, T* y, T* sum,
+                                                                 uint32_t rows, uint32_t skip_rows,
+                                                                 uint32_t vectors_per_row, float epsilon) {
   static_assert(kLanes <= 32 || kLanes == kBlock, "a row is reduced within a wave or over the whole block");
   using Pack = Vec<T, kVec>;
   __shared__ float shared[2 * max_waves(kBlock)];
