@@ -37,6 +37,8 @@ COUNTED = (
 )  # fmt: skip
 EXPORTERS = (("dynamo", 18), ("dynamo", 20), ("dynamo", 21), ("dynamo", 23), ("torchscript", 17), ("torchscript", 20))
 FIRST = ("dynamo-20", "torchscript-17")  # whose peers are measured before the others'
+# Families whose other components are those of SD 1.5 or SDXL.
+OWN = {"sd15-inpaint": ["unet"], "sd15-controlnet": ["unet", "controlnet"], "sdxl-refiner": ["unet"]}
 KEYS = ("family", "exporter", "component", "engine")
 # Names that mean the same in the outputs of the peers.
 SAME = {"Attention": "MultiHeadAttention"}
@@ -188,14 +190,14 @@ def graphs(folder: Path | None, exports: Path | None, scratch: Path) -> list[tup
     import graph_fixtures
 
     found = {}
-    for path in sorted(exports.glob("*-tiny-*/*/model.onnx")) if exports is not None else []:
+    for path in sorted(exports.glob("[!.]*-tiny-*/*/model.onnx")) if exports is not None else []:
         found[path.parent.parent.name, path.parent.name] = path
     for name in graph_fixtures.NAMES:
         export, component = name.rsplit(".", 1)
         if (export, component) not in found:
             path = graph_fixtures.make_folder(scratch / name, name)
             found[export, component] = path / component / "model.onnx"
-    return [(*key, path) for key, path in sorted(found.items())]
+    return [(*key, path) for key, path in sorted(found.items()) if key[1] in OWN.get(split_name(key[0])[0], [key[1]])]
 
 
 def make_exports(exports: Path) -> None:
@@ -302,8 +304,8 @@ def main() -> None:
         real = {(*split_name(export), component) for export, component, _ in found}
         rows = [row for row in rows if tuple(row[key] for key in KEYS[:3]) in real]
         done = {tuple(row[key] for key in KEYS) for row in rows if row["engine"] != "ours"}
-        # Ours first, then the peers on two exporters of every family, then on the others.
-        tasks.sort(key=lambda task: (task[0]["engine"] != "ours", task[0]["exporter"] not in FIRST))
+        # Ours first, then the peers on two exporters of every family, then on the others, small graphs first.
+        tasks.sort(key=lambda task: (task[0]["engine"] != "ours", _rank(task[0]["exporter"]), task[1].stat().st_size))
         for row, path in tasks:
             key = tuple(row.values())
             if key in done:
@@ -312,6 +314,10 @@ def main() -> None:
             rows = [old for old in rows if tuple(old[k] for k in KEYS) != key] + [{**row, **result}]
             print(json.dumps(rows[-1]), flush=True)
             write(rows, name)
+
+
+def _rank(exporter: str) -> int:
+    return FIRST.index(exporter) if exporter in FIRST else len(FIRST)
 
 
 def split_name(export: str) -> tuple[str, str]:
