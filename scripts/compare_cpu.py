@@ -256,7 +256,7 @@ def table(result: dict[str, Any]) -> str:
     rows = result["rows"]
     machine = result["machine"]
     lines = [
-        "# SD 1.5 UNet on the CPU",
+        f"# One step of {result['model']}'s UNet on the CPU",
         "",
         f"Measured by `scripts/compare_cpu.py` at commit {result['commit']} with {result['threads']} threads on "
         f"{machine['cpu']} ({machine['cores']} cores, {machine['memory_GB']} GB), {machine['system']}, "
@@ -301,6 +301,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, help="measured steps of each engine")
     parser.add_argument("--engines", nargs="*", default=[e.name for e in ENGINES], help="some of the engines only")
     parser.add_argument("--library", type=Path, help="libsd_ort_ops.so, instead of the one `sd-ort build-ops` built")
+    parser.add_argument("--name", default="SD 1.5", help="of the model, for the title")
+    parser.add_argument("--weights", default="Random weights", help="what they are, for the text")
     parser.add_argument("--profile", type=Path, help="folder for ONNX Runtime's profiles")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "cpu_unet_sd15")
     parser.add_argument("--make", nargs=3, help=argparse.SUPPRESS)
@@ -345,7 +347,8 @@ def report(options: argparse.Namespace, engines: list[Engine], scratch: Path) ->
         "cpus": options.cpus,
         "batch": BATCH,
         "edges": options.edges,
-        "weights": "Random weights",
+        "model": options.name,
+        "weights": options.weights,
         "failures": failures,
         "rows": rows,
     }
