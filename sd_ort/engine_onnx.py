@@ -16,18 +16,20 @@ from sd_ort.errors import SdOrtError
 from sd_ort.folder import MODEL
 
 
-def time_calls(model: Any) -> list[float]:
-    """A list that gets the seconds of every call of `model` from now on."""
+def time_calls(opened: Any) -> list[float]:
+    """A list that gets the seconds of every run of a session from now on, over host arrays or bound buffers."""
     seconds: list[float] = []
 
-    class Timed(type(model)):  # type: ignore[misc]
-        def __call__(self, **arrays: Any) -> Any:
+    def timed(run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
             start = time.perf_counter()
-            outputs = super().__call__(**arrays)
+            results = run(*arguments)
             seconds.append(time.perf_counter() - start)
-            return outputs
+            return results
 
-    model.__class__ = Timed
+        return call
+
+    opened.run, opened.run_with_iobinding = timed(opened.run), timed(opened.run_with_iobinding)
     return seconds
 
 
@@ -48,10 +50,15 @@ def open_pipeline(engine: Engine, settings: Settings) -> Opened:
         raise SdOrtError("TensorRT is measured on one component: use --component.")
     options = _session_options(engine, settings)
     pipeline = StableDiffusionPipeline.from_pretrained(engine.directory, settings.provider, **options)
+    if engine.graph:
+        path, device = Path(engine.directory) / "unet" / MODEL, session.provider_named(settings.provider).device
+        captured = session.create_session(path, settings.provider, graph=True, **options)
+        pipeline.models["unet"] = session.GraphModel(captured, device)
+    for name in ("text_encoder", "text_encoder_2", "unet_prompt", "unet_time", "unet", "vae_decoder"):
+        if name in pipeline.models:
+            assert pipeline.models[name]  # opened now, so that this is time to load
     unet = pipeline.models["unet"]
-    for name in ("text_encoder", "vae_decoder"):  # opened now, so that this is time to load
-        assert pipeline.models[name]
-    seconds = time_calls(unet)
+    seconds = time_calls(unet.session)
 
     def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
         seconds.clear()
