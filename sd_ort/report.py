@@ -91,7 +91,9 @@ def _head(report: Row) -> str:
     what = f"calls of {settings['component']}" if settings["component"] else f"images in {settings['steps']} steps"
     where = "; ".join(machine["gpus"]) if settings["provider"] != "cpu" and machine["gpus"] else machine["cpu"]
     threads = f", {settings['threads']} threads" if settings["threads"] else ""
-    return f"<p>{escape(what)}, provider {escape(settings['provider'])} on {escape(where)}{threads}</p>"
+    sizes = next((f", {row['width']} x {row['height']} pixels" for row in report["engines"] if "width" in row), "")
+    guided = "; with guidance the UNet sees twice the batch" if settings["guidance"] > 1 else ""
+    return f"<p>{escape(what)}{sizes}, provider {escape(settings['provider'])} on {escape(where)}{threads}{guided}</p>"
 
 
 def _about(report: Row) -> str:

@@ -87,8 +87,9 @@ def command(
     --engines names, made from the raw export where they need a folder:
       raw, raw-fp16            the export
       ours, ours-TARGET        sd-ort optimize, for the provider or another target
+      ours-hoist               the same with --hoist
       ort, onnxscript          their optimizers
-      ours-graph, ort-graph    the same, calls captured as a CUDA or HIP graph (--component)
+      ours-graph, ort-graph    the same, UNet calls captured as a CUDA or HIP graph (ours-hoist-graph: both)
       torch, torch-channels-last, torch-compile, torch-graph, xformers, tensorrt
     """
     from sd_ort import benchmark, contenders, report
