@@ -1,6 +1,7 @@
 """Convolution biases moved into the operator that reads the convolution, where adding them costs nothing.
 
     NhwcConv(x, w, b) -> SkipGroupNorm(., gamma, beta, skip)  =>  NhwcConv(x, w) -> SkipGroupNorm(..., skip, b)
+    NhwcConv(x, w, b) -> GroupNorm(., gamma, beta)            =>  NhwcConv(x, w) -> SkipGroupNorm(..., b per sample)
     NhwcConv(x, w, b) -> Add(., y)                            =>  NhwcConv(x, w) -> BiasAdd(., b, y)
 
 GPU libraries add a convolution's bias in a kernel of its own (cuDNN's fused ones were slower than both together), so
@@ -14,7 +15,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from fusion_passes import _checks as c
-from fusion_passes._lazy import derived
+from fusion_passes._lazy import constant, derived
 from fusion_passes._rule import DOMAIN
 
 
@@ -35,6 +36,8 @@ def _move(graph: ir.Graph, conv: ir.Node) -> bool:
     reader, index = users[0]
     if reader.op_type == "SkipGroupNorm" and index in (0, 3) and c.same_shape(output, reader.inputs[0]):
         _give(graph, reader, 4, bias)
+    elif reader.op_type == "GroupNorm" and index == 0:
+        _to_skip_group_norm(graph, reader, bias)
     elif reader.op_type == "BiasAdd" and index in (0, 2):
         _give(graph, reader, 1, bias)
     elif reader.op_type == "Add" and all(c.same_shape(output, value) for value in reader.inputs):
@@ -55,6 +58,34 @@ def _give(graph: ir.Graph, reader: ir.Node, index: int, bias: ir.Value) -> None:
     if len(reader.inputs) <= index:
         reader.resize_inputs(index + 1)
     reader.replace_input_with(index, bias)
+
+
+def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value) -> None:
+    """GroupNorm(x, ...) => SkipGroupNorm(x, ..., skip), the skip (N, 1, 1, C) a row of biases for each sample."""
+    x, gamma, beta = norm.inputs[:3]
+    old, width = norm.outputs[0], c.size(bias, 0)
+    assert x is not None
+    assert width is not None
+    name = f"{old.name}.bias"
+    row = derived(graph, f"{name}_row", [bias], [1, 1, 1, width], lambda a: a.reshape(1, 1, 1, width))
+    batch = ir.node("Shape", [x], {"start": 0, "end": 1})
+    shape = ir.node("Concat", [batch.outputs[0], constant(graph, f"{name}_width", [1, 1, width])], {"axis": 0})
+    rows = ir.node("Expand", [row, shape.outputs[0]])
+    for node, suffix in ((batch, "batch"), (shape, "shape"), (rows, "rows")):
+        node.outputs[0].name = f"{name}_{suffix}"
+    for node, size in ((batch, 1), (shape, 4)):
+        node.outputs[0].type, node.outputs[0].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([size])
+    first = None if x.shape is None else x.shape[0]
+    rows.outputs[0].type, rows.outputs[0].shape = old.type, ir.Shape([first, 1, 1, width])
+    attributes = {key: attribute.value for key, attribute in norm.attributes.items()}
+    new = ir.node("SkipGroupNorm", [x, gamma, beta, rows.outputs[0]], attributes, domain=DOMAIN, num_outputs=2)
+    new.metadata_props.update(norm.metadata_props)
+    made, total = new.outputs
+    made.name, made.type, made.shape = old.name, old.type, old.shape
+    total.name, total.type, total.shape = f"{name}_sum", old.type, old.shape
+    graph.insert_before(norm, [batch, shape, rows, new])
+    ir.convenience.replace_all_uses_with(old, made, replace_graph_outputs=True)
+    graph.remove(norm, safe=True)
 
 
 def _to_bias_add(graph: ir.Graph, add: ir.Node, index: int, bias: ir.Value) -> None:

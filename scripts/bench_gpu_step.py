@@ -37,11 +37,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sd_ort import folder, measure, ops, session
+from sd_ort.errors import SdOrtError
 from sd_ort.models import MODEL_OF, PRESETS
 from sd_ort.modules import wrap
-from sd_ort.optimize import CONTRIB, optimize_component
+from sd_ort.optimize import optimize_component
 from sd_ort.sources import open_source
-from sd_ort.targets import TARGETS
+from sd_ort.targets import CUDA, CUDA_CONTRIB
 
 CALLS = 20  # a round
 ROUNDS = 7
@@ -62,24 +63,23 @@ CLASSES = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A session: which fused operators run from our library rather than ONNX Runtime's kernels, and its options."""
+    """A session: what differs from the cuda target, and whether the op library tunes its kernels when it first runs."""
 
-    ours: frozenset[str] = frozenset()
-    options: Mapping[str, str] = field(default_factory=dict)
-    target: Mapping[str, Any] = field(default_factory=dict)  # what differs from the cuda target
+    target: Mapping[str, Any] = field(default_factory=dict)
     tune: bool = False
 
 
-_NORMS = frozenset({"GroupNorm", "SkipGroupNorm", "SkipLayerNormalization"})
-_POINTWISE = frozenset({"BiasSplitGelu", "BiasAdd"})
-_ALL = _NORMS | _POINTWISE | {"MultiHeadAttention"}
+_OUR_ATTENTION = {name: limit for name, limit in CUDA.contrib.items() if name != "MultiHeadAttention"}
+_PRODUCTS = {"layer_norm": True, "linear_add": True}
+# Each adds to the one before: a waterfall. The third is the cuda target as it is.
 VARIANTS = {
-    "1 contrib operators": Variant(target={"fold_conv_bias": False, "linear_add": False}),
-    "2 + biases of convolutions folded": Variant(target={"linear_add": False}),
-    "3 + our normalizations": Variant(_NORMS | _POINTWISE, target={"linear_add": False}),
-    "4 + LinearAdd": Variant(_NORMS | _POINTWISE),
-    "5 + tuned": Variant(_NORMS | _POINTWISE, tune=True),
-    "6 + our attention": Variant(_ALL, tune=True),
+    "1 contrib operators": Variant({"fold_conv_bias": False, "contrib": CUDA_CONTRIB}),
+    "2 + convolution biases folded": Variant({"contrib": CUDA_CONTRIB}),
+    "3 + our GroupNorm, gates, BiasAdd": Variant(),
+    "4 + our LayerNormalization": Variant({"layer_norm": True}),
+    "5 + LinearAdd": Variant(_PRODUCTS),
+    "6 + tuning": Variant(_PRODUCTS, tune=True),
+    "7 + our attention": Variant({**_PRODUCTS, "contrib": _OUR_ATTENTION}, tune=True),
 }
 
 
@@ -155,33 +155,34 @@ def write_raw(graph: Path, parameters: Mapping[str, torch.Tensor], out: Path) ->
     out.write_bytes(model.SerializeToString())
 
 
-def export_raw(preset: str, component: str, module: torch.nn.Module, out: Path) -> None:
-    """The same by exporting the module now."""
+def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> None:
+    """The same by exporting the wrapped module now."""
     import onnx_ir as ir
 
-    from sd_ort import export
+    from sd_ort import export, sources
 
     source = open_source(None, preset, True, 0)
     config = PRESETS[preset].models[MODEL_OF.get(component, component)]
-    signature = export.component_signature(source, component, config)
-    wrapped = wrap(component, module.cpu(), export.is_sdxl(source), False)
+    signature = sources.component_signature(source, component, config)
     arguments = [export.example(t, export.TRACE, config, 0) for t in signature.inputs]
     with torch.no_grad():
-        made = export.export_dynamo(wrapped, arguments, signature, export.DEFAULT_OPSET, out.parent)
+        made = export.export_dynamo(net.cpu(), arguments, signature, export.DEFAULT_OPSET, out.parent)
     export.tidy(made, signature)
     out.parent.mkdir(parents=True, exist_ok=True)
     ir.save(made, out, external_data=folder.DATA)
-    module.cuda()
+    net.cuda()
 
 
 # ---- Engines
 
 
-def torch_engines(
-    component: str, module: torch.nn.Module, sdxl: bool, inputs: Mapping[str, torch.Tensor], which: list[str]
-) -> list[Engine]:
-    """torch in float16, channels last: eager under a CUDA graph, and torch.compile with its own graphs."""
-    net = wrap(component, module, sdxl, False).half().to(memory_format=torch.channels_last)
+def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], which: list[str]) -> list[Engine]:
+    """torch in float16, channels last: eager under a CUDA graph, and torch.compile with its own graphs.
+
+    Converts `net` in place.
+    """
+    net.half()
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     arguments = [half(name, value) for name, value in inputs.items()]
     arguments = [a.to(memory_format=torch.channels_last) if a.ndim == 4 else a for a in arguments]
     engines = []
@@ -216,49 +217,22 @@ def half(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def ort_engine(
-    name: str, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size, library: Path | None
-) -> Engine:
-    """A captured session of the variant `name`, made from the raw export."""
-    variant = VARIANTS[name]
-    target = replace(TARGETS["cuda"], **variant.target)
-    component = raw.parent.name
-    optimized = raw.parents[2] / f"optimized-{'-'.join(sorted(variant.target))}" / component / folder.MODEL
+    number: int, variant: Variant, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size
+) -> tuple[Callable[[], Any], Callable[[], torch.Tensor]]:
+    """How to queue a call of a captured session of the variant, made from the raw export, and to read its output."""
+    path = raw.parents[2] / f"variant-{number}" / raw.parent.name / folder.MODEL
     started = time.perf_counter()
-    if not optimized.is_file():
-        counts = optimize_component(raw, optimized, target, "float16", calibrate=False)
-        print(f"  optimized in {time.perf_counter() - started:.1f} s: {counts['counts']} {counts['rules']}", flush=True)
-    path = choose_kernels(optimized, raw.parents[2] / name, variant)
-    if library is not None:
-        ctypes.CDLL(str(library.parent / ops.CUDA_LIBRARY)).sd_ort_enable_tuning(int(variant.tune))
-    opened = session.create_session(
-        path, "cuda", graph=True, provider_options=variant.options, library=library, portable=library is None
-    )
-    model = session.GraphModel(opened)
-    feed = {key: half(key, value).cpu().numpy() for key, value in inputs.items()}
-    bound = model.bind(feed)
+    made = optimize_component(raw, path, replace(CUDA, **variant.target), "float16", calibrate=False)
+    print(f"  optimized in {time.perf_counter() - started:.1f} s: {made['counts']}", flush=True)
+    library = session.op_library()
+    if library is None:
+        raise SystemExit("build the op library first: sd-ort build-ops --cuda sm_90")
+    ctypes.CDLL(str(library.parent / ops.CUDA_LIBRARY)).sd_ort_enable_tuning(int(variant.tune))
+    model = session.GraphModel(session.create_session(path, "cuda", graph=True))
+    bound = model.bind({key: half(key, value).cpu().numpy() for key, value in inputs.items()})
     (value,) = bound.outputs.values()
     assert tuple(value.shape()) == tuple(shape)
-    return Engine(
-        name, lambda: bound.run(wait=False), lambda: torch.from_numpy(value.numpy()), time.perf_counter() - started
-    )
-
-
-def choose_kernels(path: Path, out: Path, variant: Variant) -> Path:
-    """A copy of the graph whose fused operators are the provider's or, where the variant says so, ours."""
-    model = onnx.load(path, load_external_data=False)
-    for node in model.graph.node:
-        if node.domain in (CONTRIB, "sd_ort") and node.op_type in variant.ours:
-            node.domain = "sd_ort"
-        if node.domain == "sd_ort":
-            node.overload = ""  # names a function body; the library has one kernel for all
-    if not any(opset.domain == "sd_ort" for opset in model.opset_import):
-        model.opset_import.add(domain="sd_ort", version=1)
-    copy = out / path.parent.name / folder.MODEL
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    copy.write_bytes(model.SerializeToString())
-    (copy.parent / folder.DATA).unlink(missing_ok=True)
-    (copy.parent / folder.DATA).hardlink_to(path.parent / folder.DATA)
-    return copy
+    return lambda: bound.run(wait=False), lambda: torch.from_numpy(value.numpy())
 
 
 # ---- Timing
@@ -300,7 +274,7 @@ def profile(engine: Engine, calls: int = 5, show: int = 0) -> dict[str, Any]:
     kernels: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == torch.profiler.DeviceType.CUDA:
             kernels[event.name] += event.device_time_total / calls / 1e3
             counts[event.name] += 1
     classes: Counter[str] = Counter()
@@ -339,11 +313,10 @@ def limits() -> dict[str, float]:
     }
 
 
-def operations(component: str, module: torch.nn.Module, sdxl: bool, inputs: Mapping[str, torch.Tensor]) -> Any:
+def operations(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """TFLOP of one call, by torch's operator."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    net = wrap(component, module, sdxl, False)
     with FlopCounterMode(display=False) as counter:
         net(*inputs.values())
     return {str(op): round(count / 1e12, 4) for op, count in counter.get_flop_counts()["Global"].items()}
@@ -364,13 +337,11 @@ def main() -> None:
     parser.add_argument("--graph", type=Path, help="raw export without weights")
     parser.add_argument("--variants", default="all", help="numbers of VARIANTS, as 1,2,5")
     parser.add_argument("--peers", default="compile", help="of eager, compile; empty for none")
-    parser.add_argument("--library", type=Path, help="libsd_ort_ops.so; by default the one that build-ops made")
     parser.add_argument("--work", type=Path, default=Path("/tmp/sd_ort_step"))
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="profile, and print the N longest kernels")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    library = options.library or session.op_library()
     begun = time.perf_counter()
 
     def say(text: str) -> None:
@@ -381,26 +352,30 @@ def main() -> None:
     with torch.inference_mode():
         module = random_module(options.preset, options.component)
         inputs = random_inputs(options.preset, options.component, options.batch, options.size)
-        reference = wrap(options.component, module, sdxl, False)(*inputs.values()).clone()
-        flops = operations(options.component, module, sdxl, inputs)
+        net = wrap(options.component, module, sdxl, False)
+        reference = net(*inputs.values()).clone()
+        flops = operations(net, inputs)
         say(f"torch {torch.__version__}, float32 reference {tuple(reference.shape)}, TFLOP {flops}")
         raw = options.work / options.preset / "raw" / options.component / folder.MODEL
         if options.graph:
             write_raw(options.graph, module.state_dict(), raw)
         else:
-            export_raw(options.preset, options.component, module, raw)
+            export_raw(options.preset, options.component, net, raw)
         say("raw export")
-        peers = torch_engines(options.component, module, sdxl, inputs, options.peers.split(","))
+        peers = torch_engines(net, inputs, options.peers.split(","))
         say("peers ready")
         engines = list(peers)
-        for variant in VARIANTS:
-            if options.variants != "all" and variant[0] not in options.variants.split(","):
+        for number, (label, variant) in enumerate(VARIANTS.items(), 1):
+            if options.variants != "all" and str(number) not in options.variants.split(","):
                 continue
+            started = time.perf_counter()
             try:
-                engines.append(ort_engine(variant, raw, inputs, reference.shape, library))
-                say(f"{variant} ready in {engines[-1].ready_s:.1f} s")
-            except Exception as error:
-                say(f"{variant} FAILED: {type(error).__name__}: {str(error)[:600]}")
+                run, output = ort_engine(number, variant, raw, inputs, reference.shape)
+            except SdOrtError as error:
+                say(f"{label} FAILED: {error}")
+                continue
+            engines.append(Engine(label, run, output, time.perf_counter() - started))
+            say(f"{label} ready in {engines[-1].ready_s:.1f} s")
             gc.collect()
         times = time_rounds(engines)
         say("timed")

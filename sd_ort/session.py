@@ -100,11 +100,41 @@ PROVIDERS = {
 }
 
 
+# `plugin:PATH` names the provider in a shared library of its own, which ONNX Runtime loads when asked to.
+PLUGIN = "plugin:"
+
+
 def provider_named(name: str) -> Provider:
-    """The table's entry for a provider name. Raises ProviderError for a name that is not in it."""
+    """The table's entry for a provider name, or one for a plugin. Raises ProviderError for a name that is neither."""
+    if name.startswith(PLUGIN):
+        return Provider(plugin_devices(Path(name.removeprefix(PLUGIN)))[0].ep_name, "", needs="what it drives")
     if name not in PROVIDERS:
         raise ProviderError(f"unknown provider {name!r}: choose one of {', '.join(PROVIDERS)}.")
     return PROVIDERS[name]
+
+
+@cache
+def plugin_devices(library: Path) -> list[Any]:
+    """Register a plugin provider with ONNX Runtime, once a process; the devices that it can run on.
+
+    Raises ProviderError for a library that is missing, lacks libraries of its own, is no provider, or sees no device.
+    """
+    if not library.is_file():
+        raise ProviderError(f"{library} does not exist: give the provider's shared library as {PLUGIN}LIBRARY.")
+    onnxruntime = runtime()
+    if not hasattr(onnxruntime, "register_execution_provider_library"):
+        raise ProviderError(f"ONNX Runtime {onnxruntime.__version__} takes no plugin providers: install 1.23 or later.")
+    if missing := [needed for needed in needed_libraries(library) if not _loads(needed)]:
+        raise ProviderError(f"{library} cannot load {', '.join(missing)}: add their folder to LD_LIBRARY_PATH.")
+    before = {device.ep_name for device in onnxruntime.get_ep_devices()}
+    try:
+        onnxruntime.register_execution_provider_library(library.name, str(library.resolve()))
+    except Exception as error:  # pybind's exceptions share no base class but Exception
+        raise ProviderError(f"{library} is no plugin provider: {first_line(error)}") from error
+    devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name not in before]
+    if not devices:
+        raise ProviderError(f"{library} finds no device on this machine that it can run on.")
+    return devices
 
 
 def runtime() -> Any:
@@ -213,6 +243,8 @@ def check_provider(name: str, *, allow_fallback: bool = False) -> None:
     Raises ProviderError that names the extra or the libraries to install; a warning instead with `allow_fallback`.
     """
     provider = provider_named(name)
+    if name.startswith(PLUGIN):
+        return
     available = runtime().get_available_providers()
     if provider.ep not in available:
         _refuse(
@@ -283,9 +315,15 @@ def create_session(
         options.profile_file_prefix = str(profile)
     if not _register_ops(options, library, portable):
         _check_overloads(model_path, onnxruntime.__version__)
+        if entry.device != "cpu" and not portable:
+            warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
 
     wanted: list[Any] = [CPU_EP]
-    if entry.ep != CPU_EP and entry.ep in onnxruntime.get_available_providers():
+    if provider.startswith(PLUGIN):
+        devices = plugin_devices(Path(provider.removeprefix(PLUGIN)))
+        options.add_provider_for_devices(devices, dict(provider_options or {}))
+        wanted = []  # those of the options; ONNX Runtime adds the CPU
+    elif entry.ep != CPU_EP and entry.ep in onnxruntime.get_available_providers():
         chosen = {**entry.options, **(entry.tuning if tuning else {}), **((entry.graph if graph else None) or {})}
         wanted = [(entry.ep, {**chosen, **(provider_options or {})}), CPU_EP]
     try:
@@ -298,7 +336,7 @@ def create_session(
             "installed and that a GPU is visible (`sd-ort doctor`).",
             allow_fallback,
         )
-    elif entry.ep != CPU_EP:
+    elif entry.ep != CPU_EP and not provider.startswith(PLUGIN):
         from sd_ort import tuning as results
 
         results.attach(session, entry.ep, _ops_path(library, portable), tuning, onnxruntime.__version__)

@@ -19,7 +19,8 @@ from fusion_passes._rule import DOMAIN
 from sd_ort.optimize import lower_layout, optimize_component
 from sd_ort.targets import TARGETS
 
-BODIES = replace(TARGETS["cuda"], contrib={})  # every fused operator by its body: what a CPU can run
+# Every pass, and every fused operator by its body: what a CPU can run.
+BODIES = replace(TARGETS["cuda"], contrib={}, linear_add=True, layer_norm=True)
 SIZES = {"N": 2, "H": 6, "W": 4}
 
 
@@ -73,9 +74,10 @@ def biased(model: onnx.ModelProto) -> int:
         ((CONV, "z = Add (a, y)"), 0, {"BiasAdd": 1, "Add": 0}),
         ((CONV, "s = Relu (a)", "t = Sigmoid (a)", "z = Add (s, t)"), 1, {"BiasAdd": 0}),
         ((CONV, "z = Add (a, a)"), 1, {"BiasAdd": 0}),
-        ((CONV, "s = Identity (a)", NORM), 1, {"GroupNorm": 1}),
+        ((CONV, "s = Identity (a)", NORM), 0, {"GroupNorm": 0, "SkipGroupNorm": 1}),
+        ((CONV, "s = Relu (a)", NORM), 1, {"GroupNorm": 1, "SkipGroupNorm": 0}),
     ],
-    ids=["skip", "skip first", "two biases", "add", "read twice", "doubled", "nothing to fold into"],
+    ids=["skip", "skip first", "two biases", "add", "read twice", "doubled", "norm", "nothing to fold into"],
 )
 def test_convolution_biases(lines: tuple[str, ...], left: int, counts: dict[str, int]) -> None:
     before, after = lower(graph(*lines))
@@ -118,9 +120,10 @@ def test_unet(tmp_path: Path) -> None:
     entry = optimize_component(raw, made, BODIES)
     assert entry["rules"]["fold_conv_bias"] == 74
     assert entry["rules"]["linear_add"] == 158
+    assert entry["rules"]["layer_norm"] == 16
     nodes = Counter(node.op_type for node in onnx.load(made, load_external_data=False).graph.node)
-    assert {op: nodes[op] for op in ("NhwcConv", "LinearAdd", "BiasAdd", "MatMul")} == {
-        "NhwcConv": 52, "LinearAdd": 158, "BiasAdd": 1, "MatMul": 0,
+    assert {op: nodes[op] for op in ("NhwcConv", "LinearAdd", "BiasAdd", "MatMul", "LayerNormalization")} == {
+        "NhwcConv": 52, "LinearAdd": 158, "BiasAdd": 1, "MatMul": 0, "LayerNormalization": 0,
     }  # fmt: skip
     random = np.random.default_rng(0)
     shapes = {info.name: info.type.tensor_type.shape.dim for info in onnx.load(raw).graph.input}

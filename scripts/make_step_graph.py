@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""A component's raw export without its weights, for bench_gpu_step.py --graph: some 20 kB instead of gigabytes.
+
+    sd-ort export --preset sd15 --random-weights --component unet EXPORT
+    python scripts/make_step_graph.py sd15 EXPORT unet sd15.unet.onnx.xz
+
+Every initializer that holds a parameter is renamed to <parameter>, or <parameter>.T where the exporter transposed it,
+and keeps its shape; other constants stay. Exporters fold weights under names of their own, so parameters are told by
+their numbers: the preset's random weights, made again from the same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import lzma
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from sd_ort import folder
+from sd_ort.models import MODEL_OF
+from sd_ort.sources import open_source
+
+Key = tuple[float, ...]
+
+
+def key(array: np.ndarray) -> Key:
+    """Enough of an array's numbers to find it among random ones."""
+    flat = array.ravel()
+    return (array.size, *map(float, (flat[0], flat[array.size // 2], flat[-1])))
+
+
+def names(parameters: Mapping[str, np.ndarray]) -> dict[Key, tuple[str, np.ndarray]]:
+    """Name and numbers of each parameter, and of each matrix's transpose."""
+    found = {}
+    for name, array in parameters.items():
+        if array.ndim == 2:
+            found[key(array.T)] = (f"{name}.T", array.T)
+        found[key(array)] = (name, array)
+    return found
+
+
+def strip(path: Path, parameters: Mapping[str, np.ndarray]) -> onnx.ModelProto:
+    """The model without the numbers of `parameters`. Raises SystemExit when one of its weights is none of them."""
+    model = onnx.load(path)
+    known = names(parameters)
+    renamed = {}
+    for tensor in model.graph.initializer:
+        if tensor.data_type != onnx.TensorProto.FLOAT or not tensor.dims:
+            continue
+        array = onnx.numpy_helper.to_array(tensor)
+        name, numbers = known.get(key(array), ("", array))
+        if name and np.array_equal(numbers.reshape(array.shape), array):
+            renamed[tensor.name] = tensor.name = name
+            tensor.ClearField("raw_data")
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            tensor.external_data.add(key="location", value="random")
+        elif array.size > 10_000:
+            raise SystemExit(
+                f"{tensor.name} {list(tensor.dims)} of {path} is no parameter: exported from another seed?"
+            )
+    for value in model.graph.value_info:
+        value.name = renamed.get(value.name, value.name)
+    for node in model.graph.node:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+        del node.metadata_props[:]
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset")
+    parser.add_argument("export", type=Path)
+    parser.add_argument("component")
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    module = open_source(None, options.preset, True, 0).load(MODEL_OF.get(options.component, options.component))
+    parameters = {name: value.numpy() for name, value in module.state_dict().items()}
+    model = strip(options.export / options.component / folder.MODEL, parameters)
+    options.out.write_bytes(lzma.compress(model.SerializeToString(), preset=9))
+    left = sum(t.data_location == onnx.TensorProto.EXTERNAL for t in model.graph.initializer)
+    print(f"{options.out}: {options.out.stat().st_size / 1e3:.0f} kB, {left} weights of {len(parameters)} parameters")
+
+
+if __name__ == "__main__":
+    main()
