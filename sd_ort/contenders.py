@@ -91,7 +91,7 @@ def ablation(raw: Path, provider: str) -> tuple[list[Engine], list[str]]:
     last = rows[-1]
     rows = [replace(row, library=False) for row in rows]
     if op_library() is not None:
-        rows.append(replace(last, label="+ op library", make=("ours", target, dtype)))
+        rows.append(replace(last, label="ours: + op library", make=("ours", target, dtype)))
     else:
         notes.append("no row for the op library: it is not built (sd-ort build-ops).")
     rows.append(replace(rows[-1], label="+ hoisting", make=("ours", target, dtype, HOIST)))

@@ -160,17 +160,27 @@ ABLATION = {
     "gelu": Step("+ BiasSplitGelu", ("bias_split_gelu",)),
     "qkv": Step("+ packed QKV", pack=True),
     "skip": Step("+ BiasAdd, SkipLayerNorm", ("bias_add", "skip_layer_normalization")),
-    "all": Step("ours: + SkipGroupNorm, QuickGelu", ("skip_group_norm", "quick_gelu"), rest=True),
+    "all": Step("+ SkipGroupNorm, QuickGelu", ("skip_group_norm", "quick_gelu"), rest=True),
 }
 
 
 def ablation_steps(target: Target) -> dict[str, Target]:
-    """Step -> the target as far as that step: what comes later is left out. Steps that change nothing are absent,
-    and so is Winograd's convolution, which the op library brings.
+    """Step -> the target as far as that step: what comes later is left out. Steps that change nothing are absent.
 
+    All steps use the provider's own kernels: what the op library brings is left out, and the whole target has it.
     Before the step "norm" a GroupNorm node is made and taken apart again, since a lone GroupNormalization has no
     kernel on most providers, while its parts have.
     """
+    from sd_ort.targets import CUDA_CONTRIB
+
+    bare = replace(
+        target,
+        contrib=CUDA_CONTRIB if target.name == "cuda" else target.contrib,
+        fold_conv_bias=False,
+        linear_add=False,
+        layer_norm=False,
+        winograd=False,
+    )
     steps: dict[str, Target] = {}
     off = {fusion for step in ABLATION.values() for fusion in step.fusions}
     layout, pack, norm = "NCHW", False, False
@@ -180,12 +190,11 @@ def ablation_steps(target: Target) -> dict[str, Target]:
         pack, norm = pack or step.pack, norm or step.norm
         expand = target.expand | {"ScaledDotProductAttention"} | (frozenset() if norm else {"GroupNorm"})
         made = replace(
-            target,
+            bare,
             layout=layout,
             pack=pack and target.pack,
             expand=target.expand if step.rest else frozenset(expand),
             leave=target.leave | off,
-            winograd=False,
         )
         if made not in steps.values():
             steps[name] = made

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
+import graph_fixtures
 import numpy as np
 import pytest
 
@@ -22,7 +23,8 @@ from sd_ort import benchmark, contenders, device, doctor, measure, mlperf, profi
 from sd_ort.demo import scenes
 from sd_ort.engines import Engine, Settings
 from sd_ort.errors import InputError, SdOrtError
-from sd_ort.folder import MODEL, write_manifest
+from sd_ort.folder import DATA, MODEL, write_manifest
+from sd_ort.optimize import optimize_component
 from sd_ort.targets import TARGETS
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -145,11 +147,11 @@ def test_ablation_adds_one_thing_a_row(raw: Path, monkeypatch: pytest.MonkeyPatc
         "raw fp16",
         *(step.label for step in variants.ABLATION.values() if step.label != "nothing fused"),
     ]
-    assert [row.label for row in rows] == [*labels, "+ op library", "+ hoisting", "+ graph capture"]
+    assert [row.label for row in rows] == [*labels, "ours: + op library", "+ hoisting", "+ graph capture"]
     assert [row.library for row in rows] == [False] * len(labels) + [True] * 3
     assert [row.graph for row in rows] == [False] * (len(labels) + 2) + [True]
     steps = list(variants.ablation_steps(TARGETS["cuda"]).values())
-    assert steps[-1] == TARGETS["cuda"]
+    assert (steps[-1].leave, steps[-1].expand) == (TARGETS["cuda"].leave, TARGETS["cuda"].expand)
     for before, after in pairwise(steps):
         assert after.leave <= before.leave
         assert after.expand <= before.expand
@@ -161,6 +163,66 @@ def test_ablation_adds_one_thing_a_row(raw: Path, monkeypatch: pytest.MonkeyPatc
     assert [row.make for row in rows[:3]] == [(), ("raw", "float16"), ("ours", "cpu", "float32", "mha")]
     assert not any(row.graph for row in rows)
     assert all(any(f"no row for {what}" in note for note in notes) for what in ("graph capture", "the op library"))
+
+
+# --- Folders that a benchmark makes ---------------------------------------------------------------------------------
+
+
+def test_every_step_of_the_ablation_adds_its_operator(tmp_path: Path) -> None:
+    name = "sd15-tiny-dynamo-20.unet"
+    source = graph_fixtures.make_folder(tmp_path / "raw", name) / "unet" / MODEL
+    steps = variants.ablation_steps(TARGETS["cuda"])
+    counts = {
+        step: optimize_component(source, tmp_path / step / "unet" / MODEL, steps[step])["counts"]
+        for step in ("none", "mha", "norm", "skip")
+    }
+    fused = ("MultiHeadAttention", "NhwcConv", "GroupNorm", "BiasSplitGelu", "BiasAdd", "SkipGroupNorm")
+    found = {step: tuple(count.get(op, 0) for op in fused) for step, count in counts.items()}
+    assert found == {
+        "none": (0, 0, 0, 0, 0, 0),
+        "mha": (32, 0, 0, 0, 0, 0),
+        "norm": (32, 98, 61, 0, 0, 0),
+        "skip": (32, 98, 61, 16, 16, 0),
+    }
+
+
+def raw_component(raw: Path) -> Path:
+    (raw / "unet" / "config.json").write_text("{}")
+    (raw / "unet" / DATA).write_bytes(b"0")
+    return raw
+
+
+def test_made_component_appears_whole(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(task: variants.Task, word: str) -> None:
+        assert (task.source, word) == (raw / "unet" / MODEL, "twice")
+        task.out.write_text("made")
+        part = task.out.parent.with_name("unet_prompt")
+        part.mkdir()
+        (part / MODEL).write_text("a part")
+
+    monkeypatch.setitem(variants.RECIPES, "copy", copy)
+    out = tmp_path / "home" / "copy-twice"
+    out.mkdir(parents=True)
+    variants._make_component(("copy", "twice"), raw_component(raw), out, "unet")
+    assert (out / "unet" / MODEL).read_text() == "made"
+    assert (out / "unet_prompt" / MODEL).read_text() == "a part"
+    assert (out / "unet" / "config.json").read_text() == "{}"
+    assert float((out / "unet" / variants.SECONDS).read_text()) >= 0
+
+
+def test_component_that_cannot_be_made_leaves_nothing(
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(task: variants.Task) -> None:
+        task.out.write_text("half")
+        raise ValueError("\nno such pattern\nmore")
+
+    monkeypatch.setitem(variants.RECIPES, "fail", fail)
+    out = tmp_path / "home" / "fail"
+    out.mkdir(parents=True)
+    with pytest.raises(SdOrtError, match=r"^unet: ValueError: no such pattern$"):
+        variants._make_component(("fail",), raw_component(raw), out, "unet")
+    assert list(out.iterdir()) == []
 
 
 # --- A run ----------------------------------------------------------------------------------------------------------
