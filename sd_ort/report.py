@@ -25,7 +25,8 @@ STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
 h1 { margin-bottom: 0 } h2 { margin-top: 2.2rem; border-bottom: 1px solid #8884 } h3 { margin-bottom: .3rem }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto }
-th, td { font-size: .9rem; padding: .15rem .45rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8883 }
+th, td { font-size: .9rem; padding: .15rem .45rem; text-align: right; white-space: nowrap }
+th, td { border-bottom: 1px solid #8883 }
 th:first-child, td:first-child { text-align: left } td.reason { text-align: left; white-space: normal }
 svg { max-width: 100%; height: auto; display: block }
 figure { display: inline-block; margin: .3rem } figcaption { font-size: .85rem } code { font-size: .85em }
