@@ -232,6 +232,18 @@ def machine() -> dict[str, Any]:
     }
 
 
+def summary(rows: list[dict[str, Any]]) -> str:
+    """How many of our graphs are equal within their family and component."""
+    mine: dict[tuple[str, str], list[Any]] = {}
+    for row in rows:
+        if row["engine"] == "ours":
+            mine.setdefault((row["family"], row["component"]), []).append(row.get("counts"))
+    unequal = [" ".join(key) for key, counts in mine.items() if any(c != counts[0] or c is None for c in counts)]
+    exported = sum(map(len, mine.values()))
+    verdict = f"NOT equal: {', '.join(unequal)}" if unequal else "within each the counts are equal from all exporters"
+    return f"**Ours: {exported} graphs of {len(mine)} components; {verdict}.**"
+
+
 def table(result: dict[str, Any]) -> str:
     """Markdown: a section a family and component, a row an exporter and engine."""
     about = result["machine"]
@@ -242,8 +254,15 @@ def table(result: dict[str, Any]) -> str:
         + ".",
         "",
         "Nodes left in the optimized graph, by `scripts/compare_fusion.py`; s is wall time on a shared machine, "
-        "CPU s the time of all threads. `ort best`: onnxruntime.transformers with every "
-        "Stable Diffusion fusion on; `ort default`: with its model type only; `onnxscript`: optimize_for_ort.",
+        "CPU s the time of all threads. The graphs have the topology of the full models at small width (but for those "
+        "of a --folder); components that are those of another family are not repeated. `ours`: every fusion in the GPU "
+        "layout, before what a target adds. `ort best`: onnxruntime.transformers with every Stable Diffusion fusion on "
+        "and its crash under NumPy 2.4 mended; `ort default`: with its model type only, as a user finds it; "
+        "`onnxscript`: optimize_for_ort. Peers are measured on "
+        + " and ".join(FIRST)
+        + " first; where a row is missing, they were not measured.",
+        "",
+        summary(result["rows"]),
         "",
     ]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
