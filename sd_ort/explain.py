@@ -19,7 +19,7 @@ import onnx_ir as ir
 import fusion_passes
 from fusion_passes import _rule, nhwc_layout
 from fusion_passes._rule import DOMAIN
-from sd_ort import folder
+from sd_ort import folder, hoist
 from sd_ort.errors import InputError
 from sd_ort.targets import TARGETS
 
@@ -55,7 +55,7 @@ def explain(path: Path, components: list[str] | None = None) -> dict[str, Any]:
     if path.is_file():
         return {"components": {path.parent.name: _component(path, None, {})}}
     manifest = folder.read_manifest(path) if path.is_dir() else {}
-    names = folder.components(path)
+    names = [name for name in folder.components(path) if not _is_hoisted_part(path, name)]
     missing = [name for name in components or () if name not in names]
     if missing:
         raise InputError(f"{path} has no component {', '.join(missing)}: it has {', '.join(names)}.")
@@ -84,7 +84,7 @@ def _component(source: Path, optimized: Path | None, manifest: Mapping[str, Any]
     if target is not None and target.layout == "NHWC":
         nhwc_layout.to_nhwc(model)
     found = sites(model)
-    after = ir.load(optimized).graph if optimized is not None else model.graph
+    after = _nodes(optimized) if optimized is not None else list(model.graph)
     counts = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in after)
     entry = {
         "before": dict(before.most_common()),
@@ -98,6 +98,18 @@ def _component(source: Path, optimized: Path | None, manifest: Mapping[str, Any]
         entry |= {"target": manifest["options"]["target"], "not_lowered": mine.get("not_lowered", [])}
         entry |= {key: mine[key] for key in ("calibration", "float32_sites") if key in mine}
     return entry
+
+
+def _is_hoisted_part(path: Path, name: str) -> bool:
+    """Whether a component is what `optimize --hoist` took out of the UNet: it is explained with the UNet."""
+    return name in (hoist.PARTS["prompt"], hoist.PARTS["time"]) and hoist.is_hoisted(path)
+
+
+def _nodes(path: Path) -> list[ir.Node]:
+    """The nodes of an optimized component; of a hoisted UNet those of its three graphs."""
+    root, component = path.parent.parent, path.parent.name
+    parts = hoist.PARTS.values() if component == hoist.PARTS["step"] and hoist.is_hoisted(root) else [component]
+    return [node for part in parts for node in ir.load(root / part / folder.MODEL).graph]
 
 
 def sites(model: ir.Model) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from sd_ort.pipeline import (
     Request,
     StableDiffusionPipeline,
     StepCallback,
+    latent_scale,
 )
 
 log = logging.getLogger("sd_ort")
@@ -97,7 +98,7 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         if isinstance(generator, list):
             generator = generator[: len(mean)]
         drawn = mean + std * randn_tensor(mean.shape, generator=generator, dtype=mean.dtype)
-        offset, factor = self._latent_scale()
+        offset, factor = latent_scale(self.vae_config)
         return (drawn - offset) / factor
 
     def _size(self, image: Picture, height: int | None, width: int | None) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,11 @@ from tqdm.auto import tqdm
 from sd_ort import safety, tiling
 from sd_ort.components import Components
 from sd_ort.denoiser import Control, Denoiser
+from sd_ort.device_loop import DeviceLoop
 from sd_ort.errors import InputError
 from sd_ort.models import latent_multiple, levels, time_ids_split
-from sd_ort.session import Model
+from sd_ort.schedule import LinearSchedule, linear_schedule
+from sd_ort.session import Model, provider_named, warn_once
 
 log = logging.getLogger("sd_ort")
 
@@ -101,6 +103,7 @@ class StableDiffusionPipeline:
     # Classes in a model_index.json that can be run: diffusers' and Optimum's names.
     KINDS = re.compile(r"StableDiffusion(XL)?(ControlNet)?(Img2Img|Inpaint)?Pipeline$")
     NEEDS: tuple[str, ...] = ("unet", "vae_decoder")
+    SEPARATE = True  # whether the text encoders are components of their own
 
     def __init__(
         self,
@@ -111,12 +114,16 @@ class StableDiffusionPipeline:
         vae_tiling: bool = False,
         vae_slicing: bool = False,
         safety_checker: bool = True,
+        device_loop: bool | None = None,
     ) -> None:
         """`scheduler`: diffusers'. The other options as in `from_pretrained`."""
         self.folder = folder
         self.models = models
         self.scheduler = scheduler
         self.vae_tiling, self.vae_slicing, self.safety_checker = vae_tiling, vae_slicing, safety_checker
+        device = provider_named(models.provider).device
+        self.device_loop = device != "cpu" if device_loop is None else device_loop
+        self.device = DeviceLoop(models, device)
         self.unet_config = read_json(folder / "unet" / "config.json")
         self.vae_config = read_json(folder / "vae_decoder" / "config.json")
         self.vae_scale_factor = 2 ** (levels(self.vae_config) - 1)
@@ -137,6 +144,7 @@ class StableDiffusionPipeline:
         vae_tiling: bool = False,
         vae_slicing: bool = False,
         safety_checker: bool = True,
+        device_loop: bool | None = None,
         **session_options: Any,
     ) -> Any:
         """Load a pipeline folder on a provider ("cpu", "cuda", "rocm", "migraphx").
@@ -145,8 +153,9 @@ class StableDiffusionPipeline:
         "euler"), or a scheduler object. `low_memory`: open a component when its turn comes and drop the one before.
         `vae_tiling`: encode and decode images larger than the model's own in overlapping tiles; `vae_slicing`: one
         image of a batch after the other. `safety_checker`: black out what the folder's safety checker flags, if it
-        has one. `session_options`: those of `sd_ort.session.create_session` (threads, allow_fallback, tuning, library,
-        portable, profile).
+        has one. `device_loop`: keep latents, guidance and scheduler on the device (see `sd_ort.device_loop`); None for
+        doing so on a GPU. `session_options`: those of `sd_ort.session.create_session` (threads, allow_fallback, tuning,
+        library, portable, profile).
 
         Raises InputError for a folder, component or scheduler that cannot be used, ProviderError for a provider that
         is not installed or not really used.
@@ -157,7 +166,7 @@ class StableDiffusionPipeline:
         kind = str(index.get("_class_name", ""))
         if not cls.KINDS.search(kind):
             raise InputError(f"{folder} holds a {kind or 'pipeline without a class'}: give a Stable Diffusion folder.")
-        needed = [*text_encoders(index), *cls.NEEDS]
+        needed = [*(text_encoders(index) if cls.SEPARATE else ()), *cls.NEEDS]
         models.require(*needed)
         chosen = make_scheduler(folder, scheduler)
         pipeline = cls(
@@ -167,6 +176,7 @@ class StableDiffusionPipeline:
             vae_tiling=vae_tiling,
             vae_slicing=vae_slicing,
             safety_checker=safety_checker,
+            device_loop=device_loop,
         )
         pipeline._check_unet()
         for name in needed if not low_memory else ():
@@ -266,7 +276,7 @@ class StableDiffusionPipeline:
         hidden: list[torch.Tensor] = []
         added: dict[str, torch.Tensor] = {}
         for tokenizer, name in self.text_encoders:
-            tokens = _token_ids(tokenizer, prompts, self._text_length(name, tokenizer))
+            tokens = token_ids(tokenizer, prompts, text_length(self.folder, name, tokenizer))
             outputs = self.models[name](input_ids=tokens)
             hidden.append(_float(outputs["hidden_states" if self.is_xl else "last_hidden_state"]))
             if "text_embeds" in outputs:
@@ -286,45 +296,31 @@ class StableDiffusionPipeline:
         negative = self._negative(request.negative, len(request.prompts), *size)
         return positive.after(negative.repeat(request.images_a_prompt))
 
-    def _negative(self, negative: Prompt | None, count: int, height: int, width: int) -> Conditioning:
-        if negative is None:
-            negatives = [""] * count
-        else:
-            negatives = [negative] * count if isinstance(negative, str) else list(negative)
+    def _negatives(self, negative: Prompt | None, count: int) -> list[str]:
+        """One negative prompt a prompt, empty if there is none."""
+        negatives = [negative or ""] * count if negative is None or isinstance(negative, str) else list(negative)
         if len(negatives) != count:
             raise InputError(f"{len(negatives)} negative prompts for {count} prompts: give one, or one a prompt.")
-        conditioning = self.encode(negatives, height, width, negative=True)
+        return negatives
+
+    def _negative(self, negative: Prompt | None, count: int, height: int, width: int) -> Conditioning:
+        conditioning = self.encode(self._negatives(negative, count), height, width, negative=True)
         if self.is_xl and negative is None and self.index.get("force_zeros_for_empty_prompt", True):
             conditioning.embeddings = torch.zeros_like(conditioning.embeddings)
             conditioning.added["text_embeds"] = torch.zeros_like(conditioning.added["text_embeds"])
         return conditioning
 
-    def _text_length(self, name: str, tokenizer: Any) -> int:
-        """Tokens a text encoder takes, usually 77."""
-        limit = read_json(self.folder / name / "config.json").get("max_position_embeddings", 77)
-        return min(int(tokenizer.model_max_length), int(limit))
-
     # --- Images -----------------------------------------------------------------------------------------------------
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents (B, C, h, w) as the scheduler leaves them -> images (B, 3, H, W), float32, about -1..1."""
-        mean, std = self._latent_scale()
-        scaled = latents * std + mean
+        mean, factor = latent_scale(self.vae_config)
+        scaled = latents * factor + mean
 
         def run(part: np.ndarray) -> np.ndarray:
             return self.vae_decoder(latent_sample=part)["sample"]
 
         return _float(self._tiles(run, scaled.numpy(), self.tile // self.vae_scale_factor, self.tile))
-
-    def _latent_scale(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(mean, factor): the VAE's own latents are the pipeline's times factor, plus mean."""
-        config = self.vae_config
-        factor = torch.tensor(1 / config.get("scaling_factor", 0.18215), dtype=torch.float64)
-        mean = torch.tensor(config.get("shift_factor") or 0.0)
-        if config.get("latents_mean") and config.get("latents_std"):
-            mean = mean + torch.tensor(config["latents_mean"]).view(1, -1, 1, 1)
-            factor = factor * torch.tensor(config["latents_std"]).view(1, -1, 1, 1)
-        return mean.float(), factor.float()
 
     @property
     def tile(self) -> int:
@@ -467,6 +463,11 @@ class StableDiffusionPipeline:
         """
         told = {"encoder_hidden_states": conditioning.embeddings, **conditioning.added}
         denoiser = Denoiser(self.models, told, timesteps, control)
+        if channels is None and after_step is None and control is None:
+            schedule = self._device_schedule(request, timesteps)
+            if schedule is not None:
+                drawn = self.device.run(latents.numpy(), denoiser, schedule, request.guidance, request.progress)
+                return torch.from_numpy(drawn)
         options = self._step_options(request)
         for index, timestep in enumerate(tqdm(timesteps, disable=not request.progress, unit="step")):
             sample = self.scheduler.scale_model_input(latents, timestep)
@@ -483,6 +484,16 @@ class StableDiffusionPipeline:
             if request.callback is not None:
                 latents = (request.callback(self, index, timestep, {"latents": latents}) or {}).get("latents", latents)
         return latents
+
+    def _device_schedule(self, request: Request, timesteps: torch.Tensor) -> LinearSchedule | None:
+        """What the loop on the device needs of the scheduler; None where the loop has to run on the host."""
+        if not self.device_loop or request.callback is not None or request.eta:
+            return None
+        try:
+            return linear_schedule(self.scheduler, timesteps)
+        except InputError as error:
+            warn_once(f"latents go through the host at every step: {error}")
+            return None
 
     def _step_options(self, request: Request) -> dict[str, Any]:
         """What this scheduler's step takes of `eta` (DDIM) and `generator` (ancestral and SDE schedulers)."""
@@ -530,6 +541,22 @@ def _key(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum()).removesuffix("scheduler")
 
 
+def latent_scale(vae_config: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean, factor), (1, C or 1, 1, 1) float32: the VAE's own latents are the pipeline's times factor, plus mean."""
+    factor = torch.full((1, 1, 1, 1), 1 / vae_config.get("scaling_factor", 0.18215), dtype=torch.float64)
+    mean = torch.full((1, 1, 1, 1), vae_config.get("shift_factor") or 0.0)
+    if vae_config.get("latents_mean") and vae_config.get("latents_std"):
+        mean = mean + torch.tensor(vae_config["latents_mean"]).view(1, -1, 1, 1)
+        factor = factor * torch.tensor(vae_config["latents_std"]).view(1, -1, 1, 1)
+    return mean.float(), factor.float()
+
+
+def text_length(folder: Path, name: str, tokenizer: Any) -> int:
+    """Tokens the text encoder `name` takes, usually 77."""
+    limit = read_json(folder / name / "config.json").get("max_position_embeddings", 77)
+    return min(int(tokenizer.model_max_length), int(limit))
+
+
 def text_encoders(index: dict[str, Any]) -> list[str]:
     """The text encoders that a model_index.json names; the refiner of SDXL has the second alone."""
     names = ("text_encoder", "text_encoder_2")
@@ -554,7 +581,7 @@ def _tokenizer(folder: Path, name: str) -> Any:
         raise InputError(f"{folder / name} holds no CLIP tokenizer: export the pipeline again.") from error
 
 
-def _token_ids(tokenizer: Any, prompts: Sequence[str], length: int) -> np.ndarray:
+def token_ids(tokenizer: Any, prompts: Sequence[str], length: int) -> np.ndarray:
     """Token ids (B, length), int64, padded; says on the log what a longer prompt loses."""
     for prompt, ids in zip(prompts, tokenizer(list(prompts), verbose=False).input_ids, strict=True):
         if len(ids) > length:  # the last kept token is the end mark

@@ -7,6 +7,7 @@ says so.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from sd_ort import folder
+from sd_ort import folder, hoist
 from sd_ort.errors import InputError, VerificationError
 from sd_ort.inputs import SIZES, Arrays, component_config, random_inputs, recorded_inputs
 from sd_ort.session import Model, create_session
@@ -60,10 +61,9 @@ def verify(
         if name not in KNOWN and not (inputs and recorded_inputs(inputs, name)):
             notes.append(f"{name}: NOT compared, since its inputs are not known: record some for --inputs.")
             continue
-        path = folder.check_component(optimized, name)
-        model = ir.load(path)
-        feeds = _feeds(source, name, model, inputs, sizes, seed)
-        with _runnable(path, provider, portable, notes) as runnable:
+        with _whole(optimized, name, notes) as path, _runnable(path, provider, portable, notes) as runnable:
+            model = ir.load(path)
+            feeds = _feeds(source, name, model, inputs, sizes, seed)
             expected = _run(folder.check_component(source, name), [feed for _, feed in feeds])
             actual = _run(runnable, [feed for _, feed in feeds], provider, portable)
         limit = TOLERANCE[half_type(model)] if tolerance is None else tolerance
@@ -151,6 +151,23 @@ def _run(path: Path, feeds: Sequence[Arrays], provider: str = "cpu", portable: b
     """Outputs of every run; the session is gone afterwards."""
     model = Model(create_session(path, provider, portable=portable))
     return [model(**feed) for feed in feeds]
+
+
+@contextmanager
+def _whole(optimized: Path, name: str, notes: list[str]) -> Iterator[Path]:
+    """The component's model; for a hoisted UNet, its three graphs as the one they were, until the context is left."""
+    path = folder.check_component(optimized, name)
+    if name != hoist.PARTS["step"] or not hoist.is_hoisted(optimized):
+        yield path
+        return
+    for part in hoist.PARTS.values():
+        folder.check_component(optimized, part)
+    notes.append(f"{name}: {', '.join(hoist.PARTS.values())} were joined to the one graph they came from.")
+    with tempfile.TemporaryDirectory(prefix=".joined-", dir=optimized) as scratch:
+        joined = Path(scratch) / name / folder.MODEL
+        joined.parent.mkdir()
+        ir.save(hoist.join(optimized), joined, external_data=folder.DATA)
+        yield joined
 
 
 @contextmanager

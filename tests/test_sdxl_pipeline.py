@@ -14,6 +14,9 @@ from PIL import Image
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
 from sd_ort.engine_torch import torch_pipeline
 from sd_ort.export import export
+from sd_ort.merge import merge
+from sd_ort.merged import MergedPipeline
+from sd_ort.optimize import optimize
 
 SETTINGS: dict[str, Any] = {
     "prompt": "a red circle on a blue background",
@@ -42,7 +45,7 @@ def seed(value: int) -> torch.Generator:
 @pytest.fixture(scope="module")
 def sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sdxl") / "raw"
-    export(None, out, preset="sdxl-tiny", random_weights=True)
+    export(None, out, preset="sdxl-tiny", random_weights=True, exporter="torchscript", opset=20)
     return out
 
 
@@ -73,3 +76,18 @@ def test_from_a_picture(sdxl: Path, reference: Any, kind: str) -> None:
     )
     expected = draw(theirs, generator=seed(5), **arguments)
     assert psnr(draw(ours, generator=5, **arguments), expected) > MIN_PSNR
+
+
+def test_hoisted_and_merged(sdxl: Path, tmp_path: Path) -> None:
+    names = ["text_encoder", "text_encoder_2", "unet", "vae_decoder"]
+    optimize(sdxl, tmp_path / "hoisted", components=names, hoisted=True)
+    merge(tmp_path / "hoisted", tmp_path / "merged")
+    pipelines = [
+        StableDiffusionPipeline.from_pretrained(sdxl),
+        StableDiffusionPipeline.from_pretrained(tmp_path / "hoisted"),
+        MergedPipeline.from_pretrained(tmp_path / "merged"),
+    ]
+    for negative in (None, "blurry"):  # None: zeros take the place of an embedding
+        plain, hoisted, merged = (draw(p, generator=7, negative_prompt=negative, **SIZE) for p in pipelines)
+        assert psnr(hoisted, plain) > 80
+        assert psnr(merged, plain) > 80

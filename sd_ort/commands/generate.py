@@ -29,7 +29,7 @@ import click
 )
 @click.option("--control-image", type=click.Path(path_type=Path, dir_okay=False), help="What the ControlNet is shown.")
 @click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ... [default: the model's].")
-@click.option("--provider", default="cpu", show_default=True, help="cpu, cuda, rocm or migraphx.")
+@click.option("--provider", default="cpu", show_default=True, help="cpu, cuda, rocm, migraphx, or plugin:LIBRARY.")
 @click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")
 @click.option("--low-memory", is_flag=True, help="Keep one component in memory at a time.")
 @click.option("--vae-tiling", is_flag=True, help="Decode large images in overlapping tiles.")
@@ -90,7 +90,14 @@ def command(
 
     from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
 
+    kind: type[StableDiffusionPipeline] | None
     kind = StableDiffusionInpaintPipeline if mask else StableDiffusionImg2ImgPipeline if image else None
+    if "pipeline" in components(folder):
+        from sd_ort.merged import MergedPipeline
+
+        if kind or control_image:
+            raise InputError(f"{folder} is merged, for text to image alone: draw with the folder it was made from.")
+        kind = MergedPipeline
     pipeline = (kind or StableDiffusionPipeline).from_pretrained(
         folder,
         provider,
@@ -147,9 +154,7 @@ def open_picture(path: Path) -> object:
     try:
         return Image.open(path).convert("RGB")
     except OSError as error:
-        raise InputError(
-            f"{path} cannot be opened as a picture: {error.strerror or 'unknown format'}."
-        ) from error
+        raise InputError(f"{path} cannot be opened as a picture: {error.strerror or 'unknown format'}.") from error
 
 
 def image_paths(out: Path, prompt: str, seeds: range) -> list[Path]:

@@ -1,0 +1,252 @@
+"""Hoisted UNets, merged pipelines and schedulers as matrices draw the image of the plain pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+
+from sd_ort import StableDiffusionPipeline, hoist
+from sd_ort.errors import InputError
+from sd_ort.explain import explain
+from sd_ort.folder import MODEL, read_manifest
+from sd_ort.inputs import SIZES
+from sd_ort.merge import merge
+from sd_ort.merged import MergedPipeline
+from sd_ort.optimize import optimize
+from sd_ort.pipeline import make_scheduler
+from sd_ort.schedule import linear_schedule
+from sd_ort.session import warn_once
+from sd_ort.verify import verify
+
+PARTS = ["text_encoder", "unet", "vae_decoder"]
+SETTINGS: dict[str, Any] = {
+    "prompt": "a red circle",
+    "height": 64,
+    "width": 64,
+    "num_inference_steps": 3,
+    "guidance_scale": 4.0,
+    "output_type": "np",
+    "generator": 7,
+}
+
+
+def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
+    return np.asarray(pipeline(**{**SETTINGS, **arguments}).images)
+
+
+def psnr(a: np.ndarray, b: np.ndarray) -> float:
+    assert a.shape == b.shape
+    assert b.std() > 0.05, "a flat picture proves nothing"
+    return float(-10 * np.log10(np.mean((a - b) ** 2) + 1e-20))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hoist")
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_export: Path, work: Path) -> Path:
+    optimize(tiny_export, work / "plain", components=PARTS)
+    return work / "plain"
+
+
+@pytest.fixture(scope="module")
+def hoisted(tiny_export: Path, work: Path) -> Path:
+    optimize(tiny_export, work / "hoisted", components=PARTS, hoisted=True)
+    return work / "hoisted"
+
+
+@pytest.fixture(scope="module")
+def half(tiny_export: Path, work: Path) -> Path:
+    optimize(tiny_export, work / "half", components=PARTS, dtype="float16", hoisted=True, calibrate=False)
+    return work / "half"
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Path) -> np.ndarray:
+    return draw(StableDiffusionPipeline.from_pretrained(plain))
+
+
+# --- Hoisting -------------------------------------------------------------------------------------------------------
+
+
+def test_hoisted_draws_the_same(hoisted: Path, expected: np.ndarray) -> None:
+    assert psnr(draw(StableDiffusionPipeline.from_pretrained(hoisted)), expected) > 100  # measured: infinite
+
+
+def test_what_is_hoisted(plain: Path, hoisted: Path) -> None:
+    parts = {name: ir.load(hoisted / component / MODEL).graph for name, component in hoist.PARTS.items()}
+    # 16 cross-attentions with K and V each; no matrix product over the text is left in the step graph.
+    assert sum(node.op_type == "MatMul" for node in parts["prompt"]) == 32
+    assert [v.name for v in parts["prompt"].inputs] == ["encoder_hidden_states"]
+    assert [v.name for v in parts["time"].inputs] == ["timestep"]
+    assert [v.name for v in parts["time"].outputs] == ["time_embedding"]
+    assert {v.name for v in parts["step"].inputs}.isdisjoint({"timestep", "encoder_hidden_states"})
+    assert not any(node.op_type in ("Sin", "Cos", "Gemm") for node in parts["step"])
+    whole = sum(1 for _ in ir.load(plain / "unet" / MODEL).graph)
+    assert sum(len(graph) for graph in parts.values()) - whole in range(-2, 4)  # nothing twice but Concat and Split
+    assert read_manifest(hoisted)["components"]["unet"]["hoisted"].keys() == set(hoist.PARTS.values())
+
+
+def test_joined_is_the_plain_unet(plain: Path, hoisted: Path, tmp_path: Path) -> None:
+    ir.save(hoist.join(hoisted), tmp_path / "joined.onnx", external_data="joined.data")
+    sessions = [onnxruntime.InferenceSession(path) for path in (plain / "unet" / MODEL, tmp_path / "joined.onnx")]
+    random = np.random.default_rng(0)
+    feed = {
+        "sample": random.standard_normal((2, 4, 16, 8)).astype(np.float32),
+        "timestep": np.array([501], np.float32),
+        "encoder_hidden_states": random.standard_normal((2, 9, 64)).astype(np.float32),
+    }
+    one, other = (session.run(["out_sample"], feed)[0] for session in sessions)
+    np.testing.assert_array_equal(one, other)
+
+
+def test_packed_and_half(tiny_export: Path, tmp_path: Path) -> None:
+    optimize(tiny_export, tmp_path / "cuda", components=["unet"], target="cuda", dtype="float16", hoisted=True)
+    parts = {name: ir.load(tmp_path / "cuda" / component / MODEL).graph for name, component in hoist.PARTS.items()}
+    packed = [v for v in parts["prompt"].outputs if v.shape is not None and len(v.shape) == 5]
+    assert len(packed) == 16
+    assert {v.dtype for v in packed} == {ir.DataType.FLOAT16}
+    assert parts["time"].inputs[0].dtype == ir.DataType.FLOAT
+    attentions = [node for node in parts["step"] if node.op_type == "MultiHeadAttention"]
+    assert sum(len(node.inputs) == 2 and node.inputs[1].is_graph_input() for node in attentions) == 16
+
+
+def test_hoisting_what_cannot_be(hoisted: Path, tiny_export: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="hoisted already"):
+        optimize(hoisted, tmp_path / "again")
+    with pytest.raises(InputError, match="take it into --component"):
+        optimize(tiny_export, tmp_path / "out", components=["vae_decoder"], hoisted=True)
+    with pytest.raises(InputError, match="is no UNet"):
+        hoist.split(ir.load(tiny_export / "vae_decoder" / MODEL))
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- Schedulers as matrices -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["euler", "ddim", "pndm", "heun", "dpmsolver", "unipc", "deis"])
+def test_linear_schedule(tiny_export: Path, name: str) -> None:
+    scheduler = make_scheduler(tiny_export, name)
+    config = {key: value for key, value in scheduler.config.items() if not key.startswith("_")}
+    scheduler = type(scheduler).from_config({**config, "clip_sample": False})  # DDIM's own default is True
+    scheduler.set_timesteps(7)
+    initial = float(scheduler.init_noise_sigma)
+    schedule = linear_schedule(scheduler, scheduler.timesteps, initial)
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(1, 4, 4, 4, generator=generator)
+    history, latents = [latents], latents * initial
+    for index, timestep in enumerate(scheduler.timesteps):
+        scaled = scheduler.scale_model_input(latents, timestep)
+        torch.testing.assert_close(scaled, latents * float(schedule.scales[index]))
+        history.append(torch.randn(1, 4, 4, 4, generator=generator))
+        latents = scheduler.step(history[-1], timestep, latents).prev_sample
+    weights = torch.from_numpy(schedule.weights)
+    torch.testing.assert_close(
+        torch.einsum("k,k...->...", weights[-1], torch.stack(history)), latents, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_scheduler_that_draws_is_refused(tiny_export: Path) -> None:
+    scheduler = make_scheduler(tiny_export, "euler_ancestral")
+    scheduler.set_timesteps(4)
+    with pytest.raises(InputError, match="draws random numbers or clips"):
+        linear_schedule(scheduler, scheduler.timesteps)
+
+
+# --- One model ------------------------------------------------------------------------------------------------------
+
+
+def test_merged_draws_the_same(plain: Path, expected: np.ndarray, tmp_path: Path) -> None:
+    manifest = merge(plain, tmp_path / "merged", steps=3)
+    assert manifest["components"]["pipeline"]["merged"] == PARTS
+    merged = MergedPipeline.from_pretrained(tmp_path / "merged")
+    assert psnr(draw(merged), expected) > 80
+    # Other steps and schedulers, negative prompts and batches are inputs of the same model.
+    other = {"num_inference_steps": 5, "negative_prompt": "blurry", "num_images_per_prompt": 2}
+    separate = StableDiffusionPipeline.from_pretrained(plain, scheduler="euler")
+    merged.scheduler = make_scheduler(plain, "euler")
+    assert psnr(draw(merged, **other), draw(separate, **other)) > 80
+
+
+def test_merged_needs_only_ids_and_noise(plain: Path, tmp_path: Path) -> None:
+    merge(plain, tmp_path / "merged", steps=2, guidance=3.0)
+    session = onnxruntime.InferenceSession(tmp_path / "merged" / "pipeline" / MODEL)
+    ids = np.ones((1, 77), np.int64)
+    feed = {"input_ids": ids, "negative_ids": ids * 2, "latents": np.ones((1, 4, 8, 8), np.float32)}
+    (image,) = session.run(None, feed)
+    assert image.shape == (1, 3, 64, 64)
+    assert 0 <= image.min() < image.max() <= 1
+    assert {i.name for i in session.get_overridable_initializers()} >= {"timesteps", "weights", "guidance_scale"}
+
+
+def test_merged_hoisted_half(half: Path, tmp_path: Path) -> None:
+    expected = draw(StableDiffusionPipeline.from_pretrained(half))
+    merge(half, tmp_path / "merged")
+    assert psnr(draw(MergedPipeline.from_pretrained(tmp_path / "merged")), expected) > 50
+
+
+def test_merging_what_cannot_be(plain: Path, tmp_path: Path, sd_ort: Any) -> None:
+    with pytest.raises(InputError, match="draws random numbers"):
+        merge(plain, tmp_path / "out", scheduler="euler_ancestral")
+    assert list(tmp_path.iterdir()) == []
+    code, out, error = sd_ort("merge", plain, tmp_path / "merged", "--steps", 2)
+    assert (code, "as one model" in out) == (0, True), error
+    code, _, error = sd_ort("merge", tmp_path / "merged", tmp_path / "again")
+    assert (code, "merged already" in error) == (2, True)
+    picture = tmp_path / "a.png"
+    size = ("--height", 64, "--width", 64, "--steps", 2)
+    assert sd_ort("generate", "x", "--model", tmp_path / "merged", *size, "--out", picture)[0] == 0
+    assert picture.is_file()
+
+
+# --- The loop on the device -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["plain", "hoisted", "half"])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"guidance_scale": 1.0, "num_images_per_prompt": 2}], ids=["guided", "batch"]
+)
+def test_device_loop(request: pytest.FixtureRequest, kind: str, arguments: dict[str, Any]) -> None:
+    """On the CPU the device is the host: this tests the graphs and the buffers, not where they lie."""
+    folder = request.getfixturevalue(kind)
+    expected = draw(StableDiffusionPipeline.from_pretrained(folder), **arguments)
+    looped = StableDiffusionPipeline.from_pretrained(folder, device_loop=True)
+    for _ in range(2):  # buffers and sessions are used again
+        assert psnr(draw(looped, **arguments), expected) > (60 if kind == "half" else 80)
+    fewer = draw(StableDiffusionPipeline.from_pretrained(folder), **arguments, num_inference_steps=2)
+    assert psnr(draw(looped, **arguments, num_inference_steps=2), fewer) > (60 if kind == "half" else 80)
+
+
+def test_device_loop_says_why_not(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    looped = StableDiffusionPipeline.from_pretrained(plain, scheduler="euler_ancestral", device_loop=True)
+    separate = StableDiffusionPipeline.from_pretrained(plain, scheduler="euler_ancestral")
+    assert psnr(draw(looped), draw(separate)) > 100
+    assert "go through the host at every step: EulerAncestralDiscreteScheduler draws" in caplog.text
+
+
+# --- Other commands on a hoisted folder -----------------------------------------------------------------------------
+
+
+def test_verify_and_explain(tiny_export: Path, hoisted: Path, plain: Path, sd_ort: Any) -> None:
+    result = verify(tiny_export, hoisted, components=["unet"], sizes=SIZES[:1])
+    assert result["passed"]
+    assert [row["component"] for row in result["rows"]] == ["unet"]
+    assert "were joined to the one graph" in result["notes"][0]
+    entries = explain(hoisted)["components"]
+    assert list(entries) == PARTS
+    assert entries["unet"]["fused"] == explain(plain)["components"]["unet"]["fused"]
+    assert not [path for path in hoisted.iterdir() if path.name.startswith(".")]
