@@ -8,9 +8,9 @@ from typing import Any
 
 import psutil
 
-from sd_ort import measure
+from sd_ort import measure, tuning
 from sd_ort.errors import SdOrtError
-from sd_ort.session import PROVIDERS, check_provider, installed_wheels, missing_libraries, op_library
+from sd_ort.session import PROVIDERS, check_provider, installed_wheels, missing_libraries, op_library, runtime
 
 
 def examine() -> dict[str, Any]:
@@ -19,6 +19,7 @@ def examine() -> dict[str, Any]:
         library, op_problem = op_library(), None
     except SdOrtError as error:
         library, op_problem = None, str(error)
+    providers = {name: examine_provider(name) for name in PROVIDERS}
     return {
         "commit": measure.commit(),
         "machine": measure.machine(),
@@ -26,9 +27,10 @@ def examine() -> dict[str, Any]:
         "disk_free_GB": round(shutil.disk_usage(Path.cwd()).free / 1e9, 1),
         "versions": measure.versions(),
         "wheels": installed_wheels(),
-        "providers": {name: examine_provider(name) for name in PROVIDERS},
+        "providers": providers,
         "op_library": str(library) if library else None,
         "op_library_problem": op_problem,
+        "tuning": examine_tuning([name for name in providers if providers[name]["ok"]], library),
     }
 
 
@@ -45,6 +47,29 @@ def examine_provider(name: str) -> dict[str, Any]:
     return {"ok": True, "problem": None, "missing_libraries": []}
 
 
+def examine_tuning(usable: list[str], library: Path | None) -> list[dict[str, Any]]:
+    """The files of `sd_ort.tuning.folder`: `fresh` if sessions on a usable provider load it, or else the `problem`."""
+    paths = sorted(tuning.folder().glob("*.json"))
+    tuned = [
+        PROVIDERS[name].ep for name in usable if PROVIDERS[name].tuning or PROVIDERS[name].ep in tuning.GPU_LIBRARIES
+    ]
+    if not paths:
+        return []
+    here = [tuning.validators_of(tuning.gpu_ops(ep, library), runtime().__version__) for ep in tuned]
+    found = []
+    for path in paths:
+        problem: str | None = "no provider that can be tuned loads on this machine"
+        for validators in here:
+            try:
+                tuning.check(path, tuning.read(path), validators)
+                problem = None
+                break
+            except SdOrtError as error:
+                problem = str(error)
+        found.append({"path": str(path), "fresh": problem is None, "problem": problem})
+    return found
+
+
 def to_text(findings: dict[str, Any]) -> str:
     """The findings for a terminal, one a line."""
     machine = findings["machine"]
@@ -58,4 +83,6 @@ def to_text(findings: dict[str, Any]) -> str:
     ]
     for name, provider in findings["providers"].items():
         lines.append(f"{name:<11} {'ok' if provider['ok'] else provider['problem']}")
+    for file in findings["tuning"]:
+        lines.append(f"tuning      {file['path']}: {'fresh' if file['fresh'] else file['problem']}")
     return "\n".join(lines)

@@ -1,0 +1,65 @@
+"""Providers in a shared library of their own: what is none is refused; one that ONNX Runtime drops is an error."""
+
+from __future__ import annotations
+
+import ctypes.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnxruntime
+import pytest
+
+from sd_ort import session
+from sd_ort.errors import ProviderError
+from sd_ort.folder import MODEL
+
+
+def test_missing_library(tmp_path: Path) -> None:
+    with pytest.raises(ProviderError, match="does not exist"):
+        session.check_provider(f"plugin:{tmp_path / 'libnone.so'}")
+
+
+def test_library_that_is_no_provider() -> None:
+    libm = next(Path("/").glob(f"lib/*/{ctypes.util.find_library('m')}"))
+    with pytest.raises(ProviderError, match=r"is no plugin provider: .*CreateEpFactories"):
+        session.check_provider(f"plugin:{libm}")
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that ONNX Runtime is made to believe is a provider called FakeEP."""
+    path = tmp_path / "libfake.so"
+    path.write_bytes(b"")
+    found: list[Any] = []
+    monkeypatch.setattr(
+        onnxruntime,
+        "register_execution_provider_library",
+        lambda name, file: found.append(SimpleNamespace(ep_name="FakeEP")),
+    )
+    monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: list(found))
+    return path
+
+
+def test_plugin_is_named_by_its_devices(library: Path) -> None:
+    assert session.provider_named(f"plugin:{library}").ep == "FakeEP"
+    session.check_provider(f"plugin:{library}")
+
+
+def test_dropped_plugin_is_an_error(library: Path, tiny_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnxruntime, "SessionOptions", _Options)
+    with pytest.raises(ProviderError, match=r"dropped the plugin:.*provider and would run on the CPU"):
+        session.create_session(tiny_export / "vae_decoder" / MODEL, f"plugin:{library}")
+
+
+def test_plugin_without_a_device(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: [])
+    with pytest.raises(ProviderError, match="finds no device"):
+        session.check_provider(f"plugin:{library}")
+
+
+class _Options(onnxruntime.SessionOptions):
+    """Options that forget the plugin, as ONNX Runtime does with a provider that takes no node."""
+
+    def add_provider_for_devices(self, devices: list[Any], options: dict[str, str]) -> None:
+        assert [device.ep_name for device in devices] == ["FakeEP"]
