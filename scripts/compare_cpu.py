@@ -124,8 +124,10 @@ def inputs(session: Any, edge: int) -> dict[str, np.ndarray]:
     }
 
 
-def serve(model: str, threads: int, library: str, profile: str) -> None:
+def serve(model: str, threads: int, library: str, profile: str, pattern: str) -> None:
     """In an engine's process: open the model, then run a step for every line on stdin that holds a latent edge.
+
+    Peers have ONNX Runtime's default options, ours are opened as `sd_ort.session` does: without a memory pattern.
 
     Answers with a line of JSON: seconds of the step, MB of resident memory at its peak so far. The line
     "save EDGE FILE" writes the output.
@@ -135,6 +137,7 @@ def serve(model: str, threads: int, library: str, profile: str) -> None:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    options.enable_mem_pattern = pattern == "pattern"
     if library:
         options.register_custom_ops_library(library)
     if profile:
@@ -168,6 +171,7 @@ class Process:
         library = str(options.library) if engine.library else ""
         profile = str(options.profile / engine.name.replace(" ", "_")) if options.profile else ""
         command = [sys.executable, __file__, "--serve", str(model), str(options.threads), library, profile]
+        command.append("pattern" if engine.peer else "no pattern")
         pinned = ["taskset", "-c", options.cpus] if options.cpus else []
         self.process = subprocess.Popen(pinned + command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -306,7 +310,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="folder for ONNX Runtime's profiles")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "cpu_unet_sd15")
     parser.add_argument("--make", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         return serve(options.serve[0], int(options.serve[1]), *options.serve[2:])
