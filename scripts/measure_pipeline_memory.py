@@ -26,7 +26,7 @@ def run(case: str, folder: Path, size: int, steps: int, tiles: int) -> None:
 
     from sd_ort import StableDiffusionPipeline
 
-    options = {"low_memory": case != "all open", "vae_tiling": case == "vae tiled"}
+    options: dict[str, Any] = {"low_memory": case != "all open", "vae_tiling": case == "vae tiled"}
     pipeline = StableDiffusionPipeline.from_pretrained(folder, **options)
     if case == "vae tiled":
         side = pipeline.tile // pipeline.vae_scale_factor
