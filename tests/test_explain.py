@@ -34,7 +34,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def optimized(source: Path) -> Path:
-    optimize(source, source.parent / "optimized", target="cuda")
+    optimize(source, source.parent / "optimized", target="rocm")
     return source.parent / "optimized"
 
 
