@@ -23,8 +23,8 @@ namespace {
 
 const std::vector<const GpuOp*>& operators() {
   static const std::vector<const GpuOp*> all = {
-      &group_norm_gpu(), &skip_group_norm_gpu(), &bias_split_gelu_gpu(),
-      &bias_add_gpu(),   &skip_layer_norm_gpu(), &multi_head_attention_gpu(), &linear_add_gpu(),
+      &group_norm_gpu(),      &skip_group_norm_gpu(),      &bias_split_gelu_gpu(), &bias_add_gpu(),
+      &skip_layer_norm_gpu(), &multi_head_attention_gpu(), &linear_add_gpu(),
   };
   return all;
 }
