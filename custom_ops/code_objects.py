@@ -3,10 +3,10 @@
     python -m custom_ops.code_objects build/libsd_ort_hip.so build <library's hash>
 
 writes build/code_objects/*.co and build/kernels.json, and a copy of the latter as custom_ops/kernels.json; CMake calls
-it. `kernels.json` lists every kernel instance of every architecture: the symbol in its code object, the arguments in order
-with types and offsets, the block, the grid's formula, the LDS bytes and the registers. What the compiler knows comes
-from the object's metadata (AMDGPU code object v5, "AMDGPU Backend User Guide" of LLVM); names of arguments and the
-grid's formula come from the operator's LAUNCHES, and both must agree.
+it. `kernels.json` lists every kernel instance of every architecture: the symbol in its code object, the arguments in
+order with types and offsets, the block, the grid's formula, the LDS bytes and the registers. What the compiler knows
+comes from the object's metadata (AMDGPU code object v5, "AMDGPU Backend User Guide" of LLVM); names of arguments and
+the grid's formula come from the operator's LAUNCHES, and both must agree.
 """
 
 from __future__ import annotations
