@@ -42,12 +42,18 @@ def inline(
 
 
 def _rename(node: ir.Node, prefix: str) -> None:
-    """Prefix a node's name and its results', those inside its subgraphs included."""
+    """Prefix the names of a node, its results and their symbolic sizes, those inside its subgraphs included.
+
+    One name of a size, such as "batch", may mean another size in the model that the node goes to.
+    """
     if node.name:
         node.name = prefix + node.name
     for output in node.outputs:
         if output.name:
             output.name = prefix + output.name
+        if output.shape is not None:
+            sizes = [size if isinstance(size, int) else size.value for size in output.shape]
+            output.shape = ir.Shape([prefix + size if isinstance(size, str) else size for size in sizes])
     for attribute in node.attributes.values():
         graphs = {ir.AttributeType.GRAPH: [attribute.value], ir.AttributeType.GRAPHS: attribute.value}
         for graph in graphs.get(attribute.type, []):

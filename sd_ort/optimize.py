@@ -224,7 +224,7 @@ def save(model: ir.Model, path: Path) -> None:
     """Write `path` and one external data file beside it, a tensor at a time; offsets of large tensors are aligned."""
     common.RemoveUnusedNodesPass()(model)
     common.NameFixPass()(model)
-    for node in model.graph:
+    for node in model.graph.all_nodes():
         # A function's last output stays, since serialization would cut it off and ONNX Runtime miss it.
         for output in (
             node.outputs[1 : None if node.domain == CONTRIB else -1] if node.domain in (CONTRIB, DOMAIN) else ()

@@ -113,8 +113,13 @@ class Shapes {
     return dims;
   }
 
-  // All outputs have the element type of input `typed_by`. Call for every output whose shape is known.
+  // All outputs have the element type of input `typed_by`. Call for every output whose shape is known. A size that is
+  // neither known nor named leaves the output without a shape: ONNX Runtime takes two sizes of -1 for equal ones, and
+  // puts one tensor into the buffer of another.
   void set_output(size_t index, const std::vector<Dim>& dims, size_t typed_by = 0) {
+    for (const Dim& dim : dims) {
+      if (dim.value < 0 && dim.symbol.empty()) return;
+    }
     OrtTensorTypeAndShapeInfo* typed = nullptr;
     ONNXTensorElementDataType type;
     check(ort_api->ShapeInferContext_GetInputTypeShape(context_, typed_by, &typed));
