@@ -65,17 +65,22 @@ def small(operator: Operator) -> list[Case]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("operator", OPS, ids=lambda operator: operator.name)
 def test_every_candidate_agrees_with_numpy(operator: Operator, device: str, emulations: dict[str, GpuLibrary]) -> None:
-    """Also that nothing but the outputs is written, and that every element of them is."""
+    """Also that nothing but the outputs is written, and that every element of them is.
+
+    Emulation is slow: a case runs in one of its types, another on each device, and its neighbours in the others.
+    """
+    turn = list(DEVICES).index(device)
     outcomes = [
         outcome
-        for case in small(operator)
-        for dtype in case.dtypes
-        if dtype != "bfloat16" or device == "cdna"  # costs as much as float16
-        for outcome in check_case(emulations[device], HostMemory(), operator, case, dtype)
+        for number, case in enumerate(small(operator))
+        for outcome in check_case(
+            emulations[device], HostMemory(), operator, case, case.dtypes[(number + turn) % len(case.dtypes)]
+        )
     ]
     assert [outcome for outcome in outcomes if outcome.fault] == []
-    number_of_candidates = len({outcome.candidate for outcome in outcomes})
-    assert number_of_candidates == len(emulations[device].candidates(OPS.index(operator)))
+    candidates = set(emulations[device].candidates(OPERATORS.index(operator.folder)))
+    vendors = {name for name in candidates if name.startswith("blas_lt_")}  # no vendor's library is emulated
+    assert {outcome.candidate for outcome in outcomes} == candidates - vendors
 
 
 @pytest.mark.parametrize("operator", OPS, ids=lambda operator: operator.name)
