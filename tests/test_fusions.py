@@ -46,7 +46,9 @@ def feeds(model: onnx.ModelProto, case: Case) -> dict[str, np.ndarray]:
     for info in model.graph.input:
         shape = [case.sizes[d.dim_param] if d.dim_param else d.dim_value for d in info.type.tensor_type.shape.dim]
         dtype = onnx.helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
-        values[info.name] = random.random(shape) < 0.7 if dtype == np.bool_ else random.normal(0, 1, shape).astype(dtype)
+        values[info.name] = (
+            random.random(shape) < 0.7 if dtype == np.bool_ else random.normal(0, 1, shape).astype(dtype)
+        )
     return values
 
 

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <exception>
 #include <string>
@@ -113,12 +114,13 @@ class Shapes {
     return dims;
   }
 
-  // All outputs have the element type of input `typed_by`. Call for every output whose shape is known. A size that is
-  // neither known nor named leaves the output without a shape: ONNX Runtime takes two sizes of -1 for equal ones, and
-  // puts one tensor into the buffer of another.
-  void set_output(size_t index, const std::vector<Dim>& dims, size_t typed_by = 0) {
-    for (const Dim& dim : dims) {
-      if (dim.value < 0 && dim.symbol.empty()) return;
+  // All outputs have the element type of input `typed_by`. Call for every output whose rank is known. A size that is
+  // neither known nor named gets a name of its own: ONNX Runtime takes two sizes of -1 for equal ones, and puts one
+  // tensor into the buffer of another.
+  void set_output(size_t index, std::vector<Dim> dims, size_t typed_by = 0) {
+    static std::atomic<int> unknown{0};
+    for (Dim& dim : dims) {
+      if (dim.value < 0 && dim.symbol.empty()) dim.symbol = "sd_ort_unknown_" + std::to_string(unknown++);
     }
     OrtTensorTypeAndShapeInfo* typed = nullptr;
     ONNXTensorElementDataType type;
