@@ -214,17 +214,15 @@ def make_exports(exports: Path) -> None:
 
 def machine() -> dict[str, Any]:
     """What the numbers were measured with."""
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        "",
-    )
+    from sd_ort.measure import cpu_name
+
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
     ).stdout.strip()
     packages = ("sd-ort", "onnxruntime", "onnxscript", "onnx", "onnx-ir", "torch", "diffusers")
     return {
         "commit": commit,
-        "cpu": cpu,
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "load_average": os.getloadavg()[0],

@@ -83,9 +83,8 @@ class MergedPipeline(StableDiffusionPipeline):
             for kind, prompts in (("input", request.prompts), ("negative", negatives)):
                 feed[f"{kind}_ids{suffix}"] = token_ids(tokenizer, prompts, length).repeat(request.images_a_prompt, 0)
         if self.is_xl:
-            zeros = negative_prompt is None and self.index.get("force_zeros_for_empty_prompt", True)
             size = [request.height, request.width]
-            feed["negative_strength"] = np.array([0.0 if zeros else 1.0], np.float32)
+            feed["negative_strength"] = np.array([0.0 if self._zero_negative(negative_prompt) else 1.0], np.float32)
             feed["time_ids"] = np.array([[*size, 0, 0, *size]] * request.batch, np.float32)
         image = torch.from_numpy(model(**feed)["image"])
         return PipelineOutput(self.image_processor.postprocess(image * 2 - 1, request.output_type))

@@ -225,10 +225,11 @@ def save(model: ir.Model, path: Path) -> None:
     common.RemoveUnusedNodesPass()(model)
     common.NameFixPass()(model)
     for node in model.graph.all_nodes():
+        if node.domain not in (CONTRIB, DOMAIN):
+            continue
         # A function's last output stays, since serialization would cut it off and ONNX Runtime miss it.
-        for output in (
-            node.outputs[1 : None if node.domain == CONTRIB else -1] if node.domain in (CONTRIB, DOMAIN) else ()
-        ):
+        optional = node.outputs[1:] if node.domain == CONTRIB else node.outputs[1:-1]
+        for output in optional:
             if not output.uses() and not output.is_graph_output():
                 output.name = ""  # an optional output that nobody reads need not be computed
     model.ir_version = max(model.ir_version, IR_VERSION)

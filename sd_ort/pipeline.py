@@ -303,9 +303,13 @@ class StableDiffusionPipeline:
             raise InputError(f"{len(negatives)} negative prompts for {count} prompts: give one, or one a prompt.")
         return negatives
 
+    def _zero_negative(self, negative: Prompt | None) -> bool:
+        """Whether the unconditional rows are zeros, as SDXL was trained, and not those of an empty prompt."""
+        return self.is_xl and negative is None and bool(self.index.get("force_zeros_for_empty_prompt", True))
+
     def _negative(self, negative: Prompt | None, count: int, height: int, width: int) -> Conditioning:
         conditioning = self.encode(self._negatives(negative, count), height, width, negative=True)
-        if self.is_xl and negative is None and self.index.get("force_zeros_for_empty_prompt", True):
+        if self._zero_negative(negative):
             conditioning.embeddings = torch.zeros_like(conditioning.embeddings)
             conditioning.added["text_embeds"] = torch.zeros_like(conditioning.added["text_embeds"])
         return conditioning
