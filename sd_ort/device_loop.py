@@ -89,9 +89,10 @@ class DeviceLoop:
             for old in (0, 1)
         ]
         start.run_with_iobinding(first)
-        for number in tqdm(range(steps), disable=not progress, unit="step"):
-            bound.run()
-            step.run_with_iobinding(turns[number % 2])
+        with tqdm(range(steps), disable=not progress, unit="step") as bar:
+            for number in bar:
+                bound.run()
+                step.run_with_iobinding(turns[number % 2])
         result: np.ndarray = values["latents"].numpy()
         return result.copy()  # on the CPU it is a view of the buffer
 

@@ -473,20 +473,22 @@ class StableDiffusionPipeline:
                 drawn = self.device.run(latents.numpy(), denoiser, schedule, request.guidance, request.progress)
                 return torch.from_numpy(drawn)
         options = self._step_options(request)
-        for index, timestep in enumerate(tqdm(timesteps, disable=not request.progress, unit="step")):
-            sample = self.scheduler.scale_model_input(latents, timestep)
-            if channels is not None:
-                sample = torch.cat([sample, channels], 1)
-            if request.guidance is None:
-                noise = denoiser(index, sample)
-            else:
-                negative, positive = denoiser(index, torch.cat([sample, sample])).chunk(2)
-                noise = negative + request.guidance * (positive - negative)
-            latents = self.scheduler.step(noise, timestep, latents, **options).prev_sample
-            if after_step is not None:
-                latents = after_step(latents, index)
-            if request.callback is not None:
-                latents = (request.callback(self, index, timestep, {"latents": latents}) or {}).get("latents", latents)
+        with tqdm(timesteps, disable=not request.progress, unit="step") as bar:  # closed before an interrupt is told
+            for index, timestep in enumerate(bar):
+                sample = self.scheduler.scale_model_input(latents, timestep)
+                if channels is not None:
+                    sample = torch.cat([sample, channels], 1)
+                if request.guidance is None:
+                    noise = denoiser(index, sample)
+                else:
+                    negative, positive = denoiser(index, torch.cat([sample, sample])).chunk(2)
+                    noise = negative + request.guidance * (positive - negative)
+                latents = self.scheduler.step(noise, timestep, latents, **options).prev_sample
+                if after_step is not None:
+                    latents = after_step(latents, index)
+                if request.callback is not None:
+                    changed = request.callback(self, index, timestep, {"latents": latents}) or {}
+                    latents = changed.get("latents", latents)
         return latents
 
     def _device_schedule(self, request: Request, timesteps: torch.Tensor) -> LinearSchedule | None:
