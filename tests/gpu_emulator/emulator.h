@@ -12,7 +12,9 @@
 // memory that nothing wrote (it holds NaN when a block starts).
 #pragma once
 
+#if !defined(__x86_64__)
 #include <ucontext.h>
+#endif
 
 #include <cmath>
 #include <cstdint>
@@ -71,8 +73,44 @@ struct PendingCopy {
   unsigned char bytes[16];
 };
 
+// A suspended flow of control, on its own stack.
+#if defined(__x86_64__)
+struct Context {
+  void* top;  // of the stack, where the registers lie that a function preserves
+};
+
+// Suspends into `from` and resumes `to` (System V ABI). swapcontext also does a system call for the signal mask at
+// every turn, which would be most of the emulator's time.
+__attribute__((naked, noinline)) inline void switch_to(Context* /*from: rdi*/, Context* /*to: rsi*/) {
+  asm("pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
+      "movq %rsp, (%rdi)\n movq (%rsi), %rsp\n"
+      "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n ret\n");
+}
+
+inline void prepare(Context& context, char* stack, size_t bytes, void (*entry)()) {
+  void** top = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(stack) + bytes) / 16 * 16);
+  top[-1] = nullptr;  // where entry would return to
+  top[-2] = reinterpret_cast<void*>(entry);
+  context.top = top - 8;  // six registers of any value below it
+}
+#else
+struct Context {
+  ucontext_t value;
+};
+
+inline void switch_to(Context* from, Context* to) { swapcontext(&from->value, &to->value); }
+
+inline void prepare(Context& context, char* stack, size_t bytes, void (*entry)()) {
+  getcontext(&context.value);
+  context.value.uc_stack.ss_sp = stack;
+  context.value.uc_stack.ss_size = bytes;
+  context.value.uc_link = nullptr;
+  makecontext(&context.value, entry, 0);
+}
+#endif
+
 struct Fiber {
-  ucontext_t context;
+  Context context;
   std::unique_ptr<char[]> stack;
   bool done = false;
   long wave_round = 0;
@@ -82,7 +120,7 @@ struct Fiber {
 };
 
 struct Block {
-  ucontext_t scheduler;
+  Context scheduler;
   std::vector<Fiber> fibers;
   std::vector<Wave> waves;
   Meeting barrier;
@@ -107,7 +145,7 @@ inline dim3 grid_size, block_size;
 }
 
 inline Fiber& self() { return active->fibers[active->current]; }
-inline void yield() { swapcontext(&self().context, &active->scheduler); }
+inline void yield() { switch_to(&self().context, &active->scheduler); }
 
 inline void fiber_main() {
   kernel();
@@ -209,11 +247,7 @@ inline void start(Block& block, size_t lds_bytes) {
     fiber.done = false;
     fiber.wave_round = fiber.block_round = fiber.cluster_round = 0;
     fiber.copies.clear();
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStack;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, fiber_main, 0);
+    prepare(fiber.context, fiber.stack.get(), kStack, fiber_main);
   }
 }
 
@@ -226,7 +260,7 @@ inline int run_turn(Block& block) {
   for (block.current = 0; block.current < static_cast<int>(block.fibers.size()); ++block.current) {
     if (self().done) continue;
     ++left;
-    swapcontext(&block.scheduler, &self().context);
+    switch_to(&block.scheduler, &self().context);
   }
   if (!alone) std::memcpy(block.lds.data(), __start_sd_ort_lds, block.lds.size());
   return left;
