@@ -1,16 +1,19 @@
-"""Optimize: canonicalize -> fuse -> lower(target) -> precision -> save, one component after another.
+"""Optimize: canonicalize -> fuse -> lower(target) -> precision -> save, two components at a time.
 
-Weights stay where they are on disk: they are mapped when read and streamed, one tensor at a time, when the result is
-saved. A component's model in memory is its graph alone.
+Weights stay where they are on disk: they are read and streamed, one tensor at a time, when the result is saved. A
+component's model in memory is its graph alone. Rewriting takes turns, since it is Python and matching keeps its state
+in globals of the rewriter; while one component is rewritten another is run for calibration or written.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import shutil
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,8 @@ COUNTED = (
 )  # fmt: skip
 
 Report = Callable[[str], None]
+
+REWRITING = threading.Lock()
 
 
 def optimize(
@@ -104,7 +109,8 @@ def optimize(
         return folder.read_manifest(output)
     with folder.staged(output) as work:
         folder.copy_configs(source, work)
-        for name in names:
+
+        def make(name: str, stopped: threading.Event) -> None:
             started = time.perf_counter()
             entry = optimize_component(
                 paths[name],
@@ -114,6 +120,7 @@ def optimize(
                 calibrate=calibrate,
                 inputs=inputs,
                 hoisted=hoisted and name == hoist.PARTS["step"],
+                stopped=stopped,
             )
             entry["seconds"] = round(time.perf_counter() - started, 2)
             config = source / name / "config.json"
@@ -121,8 +128,28 @@ def optimize(
                 shutil.copy2(config, work / name / "config.json")
             manifest["components"][name] = entry
             report(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
+
+        _two_at_a_time(make, sorted(names, key=lambda name: -_size(paths[name])))
+        manifest["components"] = {name: manifest["components"][name] for name in names}
         folder.write_manifest(work, manifest)
     return folder.read_manifest(output)
+
+
+def _two_at_a_time(make: Callable[[str, threading.Event], None], names: Iterable[str]) -> None:
+    """Call make(name, stopped) for all names in two threads; an error or interrupt sets `stopped` and is raised."""
+    stopped = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            for done in as_completed([pool.submit(make, name, stopped) for name in names]):
+                done.result()
+        except BaseException:
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _size(model: Path) -> int:
+    return sum(file.stat().st_size for file in model.parent.iterdir() if file.is_file())
 
 
 def optimize_component(
@@ -134,14 +161,20 @@ def optimize_component(
     calibrate: bool | None = None,
     inputs: Path | None = None,
     hoisted: bool = False,
+    stopped: threading.Event | None = None,
 ) -> dict[str, Any]:
-    """Optimize one `model.onnx` into another; returns counts by rule and by operator. Options as for `optimize`."""
+    """Optimize one `model.onnx` into another; returns counts by rule and by operator. Options as for `optimize`.
+
+    Raises CancelledError soon after another thread set `stopped`; the output is then incomplete.
+    """
     model = ir.load(source)
     before = sum(1 for _ in model.graph)
-    rules = fusion_passes.canonicalize(model)
-    not_fused = fusion_passes.why_not_fused(model)
-    rules += fusion_passes.fuse(model, leave=target.leave)
-    lowered = lower_layout(model, target)
+    with REWRITING:
+        _go_on(stopped)
+        rules = fusion_passes.canonicalize(model)
+        not_fused = fusion_passes.why_not_fused(model)
+        rules += fusion_passes.fuse(model, leave=target.leave)
+        lowered = lower_layout(model, target)
     output.parent.mkdir(parents=True, exist_ok=True)
     measured = calibration.Calibration("")
     if dtype == "float16":
@@ -151,7 +184,7 @@ def optimize_component(
     kept = lower_operators(model, target)
     parts = {hoist.PARTS[name]: part for name, part in hoist.split(model).items()} if hoisted else {}
     for name, part in (parts or {output.parent.name: model}).items():
-        save(part, output.parent.with_name(name) / output.name)
+        save(part, output.parent.with_name(name) / output.name, lambda: _go_on(stopped))
     nodes = Counter(node.op_type for part in (parts.values() or [model]) for node in part.graph)
     return {
         "nodes_before": before,
@@ -220,8 +253,16 @@ def _drop_unread_outputs(node: ir.Node) -> None:
     node.resize_outputs(max(read, default=0) + 1)
 
 
-def save(model: ir.Model, path: Path) -> None:
-    """Write `path` and one external data file beside it, a tensor at a time; offsets of large tensors are aligned."""
+def _go_on(stopped: threading.Event | None) -> None:
+    if stopped is not None and stopped.is_set():
+        raise CancelledError
+
+
+def save(model: ir.Model, path: Path, before_each: Callable[[], None] = lambda: None) -> None:
+    """Write `path` and one external data file beside it, a tensor at a time; offsets of large tensors are aligned.
+
+    `before_each` is called before a tensor is written; what it raises ends the writing.
+    """
     common.RemoveUnusedNodesPass()(model)
     common.NameFixPass()(model)
     for node in model.graph.all_nodes():
@@ -235,7 +276,15 @@ def save(model: ir.Model, path: Path) -> None:
     model.ir_version = max(model.ir_version, IR_VERSION)
     model.producer_name, model.producer_version = "sd-ort", importlib.metadata.version("sd-ort")
     path.parent.mkdir(parents=True, exist_ok=True)
-    ir.save(model, path, external_data=folder.DATA, alignment=65536, max_workers=2, max_in_flight_bytes=256 << 20)
+    ir.save(
+        model,
+        path,
+        external_data=folder.DATA,
+        alignment=65536,
+        max_workers=2,
+        max_in_flight_bytes=256 << 20,
+        callback=lambda tensor, info: before_each(),
+    )
 
 
 def _hash(source: Path, names: list[str]) -> dict[str, str]:

@@ -203,8 +203,8 @@ def test_interrupt_and_full_disk(
 ) -> None:
     save = stage.save
 
-    def fail_on_the_second(model: ir.Model, path: Path) -> None:
-        save(model, path)
+    def fail_on_the_second(model: ir.Model, path: Path, before_each: Callable[[], None]) -> None:
+        save(model, path, before_each)
         if path.parent.name == "vae_decoder":
             raise error
 
