@@ -1,7 +1,9 @@
-"""Fixtures that several test files share: one tiny export a session, and the command line in this process."""
+"""Fixtures that several test files share, among them one tiny export for all workers, and the order of the files."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -11,15 +13,41 @@ import pytest
 
 from sd_ort import cli
 
+# Files that take a minute and more, the longest first: a long one at the end would leave the other worker idle.
+LONG = (
+    "test_custom_ops_compile.py", "test_export.py", "test_custom_ops_gpu.py", "test_families.py", "test_optimize.py",
+    "test_pipeline.py", "test_custom_ops_attention.py", "test_sdxl_pipeline.py", "test_hoist_merge.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first; pytest-xdist hands them out in this order with --no-loadscope-reorder."""
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+
 
 @pytest.fixture(scope="session")
-def tiny_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A `sd15-tiny` pipeline folder with all components, written once by the default exporter. Do not change it."""
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this run share. Take a lock to make something there."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def tiny_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `sd15-tiny` pipeline folder with all components, by the default exporter. Do not change it.
+
+    Made by the first worker that needs it; each has a copy, since calibration puts links to its weights.
+    """
     from sd_ort.export import export
 
-    out = tmp_path_factory.mktemp("tiny") / "raw"
-    export(None, out, preset="sd15-tiny", random_weights=True)
-    return out
+    first, mine = run_folder / "tiny-export", tmp_path_factory.mktemp("tiny") / "raw"
+    with first.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not first.is_dir():
+            export(None, first, preset="sd15-tiny", random_weights=True)
+        shutil.copytree(first, mine)
+    return mine
 
 
 @pytest.fixture

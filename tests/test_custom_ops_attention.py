@@ -13,24 +13,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from emulation import DEVICES, ROOT, compile_object, link
 
 from custom_ops.gpu import Guarded, HostMemory
 from custom_ops.multi_head_attention.reference import reference
 from custom_ops.op import DTYPES, Case, draw, load, nmse, nmse_limit
 
-ROOT = Path(__file__).parent.parent
 OPERATOR = load("multi_head_attention")
 CASES = [case for case in OPERATOR.cases if not case.benchmark]
 # enum MultiHeadAttentionKernel
 KERNELS = {"large_tiles": 0, "small_tiles": 1, "short_keys": 2, "plain": 3, "warpgroup": 4, "two_warpgroups": 5}
-ARCHITECTURES = {
-    "cdna": ["-D__HIP_PLATFORM_AMD__", "-D__GFX9__"],
-    "rdna3": ["-D__HIP_PLATFORM_AMD__", "-D__GFX11__"],
-    "rdna4": ["-D__HIP_PLATFORM_AMD__", "-D__GFX12__"],
-    "nvidia": [],
-}
 SOURCE = """
-#include "multi_head_attention/kernel.hip"
+#include "multi_head_attention/op.h"
 using namespace sd_ort;
 extern "C" int is_supported(const MultiHeadAttentionParams* params, int kernel) {
   return multi_head_attention_supports(*params, static_cast<MultiHeadAttentionKernel>(kernel));
@@ -41,20 +35,18 @@ extern "C" const char* run(const MultiHeadAttentionParams* params, int kernel) {
 """
 
 
-def compile_emulated(folder: Path, source: str, flags: list[str]) -> Path:
-    """Compiles C++ against the emulator, as a shared library."""
-    file, library = folder / "emulated.cc", folder / "emulated.so"
-    file.write_text(source)
-    include = [f"-I{ROOT / 'tests/gpu_emulator'}", f"-I{ROOT / 'custom_ops'}"]
-    command = ["clang++-19", "-std=c++17", "-O1", "-fPIC", "-shared", "-DSD_ORT_EMULATED", *flags, *include]
-    subprocess.run([*command, str(file), "-o", str(library)], check=True)
-    return library
+def compile_text(folder: Path, text: str, device: str) -> Path:
+    """Object file of C++ that a test brings along."""
+    source = folder / "text.cc"
+    source.write_text(text)
+    return compile_object(source, device, folder)
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    flags = ARCHITECTURES[request.param]
-    loaded = ctypes.CDLL(str(compile_emulated(tmp_path_factory.mktemp(request.param), SOURCE, flags)))
+@pytest.fixture(scope="module", params=DEVICES)
+def library(request: pytest.FixtureRequest, run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    own = tmp_path_factory.mktemp(request.param)
+    kernel = compile_object(ROOT / "custom_ops/multi_head_attention/kernel.hip", request.param, run_folder)
+    loaded = ctypes.CDLL(str(link([kernel, compile_text(own, SOURCE, request.param)], own / "attention.so")))
     loaded.run.restype = ctypes.c_char_p
     return loaded
 
@@ -144,10 +136,10 @@ extern "C" int accumulator_at(int lane, int i) {
 """
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", DEVICES)
 def test_fragments_cover_the_tile(arch: str, tmp_path: Path) -> None:
     """Every element of a tile is in the wave: once, and on RDNA3 twice in operands."""
-    library = ctypes.CDLL(str(compile_emulated(tmp_path, LAYOUTS, ARCHITECTURES[arch])))
+    library = ctypes.CDLL(str(link([compile_text(tmp_path, LAYOUTS, arch)], tmp_path / "layouts.so")))
 
     def held(size: int, at: Callable[[int, int], int]) -> list[int]:
         return sorted(at(lane, i) for lane in range(library.lanes()) for i in range(size))
@@ -177,7 +169,7 @@ extern "C" void run(int which, float* x) {
 
 def test_emulator_finds_faults(tmp_path: Path) -> None:
     """A lane that never comes ends the process; shared memory that nothing wrote reads as NaN."""
-    path = compile_emulated(tmp_path, FAULTS, ARCHITECTURES["rdna3"])
+    path = link([compile_text(tmp_path, FAULTS, "rdna3")], tmp_path / "faults.so")
     script = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).run(0, (ctypes.c_float * 64)())"
     python = subprocess.run(["python3", "-c", script, str(path)], capture_output=True, text=True, check=False)
     assert python.returncode != 0

@@ -3,58 +3,42 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
+from emulation import ROOT, compile_object, link
 
 from custom_ops import OPERATORS
 from custom_ops.gpu import GpuLibrary, Guarded, HostMemory, check_case
 from custom_ops.op import Case, Operator, draw, load
 
-ROOT = Path(__file__).parent.parent
 OPS = [load(folder) for folder in OPERATORS if folder != "multi_head_attention"]  # has a test of its own
 KERNELS = [folder for folder in OPERATORS if (ROOT / "custom_ops" / folder / "kernel.hip").is_file()]
 
-# What the emulator stands in for: waves of 64 lanes, and of 32.
-DEVICES = {
-    "cdna": ["-D__HIP_PLATFORM_AMD__", "-D__GFX9__"],
-    "rdna": ["-D__HIP_PLATFORM_AMD__", "-D__GFX11__"],
-    "cuda": [],
-}
+DEVICES = {"cdna": "cdna", "rdna": "rdna3", "cuda": "nvidia"}
 # Elements of the largest input that is emulated: the emulator switches fibers at every barrier.
 LARGEST = 50_000
 
 
 @pytest.fixture(scope="module")
-def emulations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GpuLibrary]:
+def emulations(run_folder: Path) -> dict[str, GpuLibrary]:
     """The GPU library for each device, its lanes run by tests/gpu_emulator on the host."""
-    folder = tmp_path_factory.mktemp("emulated")
-    flags = ["-std=c++17", "-O1", "-fPIC", "-DSD_ORT_EMULATED", '-DSD_ORT_BUILD_HASH="emulated"']
-    include = [f"-I{ROOT / 'tests/gpu_emulator'}", f"-I{ROOT / 'custom_ops'}"]
     sources = [ROOT / "custom_ops" / op / file for op in KERNELS for file in ("kernel.hip", "candidates.cc")]
     sources += [ROOT / "custom_ops/gpu_library.cc", ROOT / "custom_ops/common/tuner.cc"]
-
-    def compile_source(device: str, source: Path) -> Path:
-        to = folder / f"{device}_{source.parent.name}_{source.name}.o"
-        command = ["clang++-19", "-x", "c++", *flags, *DEVICES[device], *include, "-c", str(source), "-o", str(to)]
-        subprocess.run(command, check=True)
-        return to
-
-    def link(device: str, objects: list[Path]) -> GpuLibrary:
-        library = folder / f"{device}.so"
-        subprocess.run(["clang++-19", "-shared", *map(str, objects), "-o", str(library)], check=True)
-        return GpuLibrary(library)
-
-    jobs = [(device, source) for device in DEVICES for source in sources]
+    jobs = [(source, device) for device in DEVICES.values() for source in sources]
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(lambda job: compile_source(*job), jobs))
+        objects = list(pool.map(lambda job: compile_object(*job, run_folder), jobs))
     return {
-        device: link(device, [built for built, job in zip(objects, jobs, strict=True) if job[0] == device])
-        for device in DEVICES
+        name: GpuLibrary(
+            link(
+                [built for built, job in zip(objects, jobs, strict=True) if job[1] == device],
+                run_folder / f"{device}.so",
+            )
+        )
+        for name, device in DEVICES.items()
     }
 
 

@@ -1,0 +1,36 @@
+"""GPU kernels compiled for the host against tests/gpu_emulator; an object serves all tests and workers of a run."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+# What the emulator stands in for: waves of 64 lanes (CDNA), and of 32 with different matrix instructions.
+DEVICES = {
+    "cdna": ["-D__HIP_PLATFORM_AMD__", "-D__GFX9__"],
+    "rdna3": ["-D__HIP_PLATFORM_AMD__", "-D__GFX11__"],
+    "rdna4": ["-D__HIP_PLATFORM_AMD__", "-D__GFX12__"],
+    "nvidia": [],
+}
+FLAGS = [
+    *("-x", "c++", "-std=c++17", "-O1", "-fPIC", "-DSD_ORT_EMULATED", '-DSD_ORT_BUILD_HASH="emulated"'),
+    *(f"-I{ROOT / 'tests/gpu_emulator'}", f"-I{ROOT / 'custom_ops'}"),
+]
+
+
+def compile_object(source: Path, device: str, folder: Path) -> Path:
+    """The object file of a C++ or HIP source in `folder`, compiled by the first who asks for it."""
+    to = folder / f"{device}_{source.parent.name}_{source.name}.o"
+    with to.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not to.is_file():
+            subprocess.run(["clang++-19", *FLAGS, *DEVICES[device], "-c", str(source), "-o", str(to)], check=True)
+    return to
+
+
+def link(objects: list[Path], library: Path) -> Path:
+    """A shared library of objects."""
+    subprocess.run(["clang++-19", "-shared", *map(str, objects), "-o", str(library)], check=True)
+    return library
