@@ -3,14 +3,14 @@
     python -m custom_ops.code_objects build/libsd_ort_hip.so build <library's hash>
 
 writes build/code_objects/*.co and build/kernels.json, and a copy of the latter as custom_ops/kernels.json; CMake calls
-it. `kernels.json` lists every kernel instance of every architecture: the symbol in its code object, the arguments in
-order with types and offsets, the block, the grid's formula, the LDS bytes and the registers. What the compiler knows
-comes from the object's metadata (AMDGPU code object v5, "AMDGPU Backend User Guide" of LLVM); names of arguments and
-the grid's formula come from the operator's LAUNCHES, and both must agree.
+it. What the compiler knows comes from the object's metadata and kernel descriptors (LLVM's "AMDGPU Backend User Guide",
+code object v5), what it does not from the operators' LAUNCHES, and both must agree; the calls come from the library's
+own host code (custom_ops.recorded_launches). custom_ops/README.md describes the file.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -18,11 +18,13 @@ import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from custom_ops import OPERATORS
-from custom_ops.op import Launch, load
+from custom_ops.op import Argument, Launch, load
+from custom_ops.recorded_launches import case_entries, record
 
 COPY = Path(__file__).resolve().parent / "kernels.json"
 
@@ -30,6 +32,9 @@ _MAGIC = b"__CLANG_OFFLOAD_BUNDLE__"
 
 # C type of an argument -> bytes; pointers are 8.
 _SIZES = {"int32": 4, "uint32": 4, "int64": 8, "float": 4}
+
+# Element types as the demangler writes them.
+_DTYPES = {"float": "float32", "_Float16": "float16", "bf16_t": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -47,20 +52,59 @@ _REGISTERS["gfx12"] = _REGISTERS["gfx11"]
 
 
 def write(library: Path, folder: Path, build_hash: str) -> None:
-    """Writes folder/code_objects/*.co, folder/kernels.json and its copy. Raises what `describe` raises."""
+    """Writes folder/code_objects/*.co and folder/kernels.json. Raises what `describe` and `record` raise.
+
+    Only for a process that ends with it: see `record`.
+    """
     objects = folder / "code_objects"
     objects.mkdir(exist_ok=True)
     for old in objects.glob("*.co"):
         old.unlink()
-    listing = {"library": build_hash, "folder": str(objects.resolve()), "kernels": describe(extract(library, objects))}
-    (folder / "kernels.json").write_text(json.dumps(listing, indent=1) + "\n")
-    publish(folder)
+    kernels = describe(extract(library, objects))
+    types = {entry["symbol"]: [(a["name"], a["type"]) for a in entry["arguments"]] for entry in kernels}
+    calls = record(library, types)
+    for entry in kernels:
+        entry["operators"] = sorted({call["operator"] for call in calls if launches(call, entry["symbol"])})
+    listing = {
+        "library": build_hash,
+        "described_by": _described_by(),
+        "folder": str(objects.resolve()),
+        "kernels": kernels,
+        "cases": case_entries(),
+        "calls": calls,
+    }
+    unfinished = folder / f"kernels.{os.getpid()}.json"
+    unfinished.write_text(json.dumps(listing, indent=1) + "\n")
+    unfinished.replace(folder / "kernels.json")
+
+
+def launches(call: dict, symbol: str) -> bool:
+    """Whether a call launches the kernel."""
+    return any(launch["symbol"] == symbol for launch in call["launches"])
 
 
 def publish(folder: Path) -> None:
-    """Copies folder/kernels.json to custom_ops/kernels.json, where that can be written (not in an installed wheel)."""
+    """Copies folder/kernels.json to custom_ops/kernels.json, where that can be written (not in an installed wheel).
+
+    Writes it anew before when the Python files that describe the kernels have changed since.
+    """
+    listing = json.loads((folder / "kernels.json").read_text())
+    if listing.get("described_by") != _described_by():
+        command = [sys.executable, "-m", "custom_ops.code_objects", str(folder / "libsd_ort_hip.so"), str(folder)]
+        environment = os.environ | {"PYTHONPATH": str(COPY.parent.parent)}
+        subprocess.run([*command, listing["library"]], check=True, env=environment)
     if os.access(COPY.parent, os.W_OK):
         shutil.copyfile(folder / "kernels.json", COPY)
+
+
+def _described_by() -> str:
+    """Hash of the Python files that kernels.json is made of, beside the library."""
+    files = [COPY.parent / name for name in ("__init__.py", "code_objects.py", "op.py", "recorded_launches.py")]
+    files += [path for name in ("cases.py", "launches.py") for path in COPY.parent.glob(f"*/{name}")]
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def extract(library: Path, to: Path) -> list[Path]:
@@ -92,15 +136,17 @@ def describe(objects: list[Path]) -> list[dict]:
 
     Raises FileNotFoundError without LLVM's tools, ValueError when an object and the operators' LAUNCHES disagree.
     """
-    launches = {name: launch for folder in OPERATORS for name, launch in load(folder).launches.items()}
+    known = {name: launch for folder in OPERATORS for name, launch in load(folder).launches.items()}
     entries = []
     for path in objects:
         kernels = _metadata(path)
         names = _demangled([metadata["name"] for metadata in kernels]) if kernels else []
+        descriptors = dict(_descriptors(path.read_bytes()))
         for metadata, (name, arguments) in zip(kernels, names, strict=True):
-            if name not in launches:
+            if name not in known:
                 raise ValueError(f"{path}: kernel {name} is in no operator's LAUNCHES")
-            entries.append(_entry(path, metadata, name, arguments, launches[name]))
+            descriptor = descriptors[metadata["name"]]
+            entries.append(_entry(path, metadata, descriptor, name, arguments, known[name]))
     return entries
 
 
@@ -111,7 +157,7 @@ def table(entries: list[dict]) -> str:
     for e in entries:
         spills = e["vgpr_spills"] + e["sgpr_spills"]
         cell = f"{e['vgprs']} / {e['sgprs']} / {e['lds_bytes']['static']} / {spills} / {e['occupancy']}"
-        template = ", ".join(str(value) for value in e["template"].values())
+        template = ", ".join(json.dumps(value).strip('"') for value in e["template"].values())
         rows.setdefault(f"{e['kernel']}<{template}>", {})[e["arch"]] = cell
     lines = [
         "# Kernels of the AMD code objects",
@@ -173,36 +219,79 @@ def _demangled(symbols: list[str]) -> list[tuple[str, list[str]]]:
     return names
 
 
-def _entry(path: Path, metadata: dict, name: str, template: list[str], launch: Launch) -> dict:
+def _descriptors(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """Each kernel's symbol and 64-byte descriptor, out of the ELF's symbol table."""
+    (section_headers,) = struct.unpack_from("<Q", data, 0x28)
+    size, count = struct.unpack_from("<HH", data, 0x3A)
+    # name, type, flags, address, offset, size, link, info, alignment, entry size
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, section_headers + i * size) for i in range(count)]
+    symbols = next(section for section in sections if section[1] == 11)  # SHT_DYNSYM
+    names = sections[symbols[6]][4]
+    for at in range(symbols[4], symbols[4] + symbols[5], 24):
+        name, _, _, index, value, _ = struct.unpack_from("<IBBHQQ", data, at)
+        text = data[names + name : data.index(b"\0", names + name)].decode()
+        if text.endswith(".kd"):
+            offset = value - sections[index][3] + sections[index][4]
+            yield text.removesuffix(".kd"), data[offset : offset + 64]
+
+
+# Bits of kernel_code_properties in their order, and the SGPRs that each puts before what follows.
+_USER_SGPRS = {"private_segment_buffer": 4, "dispatch_ptr": 2, "queue_ptr": 2, "kernarg_segment_ptr": 2}
+
+
+def _registers_at_start(arch: str, descriptor: bytes) -> dict[str, str | None]:
+    """Where a wave finds the address of its arguments, its block's indices and its threads' when it starts."""
+    _, rsrc2, properties = struct.unpack_from("<IIH", descriptor, 48)
+    kernarg = 0
+    for bit, (name, size) in enumerate(_USER_SGPRS.items()):
+        if name == "kernarg_segment_ptr":
+            break
+        kernarg += size if properties >> bit & 1 else 0
+    blocks: dict[str, str | None] = {}
+    sgpr = rsrc2 >> 1 & 31  # the first after the user SGPRs
+    for axis, bit in (("x", 7), ("y", 8), ("z", 9)):
+        enabled = rsrc2 >> bit & 1
+        blocks[f"block_{axis}"] = f"s{sgpr}" if enabled else None
+        sgpr += enabled
+    if arch.startswith("gfx12"):
+        blocks = {"block_x": "ttmp9", "block_y": "ttmp7[15:0]", "block_z": "ttmp7[31:16]"}
+    return {"kernarg_address": f"s[{kernarg}:{kernarg + 1}]", **blocks, "thread_x": "v0[9:0]"}
+
+
+def _entry(
+    path: Path, metadata: dict, descriptor: bytes, name: str, template: list[str], launch: Launch
+) -> dict[str, object]:
     arch = path.name.split("_")[0]
-    explicit = [argument for argument in metadata["args"] if not argument["value_kind"].startswith("hidden_")]
-    if len(explicit) != len(launch.arguments) or len(template) != len(launch.template):
-        raise ValueError(f"{path}: {name} takes {len(explicit)} arguments, its Launch names {len(launch.arguments)}")
-    values = dict(zip(launch.template, template, strict=True))
-    arguments = []
-    for argument, (label, kind) in zip(explicit, launch.arguments, strict=True):
-        pointer = kind.endswith("*")
-        if int(argument["size"]) != (8 if pointer else _SIZES[kind]) or pointer != (
-            argument["value_kind"] == "global_buffer"
-        ):
-            raise ValueError(f"{path}: argument {label} of {name} is no {kind}")
-        arguments.append(
-            {"name": label, "type": kind, "offset": int(argument["offset"]), "size": int(argument["size"])}
+    if len(metadata["args"]) != len(launch.arguments) or len(template) != len(launch.template):
+        raise ValueError(
+            f"{path}: {name} takes {len(metadata['args'])} arguments, its Launch names {len(launch.arguments)} "
+            "(the compiler's own hidden ones count: a kernel that asks for the grid's size has such)"
         )
-    block = eval(launch.block, {}, {key: int(value) for key, value in values.items() if value.isdigit()})
+    values = dict(zip(launch.template, map(_template_value, template), strict=True))
+    block = eval(launch.block, {}, values)
     if block != int(metadata["max_flat_workgroup_size"]):
         raise ValueError(f"{path}: {name} is compiled for {metadata['max_flat_workgroup_size']} threads, not {block}")
+    dtype = _DTYPES[template[launch.template.index("T")]]
     return {
         "symbol": metadata["name"],
         "kernel": name,
         "arch": arch,
         "object": path.name,
+        "dtype": dtype,
+        "computes": launch.computes,
         "template": values,
-        "arguments": arguments,
+        "arguments": [
+            _argument(f"{path}: {name}", compiled, argument)
+            for compiled, argument in zip(metadata["args"], launch.arguments, strict=True)
+        ],
         "kernarg_bytes": int(metadata["kernarg_segment_size"]),
+        "sizes": dict(launch.sizes),
+        "requires": list(launch.requires),
+        "itemsize": 4 if dtype == "float32" else 2,
         "block": [block, 1, 1],
         "grid": list(launch.grid),
         "lds_bytes": {"static": int(metadata["group_segment_fixed_size"]), "dynamic": launch.lds_bytes},
+        "registers_at_start": _registers_at_start(arch, descriptor),
         "wave_size": int(metadata["wavefront_size"]),
         "vgprs": int(metadata["vgpr_count"]),
         "sgprs": int(metadata["sgpr_count"]),
@@ -210,6 +299,32 @@ def _entry(path: Path, metadata: dict, name: str, template: list[str], launch: L
         "sgpr_spills": int(metadata["sgpr_spill_count"]),
         "scratch_bytes": int(metadata["private_segment_fixed_size"]),
         "occupancy": _occupancy(arch, int(metadata["vgpr_count"])),
+    }
+
+
+def _template_value(text: str) -> str | int | bool:
+    return int(text) if text.isdigit() else {"true": True, "false": False}.get(text, text)
+
+
+def _argument(where: str, compiled: dict, argument: Argument) -> dict[str, object]:
+    """What the compiler (name: value) and the Launch know of an argument. Raises ValueError when they disagree."""
+    pointer = argument.type.endswith("*")
+    entry = {"name": argument.name, "type": argument.type}
+    place = {"offset": int(compiled["offset"]), "size": int(compiled["size"])}
+    if place["size"] != (8 if pointer else _SIZES[argument.type]) or pointer != (
+        compiled["value_kind"] == "global_buffer"
+    ):
+        raise ValueError(f"{where}: argument {argument.name} is no {argument.type}")
+    if not pointer:
+        return {**entry, **place, "meaning": argument.meaning}
+    return {
+        **entry,
+        **place,
+        "access": "read" if argument.type.startswith("const") else "write",
+        "elements": argument.elements,
+        "alignment": argument.alignment,
+        "optional": argument.optional,
+        "meaning": argument.meaning,
     }
 
 
@@ -222,3 +337,4 @@ def _occupancy(arch: str, vgprs: int) -> int:
 
 if __name__ == "__main__":
     write(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    publish(Path(sys.argv[2]))

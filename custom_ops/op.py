@@ -1,14 +1,15 @@
 """What the Python side of an operator looks like: its cases, its Params as the C code lays them out, its kernels.
 
-An operator's `cases` module defines NAME, INPUTS, OUTPUTS, PARAMETERS, params(), output_shapes(), CASES and LAUNCHES
-(without params() and LAUNCHES when it has no GPU kernel), its `reference` module defines reference(); `load` gives both
-as one `Operator`. Imports only NumPy.
+An operator's `cases` module defines NAME, INPUTS, OUTPUTS, PARAMETERS, params(), output_shapes() and CASES (without
+params() when it has no GPU kernel), its `reference` module defines reference(), and its `launches` module LAUNCHES
+(only where the folder has a kernel.hip); `load` gives all as one `Operator`. Imports only NumPy.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -48,18 +49,38 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Argument:
+    """One argument of a kernel. `type` is C's, T the element type; a kernel writes to pointers that are not const.
+
+    A pointer's `meaning` begins with its shape, innermost axis last; `elements` is how many of its type lie there and
+    `alignment` the bytes that its address must be a multiple of: formulas as a Launch's. `optional` ones may be null.
+    """
+
+    name: str
+    type: str
+    meaning: str
+    elements: str = ""
+    alignment: str = "itemsize"
+    optional: bool = False
+
+
+@dataclass(frozen=True)
 class Launch:
     """How to run one kernel of a code object by hand: everything but the addresses.
 
-    `arguments` are (name, C type) in order; T is the element type. `block`, `grid` and `lds_bytes` are formulas over
-    the template parameters (named in `template`, in order) and the integer arguments.
+    `block`, `grid`, `lds_bytes` (of dynamic LDS) and what `requires` lists are Python expressions over the template
+    parameters (`template` names them in order), the arguments (a pointer as None or not), `sizes` (those that are no
+    argument, each with its meaning), `itemsize` (bytes of T) and ceil().
     """
 
+    computes: str
     template: tuple[str, ...]
-    arguments: tuple[tuple[str, str], ...]
+    arguments: tuple[Argument, ...]
     block: str
     grid: tuple[str, str, str]
     lds_bytes: str = "0"
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    requires: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,13 +117,20 @@ def load(folder: str) -> Operator:
         outputs=cases.OUTPUTS,
         parameters=frozenset(cases.PARAMETERS),
         cases=tuple(cases.CASES),
-        launches=getattr(cases, "LAUNCHES", {}),
+        launches=_launches(folder),
         params=getattr(cases, "params", _no_params),
         output_shapes=cases.output_shapes,
         reference=reference.reference,
         integers=getattr(cases, "INTEGERS", {}),
         draw_special=getattr(cases, "draw", None),
     )
+
+
+def _launches(folder: str) -> Mapping[str, Launch]:
+    if importlib.util.find_spec(f"custom_ops.{folder}.launches") is None:
+        return {}  # no kernel of its own
+    launches: Mapping[str, Launch] = importlib.import_module(f"custom_ops.{folder}.launches").LAUNCHES
+    return launches
 
 
 def _no_params(case: Case, dtype: str, address: Mapping[str, int]) -> ctypes.Structure:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Callable
+from math import ceil, prod
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,16 @@ ARCHS = ("gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
 
 
 @pytest.fixture(scope="module")
-def kernels() -> list[dict]:
+def listing() -> dict:
+    """kernels.json."""
     library = ops.build(cpu=False, hip=ARCHS)
-    listing = json.loads((library.parent / "kernels.json").read_text())
-    assert Path(listing["folder"]) == library.parent / "code_objects"
+    read: dict = json.loads((library.parent / "kernels.json").read_text())
+    assert Path(read["folder"]) == library.parent / "code_objects"
+    return read
+
+
+@pytest.fixture(scope="module")
+def kernels(listing: dict) -> list[dict]:
     entries: list[dict] = listing["kernels"]
     return entries
 
@@ -44,19 +52,78 @@ def test_waves_are_known_to_the_compiler_alone(kernels: list[dict]) -> None:
 
 
 def test_kernels_json_is_enough_to_launch(kernels: list[dict]) -> None:
-    """Arguments lie behind one another, fit the kernel's argument segment, and the object has the symbol."""
+    """The arguments fill the kernel's segment: none is hidden. The object has the symbol."""
     folder = Path(json.loads((ops.SOURCES / "kernels.json").read_text())["folder"])
     for entry in kernels:
         end = 0
         for argument in entry["arguments"]:
-            assert argument["offset"] >= end
+            assert end <= argument["offset"] < end + 8
             end = argument["offset"] + argument["size"]
-        assert end <= entry["kernarg_bytes"]
-        assert len(entry["grid"]) == 3
+            assert argument["meaning"]
+        assert end == entry["kernarg_bytes"]
     path = folder / kernels[0]["object"]
     symbols = subprocess.run(["llvm-readelf-19", "-sW", str(path)], capture_output=True, text=True, check=True).stdout
     wanted = {entry["symbol"] for entry in kernels if entry["object"] == path.name}
     assert all(symbol in symbols for symbol in wanted)
+
+
+def test_registers_at_start(kernels: list[dict]) -> None:
+    """As the ABI of each architecture has it; only gfx90a still gets the address of scratch memory first."""
+    for entry in kernels:
+        start = entry["registers_at_start"]
+        assert start["kernarg_address"] == ("s[4:5]" if entry["arch"] == "gfx90a" else "s[0:1]")
+        assert start["block_x"] == {"gfx90a": "s6", "gfx942": "s2"}.get(entry["arch"], start["block_x"])
+        assert (start["block_x"] == "ttmp9") == entry["arch"].startswith("gfx12")
+        for axis, formula in zip("xyz", entry["grid"], strict=True):
+            assert formula == "1" or start[f"block_{axis}"]
+
+
+def test_every_kernel_is_launched_by_a_case(listing: dict) -> None:
+    launched = {launch["symbol"] for call in listing["calls"] for launch in call["launches"]}
+    assert [entry["symbol"] for entry in listing["kernels"] if entry["symbol"] not in launched] == []
+    assert all(entry["operators"] for entry in listing["kernels"])
+
+
+def test_formulas_give_what_the_library_launches(listing: dict) -> None:
+    """Grid, block, LDS, conditions, alignments, and every tensor exactly as large as the arguments make it."""
+    entries = {entry["symbol"]: entry for entry in listing["kernels"] if entry["arch"] == ARCHS[0]}
+    for call in listing["calls"]:
+        case = listing["cases"][call["operator"]][call["case"]]
+        sizes = tensor_bytes(case, call["dtype"]) | {"workspace": call["workspace_bytes"]}
+        for launch in call["launches"]:
+            entry = entries[launch["symbol"]]
+            value = formulas(entry, launch)
+            assert entry["dtype"] == call["dtype"]
+            assert launch["grid"] == [value(formula) for formula in entry["grid"]]
+            assert launch["block"] == entry["block"]
+            assert launch["dynamic_lds_bytes"] == value(entry["lds_bytes"]["dynamic"])
+            assert [condition for condition in entry["requires"] if not value(condition)] == []
+            ends: dict[str, int] = {}
+            for argument in entry["arguments"]:
+                pointer = launch["arguments"][argument["name"]]
+                if not argument["type"].endswith("*"):
+                    continue
+                if pointer is None:
+                    assert argument["optional"]
+                    continue
+                item = {"T": entry["itemsize"], "float": 4, "void": 4}[argument["type"].split()[-1].strip("*")]
+                assert pointer[1] % value(argument["alignment"]) == 0
+                end = pointer[1] + value(argument["elements"]) * item
+                ends[pointer[0]] = max(ends.get(pointer[0], 0), end)
+            assert ends == {tensor: sizes[tensor] for tensor in ends}
+
+
+def tensor_bytes(case: dict, dtype: str) -> dict[str, int]:
+    wide = {name for name in case["inputs"] if dtype == "float32" or name in case["float32_tensors"]}
+    inputs = {name: prod(shape) * (4 if name in wide else 2) for name, shape in case["inputs"].items()}
+    return inputs | {name: prod(shape) * (4 if dtype == "float32" else 2) for name, shape in case["outputs"].items()}
+
+
+def formulas(entry: dict, launch: dict) -> Callable[[str], int]:
+    """What evaluates an entry's formulas for a launch; sizes that are no argument are read off the grid."""
+    names = entry["template"] | launch["arguments"] | {"itemsize": entry["itemsize"], "ceil": ceil}
+    names |= {name: launch["grid"][entry["grid"].index(name)] for name in entry["sizes"]}
+    return lambda formula: eval(formula, {}, names)  #
 
 
 def test_resources_table_is_current(kernels: list[dict]) -> None:

@@ -1,4 +1,4 @@
-"""BiasAdd: the calls that test it, the shapes that time it, and how to launch its kernel."""
+"""BiasAdd: the calls that test it and the shapes that time it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from math import prod
 
-from custom_ops.op import DTYPES, Case, Launch, Shape
+from custom_ops.op import DTYPES, Case, Shape
 
 NAME = "BiasAdd"
 INPUTS = ("X", "bias", "skip")
@@ -67,19 +67,3 @@ CASES = [
     _case(2, 4096, 640, benchmark=True),
     _case(2, 1024, 1280, benchmark=True),
 ]
-
-LAUNCHES = {
-    "bias_add_kernel": Launch(
-        template=("T", "kVec", "kBlock"),
-        arguments=(
-            ("x", "const T*"),
-            ("bias", "const T*"),
-            ("skip", "const T*"),
-            ("y", "T*"),
-            ("vectors", "uint32"),
-            ("vectors_per_row", "uint32"),
-        ),
-        block="kBlock",
-        grid=("ceil(vectors / kBlock)", "1", "1"),
-    )
-}

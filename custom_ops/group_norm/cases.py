@@ -1,4 +1,4 @@
-"""GroupNorm: the calls that test it, the shapes that time it, and how to launch its kernels."""
+"""GroupNorm: the calls that test it and the shapes that time it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from math import prod
 
-from custom_ops.op import DTYPES, Case, Launch, Shape
+from custom_ops.op import DTYPES, Case, Shape
 
 NAME = "GroupNorm"
 INPUTS = ("X", "gamma", "beta")
@@ -109,72 +109,3 @@ CASES = [
     *(_benchmark(n, h, c) for n, h, c in ((16, 64, 320), (2, 64, 960), (2, 128, 320), (2, 64, 640), (8, 128, 320))),
     *(_benchmark(n, h, c) for n, h, c in ((1, 64, 512), (1, 128, 512), (1, 256, 256), (1, 512, 128))),
 ]
-
-_INPUTS = (("x", "const T*"), ("skip", "const T*"), ("skip_channels", "const T*"), ("bias", "const T*"))
-_AFFINE = (("gamma", "const void*"), ("beta", "const void*"))
-_SIZES = (("spatial", "int32"), ("channels", "int32"), ("channels_per_group", "int32"))
-_SPANS = ("ceil(spatial / pixels_per_chunk)", "channels / channels_per_group / groups_per_block", "batch")
-
-LAUNCHES = {
-    "group_norm_one_read_kernel": Launch(
-        template=("T", "kVec", "kItems", "kBlock"),
-        arguments=(
-            *_INPUTS,
-            *_AFFINE,
-            ("y", "T*"),
-            ("sum", "T*"),
-            ("affine_is_float", "int32"),
-            *_SIZES,
-            ("groups_per_block", "int32"),
-            ("activation", "int32"),
-            ("epsilon", "float"),
-        ),
-        block="kBlock",
-        grid=("channels / channels_per_group / groups_per_block", "batch", "1"),
-    ),
-    "group_norm_statistics_kernel": Launch(
-        template=("T", "kVec", "kSkip"),
-        arguments=(
-            *_INPUTS,
-            ("sum", "T*"),
-            ("moments", "float*"),
-            *_SIZES,
-            ("groups_per_block", "int32"),
-            ("pixels_per_chunk", "int32"),
-        ),
-        block="256",
-        grid=_SPANS,
-    ),
-    "group_norm_apply_kernel": Launch(
-        template=("T", "kVec", "kSkip"),
-        arguments=(
-            *_INPUTS,
-            *_AFFINE,
-            ("moments", "const float*"),
-            ("y", "T*"),
-            ("affine_is_float", "int32"),
-            *_SIZES,
-            ("groups_per_block", "int32"),
-            ("pixels_per_chunk", "int32"),
-            ("activation", "int32"),
-            ("epsilon", "float"),
-        ),
-        block="256",
-        grid=_SPANS,
-    ),
-    "group_norm_channels_first_kernel": Launch(
-        template=("T", "kVec"),
-        arguments=(
-            *_INPUTS,
-            *_AFFINE,
-            ("y", "T*"),
-            ("sum", "T*"),
-            ("affine_is_float", "int32"),
-            *_SIZES,
-            ("activation", "int32"),
-            ("epsilon", "float"),
-        ),
-        block="512",
-        grid=("channels / channels_per_group", "batch", "1"),
-    ),
-}

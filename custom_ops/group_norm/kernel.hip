@@ -279,7 +279,7 @@ struct Tile {
 template <class T, int kVec, bool kSkip>
 __global__ __launch_bounds__(kTwoReadBlock) void group_norm_statistics_kernel(
     const T* x, const T* skip, const T* skip_channels, const T* bias, T* sum, float* moments, int spatial, int channels,
-    int channels_per_group, int groups_per_block, int pixels_per_chunk) {
+    int channels_per_group, int groups_per_block, int pixels_per_chunk, int chunks) {
   __shared__ float parts[6 * kTwoReadBlock];  // of each thread: low, then high
   const Slice<kVec> slice(kTwoReadBlock, blockIdx.y, channels_per_group, groups_per_block);
   const int64_t sample = blockIdx.z;
@@ -345,7 +345,7 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_statistics_kernel(
   }
   const Moments all = sums_of_parts.moments();
   const int groups = channels / channels_per_group;
-  float* to = moments + 3 * ((sample * gridDim.x + blockIdx.x) * groups + blockIdx.y * groups_per_block + group);
+  float* to = moments + 3 * ((sample * chunks + blockIdx.x) * groups + blockIdx.y * groups_per_block + group);
   to[0] = all.count;
   to[1] = all.mean;
   to[2] = all.m2;
@@ -355,11 +355,10 @@ template <class T, int kVec, bool kSkip>
 __global__ __launch_bounds__(kTwoReadBlock) void group_norm_apply_kernel(
     const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta,
     const float* moments, T* y, int affine_is_float, int spatial, int channels, int channels_per_group,
-    int groups_per_block, int pixels_per_chunk, int activation, float epsilon) {
+    int groups_per_block, int pixels_per_chunk, int chunks, int activation, float epsilon) {
   __shared__ float parts[3 * kTwoReadBlock], means[kMaxGroupsPerBlock], factors[kMaxGroupsPerBlock];
   const int64_t sample = blockIdx.z;
   const int groups = channels / channels_per_group;
-  const int chunks = static_cast<int>(gridDim.x);
   const Slice<kVec> slice(kTwoReadBlock, blockIdx.y, channels_per_group, groups_per_block);
   const int64_t begin = sample * spatial * channels + slice.channel;
   const int chunk_here = chunks - 1 - static_cast<int>(blockIdx.x);
@@ -927,7 +926,7 @@ const char* launch_two_reads(const GroupNormParams& p, const Plan& plan, void* w
       a.skip == nullptr ? group_norm_statistics_kernel<T, kVec, false> : group_norm_statistics_kernel<T, kVec, true>;
   const char* error =
       launch(statistics, grid, dim3(kTwoReadBlock), 0, stream, a.x, a.skip, a.skip_channels, a.bias, a.sum, moments,
-             p.spatial, p.channels, a.channels_per_group, plan.groups_per_block, plan.pixels_per_chunk);
+             p.spatial, p.channels, a.channels_per_group, plan.groups_per_block, plan.pixels_per_chunk, plan.chunks);
   if (error != nullptr) return error;
   // When S was stored it is read instead of its parts.
   const bool stored = a.sum != nullptr;
@@ -936,7 +935,7 @@ const char* launch_two_reads(const GroupNormParams& p, const Plan& plan, void* w
   return launch(apply, grid, dim3(kTwoReadBlock), 0, stream, stored ? a.sum : a.x, stored ? nullptr : a.skip,
                 stored ? nullptr : a.skip_channels, stored ? nullptr : a.bias, p.gamma, p.beta, moments, a.y,
                 a.affine_is_float, p.spatial, p.channels, a.channels_per_group, plan.groups_per_block,
-                plan.pixels_per_chunk, p.activation, p.epsilon);
+                plan.pixels_per_chunk, plan.chunks, p.activation, p.epsilon);
 }
 
 #if !SD_ORT_HIP

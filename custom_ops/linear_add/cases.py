@@ -1,4 +1,4 @@
-"""LinearAdd: the calls that test it, the products of Stable Diffusion that time it, and how to launch its kernel."""
+"""LinearAdd: the calls that test it and the products of Stable Diffusion that time it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from custom_ops.op import DTYPES, Array, Case, Launch, Shape
+from custom_ops.op import DTYPES, Array, Case, Shape
 
 NAME = "LinearAdd"
 INPUTS = ("X", "W", "bias", "skip")
@@ -89,21 +89,3 @@ CASES = [
     _case(2048, 2560, n=640, big=True),
     _case(512, 5120, n=1280, big=True),
 ]
-
-LAUNCHES = {
-    "linear_add_kernel": Launch(
-        template=("T",),
-        arguments=(
-            ("x", "const T*"),
-            ("weight", "const T*"),
-            ("bias", "const T*"),
-            ("skip", "const T*"),
-            ("y", "T*"),
-            ("count", "int64"),
-            ("inner", "int64"),
-            ("columns", "int64"),
-        ),
-        block="256",
-        grid=("ceil(count / 256)", "1", "1"),
-    )
-}

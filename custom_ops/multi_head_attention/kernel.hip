@@ -400,8 +400,8 @@ __device__ inline void store_tile(const mma::Pieces& pieces, T* to, int64_t stri
 
 template <class T, int kHead, int kQueries, int kKeys, int kThreads>
 __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries)) void flash_attention_kernel(
-    const T* query, const T* key, const T* value, const T* attention_bias, T* output, int sequence, int kv_sequence,
-    int head_size, int64_t query_batch_stride, int64_t query_row_stride, int64_t query_head_stride,
+    const T* query, const T* key, const T* value, const T* attention_bias, T* output, int heads, int sequence,
+    int kv_sequence, int head_size, int64_t query_batch_stride, int64_t query_row_stride, int64_t query_head_stride,
     int64_t key_batch_stride, int64_t key_row_stride, int64_t key_head_stride, int64_t value_batch_stride,
     int64_t value_row_stride, int64_t value_head_stride, int64_t bias_batch_stride, int64_t bias_head_stride,
     float scale, int causal) {
@@ -420,7 +420,7 @@ __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries)) void flash_a
   Keys keys(key_lds);
   Values values(value_lds);
 
-  const int head = blockIdx.y, batch = blockIdx.z, heads = gridDim.y;
+  const int head = blockIdx.y, batch = blockIdx.z;
   const int first_query = blockIdx.x * kQueries;
   const int wave_query = first_query + threadIdx.x / SD_ORT_WAVE_SIZE * kRowTiles * kTile;
   const Rows<T> query_rows = {query + batch * query_batch_stride + head * query_head_stride,
@@ -536,8 +536,8 @@ __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries)) void flash_a
 // every stage: its rows of the scores, and its columns of the output.
 template <class T, int kHead, int kStage, int kThreads>
 __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(
-    const T* query, const T* key, const T* value, const T* attention_bias, T* output, int sequence, int kv_sequence,
-    int head_size, int64_t query_batch_stride, int64_t query_row_stride, int64_t query_head_stride,
+    const T* query, const T* key, const T* value, const T* attention_bias, T* output, int heads, int sequence,
+    int kv_sequence, int head_size, int64_t query_batch_stride, int64_t query_row_stride, int64_t query_head_stride,
     int64_t key_batch_stride, int64_t key_row_stride, int64_t key_head_stride, int64_t value_batch_stride,
     int64_t value_row_stride, int64_t value_head_stride, int64_t bias_batch_stride, int64_t bias_head_stride,
     float scale, int causal) {
@@ -561,7 +561,7 @@ __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(
   alignas(16) __shared__ T weight_lds[WeightTile::kSize];
   __shared__ float row_lds[kWaveColumns][kQueries];
 
-  const int head = blockIdx.y, batch = blockIdx.z, heads = gridDim.y;
+  const int head = blockIdx.y, batch = blockIdx.z;
   const int lane = lane_id(), wave = threadIdx.x / SD_ORT_WAVE_SIZE;
   const int wave_row = wave / kWaveColumns * kRowTiles * kTile, wave_column = wave % kWaveColumns;
   const int first_query = blockIdx.x * kQueries;
@@ -812,7 +812,7 @@ __global__ __launch_bounds__(
     kHead > 80     ? 2 / kGroups
     : kGroups == 1 ? 3
                    : 2) void warpgroup_attention_kernel(const T* query, const T* key, const T* value,
-                                                        const T* attention_bias, T* output, int sequence,
+                                                        const T* attention_bias, T* output, int heads, int sequence,
                                                         int kv_sequence, int head_size, int64_t query_batch_stride,
                                                         int64_t query_row_stride, int64_t query_head_stride,
                                                         int64_t key_batch_stride, int64_t key_row_stride,
@@ -835,7 +835,7 @@ __global__ __launch_bounds__(
   char* const key_lds = lds + Queries::kBytes;
   char* const value_lds = key_lds + kStages * Keys::kBytes;
 
-  const int head = blockIdx.y, batch = blockIdx.z, heads = gridDim.y;
+  const int head = blockIdx.y, batch = blockIdx.z;
   const int first_query = blockIdx.x * kQueries;
   const int group = threadIdx.x / wgmma::kThreads;
   const int wave_query = first_query + threadIdx.x / kWave * kTile;
@@ -935,8 +935,8 @@ __global__ __launch_bounds__(
 // block computes 64 * kColumnTiles columns of the output, and all scores.
 template <class T, int kColumnTiles>
 __global__ __launch_bounds__(256, 1) void plain_attention_kernel(
-    const T* query, const T* key, const T* value, const T* attention_bias, T* output, int sequence, int kv_sequence,
-    int head_size, int64_t query_batch_stride, int64_t query_row_stride, int64_t query_head_stride,
+    const T* query, const T* key, const T* value, const T* attention_bias, T* output, int heads, int sequence,
+    int kv_sequence, int head_size, int64_t query_batch_stride, int64_t query_row_stride, int64_t query_head_stride,
     int64_t key_batch_stride, int64_t key_row_stride, int64_t key_head_stride, int64_t value_batch_stride,
     int64_t value_row_stride, int64_t value_head_stride, int64_t bias_batch_stride, int64_t bias_head_stride,
     float scale, int causal) {
@@ -949,7 +949,7 @@ __global__ __launch_bounds__(256, 1) void plain_attention_kernel(
   const int column_blocks = (head_size + kTile * kColumnTiles - 1) / (kTile * kColumnTiles);
   const int first_column = blockIdx.x % column_blocks * kTile * kColumnTiles;
   const int first_query = blockIdx.x / column_blocks * kTile;
-  const int head = blockIdx.y, batch = blockIdx.z, heads = gridDim.y;
+  const int head = blockIdx.y, batch = blockIdx.z;
   const int thread = threadIdx.x;
   const int row = thread / 16 * 4, column = thread % 16 * 4;  // of the thread's 4 x 4
   query += batch * query_batch_stride + head * query_head_stride;
@@ -1077,7 +1077,7 @@ constexpr int64_t kLargestWarpgroupHead = 128;
 
 // Launches any of the kernels above: they take the same arguments.
 template <class T>
-using AttentionKernel = void(const T*, const T*, const T*, const T*, T*, int, int, int, int64_t, int64_t, int64_t,
+using AttentionKernel = void(const T*, const T*, const T*, const T*, T*, int, int, int, int, int64_t, int64_t, int64_t,
                              int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
 
 template <class T>
@@ -1086,9 +1086,9 @@ const char* launch_kernel(AttentionKernel<T>* kernel, const MultiHeadAttentionPa
   return launch(kernel, dim3(blocks_a_head, p.heads, p.batch), dim3(threads), lds_bytes, stream,
                 static_cast<const T*>(p.query.data), static_cast<const T*>(p.key.data),
                 static_cast<const T*>(p.value.data), static_cast<const T*>(p.attention_bias), static_cast<T*>(p.output),
-                p.sequence, p.kv_sequence, p.head_size, p.query.batch_stride, p.query.row_stride, p.query.head_stride,
-                p.key.batch_stride, p.key.row_stride, p.key.head_stride, p.value.batch_stride, p.value.row_stride,
-                p.value.head_stride, p.bias_batch_stride, p.bias_head_stride, p.scale, p.causal);
+                p.heads, p.sequence, p.kv_sequence, p.head_size, p.query.batch_stride, p.query.row_stride,
+                p.query.head_stride, p.key.batch_stride, p.key.row_stride, p.key.head_stride, p.value.batch_stride,
+                p.value.row_stride, p.value.head_stride, p.bias_batch_stride, p.bias_head_stride, p.scale, p.causal);
 }
 
 template <class T, int kHead, int kQueries, int kKeys, int kThreads>
