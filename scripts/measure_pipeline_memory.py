@@ -1,8 +1,7 @@
 """Peak memory of drawing with all components open and with --low-memory, and of decoding with VAE tiling.
 
-Each case runs in a process of its own; its peak is the highest resident set the kernel saw. The tiled decode takes a
-latent of `--tiles` tiles in a row: every further tile uses the same memory again, so only the picture itself (12 bytes
-a pixel) grows with the size. Writes JSON.
+Each case runs in a process of its own; its peak is the highest resident set the kernel saw. The tiled decode is of
+`--decode` x `--decode` pixels and random latents. Writes JSON.
 
     python scripts/measure_pipeline_memory.py FOLDER --out results/pipeline_memory.json
 """
@@ -20,7 +19,7 @@ from typing import Any
 CASES = ("all open", "low memory", "vae tiled")
 
 
-def run(case: str, folder: Path, size: int, steps: int, tiles: int) -> None:
+def run(case: str, folder: Path, size: int, steps: int, decoded: int) -> None:
     """Draw or decode, and print the peak."""
     import torch
 
@@ -29,9 +28,8 @@ def run(case: str, folder: Path, size: int, steps: int, tiles: int) -> None:
     options: dict[str, Any] = {"low_memory": case != "all open", "vae_tiling": case == "vae tiled"}
     pipeline = StableDiffusionPipeline.from_pretrained(folder, **options)
     if case == "vae tiled":
-        side = pipeline.tile // pipeline.vae_scale_factor
-        shape = (1, pipeline.latent_channels, side, side // 4 * 3 * (tiles - 1) + side)
-        latents = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        side = decoded // pipeline.vae_scale_factor
+        latents = torch.randn((1, pipeline.latent_channels, side, side), generator=torch.Generator().manual_seed(0))
         pixels = list(pipeline.decode(latents).shape[2:])
     else:
         pipeline("a house", size, size, steps, generator=0)
@@ -45,16 +43,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--tiles", type=int, default=2)
+    parser.add_argument("--decode", type=int, default=2048)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--case", choices=CASES)
     given = parser.parse_args()
     if given.case:
-        return run(given.case, given.folder, given.size, given.steps, given.tiles)
+        return run(given.case, given.folder, given.size, given.steps, given.decode)
     rows: list[dict[str, Any]] = []
     for case in CASES:
         command = [sys.executable, __file__, str(given.folder), "--case", case]
-        command += ["--size", str(given.size), "--steps", str(given.steps), "--tiles", str(given.tiles)]
+        command += ["--size", str(given.size), "--steps", str(given.steps), "--decode", str(given.decode)]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         rows.append(json.loads(output.splitlines()[-1]))
         print(rows[-1], flush=True)
