@@ -19,7 +19,7 @@ from fusion_passes._lazy import constant, derived
 from fusion_passes._rule import DOMAIN
 
 TO_NHWC, TO_NCHW = [0, 2, 3, 1], [0, 3, 1, 2]
-ELEMENTWISE = frozenset("Add Cast Div Gelu Mul Relu Sigmoid Sub Swish Tanh".split())
+ELEMENTWISE = frozenset("Add Cast Clip Div Erf Gelu Mish Mul Relu Sigmoid Softplus Sub Swish Tanh".split())
 
 
 def to_nhwc(model: ir.Model) -> int:

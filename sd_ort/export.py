@@ -32,7 +32,7 @@ from sd_ort.errors import InputError, OutputError, VerificationError
 from sd_ort.folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
 from sd_ort.models import MODEL_OF, Config, Signature, Tensor, join_axis, size, split_axis
 from sd_ort.modules import wrap
-from sd_ort.session import CPU_EP, runtime
+from sd_ort.session import CPU_EP, first_line, runtime
 from sd_ort.sources import Source, component_signature, is_sdxl, open_source, quiet, read_json
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ def example(tensor: Tensor, sizes: Mapping[str, int], config: Mapping[str, Any],
     generator = torch.Generator().manual_seed(seed + zlib.crc32(tensor.name.encode()))
     shape = [size(axis, sizes) for axis in tensor.axes]
     if tensor.dtype == "int64":
-        return torch.randint(config["vocab_size"], shape, generator=generator)
+        count = config["num_class_embeds" if tensor.name == "class_labels" else "vocab_size"]
+        return torch.randint(count, shape, generator=generator)
     if tensor.name == "timestep":
         return torch.rand(shape, generator=generator) * 1000
     if tensor.name == "time_ids":
@@ -234,7 +235,8 @@ class Options:
 def export_component(source: Source, component: str, folder: Path, options: Options, seed: int) -> dict[str, Any]:
     """Export one component into `folder` and compare it with torch; its entry of the manifest.
 
-    Raises VerificationError when ONNX Runtime's fp32 outputs differ from torch's by more than TOLERANCE.
+    Raises InputError for weights with which torch gives no numbers, VerificationError when ONNX Runtime's fp32 outputs
+    differ from torch's by more than TOLERANCE.
     """
     import onnx_ir as ir
 
@@ -249,10 +251,12 @@ def export_component(source: Source, component: str, folder: Path, options: Opti
         signature = component_signature(source, component, config)
         module = wrap(component, model, is_sdxl(source), "controlnet" in source.configs)
         inputs = {t.name: example(t, CHECK, config, seed) for t in signature.inputs}
-        outputs = module(*inputs.values())
+        outputs = _in_torch(module, list(inputs.values()), component)
         expected = [o.numpy() for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
+        if not all(np.isfinite(array).all() for array in expected):
+            raise InputError(f"{source.name}: its {component} gives NaN or infinite numbers in torch: get it again.")
         args = [example(t, TRACE, config, seed + 1) for t in signature.inputs]
-        graph = EXPORTERS[options.exporter](module, args, signature, options.opset, scratch)
+        graph = _to_onnx(module, args, signature, options, scratch, component)
         tidy(graph, signature)
         nodes = len(graph.graph)
         ir.save(graph, folder / MODEL, external_data=DATA, alignment=ALIGNMENT)
@@ -274,6 +278,31 @@ def export_component(source: Source, component: str, folder: Path, options: Opti
         "bytes": sum((folder / name).stat().st_size for name in (MODEL, DATA)),
         "seconds": round(time.perf_counter() - started, 1),
     }
+
+
+def _in_torch(module: torch.nn.Module, inputs: Sequence[torch.Tensor], component: str) -> Any:
+    """The module's outputs. Raises InputError for a config whose parts do not fit together."""
+    try:
+        return module(*inputs)
+    except Exception as error:  # diffusers checks little of a config: the parts fail in their own ways
+        raise InputError(f"torch cannot run this {component}: {first_line(error)}") from error
+
+
+def _to_onnx(
+    module: torch.nn.Module, args: Sequence[torch.Tensor], signature: Signature, options: Options, scratch: Path,
+    component: str,
+) -> ir.Model:  # fmt: skip
+    """The module as an ONNX graph. Raises InputError for what the exporter cannot express."""
+    try:
+        return EXPORTERS[options.exporter](module, args, signature, options.opset, scratch)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # the exporters have no common base of errors
+        other = next(name for name in EXPORTERS if name != options.exporter)
+        raise InputError(
+            f"the {options.exporter} exporter cannot take this {component} ({first_line(error)}): "
+            f"try --exporter {other}."
+        ) from error
 
 
 def save_config(model: Any, folder: Path) -> Config:

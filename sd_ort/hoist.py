@@ -1,6 +1,6 @@
 """Hoisting: a UNet as three graphs, of which only one runs at every step.
 
-    prompt   reads encoder_hidden_states [, text_embeds, time_ids]   once a prompt: the K and V of every cross-attention
+    prompt   reads all inputs but sample and timestep                once a prompt: the K and V of every cross-attention
     time     reads timestep (and results of `prompt`)                once a schedule: the time embeddings
     step     reads sample and the results of both                    every step
 
@@ -23,7 +23,7 @@ from sd_ort.compose import inline
 from sd_ort.errors import InputError
 from sd_ort.folder import MODEL
 
-PROMPT_INPUTS = frozenset({"encoder_hidden_states", "text_embeds", "time_ids"})
+PROMPT_INPUTS = frozenset({"encoder_hidden_states", "text_embeds", "time_ids", "timestep_cond", "class_labels"})
 TIMESTEP = "timestep"
 TIME_EMBEDDING = "time_embedding"
 # Components of a hoisted pipeline folder, by graph. The step graph keeps the name of the UNet.

@@ -141,6 +141,8 @@ def _values(component: str, value: ir.Value, shape: list[int], config: Mapping[s
         return random.integers(1, 1000, shape).astype(np.int64 if value.dtype == ir.DataType.INT64 else np.float32)
     if name == "time_ids":  # height and width of the original, top and left of the crop, height and width (or a score)
         return np.broadcast_to(np.array([1024, 1024, 0, 0, 1024, 1024][: shape[-1]], np.float32), shape).copy()
+    if name == "class_labels" and config.get("num_class_embeds"):
+        return random.integers(0, config["num_class_embeds"], shape)
     if name == "conditioning_scale":
         return np.ones(shape, np.float32)
     if component == "vae_encoder":

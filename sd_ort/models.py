@@ -128,7 +128,19 @@ def _denoiser_inputs(unet: Mapping[str, Any]) -> list[Tensor]:
     if unet.get("addition_embed_type") == "text_time":
         pooled, ids = time_ids_split(unet)
         inputs += [Tensor("text_embeds", ("batch", pooled)), Tensor("time_ids", ("batch", ids))]
-    return inputs
+    if unet.get("time_cond_proj_dim"):  # the guidance scale, told to a distilled model: LCM
+        inputs.append(Tensor("timestep_cond", ("batch", unet["time_cond_proj_dim"])))
+    return inputs + _class_labels(unet)
+
+
+def _class_labels(unet: Mapping[str, Any]) -> list[Tensor]:
+    """The input beside the timestep: a noise level (x4 upscaler), an image embedding and its noise level (unCLIP)."""
+    kind = unet.get("class_embed_type")
+    if kind in ("projection", "simple_projection"):
+        return [Tensor("class_labels", ("batch", unet["projection_class_embeddings_input_dim"]))]
+    if kind == "timestep":
+        return [Tensor("class_labels", ("batch",))]
+    return [Tensor("class_labels", ("batch",), "int64")] if unet.get("num_class_embeds") else []
 
 
 def time_ids_split(unet: Mapping[str, Any]) -> tuple[int, int]:
@@ -167,6 +179,8 @@ def _controlnet(config: Mapping[str, Any]) -> Signature:
 def _vae_encoder(config: Mapping[str, Any]) -> Signature:
     factor = 2 ** (levels(config) - 1)
     image = Tensor("sample", ("batch", config["in_channels"], f"height*{factor}", f"width*{factor}"))
+    if config.get("_class_name") == "AutoencoderTiny":  # its latents themselves, where others have a distribution
+        return Signature((image,), (Tensor("latent_sample", ("batch", config["latent_channels"], "height", "width")),))
     moments = 2 * config["latent_channels"]
     return Signature((image,), (Tensor("latent_parameters", ("batch", moments, "height", "width")),))
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from sd_ort.models import signature
 
 
 class TextEncoder(torch.nn.Module):
@@ -24,22 +27,19 @@ class TextEncoder(torch.nn.Module):
 
 
 class UNet(torch.nn.Module):
-    """sample, timestep, encoder_hidden_states [, text_embeds, time_ids] [, ControlNet's residuals] -> out_sample."""
+    """sample, timestep, encoder_hidden_states and the inputs `names` of the signature -> out_sample."""
 
-    def __init__(self, model: torch.nn.Module, sdxl: bool, controlnet: bool) -> None:
+    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         super().__init__()
         self.model = model
-        self.sdxl = sdxl
-        self.controlnet = controlnet
+        self.names = names
 
     def forward(self, sample: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, *extra: Any) -> torch.Tensor:
-        options: dict[str, Any] = {}
-        if self.sdxl:
-            options["added_cond_kwargs"] = {"text_embeds": extra[0], "time_ids": extra[1]}
-            extra = extra[2:]
-        if self.controlnet:
-            options["down_block_additional_residuals"] = tuple(extra[:-1])
-            options["mid_block_additional_residual"] = extra[-1]
+        named = dict(zip(self.names, extra, strict=True))
+        options = _denoiser_options(named)
+        if residuals := [value for name, value in named.items() if name.startswith("down_block")]:
+            options["down_block_additional_residuals"] = tuple(residuals)
+            options["mid_block_additional_residual"] = named["mid_block_additional_residual"]
         output: torch.Tensor = self.model(sample, timestep, context, return_dict=False, **options)[0]
         return output
 
@@ -47,22 +47,28 @@ class UNet(torch.nn.Module):
 class ControlNet(torch.nn.Module):
     """The UNet's inputs, an image and a scale -> one residual a skip connection, and one for the middle block."""
 
-    def __init__(self, model: torch.nn.Module, sdxl: bool) -> None:
+    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         super().__init__()
         self.model = model
-        self.sdxl = sdxl
+        self.names = names
 
     def forward(self, sample: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, *extra: Any) -> Any:
-        options: dict[str, Any] = {}
-        if self.sdxl:
-            options["added_cond_kwargs"] = {"text_embeds": extra[0], "time_ids": extra[1]}
+        options = _denoiser_options(dict(zip(self.names, extra, strict=True)))
         image, scale = extra[-2:]
         down, middle = self.model(sample, timestep, context, image, scale, return_dict=False, **options)
         return (*down, middle)
 
 
+def _denoiser_options(named: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What UNet and ControlNet take by keyword, of the inputs `named`."""
+    options: dict[str, Any] = {name: named[name] for name in ("timestep_cond", "class_labels") if name in named}
+    if "text_embeds" in named:
+        options["added_cond_kwargs"] = {name: named[name] for name in ("text_embeds", "time_ids")}
+    return options
+
+
 class VaeEncoder(torch.nn.Module):
-    """image [B, 3, H, W] in -1..1 -> mean and log variance [B, 2C, H/8, W/8], not scaled."""
+    """image [B, 3, H, W] in -1..1 -> mean and log variance [B, 2C, H/8, W/8], or latents [B, C, ..]; not scaled."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -70,8 +76,9 @@ class VaeEncoder(torch.nn.Module):
         del model.decoder
 
     def forward(self, sample: torch.Tensor) -> torch.Tensor:
-        parameters: torch.Tensor = self.model.encode(sample).latent_dist.parameters  # type: ignore[operator]
-        return parameters
+        encoded = self.model.encode(sample)  # type: ignore[operator]
+        output: torch.Tensor = encoded.latents if "latents" in encoded else encoded.latent_dist.parameters
+        return output
 
 
 class VaeDecoder(torch.nn.Module):
@@ -91,8 +98,7 @@ def wrap(component: str, model: torch.nn.Module, sdxl: bool, controlnet: bool) -
     """The module of `component`, in eval mode."""
     if component.startswith("text_encoder"):
         return TextEncoder(model, sdxl).eval()
-    if component == "unet":
-        return UNet(model, sdxl, controlnet).eval()
-    if component == "controlnet":
-        return ControlNet(model, sdxl).eval()
+    if component in ("unet", "controlnet"):
+        names = [tensor.name for tensor in signature(component, model.config, controlnet=controlnet).inputs[3:]]
+        return (UNet if component == "unet" else ControlNet)(model, names).eval()
     return (VaeEncoder if component == "vae_encoder" else VaeDecoder)(model).eval()

@@ -63,6 +63,7 @@ class Source(Protocol):
 CLASSES = {
     "UNet2DConditionModel": "diffusers",
     "AutoencoderKL": "diffusers",
+    "AutoencoderTiny": "diffusers",
     "ControlNetModel": "diffusers",
     "CLIPTextModel": "transformers",
     "CLIPTextModelWithProjection": "transformers",
@@ -97,7 +98,7 @@ class FolderSource:
     def load(self, model: str) -> torch.nn.Module:
         folder, name = self.folder_of(model), self.index[model][1]
         dtype = "dtype" if CLASSES[name] == "transformers" else "torch_dtype"
-        options = {dtype: torch.float32, "local_files_only": True, "variant": _variant(folder)}
+        options = {dtype: torch.float32, "local_files_only": True, **_weights(folder)}
         loaded: torch.nn.Module
         try:
             with no_progress_bars():
@@ -146,10 +147,12 @@ def no_progress_bars() -> Iterator[None]:
             library.enable_progress_bar()
 
 
-def _variant(folder: Path) -> str | None:
-    """ "fp16" when a model's folder holds only that variant of its weights."""
-    weights = [p.name for p in folder.glob("*.safetensors")] or [p.name for p in folder.glob("*.bin")]
-    return "fp16" if weights and all(".fp16" in name for name in weights) else None
+def _weights(folder: Path) -> dict[str, Any]:
+    """Which of a model's files to load: safetensors if there are some, the variant "fp16" if there is no other."""
+    safe = [p.name for p in folder.glob("*.safetensors")]
+    weights = safe or [p.name for p in folder.glob("*.bin")]
+    only_half = bool(weights) and all(".fp16" in name for name in weights)
+    return {"use_safetensors": bool(safe), "variant": "fp16" if only_half else None}
 
 
 @dataclass(frozen=True)
@@ -298,18 +301,24 @@ def open_folder(name: str, folder: Path) -> FolderSource:
         configs[model] = read_json(folder / model / "config.json", f"{folder} lacks its {model}")
     if "unet" not in configs:
         raise InputError(f"{folder} has no UNet: sd-ort exports Stable Diffusion 1.x, 2.x and XL pipelines.")
+    for part in ("scheduler", "tokenizer", "tokenizer_2"):
+        if (index.get(part) or [None])[0] and not (folder / part).is_dir():
+            raise InputError(f"{folder} lacks its {part}, which drawing needs: get the whole folder.")
     _check_unet(folder, configs["unet"])
     return FolderSource(name, folder, index, configs)
 
 
 # Parts of a diffusers UNet that would need inputs which the pipelines do not give.
-FOREIGN = ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type", "encoder_hid_dim", "time_cond_proj_dim")
+FOREIGN = ("encoder_hid_dim_type", "encoder_hid_dim")
+
+
+CLASS_EMBEDDINGS = ("timestep", "projection", "simple_projection")
 
 
 def _check_unet(folder: Path, config: Config) -> None:
     foreign = [key for key in FOREIGN if config.get(key)]
-    if config.get("addition_embed_type") not in (None, "text_time"):
-        foreign.append("addition_embed_type")
+    known = {"addition_embed_type": ("text_time",), "class_embed_type": CLASS_EMBEDDINGS}
+    foreign += [key for key, values in known.items() if config.get(key) not in (None, *values)]
     if foreign:
         raise InputError(f"{folder} has a UNet with {foreign[0]} = {config[foreign[0]]}, which sd-ort does not export.")
 

@@ -369,9 +369,9 @@ def test_onnx_folder_as_model(sd_ort, tiny_export, tmp_path):
 def test_unet_with_inputs_we_do_not_feed(sd_ort, checkpoint, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint, copy)
-    config = json.loads((copy / "unet" / "config.json").read_text()) | {"time_cond_proj_dim": 256}
+    config = json.loads((copy / "unet" / "config.json").read_text()) | {"encoder_hid_dim_type": "ip_image_proj"}
     (copy / "unet" / "config.json").write_text(json.dumps(config))
-    assert "time_cond_proj_dim" in refused(sd_ort, tmp_path, copy, tmp_path / "out")
+    assert "encoder_hid_dim_type = ip_image_proj" in refused(sd_ort, tmp_path, copy, tmp_path / "out")
 
 
 def test_truncated_checkpoint(sd_ort, checkpoint, tmp_path):

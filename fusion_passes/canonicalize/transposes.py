@@ -74,21 +74,22 @@ class FlattenSpatial(Rule):
 class UnflattenSpatial(Rule):
     """Reshape(Transpose(x: [B,HW,C], 021) -> Shape(like)) => Transpose(Reshape(x -> Shape(like NHWC)), 0312)"""
 
-    def pattern(self, op: Any, x: Any, like: Any) -> Any:
-        return op.Reshape(
-            op.Transpose(x, perm=[0, 2, 1], _outputs=["channels_first"]),
-            op.Shape(like, _outputs=["shape"]),
-            _outputs=["out"],
-        )
+    def pattern(self, op: Any, x: Any, shape: Any) -> Any:
+        return op.Reshape(op.Transpose(x, perm=[0, 2, 1]), shape, _outputs=["out"])
 
-    def refuse(self, x: ir.Value, out: ir.Value, like: ir.Value, shape: ir.Value, **_: Any) -> str | None:
-        before, after = c.dims(x), c.dims(out)
+    def refuse(self, x: ir.Value, shape: ir.Value, out: ir.Value, **_: Any) -> str | None:
+        before, after, source = c.dims(x), c.dims(out), shape.producer()  # other Reshapes may read the same Shape
         if before is None or after is None or len(before) != 3 or len(after) != 4 or before[::2] != after[:2]:
             return "the Reshape does not restore two spatial axes"
-        return None if c.same_shape(out, like) else "the shape is not that of the tensor it is taken from"
+        if source is None or source.op_type != "Shape" or not c.same_shape(out, source.inputs[0]):
+            return "the shape is not that of the tensor it is taken from"
+        return None
 
-    def rewrite(self, op: Any, x: ir.Value, like: ir.Value, **_: Any) -> Any:
-        return op.Transpose(op.Reshape(x, op.Shape(op.Transpose(like, perm=[0, 2, 3, 1]))), perm=[0, 3, 1, 2])
+    def rewrite(self, op: Any, x: ir.Value, shape: ir.Value, **_: Any) -> Any:
+        source = shape.producer()
+        assert source is not None
+        like = op.Transpose(source.inputs[0], perm=[0, 2, 3, 1])
+        return op.Transpose(op.Reshape(x, op.Shape(like)), perm=[0, 3, 1, 2])
 
 
 RULES = (MergeTransposes, BatchedTranspose, FlattenSpatial, UnflattenSpatial)
