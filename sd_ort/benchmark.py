@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from sd_ort import device, engines, measure, variants
+from sd_ort import device, engines, measure, tuning, variants
 from sd_ort.engines import Engine, Settings
 from sd_ort.errors import SdOrtError
 from sd_ort.folder import components
@@ -155,7 +155,7 @@ class Worker:
         for name, values in (("image_s", case.image_s), ("step_ms", case.step_ms), ("energy_J", case.energy_J)):
             if values:
                 row[name] = measure.summary(values)
-        if settings.tuning and provider_named(settings.provider).tuning and case.image_s:
+        if settings.tuning and is_tuned(self.engine, settings.provider) and case.image_s:
             row["tuning_s"] = max(0.0, (case.first_run_s or 0) - case.batch * median(case.image_s))
         if baseline is not None and baseline.step_ms:
             row["step_speedup"] = speedup(case.step_ms, baseline.step_ms)
@@ -364,8 +364,8 @@ def _measure(
 def _notes(settings: Settings, meter: device.Meter) -> list[str]:
     """What a reader of the numbers has to know."""
     notes = []
-    if settings.tuning and not provider_named(settings.provider).tuning:
-        notes.append(f"the {settings.provider} provider has no tunable operators: --tuning changed nothing.")
+    if settings.tuning:
+        notes.append(_tuning_note(settings.provider))
     if op_library() is None:
         notes.append("no custom-op library was found: fused operators ran as plain ONNX functions.")
     if settings.sequential:
@@ -373,6 +373,28 @@ def _notes(settings: Settings, meter: device.Meter) -> list[str]:
     energy = "of the whole device, idle power included" if meter.energy_J() is not None else meter.note
     notes.append(f"energy: {energy}.")
     return notes
+
+
+def tuners(provider: str, *, library: bool = True) -> list[str]:
+    """What --tuning turns on: the provider's own search for its fastest kernels, that of the op library, or nothing."""
+    entry = provider_named(provider)
+    found = [f"the {provider} provider's"] if entry.tuning else []
+    if library and tuning.gpu_library(entry.ep, op_library()) is not None:
+        found.append("the op library's")
+    return found
+
+
+def is_tuned(engine: Engine, provider: str) -> bool:
+    """Whether --tuning means something to an engine."""
+    return engine.engine == "onnxruntime" and bool(tuners(provider, library=engine.library))
+
+
+def _tuning_note(provider: str) -> str:
+    if found := tuners(provider):
+        return f"--tuning was on: {' and '.join(found)} kernels were searched for the fastest."
+    missing = provider_named(provider).ep in tuning.GPU_LIBRARIES
+    advice = ", and no op library is built for it (sd-ort build-ops)" if missing else ""
+    return f"--tuning changed nothing: the {provider} provider has no tunable operators{advice}."
 
 
 def speedup(times: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:

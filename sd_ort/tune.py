@@ -47,6 +47,8 @@ def tune(
             "use --provider cuda or rocm on a machine with one."
         )
     source = tuning.gpu_ops(entry.ep, library)
+    if source is None and not entry.tuning:
+        raise ProviderError(f"no op library for {provider}, whose kernels are all there is to tune: sd-ort build-ops.")
     if source is None:
         say(f"no op library for {provider}: only ONNX Runtime's own operators are tuned (sd-ort build-ops).")
     sizes = image_sizes(directory, heights, widths)

@@ -95,12 +95,18 @@ class GpuOps:
         self.c.sd_ort_enable_tuning(int(enabled))
 
 
-def gpu_ops(ep: str, op_library: Path | None) -> GpuOps | None:
+def gpu_library(ep: str, op_library: Path | None) -> Path | None:
     """The GPU half beside the op library that serves an execution provider; None when there is none."""
     if op_library is None or ep not in GPU_LIBRARIES:
         return None
     path = op_library.parent / GPU_LIBRARIES[ep]
-    return GpuOps(path) if path.is_file() else None
+    return path if path.is_file() else None
+
+
+def gpu_ops(ep: str, op_library: Path | None) -> GpuOps | None:
+    """The functions of `gpu_library`; None when there is none. Raises TuningError when it cannot be loaded."""
+    path = gpu_library(ep, op_library)
+    return None if path is None else GpuOps(path)
 
 
 def folder() -> Path:

@@ -10,6 +10,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -293,6 +294,30 @@ def test_engines_draw_the_same_image(report: dict[str, Any], report_folder: Path
 
 def test_tuning_without_tunable_operators_is_said(report: dict[str, Any]) -> None:
     assert any("--tuning changed nothing" in note for note in report["notes"])
+
+
+@pytest.mark.parametrize(
+    ("provider", "built", "note"),
+    [
+        ("cpu", "libsd_ort_cuda.so", "changed nothing: the cpu provider has no tunable operators."),
+        ("cuda", "", "changed nothing: the cuda provider has no tunable operators, and no op library is built for it"),
+        ("cuda", "libsd_ort_hip.so", "changed nothing: the cuda provider has no tunable operators, and no op library"),
+        ("cuda", "libsd_ort_cuda.so", "was on: the op library's kernels"),
+        ("rocm", "", "was on: the rocm provider's kernels"),
+        ("rocm", "libsd_ort_hip.so", "was on: the rocm provider's and the op library's kernels"),
+    ],
+)
+def test_note_on_tuning(provider: str, built: str, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tuned depends on the provider and on the GPU half of the op library; engines without it are not."""
+    (tmp_path / built).touch()
+    monkeypatch.setattr(benchmark, "op_library", lambda: tmp_path / "libsd_ort_ops.so")
+    notes = benchmark._notes(Settings(provider=provider, tuning=True), device.Meter())
+    assert any(f"--tuning {note}" in line for line in notes)
+    assert not any("--tuning" in line for line in benchmark._notes(Settings(provider=provider), device.Meter()))
+    ours = Engine("ours", "onnxruntime", "folder", "demo")
+    assert benchmark.is_tuned(ours, provider) is ("was on" in note)
+    assert benchmark.is_tuned(replace(ours, library=False), provider) is (provider == "rocm")
+    assert not benchmark.is_tuned(replace(ours, engine="torch"), provider)
 
 
 def test_csv_has_onnxruntimes_columns(report: dict[str, Any], report_folder: Path) -> None:

@@ -211,6 +211,12 @@ def test_the_cpu_has_nothing_to_tune(tiny_export: Path, sd_ort: Callable[..., tu
     assert "the cpu provider has nothing to tune" in err
 
 
+def test_a_gpu_without_an_op_library_has_nothing_to_tune(tmp_path: Path) -> None:
+    """CUDA's own kernels are not tunable: what there is to tune is in libsd_ort_cuda.so, which is not there."""
+    with pytest.raises(ProviderError, match="no op library for cuda"):
+        tune.tune(tmp_path, "cuda", library=tmp_path / "libsd_ort_ops.so")
+
+
 def test_sizes(tiny_export: Path) -> None:
     """Pixels become latents; guidance doubles the UNet's batch; a text encoder runs once a batch."""
     step = tune.pixels_a_latent(tiny_export)
