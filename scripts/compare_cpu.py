@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 MODEL = "unet/model.onnx"
 BATCH = 2
 TURNS = {32: 5, 64: 2}  # latent edge -> measured steps of each engine, after one that is not counted
@@ -58,34 +58,20 @@ def make_ours(target: str) -> Callable[[Path, Path], None]:
     return make
 
 
-# What ONNX Runtime's optimizer makes that its CPU provider has no kernel for, and what is no exact fusion.
-NOT_FOR_CPU = (
-    "group_norm", "skip_group_norm", "nhwc_conv", "bias_splitgelu", "bias_add", "packed_qkv", "packed_kv",
-    "gemm_fast_gelu", "gelu_approximation",
-)  # fmt: skip
-
-
 def make_ort(source: Path, out: Path) -> None:
     """onnxruntime.transformers with every fusion that its CPU provider runs, its crash on NumPy 2.4 mended."""
-    import compare_fusion
-    from onnxruntime.transformers.fusion_options import FusionOptions
-    from onnxruntime.transformers.optimizer import optimize_model
+    from sd_ort.variants import optimize_by_onnxruntime
 
-    vars(sys.modules["fusion_attention_unet"])["int"] = compare_fusion._Int  # ORT puts its own folder on the path
-    options = FusionOptions("unet")
-    for name in [name for name in vars(options) if name.startswith("enable_")]:
-        setattr(options, name, name.removeprefix("enable_") not in NOT_FOR_CPU)
-    made = optimize_model(str(source), "unet", opt_level=0, optimization_options=options, use_gpu=False)
     out.parent.mkdir(parents=True)
-    made.save_model_to_file(str(out), True)
+    optimize_by_onnxruntime(source, out, "unet", "cpu")
 
 
 def make_onnxscript(source: Path, out: Path) -> None:
     """onnxscript's optimizer, then its fusions for ONNX Runtime."""
-    import compare_fusion
+    from sd_ort.variants import optimize_by_onnxscript
 
     out.parent.mkdir(parents=True)
-    compare_fusion.onnxscript_ort(source, out, "unet")
+    optimize_by_onnxscript(source, out)
 
 
 @dataclass(frozen=True)

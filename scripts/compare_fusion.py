@@ -18,16 +18,16 @@ import argparse
 import importlib
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from sd_ort import measure, variants
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -56,56 +56,17 @@ def ort_default(source: Path, output: Path, component: str) -> None:
     """onnxruntime.transformers as a user finds it: the model type given, everything else left alone."""
     from onnxruntime.transformers.optimizer import optimize_model
 
-    optimize_model(str(source), model_type=_ort_type(component)).save_model_to_file(str(output), True)
-
-
-class _AnyInt(type):
-    def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, int)
-
-
-class _Int(int, metaclass=_AnyInt):
-    """int(), for arrays of one element too."""
-
-    def __new__(cls, number: Any) -> int:  # type: ignore[misc]
-        return int(number.item() if hasattr(number, "item") else number)
+    optimize_model(str(source), model_type=variants.onnxruntime_type(component)).save_model_to_file(str(output), True)
 
 
 def ort_best(source: Path, output: Path, component: str) -> None:
-    """onnxruntime.transformers with every fusion for Stable Diffusion on a GPU switched on.
-
-    Its attention fusion calls int() on an array of one element, which NumPy 2.4 refuses; that is mended here.
-    """
-    from onnxruntime.transformers.fusion_options import FusionOptions
-    from onnxruntime.transformers.optimizer import optimize_model
-
-    attention = sys.modules["fusion_attention_unet"]  # it puts its own folder on the path
-    vars(attention)["int"] = _Int
-    options = FusionOptions(_ort_type(component))
-    for name in [name for name in vars(options) if name.startswith("enable_")]:
-        if name not in ("enable_shape_inference", "enable_gemm_fast_gelu", "enable_gelu_approximation"):
-            setattr(options, name, True)
-    made = optimize_model(
-        str(source),
-        _ort_type(component),
-        opt_level=0,
-        optimization_options=options,
-        use_gpu=True,
-        only_onnxruntime=False,
-    )
-    made.save_model_to_file(str(output), True)
+    """onnxruntime.transformers with every fusion for Stable Diffusion on a GPU switched on, its crash mended."""
+    variants.optimize_by_onnxruntime(source, output, component, "cuda")
 
 
 def onnxscript_ort(source: Path, output: Path, component: str) -> None:
     """onnxscript's optimizer, then its fusions for ONNX Runtime."""
-    import onnx_ir as ir
-    import onnxscript.optimizer
-    from onnxscript.rewriter.ort_fusions import optimize_for_ort
-
-    model = ir.load(source)
-    onnxscript.optimizer.optimize(model)
-    made, _ = optimize_for_ort(model)
-    ir.save(made, output, external_data=f"{output.name}.data")
+    variants.optimize_by_onnxscript(source, output)
 
 
 ENGINES = {"ours": ours, "ort best": ort_best, "ort default": ort_default, "onnxscript": onnxscript_ort}
@@ -117,10 +78,6 @@ MODULES = {
     "ort default": ["onnxruntime.transformers.optimizer"],
     "onnxscript": ["onnxscript.optimizer", "onnxscript.rewriter.ort_fusions"],
 }
-
-
-def _ort_type(component: str) -> str:
-    return "unet" if component in ("unet", "controlnet") else "vae" if component.startswith("vae") else "clip"
 
 
 def one(engine: str, source: Path, output: Path, component: str) -> dict[str, Any]:
@@ -214,20 +171,8 @@ def make_exports(exports: Path) -> None:
 
 def machine() -> dict[str, Any]:
     """What the numbers were measured with."""
-    from sd_ort.measure import cpu_name
-
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
-    ).stdout.strip()
-    packages = ("sd-ort", "onnxruntime", "onnxscript", "onnx", "onnx-ir", "torch", "diffusers")
-    return {
-        "commit": commit,
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
-        "load_average": os.getloadavg()[0],
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
-    }
+    about = {"commit": measure.commit(), **measure.machine(), "load_average": os.getloadavg()[0]}
+    return about | {"versions": measure.versions()}
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
@@ -246,7 +191,7 @@ def table(result: dict[str, Any]) -> str:
     """Markdown: a section a family and component, a row an exporter and engine."""
     about = result["machine"]
     lines = [
-        f"Measured at commit {about['commit']} on {about['cores']} cores of {about['cpu']}, {about['memory_gb']} GB "
+        f"Measured at commit {about['commit']} on {about['cores']} cores of {about['cpu']}, {about['memory_GB']} GB "
         f"(load average {about['load_average']:.1f}), "
         + ", ".join(f"{name} {number}" for name, number in about["versions"].items())
         + ".",

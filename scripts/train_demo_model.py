@@ -17,10 +17,8 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import random
 import shutil
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -29,14 +27,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from sd_ort import measure
 from sd_ort.demo import GUIDANCE, STEPS, fidelity, scenes
 from sd_ort.folder import sha256
 
@@ -394,10 +391,10 @@ def evaluate(
         "scheduler": type(pipeline.scheduler).__name__,
         "parameters": parameters(pipeline),
         "vae_reconstruction_share": reconstruction(pipeline.vae, count, device),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else processor(),
-        "versions": versions(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else measure.cpu_name(),
+        "versions": measure.versions(),
         "command": " ".join(["python", *sys.argv]),
-        "commit": commit(),
+        "commit": measure.commit(),
         "weights_sha256": {str(p.relative_to(folder)): sha256(p) for p in sorted(folder.rglob("*.safetensors"))},
         "runs": [],
     }
@@ -424,24 +421,6 @@ def sheet(images: list[Any], columns: int = 8) -> Any:
     for i, image in enumerate(images):
         page.paste(image, (i % columns * width, i // columns * height))
     return page
-
-
-def processor() -> str:
-    """Name of the CPU and number of cores."""
-    names = [n for n in Path("/proc/cpuinfo").read_text().splitlines() if n.startswith("model name")]
-    return f"{names[0].split(':')[1].strip() if names else platform.machine()}, {os.cpu_count()} cores"
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the score depends on."""
-    packages = (torch, diffusers, transformers, np)
-    return {"python": platform.python_version()} | {p.__name__: p.__version__ for p in packages}
-
-
-def commit() -> str | None:
-    """Commit of the checkout this script lies in, if git knows it."""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 # --- Main -------------------------------------------------------------------------------------------------------------

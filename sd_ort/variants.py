@@ -223,7 +223,7 @@ def _raw(task: Task, dtype: str) -> None:
     save(model, task.out)
 
 
-# --- The peers ------------------------------------------------------------------------------------------------------
+# --- The peers (scripts/compare_fusion.py and compare_cpu.py measure them too) --------------------------------------
 
 
 class _AnyInt(type):
@@ -245,16 +245,25 @@ _NOT_FUSIONS = ("enable_shape_inference", "enable_gemm_fast_gelu", "enable_gelu_
 
 
 def _ort(task: Task, provider: str, dtype: str) -> None:
+    """ONNX Runtime's optimizer on the TorchScript graph: its fusions were written for those."""
+    optimize_by_onnxruntime(_torchscript(task), task.out, task.component, provider, dtype)
+
+
+def onnxruntime_type(component: str) -> str:
+    """What onnxruntime.transformers calls the kind of model that a component is."""
+    return "unet" if component in ("unet", "controlnet") else "vae" if component.startswith("vae") else "clip"
+
+
+def optimize_by_onnxruntime(source: Path, out: Path, component: str, provider: str, dtype: str = "float32") -> None:
     """onnxruntime.transformers with every fusion for Stable Diffusion that the provider has kernels for.
 
-    Its fusions were written for graphs of the TorchScript exporter, which it gets. Its attention fusion calls int() on
-    an array of one element, which NumPy 2.4 refuses; that is mended in this process.
+    Its attention fusion calls int() on an array of one element, which NumPy 2.4 refuses; that is mended in this
+    process.
     """
     from onnxruntime.transformers.fusion_options import FusionOptions
     from onnxruntime.transformers.optimizer import optimize_model
 
-    source, component = _torchscript(task), task.component
-    kind = "unet" if component in ("unet", "controlnet") else "vae" if component.startswith("vae") else "clip"
+    kind = onnxruntime_type(component)
     vars(sys.modules["fusion_attention_unet"])["int"] = _Int  # ORT puts its own folder on the path
     options = FusionOptions(kind)
     on_cpu = provider == "cpu"
@@ -265,7 +274,7 @@ def _ort(task: Task, provider: str, dtype: str) -> None:
     )
     if dtype == "float16":
         made.convert_float_to_float16(keep_io_types=False, op_block_list=["RandomNormalLike"])
-    made.save_model_to_file(str(task.out), True)
+    made.save_model_to_file(str(out), True)
 
 
 def _torchscript(task: Task) -> Path:
@@ -301,13 +310,17 @@ def _torchscript(task: Task) -> Path:
 
 
 def _onnxscript(task: Task, dtype: str) -> None:
+    optimize_by_onnxscript(task.source, task.out, dtype)
+
+
+def optimize_by_onnxscript(source: Path, out: Path, dtype: str = "float32") -> None:
     """onnxscript's optimizer and `optimize_for_ort`; it has no converter to float16, so ONNX Runtime's follows."""
     import onnx
     import onnx_ir as ir
     import onnxscript.optimizer
     from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
-    out, model = task.out, ir.load(task.source)
+    model = ir.load(source)
     onnxscript.optimizer.optimize(model)
     made, _ = optimize_for_ort(model)
     if dtype != "float16":
