@@ -63,18 +63,9 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         """
         size = self._size(image, height, width)
         request = self._request(
-            prompt,
-            negative_prompt,
-            size,
-            num_inference_steps,
-            guidance_scale,
-            num_images_per_prompt,
-            eta,
-            generator,
-            output_type,
-            callback_on_step_end,
-            progress,
-        )
+            prompt, negative_prompt, num_images_per_prompt, *size,
+            num_inference_steps, guidance_scale, eta, generator, output_type, callback_on_step_end, progress,
+        )  # fmt: skip
         conditioning = self._condition(request)
         pixels = self.image_processor.preprocess(image, *size).float()
         timesteps = self._timesteps(request.steps, strength)
@@ -156,18 +147,9 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         is under the mask does not matter."""
         size = self._size(image, height, width)
         request = self._request(
-            prompt,
-            negative_prompt,
-            size,
-            num_inference_steps,
-            guidance_scale,
-            num_images_per_prompt,
-            eta,
-            generator,
-            output_type,
-            callback_on_step_end,
-            progress,
-        )
+            prompt, negative_prompt, num_images_per_prompt, *size,
+            num_inference_steps, guidance_scale, eta, generator, output_type, callback_on_step_end, progress,
+        )  # fmt: skip
         conditioning = self._condition(request)
         pixels = self.image_processor.preprocess(image, *size).float()
         mask = self._mask(mask_image, size)

@@ -81,11 +81,11 @@ class Request:
 
     prompts: list[str]
     negative: Prompt | None
+    images_a_prompt: int
     height: int
     width: int
     steps: int
     guidance: float | None
-    images_a_prompt: int
     eta: float
     generator: torch.Generator | list[torch.Generator] | None
     output_type: str
@@ -244,22 +244,17 @@ class StableDiffusionPipeline:
         Raises InputError for sizes, prompts, images or counts that do not fit together.
         """
         request = self._request(
-            prompt,
-            negative_prompt,
-            (height or self.default_size, width or self.default_size),
-            num_inference_steps,
-            guidance_scale,
-            num_images_per_prompt,
-            eta,
-            generator,
-            output_type,
-            callback_on_step_end,
-            progress,
-        )
+            prompt, negative_prompt, num_images_per_prompt, height or self.default_size, width or self.default_size,
+            num_inference_steps, guidance_scale, eta, generator, output_type, callback_on_step_end, progress,
+        )  # fmt: skip
+        return self._draw(request, latents, control_image, controlnet_conditioning_scale)
+
+    def _draw(self, request: Request, latents: Any, control_image: Any, control_scale: float) -> PipelineOutput:
+        """Text to image; what is not in `request` as `__call__` got it."""
         conditioning = self._condition(request)
         self.scheduler.set_timesteps(request.steps)
         timesteps = self.scheduler.timesteps
-        control = self._control(request, control_image, controlnet_conditioning_scale, len(timesteps))
+        control = self._control(request, control_image, control_scale, len(timesteps))
         noise = self._noise(request, latents)
         drawn = self._denoise(noise * self.scheduler.init_noise_sigma, timesteps, conditioning, request, control)
         return self._finish(drawn, request)
@@ -358,10 +353,11 @@ class StableDiffusionPipeline:
         self,
         prompt: Prompt,
         negative: Prompt | None,
-        size: tuple[int, int],
+        images: int,
+        height: int,
+        width: int,
         steps: int,
         guidance: float,
-        images: int,
         eta: float,
         generator: Generator,
         output_type: str,
@@ -370,7 +366,6 @@ class StableDiffusionPipeline:
     ) -> Request:
         """The arguments, checked; raises InputError for what does not fit together."""
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        height, width = size
         factor = self.size_multiple
         if not prompts:
             raise InputError("no prompt was given: pass a string or a list of strings.")
@@ -390,19 +385,9 @@ class StableDiffusionPipeline:
             if len(generator) != batch:
                 raise InputError(f"{len(generator)} generators for {batch} images: give one, or one an image.")
         guided = guidance > 1 and not self.unet_config.get("time_cond_proj_dim")
+        scale = guidance if guided else None
         return Request(
-            prompts,
-            negative,
-            height,
-            width,
-            steps,
-            guidance if guided else None,
-            images,
-            eta,
-            generator,
-            output_type,
-            callback,
-            progress,
+            prompts, negative, images, height, width, steps, scale, eta, generator, output_type, callback, progress
         )
 
     def _check_unet(self) -> None:
