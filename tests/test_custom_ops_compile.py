@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+import sys
 from collections.abc import Callable
 from math import ceil, prod
 from pathlib import Path
@@ -111,6 +113,23 @@ def test_formulas_give_what_the_library_launches(listing: dict) -> None:
                 end = pointer[1] + value(argument["elements"]) * item
                 ends[pointer[0]] = max(ends.get(pointer[0], 0), end)
             assert ends == {tensor: sizes[tensor] for tensor in ends}
+
+
+@pytest.mark.parametrize("arch", ["gfx1100", "gfx1200"])
+def test_no_cache_is_emptied_and_all_memory_known_to_be_global(listing: dict, arch: str) -> None:
+    """What __syncthreads(), and pointers that may be null, would make of the code."""
+    for name in sorted({entry["object"] for entry in listing["kernels"] if entry["arch"] == arch}):
+        command = ["llvm-objdump-19", "-d", "--no-show-raw-insn", str(Path(listing["folder"]) / name)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "s_barrier" in text or "bias" in text or "linear" in text
+        assert sorted(set(re.findall(r"\t(flat_\w+|buffer_gl\w+|global_(?:inv|wb)\w*)", text))) == []
+
+
+def test_emulation_says_what_it_needs(tmp_path: Path) -> None:
+    command = [sys.executable, str(ops.SOURCES.parent / "scripts/emulate_amd.py"), "--tinygrad", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert run.stderr.startswith(f"{tmp_path} is no tinygrad checkout")
 
 
 def tensor_bytes(case: dict, dtype: str) -> dict[str, int]:

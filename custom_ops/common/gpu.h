@@ -102,6 +102,18 @@ __device__ inline float shuffle(float value, int lane) {
 #endif
 }
 
+// The block's threads meet; what they stored in LDS before, all of them see after. Promises nothing of global memory:
+// __syncthreads() does, and on RDNA that empties a cache.
+__device__ inline void block_barrier() {
+#if SD_ORT_HIP && !defined(SD_ORT_EMULATED) && defined(__clang__) && __clang_major__ >= 19
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
+#else
+  __syncthreads();
+#endif
+}
+
 // N elements moved by one load or store; N * sizeof(T) is 2, 4, 8 or 16 bytes and the address is aligned to it.
 template <int kBytes>
 struct Bytes;

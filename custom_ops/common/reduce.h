@@ -40,7 +40,7 @@ __device__ inline float block_reduce(float value, float* shared) {
   value = wave_reduce<Op>(value);
   if constexpr (kWaves > 1) {
     if (threadIdx.x % SD_ORT_WAVE_SIZE == 0) shared[threadIdx.x / SD_ORT_WAVE_SIZE] = value;
-    __syncthreads();
+    block_barrier();
     value = shared[0];
 #pragma unroll
     for (int wave = 1; wave < kWaves; ++wave) value = Op::merge(value, shared[wave]);

@@ -326,7 +326,7 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_statistics_kernel(
   part[3] = mine.high.count;
   part[4] = mine.high.mean;
   part[5] = mine.high.m2;
-  __syncthreads();
+  block_barrier();
 
   // One thread a group gathers from the slices that touch it.
   const int group = static_cast<int>(threadIdx.x);
@@ -383,7 +383,7 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_apply_kernel(
   part[0] = merged.count;
   part[1] = merged.sum;
   part[2] = merged.squares;
-  __syncthreads();
+  block_barrier();
   if (helper == 0) {
     for (int other = 1; other < helpers; ++other) {
       const float* from = parts + 3 * (other * groups_per_block + group_here);
@@ -395,7 +395,7 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_apply_kernel(
     means[group_here] = all.mean;
     factors[group_here] = rsqrtf(all.m2 / all.count + epsilon);
   }
-  __syncthreads();
+  block_barrier();
 
   Normaliser<T, kVec> normaliser;
   float offsets[kVec];
@@ -500,7 +500,7 @@ __global__ __launch_bounds__(kMaxClusterThreads) void group_norm_cluster_kernel(
     }
     origins[thread] = origin;
   }
-  __syncthreads();
+  block_barrier();
   const float low_origin = origins[slice.low_group];
   const float high_origin = origins[min(slice.low_group + 1, groups_per_block - 1)];
   float origin[kVec], sums[kVec], squares[kVec];
@@ -582,7 +582,7 @@ __global__ __launch_bounds__(kMaxClusterThreads) void group_norm_cluster_kernel(
     mine.high_squares += is_low ? 0.f : squares[k];
   }
   parts[thread] = mine;
-  __syncthreads();
+  block_barrier();
   cluster_wait();  // every block runs, so its inbox can be written to
   const int slices = channels_per_group * groups_per_block / kVec;
   exchange_sums(parts, inbox, groups_per_block, channels_per_group, kVec, slices, slice.pixel_step, rank, cluster);
@@ -605,7 +605,7 @@ __global__ __launch_bounds__(kMaxClusterThreads) void group_norm_cluster_kernel(
     means[thread] = origins[thread] + mean;
     factors[thread] = rsqrtf(fmaxf(total_squares * inverse - mean * mean, 0.f) + epsilon);
   }
-  __syncthreads();
+  block_barrier();
 
   const int high_group = min(slice.low_group + 1, groups_per_block - 1);
   const float low_mean = means[slice.low_group], high_mean = means[high_group];

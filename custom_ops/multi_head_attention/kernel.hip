@@ -295,14 +295,15 @@ __device__ inline void softmax_step(mma::Accumulator (&scores)[kKeyTiles], const
 // What a tile that is no plain rectangle of scores needs: a mask, the causal edge, the end of the keys.
 template <class T>
 struct ScoreEdges {
-  const T* bias;  // of this batch and head, or null
+  const T* bias;  // of this batch and head
+  bool has_bias;
   int queries;
   int keys;
   float scale;
   int causal;
 
   // Whether scores need more than a positive factor: then apply() them all, else hide() in tiles that are not whole.
-  __device__ bool general() const { return bias != nullptr || !(scale > 0.f); }
+  __device__ bool general() const { return has_bias || !(scale > 0.f); }
   // What turns raw scores, or applied ones, into logarithms to base 2.
   __device__ float factor() const { return general() ? 1.f : scale * kLog2E; }
   // Whether every query from `first_query` on sees keys up to `last_key`.
@@ -310,17 +311,16 @@ struct ScoreEdges {
     return last_key < keys && (!causal || last_key <= first_query);
   }
 
-  // attention_bias of a query; queries past the last get the last one's, for nothing.
-  __device__ const T* bias_row(int query) const {
-    return bias == nullptr ? nullptr : bias + static_cast<int64_t>(min(query, queries - 1)) * keys;
-  }
+  // attention_bias of a query, if any; queries past the last get the last one's, for nothing. No null pointers: chosen
+  // among, they would keep AMD's compiler from seeing that this is global memory.
+  __device__ const T* bias_row(int query) const { return bias + static_cast<int64_t>(min(query, queries - 1)) * keys; }
 
   // A raw score as a logarithm to base 2, -infinity when the key is hidden from the query. A large negative finite
   // bias stays finite: a row where all keys have it is their mean, as in plain arithmetic.
   __device__ float apply(float score, const T* bias_row, int query, int key) const {
     if (key >= keys || (causal && key > query)) return -INFINITY;
     float x = score * scale;
-    if (bias_row != nullptr) x += to_float(bias_row[key]);
+    if (has_bias) x += to_float(bias_row[key]);
     return x == -INFINITY ? x : fmaxf(x * kLog2E, -kLargestFloat);
   }
 
@@ -429,9 +429,12 @@ __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries)) void flash_a
                             static_cast<uint32_t>(key_row_stride), kv_sequence, head_size};
   const Rows<T> value_rows = {value + batch * value_batch_stride + head * value_head_stride,
                               static_cast<uint32_t>(value_row_stride), kv_sequence, head_size};
-  const ScoreEdges<T> edges = {
-      attention_bias == nullptr ? nullptr : attention_bias + batch * bias_batch_stride + head * bias_head_stride,
-      sequence, kv_sequence, scale, causal};
+  const ScoreEdges<T> edges = {attention_bias + batch * bias_batch_stride + head * bias_head_stride,
+                               attention_bias != nullptr,
+                               sequence,
+                               kv_sequence,
+                               scale,
+                               causal};
 
   keys.begin(key_rows);
   HeldOperand<T, kFewRegisters> queries[kRowTiles][kHeadTiles];
@@ -455,7 +458,7 @@ __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries)) void flash_a
   const int end = causal ? min(kv_sequence, first_query + kQueries) : kv_sequence;
   for (int first_key = 0; first_key < end; first_key += kKeys) {
     keys.finish();
-    __syncthreads();
+    block_barrier();
     values.begin(value_rows.from(first_key));
 
     Accumulator scores[kRowTiles][kKeyTiles];
@@ -493,7 +496,7 @@ __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries)) void flash_a
     }
 
     values.finish();
-    __syncthreads();
+    block_barrier();
     if (first_key + kKeys < end) keys.begin(key_rows.from(first_key + kKeys));
 #pragma unroll
     for (int k = 0; k < kKeyTiles; ++k) {
@@ -571,9 +574,12 @@ __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(
                             static_cast<uint32_t>(key_row_stride), kv_sequence, head_size};
   const Rows<T> value_rows = {value + batch * value_batch_stride + head * value_head_stride,
                               static_cast<uint32_t>(value_row_stride), kv_sequence, head_size};
-  const ScoreEdges<T> edges = {
-      attention_bias == nullptr ? nullptr : attention_bias + batch * bias_batch_stride + head * bias_head_stride,
-      sequence, kv_sequence, scale, causal};
+  const ScoreEdges<T> edges = {attention_bias + batch * bias_batch_stride + head * bias_head_stride,
+                               attention_bias != nullptr,
+                               sequence,
+                               kv_sequence,
+                               scale,
+                               causal};
 
   QueryTile queries(stage_lds[0]);
   KeyTile keys(stage_lds[0] + QueryTile::kSize);
@@ -609,7 +615,7 @@ __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(
   int buffer = 0;
   begin_scores(0, 0, 0);
   finish_scores();
-  __syncthreads();
+  block_barrier();
   for (int first_key = 0; first_key < end; first_key += kKeys) {
     Accumulator scores[kRowTiles][kKeyTiles];
 #pragma unroll
@@ -646,7 +652,7 @@ __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(
       } else {
         finish_scores();
       }
-      __syncthreads();
+      block_barrier();
       buffer ^= 1;
     }
 
@@ -668,7 +674,7 @@ __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(
         row_lds[wave_column][row + slot_row(lane, slot)] = largest[slot];  // lanes of a row write the same
       }
     }
-    __syncthreads();
+    block_barrier();
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       const int row = wave_row + m * kTile;
@@ -688,7 +694,7 @@ __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(
         store_tile(to_pieces<T>(scores[m][k]), to, WeightTile::kStride, kTile, kTile);
       }
     }
-    __syncthreads();
+    block_barrier();
 
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
@@ -719,7 +725,7 @@ __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(
       } else if (!done) {
         finish_scores();
       }
-      __syncthreads();
+      block_barrier();
       buffer ^= 1;
     }
   }
@@ -733,7 +739,7 @@ __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(
       row_lds[wave_column][wave_row + m * kTile + slot_row(lane, slot)] = sum;
     }
   }
-  __syncthreads();
+  block_barrier();
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
     float inverse[kRowsPerLane];
@@ -845,9 +851,12 @@ __global__ __launch_bounds__(
                             static_cast<uint32_t>(key_row_stride), kv_sequence, head_size};
   const Rows<T> value_rows = {value + batch * value_batch_stride + head * value_head_stride,
                               static_cast<uint32_t>(value_row_stride), kv_sequence, head_size};
-  const ScoreEdges<T> edges = {
-      attention_bias == nullptr ? nullptr : attention_bias + batch * bias_batch_stride + head * bias_head_stride,
-      sequence, kv_sequence, scale, causal};
+  const ScoreEdges<T> edges = {attention_bias + batch * bias_batch_stride + head * bias_head_stride,
+                               attention_bias != nullptr,
+                               sequence,
+                               kv_sequence,
+                               scale,
+                               causal};
 
   const Keys tile;  // of keys or of values
   Queries().begin(lds, query_rows.from(first_query));
@@ -866,7 +875,7 @@ __global__ __launch_bounds__(
   for (int first_key = 0; first_key < end; first_key += kKeys) {
     wait_for_copies();
     wgmma::fence_stores();
-    __syncthreads();  // this tile is here, and all have left the one that the next takes the place of
+    block_barrier();  // this tile is here, and all have left the one that the next takes the place of
     const int next = stage + 1 < kStages ? stage + 1 : 0;
     if (first_key + kKeys < end) {
       tile.begin(key_lds + next * Keys::kBytes, key_rows.from(first_key + kKeys));
@@ -955,9 +964,12 @@ __global__ __launch_bounds__(256, 1) void plain_attention_kernel(
   query += batch * query_batch_stride + head * query_head_stride;
   key += batch * key_batch_stride + head * key_head_stride;
   value += batch * value_batch_stride + head * value_head_stride;
-  const ScoreEdges<T> edges = {
-      attention_bias == nullptr ? nullptr : attention_bias + batch * bias_batch_stride + head * bias_head_stride,
-      sequence, kv_sequence, scale, causal};
+  const ScoreEdges<T> edges = {attention_bias + batch * bias_batch_stride + head * bias_head_stride,
+                               attention_bias != nullptr,
+                               sequence,
+                               kv_sequence,
+                               scale,
+                               causal};
 
   float out[kColumnTiles][4][4] = {};
   float largest[4], sum[4];
@@ -971,7 +983,7 @@ __global__ __launch_bounds__(256, 1) void plain_attention_kernel(
   for (int first_key = 0; first_key < end; first_key += kTile) {
     float scores[4][4] = {};
     for (int depth = 0; depth < head_size; depth += kDepth) {
-      __syncthreads();
+      block_barrier();
 #pragma unroll 2
       for (int i = thread; i < kTile * kDepth; i += kThreads) {
         const int d = i % kDepth, r = i / kDepth;
@@ -980,7 +992,7 @@ __global__ __launch_bounds__(256, 1) void plain_attention_kernel(
         stage[d][r] = has_query ? to_float(query[(first_query + r) * query_row_stride + depth + d]) : 0.f;
         stage[kDepth + d][r] = has_key ? to_float(key[(first_key + r) * key_row_stride + depth + d]) : 0.f;
       }
-      __syncthreads();
+      block_barrier();
 #pragma unroll 8
       for (int d = 0; d < kDepth; ++d) {
         float q[4], k[4];
@@ -1025,14 +1037,14 @@ __global__ __launch_bounds__(256, 1) void plain_attention_kernel(
 
 #pragma unroll
     for (int c = 0; c < kColumnTiles; ++c) {
-      __syncthreads();
+      block_barrier();
 #pragma unroll 2
       for (int i = thread; i < kTile * kTile; i += kThreads) {
         const int r = i / kTile, at = first_column + c * kTile + i % kTile;
         const bool valid = first_key + r < kv_sequence && at < head_size;
         stage[r][i % kTile] = valid ? to_float(value[(first_key + r) * value_row_stride + at]) : 0.f;
       }
-      __syncthreads();
+      block_barrier();
 #pragma unroll 8
       for (int k = 0; k < kTile; ++k) {
         float w[4], v[4];
