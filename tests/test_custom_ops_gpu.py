@@ -81,7 +81,7 @@ def test_tuner_keeps_a_candidate_that_agrees(emulations: dict[str, GpuLibrary]) 
     """Measures a call, then chooses what it measured; set_tuning_result takes known names only."""
     library = emulations["cdna"]
     operator = OPS[0]
-    case = next(case for case in operator.cases if case.inputs["X"] == (2, 8, 8, 64))
+    case = next(case for case in operator.cases if case.inputs["X"] == (1, 77, 24))  # of few elements: all run 24 times
     arrays = {name: Guarded(HostMemory(), array) for name, array in draw(operator, case, "float16").items()}
     y = Guarded(HostMemory(), np.zeros(case.inputs["X"], np.float16))
     address = {name: guarded.address for name, guarded in arrays.items()} | {"Y": y.address}
@@ -89,7 +89,7 @@ def test_tuner_keeps_a_candidate_that_agrees(emulations: dict[str, GpuLibrary]) 
     number = library.operator(operator.name, params)
     library.tune(number, params)
     (result,) = library.tuning_results()
-    assert result[:2] == ["GroupNorm", "float16_2x64x64_g32"]
+    assert result[:2] == ["GroupNorm", "float16_1x77x24_g8"]
     assert result[2] in library.candidates(number)
     chosen = library.c.sd_ort_choose(number, ctypes.addressof(params), None)
     assert library.candidates(number)[chosen] == result[2]
