@@ -55,6 +55,27 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
+@pytest.fixture(scope="module")
+def drawn(tiny_export: Path) -> dict[tuple[int, ...], np.ndarray]:
+    """What the exported UNet gives at two shapes (batch, height, width)."""
+    source = ort.InferenceSession(tiny_export / "unet" / folder.MODEL, providers=["CPUExecutionProvider"])
+    return {shape: source.run(None, unet_inputs(*shape))[0] for shape in ((2, 16, 24), (1, 8, 8))}
+
+
+@pytest.fixture(scope="module")
+def fused_unet(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Target, str], Path]:
+    """The optimized UNet of a target and type, made once."""
+    out = tmp_path_factory.mktemp("fused")
+
+    def make(target: Target, dtype: str) -> Path:
+        path = out / f"{target.name}-{dtype}" / folder.MODEL
+        if not path.is_file():
+            optimize_component(tiny_export / "unet" / folder.MODEL, path, target, dtype)
+        return path
+
+    return make
+
+
 def test_counts_and_manifest(tiny_export: Path, tmp_path: Path) -> None:
     manifest = optimize(tiny_export, tmp_path / "out")
     counts = {name: entry["counts"] for name, entry in manifest["components"].items()}
@@ -83,17 +104,21 @@ def test_nhwc_targets_keep_two_transposes(tiny_export: Path, tmp_path: Path, tar
     (TARGETS["portable"], "float32", 1e-5), (TARGETS["cpu"], "float32", 1e-5), (NHWC, "float32", 1e-5),
     (TARGETS["portable"], "float16", 3e-3), (NHWC, "float16", 3e-3),
 ], ids=lambda x: x.name if isinstance(x, Target) else str(x))  # fmt: skip
-def test_unet_draws_the_same(tiny_export: Path, tmp_path: Path, target: Target, dtype: str, tolerance: float) -> None:
-    source, fused = tiny_export / "unet" / folder.MODEL, tmp_path / folder.MODEL
-    optimize_component(source, fused, target, dtype)
-    for shape in ((2, 16, 24), (1, 8, 8)):
-        got = run(fused, unet_inputs(*shape, half=dtype == "float16"))
-        assert relative_error(got, run(source, unet_inputs(*shape))) <= tolerance
+def test_unet_draws_the_same(
+    drawn: dict[tuple[int, ...], np.ndarray],
+    fused_unet: Callable[[Target, str], Path],
+    target: Target,
+    dtype: str,
+    tolerance: float,
+) -> None:
+    session = ort.InferenceSession(fused_unet(target, dtype), providers=["CPUExecutionProvider"])
+    for shape, wanted in drawn.items():
+        got = session.run(None, unet_inputs(*shape, half=dtype == "float16"))[0]
+        assert relative_error(np.asarray(got, np.float32), wanted) <= tolerance
 
 
-def test_half_precision_keeps_the_sinusoids(tiny_export: Path, tmp_path: Path) -> None:
-    optimize_component(tiny_export / "unet" / folder.MODEL, tmp_path / folder.MODEL, TARGETS["portable"], "float16")
-    model = ir.load(tmp_path / folder.MODEL)
+def test_half_precision_keeps_the_sinusoids(fused_unet: Callable[[Target, str], Path]) -> None:
+    model = ir.load(fused_unet(TARGETS["portable"], "float16"))
     assert {node.inputs[0].dtype for node in model.graph if node.op_type in ("Sin", "Cos")} == {ir.DataType.FLOAT}
     dtypes = {value.name: value.dtype for value in model.graph.inputs}
     assert dtypes["sample"] == ir.DataType.FLOAT16
