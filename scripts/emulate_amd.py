@@ -9,8 +9,8 @@ each instruction. Everything a launch needs comes from kernels.json (custom_ops/
 who runs the objects alone; only the numbers to run on and to compare with come from custom_ops/<op>/{cases,reference}.
 
 Emulation is slow: of all calls in kernels.json, the cheapest one of every kernel is run, if it is not dearer than
---largest, and all that are not dearer than --small. A cost is waves times bytes of machine code. What was run is kept
-beside the library in emulated.jsonl and not run again with the same library and emulator (--again does).
+--largest, and all that are not dearer than --small. A cost is waves times bytes of machine code. Outcomes are kept in
+~/.cache/sd-ort/emulated.jsonl, and the same code is not run again on the same call and emulator (--again does).
 
 Needs clang (the emulator compiles each instruction with it), LLVM's tools and a HIP compiler, as sd-ort build-ops.
 """
@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -76,6 +77,7 @@ class Emulator:
         # The kernels keep subnormal numbers (their descriptors' float mode says so); the emulator would drop them.
         emu._get_ftz_lib = lambda: (None, 0)
         emu.decode_inst = _cdna_decoder(emu.decode_inst)
+        _mend_lds(emu)
         self._run: Callable[..., int] = emu.run_asm
         commit = subprocess.run(
             ["git", "-C", str(checkout), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
@@ -127,6 +129,24 @@ def _cdna_decoder(decode: Callable) -> Callable:
         return instruction
 
     return decode_inst
+
+
+def _mend_lds(emu: ModuleType) -> None:
+    """Lanes that are off have no LDS address: the emulator reads there, too, and such an address may lie anywhere."""
+
+    class Gated(emu._Ctx):  # type: ignore[name-defined]
+        __slots__ = ()
+
+        def rvgpr_dyn(self, reg: object, lane: object, valid: object = None) -> object:
+            value = super().rvgpr_dyn(reg, lane, valid)
+            return emu._lane_active(self.rexec(), lane).where(value, emu._c(0))
+
+    def compile_ds(instruction: object, context: object) -> object:
+        context.__class__ = Gated
+        return emu._compile_mem_op(instruction, context)
+
+    for instructions in (emu.ir3, emu.ir4, emu.irc):
+        emu._INST_HANDLERS[instructions.DS] = compile_ds
 
 
 class CodeObject:
@@ -191,7 +211,6 @@ class Kernel:
 class Outcome:
     """One call on one architecture; `fault` is empty when it is right."""
 
-    library: str
     emulator: str
     arch: str
     operator: str
@@ -244,7 +263,6 @@ class Machine:
         if not fault and not error < limit:
             fault = f"NMSE {error:.2e}, allowed {limit:.2e}"
         return Outcome(
-            self.listing["library"],
             self.emulator.version,
             self.arch,
             call["operator"],
@@ -337,9 +355,10 @@ def table(listing: dict, outcomes: list[Outcome], emulator: str) -> str:
         "on the host, launched from kernels.json, compared with NumPy in float64. Every tensor and the workspace lie",
         "between guard bytes; outputs hold NaN, the workspace 0xff and unused registers a pattern before a launch.",
         "",
-        f"Library {listing['library']}, built by {_compiler(listing)}; tinygrad {emulator}, with two mistakes on CDNA",
-        "mended by the script (gfx90a's bf16 MFMA, 16-bit operands from v128 on). Its MFMA drops subnormal float16",
-        "numbers. Waves run in turn from barrier to barrier, so a race between waves can pass.",
+        f"Library {listing['library']}, built by {_compiler(listing)}; tinygrad {emulator}, with three mistakes",
+        "mended by the script (CDNA: gfx90a's bf16 MFMA, 16-bit operands from v128 on; all: LDS reads of lanes that",
+        "are off). Its MFMA drops subnormal float16 numbers. Waves run in turn from barrier to barrier, so a race between",
+        "waves can pass.",
         "",
         "A cell: kernels run of those that the operator has / calls / largest NMSE as a part of what is allowed.",
         "`FAULT` where one was wrong, `gap` where the emulator lacks an instruction; both are listed below.",
@@ -410,8 +429,8 @@ def main() -> None:
     emulator = Emulator(options.tinygrad)
     kernels = options.kernels or ops.build(cpu=False, hip=ARCHS, say=print).parent / "kernels.json"
     listing = json.loads(kernels.read_text())
-    log = Path(listing["folder"]).parent / "emulated.jsonl"
-    done = {} if options.again else {_key(one): one for one in _read(log, listing, emulator)}
+    log = ops.cache_folder() / "emulated.jsonl"
+    done = {} if options.again else _read(log, emulator)
     operators = {operator.name: operator for operator in map(load, OPERATORS)}
     for name in options.op or operators:
         if name not in operators:
@@ -422,34 +441,36 @@ def main() -> None:
         machine = Machine(listing, arch, emulator)
         for call in choose(machine, calls, options.small, options.largest):
             key = (call["operator"], call["case"], call["dtype"], machine.code(call))
-            earlier = done.get(key)
-            if earlier is not None and earlier.arch == arch:
+            if key in done:
                 continue
-            outcome = (
-                replace(earlier, arch=arch, seconds=0.0) if earlier else machine.run(call, operators[call["operator"]])
-            )
-            done[key] = outcome
+            done[key] = outcome = machine.run(call, operators[call["operator"]])
             say = (arch, outcome.operator, outcome.dtype, outcome.case, outcome.candidates)
             print(*say, outcome.fault or f"{outcome.error:.1e}", f"{outcome.seconds} s", flush=True)
             with log.open("a") as file:
                 file.write(json.dumps(asdict(outcome)) + "\n")
-    outcomes = _read(log, listing, emulator)
+    outcomes = _outcomes(listing, emulator, _read(log, emulator))
     RESULTS.write_text(table(listing, outcomes, emulator.version))
     faults = sum(bool(one.fault) for one in outcomes)
     print(f"{RESULTS}: {len(outcomes)} calls, {faults} faults or gaps")
 
 
-def _key(one: Outcome) -> tuple[str, ...]:
-    return (one.operator, one.case, one.dtype, one.code)
-
-
-def _read(log: Path, listing: dict, emulator: Emulator) -> list[Outcome]:
-    """Earlier outcomes of this library on this emulator, the latest of each call on each architecture."""
+def _read(log: Path, emulator: Emulator) -> dict[tuple[str, ...], Outcome]:
+    """Earlier outcomes on this emulator by operator, case, type and code, the latest of each."""
     lines = log.read_text().splitlines() if log.is_file() else []
     outcomes = [Outcome(**json.loads(line)) for line in lines]
-    current = (listing["library"], emulator.version)
-    latest = {(one.arch, *_key(one)): one for one in outcomes if (one.library, one.emulator) == current}
-    return [*latest.values()]
+    return {(one.operator, one.case, one.dtype, one.code): one for one in outcomes if one.emulator == emulator.version}
+
+
+def _outcomes(listing: dict, emulator: Emulator, done: dict[tuple[str, ...], Outcome]) -> list[Outcome]:
+    """What was run of this library's code, on each architecture that has it."""
+    found = []
+    for arch in ARCHS:
+        machine = Machine(listing, arch, emulator)
+        for call in listing["calls"]:
+            one = done.get((call["operator"], call["case"], call["dtype"], machine.code(call)))
+            if one is not None:
+                found.append(replace(one, arch=arch, candidates=call["candidates"]))
+    return found
 
 
 if __name__ == "__main__":

@@ -247,7 +247,11 @@ __device__ inline void multiply_add(Accumulator& accumulator, const Operand<T>& 
 // The value of the lane 16 further (modulo 32).
 __device__ inline uint32_t exchange_halves(uint32_t value) {
 #if defined(SD_ORT_MMA_RDNA3) || defined(SD_ORT_MMA_RDNA4)
-  return __builtin_amdgcn_permlanex16(value, value, 0x76543210, 0xfedcba98, false, false);
+  uint32_t low = 0x76543210, high = 0xfedcba98;  // which lane of the other half lanes 0 to 7 and 8 to 15 take
+#if !defined(SD_ORT_EMULATED)
+  asm("" : "+s"(low), "+s"(high));  // in scalar registers: a literal would make every one of these half as long again
+#endif
+  return __builtin_amdgcn_permlanex16(value, value, low, high, false, false);
 #else
   return __shfl_xor(value, 16, kWave);
 #endif
