@@ -19,10 +19,10 @@ from fusion_passes._dims import Dim, constant, symbol
 Shape = tuple[Dim, ...]
 
 SAME_AS_FIRST_INPUT = frozenset(
-    "Abs BiasAdd Cast Ceil Clip Cos Dropout Elu Erf Exp FastGelu Floor Gelu GroupNorm GroupNormalization Identity "
-    "InstanceNormalization IsInf IsNaN LayerNormalization LeakyRelu Log LogSoftmax Neg Not QuickGelu Reciprocal Relu "
-    "RMSNormalization Round Sigmoid Sign Silu Sin Softmax Softplus Sqrt Swish "
-    "Tanh Trilu".split()
+    "Abs BiasAdd Cast Ceil Celu Clip Cos Dropout Elu Erf Exp FastGelu Floor Gelu GroupNorm GroupNormalization "
+    "HardSigmoid HardSwish Identity InstanceNormalization IsInf IsNaN LayerNormalization LeakyRelu Log LogSoftmax Mish "
+    "Neg Not PRelu QuickGelu Reciprocal Relu RMSNormalization Round Selu Sigmoid Sign Silu Sin Softmax Softplus "
+    "Softsign Sqrt Swish Tanh ThresholdedRelu Trilu".split()
 )
 BROADCAST = frozenset(
     "Add And Div Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mod Mul Or Pow Sub Where Xor".split()

@@ -24,6 +24,7 @@ from sd_ort.pipeline import (
     StableDiffusionPipeline,
     StepCallback,
     latent_scale,
+    set_timesteps,
 )
 
 log = logging.getLogger("sd_ort")
@@ -81,16 +82,18 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         distribution. `generator`: one, or one an image."""
 
         def run(part: np.ndarray) -> np.ndarray:
-            return self.models["vae_encoder"](sample=part)["latent_parameters"]
+            return next(iter(self.models["vae_encoder"](sample=part).values()))
 
-        moments = self._tiles(run, pixels.numpy(), self.tile, self.tile // self.vae_scale_factor)
-        mean, log_variance = torch.from_numpy(moments).float().chunk(2, dim=1)
-        std = torch.exp(0.5 * log_variance.clamp(-30, 20))
-        if isinstance(generator, list):
-            generator = generator[: len(mean)]
-        drawn = mean + std * randn_tensor(mean.shape, generator=generator, dtype=mean.dtype)
+        encoded = self._tiles(run, pixels.numpy(), self.tile, self.tile // self.vae_scale_factor)
+        latents = torch.from_numpy(encoded).float()
+        if latents.shape[1] == 2 * self.latent_channels:  # a distribution, where a tiny autoencoder has latents
+            mean, log_variance = latents.chunk(2, dim=1)
+            std = torch.exp(0.5 * log_variance.clamp(-30, 20))
+            if isinstance(generator, list):
+                generator = generator[: len(mean)]
+            latents = mean + std * randn_tensor(mean.shape, generator=generator, dtype=mean.dtype)
         offset, factor = latent_scale(self.vae_config)
-        return (drawn - offset) / factor
+        return (latents - offset) / factor
 
     def _size(self, image: Picture, height: int | None, width: int | None) -> tuple[int, int]:
         first = image[0] if isinstance(image, list) and image else image
@@ -106,7 +109,7 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         """The last `strength` of the schedule. Raises InputError when nothing of it is left."""
         if not 0 < strength <= 1:
             raise InputError(f"strength {strength} is not above 0 and at most 1.")
-        self.scheduler.set_timesteps(steps)
+        set_timesteps(self.scheduler, steps)
         kept = int(steps * strength)
         if kept < 1:
             raise InputError(f"{steps} steps at strength {strength} leave none to draw: raise one of them.")

@@ -25,7 +25,7 @@ from sd_ort import folder, hoist, step_graph
 from sd_ort.compose import inline
 from sd_ort.errors import InputError
 from sd_ort.optimize import save
-from sd_ort.pipeline import latent_scale, make_scheduler, read_json, text_encoders
+from sd_ort.pipeline import latent_scale, make_scheduler, read_json, set_timesteps, text_encoders
 from sd_ort.schedule import LinearSchedule, linear_schedule
 
 COMPONENT = "pipeline"
@@ -54,8 +54,13 @@ def merge(
         raise InputError(f"{source} draws from pictures: only a text-to-image pipeline can be merged.")
     names += [hoist.PARTS["prompt"], hoist.PARTS["time"]] if hoist.is_hoisted(source) else []
     parts = {name: ir.load(folder.check_component(source, name)) for name in names}
+    read = {str(value.name) for part in parts.values() for value in part.graph.inputs}
+    if foreign := read & {"timestep_cond", "class_labels"}:
+        raise InputError(
+            f"{source} has a UNet that is told {', '.join(foreign)}, which a merged model has no input for."
+        )
     chosen = make_scheduler(source, scheduler)
-    chosen.set_timesteps(steps)
+    set_timesteps(chosen, steps)
     schedule = linear_schedule(chosen, chosen.timesteps, float(chosen.init_noise_sigma))
     model = _Merger(parts, read_json(source / "vae_decoder" / "config.json"), schedule, guidance).model
     before = folder.read_manifest(source)

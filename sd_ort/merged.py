@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from sd_ort.errors import InputError
-from sd_ort.pipeline import PipelineOutput, Request, StableDiffusionPipeline, text_length, token_ids
+from sd_ort.pipeline import PipelineOutput, Request, StableDiffusionPipeline, set_timesteps, text_length, token_ids
 from sd_ort.schedule import linear_schedule
 
 COMPONENT = "pipeline"
@@ -30,7 +30,7 @@ class MergedPipeline(StableDiffusionPipeline):
         model = self.models[COMPONENT]
         # Inputs with a default: ONNX Runtime lists them apart.
         model.inputs |= {value.name: value for value in model.session.get_overridable_initializers()}
-        self.scheduler.set_timesteps(request.steps)
+        set_timesteps(self.scheduler, request.steps)
         schedule = linear_schedule(self.scheduler, self.scheduler.timesteps, float(self.scheduler.init_noise_sigma))
         feed: dict[str, Any] = {
             "latents": self._noise(request, latents).numpy(),

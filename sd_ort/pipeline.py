@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from sd_ort.device_loop import DeviceLoop
 from sd_ort.errors import InputError
 from sd_ort.models import latent_multiple, levels, time_ids_split
 from sd_ort.schedule import LinearSchedule, linear_schedule
-from sd_ort.session import Model, provider_named, warn_once
+from sd_ort.session import Model, first_line, provider_named, warn_once
 
 log = logging.getLogger("sd_ort")
 
@@ -77,7 +78,10 @@ class Conditioning:
 
 @dataclass
 class Request:
-    """The arguments that all pipelines take, checked: `batch` images of `height` x `width` pixels."""
+    """The arguments that all pipelines take, checked: `batch` images of `height` x `width` pixels.
+
+    `guidance` is None where nothing is guided, `told_guidance` the scale that a distilled UNet (LCM) is told instead.
+    """
 
     prompts: list[str]
     negative: Prompt | None
@@ -91,6 +95,7 @@ class Request:
     output_type: str
     callback: StepCallback | None
     progress: bool
+    told_guidance: float | None = None
 
     @property
     def batch(self) -> int:
@@ -101,7 +106,7 @@ class StableDiffusionPipeline:
     """Text to image with SD 1.x, 2.x and SDXL pipeline folders. Make one with `from_pretrained`."""
 
     # Classes in a model_index.json that can be run: diffusers' and Optimum's names.
-    KINDS = re.compile(r"StableDiffusion(XL)?(ControlNet)?(Img2Img|Inpaint)?Pipeline$")
+    KINDS = re.compile(r"(StableDiffusion(XL)?(ControlNet)?|LatentConsistencyModel)(Img2Img|Inpaint)?Pipeline$")
     NEEDS: tuple[str, ...] = ("unet", "vae_decoder")
     SEPARATE = True  # whether the text encoders are components of their own
 
@@ -252,7 +257,7 @@ class StableDiffusionPipeline:
     def _draw(self, request: Request, latents: Any, control_image: Any, control_scale: float) -> PipelineOutput:
         """Text to image; what is not in `request` as `__call__` got it."""
         conditioning = self._condition(request)
-        self.scheduler.set_timesteps(request.steps)
+        set_timesteps(self.scheduler, request.steps)
         timesteps = self.scheduler.timesteps
         control = self._control(request, control_image, control_scale, len(timesteps))
         noise = self._noise(request, latents)
@@ -286,6 +291,9 @@ class StableDiffusionPipeline:
         """Conditioning of all rows: with guidance 2B, negative first."""
         size = request.height, request.width
         positive = self.encode(request.prompts, *size).repeat(request.images_a_prompt)
+        if request.told_guidance is not None:
+            told = guidance_embedding(request.told_guidance, self.unet_config["time_cond_proj_dim"])
+            positive.added["timestep_cond"] = told.repeat(request.batch, 1)
         if request.guidance is None:
             return positive
         negative = self._negative(request.negative, len(request.prompts), *size)
@@ -384,11 +392,12 @@ class StableDiffusionPipeline:
             generator = list(generator)
             if len(generator) != batch:
                 raise InputError(f"{len(generator)} generators for {batch} images: give one, or one an image.")
-        guided = guidance > 1 and not self.unet_config.get("time_cond_proj_dim")
-        scale = guidance if guided else None
+        told = guidance if self.unet_config.get("time_cond_proj_dim") else None
+        scale = guidance if guidance > 1 and told is None else None
         return Request(
-            prompts, negative, images, height, width, steps, scale, eta, generator, output_type, callback, progress
-        )
+            prompts, negative, images, height, width, steps, scale, eta, generator, output_type, callback, progress,
+            told,
+        )  # fmt: skip
 
     def _check_unet(self) -> None:
         """Raise InputError for a UNet of another kind of pipeline."""
@@ -503,12 +512,31 @@ def make_scheduler(folder: Path, scheduler: Any = None) -> Any:
     config = read_json(folder / "scheduler" / "scheduler_config.json")
     cls = scheduler_class(scheduler or config["_class_name"])
     try:
-        chosen = cls.from_config(config)
+        _try_a_step(cls.from_config(config))
+        return cls.from_config(config)
     except ImportError as error:
         raise InputError(" ".join(str(error).split())) from error  # names the package and how to install it
-    if not hasattr(chosen, "init_noise_sigma") or not hasattr(chosen, "scale_model_input"):
-        raise InputError(f"{cls.__name__} cannot drive a Stable Diffusion UNet: try euler, ddim or dpmsolver.")
-    return chosen
+    except Exception as error:  # each scheduler has its own way to refuse a configuration, or other arguments
+        raise InputError(
+            f"{cls.__name__} cannot drive this UNet ({first_line(error)}): try euler, ddim or dpmsolver."
+        ) from error
+
+
+def _try_a_step(scheduler: Any) -> None:
+    """Use a scheduler as the sampling loop does, once; raises what it raises."""
+    scheduler.set_timesteps(10)
+    latents = torch.zeros(1, 4, 1, 1) * scheduler.init_noise_sigma
+    with torch.random.fork_rng(devices=[]):  # ancestral schedulers draw
+        sample = scheduler.scale_model_input(latents, scheduler.timesteps[0])
+        scheduler.step(sample, scheduler.timesteps[0], latents)
+
+
+def set_timesteps(scheduler: Any, steps: int) -> None:
+    """Raises InputError for a number of steps that the scheduler refuses, such as more than LCM was distilled for."""
+    try:
+        scheduler.set_timesteps(steps)
+    except ValueError as error:
+        raise InputError(f"{type(scheduler).__name__} cannot take {steps} steps: {first_line(error)}") from error
 
 
 def scheduler_class(name: str) -> Any:
@@ -540,6 +568,15 @@ def latent_scale(vae_config: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Ten
         mean = mean + torch.tensor(vae_config["latents_mean"]).view(1, -1, 1, 1)
         factor = factor * torch.tensor(vae_config["latents_std"]).view(1, -1, 1, 1)
     return mean.float(), factor.float()
+
+
+def guidance_embedding(scale: float, width: int) -> torch.Tensor:
+    """A guidance scale as UNets distilled with it (LCM) are told it, (1, width): sines, then cosines, of
+    1000 (scale - 1) at `width / 2` frequencies from 1 to 1e-4, as transformers encode positions (Vaswani et al., 2017).
+    """
+    half = width // 2
+    angles = 1000 * (scale - 1) * torch.exp(torch.arange(half) * (-math.log(1e4) / (half - 1)))
+    return torch.cat([angles.sin(), angles.cos(), torch.zeros(width % 2)])[None]
 
 
 def text_length(folder: Path, name: str, tokenizer: Any) -> int:

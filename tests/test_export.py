@@ -374,6 +374,56 @@ def test_unet_with_inputs_we_do_not_feed(sd_ort, checkpoint, tmp_path):
     assert "encoder_hid_dim_type = ip_image_proj" in refused(sd_ort, tmp_path, copy, tmp_path / "out")
 
 
+@pytest.mark.parametrize("part", ["scheduler", "tokenizer"])
+def test_checkpoint_without_a_part_that_drawing_needs(sd_ort, checkpoint, tmp_path, part):
+    shutil.copytree(checkpoint, tmp_path / "copy", ignore=shutil.ignore_patterns(part))
+    assert f"lacks its {part}" in refused(sd_ort, tmp_path, tmp_path / "copy", tmp_path / "out")
+
+
+def test_config_that_torch_cannot_run(sd_ort, tmp_path, monkeypatch):
+    preset = PRESETS["sd15-mini"]
+    unet = preset.models["unet"] | {"dual_cross_attention": True}
+    monkeypatch.setitem(PRESETS, "dual", Preset(preset.pipeline, preset.models | {"unet": unet}, preset.scheduler))
+    options = ("--preset", "dual", "--random-weights", "--component", "unet")
+    assert "torch cannot run this unet" in refused(sd_ort, tmp_path, *options, tmp_path / "out")
+
+
+def test_weights_that_give_no_numbers(sd_ort, checkpoint, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    (path,) = (tmp_path / "copy" / "vae").glob("*.safetensors")
+    weights = load_file(path)
+    weights["decoder.conv_in.bias"][0] = float("nan")
+    save_file(weights, path, metadata={"format": "pt"})
+    arguments = (tmp_path / "copy", tmp_path / "out", "--component", "vae_decoder")
+    assert "NaN" in refused(sd_ort, tmp_path, *arguments)
+
+
+def test_exporter_that_gives_up(sd_ort, tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no such operator\nand a long story")
+
+    monkeypatch.setitem(export.EXPORTERS, "torchscript", fail)
+    options = ("--exporter", "torchscript", "--component", "vae_decoder")
+    error = refused(sd_ort, tmp_path, *MINI, *options, tmp_path / "out")
+    assert error.endswith("(no such operator): try --exporter dynamo.")
+
+
+def test_weights_as_bin_files_alone(sd_ort, checkpoint, tmp_path):
+    from safetensors.torch import load_file
+
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    (path,) = (copy / "vae").glob("*.safetensors")
+    torch.save(load_file(path), path.with_suffix(".bin"))
+    path.unlink()
+    options = ("--exporter", "torchscript", "--component", "vae_decoder")
+    code, _, error = sd_ort("export", copy, tmp_path / "out", *options)
+    assert code == 0
+    assert "rror" not in error  # diffusers says one where it looks for safetensors first
+
+
 def test_truncated_checkpoint(sd_ort, checkpoint, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint, copy)

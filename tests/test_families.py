@@ -5,15 +5,25 @@ The graphs are exports of the `-tiny` presets, which have the topology of the fu
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import graph_fixtures
+import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 
-from sd_ort import folder
-from sd_ort.optimize import optimize_component
+from sd_ort import StableDiffusionPipeline, folder, models
+from sd_ort.engine_torch import torch_pipeline
+from sd_ort.errors import InputError
+from sd_ort.export import CHECK, example, export
+from sd_ort.models import PRESETS, Preset
+from sd_ort.modules import wrap
+from sd_ort.optimize import optimize, optimize_component
+from sd_ort.sources import PresetSource, component_signature, is_sdxl
 from sd_ort.targets import PORTABLE, Target
 from sd_ort.verify import check, verify
 
@@ -103,6 +113,89 @@ CHECKED = [
 ]  # fmt: skip
 
 
+# Parts of public checkpoints that no committed graph has, several in one model: what differs from `topology`'s.
+SMALL_CLIP = models._clip(32, 2, 4, "quick_gelu", 32, vocab_size=models.BYTE_VOCABULARY, intermediate_size=80)
+SMALL_UNET = models._unet_sd(
+    sample_size=8, block_out_channels=[32, 64], layers_per_block=1, attention_head_dim=4, cross_attention_dim=32,
+    down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"], up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
+    norm_num_groups=8,
+)  # fmt: skip
+SMALL_VAE = models._vae(
+    sample_size=16, block_out_channels=[16, 32], layers_per_block=1, norm_num_groups=8,
+    down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
+)  # fmt: skip
+TOPOLOGIES: dict[str, dict[str, models.Config]] = {
+    # SSD-1B and Vega: no middle block, other depths at every layer, up differing from down.
+    "no-middle": {"unet": {
+        "mid_block_type": None, "layers_per_block": 2, "attention_head_dim": [2, 4], "use_linear_projection": True,
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"], "transformer_layers_per_block": [1, [1, 2]],
+        "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+        "reverse_transformer_layers_per_block": [[2, 1, 3], 1], "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 32 + 6 * 8,
+    }},
+    # x4 upscaler: a noise level as class; self-attention that reads the text.
+    "upscaler": {"unet": {
+        "in_channels": 7, "num_class_embeds": 100, "only_cross_attention": [True, False], "use_linear_projection": True,
+    }},
+    # unCLIP: an image embedding as class. SD 2.1: scores in float32. Heads and channels that are no powers of two.
+    "unclip": {"unet": {
+        "class_embed_type": "projection", "projection_class_embeddings_input_dim": 48, "upcast_attention": True,
+        "attention_head_dim": [3, 5], "block_out_channels": [30, 50], "norm_num_groups": 5,
+    }},
+    "scale-shift": {"unet": {
+        "resnet_time_scale_shift": "scale_shift", "act_fn": "mish", "cross_attention_norm": "layer_norm",
+        "center_input_sample": True,
+    }},
+    "attention-blocks": {"vae": {
+        "use_quant_conv": False, "use_post_quant_conv": False, "mid_block_add_attention": False,
+        "down_block_types": ["DownEncoderBlock2D", "AttnDownEncoderBlock2D"],
+        "up_block_types": ["AttnUpDecoderBlock2D", "UpDecoderBlock2D"], "norm_num_groups": 4,
+        "block_out_channels": [12, 20],
+    }},
+    "taesd": {"vae": {
+        "_class_name": "AutoencoderTiny", "encoder_block_out_channels": [16, 16, 16], "num_encoder_blocks": [1, 2, 1],
+        "decoder_block_out_channels": [16, 16, 16], "num_decoder_blocks": [1, 2, 1],
+    }},
+    # Later CLIPs have an end token of their own, and other activations.
+    "clip": {"text_encoder": {
+        "eos_token_id": 513, "hidden_act": "gelu", "hidden_size": 36, "num_attention_heads": 3,
+        "max_position_embeddings": 100,
+    }},
+}  # fmt: skip
+# What torch calls -> the operators that take its place, of which there must be as many.
+CALLED = {
+    "Attention": ("MultiHeadAttention",),
+    "CLIPAttention": ("MultiHeadAttention",),
+    "GroupNorm": ("GroupNorm", "SkipGroupNorm"),
+    "GEGLU": ("BiasSplitGelu",),
+    "LayerNorm": ("LayerNormalization", "SkipLayerNormalization"),
+    "Conv2d": ("NhwcConv",),
+    "QuickGELUActivation": ("QuickGelu",),
+}
+
+
+def topology(changes: dict[str, models.Config], pipeline: str = "StableDiffusionPipeline", **scheduler: Any) -> Preset:
+    """A small Stable Diffusion, whose models differ from the usual by `changes`."""
+    small = {"text_encoder": SMALL_CLIP, "unet": SMALL_UNET, "vae": SMALL_VAE}
+    made = {name: config | changes.get(name, {}) for name, config in small.items()}
+    if made["vae"]["_class_name"] == "AutoencoderTiny":
+        made["vae"] = changes["vae"]
+    return Preset(pipeline, made, models._EULER | scheduler, {})
+
+
+def calls(source: PresetSource, component: str, config: models.Config) -> Counter[str]:
+    """How often each kind of module in `CALLED` runs in one pass of a component through torch."""
+    model = source.load(models.MODEL_OF.get(component, component))
+    module = wrap(component, model, is_sdxl(source), controlnet=False)
+    counts: Counter[str] = Counter()
+    for part in module.modules():
+        part.register_forward_hook(lambda called, *_: counts.update([type(called).__name__]))
+    signature = component_signature(source, component, config)
+    with torch.no_grad():
+        module(*(example(tensor, CHECK, config, 0) for tensor in signature.inputs))
+    return Counter({name: counts[name] for name in CALLED if counts[name]})
+
+
 def fuse(name: str, path: Path, target: Target, dtype: str = "float32") -> tuple[Path, Path, dict]:
     """(source folder, optimized folder, entry of the manifest) of a committed graph."""
     source, out = graph_fixtures.make_folder(path / "source", name), path / "out"
@@ -143,3 +236,47 @@ def test_numbers(name: str, target: Target, dtype: str, tmp_path: Path) -> None:
     assert {row["tolerance"] for row in result["rows"]} == {3e-3 if dtype == "float16" or "-half-" in name else 1e-5}
     assert len({tuple(row["shape"]) for row in result["rows"] if row["output"] == result["rows"][0]["output"]}) == 2
     check(result)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_topology(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export (checked against torch), counts as torch's calls say, and the numbers of the fused graph."""
+    monkeypatch.setitem(PRESETS, name, topology(TOPOLOGIES[name]))
+    raw, out, (changed,) = tmp_path / "raw", tmp_path / "out", TOPOLOGIES[name]
+    components = ["vae_encoder", "vae_decoder"] if changed == "vae" else [changed]
+    options = {"exporter": "torchscript", "opset": 17, "components": components}
+    export(None, raw, preset=name, random_weights=True, **options)
+    for component in components:
+        model = Path(component) / folder.MODEL
+        counts = optimize_component(raw / model, out / model, NHWC)["counts"]
+        config = json.loads((raw / component / "config.json").read_text())
+        torch_calls = calls(PresetSource(name, 0), component, config)
+        assert {kind: sum(counts.get(op, 0) for op in ops) for kind, ops in CALLED.items() if kind in torch_calls} == {
+            **torch_calls
+        }
+        assert counts.get("Transpose", 0) == (0 if component == "text_encoder" else 2)
+    (out / "model_index.json").write_text("{}")
+    check(verify(raw, out, portable=True, sizes=SIZES))
+
+
+def test_distilled_model_draws_what_diffusers_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LCM: the UNet is told the guidance scale; a tiny autoencoder beside it."""
+    changes = {"unet": {"time_cond_proj_dim": 33}, **TOPOLOGIES["taesd"]}
+    preset = topology(
+        changes, "LatentConsistencyModelPipeline", _class_name="LCMScheduler", original_inference_steps=50
+    )
+    monkeypatch.setitem(PRESETS, "lcm", preset)
+    export(None, tmp_path / "raw", preset="lcm", random_weights=True, exporter="torchscript")
+    optimize(tmp_path / "raw", tmp_path / "out", hoisted=True)
+    arguments: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 3, "output_type": "np"}
+    pipeline, reference = StableDiffusionPipeline.from_pretrained(tmp_path / "out"), torch_pipeline("lcm", True)
+    for scale in (1.0, 6.0):
+        seed = [torch.Generator().manual_seed(3) for _ in range(2)]
+        drawn, expected = (
+            np.asarray(p("a cat", guidance_scale=scale, generator=g, **arguments).images)
+            for p, g in zip((pipeline, reference), seed, strict=True)
+        )
+        assert expected.std() > 0.05
+        assert np.abs(drawn - expected).max() < 1e-4
+    with pytest.raises(InputError, match="cannot take 60 steps"):
+        pipeline("a cat", **arguments | {"num_inference_steps": 60})

@@ -175,7 +175,9 @@ def test_arguments_that_do_not_fit(pipeline: Any, arguments: dict[str, Any], mes
         draw(pipeline, **arguments)
 
 
-@pytest.mark.parametrize("name", ["no_such", "FlowMatchEulerDiscreteScheduler", "LMSDiscreteScheduler"])
+@pytest.mark.parametrize(
+    "name", ["no_such", "FlowMatchEulerDiscreteScheduler", "KarrasVeScheduler", "LMSDiscreteScheduler"]
+)
 def test_scheduler_that_cannot_be_used(tiny_export: Path, name: str) -> None:
     if name.startswith("LMS"):
         try:

@@ -240,4 +240,12 @@ CASES = [
         sizes={"N": 2, "H": 2, "W": 5, "L": 5},
     ),
     Case("operator of opset 21", _operator(21, 8), ops={"GroupNorm": 1, "GroupNormalization": 0}, sizes=_SIZES),
+    Case(
+        "behind another activation",
+        _operator(21, 8)
+        .replace("y = GroupNormalization", "m = Mish (x)  y = GroupNormalization")
+        .replace("(x, w", "(m, w"),
+        ops={"GroupNorm": 1, "Mish": 1},
+        sizes=_SIZES,
+    ),
 ]

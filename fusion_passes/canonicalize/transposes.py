@@ -148,6 +148,29 @@ CASES = [
         sizes={"B": 2, "H": 3, "W": 5, "L": 30},
     ),
     Case(
+        "spatial axes restored twice by one Shape",
+        _HEADER
+        + """g (float[B,8,H,W] like, float[B,L,8] x, float[B,L,8] z) => (float[B,8,H,W] y, float[B,8,H,W] w) {
+            s = Shape (like)
+            a = Transpose <perm = [0, 2, 1]> (x)   y = Reshape (a, s)
+            b = Transpose <perm = [0, 2, 1]> (z)   w = Reshape (b, s)
+        }""",
+        fires=2,
+        ops={"Reshape": 2},
+        sizes={"B": 2, "H": 3, "W": 5, "L": 15},
+    ),
+    Case(
+        "spatial axes of a size of their own",
+        _HEADER
+        + """g (float[B,L,8] x) => (float[B,8,3,W] y) <int64[4] s = {0, 8, 3, -1}> {
+            a = Transpose <perm = [0, 2, 1]> (x)
+            y = Reshape (a, s)
+        }""",
+        fires=0,
+        refused="taken from",
+        sizes={"B": 2, "L": 15, "W": 5},
+    ),
+    Case(
         "two permutations that cancel",
         _HEADER
         + """g (float[B,8,H,W] x) => (float[B,8,H,W] y) {
