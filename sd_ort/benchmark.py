@@ -13,14 +13,15 @@ import datetime
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import psutil
@@ -174,6 +175,15 @@ class Worker:
             Image.fromarray(images[0]).save(buffer, "PNG")
             measure.write_bytes(out / image_name(self.engine.label), buffer.getvalue())
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the process: at once when something else than an engine's failure, such as Ctrl-C, ended the block."""
+        if kind is not None and not issubclass(kind, SdOrtError):
+            self.kill()
+        self.pool.shutdown()
+
     def kill(self) -> None:
         """End the process, in the middle of a run too."""
         self.failure = self.failure or "the run was interrupted before it began"
@@ -243,6 +253,18 @@ class Record:
         self.write()
         measure.write_text(self.out / f"{self.report['kind']}.csv", to_csv(self.report))
 
+    @contextmanager
+    def kept(self, save: Callable[[], None]) -> Iterator[None]:
+        """However the block ends, the report says so and is saved: it is `finished`, `interrupted`, or neither."""
+        try:
+            yield
+            self.report["finished"] = True
+        except KeyboardInterrupt:
+            self.report["interrupted"] = True
+            raise
+        finally:
+            save()
+
     def write(self) -> None:
         """Write the report as it is. Raises OutputError when `out` cannot be written."""
         measure.write_json(self.out / f"{self.report['kind']}.json", self.report)
@@ -271,16 +293,10 @@ def run(
         record.report["notes"].append(
             f"{jobs} folders were made and {jobs} engines loaded at a time: those times suffer."
         )
-    try:
+    with record.kept(record.save):
         prepared = prepare(engines, settings, work or out / "work", jobs, say)
         for group in [[item] for item in prepared] if settings.sequential else [prepared]:
             _measure(group, settings, record, meter, jobs, say)
-        record.report["finished"] = True
-    except KeyboardInterrupt:
-        record.report["interrupted"] = True
-        raise
-    finally:
-        record.save()
     return record.report
 
 
@@ -334,9 +350,9 @@ def _measure(
         say(f"loading {worker.engine.label} ({worker.engine.directory})")
         worker.load(settings)
 
-    try:
+    with ExitStack() as running:
         for item in group:
-            workers.append(Worker(item.engine, meter, item.failure))
+            workers.append(running.enter_context(Worker(item.engine, meter, item.failure)))
             workers[-1].loaded = {} if item.seconds is None else {"make_s": item.seconds}
             record.workers.append(workers[-1])
         with ThreadPoolExecutor(max(1, jobs)) as pool:
@@ -352,13 +368,6 @@ def _measure(
             if batch == settings.batches[0]:
                 for worker in workers:
                     worker.save_image(record.out)
-    except BaseException:
-        for worker in workers:
-            worker.kill()
-        raise
-    finally:
-        for worker in workers:
-            worker.pool.shutdown()
 
 
 def _notes(settings: Settings, meter: device.Meter) -> list[str]:

@@ -50,6 +50,20 @@ def component_config(folder: Path, component: str) -> dict[str, Any]:
     return config
 
 
+def pixels_a_latent(folder: Path) -> int:
+    """Pixels of an image's side for one of its latent, as the config of a VAE has them: 8 without one."""
+    for name in ("vae_decoder", "vae_encoder"):
+        if config := component_config(folder, name):
+            return int(2 ** (models.levels(config) - 1))
+    return 8
+
+
+def default_latents(unet: Mapping[str, Any]) -> int:
+    """Latent height and width of the images that a UNet was trained on."""
+    size = unet.get("sample_size") or 64
+    return int(size if isinstance(size, int) else size[0])
+
+
 def random_inputs(
     component: str, inputs: Sequence[ir.Value], config: Mapping[str, Any], sizes: Mapping[str, int], seed: int = 0
 ) -> Arrays:

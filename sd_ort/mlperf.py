@@ -64,21 +64,19 @@ def run(
     record.report["mlperf"] = {"queries": queries, "load": load}
     meter = device.open_meter(settings.provider)
     rows: list[dict[str, Any]] = record.report["engines"]
-    try:
+
+    def save() -> None:
+        for row in rows:
+            if row["status"] == "running":
+                row |= {"status": "failed", "reason": "interrupted"}
+        record.write()
+
+    with record.kept(save):
         for item in prepare(contenders, settings, work or out / "work", jobs, say):
             rows.append({"label": item.engine.label, "model": item.engine.model, "status": "running"})
             record.write()
             _measure(item, settings, meter, queries, load, rows[-1], record.write, say)
             record.write()
-        record.report["finished"] = True
-    except KeyboardInterrupt:
-        record.report["interrupted"] = True
-        raise
-    finally:
-        for row in rows:
-            if row["status"] == "running":
-                row |= {"status": "failed", "reason": "interrupted"}
-        record.write()
     return record.report
 
 
@@ -97,34 +95,29 @@ def _measure(
     say: Say,
 ) -> None:
     """Load one engine and fill its row, scenario by scenario."""
-    worker = Worker(item.engine, meter, item.failure)
     try:
-        worker.load(settings)
-        if worker.failure:
-            raise SdOrtError(worker.failure)
-        prompts = prompts_for(item.engine.model, queries, settings.seed)
-        most = max(settings.batches)
-        draw = Drawer(worker, prompts)
-        for batch in dict.fromkeys((1, most)):  # warm up, untimed
-            draw(range(min(batch, queries)))
-        scenarios: dict[str, Callable[[], dict[str, Any]]] = {
-            "SingleStream": lambda: single_stream(draw, queries),
-            "Offline": lambda: offline(draw, queries, most),
-            "Server": lambda: server(draw, queries, most, load * row["Offline"]["images_per_s"], settings.seed),
-        }
-        for name, scenario in scenarios.items():
-            say(f"{item.engine.label}: {name}")
-            row[name] = scenario()
-            save()
+        with Worker(item.engine, meter, item.failure) as worker:
+            worker.load(settings)
+            if worker.failure:
+                raise SdOrtError(worker.failure)
+            prompts = prompts_for(item.engine.model, queries, settings.seed)
+            most = max(settings.batches)
+            draw = Drawer(worker, prompts)
+            for batch in dict.fromkeys((1, most)):  # warm up, untimed
+                draw(range(min(batch, queries)))
+            scenarios: dict[str, Callable[[], dict[str, Any]]] = {
+                "SingleStream": lambda: single_stream(draw, queries),
+                "Offline": lambda: offline(draw, queries, most),
+                "Server": lambda: server(draw, queries, most, load * row["Offline"]["images_per_s"], settings.seed),
+            }
+            for name, scenario in scenarios.items():
+                say(f"{item.engine.label}: {name}")
+                row[name] = scenario()
+                save()
         row["quality"] = quality(item.engine.model, prompts, draw.images)
         row["status"] = "ok"
     except SdOrtError as error:
         row |= {"status": "failed", "reason": str(error)}
-    except BaseException:
-        worker.kill()
-        raise
-    finally:
-        worker.pool.shutdown()
 
 
 class Drawer:

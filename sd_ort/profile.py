@@ -82,27 +82,20 @@ def run(
     chosen = [engine for engine in contenders if engine.engine == "onnxruntime" and not engine.graph]
     if not chosen:
         raise InputError("--profile reads ONNX Runtime's profile: give a pipeline folder, and no graph capture.")
-    try:
+    with record.kept(record.write):
         for item in prepare(chosen, settings, work or out / "work", jobs, say):
             say(f"profiling {item.engine.label}")
             rows.append({"label": item.engine.label, "model": item.engine.model, **_profile(item, settings, out)})
             record.write()
-        record.report["finished"] = True
-    except KeyboardInterrupt:
-        record.report["interrupted"] = True
-        raise
-    finally:
-        record.write()
     return record.report
 
 
 def _profile(item: Prepared, settings: Settings, out: Path) -> dict[str, Any]:
     """One engine's row; its trace is written to `out`."""
-    worker = Worker(item.engine, Meter(), item.failure)
     try:
-        if worker.failure:
-            raise SdOrtError(worker.failure)
-        with tempfile.TemporaryDirectory() as scratch:
+        with Worker(item.engine, Meter(), item.failure) as worker, tempfile.TemporaryDirectory() as scratch:
+            if worker.failure:
+                raise SdOrtError(worker.failure)
             result, _ = worker.call(record_profile, item.engine, settings, Path(scratch))
             nodes = node_events(json.loads(Path(result["profile"]).read_text()), settings.steps)
             kernels = kernel_events(json.loads(Path(result["kernels"]).read_text())) if result["kernels"] else []
@@ -115,11 +108,6 @@ def _profile(item: Prepared, settings: Settings, out: Path) -> dict[str, Any]:
         return {"status": "ok", "trace": name, "clock": "kernels" if kernels else "nodes", **summary(events)}
     except SdOrtError as error:
         return {"status": "failed", "reason": str(error)}
-    except BaseException:
-        worker.kill()
-        raise
-    finally:
-        worker.pool.shutdown()
 
 
 # --- Recording, in the engine's process -----------------------------------------------------------------------------

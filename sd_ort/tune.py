@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from sd_ort import folder, tuning
 from sd_ort.errors import InputError, ProviderError
-from sd_ort.inputs import component_config, random_inputs
+from sd_ort.inputs import component_config, default_latents, pixels_a_latent, random_inputs
 from sd_ort.session import Model, create_session, op_library, provider_named, runtime
 
 PROMPT_TOKENS = 77  # CLIP's
@@ -66,7 +66,7 @@ def tune(
 def image_sizes(directory: Path, heights: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int]]:
     """(height, width) in pixels of the images to tune for. Raises InputError when they do not pair up."""
     if not heights and not widths:
-        side = int(component_config(directory, "unet").get("sample_size") or 64) * pixels_a_latent(directory)
+        side = default_latents(component_config(directory, "unet")) * pixels_a_latent(directory)
         return [(side, side)]
     heights, widths = heights or widths, widths or heights
     if len(heights) != len(widths):
@@ -76,12 +76,6 @@ def image_sizes(directory: Path, heights: Sequence[int], widths: Sequence[int]) 
         if number <= 0 or number % step:
             raise InputError(f"{number} pixels is no size of an image: give a multiple of {step}.")
     return list(zip(heights, widths, strict=True))
-
-
-def pixels_a_latent(directory: Path) -> int:
-    """Pixels of an image's side for one of its latent: 8 for Stable Diffusion."""
-    blocks = component_config(directory, "vae_decoder").get("block_out_channels") or [0] * 4
-    return int(2 ** (len(blocks) - 1))
 
 
 def latent_sizes(

@@ -17,7 +17,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sd_ort.errors import InputError, OutputError
+from sd_ort.measure import write_text
 from sd_ort.ops import CUDA_LIBRARY, HIP_LIBRARY
 
 log = logging.getLogger("sd_ort")
@@ -161,29 +161,26 @@ def merge(path: Path, record: Record) -> Record:
     Writers wait for each other, and readers see the file before or after, never between. Raises TuningError when the
     file is another build's, OutputError when it cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
-            merged = record
-            if path.is_file():
-                merged = read(path)
-                check(path, merged, record["validators"])
-                for operator, results in record["operators"].items():
-                    merged["operators"].setdefault(operator, {}).update(results)
-                merged["onnxruntime"] = merge_onnxruntime(merged.get("onnxruntime", []), record["onnxruntime"])
-            handle, staged = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-            with os.fdopen(handle, "w") as file:
-                file.write(json.dumps(merged, indent=1, sort_keys=True) + "\n")
-            os.chmod(staged, 0o644)
-            os.replace(staged, path)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}.") from error
+    with _locked(path):
+        merged = record
+        if path.is_file():
+            merged = read(path)
+            check(path, merged, record["validators"])
+            for operator, results in record["operators"].items():
+                merged["operators"].setdefault(operator, {}).update(results)
+            merged["onnxruntime"] = merge_onnxruntime(merged.get("onnxruntime", []), record["onnxruntime"])
+        write_text(path, json.dumps(merged, indent=1, sort_keys=True) + "\n")
     return merged
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.with_name(f".{path.name}.lock").open("w") as lock:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_name(f".{path.name}.lock").open("w")
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}.") from error
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

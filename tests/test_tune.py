@@ -14,6 +14,7 @@ import pytest
 
 from sd_ort import tune, tuning
 from sd_ort.errors import InputError, OutputError, ProviderError
+from sd_ort.inputs import default_latents, pixels_a_latent
 
 VERSION = "1.31.1"
 ROCM = {"ep": "ROCMExecutionProvider", "validators": {"ORT_VERSION": VERSION}, "results": {"Gemm": {"a": 3}}}
@@ -219,13 +220,16 @@ def test_a_gpu_without_an_op_library_has_nothing_to_tune(tmp_path: Path) -> None
 
 def test_sizes(tiny_export: Path) -> None:
     """Pixels become latents; guidance doubles the UNet's batch; a text encoder runs once a batch."""
-    step = tune.pixels_a_latent(tiny_export)
+    step = pixels_a_latent(tiny_export)
     sizes = tune.image_sizes(tiny_export, [8 * step, 16 * step], [8 * step, 8 * step])
     unet = tune.latent_sizes(tiny_export, "unet", sizes, (1, 2), guidance=True)
     assert [(s["batch"], s["height"], s["width"]) for s in unet] == [(2, 8, 8), (4, 8, 8), (2, 16, 8), (4, 16, 8)]
     text = tune.latent_sizes(tiny_export, "text_encoder", sizes, (1, 2), guidance=True)
     assert [s["batch"] for s in text] == [1, 2]
     assert len(tune.image_sizes(tiny_export, [], [])) == 1
+    assert (default_latents({}), default_latents({"sample_size": 96}), default_latents({"sample_size": [32, 48]})) == (
+        64, 96, 32,
+    )  # fmt: skip
     with pytest.raises(InputError, match="2 heights and 1 widths"):
         tune.image_sizes(tiny_export, [8, 16], [8])
     with pytest.raises(InputError, match="is no size of an image"):
@@ -236,7 +240,7 @@ def test_every_component_runs_at_its_shapes(tiny_export: Path) -> None:
     """The runs that tuning consists of, on the CPU."""
     from sd_ort.session import load
 
-    step = tune.pixels_a_latent(tiny_export)
+    step = pixels_a_latent(tiny_export)
     lines: list[str] = []
     for name in ("text_encoder", "unet", "vae_decoder"):
         sizes = tune.latent_sizes(tiny_export, name, [(8 * step, 8 * step)], (1,), guidance=True)
