@@ -56,38 +56,27 @@ class DeviceLoop:
         feed |= {name: values[0] for name, values in by_step.items()}
         bound = self._bind(unet, {name: np.ascontiguousarray(feed[name], unet.dtype(name)) for name in unet.inputs})
 
-        steps = len(schedule.timesteps)
-        history = np.zeros((steps + 1, *latents.shape), np.float32)
-        history[0] = latents
-        # One entry more than steps: after the last step, the input of a step that is not made.
-        constants = {
-            "weights": schedule.weights,
-            "scales": np.append(schedule.scales, schedule.scales[-1:]),
-            "timesteps": np.append(schedule.timesteps, schedule.timesteps[-1:]),
-            **({} if guidance is None else {"guidance": np.array([guidance], np.float32)}),
-            **{f"every.{name}": values.astype(unet.dtype(name)) for name, values in by_step.items()},
-        }
-        start, step = self._sessions(unet, guidance is not None, list(by_step))
+        constants = _constants(schedule, guidance)
+        constants |= {f"every.{name}": values.astype(unet.dtype(name)) for name, values in by_step.items()}
         values = {name: self._value(array) for name, array in constants.items()}
-        states = [self._value(history), self._value(np.zeros_like(history))]
-        numbers = [self._value(np.array([0], np.int64)), self._value(np.array([0], np.int64))]
         values["latents"] = self._value(np.zeros_like(latents))
         if "timestep" not in bound.inputs:
             values["timestep"] = self._value(np.zeros(1, np.float32))
-        values["noise"] = bound.outputs["out_sample"]
-        values |= bound.inputs
+        values |= {"noise": bound.outputs["out_sample"], **bound.inputs}
+
+        steps = len(schedule.timesteps)
+        history = np.zeros((steps + 1, *latents.shape), np.float32)
+        history[0] = latents
+        # Two of each: a step reads one and writes the other. Bindings do not keep host arrays alive, this frame does.
+        states = [self._value(history), self._value(np.zeros_like(history))]
+        numbers = [self._value(np.array([0], np.int64)), self._value(np.array([0], np.int64))]
+        start, step = self._sessions(unet, guidance is not None, list(by_step))
         first = self._binding(start, {**values, "history": states[0], "index": numbers[0]})
-        turns = [
-            self._binding(
-                step,
-                {
-                    **values,
-                    **{"history": states[old], "index": numbers[old]},
-                    **{"history_out": states[1 - old], "index_out": numbers[1 - old]},
-                },
-            )
-            for old in (0, 1)
-        ]
+        turns = []
+        for old, new in ((0, 1), (1, 0)):
+            read = {"history": states[old], "index": numbers[old]}
+            written = {"history_out": states[new], "index_out": numbers[new]}
+            turns.append(self._binding(step, {**values, **read, **written}))
         start.run_with_iobinding(first)
         with tqdm(range(steps), disable=not progress, unit="step") as bar:
             for number in bar:
@@ -148,6 +137,16 @@ class DeviceLoop:
                 kept["user_compute_stream"] = given[name]["user_compute_stream"]
             wanted.append((name, kept))
         return onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=wanted)
+
+
+def _constants(schedule: LinearSchedule, guidance: float | None) -> Arrays:
+    """What the graphs read of a schedule, with one entry more than steps: the input of a step that is not made."""
+    constants = {
+        "weights": schedule.weights,
+        "scales": np.append(schedule.scales, schedule.scales[-1:]),
+        "timesteps": np.append(schedule.timesteps, schedule.timesteps[-1:]),
+    }
+    return constants if guidance is None else {**constants, "guidance": np.array([guidance], np.float32)}
 
 
 def glue(dtypes: Mapping[str, ir.DataType], guided: bool, *, record: bool) -> ir.Model:

@@ -132,10 +132,9 @@ def _convert_initializers(
 def _half_tensor(name: str, value: ir.Value, half: ir.DataType) -> ir.Value:
     source = value.const_value
     assert source is not None
-    numpy_dtype = np.dtype(np.float16) if half == ir.DataType.FLOAT16 else np.dtype(ml_dtypes.bfloat16)
 
     def evaluate() -> ir.Tensor:
-        return ir.Tensor(to_half(read(source), numpy_dtype), dtype=half, name=name)
+        return ir.Tensor(to_half(read(source), half.numpy()), dtype=half, name=name)
 
     tensor = ir.LazyTensor(evaluate, dtype=half, shape=ir.Shape(source.shape.numpy()), name=name)
     return ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(half))
@@ -159,8 +158,7 @@ def _convert_attributes(node: ir.Node, half: ir.DataType) -> None:
         tensor = node.attributes.get_tensor("value")
         if tensor is None or tensor.dtype == FLOAT:
             numbers = np.zeros(1, np.float32) if tensor is None else tensor.numpy()
-            dtype = np.dtype(np.float16) if half == ir.DataType.FLOAT16 else np.dtype(ml_dtypes.bfloat16)
-            node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(to_half(numbers, dtype), dtype=half))
+            node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(to_half(numbers, half.numpy()), dtype=half))
 
 
 def _insert_casts(graph: ir.Graph, half: ir.DataType, float32: set[ir.Node]) -> None:

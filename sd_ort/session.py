@@ -303,34 +303,21 @@ def create_session(
     check_provider(provider, allow_fallback=allow_fallback)
     onnxruntime = runtime()
     entry = provider_named(provider)
-
     if graph and entry.graph is None:
         raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors only: the warnings are about the exporter's unused initializers
-    if provider == "cpu":
-        # It would keep one more block from the second step on, of a whole step: 100 MB for SD 1.5 at 256 x 256.
-        options.enable_mem_pattern = False
-    if threads:
-        options.intra_op_num_threads = threads
-    if profile:
-        options.enable_profiling = True
-        options.profile_file_prefix = str(profile)
+    options = _session_options(provider, threads, profile)
     if not _register_ops(options, library, portable):
         _check_overloads(model_path, onnxruntime.__version__)
         if entry.device != "cpu" and not portable:
             warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
-
-    wanted: list[Any] = [CPU_EP]
     if provider.startswith(PLUGIN):
         devices = plugin_devices(Path(provider.removeprefix(PLUGIN)))
         options.add_provider_for_devices(devices, dict(provider_options or {}))
-        wanted = []  # those of the options; ONNX Runtime adds the CPU
-    elif entry.ep != CPU_EP and entry.ep in onnxruntime.get_available_providers():
-        chosen = {**entry.options, **(entry.tuning if tuning else {}), **((entry.graph if graph else None) or {})}
-        wanted = [(entry.ep, {**chosen, **(provider_options or {})}), CPU_EP]
+        providers = []  # those of the options; ONNX Runtime adds the CPU
+    else:
+        providers = _providers(entry, tuning, graph, provider_options or {})
     try:
-        session = onnxruntime.InferenceSession(str(model_path), options, providers=wanted)
+        session = onnxruntime.InferenceSession(str(model_path), options, providers=providers)
     except Exception as error:  # pybind's exceptions share no base class but Exception
         raise InputError(f"ONNX Runtime refuses {model_path}: {first_line(error)}") from error
     if entry.ep not in session.get_providers():
@@ -344,6 +331,28 @@ def create_session(
 
         results.attach(session, entry.ep, _ops_path(library, portable), tuning, onnxruntime.__version__)
     return session
+
+
+def _session_options(provider: str, threads: int | None, profile: Path | None) -> Any:
+    options = runtime().SessionOptions()
+    options.log_severity_level = 3  # errors only: the warnings are about the exporter's unused initializers
+    if provider == "cpu":
+        # It would keep one more block from the second step on, of a whole step: 100 MB for SD 1.5 at 256 x 256.
+        options.enable_mem_pattern = False
+    if threads:
+        options.intra_op_num_threads = threads
+    if profile:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(profile)
+    return options
+
+
+def _providers(entry: Provider, tuning: bool, graph: bool, more: Mapping[str, str]) -> list[Any]:
+    """What ONNX Runtime is asked for: the provider with its options, and the CPU for what it lacks."""
+    if entry.ep == CPU_EP or entry.ep not in runtime().get_available_providers():
+        return [CPU_EP]
+    chosen = {**entry.options, **(entry.tuning if tuning else {}), **((entry.graph if graph else None) or {}), **more}
+    return [(entry.ep, chosen), CPU_EP]
 
 
 def _ops_path(library: Path | None, portable: bool) -> Path | None:
