@@ -241,10 +241,8 @@ CASES = [
     ),
     Case("operator of opset 21", _operator(21, 8), ops={"GroupNorm": 1, "GroupNormalization": 0}, sizes=_SIZES),
     Case(
-        "behind another activation",
-        _operator(21, 8)
-        .replace("y = GroupNormalization", "m = Mish (x)  y = GroupNormalization")
-        .replace("(x, w", "(m, w"),
+        "behind an activation of another opset",
+        _instance().replace("r = Reshape (x, split)", "active = Mish (x)  r = Reshape (active, split)"),
         ops={"GroupNorm": 1, "Mish": 1},
         sizes=_SIZES,
     ),

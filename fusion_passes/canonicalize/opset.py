@@ -21,7 +21,8 @@ SAME = frozenset(
     "IsNaN LayerNormalization Less LessOrEqual Log MatMul Max Min Mod Mul Neg Not Or Pad Pow Range Reciprocal Relu "
     "Reshape Resize ScatterND Shape Sigmoid Sin Slice Softmax Split Sqrt Squeeze Sub Tanh Tile Transpose Trilu "
     "Unsqueeze Where ReduceSum Size CumSum NonZero Abs Sign Round Softplus "
-    "Dropout Einsum GlobalAveragePool LogSoftmax RandomNormal RandomNormalLike Sum".split()
+    "Dropout Einsum GlobalAveragePool LogSoftmax RandomNormal RandomNormalLike Sum "
+    "Celu Elu HardSigmoid HardSwish LeakyRelu Mish PRelu Selu Softsign ThresholdedRelu Xor".split()
 )
 
 
