@@ -45,10 +45,10 @@ def verify(
 
     A row is one output of one run: component, output, run (its sizes), shape, relative_error = |got - want| / |want|
     (L2 norms), nmse (its square), max_abs, finite, tolerance, passed. `tolerance` bounds relative_error and defaults
-    to `TOLERANCE` of the optimized component's type. `inputs`: runs recorded
-    in an .npz, in addition to made-up inputs at `sizes`. `provider` runs the optimized folder; the source runs on the
-    CPU, fed with the same numbers. `portable`: fused operators run as their function bodies even where a custom-op
-    library is installed. `report` gets every row when it is known.
+    to `TOLERANCE` of the optimized component's type. `inputs`: runs recorded in an .npz, in addition to made-up inputs
+    at `sizes`. `provider` runs the optimized folder; the source runs on the CPU, fed with the same numbers. `portable`:
+    fused operators run as their function bodies even where a custom-op library is installed. `report` gets every row
+    when it is known.
 
     Raises InputError for folders that are not two forms of one pipeline, ProviderError for what the provider cannot
     run. A failure to agree is not an exception here: see `check`. A component of another kind than ours (a safety
@@ -71,9 +71,7 @@ def verify(
             if want.keys() != got.keys():
                 raise InputError(f"{name} has other outputs than its source: optimize {source} again.")
             for output in want:
-                row: dict[str, Any] = {"component": name, "output": output, "run": run, "tolerance": limit}
-                row |= compare(got[output], want[output])
-                row["passed"] = bool(row["finite"] and row["relative_error"] <= limit)
+                row = {"component": name, "output": output, "run": run} | _judged(got[output], want[output], limit)
                 rows.append(row)
                 report(row)
     if not rows:
@@ -92,6 +90,11 @@ def check(result: dict[str, Any]) -> None:
         f"{worst['component']} differs from its source: {worst['output']} has {what}, allowed is "
         f"{worst['tolerance']:.1e} ({len(failed)} of {len(result['rows'])} outputs fail)."
     )
+
+
+def _judged(got: np.ndarray, want: np.ndarray, limit: float) -> dict[str, Any]:
+    errors = compare(got, want)
+    return {"tolerance": limit, **errors, "passed": bool(errors["finite"] and errors["relative_error"] <= limit)}
 
 
 def compare(got: np.ndarray, want: np.ndarray) -> dict[str, Any]:
