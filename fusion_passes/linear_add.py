@@ -8,7 +8,7 @@
 
 A convolution of one pixel is a matrix product over NHWC tensors. The last rule only gives the product to the operator
 whose algorithm can be tuned. Left alone: weights that are not constant matrices, grouped, strided or padded
-convolutions, results that something else reads too. Runs after `nhwc_layout`, `pack_qkv` and `fold_conv_bias`.
+convolutions, results that something else reads too. Runs after `nhwc_layout`, `pack_qkv` and `fold_bias`.
 """
 
 from __future__ import annotations

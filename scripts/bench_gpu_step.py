@@ -73,7 +73,7 @@ _OUR_ATTENTION = {name: limit for name, limit in CUDA.contrib.items() if name !=
 _PRODUCTS = {"layer_norm": True, "linear_add": True}
 # Each adds to the one before: a waterfall. The third is the cuda target as it is.
 VARIANTS = {
-    "1 contrib operators": Variant({"fold_conv_bias": False, "contrib": CUDA_CONTRIB}),
+    "1 contrib operators": Variant({"fold_bias": False, "contrib": CUDA_CONTRIB}),
     "2 + convolution biases folded": Variant({"contrib": CUDA_CONTRIB}),
     "3 + our GroupNorm, gates, BiasAdd": Variant(),
     "4 + our LayerNormalization": Variant({"layer_norm": True}),

@@ -23,7 +23,7 @@ import onnx_ir.passes.common as common
 import fusion_passes
 from fusion_passes import (
     bodies,
-    fold_conv_bias,
+    fold_bias,
     layer_norm,
     linear_add,
     nhwc_layout,
@@ -212,8 +212,8 @@ def lower_layout(model: ir.Model, target: Target) -> dict[str, int]:
         counts["winograd_conv"] = apply(model, winograd_conv.RULES)
     if target.layout == "NHWC":
         counts["nhwc_layout"] = nhwc_layout.to_nhwc(model)
-    if target.fold_conv_bias:
-        counts["fold_conv_bias"] = fold_conv_bias.fold_conv_bias(model)
+    if target.fold_bias:
+        counts["fold_bias"] = fold_bias.fold_bias(model)
     if target.pack:
         counts.update(pack_qkv.pack_qkv(model))
     if target.linear_add:

@@ -63,17 +63,17 @@ class Target:
     """One execution provider: its layout, and for each fused operator the limit of the provider's own kernel.
 
     Operators absent from `contrib` run as `sd_ort` operators, unless `expand` names them: those are taken apart again.
-    `fold_conv_bias` moves biases of convolutions into what reads them (`layout` NHWC only); `linear_add` makes matrix
-    products, and convolutions of one pixel, LinearAdd; `layer_norm` gives LayerNormalization our kernel. `leave` names
-    fusions (modules of fusion_passes) that are not applied at all. `standard_attention` picks the attentions that
-    become ai.onnx Attention; `winograd` makes 3 x 3 convolutions WinogradConv, whose only kernel is for CPUs.
-    `float32_inputs` are inputs (operator, index) that stay in fp32 in a half precision model.
+    `fold_bias` moves biases into what reads the sums (`layout` NHWC only); `linear_add` makes matrix products, and
+    convolutions of one pixel, LinearAdd; `layer_norm` gives LayerNormalization our kernel. `leave` names fusions
+    (modules of fusion_passes) that are not applied at all. `standard_attention` picks the attentions that become
+    ai.onnx Attention; `winograd` makes 3 x 3 convolutions WinogradConv, whose only kernel is for CPUs. `float32_inputs`
+    are inputs (operator, index) that stay in fp32 in a half precision model.
     """
 
     name: str
     layout: str = "NCHW"
     pack: bool = False
-    fold_conv_bias: bool = False
+    fold_bias: bool = False
     linear_add: bool = False
     layer_norm: bool = False
     contrib: Mapping[str, Limit] = field(default_factory=dict)
@@ -116,7 +116,7 @@ CUDA = Target(
     "cuda",
     layout="NHWC",
     pack=True,
-    fold_conv_bias=True,
+    fold_bias=True,
     contrib={
         name: CUDA_CONTRIB[name] for name in ("MultiHeadAttention", "NhwcConv", "QuickGelu", "SkipLayerNormalization")
     },
@@ -128,7 +128,7 @@ ROCM = Target(
     "rocm",
     layout="NHWC",
     pack=True,
-    fold_conv_bias=True,
+    fold_bias=True,
     contrib={**CUDA_CONTRIB, "MultiHeadAttention": _no_bias_input},
     expand=frozenset({"ScaledDotProductAttention"}),
     float32_inputs=_FP32_AFFINE,

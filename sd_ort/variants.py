@@ -176,7 +176,7 @@ def ablation_steps(target: Target) -> dict[str, Target]:
     bare = replace(
         target,
         contrib=CUDA_CONTRIB if target.name == "cuda" else target.contrib,
-        fold_conv_bias=False,
+        fold_bias=False,
         linear_add=False,
         layer_norm=False,
         winograd=False,

@@ -17,7 +17,7 @@ import fusion_passes
 from fusion_passes import bodies
 from fusion_passes._rule import DOMAIN
 from sd_ort.optimize import lower_layout, optimize_component
-from sd_ort.targets import TARGETS
+from sd_ort.targets import TARGETS, Target
 
 # Every pass, and every fused operator by its body: what a CPU can run.
 BODIES = replace(TARGETS["cuda"], contrib={}, linear_add=True, layer_norm=True)
@@ -44,7 +44,7 @@ def run(model: onnx.ModelProto) -> np.ndarray:
     return result
 
 
-def lower(text: str) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+def lower(text: str, target: Target = BODIES) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     """The graph with random weights, before and after."""
     source = onnx.parser.parse_model(text)
     random = np.random.default_rng(1)
@@ -56,7 +56,7 @@ def lower(text: str) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     model = ir.from_proto(source)
     fusion_passes.canonicalize(model)
     fusion_passes.fuse(model)
-    lower_layout(model, BODIES)
+    lower_layout(model, target)
     bodies.attach(model, [node for node in model.graph if node.domain == DOMAIN])
     return source, ir.to_proto(model)
 
@@ -83,6 +83,35 @@ def test_convolution_biases(lines: tuple[str, ...], left: int, counts: dict[str,
     before, after = lower(graph(*lines))
     assert biased(after) == left
     nodes = Counter(node.op_type for node in after.graph.node)
+    assert {op: nodes[op] for op in counts} == counts
+    np.testing.assert_allclose(run(after), run(before), rtol=1e-4, atol=1e-4)
+
+
+# The end of a transformer with linear projections, on the image as rows of channels.
+ROWS = (
+    "i = Transpose <perm = [0, 2, 3, 1]> (x)", "r = Reshape (i, rows)", "m = MatMul (r, q)", "a = Add (b, m)",
+)  # fmt: skip
+IMAGE = ("o = Shape (i)", "u = Reshape (a, o)", "v = Transpose <perm = [0, 3, 1, 2]> (u)")
+
+
+@pytest.mark.parametrize(
+    ("lines", "left", "counts"),
+    [
+        ((*ROWS, *IMAGE, "z = Add (v, y)"), 0, {"BiasAdd": 1}),
+        ((*ROWS, *IMAGE, "s = Add (y, v)", NORM), 0, {"SkipGroupNorm": 1}),
+        ((*ROWS, *IMAGE, "s = Identity (v)", NORM), 0, {"SkipGroupNorm": 1, "GroupNorm": 0}),
+        ((*ROWS, "d = Relu (a)", *[line.replace("(a, o)", "(d, o)") for line in IMAGE], "z = Add (v, y)"), 1, {}),
+        ((*ROWS, *IMAGE, "t = ReduceSum <keepdims = 0> (a)", "w = Add (v, t)", "z = Add (w, y)"), 1, {}),
+    ],
+    ids=["add", "skip", "norm", "something between", "read twice"],
+)
+def test_biases_of_linear_layers(lines: tuple[str, ...], left: int, counts: dict[str, int]) -> None:
+    text = graph(*lines).replace("<float[8,8,3,3]", "<int64[3] rows = {0, -1, 8}, float[8,8] q, float[8,8,3,3]")
+    before, after = lower(text, replace(BODIES, linear_add=False))
+    nodes = Counter(node.op_type for node in after.graph.node)
+    products = {node.output[0] for node in after.graph.node if node.op_type == "MatMul"}
+    assert len(products) == 1
+    assert sum(node.op_type == "Add" and bool(products & set(node.input)) for node in after.graph.node) == left
     assert {op: nodes[op] for op in counts} == counts
     np.testing.assert_allclose(run(after), run(before), rtol=1e-4, atol=1e-4)
 
@@ -118,7 +147,7 @@ def test_unet(tmp_path: Path) -> None:
     folder = graph_fixtures.make_folder(tmp_path / "raw", "sd15-tiny-dynamo-20.unet")
     raw, made = folder / "unet/model.onnx", tmp_path / "made/unet/model.onnx"
     entry = optimize_component(raw, made, BODIES)
-    assert entry["rules"]["fold_conv_bias"] == 74
+    assert entry["rules"]["fold_bias"] == 74
     assert entry["rules"]["linear_add"] == 158
     assert entry["rules"]["layer_norm"] == 16
     nodes = Counter(node.op_type for node in onnx.load(made, load_external_data=False).graph.node)

@@ -1,13 +1,15 @@
-"""Convolution biases moved into the operator that reads the convolution, where adding them costs nothing.
+"""Biases of convolutions and linear layers moved into the operator that reads the result, where adding costs nothing.
 
     NhwcConv(x, w, b) -> SkipGroupNorm(., gamma, beta, skip)  =>  NhwcConv(x, w) -> SkipGroupNorm(..., skip, b)
     NhwcConv(x, w, b) -> GroupNorm(., gamma, beta)            =>  NhwcConv(x, w) -> SkipGroupNorm(..., b per sample)
     NhwcConv(x, w, b) -> Add(., y)                            =>  NhwcConv(x, w) -> BiasAdd(., b, y)
+    Add(MatMul(x, w), b) -> Reshape to NHWC -> any of these   =>  MatMul(x, w) -> Reshape -> the same
 
-GPU libraries add a convolution's bias in a kernel of its own (cuDNN's fused ones were slower than both together), so
-each costs a launch, a read and a write of the whole feature map. Two convolutions that meet in one SkipGroupNorm or
-Add (a residual block's last one and its shortcut) hand over the sum of their biases, computed while the model is saved.
-Left alone: a result that something else reads too, or of which the Add broadcasts. Runs after `nhwc_layout`.
+GPU libraries add a convolution's bias in a kernel of its own (cuDNN's fused ones were slower than both together), and a
+MatMul has none, so each costs a launch, a read and a write of the whole feature map. The fourth form is the linear
+projection that ends the transformers of SDXL and SD 2.1. Two results that meet in one SkipGroupNorm or Add (a residual
+block's last convolution and its shortcut) hand over the sum of their biases, computed while the model is saved. Left
+alone: a result that something else reads too, or of which the Add broadcasts. Runs after `nhwc_layout`.
 """
 
 from __future__ import annotations
@@ -19,19 +21,43 @@ from fusion_passes._lazy import constant, derived
 from fusion_passes._rule import DOMAIN
 
 
-def fold_conv_bias(model: ir.Model) -> int:
-    """Move the biases of NhwcConv nodes on in place; returns how many."""
+def fold_bias(model: ir.Model) -> int:
+    """Move biases of NhwcConv nodes, and those behind MatMul, on in place; returns how many."""
     moved = 0
     for node in list(model.graph):
         if node.op_type == "NhwcConv" and len(node.inputs) > 2 and node.inputs[2] is not None:
-            moved += _move(model.graph, node)
+            if _move(model.graph, node.outputs[0], node.inputs[2]):
+                node.resize_inputs(2)
+                moved += 1
+        elif (found := _linear(node)) is not None:
+            product, bias, seen = found
+            if _move(model.graph, seen, bias):
+                node.outputs[0].replace_all_uses_with(product)
+                model.graph.remove(node, safe=True)
+                moved += 1
     return moved
 
 
-def _move(graph: ir.Graph, conv: ir.Node) -> bool:
-    output, bias = conv.outputs[0], conv.inputs[2]
+def _linear(add: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
+    """(product, bias, the Reshape's result) of a Reshape of MatMul + bias that keeps the channels; None of others."""
+    users = list(add.outputs[0].uses())
+    if add.op_type != "Add" or add.domain != "" or len(users) != 1 or add.outputs[0].is_graph_output():
+        return None
+    reshape = users[0][0]
+    for product, bias in (add.inputs, add.inputs[::-1]):
+        made = None if product is None else product.producer()
+        if made is not None and made.op_type == "MatMul" and c.is_vector(bias, c.size(product, -1)):
+            keeps = reshape.op_type == "Reshape" and c.size(reshape.outputs[0], -1) == c.size(product, -1)
+            assert product is not None
+            assert bias is not None
+            return (product, bias, reshape.outputs[0]) if keeps else None
+    return None
+
+
+def _move(graph: ir.Graph, output: ir.Value, bias: ir.Value) -> bool:
+    """Make `bias` of `output`'s last axis part of what reads `output`; whether that could be done."""
     users = list(output.uses())
-    if len(users) != 1 or output.is_graph_output() or bias is None or not c.is_vector(bias, c.size(output, -1)):
+    if len(users) != 1 or output.is_graph_output() or not c.is_vector(bias, c.size(output, -1)):
         return False
     reader, index = users[0]
     if reader.op_type == "SkipGroupNorm" and index in (0, 3) and c.same_shape(output, reader.inputs[0]):
@@ -44,7 +70,6 @@ def _move(graph: ir.Graph, conv: ir.Node) -> bool:
         _to_bias_add(graph, reader, index, bias)
     else:
         return False
-    conv.resize_inputs(2)
     return True
 
 
