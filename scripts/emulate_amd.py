@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -78,6 +79,8 @@ class Emulator:
         emu._get_ftz_lib = lambda: (None, 0)
         emu.decode_inst = _cdna_decoder(emu.decode_inst)
         _mend_lds(emu)
+        _mend_dual(emu)
+        _mend_wmma(emu)
         self._run: Callable[..., int] = emu.run_asm
         commit = subprocess.run(
             ["git", "-C", str(checkout), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
@@ -147,6 +150,56 @@ def _mend_lds(emu: ModuleType) -> None:
 
     for instructions in (emu.ir3, emu.ir4, emu.irc):
         emu._INST_HANDLERS[instructions.DS] = compile_ds
+
+
+def _mend_dual(emu: ModuleType) -> None:
+    """VOPD: both halves read before either writes. The emulator lets X's write come before the read of Y's src0."""
+
+    def compile_vopd(instruction: object, context: object) -> object:
+        sources: list = []
+
+        class Ordered(emu._Ctx):  # type: ignore[name-defined]
+            __slots__ = ()
+
+            def rsrc_dyn(self, *arguments: object, **options: object) -> object:
+                sources.append(super().rsrc_dyn(*arguments, **options))
+                return sources[-1]
+
+            def wvgpr_dyn(self: Any, *arguments: object, **options: object) -> object:
+                registers, self.vgpr = self.vgpr, self.vgpr.after(*sources)
+                try:
+                    return super().wvgpr_dyn(*arguments, **options)
+                finally:
+                    self.vgpr = registers
+
+        context.__class__ = Ordered
+        return emu._compile_vopd(instruction, context)
+
+    for instructions in (emu.ir3, emu.ir4):
+        emu._INST_HANDLERS[instructions.VOPD] = compile_vopd
+
+
+def _mend_wmma(emu: ModuleType) -> None:
+    """WMMA with the constant 0 as C: the emulator takes its number, 128, for that of a register."""
+
+    def compile_vop3p(instruction: object, context: object) -> object:
+        if "WMMA" in instruction.op.name:  # type: ignore[attr-defined]
+            source = context.inst_field(type(instruction).src2)  # type: ignore[attr-defined]
+            reads = iter(range(1 << 16))
+
+            class WithConstant(emu._Ctx):  # type: ignore[name-defined]
+                __slots__ = ()
+
+                def rvgpr_dyn(self, *arguments: object) -> object:
+                    value = super().rvgpr_dyn(*arguments)
+                    is_c = next(reads) >= 512  # after 256 elements of A and of B
+                    return (source >= emu._c(256)).where(value, emu._c(0)) if is_c else value
+
+            context.__class__ = WithConstant
+        return emu._compile_vop3p(instruction, context)
+
+    for instructions in (emu.ir3, emu.ir4):
+        emu._INST_HANDLERS[instructions.VOP3P] = compile_vop3p
 
 
 class CodeObject:
@@ -355,10 +408,10 @@ def table(listing: dict, outcomes: list[Outcome], emulator: str) -> str:
         "on the host, launched from kernels.json, compared with NumPy in float64. Every tensor and the workspace lie",
         "between guard bytes; outputs hold NaN, the workspace 0xff and unused registers a pattern before a launch.",
         "",
-        f"Library {listing['library']}, built by {_compiler(listing)}; tinygrad {emulator}, with three mistakes",
-        "mended by the script (CDNA: gfx90a's bf16 MFMA, 16-bit operands from v128 on; all: LDS reads of lanes that",
-        "are off). Its MFMA drops subnormal float16 numbers. Waves run in turn from barrier to barrier, so a race",
-        "between waves can pass.",
+        f"Library {listing['library']}, built by {_compiler(listing)}; tinygrad {emulator}, with five mistakes",
+        "mended by the script (CDNA: gfx90a's bf16 MFMA, 16-bit operands from v128 on; RDNA: the order of VOPD's",
+        "halves, WMMA on the constant 0; all: LDS reads of lanes that are off). Its MFMA drops subnormal float16",
+        "numbers. Waves run in turn from barrier to barrier, so a race between waves can pass.",
         "",
         "A cell: kernels run of those that the operator has / calls / largest NMSE as a part of what is allowed.",
         "`FAULT` where one was wrong, `gap` where the emulator lacks an instruction; both are listed below.",
@@ -383,6 +436,8 @@ def table(listing: dict, outcomes: list[Outcome], emulator: str) -> str:
 
 
 def _cell(outcomes: list[Outcome], exist: set[str]) -> str:
+    if not outcomes:
+        return "-"
     run = {symbol for one in outcomes for symbol in one.symbols}
     worst = max((one.error / one.limit for one in outcomes if not one.fault), default=0.0)
     text = f"{len(run)} of {len(exist)} / {len(outcomes)} / {worst:.2f}"
@@ -400,7 +455,7 @@ def _missing_lines(missing: list[dict]) -> Iterator[str]:
     by_name: dict[tuple[str, str, str], list[str]] = {}
     for entry in missing:
         template = ", ".join(str(value) for value in entry["template"].values())
-        reason = "its calls are too dear" if entry["operators"] else "no case launches it"
+        reason = "dearer than --largest, or not run yet" if entry["operators"] else "no case launches it"
         by_name.setdefault((entry["kernel"], reason, template), []).append(entry["arch"])
     for (name, reason, template), archs in by_name.items():
         yield f"- {name}<{template}> ({', '.join(sorted(archs))}): {reason}"
