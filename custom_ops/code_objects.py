@@ -303,7 +303,9 @@ def _entry(
 
 
 def _template_value(text: str) -> str | int | bool:
-    return int(text) if text.isdigit() else {"true": True, "false": False}.get(text, text)
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if text.isdigit() else text
 
 
 def _argument(where: str, compiled: dict, argument: Argument) -> dict[str, object]:

@@ -99,6 +99,7 @@ def wrap(component: str, model: torch.nn.Module, sdxl: bool, controlnet: bool) -
     if component.startswith("text_encoder"):
         return TextEncoder(model, sdxl).eval()
     if component in ("unet", "controlnet"):
-        names = [tensor.name for tensor in signature(component, model.config, controlnet=controlnet).inputs[3:]]
+        config: Any = model.config
+        names = [tensor.name for tensor in signature(component, config, controlnet=controlnet).inputs[3:]]
         return (UNet if component == "unet" else ControlNet)(model, names).eval()
     return (VaeEncoder if component == "vae_encoder" else VaeDecoder)(model).eval()

@@ -251,7 +251,13 @@ __device__ inline uint32_t exchange_halves(uint32_t value) {
 #if !defined(SD_ORT_EMULATED)
   asm("" : "+s"(low), "+s"(high));  // in scalar registers: a literal would make every one of these half as long again
 #endif
-  return __builtin_amdgcn_permlanex16(value, value, low, high, false, false);
+  uint32_t other = __builtin_amdgcn_permlanex16(value, value, low, high, false, false);
+#if !defined(SD_ORT_EMULATED)
+  // Taken here, with all lanes on: clang 19 would move the instruction into a branch around a store, where lanes that
+  // have nothing to store are off and their values cannot be had.
+  asm volatile("" : "+v"(other));
+#endif
+  return other;
 #else
   return __shfl_xor(value, 16, kWave);
 #endif
@@ -319,6 +325,16 @@ __device__ inline Operand<T> load_operand(const T* tile, int stride) {
   const int lane = lane_id();
 #if defined(SD_ORT_MMA_NVIDIA)
   load_matrices<false>(operand.r, tile + lane % 16 * stride + lane / 16 * 8);
+#elif defined(SD_ORT_MMA_RDNA3)
+  // Two loads of 16 bytes: clang 19 cuts a copy of 32 into bytes and loads at odd addresses, now and then.
+  typedef uint32_t Quad __attribute__((ext_vector_type(4), may_alias));
+  const auto* from = reinterpret_cast<const Quad*>(tile + operand_row(lane, 0) * stride + operand_depth(lane, 0));
+  const Quad low = from[0], high = from[1];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    operand.r[i] = low[i];
+    operand.r[4 + i] = high[i];
+  }
 #else
   const T* from = tile + operand_row(lane, 0) * stride + operand_depth(lane, 0);
   memcpy(&operand.r, __builtin_assume_aligned(from, kPadding * sizeof(T)), sizeof(operand.r));
