@@ -53,6 +53,58 @@ def test_waves_are_known_to_the_compiler_alone(kernels: list[dict]) -> None:
         assert entry["block"][0] % 64 == 0
 
 
+def test_lanes_exchange_before_any_is_off(listing: dict) -> None:
+    """A lane that is off gives no value: clang 19 moves v_permlanex16 into branches unless it is kept from that."""
+    for name, code in disassembled(listing, "gfx11"):
+        assert masked_exchanges(code) == [], name
+
+
+def test_lds_is_read_at_whole_words(listing: dict) -> None:
+    """clang 19 cuts some copies of 32 bytes into loads of 16 at odd addresses and single bytes."""
+    for name, code in disassembled(listing, "gfx"):
+        wide = re.findall(r"ds_(?:load|read)_b(?:32|64|96|128) [^\n]*offset:(\d+)", code)
+        assert [offset for offset in wide if int(offset) % 4] == [], name
+
+
+def disassembled(listing: dict, prefix: str) -> list[tuple[str, str]]:
+    """(file, assembly) of the code objects of the architectures that begin with `prefix`."""
+    objects = sorted({entry["object"] for entry in listing["kernels"] if entry["arch"].startswith(prefix)})
+    command = ["llvm-objdump-19", "-d", "--no-show-raw-insn"]
+    paths = [Path(listing["folder"]) / name for name in objects]
+    return [
+        (path.name, subprocess.run([*command, str(path)], capture_output=True, text=True, check=True).stdout)
+        for path in paths
+    ]
+
+
+def masked_exchanges(code: str) -> list[str]:
+    """The v_permlanex16 of some assembly (wave32) that stand where lanes may be off."""
+    masks: set[str] = set()
+    found, saved = [], ""
+    for line in code.splitlines():
+        instruction = line.split("//")[0].strip()
+        if instruction.endswith(">:") or instruction.startswith("s_branch"):
+            masks = set()  # what follows is reached by jumps from elsewhere
+        elif match := re.match(r"s_and_saveexec_b32 (\w+),", instruction):
+            masks.add(match[1])
+        elif match := re.match(r"s_mov_b32 (\w+), exec_lo", instruction):
+            saved = match[1]
+        elif instruction.startswith("v_cmpx"):
+            masks.add(saved)
+        elif match := re.match(r"s_(?:or_b32 exec_lo, exec_lo|mov_b32 exec_lo), (\w+)", instruction):
+            masks.discard(match[1])
+        elif instruction.startswith("v_permlanex16") and masks:
+            found.append(instruction)
+    return found
+
+
+def test_masked_exchanges_are_found() -> None:
+    exchange = "v_permlanex16_b32 v1, v1, s0, s1"
+    branch = "s_and_saveexec_b32 s4, s8\n{}\ns_or_b32 exec_lo, exec_lo, s4\n{}"
+    assert masked_exchanges(branch.format(exchange, "")) == [exchange]
+    assert masked_exchanges(branch.format("", exchange)) == []
+
+
 def test_kernels_json_is_enough_to_launch(kernels: list[dict]) -> None:
     """The arguments fill the kernel's segment: none is hidden. The object has the symbol."""
     folder = Path(json.loads((ops.SOURCES / "kernels.json").read_text())["folder"])

@@ -325,15 +325,15 @@ __device__ inline Operand<T> load_operand(const T* tile, int stride) {
   const int lane = lane_id();
 #if defined(SD_ORT_MMA_NVIDIA)
   load_matrices<false>(operand.r, tile + lane % 16 * stride + lane / 16 * 8);
-#elif defined(SD_ORT_MMA_RDNA3)
-  // Two loads of 16 bytes: clang 19 cuts a copy of 32 into bytes and loads at odd addresses, now and then.
+#elif defined(SD_ORT_MMA_RDNA3) || defined(SD_ORT_MMA_RDNA4)
+  // Loads of 16 bytes each: clang 19 cuts a copy of more into bytes and loads at odd addresses, now and then.
   typedef uint32_t Quad __attribute__((ext_vector_type(4), may_alias));
   const auto* from = reinterpret_cast<const Quad*>(tile + operand_row(lane, 0) * stride + operand_depth(lane, 0));
-  const Quad low = from[0], high = from[1];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    operand.r[i] = low[i];
-    operand.r[4 + i] = high[i];
+  for (int i = 0; i < kOperandRegisters / 4; ++i) {
+    const Quad quad = from[i];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) operand.r[4 * i + j] = quad[j];
   }
 #else
   const T* from = tile + operand_row(lane, 0) * stride + operand_depth(lane, 0);
