@@ -282,8 +282,9 @@ class StableDiffusionPipeline:
             if "text_embeds" in outputs:
                 added["text_embeds"] = _float(outputs["text_embeds"])
         if self.is_xl:
-            last = [height, width] if time_ids_split(self.unet_config)[1] == 6 else [2.5 if negative else 6.0]
-            ids = [height, width, 0, 0, *last]
+            score = 2.5 if negative else 6.0
+            last: list[float] = [height, width] if time_ids_split(self.unet_config)[1] == 6 else [score]
+            ids: list[float] = [height, width, 0, 0, *last]
             added["time_ids"] = torch.tensor([ids] * len(prompts), dtype=torch.float32)
         return Conditioning(torch.cat(hidden, -1), added)
 
