@@ -240,10 +240,10 @@ def test_interrupt_and_full_disk(
 
 @pytest.mark.parametrize("target", ["portable", "nhwc"])
 def test_an_opset_that_cannot_be_raised_is_left_alone(tmp_path: Path, target: str) -> None:
-    """HardSwish is none of the operators whose meaning at opset 21 is known; function bodies are written in those."""
+    """Shrink is none of the operators whose meaning at opset 21 is known; function bodies are written in those."""
     text = """<ir_version: 7, opset_import: ["" : 14]>
         g (float[B,4,8] q) => (float[B,4,8] y) <float s = {0.5}, float[8] b> {
-            h = HardSwish (q)  k = Transpose <perm = [0, 2, 1]> (h)  c = MatMul (h, k)  d = Mul (c, s)
+            h = Shrink (q)  k = Transpose <perm = [0, 2, 1]> (h)  c = MatMul (h, k)  d = Mul (c, s)
             w = Softmax <axis = -1> (d)  a = MatMul (w, h)  p = Add (a, b)  y = Add (p, q)
         }"""
     model = onnx.parser.parse_model(text)
@@ -251,7 +251,7 @@ def test_an_opset_that_cannot_be_raised_is_left_alone(tmp_path: Path, target: st
     source, fused = tmp_path / "in.onnx", tmp_path / "out.onnx"
     onnx.save(model, source)
     entry = optimize_component(source, fused, NHWC if target == "nhwc" else TARGETS[target])
-    assert "opset 14 cannot be raised to 21, since its HardSwish" in entry["not_fused"]
+    assert "opset 14 cannot be raised to 21, since its Shrink" in entry["not_fused"]
     assert entry["rules"] == {}
     inputs = {"q": np.random.default_rng(0).normal(size=(2, 4, 8)).astype(np.float32)}
     np.testing.assert_allclose(run(fused, inputs), run(source, inputs), rtol=1e-6)
@@ -272,7 +272,7 @@ def make_foreign_folder(path: Path, weights: str | None) -> Path:
                   size_threshold=0)  # fmt: skip
     (path / "safety_checker").mkdir()
     text = """<ir_version: 7, opset_import: ["" : 14]> checker (float[N,M] images) => (float[N,M] out) {
-        h = HardSwish (images)  out = Add (h, images) }"""
+        h = Shrink (images)  out = Add (h, images) }"""
     onnx.save(onnx.parser.parse_model(text), path / "safety_checker" / folder.MODEL)
     (path / "model_index.json").write_text('{"_class_name": "OnnxStableDiffusionPipeline"}')
     return path
