@@ -70,7 +70,7 @@ def export_old_style(folder: Path, component: str, half: bool) -> None:
 
 
 if __name__ == "__main__":
-    CLIPAttention.forward = merged_heads  # type: ignore[method-assign]
+    CLIPAttention.forward = merged_heads
     for component in ("text_encoder", "unet", "vae_encoder", "vae_decoder"):
         for name, half in (("eager", False), ("half", True)):
             export_old_style(Path(sys.argv[1]) / f"sd15-tiny-{name}-{OPSET}", component, half)

@@ -54,11 +54,20 @@ def _rename(node: ir.Node, prefix: str) -> None:
         if output.shape is not None:
             sizes = [size if isinstance(size, int) else size.value for size in output.shape]
             output.shape = ir.Shape([prefix + size if isinstance(size, str) else size for size in sizes])
+    for graph in subgraphs(node):
+        for inner in graph:
+            _rename(inner, prefix)
+
+
+def subgraphs(node: ir.Node) -> list[ir.Graph]:
+    """The graphs that a node runs: branches of an If, the body of a Loop."""
+    found: list[ir.Graph] = []
     for attribute in node.attributes.values():
-        graphs = {ir.AttributeType.GRAPH: [attribute.value], ir.AttributeType.GRAPHS: attribute.value}
-        for graph in graphs.get(attribute.type, []):
-            for inner in graph:
-                _rename(inner, prefix)
+        if attribute.type == ir.AttributeType.GRAPH:
+            found.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            found += attribute.as_graphs()
+    return found
 
 
 def _import_opsets(graph: ir.Graph, source: ir.Model) -> None:

@@ -199,7 +199,7 @@ def component_call(engine: Engine, settings: Settings, batch: int) -> Call:
     import onnx_ir as ir
 
     from sd_ort import models
-    from sd_ort.inputs import component_config, default_latents, pixels_a_latent, random_inputs
+    from sd_ort.inputs import component_config, pixels_a_latent, random_inputs
 
     assert settings.component is not None
     name, folder = settings.component, Path(engine.raw or engine.directory)
@@ -207,7 +207,7 @@ def component_call(engine: Engine, settings: Settings, batch: int) -> Call:
     if not all(configs.values()):
         raise InputError(f"{folder} has no config.json of its UNet and {name}: export it with sd-ort.")
     signature = models.signature(name, configs[name])
-    scale, default = pixels_a_latent(folder), default_latents(configs["unet"])
+    scale, default = pixels_a_latent(folder), models.default_latents(configs["unet"])
     height, width = (pixels // scale if pixels else default for pixels in (settings.height, settings.width))
     rows = 2 * batch if name == "unet" and settings.guidance > 1 else batch
     sizes = {"batch": rows, "sequence": 77, "height": height, "width": width}

@@ -24,6 +24,7 @@ MANIFEST = "sd_ort.json"
 FORMAT = 1
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
+MERGED = "pipeline"  # the one component of a folder that `sd-ort merge` wrote
 COMPONENTS = ("text_encoder", "text_encoder_2", "unet", "vae_encoder", "vae_decoder")
 CONFIG_FOLDERS = ("scheduler", "tokenizer", "tokenizer_2", "feature_extractor")
 

@@ -19,7 +19,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from fusion_passes._lazy import constant
-from sd_ort.compose import inline
+from sd_ort.compose import inline, subgraphs
 from sd_ort.errors import InputError
 from sd_ort.folder import MODEL
 
@@ -117,23 +117,16 @@ def _key(node: ir.Node) -> str:
 def _reads(node: ir.Node) -> list[ir.Value]:
     """All values a node depends on, those that its subgraphs take from outside included."""
     found = [value for value in node.inputs if value is not None]
-    for attribute in node.attributes.values():
-        graphs = {ir.AttributeType.GRAPH: [attribute.value], ir.AttributeType.GRAPHS: attribute.value}
-        for graph in graphs.get(attribute.type, []):
-            own = {output for inner in graph for output in inner.outputs} | set(graph.inputs)
-            found += [v for inner in graph for v in _reads(inner) if v not in own and v.producer() is not None]
-            found += [v for v in graph.outputs if v not in own]
+    for graph in subgraphs(node):
+        own = {output for inner in graph for output in inner.outputs} | set(graph.inputs)
+        found += [v for inner in graph for v in _reads(inner) if v not in own and v.producer() is not None]
+        found += [v for v in graph.outputs if v not in own]
     return found
 
 
 def _inner(node: ir.Node) -> list[ir.Node]:
     """The nodes of a node's subgraphs."""
-    found = []
-    for attribute in node.attributes.values():
-        graphs = {ir.AttributeType.GRAPH: [attribute.value], ir.AttributeType.GRAPHS: attribute.value}
-        for graph in graphs.get(attribute.type, []):
-            found += [n for inner in graph for n in (inner, *_inner(inner))]
-    return found
+    return [n for graph in subgraphs(node) for inner in graph for n in (inner, *_inner(inner))]
 
 
 def _is_batch_size(node: ir.Node, graph: ir.Graph) -> bool:

@@ -58,12 +58,6 @@ def pixels_a_latent(folder: Path) -> int:
     return 8
 
 
-def default_latents(unet: Mapping[str, Any]) -> int:
-    """Latent height and width of the images that a UNet was trained on."""
-    size = unet.get("sample_size") or 64
-    return int(size if isinstance(size, int) else size[0])
-
-
 def random_inputs(
     component: str, inputs: Sequence[ir.Value], config: Mapping[str, Any], sizes: Mapping[str, int], seed: int = 0
 ) -> Arrays:

@@ -28,7 +28,6 @@ from sd_ort.optimize import save
 from sd_ort.pipeline import latent_scale, make_scheduler, read_json, set_timesteps, text_encoders
 from sd_ort.schedule import LinearSchedule, linear_schedule
 
-COMPONENT = "pipeline"
 FLOAT = ir.DataType.FLOAT
 
 
@@ -69,7 +68,7 @@ def merge(
         "source": {**before.get("source", {}), "folder": str(source.resolve())},
         "versions": {name: importlib.metadata.version(name) for name in ("sd-ort", "onnx", "onnx-ir", "diffusers")},
         "options": {"steps": steps, "guidance": guidance, "scheduler": type(chosen).__name__},
-        "components": {COMPONENT: {"nodes": sum(1 for _ in model.graph.all_nodes()), "merged": names}},
+        "components": {folder.MERGED: {"nodes": sum(1 for _ in model.graph.all_nodes()), "merged": names}},
     }
     with folder.staged(output) as work:
         folder.copy_configs(source, work)
@@ -80,7 +79,7 @@ def merge(
             if (source / name / "config.json").is_file():
                 (work / name).mkdir()
                 shutil.copy2(source / name / "config.json", work / name / "config.json")
-        save(model, work / COMPONENT / folder.MODEL)
+        save(model, work / folder.MERGED / folder.MODEL)
         folder.write_manifest(work, manifest)
     report(f"Wrote {output}: {', '.join(names)} as one model.")
     return folder.read_manifest(output)
@@ -95,7 +94,7 @@ class _Merger:
         self.parts = parts
         unet = parts["unet"]
         self.opset = unet.graph.opset_imports[""]
-        self.graph = ir.Graph([], [], nodes=[], opset_imports={"": self.opset}, name="pipeline")
+        self.graph = ir.Graph([], [], nodes=[], opset_imports={"": self.opset}, name=folder.MERGED)
         self.model = ir.Model(self.graph, ir_version=max(part.ir_version for part in parts.values()))
         self.is_xl = "time_ids" in {v.name for part in parts.values() for v in part.graph.inputs}
 

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 
 from sd_ort.errors import InputError
+from sd_ort.folder import MERGED
 from sd_ort.pipeline import PipelineOutput, Request, StableDiffusionPipeline, set_timesteps, text_length, token_ids
 from sd_ort.schedule import linear_schedule
-
-COMPONENT = "pipeline"
 
 
 class MergedPipeline(StableDiffusionPipeline):
@@ -21,13 +20,13 @@ class MergedPipeline(StableDiffusionPipeline):
     latents as output. Both halves of guidance always run: at a `guidance_scale` of 1 or less, with a scale of 1.
     """
 
-    NEEDS = (COMPONENT,)
+    NEEDS = (MERGED,)
     SEPARATE = False
 
     def _draw(self, request: Request, latents: Any, control_image: Any, control_scale: float) -> PipelineOutput:
         if request.callback is not None or request.eta or request.output_type == "latent" or control_image is not None:
             raise InputError("a merged model takes no callback, eta, control image or latent output: use its source.")
-        model = self.models[COMPONENT]
+        model = self.models[MERGED]
         # Inputs with a default: ONNX Runtime lists them apart.
         model.inputs |= {value.name: value for value in model.session.get_overridable_initializers()}
         set_timesteps(self.scheduler, request.steps)

@@ -84,6 +84,12 @@ def latent_multiple(unet: Mapping[str, Any]) -> int:
     return int(2 ** (levels(unet) - 1))
 
 
+def default_latents(unet: Mapping[str, Any]) -> int:
+    """Latent height and width of the images that a UNet was trained on."""
+    size = unet.get("sample_size") or 64
+    return int(size if isinstance(size, int) else size[0])
+
+
 def residual_axes(unet: Mapping[str, Any]) -> list[tuple[Axis, ...]]:
     """Axes [B, C, H/2^k, W/2^k] of each skip connection of a UNet's encoder, outermost first (SD 1.5: 12 of them)."""
     channels = unet["block_out_channels"]

@@ -85,25 +85,15 @@ def optimize(
     if hoist.is_hoisted(source):
         raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
     paths = {name: folder.check_component(source, name) for name in names}
-    before = folder.read_manifest(source)
-    manifest: dict[str, Any] = {
-        "stage": "optimize",
-        "source": {
-            **before.get("source", {"model": str(source)}),
-            "folder": str(source.resolve()),
-            "hash": _hash(source, names),
-        },
-        "versions": {name: importlib.metadata.version(name) for name in ("sd-ort", "onnx", "onnx-ir", "onnxscript")},
-        "options": {
-            "target": target,
-            "dtype": dtype,
-            "components": names,
-            "calibrate": calibrate,
-            "inputs": folder.sha256(inputs) if inputs else None,
-            "hoist": hoisted,
-        },
-        "components": {},
+    options = {
+        "target": target,
+        "dtype": dtype,
+        "components": names,
+        "calibrate": calibrate,
+        "inputs": folder.sha256(inputs) if inputs else None,
+        "hoist": hoisted,
     }
+    manifest = _manifest(source, names, options)
     if _is_done(output, manifest):
         report(f"{output} is up to date.")
         return folder.read_manifest(output)
@@ -133,6 +123,18 @@ def optimize(
         manifest["components"] = {name: manifest["components"][name] for name in names}
         folder.write_manifest(work, manifest)
     return folder.read_manifest(output)
+
+
+def _manifest(source: Path, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    """What the output will say of itself, without its components."""
+    described = folder.read_manifest(source).get("source", {"model": str(source)})
+    return {
+        "stage": "optimize",
+        "source": {**described, "folder": str(source.resolve()), "hash": _hash(source, names)},
+        "versions": {name: importlib.metadata.version(name) for name in ("sd-ort", "onnx", "onnx-ir", "onnxscript")},
+        "options": options,
+        "components": {},
+    }
 
 
 def _two_at_a_time(make: Callable[[str, threading.Event], None], names: Iterable[str]) -> None:

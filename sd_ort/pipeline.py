@@ -28,7 +28,7 @@ from sd_ort.components import Components
 from sd_ort.denoiser import Control, Denoiser
 from sd_ort.device_loop import DeviceLoop
 from sd_ort.errors import InputError
-from sd_ort.models import latent_multiple, levels, time_ids_split
+from sd_ort.models import default_latents, latent_multiple, levels, time_ids_split
 from sd_ort.schedule import LinearSchedule, linear_schedule
 from sd_ort.session import Model, first_line, provider_named, warn_once
 
@@ -208,8 +208,7 @@ class StableDiffusionPipeline:
     @property
     def default_size(self) -> int:
         """Height and width in pixels of the images the model was trained on."""
-        size = self.unet_config.get("sample_size") or 64
-        return int(size if isinstance(size, int) else size[0]) * self.vae_scale_factor
+        return default_latents(self.unet_config) * self.vae_scale_factor
 
     @property
     def size_multiple(self) -> int:

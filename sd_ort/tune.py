@@ -13,7 +13,8 @@ import onnx_ir as ir
 
 from sd_ort import folder, tuning
 from sd_ort.errors import InputError, ProviderError
-from sd_ort.inputs import component_config, default_latents, pixels_a_latent, random_inputs
+from sd_ort.inputs import component_config, pixels_a_latent, random_inputs
+from sd_ort.models import default_latents
 from sd_ort.session import Model, create_session, op_library, provider_named, runtime
 
 PROMPT_TOKENS = 77  # CLIP's

@@ -585,6 +585,25 @@ def test_scores_that_cannot_be_had_say_why() -> None:
     assert mlperf.quality("demo", scenes.unseen_prompts(1), {0: image})["fidelity_percent"] == 0.0
 
 
+SMALL = ("--torch", "none", "--steps", 1, "--height", 64, "--width", 64, "--threads", 1)
+
+
+def test_mlperf_of_a_tiny_model(sd_ort: Cli, tiny_export: Path, tmp_path: Path) -> None:
+    loads = ("--mlperf", "--queries", 3, "--load", 0.5, "--batch", "1,2")
+    code, table, _ = sd_ort("benchmark", tiny_export, *loads, *SMALL, "--out", tmp_path)
+    assert code == 0
+    report = json.loads((tmp_path / "mlperf.json").read_text())
+    (row,) = report["engines"]
+    assert row["status"] == "ok"
+    assert row["Offline"]["batch"] == 2
+    assert row["Offline"]["images_per_s"] == pytest.approx(3 / row["Offline"]["seconds"])
+    assert row["Server"]["rate_per_s"] == pytest.approx(row["Offline"]["images_per_s"] / 2)
+    for name in ("SingleStream", "Server"):
+        assert 0 < row[name]["latency_s"]["p50"] <= row[name]["latency_s"]["p99"] <= row[name]["latency_s"]["max"]
+    assert "not an official MLPerf result" in table
+    assert "SingleStream" in (tmp_path / "report.html").read_text()
+
+
 # --- Profile --------------------------------------------------------------------------------------------------------
 
 
@@ -648,6 +667,23 @@ def test_trace_loads_in_perfetto() -> None:
     made = profile.to_trace(events, [])["traceEvents"]
     assert [event["ph"] for event in made] == ["M", "X", "X", "X"]
     assert all(event["dur"] > 0 and event["ts"] >= 200 for event in made[1:])
+
+
+def test_profile_of_a_tiny_unet(sd_ort: Cli, tiny_export: Path, tmp_path: Path) -> None:
+    code, table, _ = sd_ort("benchmark", tiny_export, "--profile", *SMALL, "--out", tmp_path)
+    assert code == 0
+    (row,) = json.loads((tmp_path / "profile.json").read_text())["engines"]
+    assert (row["status"], row["clock"]) == ("ok", "nodes")
+    for title in ("by_operator", "by_site"):
+        assert sum(r["ms"] for r in row[title]) == pytest.approx(row["total_ms"])
+    convolutions = next(r for r in row["by_operator"] if r["name"] == "Conv [CPU]")
+    assert convolutions["count"] == 98
+    sites = {r["name"]: r["share"] for r in row["by_site"]}
+    assert {"down_blocks.0", "mid_block.attentions", "up_blocks.3"} <= sites.keys()
+    assert sites.get(profile.OTHER, 0) < 0.5
+    events = json.loads((tmp_path / row["trace"]).read_text())["traceEvents"]
+    assert sum(e.get("dur", 0) for e in events) / 1e3 == pytest.approx(row["total_ms"])
+    assert "Conv [CPU]" in table
 
 
 # --- Doctor ---------------------------------------------------------------------------------------------------------

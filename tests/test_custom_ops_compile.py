@@ -221,3 +221,19 @@ def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_given_headers_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ops.BuildError, match=r"has no onnxruntime_c_api\.h"):
         ops.find_headers(tmp_path)
+
+
+@pytest.mark.parametrize("words", ["--hip gfx90a gfx942 --cuda sm_90", "--hip gfx90a --cuda sm_90 --hip gfx942"])
+def test_command_takes_several_architectures(
+    words: str, sd_ort: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict = {}
+    monkeypatch.setattr(ops, "build", lambda **options: asked.update(options))
+    assert sd_ort("build-ops", *words.split(), "--no-cpu")[0] == 0
+    assert (asked["hip"], asked["cuda"], asked["cpu"]) == (("gfx90a", "gfx942"), ("sm_90",), False)
+
+
+def test_command_refuses_other_words(sd_ort: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, error = sd_ort("build-ops", "gfx90a")
+    assert code == 2
+    assert "gfx90a" in error

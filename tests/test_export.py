@@ -172,18 +172,10 @@ def test_command_line_prints_a_table_and_does_nothing_twice(sd_ort, tmp_path):
 # --- Other exporters, opsets and families ---------------------------------------------------------------------------
 
 
-def test_sdxl_unet(tmp_path):
-    options = {"opset": 17, "exporter": "torchscript", "components": ["unet"]}
-    manifest = export.export(None, tmp_path / "out", preset="sdxl-tiny", random_weights=True, **options)
-    assert manifest["components"]["unet"]["torch_error"]["nmse"] <= 1e-10  # at another shape than the traced one
-    # 70 transformer blocks of two attentions: (2 + 3) x 2 of depth 2, (2 + 3) x 10 and 10 in the middle.
-    assert counts(tmp_path / "out" / "unet" / "model.onnx")["Softmax"] == 140
-
-
 @pytest.mark.parametrize(
     ("exporter", "opset", "component"),
     [
-        ("dynamo", 18, "unet"),
+        ("dynamo", 18, "vae_encoder"),
         ("dynamo", 18, "text_encoder"),
         ("dynamo", 21, "vae_decoder"),
         ("dynamo", 23, "unet"),
@@ -530,7 +522,15 @@ def start_cli(*arguments: object, first: str = "") -> subprocess.Popen[str]:
     root = Path(__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": str(root)}
     return subprocess.Popen(
-        command, cwd=root, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=root,
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored where a script runs the tests as a job
     )
 
 

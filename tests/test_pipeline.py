@@ -327,6 +327,9 @@ def test_ctrl_c_while_drawing(tiny_export: Path, tmp_path: Path) -> None:
         [sys.executable, "-c", "from sd_ort.cli import main; main()", *arguments],
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored where a script runs the tests as a job
     )
     assert process.stderr is not None
     shown = b""

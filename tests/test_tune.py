@@ -14,7 +14,8 @@ import pytest
 
 from sd_ort import tune, tuning
 from sd_ort.errors import InputError, OutputError, ProviderError
-from sd_ort.inputs import default_latents, pixels_a_latent
+from sd_ort.inputs import pixels_a_latent
+from sd_ort.models import default_latents
 
 VERSION = "1.31.1"
 ROCM = {"ep": "ROCMExecutionProvider", "validators": {"ORT_VERSION": VERSION}, "results": {"Gemm": {"a": 3}}}

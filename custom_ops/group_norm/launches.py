@@ -58,7 +58,20 @@ _TWO_READS = (
     "groups_per_block <= 64",
     "chunks == ceil(spatial / pixels_per_chunk)",
 )
-_TWO_READS_GRID = ("chunks", "channels // channels_per_group // groups_per_block", "batch")
+
+
+def _of_two_reads(computes: str, arguments: tuple[Argument, ...]) -> Launch:
+    """A kernel whose blocks take `groups_per_block` groups of `pixels_per_chunk` pixels of a sample each."""
+    return Launch(
+        computes=computes,
+        template=("T", "kVec", "kSkip"),
+        arguments=arguments,
+        block="256",
+        grid=("chunks", "channels // channels_per_group // groups_per_block", "batch"),
+        sizes=_BATCH,
+        requires=(*_TWO_READS, "kSkip == (skip is not None)"),
+    )
+
 
 LAUNCHES = {
     "group_norm_one_read_kernel": Launch(
@@ -86,10 +99,9 @@ LAUNCHES = {
             "spatial * channels < 2**31",
         ),
     ),
-    "group_norm_statistics_kernel": Launch(
-        computes="the first of two: sum = V = x + skip + skip_channels + bias (those not null), and V's moments",
-        template=("T", "kVec", "kSkip"),
-        arguments=(
+    "group_norm_statistics_kernel": _of_two_reads(
+        "the first of two: sum = V = x + skip + skip_channels + bias (those not null), and V's moments",
+        (
             *_inputs(_LAST),
             _SUM,
             Argument(
@@ -104,18 +116,11 @@ LAUNCHES = {
             _PIXELS_PER_CHUNK,
             _CHUNKS,
         ),
-        block="256",
-        grid=_TWO_READS_GRID,
-        sizes=_BATCH,
-        requires=(*_TWO_READS, "kSkip == (skip is not None)"),
     ),
-    "group_norm_apply_kernel": Launch(
-        computes=(
-            "the second of two: y from V and the moments of its chunks; V = x + skip + skip_channels + bias again, or, "
-            "where the first kernel stored sum, x = that sum and no others"
-        ),
-        template=("T", "kVec", "kSkip"),
-        arguments=(
+    "group_norm_apply_kernel": _of_two_reads(
+        "the second of two: y from V and the moments of its chunks; V = x + skip + skip_channels + bias again, or, "
+        "where the first kernel stored sum, x = that sum and no others",
+        (
             *_inputs(_LAST),
             *_GAMMA_BETA,
             Argument("moments", "const float*", "what group_norm_statistics_kernel wrote", *_MOMENTS),
@@ -128,10 +133,6 @@ LAUNCHES = {
             _ACTIVATION,
             _EPSILON,
         ),
-        block="256",
-        grid=_TWO_READS_GRID,
-        sizes=_BATCH,
-        requires=(*_TWO_READS, "kSkip == (skip is not None)"),
     ),
     "group_norm_channels_first_kernel": Launch(
         computes=f"{_COMPUTES}; channels first, a block a group",

@@ -7,10 +7,25 @@ from pathlib import Path
 import click
 
 
-@click.command()
+class SpreadCommand(click.Command):
+    """`--hip A B` means `--hip A --hip B`, which is all that click itself takes."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        spread: list[str] = []
+        option = ""
+        for arg in args:
+            if not arg.startswith("-") and option and spread[-1] != option:
+                spread.append(option)
+            elif arg.startswith("-"):
+                option = arg if arg in ("--hip", "--cuda") else ""
+            spread.append(arg)
+        return super().parse_args(ctx, spread)
+
+
+@click.command(cls=SpreadCommand)
 @click.option("--cpu/--no-cpu", default=True, show_default=True, help="The library that ONNX Runtime loads.")
-@click.option("--hip", multiple=True, metavar="ARCH", help="AMD architecture, as gfx90a or gfx1201; may be repeated.")
-@click.option("--cuda", multiple=True, metavar="ARCH", help="NVIDIA architecture, as sm_90; may be repeated.")
+@click.option("--hip", multiple=True, metavar="ARCH...", help="AMD architectures, as gfx90a or gfx1201.")
+@click.option("--cuda", multiple=True, metavar="ARCH...", help="NVIDIA architectures, as sm_90.")
 @click.option(
     "--headers", type=click.Path(path_type=Path), help="Folder of onnxruntime_c_api.h [default: found or fetched]."
 )

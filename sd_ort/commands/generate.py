@@ -72,7 +72,7 @@ def command(
     as PNG text.
     """
     from sd_ort.errors import InputError, OutputError
-    from sd_ort.folder import components
+    from sd_ort.folder import MERGED, components
 
     if image is None and (mask is not None or strength is not None):
         raise InputError("--mask and --strength change a picture: give it with --image.")
@@ -92,7 +92,7 @@ def command(
 
     kind: type[StableDiffusionPipeline] | None
     kind = StableDiffusionInpaintPipeline if mask else StableDiffusionImg2ImgPipeline if image else None
-    if "pipeline" in components(folder):
+    if MERGED in components(folder):
         from sd_ort.merged import MergedPipeline
 
         if kind or control_image:

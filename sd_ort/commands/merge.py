@@ -20,9 +20,9 @@ def command(source: Path, output: Path, steps: int, guidance: float, scheduler: 
     so does any program with one ONNX Runtime session and a tokenizer.
     """
     from sd_ort.errors import InputError
-    from sd_ort.folder import components
+    from sd_ort.folder import MERGED, components
 
-    if "pipeline" in components(source):
+    if MERGED in components(source):
         raise InputError(f"{source} is merged already: give the folder it was made from.")
     from sd_ort.merge import merge
 
