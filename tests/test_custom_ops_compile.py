@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from math import ceil, prod
 from pathlib import Path
 
@@ -69,12 +70,13 @@ def test_lds_is_read_at_whole_words(listing: dict) -> None:
 def disassembled(listing: dict, prefix: str) -> list[tuple[str, str]]:
     """(file, assembly) of the code objects of the architectures that begin with `prefix`."""
     objects = sorted({entry["object"] for entry in listing["kernels"] if entry["arch"].startswith(prefix)})
-    command = ["llvm-objdump-19", "-d", "--no-show-raw-insn"]
-    paths = [Path(listing["folder"]) / name for name in objects]
-    return [
-        (path.name, subprocess.run([*command, str(path)], capture_output=True, text=True, check=True).stdout)
-        for path in paths
-    ]
+    return [(name, assembly(Path(listing["folder"]) / name)) for name in objects]
+
+
+@cache
+def assembly(code_object: Path) -> str:
+    command = ["llvm-objdump-19", "-d", "--no-show-raw-insn", str(code_object)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def masked_exchanges(code: str) -> list[str]:
