@@ -267,7 +267,7 @@ def table(result: dict[str, Any]) -> str:
                 f"{ratio(row, rows[0], edge):.3f}",
                 f"{ratio(row, best, edge):.3f}",
                 f"{row['peaks'][edge]:.0f}",
-                f"{row.get('relative_error', {}).get(edge, float('nan')):.1e}",
+                f"{row['relative_error'][edge]:.1e}" if "relative_error" in row else "-",
             ]
         lines.append(f"| {row['engine']} | " + " | ".join(cells) + " |")
     lines += ["", *(f"{name}: {failure}" for name, failure in result["failures"].items())]
