@@ -54,7 +54,7 @@ VARIANTS = (
 
 
 def folders(work: Path, target: str, steps: int) -> dict[str, Path]:
-    """What the variants draw with, made below `work` where it is missing."""
+    """What the variants draw with, made below `work`; each stage knows whether what is there is of these options."""
     makers: dict[str, Callable[[Path], object]] = {
         "raw": lambda out: export("demo", out, progress=print),
         "plain": lambda out: optimize(work / "raw", out, target=target, report=print),
@@ -63,8 +63,7 @@ def folders(work: Path, target: str, steps: int) -> dict[str, Path]:
         "hoisted-merged": lambda out: merge(work / "hoisted", out, steps=steps, report=print),
     }
     for name, make in makers.items():
-        if not (work / name).is_dir():
-            make(work / name)
+        make(work / name)
     return {name: work / name for name in makers}
 
 
