@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -45,30 +45,27 @@ def names(parameters: Mapping[str, np.ndarray]) -> dict[Key, tuple[str, np.ndarr
     return found
 
 
-def strip(path: Path, parameters: Mapping[str, np.ndarray]) -> onnx.ModelProto:
+def strip(path: Path, parameters: Mapping[str, np.ndarray]) -> ir.Model:
     """The model without the numbers of `parameters`. Raises SystemExit when one of its weights is none of them."""
-    model = onnx.load(path)
+    model = ir.load(path)  # maps the weights
     known = names(parameters)
-    renamed = {}
-    for tensor in model.graph.initializer:
-        if tensor.data_type != onnx.TensorProto.FLOAT or not tensor.dims:
+    for value in list(model.graph.initializers.values()):
+        tensor = value.const_value
+        if tensor is None or tensor.dtype != ir.DataType.FLOAT or not tensor.shape:
             continue
-        array = onnx.numpy_helper.to_array(tensor)
+        array = tensor.numpy()
         name, numbers = known.get(key(array), ("", array))
         if name and np.array_equal(numbers.reshape(array.shape), array):
-            renamed[tensor.name] = tensor.name = name
-            tensor.ClearField("raw_data")
-            tensor.data_location = onnx.TensorProto.EXTERNAL
-            tensor.external_data.add(key="location", value="random")
-        elif array.size > 10_000:
-            raise SystemExit(
-                f"{tensor.name} {list(tensor.dims)} of {path} is no parameter: exported from another seed?"
+            value.name = name
+            value.const_value = ir.ExternalTensor(
+                "random", None, None, tensor.dtype, shape=ir.Shape(array.shape), name=name
             )
-    for value in model.graph.value_info:
-        value.name = renamed.get(value.name, value.name)
-    for node in model.graph.node:
-        node.input[:] = [renamed.get(name, name) for name in node.input]
-        del node.metadata_props[:]
+        elif array.size > 10_000:
+            raise SystemExit(f"{tensor.name} {tensor.shape} of {path} is no parameter: exported from another seed?")
+        else:
+            value.const_value = ir.tensor(array.copy(), name=value.name)
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()
     return model
 
 
@@ -82,8 +79,8 @@ def main() -> None:
     module = open_source(None, options.preset, True, 0).load(MODEL_OF.get(options.component, options.component))
     parameters = {name: value.numpy() for name, value in module.state_dict().items()}
     model = strip(options.export / options.component / folder.MODEL, parameters)
-    options.out.write_bytes(lzma.compress(model.SerializeToString(), preset=9))
-    left = sum(t.data_location == onnx.TensorProto.EXTERNAL for t in model.graph.initializer)
+    options.out.write_bytes(lzma.compress(ir.to_proto(model).SerializeToString(), preset=9))
+    left = sum(isinstance(value.const_value, ir.ExternalTensor) for value in model.graph.initializers.values())
     print(f"{options.out}: {options.out.stat().st_size / 1e3:.0f} kB, {left} weights of {len(parameters)} parameters")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
+import traceback
 from typing import Any
 
 import click
@@ -68,6 +69,8 @@ def main() -> None:
     except SdOrtError as error:
         click.echo(f"sd-ort: {error}", err=True)
         sys.exit(error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, click.Abort) as interrupt:
+        # A progress bar that no `with` closed yet is closed, and drawn once more, when its frame goes: before this.
+        traceback.clear_frames(interrupt.__traceback__)
         click.echo("sd-ort: interrupted; no half-written output is left.", err=True)
         sys.exit(130)

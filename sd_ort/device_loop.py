@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
-from tqdm.auto import tqdm
 
 from sd_ort import step_graph
 from sd_ort.compose import inline
+from sd_ort.progress import step_bar
 from sd_ort.session import BoundShapes, GraphModel, Model, runtime
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class DeviceLoop:
             written = {"history_out": states[new], "index_out": numbers[new]}
             turns.append(self._binding(step, {**values, **read, **written}))
         start.run_with_iobinding(first)
-        with tqdm(range(steps), disable=not progress, unit="step") as bar:
+        with step_bar(range(steps), progress) as bar:
             for number in bar:
                 bound.run()
                 step.run_with_iobinding(turns[number % 2])

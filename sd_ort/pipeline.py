@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
-from tqdm.auto import tqdm
 
 from sd_ort import safety, tiling
 from sd_ort.components import Components
@@ -29,6 +28,7 @@ from sd_ort.denoiser import Control, Denoiser
 from sd_ort.device_loop import DeviceLoop
 from sd_ort.errors import InputError
 from sd_ort.models import default_latents, latent_multiple, levels, time_ids_split
+from sd_ort.progress import step_bar
 from sd_ort.schedule import LinearSchedule, linear_schedule
 from sd_ort.session import Model, first_line, provider_named, warn_once
 
@@ -467,7 +467,7 @@ class StableDiffusionPipeline:
                 drawn = self.device.run(latents.numpy(), denoiser, schedule, request.guidance, request.progress)
                 return torch.from_numpy(drawn)
         options = self._step_options(request)
-        with tqdm(timesteps, disable=not request.progress, unit="step") as bar:  # closed before an interrupt is told
+        with step_bar(timesteps, request.progress) as bar:
             for index, timestep in enumerate(bar):
                 sample = self.scheduler.scale_model_input(latents, timestep)
                 if channels is not None:

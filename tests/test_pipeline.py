@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 import signal
@@ -17,8 +18,9 @@ import onnxruntime
 import pytest
 import torch
 from PIL import Image
+from tqdm.auto import tqdm
 
-from sd_ort import StableDiffusionPipeline, measure
+from sd_ort import StableDiffusionPipeline, cli, measure, progress
 from sd_ort.engine_torch import torch_pipeline
 from sd_ort.errors import InputError, OutputError
 from sd_ort.folder import DATA, MODEL
@@ -343,3 +345,41 @@ def test_ctrl_c_while_drawing(tiny_export: Path, tmp_path: Path) -> None:
     assert rest.decode().strip().splitlines()[-1].startswith("sd-ort: interrupted")
     assert b"Traceback" not in rest
     assert not out.exists()
+
+
+@pytest.mark.parametrize("where", ["constructor", "drawing", "after"])
+def test_interrupt_is_told_on_a_line_of_its_own(
+    where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever it meets the progress bar: still unmade, while it draws, or drawn and not yet in a `with`."""
+
+    class Screen(io.StringIO):
+        def write(self, text: str) -> int:
+            sys.stderr.write(text)
+            if where == "drawing" and "0/500" in text and next(first, False):
+                raise KeyboardInterrupt
+            return len(text)
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        bar = tqdm(*arguments, **options, file=Screen())
+        if where == "constructor":
+            raise KeyboardInterrupt
+        return bar
+
+    def draw(**_: object) -> None:
+        if where == "after":
+            bar = tqdm(range(500), file=Screen())
+            assert bar.n == 0
+            raise KeyboardInterrupt
+        with progress.step_bar(range(500), True):
+            raise AssertionError("an interrupt comes first")
+
+    first = iter([True])
+    monkeypatch.setattr(progress, "tqdm", interrupted)
+    monkeypatch.setattr(cli.cli, "main", draw)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 130
+    shown = capsys.readouterr().err.strip().splitlines()
+    assert shown[-1] == "sd-ort: interrupted; no half-written output is left."
+    assert where == "constructor" or "0/500" in shown[0]

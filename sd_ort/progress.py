@@ -1,0 +1,21 @@
+"""The progress bar of a sampling loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm.auto import tqdm
+
+
+@contextmanager
+def step_bar(steps: Iterable[Any], shown: bool) -> Iterator[Any]:
+    """A bar over `steps`, to be iterated; closed on leaving, by an interrupt too, so that what is told next has a line.
+
+    tqdm's constructor draws, and an interrupt meanwhile leaves a bar that nobody closes: with a delay, here shorter
+    than its clock can tell, it does not, and the first drawing comes once the bar is in `with`.
+    """
+    with tqdm(steps, disable=not shown, unit="step", delay=1e-9) as bar:
+        bar.refresh()
+        yield bar
