@@ -36,7 +36,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sd_ort import folder, measure, ops, session
+from sd_ort import folder, hoist, measure, ops, session
 from sd_ort.errors import SdOrtError
 from sd_ort.models import MODEL_OF, PRESETS
 from sd_ort.modules import wrap
@@ -44,7 +44,6 @@ from sd_ort.optimize import optimize_component
 from sd_ort.sources import open_source
 from sd_ort.targets import CUDA, CUDA_CONTRIB
 
-CALLS = 20  # a round
 ROUNDS = 7
 
 # Kernels by what they do, first match first. The names are those of cuDNN, cuBLAS, ONNX Runtime, torch and ours.
@@ -63,23 +62,26 @@ CLASSES = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A session: what differs from the cuda target, and whether the op library tunes its kernels when it first runs."""
+    """A session: what differs from the cuda target, whether the UNet is hoisted (what depends on prompt and time alone
+    runs once, untimed), and whether the op library tunes its kernels when it first runs."""
 
     target: Mapping[str, Any] = field(default_factory=dict)
+    hoist: bool = False
     tune: bool = False
 
 
 _OUR_ATTENTION = {name: limit for name, limit in CUDA.contrib.items() if name != "MultiHeadAttention"}
-_PRODUCTS = {"layer_norm": True, "linear_add": True}
-# Each adds to the one before: a waterfall. The third is the cuda target as it is.
+_PLAIN = {"linear_add": False, "layer_norm": False}
+# Each adds to the one before: a waterfall. The fifth is the cuda target as it is.
 VARIANTS = {
-    "1 contrib operators": Variant({"fold_bias": False, "contrib": CUDA_CONTRIB}),
-    "2 + convolution biases folded": Variant({"contrib": CUDA_CONTRIB}),
-    "3 + our GroupNorm, gates, BiasAdd": Variant(),
-    "4 + our LayerNormalization": Variant({"layer_norm": True}),
-    "5 + LinearAdd": Variant(_PRODUCTS),
-    "6 + tuning": Variant(_PRODUCTS, tune=True),
-    "7 + our attention": Variant({**_PRODUCTS, "contrib": _OUR_ATTENTION}, tune=True),
+    "1 contrib operators": Variant({**_PLAIN, "fold_bias": False, "contrib": CUDA_CONTRIB}),
+    "2 + convolution biases folded": Variant({**_PLAIN, "contrib": CUDA_CONTRIB}),
+    "3 + our GroupNorm, gates, BiasAdd": Variant(_PLAIN),
+    "4 + our LayerNormalization": Variant({"linear_add": False}),
+    "5 + LinearAdd": Variant(),
+    "6 + hoisting": Variant(hoist=True),
+    "7 + tuning": Variant(hoist=True, tune=True),
+    "8 + our attention": Variant({"contrib": _OUR_ATTENTION}, hoist=True, tune=True),
 }
 
 
@@ -222,14 +224,23 @@ def ort_engine(
     """How to queue a call of a captured session of the variant, made from the raw export, and to read its output."""
     path = raw.parents[2] / f"variant-{number}" / raw.parent.name / folder.MODEL
     started = time.perf_counter()
-    made = optimize_component(raw, path, replace(CUDA, **variant.target), "float16", calibrate=False)
+    hoisted = variant.hoist and path.parent.name == hoist.PARTS["step"]
+    target = replace(CUDA, **variant.target)
+    made = optimize_component(raw, path, target, "float16", calibrate=False, hoisted=hoisted)
     print(f"  optimized in {time.perf_counter() - started:.1f} s: {made['counts']}", flush=True)
     library = session.op_library()
     if library is None:
         raise SystemExit("build the op library first: sd-ort build-ops --cuda sm_90")
     ctypes.CDLL(str(library.parent / ops.CUDA_LIBRARY)).sd_ort_enable_tuning(int(variant.tune))
+    feeds = {key: half(key, value).cpu().numpy() for key, value in inputs.items()}
+    if hoisted:
+        feeds["timestep"] = np.repeat(feeds["timestep"], len(feeds["sample"]))
+        for name in ("prompt", "time"):
+            part = path.parent.with_name(hoist.PARTS[name]) / path.name
+            once = session.Model(session.create_session(part, "cuda"))
+            feeds |= once(**{key: feeds[key] for key in once.inputs})
     model = session.GraphModel(session.create_session(path, "cuda", graph=True))
-    bound = model.bind({key: half(key, value).cpu().numpy() for key, value in inputs.items()})
+    bound = model.bind({key: feeds[key] for key in model.inputs})
     (value,) = bound.outputs.values()
     assert tuple(value.shape()) == tuple(shape)
     return lambda: bound.run(wait=False), lambda: torch.from_numpy(value.numpy())
@@ -238,23 +249,23 @@ def ort_engine(
 # ---- Timing
 
 
-def time_rounds(engines: list[Engine]) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds a call by engine, a number a round: `device` between two events around a round of calls, `call` the
-    median of single calls on an idle GPU, launch and wait included."""
+def time_rounds(engines: list[Engine], count: int) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds a call by engine, a number a round: `device` of `count` calls queued behind one another, `call` the
+    median of half as many single calls on an idle GPU, launch and wait included."""
     times: dict[str, dict[str, list[float]]] = {e.name: {"device": [], "call": []} for e in engines}
     for engine in engines:
-        for _ in range(10):
+        for _ in range(count // 2):
             engine.run()
     torch.cuda.synchronize()
     for _ in range(ROUNDS):
         for engine in engines:
             started = time.perf_counter()
-            for _ in range(CALLS):
+            for _ in range(count):
                 engine.run()
             torch.cuda.synchronize()
-            times[engine.name]["device"].append((time.perf_counter() - started) * 1e3 / CALLS)
+            times[engine.name]["device"].append((time.perf_counter() - started) * 1e3 / count)
             calls = []
-            for _ in range(CALLS // 2):
+            for _ in range(count // 2):
                 started = time.perf_counter()
                 engine.run()
                 torch.cuda.synchronize()
@@ -336,6 +347,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64, help="edge of the latent")
     parser.add_argument("--graph", type=Path, help="raw export without weights")
     parser.add_argument("--variants", default="all", help="numbers of VARIANTS, as 1,2,5")
+    parser.add_argument("--calls", type=int, default=20, help="calls a round")
     parser.add_argument("--peers", default="compile", help="of eager, compile; empty for none")
     parser.add_argument("--work", type=Path, default=Path("/tmp/sd_ort_step"))
     parser.add_argument("--out", type=Path, default=Path("results"))
@@ -377,7 +389,7 @@ def main() -> None:
             engines.append(Engine(label, run, output, time.perf_counter() - started))
             say(f"{label} ready in {engines[-1].ready_s:.1f} s")
             gc.collect()
-        times = time_rounds(engines)
+        times = time_rounds(engines, options.calls)
         say("timed")
         rows = []
         base = times[peers[-1].name] if peers else None

@@ -110,13 +110,14 @@ CUDA_CONTRIB: Mapping[str, Limit] = {
     "QuickGelu": _any,
 }
 
-# Of these, what beats ours on an H200 (results/gpu_step_sd15.md). LinearAdd and our LayerNormalization are not timed in
-# a session yet: `linear_add` and `layer_norm` stay off until they are.
+# Of these, what beats ours on an H200 (results/gpu_step_sd15.md).
 CUDA = Target(
     "cuda",
     layout="NHWC",
     pack=True,
     fold_bias=True,
+    linear_add=True,
+    layer_norm=True,
     contrib={
         name: CUDA_CONTRIB[name] for name in ("MultiHeadAttention", "NhwcConv", "QuickGelu", "SkipLayerNormalization")
     },
