@@ -2,14 +2,15 @@
 
     NhwcConv(x, w, b) -> SkipGroupNorm(., gamma, beta, skip)  =>  NhwcConv(x, w) -> SkipGroupNorm(..., skip, b)
     NhwcConv(x, w, b) -> GroupNorm(., gamma, beta)            =>  NhwcConv(x, w) -> SkipGroupNorm(..., b per sample)
+    NhwcConv(x, w, b) -> GroupNorm, and others                =>  the same; the others read SkipGroupNorm's sum
     NhwcConv(x, w, b) -> Add(., y)                            =>  NhwcConv(x, w) -> BiasAdd(., b, y)
     Add(MatMul(x, w), b) -> Reshape to NHWC -> any of these   =>  MatMul(x, w) -> Reshape -> the same
 
 GPU libraries add a convolution's bias in a kernel of its own (cuDNN's fused ones were slower than both together), and a
-MatMul has none, so each costs a launch, a read and a write of the whole feature map. The fourth form is the linear
+MatMul has none, so each costs a launch, a read and a write of the whole feature map. The last form is the linear
 projection that ends the transformers of SDXL and SD 2.1. Two results that meet in one SkipGroupNorm or Add (a residual
 block's last convolution and its shortcut) hand over the sum of their biases, computed while the model is saved. Left
-alone: a result that something else reads too, or of which the Add broadcasts. Runs after `nhwc_layout`.
+alone: a result that several read and no GroupNorm, or of which the Add broadcasts. Runs after `nhwc_layout`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,13 @@ def _linear(add: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
 def _move(graph: ir.Graph, output: ir.Value, bias: ir.Value) -> bool:
     """Make `bias` of `output`'s last axis part of what reads `output`; whether that could be done."""
     users = list(output.uses())
-    if len(users) != 1 or output.is_graph_output() or not c.is_vector(bias, c.size(output, -1)):
+    if output.is_graph_output() or not c.is_vector(bias, c.size(output, -1)):
+        return False
+    norms = [reader for reader, index in users if reader.op_type == "GroupNorm" and index == 0]
+    if len(users) > 1 and norms and output.producer() is not None:
+        _to_skip_group_norm(graph, norms[0], bias)
+        return True
+    if len(users) != 1:
         return False
     reader, index = users[0]
     if reader.op_type == "SkipGroupNorm" and index in (0, 3) and c.same_shape(output, reader.inputs[0]):
@@ -86,11 +93,15 @@ def _give(graph: ir.Graph, reader: ir.Node, index: int, bias: ir.Value) -> None:
 
 
 def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value) -> None:
-    """GroupNorm(x, ...) => SkipGroupNorm(x, ..., skip), the skip (N, 1, 1, C) a row of biases for each sample."""
+    """GroupNorm(x, ...) => SkipGroupNorm(x, ..., skip), the skip (N, 1, 1, C) a row of biases for each sample.
+
+    What else reads x then reads the sum of x and the biases.
+    """
     x, gamma, beta = norm.inputs[:3]
     old, width = norm.outputs[0], c.size(bias, 0)
     assert x is not None
     assert width is not None
+    others = [(reader, index) for reader, index in x.uses() if reader is not norm]
     name = f"{old.name}.bias"
     row = derived(graph, f"{name}_row", [bias], [1, 1, 1, width], lambda a: a.reshape(1, 1, 1, width))
     batch = ir.node("Shape", [x], {"start": 0, "end": 1})
@@ -108,7 +119,13 @@ def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value) -> None:
     made, total = new.outputs
     made.name, made.type, made.shape = old.name, old.type, old.shape
     total.name, total.type, total.shape = f"{name}_sum", old.type, old.shape
-    graph.insert_before(norm, [batch, shape, rows, new])
+    producer = x.producer()
+    if others and producer is not None:  # which may come before the norm
+        graph.insert_after(producer, [batch, shape, rows, new])
+        for reader, index in others:
+            reader.replace_input_with(index, total)
+    else:
+        graph.insert_before(norm, [batch, shape, rows, new])
     ir.convenience.replace_all_uses_with(old, made, replace_graph_outputs=True)
     graph.remove(norm, safe=True)
 

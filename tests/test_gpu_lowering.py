@@ -33,6 +33,7 @@ def graph(*lines: str) -> str:
 
 CONV = "a = Conv <pads = [1, 1, 1, 1]> (x, k, b)"
 NORM = "z = GroupNormalization <num_groups = 2> (s, g, h)"
+NORM_OF_A = ("n = GroupNormalization <num_groups = 2> (a, g, h)",)
 
 
 def run(model: onnx.ModelProto) -> np.ndarray:
@@ -76,8 +77,21 @@ def biased(model: onnx.ModelProto) -> int:
         ((CONV, "z = Add (a, a)"), 1, {"BiasAdd": 0}),
         ((CONV, "s = Identity (a)", NORM), 0, {"GroupNorm": 0, "SkipGroupNorm": 1}),
         ((CONV, "s = Relu (a)", NORM), 1, {"GroupNorm": 1, "SkipGroupNorm": 0}),
+        ((CONV, "t = Relu (a)", *NORM_OF_A, "z = Add (n, t)"), 0, {"GroupNorm": 0, "SkipGroupNorm": 1}),
+        ((CONV, *NORM_OF_A, "t = Add (n, y)", "z = Add (t, a)"), 0, {"GroupNorm": 0, "SkipGroupNorm": 1}),
     ],
-    ids=["skip", "skip first", "two biases", "add", "read twice", "doubled", "norm", "nothing to fold into"],
+    ids=[
+        "skip",
+        "skip first",
+        "two biases",
+        "add",
+        "read twice",
+        "doubled",
+        "norm",
+        "nothing to fold into",
+        "read before the norm too",
+        "read behind the norm too",
+    ],
 )
 def test_convolution_biases(lines: tuple[str, ...], left: int, counts: dict[str, int]) -> None:
     before, after = lower(graph(*lines))
@@ -147,7 +161,7 @@ def test_unet(tmp_path: Path) -> None:
     folder = graph_fixtures.make_folder(tmp_path / "raw", "sd15-tiny-dynamo-20.unet")
     raw, made = folder / "unet/model.onnx", tmp_path / "made/unet/model.onnx"
     entry = optimize_component(raw, made, BODIES)
-    assert entry["rules"]["fold_bias"] == 74
+    assert entry["rules"]["fold_bias"] == 78
     assert entry["rules"]["linear_add"] == 158
     assert entry["rules"]["layer_norm"] == 16
     nodes = Counter(node.op_type for node in onnx.load(made, load_external_data=False).graph.node)
