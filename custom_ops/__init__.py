@@ -11,5 +11,8 @@ OPERATORS = (
     "linear_add",
 )
 
+# Used by the others on GPUs, no operators of ONNX Runtime.
+GPU_OPERATORS = ("softmax",)
+
 # Those with a kernel for CPUs alone.
 CPU_OPERATORS = ("winograd_conv",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import subprocess
 from pathlib import Path
@@ -34,3 +35,19 @@ def link(objects: list[Path], library: Path) -> Path:
     """A shared library of objects."""
     subprocess.run(["clang++-19", "-shared", *map(str, objects), "-o", str(library)], check=True)
     return library
+
+
+def load_blas_lt(folder: Path) -> None:
+    """Puts tests/gpu_emulator/blas_lt.cc in the place of cuBLASLt and hipBLASLt for this process.
+
+    The operators find the vendors' libraries by name: the loader gives them these, which already carry the names.
+    """
+    for name, flags in (("libcublasLt.so.13", []), ("libhipblaslt.so.1", ["-DSD_ORT_HIPBLASLT"])):
+        library = folder / f"blas_lt_{name}"
+        with library.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.is_file():
+                source = ["-x", "c++", str(ROOT / "tests/gpu_emulator/blas_lt.cc")]
+                options = [*FLAGS[2:], *flags, *DEVICES["nvidia"], "-fvisibility=hidden", f"-Wl,-soname,{name}"]
+                subprocess.run(["clang++-19", "-shared", *options, *source, "-o", str(library)], check=True)
+        ctypes.CDLL(str(library))

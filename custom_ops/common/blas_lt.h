@@ -20,7 +20,9 @@ namespace sd_ort {
 
 class BlasLt {
  public:
-  // Y = X W + bias + skip, row-major: X (rows, inner), W (inner, columns), bias (columns) or null, skip as Y or null.
+  // Y = scale X W + bias + skip, row-major: X (rows, inner), W (inner, columns), bias (columns) or null, skip as Y or
+  // null. `transposed`: W is given as (columns, inner). Strides are elements from a row to the next, 0 for contiguous
+  // ones; Y and skip share theirs. `float32_y`: Y is float32 whatever X and W are.
   struct Product {
     DType dtype;
     const void* x;
@@ -31,6 +33,12 @@ class BlasLt {
     int64_t rows;
     int64_t inner;
     int64_t columns;
+    bool transposed = false;
+    bool float32_y = false;
+    int64_t x_stride = 0;
+    int64_t weight_stride = 0;
+    int64_t y_stride = 0;
+    float scale = 1.f;
   };
 
   static BlasLt& instance() {
@@ -56,9 +64,9 @@ class BlasLt {
     if (product.bias != nullptr) {
       set_attribute_(p.product, kBiasPointer, &product.bias, sizeof(product.bias));
     }
-    const float one = 1.f, beta = product.skip == nullptr ? 0.f : 1.f;
+    const float beta = product.skip == nullptr ? 0.f : 1.f;
     // Column-major as the library is: Y^T = W^T X^T.
-    const int status = multiply_(handle_, p.product, &one, product.weight, p.weight, product.x, p.x, &beta,
+    const int status = multiply_(handle_, p.product, &product.scale, product.weight, p.weight, product.x, p.x, &beta,
                                  product.skip == nullptr ? product.y : product.skip, p.y, product.y, p.y,
                                  &p.algorithms[number], workspace, p.algorithms[number].workspace_bytes, stream);
     return status == 0 ? nullptr : "the BLAS library refuses the product";
@@ -68,15 +76,17 @@ class BlasLt {
 #if defined(__HIP_PLATFORM_AMD__)
   static constexpr const char* kPrefix = "hipblasLt";
   static constexpr const char* kLibraries[] = {"libhipblaslt.so.1", "libhipblaslt.so.0", "libhipblaslt.so"};
-  static constexpr int kCompute = 2;  // HIPBLAS_COMPUTE_32F
-  static constexpr int kEpilogue = 2, kBiasPointer = 3;
+  static constexpr int kCompute = 2;       // HIPBLAS_COMPUTE_32F
+  static constexpr int kTransposed = 112;  // HIPBLAS_OP_T
+  static constexpr int kTransposeWeight = 0, kEpilogue = 2, kBiasPointer = 3;
   static constexpr size_t kAlgorithmBytes = 32;
   static constexpr bool kAsksAlignment = false;
 #else
   static constexpr const char* kPrefix = "cublasLt";
   static constexpr const char* kLibraries[] = {"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"};
-  static constexpr int kCompute = 68;  // CUBLAS_COMPUTE_32F
-  static constexpr int kEpilogue = 7, kBiasPointer = 8;
+  static constexpr int kCompute = 68;    // CUBLAS_COMPUTE_32F
+  static constexpr int kTransposed = 1;  // CUBLAS_OP_T
+  static constexpr int kTransposeWeight = 3, kEpilogue = 7, kBiasPointer = 8;
   static constexpr size_t kAlgorithmBytes = 64;
   static constexpr bool kAsksAlignment = true;
 #endif
@@ -131,10 +141,21 @@ class BlasLt {
     return true;
   }
 
+  static int64_t stride(int64_t given, int64_t contiguous) { return given == 0 ? contiguous : given; }
+
   // What the library proposes for a shape, asked once; no algorithms when it is missing or refuses.
   Plan& plan(const Product& p) {
-    const std::vector<int64_t> key = {
-        static_cast<int64_t>(p.dtype), p.rows, p.inner, p.columns, p.bias != nullptr, p.skip != nullptr};
+    const std::vector<int64_t> key = {static_cast<int64_t>(p.dtype),
+                                      p.rows,
+                                      p.inner,
+                                      p.columns,
+                                      p.bias != nullptr,
+                                      p.transposed,
+                                      p.skip != nullptr,
+                                      p.float32_y,
+                                      p.x_stride,
+                                      p.y_stride,
+                                      p.weight_stride};
     std::unique_ptr<Plan>& made = plans_[key];
     if (made == nullptr) {
       made = std::make_unique<Plan>();
@@ -151,9 +172,14 @@ class BlasLt {
       status = set_attribute_(plan.product, kEpilogue, &kEpilogueBias, sizeof(kEpilogueBias));
       if (status == 0) status = set_attribute_(plan.product, kBiasPointer, &p.bias, sizeof(p.bias));
     }
-    if (status == 0) status = create_layout_(&plan.weight, type, p.columns, p.inner, p.columns);
-    if (status == 0) status = create_layout_(&plan.x, type, p.inner, p.rows, p.inner);
-    if (status == 0) status = create_layout_(&plan.y, type, p.columns, p.rows, p.columns);
+    if (status == 0 && p.transposed) {
+      status = set_attribute_(plan.product, kTransposeWeight, &kTransposed, sizeof(kTransposed));
+    }
+    const int64_t inner = p.transposed ? p.columns : p.inner, columns = p.transposed ? p.inner : p.columns;
+    if (status == 0) status = create_layout_(&plan.weight, type, columns, inner, stride(p.weight_stride, columns));
+    if (status == 0) status = create_layout_(&plan.x, type, p.inner, p.rows, stride(p.x_stride, p.inner));
+    const int y_type = p.float32_y ? kFloat32 : type;
+    if (status == 0) status = create_layout_(&plan.y, y_type, p.columns, p.rows, stride(p.y_stride, p.columns));
     if (status == 0) status = create_preference_(&preference);
     if (status == 0) status = set_preference_(preference, kMaxWorkspace, &kWorkspaceLimit, sizeof(kWorkspaceLimit));
     for (int which = kFirstAlignment; kAsksAlignment && status == 0 && which <= kLastAlignment; ++which) {

@@ -171,6 +171,8 @@ CASES = [
     _case(1, 1, 32, 77, 160, packed="kv"),
     _case(1, 1, 40, 40, 512),
     _case(1, 1, 70, 131, 512),
+    _case(2, 2, 21, 24, 192, packed="kv"),
+    _case(2, 2, 16, 16, 168, packed="qkv", scale=-0.125),
     # other sizes, lengths that fill no tile, single rows, batches
     _case(1, 1, 1, 1, 64),
     _case(1, 2, 77, 77, 64),
@@ -217,4 +219,5 @@ CASES = [
     _case(2, 20, 1024, 77, 64, packed="kv", benchmark=True),
     _case(2, 12, 77, 77, 64, unidirectional=1, benchmark=True),
     _case(1, 1, 4096, 4096, 512, benchmark=True),
+    _case(1, 1, 16384, 16384, 512, benchmark=True),
 ]

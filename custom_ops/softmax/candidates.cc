@@ -1,0 +1,14 @@
+// The one way to run Softmax.
+#include "common/tunable.h"
+#include "softmax/op.h"
+
+namespace sd_ort {
+
+const GpuOp& softmax_gpu() {
+  static const TunableOp<SoftmaxParams> op(
+      "Softmax", {{"default", [](const SoftmaxParams&) { return true; },
+                   [](const SoftmaxParams& p, void*, void* stream) { return softmax_launch(p, stream); }}});
+  return op;
+}
+
+}  // namespace sd_ort

@@ -1,0 +1,155 @@
+// What common/blas_lt.h calls of cuBLASLt, or with SD_ORT_HIPBLASLT of hipBLASLt, on the host: two algorithms, the
+// same plain loops. Numbers of attributes and types are written here from the vendors' headers' documentation. Every
+// handle is checked: an argument that the real library would refuse gives an error here.
+#include <cstdint>
+#include <cstring>
+
+#include "common/gpu.h"  // half_t, bf16_t
+
+#if defined(SD_ORT_HIPBLASLT)
+#define NAME(name) hipblasLt##name
+constexpr int kOpN = 111, kOpT = 112, kCompute32F = 2;
+enum { kTransA = 0, kTransB = 1, kEpilogue = 2, kBias = 3 };
+#else
+#define NAME(name) cublasLt##name
+constexpr int kOpN = 0, kOpT = 1, kCompute32F = 68;
+enum { kTransA = 3, kTransB = 4, kEpilogue = 7, kBias = 8 };
+#endif
+constexpr int kFloat32 = 0, kFloat16 = 2, kBFloat16 = 14, kEpilogueBias = 4;
+constexpr int kInvalid = 7;
+
+namespace {
+
+struct Description {
+  int transpose_a = kOpN;
+  int epilogue = 1;
+  const void* bias = nullptr;
+};
+
+struct Layout {
+  int type;
+  uint64_t rows, columns;
+  int64_t stride;
+};
+
+struct Heuristic {
+  alignas(8) unsigned char algorithm[
+#if defined(SD_ORT_HIPBLASLT)
+      32
+#else
+      64
+#endif
+  ];
+  size_t workspace_bytes;
+  int status;
+  float waves;
+  int reserved[4];
+};
+
+float load(const void* data, int type, int64_t at) {
+  if (type == kFloat32) return static_cast<const float*>(data)[at];
+  if (type == kFloat16) return sd_ort::to_float(static_cast<const sd_ort::half_t*>(data)[at]);
+  return sd_ort::to_float(static_cast<const sd_ort::bf16_t*>(data)[at]);
+}
+
+void store(void* data, int type, int64_t at, float value) {
+  if (type == kFloat32) static_cast<float*>(data)[at] = value;
+  if (type == kFloat16) static_cast<sd_ort::half_t*>(data)[at] = sd_ort::from_float<sd_ort::half_t>(value);
+  if (type == kBFloat16) static_cast<sd_ort::bf16_t*>(data)[at] = sd_ort::from_float<sd_ort::bf16_t>(value);
+}
+
+// Whether D = op(A) B fits together.
+bool fits(const Description& d, const Layout& a, const Layout& b, const Layout& c, const Layout& to) {
+  const bool transposed = d.transpose_a == kOpT;
+  const uint64_t rows = transposed ? a.columns : a.rows, depth = transposed ? a.rows : a.columns;
+  for (const Layout* layout : {&a, &b, &c, &to}) {
+    if (layout->stride < static_cast<int64_t>(layout->rows)) return false;
+  }
+  return a.type == b.type && depth == b.rows && rows == to.rows && b.columns == to.columns && c.rows == to.rows &&
+         c.columns == to.columns && c.type == to.type && (to.type == a.type || to.type == kFloat32);
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT int NAME(Create)(void** handle) {
+  static int one;
+  *handle = &one;
+  return 0;
+}
+
+EXPORT int NAME(MatmulDescCreate)(void** description, int compute, int scale) {
+  *description = new Description;
+  return compute == kCompute32F && scale == kFloat32 ? 0 : kInvalid;
+}
+
+EXPORT int NAME(MatmulDescSetAttribute)(void* description, int attribute, const void* value, size_t bytes) {
+  auto& d = *static_cast<Description*>(description);
+  if (attribute == kTransA && bytes == sizeof(int)) {
+    std::memcpy(&d.transpose_a, value, bytes);
+    return d.transpose_a == kOpN || d.transpose_a == kOpT ? 0 : kInvalid;
+  }
+  if (attribute == kEpilogue && bytes == sizeof(int)) {
+    std::memcpy(&d.epilogue, value, bytes);
+    return d.epilogue == kEpilogueBias ? 0 : kInvalid;
+  }
+  if (attribute == kBias && bytes == sizeof(void*)) {
+    std::memcpy(&d.bias, value, bytes);
+    return 0;
+  }
+  return kInvalid;
+}
+
+EXPORT int NAME(MatrixLayoutCreate)(void** layout, int type, uint64_t rows, uint64_t columns, int64_t stride) {
+  *layout = new Layout{type, rows, columns, stride};
+  return type == kFloat32 || type == kFloat16 || type == kBFloat16 ? 0 : kInvalid;
+}
+
+EXPORT int NAME(MatmulPreferenceCreate)(void** preference) {
+  *preference = new int;
+  return 0;
+}
+
+EXPORT int NAME(MatmulPreferenceSetAttribute)(void*, int, const void*, size_t) { return 0; }
+
+EXPORT int NAME(MatmulAlgoGetHeuristic)(void*, void* description, void* a, void* b, void* c, void* to, void*,
+                                        int wanted, Heuristic* proposed, int* count) {
+  *count = 0;
+  if (wanted < 1 || !fits(*static_cast<Description*>(description), *static_cast<Layout*>(a), *static_cast<Layout*>(b),
+                          *static_cast<Layout*>(c), *static_cast<Layout*>(to))) {
+    return kInvalid;
+  }
+  for (*count = 0; *count < wanted && *count < 2; ++*count) {
+    proposed[*count] = {};
+    proposed[*count].workspace_bytes = 100;
+  }
+  return 0;
+}
+
+EXPORT int NAME(Matmul)(void*, void* description, const void* alpha, const void* a, void* a_layout, const void* b,
+                        void* b_layout, const void* beta, const void* c, void* c_layout, void* to, void* to_layout,
+                        const void*, void* workspace, size_t workspace_bytes, void*) {
+  const auto& d = *static_cast<Description*>(description);
+  const auto &la = *static_cast<Layout*>(a_layout), &lb = *static_cast<Layout*>(b_layout);
+  const auto &lc = *static_cast<Layout*>(c_layout), &ld = *static_cast<Layout*>(to_layout);
+  if (!fits(d, la, lb, lc, ld) || workspace_bytes < 100) return kInvalid;
+  std::memset(workspace, 0xff, workspace_bytes);  // it is the algorithm's
+  float scale, rest;
+  std::memcpy(&scale, alpha, sizeof(scale));
+  std::memcpy(&rest, beta, sizeof(rest));
+  for (uint64_t column = 0; column < ld.columns; ++column) {
+    for (uint64_t row = 0; row < ld.rows; ++row) {
+      double sum = 0;
+      for (uint64_t k = 0; k < lb.rows; ++k) {
+        const int64_t at = d.transpose_a == kOpT ? row * la.stride + k : k * la.stride + row;
+        sum += double(load(a, la.type, at)) * load(b, lb.type, column * lb.stride + k);
+      }
+      float value = static_cast<float>(scale * sum);
+      if (rest != 0) value += rest * load(c, lc.type, column * lc.stride + row);
+      if (d.epilogue == kEpilogueBias) value += load(d.bias, ld.type, row);
+      store(to, ld.type, column * ld.stride + row, value);
+    }
+  }
+  return 0;
+}
