@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """One model call on a GPU (a denoising step, a VAE decode): sd-ort beside torch.compile, timed in turn in one process.
 
-    python scripts/bench_gpu_step.py --preset sd15 --batch 2 --size 64 --out results
-    python scripts/bench_gpu_step.py --preset sd15 --component vae_decoder --batch 1 --size 64 --out results
+    python scripts/bench_gpu_step.py --preset sd15 --batch 2 --size 64 --out results/gpu_step
+    python scripts/bench_gpu_step.py --preset sd15 --component vae_decoder --batch 1 --size 64 --out results/gpu_step
 
-writes <out>/gpu_step_<preset>_<component>_b<batch>_<size>.json. Weights are random, made on the GPU, the same for all
+writes <out>/<preset>_<component>_b<batch>_<size>.json. Weights are random, made on the GPU, the same for all
 engines; `size` is the latent's edge. Every engine runs float16 from device buffers to device buffers; errors are those
 of the outputs against torch in float32 (TF32 off). Rounds of calls take turns between the engines, so that a change of
 the machine's clocks meets all of them; a ratio is the median of the rounds' ratios.
@@ -350,7 +350,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20, help="calls a round")
     parser.add_argument("--peers", default="compile", help="of eager, compile; empty for none")
     parser.add_argument("--work", type=Path, default=Path("/tmp/sd_ort_step"))
-    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--out", type=Path, default=Path("results/gpu_step"))
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="profile, and print the N longest kernels")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -414,7 +414,7 @@ def main() -> None:
             "rows": rows,
         }  # fmt: skip
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"gpu_step_{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         say(f"limits {result['limits']}")
 
 

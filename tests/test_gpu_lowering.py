@@ -16,7 +16,7 @@ import pytest
 import fusion_passes
 from fusion_passes import bodies
 from fusion_passes._rule import DOMAIN
-from sd_ort.optimize import lower_layout, optimize_component
+from sd_ort.optimize import lower_layout, lower_operators, optimize_component
 from sd_ort.targets import TARGETS, Target
 
 # Every pass, and every fused operator by its body: what a CPU can run.
@@ -180,3 +180,17 @@ def test_unet(tmp_path: Path) -> None:
         ort.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, feed)[0] for path in (raw, made)
     )
     assert np.linalg.norm(after - before) < 1e-5 * np.linalg.norm(before)
+
+
+@pytest.mark.parametrize(("query", "heads", "domain"), [
+    ("N,S,320", 8, "com.microsoft"), ("N,S,512", 1, DOMAIN), ("N,S,2,3,512", 2, DOMAIN), ("N,S,K", 1, "com.microsoft"),
+])  # fmt: skip
+def test_wide_heads_are_ours_on_cuda(query: str, heads: int, domain: str) -> None:
+    """The provider's kernel takes them, slowly; of a head of unknown size nothing is known against it."""
+    attributes = f"num_heads = {heads}, scale = 0.1"
+    text = f"""<ir_version: 10, opset_import: ["" : 21, "{DOMAIN}" : 1]>
+        f (float[{query}] q, float[{query}] k) => (float[N,S,L] z) {{
+        z = {DOMAIN}.MultiHeadAttention <{attributes}> (q, k, k) }}"""
+    model = ir.from_onnx_text(text)
+    lower_operators(model, TARGETS["cuda"])
+    assert [node.domain for node in model.graph] == [domain]
