@@ -8,6 +8,10 @@ import onnx_ir as ir
 
 from sd_ort.errors import InputError
 
+# ONNX opsets 22 and 23 brought new operators, and new element types to old ones; nothing that a graph of 21 holds
+# changed its meaning (ONNX's changelog of operators).
+UNCHANGED_SINCE = 21
+
 
 def inline(
     model: ir.Model, source: ir.Model, inputs: Mapping[str, ir.Value], prefix: str, into: ir.Graph | None = None
@@ -16,7 +20,7 @@ def inline(
 
     `inputs`: a value of the receiving graph, or of one around it, for every input of `source`. `prefix` goes before
     the names of nodes, values and weights. `source` is used up; its weights stay where they are on disk.
-    Raises InputError when the two are of different opsets.
+    The model's opset becomes the higher of the two. Raises InputError when that could change what a node means.
     """
     target = model.graph if into is None else into
     _import_opsets(model.graph, source)
@@ -71,12 +75,12 @@ def subgraphs(node: ir.Node) -> list[ir.Graph]:
 
 
 def _import_opsets(graph: ir.Graph, source: ir.Model) -> None:
+    """Take the higher opset of the two, where that changes nothing."""
     for domain, version in source.graph.opset_imports.items():
-        if graph.opset_imports.setdefault(domain, version) != version:
-            raise InputError(
-                f"the components are of opsets {graph.opset_imports[domain]} and {version}: "
-                "export and optimize them together."
-            )
+        low, high = sorted((graph.opset_imports.get(domain, version), version))
+        if low != high and (domain or low < UNCHANGED_SINCE):
+            raise InputError(f"the components are of opsets {low} and {high}: optimize the whole folder again.")
+        graph.opset_imports[domain] = high
 
 
 def _import_functions(model: ir.Model, source: ir.Model, prefix: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sd_ort import StableDiffusionPipeline, hoist
+from sd_ort.compose import inline
 from sd_ort.errors import InputError
 from sd_ort.explain import explain
 from sd_ort.folder import MODEL, read_manifest
@@ -210,6 +211,27 @@ def test_merging_what_cannot_be(plain: Path, tmp_path: Path, sd_ort: Any) -> Non
     size = ("--height", 64, "--width", 64, "--steps", 2)
     assert sd_ort("generate", "x", "--model", tmp_path / "merged", *size, "--out", picture)[0] == 0
     assert picture.is_file()
+
+
+def test_opsets_of_what_is_merged() -> None:
+    """Target cpu raises some components to opset 23, for its Attention; from 21 on the higher one serves both."""
+
+    def model(opset: int, domain: int = 1) -> ir.Model:
+        imports = f'["" : {opset}, "sd_ort" : {domain}]'
+        return ir.from_onnx_text(
+            f"<ir_version: 10, opset_import: {imports}> f (float[N] x) => (float[N] y) {{ y = Relu (x) }}"
+        )
+
+    for first, second in ((21, 23), (23, 21)):
+        whole = model(first)
+        made = inline(whole, model(second), {"x": whole.graph.outputs[0]}, "b/")
+        whole.graph.outputs[:] = [made["y"]]
+        assert [node.op_type for node in whole.graph] == ["Relu", "Relu"]
+        assert whole.graph.opset_imports[""] == 23
+    for first, second, domain in ((20, 21, 1), (21, 21, 2)):
+        whole = model(first)
+        with pytest.raises(InputError, match="optimize the whole folder again"):
+            inline(whole, model(second, domain), {"x": whole.graph.outputs[0]}, "b/")
 
 
 # --- The loop on the device -----------------------------------------------------------------------------------------
