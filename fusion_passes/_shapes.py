@@ -417,7 +417,8 @@ def repeats(resize: ir.Node, facts: Facts) -> list[int] | None:
             return None
         times = [_multiple(large, small) for large, small in zip(after, before, strict=True)]
     else:
-        scales = ir.convenience.get_const_tensor(resize.inputs[2]) if len(resize.inputs) > 2 else None
+        given = resize.inputs[2] if len(resize.inputs) > 2 else None
+        scales = ir.convenience.get_const_tensor(given) if given is not None else None
         if scales is None:
             return None
         numbers = [float(scale) for scale in scales.numpy()]
