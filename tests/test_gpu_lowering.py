@@ -177,7 +177,7 @@ def resize(attributes: str = FLOOR, operands: str = "s, , times") -> str:
         ((SOURCE, resize(mode("asymmetric", "ceil"))), "1, 1, 2, 2", []),
         ((SOURCE, resize(mode("half_pixel", "floor"))), "1, 1, 2, 2", []),
         ((SOURCE, resize(mode("align_corners", "floor"))), "1, 1, 2, 2", []),
-        ((SOURCE, resize('mode = "linear"')), "1, 1, 2, 2", []),
+        ((resize('mode = "linear"', "x, , times"),), "1, 2, 2, 1", []),
         ((SOURCE, resize('mode = "cubic"')), "1, 1, 2, 2", []),
         ((SOURCE, resize()), "1, 1, 1.5, 2", []),
         ((SOURCE, resize()), "1, 1, 0.5, 0.5", []),
