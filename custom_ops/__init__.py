@@ -9,6 +9,7 @@ OPERATORS = (
     "skip_layer_norm",
     "multi_head_attention",
     "linear_add",
+    "upsample_nearest",
 )
 
 # Used by the others on GPUs, no operators of ONNX Runtime.

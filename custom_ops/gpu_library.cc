@@ -18,14 +18,16 @@ const GpuOp& bias_add_gpu();
 const GpuOp& skip_layer_norm_gpu();
 const GpuOp& multi_head_attention_gpu();
 const GpuOp& linear_add_gpu();
+const GpuOp& upsample_nearest_gpu();
 const GpuOp& softmax_gpu();
 
 namespace {
 
 const std::vector<const GpuOp*>& operators() {
   static const std::vector<const GpuOp*> all = {
-      &group_norm_gpu(),      &skip_group_norm_gpu(),      &bias_split_gelu_gpu(), &bias_add_gpu(),
-      &skip_layer_norm_gpu(), &multi_head_attention_gpu(), &linear_add_gpu(),      &softmax_gpu(),
+      &group_norm_gpu(), &skip_group_norm_gpu(),  &bias_split_gelu_gpu(),
+      &bias_add_gpu(),   &skip_layer_norm_gpu(),  &multi_head_attention_gpu(),
+      &linear_add_gpu(), &upsample_nearest_gpu(), &softmax_gpu(),
   };
   return all;
 }

@@ -14,6 +14,7 @@
 #include "multi_head_attention/binding.h"
 #include "skip_group_norm/binding.h"
 #include "skip_layer_norm/binding.h"
+#include "upsample_nearest/binding.h"
 #include "winograd_conv/binding.h"
 
 namespace sd_ort {
@@ -91,6 +92,7 @@ class Registry {
       add<SkipLayerNormBinding>(provider, dtype, gpu);
       add<MultiHeadAttentionBinding>(provider, dtype, gpu);
       add<LinearAddBinding>(provider, dtype, gpu);
+      add<UpsampleNearestBinding>(provider, dtype, gpu);
       if (gpu == nullptr) add<WinogradConvBinding>(provider, dtype, gpu);
     }
   }

@@ -401,8 +401,45 @@ def _expand(node: ir.Node, facts: Facts) -> list[Shape] | None:
     return None if target is None else [broadcast([_shape(node, 0, facts), tuple(target)], facts)]
 
 
+def repeats(resize: ir.Node, facts: Facts) -> list[int] | None:
+    """How many times larger a Resize makes each axis: whole numbers, or None where they are not, or may not be.
+
+    Sizes that are computed count where they are such multiples of the input's whatever the named sizes are.
+    """
+    x, sizes = resize.inputs[0], resize.inputs[3] if len(resize.inputs) > 3 else None
+    if "axes" in resize.attributes or x is None:
+        return None
+    times: list[int | None]
+    if sizes is not None:
+        before, after = facts.shapes.get(x), facts.elements.get(sizes)
+        stretches = resize.attributes.get_string("keep_aspect_ratio_policy", "stretch") == "stretch"
+        if before is None or after is None or len(before) != len(after) or not stretches:
+            return None
+        times = [_multiple(large, small) for large, small in zip(after, before, strict=True)]
+    else:
+        given = resize.inputs[2] if len(resize.inputs) > 2 else None
+        scales = ir.convenience.get_const_tensor(given) if given is not None else None
+        if scales is None:
+            return None
+        numbers = [float(scale) for scale in scales.numpy()]
+        times = [int(number) if number >= 1 and number.is_integer() else None for number in numbers]
+    return None if None in times else [n for n in times if n is not None]
+
+
+def _multiple(large: Dim, small: Dim) -> int | None:
+    """The number that `large` is times `small`, 1 or more, or None."""
+    if large == small:
+        return 1
+    if not large.terms or not small.terms:
+        return None
+    times = large.terms[0][1] // small.terms[0][1]
+    return times if times > 1 and small * constant(times) == large else None
+
+
 def _resize(node: ir.Node, facts: Facts) -> list[Shape] | None:
     x = _shape(node, 0, facts)
+    if "axes" in node.attributes or node.attributes.get_string("keep_aspect_ratio_policy", "stretch") != "stretch":
+        return None
     if len(node.inputs) > 3 and node.inputs[3] is not None:
         sizes = facts.elements.get(node.inputs[3])
         return None if sizes is None else [tuple(sizes)]
@@ -500,15 +537,20 @@ def _winograd_conv(node: ir.Node, facts: Facts) -> list[Shape] | None:
     return None if weight is None or len(x) != 4 else [(x[0], weight[0], *x[2:])]
 
 
+def _upsample_nearest(node: ir.Node, facts: Facts) -> list[Shape] | None:
+    x, times = _shape(node, 0, facts), [node.attributes[f"scale_{side}"].as_int() for side in ("height", "width")]
+    return [(x[0], x[1] * constant(times[0]), x[2] * constant(times[1]), x[3])] if len(x) == 4 else None
+
+
 RULES: dict[str, Callable[[ir.Node, Facts], Sequence[Shape | None] | None]] = {
     "ArgMax": _argmax, "Attention": _attention, "BiasSplitGelu": _half, "Concat": _concat,
     "ConstantOfShape": _constant_of_shape, "Conv": _conv, "Expand": _expand, "Gather": _gather, "Gemm": _gemm,
-    "MatMul": _matmul, "MultiHeadAttention": _multi_head, "NhwcConv": _nhwc_conv, "Pad": _pad,
+    "LinearAdd": _matmul, "MatMul": _matmul, "MultiHeadAttention": _multi_head, "NhwcConv": _nhwc_conv, "Pad": _pad,
     "Range": _range, "ReduceMax": _reduce, "ReduceMean": _reduce, "ReduceSum": _reduce, "Reshape": _reshape,
     "Resize": _resize, "ScaledDotProductAttention": _attention, "Shape": _shape_of,
     "SkipGroupNorm": _sum_and_normal, "SkipLayerNormalization": _sum_and_normal, "Slice": _slice, "Split": _split,
     "Squeeze": _squeeze, "Transpose": _transpose, "Unsqueeze": _unsqueeze,
-    "WinogradConv": _winograd_conv,
+    "UpsampleNearest": _upsample_nearest, "WinogradConv": _winograd_conv,
 }  # fmt: skip
 
 

@@ -243,6 +243,24 @@ def _multi_head_attention(node: ir.Node) -> tuple[str, str]:
     return "_".join(word for word in (_attention_form(node, mask), packed) if word), body
 
 
+def _upsample_nearest(node: ir.Node) -> tuple[str, str]:
+    return (
+        "",
+        """(X) => (Y) {
+        height = Constant <value_int: int = @scale_height> ()
+        width = Constant <value_int: int = @scale_width> ()
+        all = Constant <value_ints = [-1]> ()
+        one = Constant <value_ints = [1]> ()
+        down = Reshape (height, all)
+        across = Reshape (width, all)
+        times = Concat <axis = 0> (one, down, across, one)
+        scales = Cast <to = 1> (times)
+        Y = Resize <mode = "nearest", coordinate_transformation_mode = "asymmetric", nearest_mode = "floor">
+            (X, , scales)
+    }""",
+    )
+
+
 def _winograd_conv(node: ir.Node) -> tuple[str, str]:
     return "", "(X, W, B) => (Y) { Y = Conv <pads = [1, 1, 1, 1]> (X, W, B) }"
 
@@ -258,5 +276,6 @@ FORMS = {
     "ScaledDotProductAttention": _sdpa,
     "SkipGroupNorm": _skip_group_norm,
     "SkipLayerNormalization": _skip_layer_normalization,
+    "UpsampleNearest": _upsample_nearest,
     "WinogradConv": _winograd_conv,
 }

@@ -10,11 +10,14 @@ operators without an NHWC form) reads the twin through a Transpose; a U-Net keep
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from fusion_passes import _checks as c
+from fusion_passes import _shapes
 from fusion_passes._lazy import constant, derived
 from fusion_passes._rule import DOMAIN
 
@@ -42,6 +45,11 @@ class _Walk:
         self.twins: dict[ir.Value, ir.Value] = {}
         self.replaced: list[ir.Node] = []
         self.convolutions = 0
+
+    @cached_property
+    def facts(self) -> _shapes.Facts:
+        """Sizes, of the values that were there when they were first asked for."""
+        return _shapes.infer(self.graph)
 
     def visit(self, node: ir.Node) -> None:
         if node.op_type == "Transpose":
@@ -184,8 +192,8 @@ class _Walk:
         self.replace(node, node.op_type, inputs, {name: a.value for name, a in node.attributes.items()})
 
     def _resize(self, node: ir.Node) -> None:
-        x, scales = node.inputs[0], c.constant(node.inputs[2]) if len(node.inputs) > 2 else None
-        if x is None or scales is None or scales.size != 4 or len(node.inputs) > 3:
+        x, scales = node.inputs[0], self._scales(node)
+        if x is None or scales is None or scales.size != 4:
             return
         crops = node.attributes.get_string("coordinate_transformation_mode", "") == "tf_crop_and_resize"
         if node.attributes.get_string("mode", "nearest") != "nearest" or "axes" in node.attributes or crops:
@@ -193,6 +201,13 @@ class _Walk:
         value = constant(self.graph, f"{node.outputs[0].name}.nhwc_scales", scales[TO_NHWC])
         attributes = {name: a.value for name, a in node.attributes.items()}
         self.replace(node, "Resize", [self.twin(x, node), None, value], attributes)
+
+    def _scales(self, resize: ir.Node) -> np.ndarray | None:
+        """Those given, or those that computed sizes are proven to come to."""
+        if len(resize.inputs) > 3 and resize.inputs[3] is not None:
+            times = _shapes.repeats(resize, self.facts)
+            return None if times is None else np.array(times, np.float32)
+        return c.constant(resize.inputs[2]) if len(resize.inputs) > 2 else None
 
     def _pad(self, node: ir.Node) -> None:
         x, pads = node.inputs[0], c.constant(node.inputs[1])

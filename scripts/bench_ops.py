@@ -4,8 +4,9 @@
     python scripts/bench_ops.py --arch sm_90 --out results/ops_sm_90.md
 
 Columns, microseconds a call: "tuned" is the candidate that the library's tuner chose and "default" the one without
-tuning; "ORT" is ONNX Runtime's own CUDA kernel of the com.microsoft operator (for attention with its unfused path, and
-with the path it takes by itself); "eager" and "compiled" are torch; "cuDNN" and "flash" torch's attention by these.
+tuning; "ORT" is ONNX Runtime's own CUDA kernel of the com.microsoft operator, if there is one (for attention with its
+unfused path, and with the path it takes by itself); "eager" and "compiled" are torch; "cuDNN" and "flash" torch's
+attention by these.
 "copy" moves the same number of bytes, read and written, and is the limit of the bandwidth-bound operators.
 
 Everything runs in CUDA graphs over as many sets of buffers as exceed the cache, so launch costs and cache hits are the
@@ -36,7 +37,8 @@ from custom_ops.gpu import GpuLibrary
 from custom_ops.op import Case, Operator, load
 from sd_ort import ops
 
-BANDWIDTH = ("group_norm", "skip_group_norm", "bias_split_gelu", "bias_add", "skip_layer_norm")
+BANDWIDTH = ("group_norm", "skip_group_norm", "bias_split_gelu", "bias_add", "skip_layer_norm", "upsample_nearest")
+NOT_IN_CONTRIB = ("upsample_nearest",)
 ATTENTION = "multi_head_attention"
 ROTATED_BYTES = 400e6  # several times the largest cache
 MOST_SETS = 100
@@ -75,6 +77,11 @@ def skip_layer_norm(t: Tensors, case: Case) -> tuple[torch.Tensor, torch.Tensor]
     return F.layer_norm(total, total.shape[-1:], t["gamma"], t["beta"], 1e-5), total
 
 
+def upsample_nearest(t: Tensors, case: Case) -> torch.Tensor:
+    scales = (float(case.attributes["scale_height"]), float(case.attributes["scale_width"]))
+    return F.interpolate(t["X"].permute(0, 3, 1, 2), scale_factor=scales, mode="nearest").permute(0, 2, 3, 1)
+
+
 def attention(t: Tensors, case: Case) -> torch.Tensor:
     heads = int(case.attributes["num_heads"])
     query, keys = t["query"], t.get("key")
@@ -95,6 +102,7 @@ TORCH: dict[str, Callable[[Tensors, Case], object]] = {
     "bias_split_gelu": bias_split_gelu,
     "bias_add": bias_add,
     "skip_layer_norm": skip_layer_norm,
+    "upsample_nearest": upsample_nearest,
     ATTENTION: attention,
 }
 
@@ -283,8 +291,8 @@ def contrib_model(call: Call) -> bytes:
 
 
 def onnxruntime_times(call: Call) -> dict[str, float | str]:
-    """ "ORT" and, for attention, "ORT unfused"; why a kernel did not run stands in place of its time."""
-    variants: dict[str, dict[str, int]] = {"ORT": {}}
+    """ "ORT" where it has the operator and, for attention, "ORT unfused"; an error tells why a kernel did not run."""
+    variants: dict[str, dict[str, int]] = {} if call.operator.folder in NOT_IN_CONTRIB else {"ORT": {}}
     if call.operator.folder == ATTENTION:
         variants["ORT unfused"] = {"sdpa_kernel": UNFUSED}
     times: dict[str, float | str] = {}

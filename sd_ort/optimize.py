@@ -29,6 +29,7 @@ from fusion_passes import (
     nhwc_layout,
     pack_qkv,
     standard_attention,
+    upsample_nearest,
     winograd_conv,
 )
 from fusion_passes._rule import DOMAIN, apply
@@ -41,7 +42,8 @@ IR_VERSION = 10  # what canonical opset 21 and functions with overloads need; fo
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
     "MultiHeadAttention", "Attention", "GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd",
-    "SkipLayerNormalization", "LayerNormalization", "QuickGelu", "NhwcConv", "WinogradConv", "Conv", "Transpose",
+    "SkipLayerNormalization", "LayerNormalization", "QuickGelu", "UpsampleNearest", "NhwcConv", "WinogradConv", "Conv",
+    "Transpose",
 )  # fmt: skip
 
 Report = Callable[[str], None]
@@ -220,6 +222,8 @@ def lower_layout(model: ir.Model, target: Target) -> dict[str, int]:
         counts.update(pack_qkv.pack_qkv(model))
     if target.linear_add:
         counts["linear_add"] = linear_add.linear_add(model)
+    if target.upsample:
+        counts["upsample_nearest"] = upsample_nearest.upsample_nearest(model)
     if target.layer_norm:
         counts["layer_norm"] = layer_norm.layer_norm(model)
     return counts

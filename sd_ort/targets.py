@@ -78,10 +78,10 @@ class Target:
 
     Operators absent from `contrib` run as `sd_ort` operators, unless `expand` names them: those are taken apart again.
     `fold_bias` moves biases into what reads the sums (`layout` NHWC only); `linear_add` makes matrix products, and
-    convolutions of one pixel, LinearAdd; `layer_norm` gives LayerNormalization our kernel. `leave` names fusions
-    (modules of fusion_passes) that are not applied at all. `standard_attention` picks the attentions that become
-    ai.onnx Attention; `winograd` makes 3 x 3 convolutions WinogradConv, whose only kernel is for CPUs. `float32_inputs`
-    are inputs (operator, index) that stay in fp32 in a half precision model.
+    convolutions of one pixel, LinearAdd; `layer_norm` gives LayerNormalization our kernel; `upsample` makes Resize
+    UpsampleNearest. `leave` names fusions (modules of fusion_passes) that are not applied at all. `standard_attention`
+    picks the attentions that become ai.onnx Attention; `winograd` makes 3 x 3 convolutions WinogradConv, whose only
+    kernel is for CPUs. `float32_inputs` are inputs (operator, index) that stay in fp32 in a half precision model.
     """
 
     name: str
@@ -90,6 +90,7 @@ class Target:
     fold_bias: bool = False
     linear_add: bool = False
     layer_norm: bool = False
+    upsample: bool = False
     contrib: Mapping[str, Limit] = field(default_factory=dict)
     expand: frozenset[str] = frozenset()
     leave: frozenset[str] = frozenset()
@@ -132,6 +133,7 @@ CUDA = Target(
     fold_bias=True,
     linear_add=True,
     layer_norm=True,
+    upsample=True,
     contrib={
         **{name: CUDA_CONTRIB[name] for name in ("NhwcConv", "QuickGelu", "SkipLayerNormalization")},
         "MultiHeadAttention": _narrow_heads,
@@ -145,6 +147,7 @@ ROCM = Target(
     layout="NHWC",
     pack=True,
     fold_bias=True,
+    upsample=True,
     contrib={**CUDA_CONTRIB, "MultiHeadAttention": _no_bias_input},
     expand=frozenset({"ScaledDotProductAttention"}),
     float32_inputs=_FP32_AFFINE,

@@ -29,7 +29,8 @@ NOT_ON_CPU = frozenset({"GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd"
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 # Operators whose results are some of their inputs' numbers: nothing to round.
 EXACT = frozenset(
-    "Concat Expand Gather Identity Pad Relu Reshape Resize Slice Split Squeeze Transpose Unsqueeze Where".split()
+    "Concat Expand Gather Identity Pad Relu Reshape Resize Slice Split Squeeze Transpose Unsqueeze UpsampleNearest "
+    "Where".split()
 )
 ROUNDING = "sd_ort.rounding"
 # Veltkamp's splitting (Dekker 1971): (2^s + 1)x - ((2^s + 1)x - x) keeps 24 - s bits of a float32. Numbers below the

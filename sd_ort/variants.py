@@ -179,6 +179,7 @@ def ablation_steps(target: Target) -> dict[str, Target]:
         fold_bias=False,
         linear_add=False,
         layer_norm=False,
+        upsample=False,
         winograd=False,
     )
     steps: dict[str, Target] = {}

@@ -164,6 +164,14 @@ def test_refuses_bad_shapes(name: str, case: Case, message: str, library: Path) 
         runner.run(None, inputs)
 
 
+@pytest.mark.parametrize("scales", [(0, 2), (2, -1), (2, 2**31)])
+def test_refuses_bad_scales(scales: tuple[int, int], library: Path) -> None:
+    operator = next(each for each in OPS if each.name == "UpsampleNearest")
+    case = Case("", {"X": (1, 2, 3, 8)}, {"scale_height": scales[0], "scale_width": scales[1]})
+    with pytest.raises(Exception, match="a scale must be 1 or more"):
+        session(one_node_model(operator, case, draw(operator, case, "float32"), "float32"), library)
+
+
 def test_bad_values_stay_visible(library: Path) -> None:
     """NaN and Inf in a group must come out as NaN, and in that group only."""
     operator = next(each for each in OPS if each.name == "GroupNorm")

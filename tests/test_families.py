@@ -28,19 +28,22 @@ from sd_ort.targets import PORTABLE, Target
 from sd_ort.verify import check, verify
 
 # All that a GPU provider could take, as function bodies, so that the CPU runs it: the layout and the packing.
-NHWC = Target("nhwc", layout="NHWC", pack=True)
+NHWC = Target("nhwc", layout="NHWC", pack=True, upsample=True)
 
 # What a family's components consist of after fusion; SD 1.5 as in the table of README.md, others by their topology.
 # A GroupNorm is a SkipGroupNorm where it normalizes a sum (a convolution and the time embedding, a block and its
 # residual), and stays one behind a Concat or a convolution alone.
 VAE = {
     "vae_encoder": {"MultiHeadAttention": 1, "GroupNorm": 14, "SkipGroupNorm": 8, "NhwcConv": 28, "Transpose": 2},
-    "vae_decoder": {"MultiHeadAttention": 1, "GroupNorm": 18, "SkipGroupNorm": 12, "NhwcConv": 36, "Transpose": 2},
-}
+    "vae_decoder": {
+        "MultiHeadAttention": 1, "GroupNorm": 18, "SkipGroupNorm": 12, "UpsampleNearest": 3, "NhwcConv": 36,
+        "Transpose": 2,
+    },
+}  # fmt: skip
 SD_UNET = {
     "MultiHeadAttention": 32, "packed_qkv": 16, "packed_kv": 16, "GroupNorm": 16, "SkipGroupNorm": 45,
     "BiasSplitGelu": 16, "BiasAdd": 16, "SkipLayerNormalization": 32, "LayerNormalization": 16,
-    "NhwcConv": 98, "Transpose": 2,
+    "UpsampleNearest": 3, "NhwcConv": 98, "Transpose": 2,
 }  # fmt: skip
 CLIP_L = {"MultiHeadAttention": 12, "SkipLayerNormalization": 24, "LayerNormalization": 1, "QuickGelu": 12}
 EXPECTED: dict[str, dict[str, dict[str, int]]] = {
@@ -70,21 +73,23 @@ EXPECTED: dict[str, dict[str, dict[str, int]]] = {
         "text_encoder_2": {"MultiHeadAttention": 32, "SkipLayerNormalization": 64, "LayerNormalization": 1},
         "unet": {
             "MultiHeadAttention": 140, "packed_qkv": 70, "packed_kv": 70, "GroupNorm": 12, "SkipGroupNorm": 34,
-            "BiasSplitGelu": 70, "BiasAdd": 11, "SkipLayerNormalization": 199, "LayerNormalization": 11, "NhwcConv": 51,
-            "Transpose": 2,
+            "BiasSplitGelu": 70, "BiasAdd": 11, "SkipLayerNormalization": 199, "LayerNormalization": 11,
+            "UpsampleNearest": 2, "NhwcConv": 51, "Transpose": 2,
         },
         **VAE,
     },
     "sdxl-refiner": {
         "unet": {
             "MultiHeadAttention": 88, "packed_qkv": 44, "packed_kv": 44, "GroupNorm": 16, "SkipGroupNorm": 40,
-            "BiasSplitGelu": 44, "BiasAdd": 11, "SkipLayerNormalization": 121, "LayerNormalization": 11, "NhwcConv": 66,
-            "Transpose": 2,
+            "BiasSplitGelu": 44, "BiasAdd": 11, "SkipLayerNormalization": 121, "LayerNormalization": 11,
+            "UpsampleNearest": 3, "NhwcConv": 66, "Transpose": 2,
         },
     },
 }  # fmt: skip
 # No fused graph has these: each one left would be a site that was missed.
-GONE = ("Softmax", "InstanceNormalization", "GroupNormalization", "Erf", "IsNaN", "ScaledDotProductAttention")
+GONE = (
+    "Softmax", "InstanceNormalization", "GroupNormalization", "Erf", "IsNaN", "ScaledDotProductAttention", "Resize",
+)  # fmt: skip
 # Latent sizes; the session, not the run, takes the time.
 SIZES = ({"batch": 1, "sequence": 19, "height": 16, "width": 8}, {"batch": 2, "sequence": 12, "height": 8, "width": 24})
 # One exporter a family, each target and type; the others differ in spelling only, which the counts prove gone.
@@ -170,6 +175,7 @@ CALLED = {
     "GEGLU": ("BiasSplitGelu",),
     "LayerNorm": ("LayerNormalization", "SkipLayerNormalization"),
     "Conv2d": ("NhwcConv",),
+    "Upsample2D": ("UpsampleNearest",),
     "QuickGELUActivation": ("QuickGelu",),
 }
 

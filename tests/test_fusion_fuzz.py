@@ -21,7 +21,7 @@ from fusion_passes._rule import DOMAIN
 from sd_ort.optimize import lower_layout
 from sd_ort.targets import Target
 
-NHWC = Target("nhwc", layout="NHWC", pack=True)
+NHWC = Target("nhwc", layout="NHWC", pack=True, upsample=True)
 C = 8  # channels, everywhere
 SEEDS = range(12)  # all pass up to 300; more than these take time
 

@@ -20,7 +20,7 @@ from sd_ort.optimize import lower_layout, lower_operators, optimize_component
 from sd_ort.targets import TARGETS, Target
 
 # Every pass, and every fused operator by its body: what a CPU can run.
-BODIES = replace(TARGETS["cuda"], contrib={}, linear_add=True, layer_norm=True)
+BODIES = replace(TARGETS["cuda"], contrib={}, linear_add=True, layer_norm=True, upsample=True)
 SIZES = {"N": 2, "H": 6, "W": 4}
 
 
@@ -156,6 +156,73 @@ def test_strided_convolution_of_one_pixel_stays() -> None:
     assert (nodes["NhwcConv"], nodes["LinearAdd"]) == (1, 0)
 
 
+SOURCE = "s = Conv (x, p, b)"  # in NHWC, and so is what reads it
+SIZES_OF = ("o = Shape <start = 0, end = 2> (s)", "i = Shape <start = 2> (s)")
+SIZED = "w = Concat <axis = 0> (o, l)"
+
+
+def mode(coordinates: str, rounding: str) -> str:
+    return f'mode = "nearest", coordinate_transformation_mode = "{coordinates}", nearest_mode = "{rounding}"'
+
+
+FLOOR = mode("asymmetric", "floor")
+POLICY = ', keep_aspect_ratio_policy = "not_larger"'
+
+
+def resize(attributes: str = FLOOR, operands: str = "s, , times") -> str:
+    return f"z = Resize <{attributes}> ({operands})"
+
+
+@pytest.mark.parametrize(
+    ("lines", "scales", "made"),
+    [
+        ((SOURCE, resize()), "1, 1, 2, 2", [(2, 2)]),
+        ((SOURCE, resize()), "1, 1, 3, 1", [(3, 1)]),
+        ((SOURCE, "a" + resize()[1:], "z = Relu (a)"), "1, 1, 1, 4", [(1, 4)]),
+        ((SOURCE, resize('mode = "nearest"')), "1, 1, 2, 3", [(2, 3)]),
+        ((SOURCE, resize(mode("half_pixel", "round_prefer_ceil"))), "1, 1, 3, 2", [(3, 2)]),
+        ((SOURCE, resize(mode("pytorch_half_pixel", "round_prefer_floor"))), "1, 1, 2, 5", [(2, 5)]),
+        ((SOURCE, resize(mode("half_pixel_symmetric", "round_prefer_floor"))), "1, 1, 2, 3", [(2, 3)]),
+        ((SOURCE, resize(mode("asymmetric", "round_prefer_floor"))), "1, 1, 2, 2", [(2, 2)]),
+        ((SOURCE, *SIZES_OF, "l = Mul (i, twice)", SIZED, resize(FLOOR, "s, , , w")), "1, 1, 1, 1", [(2, 3)]),
+        ((resize(FLOOR, "x, , times"),), "1, 2, 2, 1", [(2, 2)]),
+        ((SOURCE, resize(mode("asymmetric", "round_prefer_floor"))), "1, 1, 3, 3", []),
+        ((SOURCE, resize(mode("asymmetric", "round_prefer_ceil"))), "1, 1, 2, 2", []),
+        ((SOURCE, resize(mode("asymmetric", "ceil"))), "1, 1, 2, 2", []),
+        ((SOURCE, resize(mode("half_pixel", "floor"))), "1, 1, 2, 2", []),
+        ((SOURCE, resize(mode("align_corners", "floor"))), "1, 1, 2, 2", []),
+        ((resize('mode = "linear"', "x, , times"),), "1, 2, 2, 1", []),
+        ((SOURCE, resize('mode = "cubic"')), "1, 1, 2, 2", []),
+        ((SOURCE, resize()), "1, 1, 1.5, 2", []),
+        ((SOURCE, resize()), "1, 1, 0.5, 0.5", []),
+        ((SOURCE, resize()), "1, 2, 2, 2", []),
+        ((SOURCE, resize()), "2, 1, 2, 2", []),
+        ((SOURCE, resize()), "1, 1, 1, 1", []),
+        ((resize(FLOOR, "x, , times"),), "1, 1, 2, 2", []),
+        ((SOURCE, resize(FLOOR + ", axes = [2, 3]", "s, , halves")), "1, 1, 1, 1", []),
+        ((SOURCE, resize(mode("tf_crop_and_resize", "floor"), "s, region, times")), "1, 1, 2, 2", []),
+        ((SOURCE, *SIZES_OF, "l = Add (i, more)", SIZED, resize(FLOOR, "s, , , w")), "1, 1, 1, 1", []),
+        ((SOURCE, *SIZES_OF, "l = Add (i, i)", SIZED, resize(FLOOR + POLICY, "s, , , w")), "1, 1, 1, 1", []),
+        (("s = Cast <to = 6> (x)", "a" + resize()[1:], "z = Cast <to = 1> (a)"), "1, 2, 2, 1", []),
+    ],
+    ids=["decoder", "down", "across", "defaults", "half pixel", "torch's half pixel", "symmetric", "asymmetric rounded",
+         "sizes", "channels last", "asymmetric rounded, 3", "other rounding", "ceil", "half pixel, floor",
+         "align corners", "linear", "cubic", "fractional", "smaller", "channels", "batch", "nothing", "NCHW", "axes",
+         "crop", "sizes not proven", "sizes with a policy", "integers"],
+)  # fmt: skip
+def test_upsampling(lines: tuple[str, ...], scales: str, made: list[tuple[int, int]]) -> None:
+    """What repeats pixels becomes UpsampleNearest, and nothing else; the numbers stay."""
+    values = f"float[4] times = {{{scales}}}, float[2] halves = {{2, 2}}, int64[2] twice = {{2, 3}}"
+    values += ", int64[2] more = {6, 4}, float[8] region = {0, 0, 0.2, 0.2, 1, 1, 1.5, 0.8}"
+    text = graph(*lines).replace("<float[8,8,3,3]", f"<{values}, float[8,8,3,3]")
+    before, after = lower(text.replace("(float[N,8,H,W] z)", "(float[O,P,Q,R] z)"))
+    nodes = [node for node in after.graph.node if node.op_type == "UpsampleNearest"]
+    found = [{a.name: a.i for a in node.attribute} for node in nodes]
+    assert [(each["scale_height"], each["scale_width"]) for each in found] == made
+    assert sum(node.op_type == "Resize" for node in after.graph.node) == 1 - len(made)
+    np.testing.assert_allclose(run(after), run(before), rtol=1e-5, atol=1e-5)
+
+
 def test_unet(tmp_path: Path) -> None:
     """All of a U-Net's products, its numbers unchanged."""
     folder = graph_fixtures.make_folder(tmp_path / "raw", "sd15-tiny-dynamo-20.unet")
@@ -164,9 +231,10 @@ def test_unet(tmp_path: Path) -> None:
     assert entry["rules"]["fold_bias"] == 78
     assert entry["rules"]["linear_add"] == 158
     assert entry["rules"]["layer_norm"] == 16
+    assert entry["rules"]["upsample_nearest"] == 3
     nodes = Counter(node.op_type for node in onnx.load(made, load_external_data=False).graph.node)
-    assert {op: nodes[op] for op in ("NhwcConv", "LinearAdd", "BiasAdd", "MatMul", "LayerNormalization")} == {
-        "NhwcConv": 52, "LinearAdd": 158, "BiasAdd": 1, "MatMul": 0, "LayerNormalization": 0,
+    assert {op: nodes[op] for op in ("NhwcConv", "LinearAdd", "BiasAdd", "MatMul", "LayerNormalization", "Resize")} == {
+        "NhwcConv": 52, "LinearAdd": 158, "BiasAdd": 1, "MatMul": 0, "LayerNormalization": 0, "Resize": 0,
     }  # fmt: skip
     random = np.random.default_rng(0)
     shapes = {info.name: info.type.tensor_type.shape.dim for info in onnx.load(raw).graph.input}

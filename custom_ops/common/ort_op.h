@@ -114,6 +114,16 @@ class Shapes {
     return dims;
   }
 
+  // An attribute of the node.
+  int64_t required_integer(const char* name) const {
+    const OrtOpAttr* attribute = nullptr;
+    check(ort_api->ShapeInferContext_GetAttribute(context_, name, &attribute));
+    int64_t value = 0;
+    size_t bytes = 0;
+    check(ort_api->ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value, sizeof(value), &bytes));
+    return value;
+  }
+
   // All outputs have the element type of input `typed_by`. Call for every output whose rank is known. A size that is
   // neither known nor named gets a name of its own: ONNX Runtime takes two sizes of -1 for equal ones, and puts one
   // tensor into the buffer of another.
