@@ -3,11 +3,17 @@
 #include "softmax/op.h"
 
 namespace sd_ort {
+namespace {
+
+Candidate<SoftmaxParams> candidate() {
+  return {"default", [](const SoftmaxParams&) { return true; },
+          [](const SoftmaxParams& p, void*, void* stream) { return softmax_launch(p, stream); }};
+}
+
+}  // namespace
 
 const GpuOp& softmax_gpu() {
-  static const TunableOp<SoftmaxParams> op(
-      "Softmax", {{"default", [](const SoftmaxParams&) { return true; },
-                   [](const SoftmaxParams& p, void*, void* stream) { return softmax_launch(p, stream); }}});
+  static const TunableOp<SoftmaxParams> op("Softmax", {candidate()});
   return op;
 }
 
