@@ -1,7 +1,9 @@
-// Softmax of rows on a GPU: a block a row. Three reads, of which the cache serves two.
+// Softmax of rows on a GPU: a block a row.
 //
-// softmax_kernel<T, kVec>: Launch: block (256, 1, 1), grid (rows, 1, 1), static LDS only; needs columns % kVec == 0 and
-//   rows aligned to kVec elements.
+// softmax_kernel<T, kVec, kItems>: a row of up to 512 * kVec * kItems numbers, held in registers: one read.
+//   Launch: block (512, 1, 1), grid (rows, 1, 1), static LDS only; needs columns % kVec == 0, columns <= 512 * kVec *
+//   kItems, and rows aligned to kVec elements.
+// long_softmax_kernel<T, kVec>: any length, three reads. Launch: the same, any number of columns.
 #include "common/gpu.h"
 #include "common/math.h"
 #include "common/reduce.h"
@@ -9,10 +11,48 @@
 
 namespace sd_ort {
 
-constexpr int kSoftmaxBlock = 256;
+constexpr int kSoftmaxBlock = 512;
+
+template <class T, int kVec, int kItems>
+__global__ __launch_bounds__(kSoftmaxBlock) void softmax_kernel(const float* scores, T* weights, int columns) {
+  __shared__ float shared[2 * max_waves(kSoftmaxBlock)];
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * columns;
+  const int begin = kVec * static_cast<int>(threadIdx.x), step = kVec * kSoftmaxBlock;
+  float held[kItems][kVec];
+  float largest = -INFINITY;
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+    const bool inside = begin + item * step < columns;
+    if (inside) Vec<float, kVec>::load(scores + row + begin + item * step).unpack(held[item]);
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) {
+      if (!inside) held[item][k] = -INFINITY;  // of weight 0
+      largest = fmaxf(largest, held[item][k]);
+    }
+  }
+  largest = block_reduce<Max, kSoftmaxBlock>(largest, shared);
+  float sum = 0.f;
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) {
+      held[item][k] = exponential(held[item][k] - largest);
+      sum += held[item][k];
+    }
+  }
+  const float inverse = 1.f / block_reduce<Sum, kSoftmaxBlock>(sum, shared + max_waves(kSoftmaxBlock));
+#pragma unroll
+  for (int item = 0; item < kItems; ++item) {
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) held[item][k] *= inverse;
+    if (begin + item * step < columns) {
+      Vec<T, kVec>::pack(held[item]).store(weights + row + begin + item * step);
+    }
+  }
+}
 
 template <class T, int kVec>
-__global__ __launch_bounds__(kSoftmaxBlock) void softmax_kernel(const float* scores, T* weights, int columns) {
+__global__ __launch_bounds__(kSoftmaxBlock) void long_softmax_kernel(const float* scores, T* weights, int columns) {
   __shared__ float shared[2 * max_waves(kSoftmaxBlock)];
   const float* const from = scores + static_cast<int64_t>(blockIdx.x) * columns;
   T* const to = weights + static_cast<int64_t>(blockIdx.x) * columns;
@@ -31,8 +71,7 @@ __global__ __launch_bounds__(kSoftmaxBlock) void softmax_kernel(const float* sco
 #pragma unroll
     for (int k = 0; k < kVec; ++k) sum += exponential(v[k] - largest);
   }
-  sum = block_reduce<Sum, kSoftmaxBlock>(sum, shared + max_waves(kSoftmaxBlock));
-  const float inverse = 1.f / sum;
+  const float inverse = 1.f / block_reduce<Sum, kSoftmaxBlock>(sum, shared + max_waves(kSoftmaxBlock));
   for (int i = begin; i < columns; i += step) {
     Vec<float, kVec>::load(from + i).unpack(v);
 #pragma unroll
@@ -43,14 +82,22 @@ __global__ __launch_bounds__(kSoftmaxBlock) void softmax_kernel(const float* sco
 
 namespace {
 
+template <class T, int kVec>
+const char* launch_width(const SoftmaxParams& p, void* stream) {
+  constexpr int kFew = 8 / kVec, kMany = 32 / kVec;
+  const auto kernel = p.columns <= kSoftmaxBlock * kVec * kFew    ? softmax_kernel<T, kVec, kFew>
+                      : p.columns <= kSoftmaxBlock * kVec * kMany ? softmax_kernel<T, kVec, kMany>
+                                                                  : long_softmax_kernel<T, kVec>;
+  return launch(kernel, dim3(p.rows), dim3(kSoftmaxBlock), 0, stream, static_cast<const float*>(p.scores),
+                static_cast<T*>(p.weights), p.columns);
+}
+
 template <class T>
 const char* launch_type(const SoftmaxParams& p, void* stream) {
   constexpr int kVec = 4;
   const bool wide =
       p.columns % kVec == 0 && are_aligned<kVec * sizeof(float)>(p.scores) && are_aligned<kVec * sizeof(T)>(p.weights);
-  const auto kernel = wide ? softmax_kernel<T, kVec> : softmax_kernel<T, 1>;
-  return launch(kernel, dim3(p.rows), dim3(kSoftmaxBlock), 0, stream, static_cast<const float*>(p.scores),
-                static_cast<T*>(p.weights), p.columns);
+  return wide ? launch_width<T, kVec>(p, stream) : launch_width<T, 1>(p, stream);
 }
 
 }  // namespace
