@@ -135,8 +135,6 @@ class DeviceLoop:
             kept = {key: value for key, value in given.get(name, {}).items() if key == "device_id"}
             if given.get(name, {}).get("has_user_compute_stream") == "1":
                 kept["user_compute_stream"] = given[name]["user_compute_stream"]
-            if name == "CUDAExecutionProvider":
-                kept["use_tf32"] = "0"  # a step is a sum of large terms that nearly cancel: 10 bits are too few
             wanted.append((name, kept))
         return onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=wanted)
 

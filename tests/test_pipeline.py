@@ -21,7 +21,7 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from sd_ort import StableDiffusionPipeline, cli, measure, progress
-from sd_ort.engine_torch import torch_pipeline
+from sd_ort.engine_torch import first_latents, torch_pipeline
 from sd_ort.errors import InputError, OutputError
 from sd_ort.folder import DATA, MODEL
 from sd_ort.optimize import optimize
@@ -96,6 +96,16 @@ def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
 def test_same_seed_same_image(reference: Any, pipeline: Any, arguments: dict[str, Any]) -> None:
     expected = draw(reference, generator=torch.Generator().manual_seed(7), **arguments)
     assert psnr(draw(pipeline, generator=7, **arguments), expected) > MIN_PSNR
+
+
+def test_first_latents_are_those_of_diffusers(reference: Any) -> None:
+    """Given to diffusers in half precision too, whose own draws would be others."""
+    arguments = {**SETTINGS, "prompt": PROMPTS, "generator": seeds(3, 4), "output_type": "np"}
+    wanted = reference(**arguments).images
+    arguments["generator"] = seeds(3, 4)
+    latents = first_latents(reference, arguments)
+    assert (latents.dtype, latents.shape) == (torch.float32, (2, 4, 8, 8))
+    assert np.array_equal(reference(**arguments, latents=latents).images, wanted)
 
 
 def test_fused_draws_the_same(reference: Any, fused: Any) -> None:
