@@ -125,7 +125,7 @@ CUDA_CONTRIB: Mapping[str, Limit] = {
     "QuickGelu": _any,
 }
 
-# Of these, what beats ours on an H200 (results/gpu_step_sd15.md).
+# Of these, what beats ours on an H200 (results/gpu_step.md).
 CUDA = Target(
     "cuda",
     layout="NHWC",
