@@ -12,8 +12,9 @@ OPERATORS = (
     "upsample_nearest",
 )
 
-# Used by the others on GPUs, no operators of ONNX Runtime.
-GPU_OPERATORS = ("softmax",)
+# What the GPU library has, in the order of custom_ops/gpu_library.cc: softmax is used by others, and no operator of
+# ONNX Runtime.
+GPU_OPERATORS = (*OPERATORS, "softmax")
 
 # Those with a kernel for CPUs alone.
 CPU_OPERATORS = ("winograd_conv",)

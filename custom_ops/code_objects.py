@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from custom_ops import GPU_OPERATORS, OPERATORS
+from custom_ops import GPU_OPERATORS
 from custom_ops.op import Argument, Launch, load
 from custom_ops.recorded_launches import case_entries, record
 
@@ -136,7 +136,7 @@ def describe(objects: list[Path]) -> list[dict]:
 
     Raises FileNotFoundError without LLVM's tools, ValueError when an object and the operators' LAUNCHES disagree.
     """
-    known = {name: launch for folder in (*OPERATORS, *GPU_OPERATORS) for name, launch in load(folder).launches.items()}
+    known = {name: launch for folder in GPU_OPERATORS for name, launch in load(folder).launches.items()}
     entries = []
     for path in objects:
         kernels = _metadata(path)

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from custom_ops import GPU_OPERATORS, OPERATORS
+from custom_ops import GPU_OPERATORS
 from custom_ops.gpu import GpuLibrary
 from custom_ops.op import Case, Operator, load
 
@@ -41,7 +41,7 @@ def case_entries() -> dict[str, dict[str, dict]]:
     """The cases by operator and name: shapes, attributes, types, and how their inputs are drawn."""
     return {
         operator.name: {case.name: _case_entry(operator, case) for case in operator.cases}
-        for operator in map(load, (*OPERATORS, *GPU_OPERATORS))
+        for operator in map(load, GPU_OPERATORS)
     }
 
 
@@ -74,7 +74,7 @@ def record(library: Path, types: Mapping[str, list[tuple[str, str]]]) -> list[di
     _load_recorder().report_launches_to(callback)
     gpu = GpuLibrary(library)
     calls = []
-    for operator in map(load, (*OPERATORS, *GPU_OPERATORS)):
+    for operator in map(load, GPU_OPERATORS):
         for case in operator.cases:
             for dtype in case.dtypes:
                 names[:] = [*case.inputs, *operator.output_shapes(case), "workspace"]

@@ -36,6 +36,8 @@ def fold_bias(model: ir.Model) -> int:
                 node.outputs[0].replace_all_uses_with(product)
                 model.graph.remove(node, safe=True)
                 moved += 1
+    if moved:
+        model.graph.sort()  # what reads a norm's sum may have come before the norm
     return moved
 
 
@@ -60,17 +62,15 @@ def _move(graph: ir.Graph, output: ir.Value, bias: ir.Value) -> bool:
     users = list(output.uses())
     if output.is_graph_output() or not c.is_vector(bias, c.size(output, -1)):
         return False
-    norms = [reader for reader, index in users if reader.op_type == "GroupNorm" and index == 0]
-    if len(users) > 1 and norms and output.producer() is not None:
-        _to_skip_group_norm(graph, norms[0], bias)
-        return True
+    for reader, index in users:
+        if reader.op_type == "GroupNorm" and index == 0:
+            _to_skip_group_norm(graph, reader, bias)
+            return True
     if len(users) != 1:
         return False
     reader, index = users[0]
     if reader.op_type == "SkipGroupNorm" and index in (0, 3) and c.same_shape(output, reader.inputs[0]):
         _give(graph, reader, 4, bias)
-    elif reader.op_type == "GroupNorm" and index == 0:
-        _to_skip_group_norm(graph, reader, bias)
     elif reader.op_type == "BiasAdd" and index in (0, 2):
         _give(graph, reader, 1, bias)
     elif reader.op_type == "Add" and all(c.same_shape(output, value) for value in reader.inputs):
@@ -101,7 +101,7 @@ def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value) -> None:
     old, width = norm.outputs[0], c.size(bias, 0)
     assert x is not None
     assert width is not None
-    others = [(reader, index) for reader, index in x.uses() if reader is not norm]
+    others = [(reader, index) for reader, index in x.uses() if reader is not norm]  # may come before the norm
     name = f"{old.name}.bias"
     row = derived(graph, f"{name}_row", [bias], [1, 1, 1, width], lambda a: a.reshape(1, 1, 1, width))
     batch = ir.node("Shape", [x], {"start": 0, "end": 1})
@@ -119,13 +119,9 @@ def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value) -> None:
     made, total = new.outputs
     made.name, made.type, made.shape = old.name, old.type, old.shape
     total.name, total.type, total.shape = f"{name}_sum", old.type, old.shape
-    producer = x.producer()
-    if others and producer is not None:  # which may come before the norm
-        graph.insert_after(producer, [batch, shape, rows, new])
-        for reader, index in others:
-            reader.replace_input_with(index, total)
-    else:
-        graph.insert_before(norm, [batch, shape, rows, new])
+    graph.insert_before(norm, [batch, shape, rows, new])
+    for reader, index in others:
+        reader.replace_input_with(index, total)
     ir.convenience.replace_all_uses_with(old, made, replace_graph_outputs=True)
     graph.remove(norm, safe=True)
 

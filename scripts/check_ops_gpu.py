@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from custom_ops import GPU_OPERATORS, OPERATORS, gpu
+from custom_ops import GPU_OPERATORS, gpu
 from custom_ops.op import Case, Operator, load
 from sd_ort import ops
 
@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="write the table there too")
     parser.add_argument("--one-case", action="store_true", help="a small case of each kernel, for compute-sanitizer")
     parser.add_argument("--limit", type=int, default=12_000_000, help="largest input checked, in elements")
-    parser.add_argument("--operators", nargs="*", default=(*OPERATORS, *GPU_OPERATORS))
+    parser.add_argument("--operators", nargs="*", default=GPU_OPERATORS)
     options = parser.parse_args()
     library = gpu.GpuLibrary(options.library or ops.build_gpu(options.arch))
     memory = gpu.DeviceMemory()

@@ -39,7 +39,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from custom_ops import GPU_OPERATORS, OPERATORS
+from custom_ops import GPU_OPERATORS
 from custom_ops.gpu import Guarded, HostMemory
 from custom_ops.op import DTYPES, Array, Operator, draw, load, nmse, nmse_limit
 from sd_ort import ops
@@ -419,7 +419,7 @@ def table(listing: dict, outcomes: list[Outcome], emulator: str) -> str:
         f"| operator | type | {' | '.join(archs)} |",
         "|---|---|" + "---|" * len(archs),
     ]
-    operators = [load(folder).name for folder in (*OPERATORS, *GPU_OPERATORS)]
+    operators = [load(folder).name for folder in GPU_OPERATORS]
     for operator in operators:
         for dtype in DTYPES:
             cells = [_cell(counted.get((operator, dtype, arch), []), exist[operator, dtype, arch]) for arch in archs]
@@ -486,7 +486,7 @@ def main() -> None:
     listing = json.loads(kernels.read_text())
     log = ops.cache_folder() / "emulated.jsonl"
     done = {} if options.again else _read(log, emulator)
-    operators = {operator.name: operator for operator in map(load, (*OPERATORS, *GPU_OPERATORS))}
+    operators = {operator.name: operator for operator in map(load, GPU_OPERATORS)}
     for name in options.op or operators:
         if name not in operators:
             raise SystemExit(f"no operator {name}: there are {', '.join(operators)}")

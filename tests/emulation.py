@@ -24,10 +24,15 @@ FLAGS = [
 def compile_object(source: Path, device: str, folder: Path) -> Path:
     """The object file of a C++ or HIP source in `folder`, compiled by the first who asks for it."""
     to = folder / f"{device}_{source.parent.name}_{source.name}.o"
+    return build_once(to, [*FLAGS, *DEVICES[device], "-c", str(source)])
+
+
+def build_once(to: Path, options: list[str]) -> Path:
+    """`to`, made by clang with these options by the first who asks for it."""
     with to.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not to.is_file():
-            subprocess.run(["clang++-19", *FLAGS, *DEVICES[device], "-c", str(source), "-o", str(to)], check=True)
+            subprocess.run(["clang++-19", *options, "-o", str(to)], check=True)
     return to
 
 
@@ -43,11 +48,7 @@ def load_blas_lt(folder: Path) -> None:
     The operators find the vendors' libraries by name: the loader gives them these, which already carry the names.
     """
     for name, flags in (("libcublasLt.so.13", []), ("libhipblaslt.so.1", ["-DSD_ORT_HIPBLASLT"])):
-        library = folder / f"blas_lt_{name}"
-        with library.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.is_file():
-                source = ["-x", "c++", str(ROOT / "tests/gpu_emulator/blas_lt.cc")]
-                options = [*FLAGS[2:], *flags, *DEVICES["nvidia"], "-fvisibility=hidden", f"-Wl,-soname,{name}"]
-                subprocess.run(["clang++-19", "-shared", *options, *source, "-o", str(library)], check=True)
+        source = str(ROOT / "tests/gpu_emulator/blas_lt.cc")
+        shared = ["-shared", "-fvisibility=hidden", f"-Wl,-soname,{name}"]
+        library = build_once(folder / f"blas_lt_{name}", [*FLAGS, *DEVICES["nvidia"], *flags, *shared, source])
         ctypes.CDLL(str(library))

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from emulation import ROOT, compile_object, link, load_blas_lt
 
-from custom_ops import GPU_OPERATORS, OPERATORS
+from custom_ops import GPU_OPERATORS
 from custom_ops.gpu import GpuLibrary, Guarded, HostMemory, check_case
 from custom_ops.op import Case, Operator, draw, load
 
-ALL = (*OPERATORS, *GPU_OPERATORS)
-OPS = [load(folder) for folder in ALL if folder != "multi_head_attention"]  # has a test of its own
-KERNELS = [folder for folder in ALL if (ROOT / "custom_ops" / folder / "kernel.hip").is_file()]
+OPS = [load(folder) for folder in GPU_OPERATORS if folder != "multi_head_attention"]  # has a test of its own
+KERNELS = [folder for folder in GPU_OPERATORS if (ROOT / "custom_ops" / folder / "kernel.hip").is_file()]
 
 DEVICES = {"cdna": "cdna", "rdna": "rdna3", "cuda": "nvidia"}
 # Elements of the largest input that is emulated: the emulator switches fibers at every barrier.
@@ -64,7 +63,7 @@ def test_every_candidate_agrees_with_numpy(operator: Operator, device: str, emul
         )
     ]
     assert [outcome for outcome in outcomes if outcome.fault] == []
-    candidates = set(emulations[device].candidates(ALL.index(operator.folder)))
+    candidates = set(emulations[device].candidates(GPU_OPERATORS.index(operator.folder)))
     not_proposed = {f"blas_lt_{number}" for number in range(2, 12)}  # the stand-in has two algorithms
     assert {outcome.candidate for outcome in outcomes} == candidates - not_proposed
 
