@@ -69,7 +69,7 @@ def fused(graph: Path, target: str, dtype: str) -> str:
 @click.option("--compare", type=click.Path(path_type=Path, exists=True), help="Hashes made before the change.")
 def main(out: Path, only: str, compare: Path | None) -> None:
     found: dict[str, str] = {}
-    for graph in sorted(GRAPHS.glob(f"*{only}*.onnx.xz")):
+    for graph in sorted(path for path in GRAPHS.glob("*.onnx.xz") if only in path.name):
         for target in TARGETS:
             for dtype in ("float32", "float16"):
                 found[f"{graph.name.removesuffix('.onnx.xz')} {target} {dtype}"] = fused(graph, target, dtype)
