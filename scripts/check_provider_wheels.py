@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path.home() / ".cache" / "sd-ort" / "wheels"
-# What sd_ort.session imports, beside the wheel under test.
+# What sd_ort.runtime.session imports, beside the wheel under test.
 NEEDS = ("numpy", "onnx", "ml-dtypes")
 PROBE = """
 import json, sys
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "provider_wheels.json")
     out = parser.parse_args().out
     sys.path.insert(0, str(ROOT))
-    from sd_ort.session import PROVIDERS
+    from sd_ort.runtime.providers import PROVIDERS
 
     results = {extra: check(extra) for extra in ("rocm", "migraphx")}
     verdicts = {extra: is_right(found, PROVIDERS[extra].ep) for extra, found in results.items()}

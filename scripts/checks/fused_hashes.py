@@ -21,8 +21,8 @@ import click
 import numpy as np
 import onnx
 
-from sd_ort.optimize import optimize_component
-from sd_ort.targets import TARGETS
+from sd_ort.optimize.optimizer import optimize_component
+from sd_ort.optimize.targets import TARGETS
 
 GRAPHS = Path(__file__).resolve().parents[2] / "tests" / "graphs"
 
