@@ -29,8 +29,8 @@ import json, sys
 from pathlib import Path
 import numpy as np, onnx, onnxruntime
 from onnx import TensorProto, helper
-from sd_ort import session
-from sd_ort.errors import SdOrtError
+from sd_ort.core.errors import SdOrtError
+from sd_ort.runtime import providers, session, wheels
 
 path = Path(sys.argv[1]) / "unet" / "model.onnx"
 path.parent.mkdir(parents=True)
@@ -38,14 +38,14 @@ value = lambda name: helper.make_tensor_value_info(name, TensorProto.FLOAT, [2])
 graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "sum", [value("x")], [value("y")])
 onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), path)
 name = sys.argv[2]
-found = {"wheels": session.installed_wheels(), "providers": onnxruntime.get_available_providers()}
+found = {"wheels": wheels.installed_wheels(), "providers": onnxruntime.get_available_providers()}
 try:
     opened = session.create_session(path, name)
     found |= {"ok": True, "used": opened.get_providers(), "error": None}
 except SdOrtError as error:
     found |= {"ok": False, "error": str(error), "exit_code": error.exit_code, "kind": type(error).__name__}
-found["missing_libraries"] = session.missing_libraries(name)
-raw = onnxruntime.InferenceSession(str(path), providers=[session.PROVIDERS[name].ep, "CPUExecutionProvider"])
+found["missing_libraries"] = providers.missing_libraries(name)
+raw = onnxruntime.InferenceSession(str(path), providers=[providers.PROVIDERS[name].ep, "CPUExecutionProvider"])
 found["onnxruntime_alone_uses"] = raw.get_providers()
 print(json.dumps(found))
 """

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes._lazy import constant
+from fusion_passes.rewriting import constant
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.core.files import read_json

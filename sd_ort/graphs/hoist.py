@@ -18,7 +18,7 @@ from pathlib import Path
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes._lazy import constant
+from fusion_passes.rewriting import constant
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import MODEL
 from sd_ort.graphs.inline import inline, subgraphs

@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes._rule import DOMAIN
+from fusion_passes import DOMAIN
 from sd_ort.core import folder
 
 CONTRIB = "com.microsoft"
