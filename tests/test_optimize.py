@@ -15,6 +15,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from fusion_passes.lower import nhwc_layout, pack_qkv
 from sd_ort.core import folder
 from sd_ort.optimize import optimizer as stage
 from sd_ort.optimize.optimizer import optimize, optimize_component
@@ -27,7 +28,7 @@ UNET = {
     "SkipLayerNormalization": 32, "LayerNormalization": 16,
 }  # fmt: skip
 # Every fused operator as a function body, but in the layout and packing of a GPU: what a CPU can check of it.
-NHWC = Target("nhwc", layout="NHWC", pack=True)
+NHWC = Target("nhwc", (nhwc_layout.PASS, pack_qkv.PASS))
 
 
 def nodes(path: Path) -> dict[str, int]:
