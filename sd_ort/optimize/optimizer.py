@@ -54,7 +54,8 @@ def optimize(
 ) -> dict[str, Any]:
     """Fuse every component of the pipeline folder `source` into the folder `output`, and return its manifest.
 
-    target: a name in `TARGETS`; None: what the installed ONNX Runtime wheel drives. dtype: "float32", "float16" or "bfloat16". calibrate: whether float16 conversion runs
+    target: a name in `TARGETS`; None: what the installed ONNX Runtime wheel drives. dtype: "float32", "float16" or
+    "bfloat16". calibrate: whether float16 conversion runs
     each component to find what must stay in float32 (None: the components that are small enough), on made-up inputs or
     on the recorded `inputs` (see `family.inputs`). hoisted: split the UNet into a graph that runs once a prompt, one
     that runs once a schedule and one that runs every step (see `graphs.hoist`). An `output` that was made from the same
