@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from fusion_passes.operators import BY_NAME
 from fusion_passes.shapes.contents import ELEMENTS
 from fusion_passes.shapes.dims import Dim, constant, symbol
 from fusion_passes.shapes.facts import LIST_LIMIT, Facts, Shape, broadcast, product
@@ -126,7 +127,8 @@ def _shapes(node: ir.Node, facts: Facts) -> Sequence[Shape | None] | None:
         return [inputs[0]]
     if node.op_type in BROADCAST:
         return None if any(s is None for s in inputs) else [broadcast([s for s in inputs if s is not None], facts)]
-    rule = RULES.get(node.op_type)
+    fused = BY_NAME.get(node.op_type)
+    rule = RULES.get(node.op_type) if fused is None else fused.shape
     if rule is None or not inputs or inputs[0] is None:
         return None
     return rule(node, facts)
