@@ -25,7 +25,7 @@ def read(tensor: ir.TensorProtocol) -> np.ndarray:
 
 def constant(graph: ir.Graph, name: str, numbers: np.ndarray | Sequence[int]) -> ir.Value:
     """A new initializer `name` that holds `numbers`; integers become int64."""
-    tensor = ir.Tensor(np.ascontiguousarray(numbers), name=name)
+    tensor = ir.Tensor(np.asarray(numbers, order="C"), name=name)  # ascontiguousarray makes a vector of a number
     value = ir.Value(
         name=name, const_value=tensor, shape=ir.Shape(tensor.numpy().shape), type=ir.TensorType(tensor.dtype)
     )

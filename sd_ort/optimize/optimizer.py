@@ -28,7 +28,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.graphs import hoist
 from sd_ort.graphs.save import save
 from sd_ort.optimize import calibration, precision
-from sd_ort.optimize.targets import TARGETS, Target
+from sd_ort.optimize.targets import TARGETS, Target, default_target
 
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
@@ -43,7 +43,7 @@ def optimize(
     source: Path,
     output: Path,
     *,
-    target: str = "portable",
+    target: str | None = None,
     dtype: str = "float32",
     components: list[str] | None = None,
     calibrate: bool | None = None,
@@ -53,13 +53,17 @@ def optimize(
 ) -> dict[str, Any]:
     """Fuse every component of the pipeline folder `source` into the folder `output`, and return its manifest.
 
-    target: a name in `TARGETS`. dtype: "float32", "float16" or "bfloat16". calibrate: whether float16 conversion runs
+    target: a name in `TARGETS`; None: what the installed ONNX Runtime wheel drives. dtype: "float32", "float16" or
+    "bfloat16". calibrate: whether float16 conversion runs
     each component to find what must stay in float32 (None: the components that are small enough), on made-up inputs or
     on the recorded `inputs` (see `family.inputs`). hoisted: split the UNet into a graph that runs once a prompt, one
     that runs once a schedule and one that runs every step (see `graphs.hoist`). An `output` that was made from the same
     input with the same options and is intact is left as it is. Raises InputError for a source that cannot be read and
     OutputError when the output cannot be written; then nothing is left behind.
     """
+    if target is None:
+        target, why = default_target()
+        report(f"target {target}: {why}.")
     if target not in TARGETS:
         raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
     if dtype != "float16" and (calibrate or inputs):

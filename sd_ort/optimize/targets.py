@@ -27,6 +27,7 @@ from fusion_passes.lower import (
 from fusion_passes.lower.standard_attention import standard_attention
 from fusion_passes.lower.take_apart import take_apart
 from fusion_passes.pass_ import Pass
+from sd_ort.runtime.wheels import WHEELS, installed_wheels
 
 Limit = Callable[[ir.Node], str | None]
 
@@ -168,3 +169,12 @@ MIGRAPHX = Target(
 )
 
 TARGETS: Mapping[str, Target] = {t.name: t for t in (PORTABLE, CPU, CUDA, ROCM, MIGRAPHX)}
+
+
+def default_target() -> tuple[str, str]:
+    """The target of what the installed ONNX Runtime wheel drives, `portable` without one; and why, for a user."""
+    wheels = installed_wheels()
+    for wheel in wheels:
+        if (name := WHEELS[wheel]) is not None:
+            return name, f"{wheel} is installed (--target portable makes a folder for any ONNX runtime)"
+    return PORTABLE.name, f"{' and '.join(wheels) or 'no onnxruntime wheel'} is installed (--target names another)"
