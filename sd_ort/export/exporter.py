@@ -31,6 +31,7 @@ import torch
 from sd_ort.core.errors import InputError, OutputError, VerificationError, first_line
 from sd_ort.core.files import code_hash, read_json
 from sd_ort.core.folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
+from sd_ort.core.paths import output_path
 from sd_ort.core.quiet import quiet
 from sd_ort.family.checkpoints import Source, component_signature, is_sdxl, open_source
 from sd_ort.family.modules import wrap
@@ -399,6 +400,7 @@ def export(
         choices = ", ".join(map(str, OPSETS[exporter]))
         raise InputError(f"opset {opset} is not supported by the {exporter} exporter: choose one of {choices}.")
     source = open_source(model, preset, random_weights, seed, controlnet)
+    out = output_path(out, *source.folders)
     names = _choose(source, components)
     manifest: dict[str, Any] = {
         "stage": "export",
@@ -412,7 +414,7 @@ def export(
     if all(previous.get(key) == value for key, value in manifest.items()) and is_intact(out, previous):
         progress(f"{out} is up to date.")
         return previous
-    with staged(out) as work:
+    with staged(out, *source.folders) as work:
         source.write_configs(work)
         done = {}
         for i, name in enumerate(names, 1):

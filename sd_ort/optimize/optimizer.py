@@ -8,7 +8,6 @@ in globals of the rewriter; while one component is rewritten another is run for 
 from __future__ import annotations
 
 import importlib.metadata
-import shutil
 import threading
 import time
 from collections import Counter
@@ -36,7 +35,9 @@ from fusion_passes.operators import bodies
 from fusion_passes.rule import apply
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
+from sd_ort.core.paths import output_path
 from sd_ort.graphs import hoist
+from sd_ort.graphs.load import load
 from sd_ort.graphs.save import CONTRIB, save
 from sd_ort.optimize import calibration, precision
 from sd_ort.optimize.targets import TARGETS, Target
@@ -76,6 +77,7 @@ def optimize(
         raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
     if dtype != "float16" and (calibrate or inputs):
         raise InputError(f"calibration is for --float16: {dtype} has the range of float32, so leave it out.")
+    output = output_path(output, source)
     names = folder.components(source)
     if components:
         missing = [name for name in components if name not in names]
@@ -99,8 +101,8 @@ def optimize(
     if _is_done(output, manifest):
         report(f"{output} is up to date.")
         return folder.read_manifest(output)
-    with folder.staged(output) as work:
-        folder.copy_configs(source, work)
+    with folder.staged(output, source) as work:
+        folder.copy_configs(source, work, names)
 
         def make(name: str, stopped: threading.Event) -> None:
             started = time.perf_counter()
@@ -115,9 +117,6 @@ def optimize(
                 stopped=stopped,
             )
             entry["seconds"] = round(time.perf_counter() - started, 2)
-            config = source / name / "config.json"
-            if config.is_file():
-                shutil.copy2(config, work / name / "config.json")
             manifest["components"][name] = entry
             report(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
 
@@ -171,7 +170,7 @@ def optimize_component(
 
     Raises CancelledError soon after another thread set `stopped`; the output is then incomplete.
     """
-    model = ir.load(source)
+    model = load(source)
     before = sum(1 for _ in model.graph)
     with REWRITING:
         _go_on(stopped)
