@@ -100,14 +100,14 @@ def test_bad_input_is_refused(source: Path, optimized: Path, tmp_path: Path) -> 
         explain(source, ["unet"])
     broken = tmp_path / "model.onnx"
     broken.write_bytes(lzma.compress(b"no model"))
-    with pytest.raises(InputError, match="not an ONNX model|cannot be read"):
+    with pytest.raises(InputError, match="not an ONNX model"):
         explain(broken)
 
 
 def test_extracted_subgraph_runs_and_gives_the_same_numbers(optimized: Path, source: Path, tmp_path: Path) -> None:
     """Between two values of the attention, function bodies of the portable target included."""
     portable = tmp_path / "portable"
-    optimize(source, portable)
+    optimize(source, portable, target="portable")
     model = onnx.load(portable / "vae_decoder" / folder.MODEL)
     attention = next(node for node in model.graph.node if node.op_type == "MultiHeadAttention")
     norm = next(node for node in model.graph.node if node.op_type == "SkipGroupNorm")

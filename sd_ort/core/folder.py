@@ -39,7 +39,7 @@ _MANIFEST_LIKE = {
     "versions": dict,
     "options": {"target": str, "dtype": str, "exporter": str, "opset": int, "seed": int, "components": [str]},
     "components": {str: {"not_lowered": [str], "float32_sites": [dict], "calibration": str}},
-    "files": {str: {str: {"bytes": int, "sha256": str}}},
+    "files": {str: {str: lambda entry: isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys()}},
 }
 
 
@@ -103,9 +103,9 @@ def is_intact(folder: Path, manifest: dict[str, Any]) -> bool:
     for component, files in manifest.get("files", {}).items():
         for name, expected in files.items():
             path = folder / component / name
-            if not path.is_file() or path.stat().st_size != expected.get("bytes"):
+            if not path.is_file() or path.stat().st_size != expected["bytes"]:
                 return False
-            if sha256(path) != expected.get("sha256"):
+            if sha256(path) != expected["sha256"]:
                 return False
     return bool(manifest.get("files"))
 
@@ -135,7 +135,7 @@ def check_component(folder: Path, component: str) -> Path:
     inside(path, folder)
     onnx_file.read(path)
     recorded = read_manifest(folder).get("files", {}).get(component, {}).get(MODEL)
-    if recorded and recorded.get("bytes") != path.stat().st_size:
+    if recorded and recorded["bytes"] != path.stat().st_size:
         raise InputError(f"{path} is truncated or was changed since it was written: export it again.")
     return path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,27 @@ def create_session(
 
         results.attach(session, entry.ep, _ops_path(library, portable), tuning, onnxruntime.__version__)
     return session
+
+
+def check_opens(path: Path) -> None:
+    """Raise InputError unless ONNX Runtime takes the graph at `path`: operators, inputs, types and shapes.
+
+    Nothing is optimized and weights stay on disk, so this takes a fraction of a second. A kernel that the CPU lacks is
+    no fault: another provider may have it.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        return
+    onnxruntime = runtime()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    try:
+        onnxruntime.InferenceSession(str(path), options, providers=[CPU_EP])
+    except Exception as error:  # pybind's exceptions share no base class but Exception
+        if type(error).__name__ != "NotImplemented":
+            reason = " ".join(str(error).split())[:300]
+            raise InputError(f"{path.parent.name} is a graph that ONNX Runtime refuses: {reason}") from error
 
 
 def _session_options(provider: str, threads: int | None, profile: Path | None) -> Any:

@@ -83,7 +83,7 @@ def text_encoder() -> onnx.ModelProto:
 def unet() -> onnx.ModelProto:
     nodes = [
         helper.make_node("Conv", ["sample", "kernel"], ["features"], pads=[1] * 4, kernel_shape=[3, 3]),
-        helper.make_node("ReduceMean", ["encoder_hidden_states"], ["text"], axes=[1, 2], keepdims=1),
+        helper.make_node("ReduceMean", ["encoder_hidden_states", "axes"], ["text"], keepdims=1),
         helper.make_node("Unsqueeze", ["text", "last"], ["told"]),
         helper.make_node("Add", ["features", "told"], ["sum"]),
         helper.make_node("Cast", ["timestep"], ["time"], to=onnx.TensorProto.FLOAT),
@@ -101,8 +101,12 @@ def unet() -> onnx.ModelProto:
             "encoder_hidden_states": (onnx.TensorProto.FLOAT, ["batch", "sequence", WIDTH]),
         },
         {"out_sample": latents},
-        {"kernel": random(4, 4, 3, 3), "last": np.array([3]), "small": np.array([1e-4], np.float32)},
-        opset=17,
+        {
+            "kernel": random(4, 4, 3, 3),
+            "axes": np.array([1, 2]),
+            "last": np.array([3]),
+            "small": np.array([1e-4], np.float32),
+        },  # fmt: skip
     )
 
 
