@@ -1,20 +1,19 @@
-"""Operators of ONNX Runtime domain `sd_ort`: one folder an op, each with `cases` and `reference` in Python."""
+"""Operators of ONNX Runtime domain `sd_ort`: one folder an op, each with `cases` and `reference` in Python.
 
-# Folders with an operator, in the order of custom_ops/registry.cc.
-OPERATORS = (
-    "group_norm",
-    "skip_group_norm",
-    "bias_split_gelu",
-    "bias_add",
-    "skip_layer_norm",
-    "multi_head_attention",
-    "linear_add",
-    "upsample_nearest",
-)
+`operators.txt` lists them; here are their folders, in its order.
+"""
 
-# What the GPU library has, in the order of custom_ops/gpu_library.cc: softmax is used by others, and no operator of
-# ONNX Runtime.
-GPU_OPERATORS = (*OPERATORS, "softmax")
+import re
+from pathlib import Path
 
-# Those with a kernel for CPUs alone.
-CPU_OPERATORS = ("winograd_conv",)
+
+def _folders(*macros: str) -> tuple[str, ...]:
+    """The folders of the lines of operators.txt that begin with one of these macros."""
+    text = (Path(__file__).resolve().parent / "operators.txt").read_text()
+    lines = re.findall(r"^SD_ORT_(\w*)OPERATOR\((\w+), \w+\)$", text, re.MULTILINE)
+    return tuple(folder for macro, folder in lines if macro in macros)
+
+
+# What libsd_ort_ops.so has, and what the GPU libraries have (by number in sd_ort_find_op and the other C functions).
+CPU_OPERATORS = _folders("", "CPU_")
+GPU_OPERATORS = _folders("", "GPU_")

@@ -99,7 +99,7 @@ def publish(folder: Path) -> None:
 
 def _described_by() -> str:
     """Hash of the Python files that kernels.json is made of, beside the library."""
-    files = [COPY.parent / name for name in ("__init__.py", "code_objects.py", "op.py", "recorded_launches.py")]
+    files = [COPY.parent / name for name in ("operators.txt", "code_objects.py", "op.py", "recorded_launches.py")]
     files += [path for name in ("cases.py", "launches.py") for path in COPY.parent.glob(f"*/{name}")]
     digest = hashlib.sha256()
     for path in sorted(files):

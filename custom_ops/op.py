@@ -2,7 +2,7 @@
 
 An operator's `cases` module defines NAME, INPUTS, OUTPUTS, PARAMETERS, params(), output_shapes() and CASES (without
 params() when it has no GPU kernel), its `reference` module defines reference(), and its `launches` module LAUNCHES
-(only where the folder has a kernel.hip); `load` gives all as one `Operator`. Imports only NumPy.
+(only where the folder has kernels); `load` gives all as one `Operator`. Imports only NumPy.
 """
 
 from __future__ import annotations

@@ -6,16 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "bias_add/binding.h"
-#include "bias_split_gelu/binding.h"
+#include "bindings.h"  // made by CMake: the binding.h of every operator in operators.txt
 #include "common/ort_op.h"
-#include "group_norm/binding.h"
-#include "linear_add/binding.h"
-#include "multi_head_attention/binding.h"
-#include "skip_group_norm/binding.h"
-#include "skip_layer_norm/binding.h"
-#include "upsample_nearest/binding.h"
-#include "winograd_conv/binding.h"
 
 namespace sd_ort {
 namespace {
@@ -85,15 +77,11 @@ class Registry {
  private:
   void add_all(const char* provider, const std::vector<DType>& dtypes, const GpuLibrary* gpu) {
     for (DType dtype : dtypes) {
-      add<GroupNormBinding>(provider, dtype, gpu);
-      add<SkipGroupNormBinding>(provider, dtype, gpu);
-      add<BiasSplitGeluBinding>(provider, dtype, gpu);
-      add<BiasAddBinding>(provider, dtype, gpu);
-      add<SkipLayerNormBinding>(provider, dtype, gpu);
-      add<MultiHeadAttentionBinding>(provider, dtype, gpu);
-      add<LinearAddBinding>(provider, dtype, gpu);
-      add<UpsampleNearestBinding>(provider, dtype, gpu);
-      if (gpu == nullptr) add<WinogradConvBinding>(provider, dtype, gpu);
+#define SD_ORT_OPERATOR(folder, name) add<name##Binding>(provider, dtype, gpu);
+#define SD_ORT_CPU_OPERATOR(folder, name) \
+  if (gpu == nullptr) add<name##Binding>(provider, dtype, gpu);
+#define SD_ORT_GPU_OPERATOR(folder, name)
+#include "operators.txt"
     }
   }
 
@@ -124,6 +112,4 @@ SD_ORT_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* optio
   });
 }
 
-// A line for each GPU execution provider: the library that serves it, or why none does.
 SD_ORT_EXPORT const char* sd_ort_gpu_status() { return sd_ort::gpu_status.c_str(); }
-SD_ORT_EXPORT const char* sd_ort_build_hash() { return SD_ORT_BUILD_HASH; }

@@ -20,9 +20,9 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes import bodies
-from fusion_passes._rule import DOMAIN
-from fusion_passes._shapes import is_statistic
+from fusion_passes import DOMAIN
+from fusion_passes.operators import bodies
+from fusion_passes.shapes.types import is_statistic
 from sd_ort import folder
 from sd_ort.errors import InputError
 from sd_ort.inputs import Arrays, component_config, random_inputs, recorded_inputs

@@ -17,8 +17,9 @@ from typing import Any
 import onnx_ir as ir
 
 import fusion_passes
-from fusion_passes import _rule, nhwc_layout
-from fusion_passes._rule import DOMAIN
+from fusion_passes import DOMAIN
+from fusion_passes.lower import nhwc_layout
+from fusion_passes.rule import refusals
 from sd_ort import folder, hoist
 from sd_ort.errors import InputError
 from sd_ort.targets import TARGETS
@@ -145,7 +146,7 @@ def _refusals(model: ir.Model) -> dict[str, list[tuple[ir.Node, str]]]:
     """Fusion -> (node at the end of a match, why it was refused)."""
     modules: tuple[ModuleType, ...] = (*fusion_passes.CANONICAL, *fusion_passes.FUSIONS)
     return {
-        module.__name__.rpartition(".")[2]: [(node, reason) for _, node, reason in _rule.refusals(model, module.RULES)]
+        module.__name__.rpartition(".")[2]: [(node, reason) for _, node, reason in refusals(model, module.RULES)]
         for module in modules
     }
 

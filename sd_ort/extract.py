@@ -57,7 +57,7 @@ def _cut(model: onnx.ModelProto, start: Sequence[str], end: Sequence[str]) -> on
     import onnx_graphsurgeon as gs
     import onnx_ir as ir
 
-    from fusion_passes import _shapes
+    from fusion_passes.shapes.infer import annotate
 
     graph = gs.import_onnx(model)
     tensors = graph.tensors()
@@ -74,7 +74,7 @@ def _cut(model: onnx.ModelProto, start: Sequence[str], end: Sequence[str]) -> on
     graph.inputs = inputs + [t for t in graph.inputs if t.name in needed and t not in inputs]
     graph.cleanup().toposort()
     described = ir.from_proto(model).graph
-    _shapes.annotate(described)  # the TorchScript exporter writes no types
+    annotate(described)  # the TorchScript exporter writes no types
     values = {value.name: value for node in described for value in node.outputs}
     for tensor in [*graph.inputs, *graph.outputs]:
         value = values.get(tensor.name)

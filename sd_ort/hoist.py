@@ -18,7 +18,7 @@ from pathlib import Path
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes._lazy import constant
+from fusion_passes.rewriting import constant
 from sd_ort.compose import inline, subgraphs
 from sd_ort.errors import InputError
 from sd_ort.folder import MODEL

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes import _checks as c
+from fusion_passes import checks as c
 from sd_ort import models
 from sd_ort.errors import InputError
 

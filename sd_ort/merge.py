@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes._lazy import constant
+from fusion_passes.rewriting import constant
 from sd_ort import folder, hoist, step_graph
 from sd_ort.compose import inline
 from sd_ort.errors import InputError

@@ -55,7 +55,7 @@ def library_path() -> Path | None:
 
 
 # What the GPU libraries are not made of.
-_CPU_SOURCES = {"registry.cc", "ort_op.h", "binding.h", "cpu.h", "cpu.cc"}
+_CPU_SOURCES = {"registry.cc", "cpu_library.cc", "ort_op.h", "binding.h", "cpu.h", "cpu.cc"}
 
 
 def sources_hash(cpu: bool = True) -> str:

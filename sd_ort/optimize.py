@@ -21,8 +21,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 import fusion_passes
-from fusion_passes import (
-    bodies,
+from fusion_passes import DOMAIN
+from fusion_passes.lower import (
     fold_bias,
     layer_norm,
     linear_add,
@@ -32,7 +32,8 @@ from fusion_passes import (
     upsample_nearest,
     winograd_conv,
 )
-from fusion_passes._rule import DOMAIN, apply
+from fusion_passes.operators import bodies
+from fusion_passes.rule import apply
 from sd_ort import calibration, folder, hoist, precision
 from sd_ort.errors import InputError
 from sd_ort.targets import TARGETS, Target

@@ -18,9 +18,9 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes._lazy import read
-from fusion_passes._shapes import is_statistic
 from fusion_passes.canonicalize.opset import OPSET
+from fusion_passes.rewriting import read
+from fusion_passes.shapes.types import is_statistic
 from sd_ort.errors import InputError
 
 FLOAT = ir.DataType.FLOAT

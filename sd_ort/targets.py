@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from fusion_passes import _checks as c
+from fusion_passes import checks as c
 
 Limit = Callable[[ir.Node], str | None]
 

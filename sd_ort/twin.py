@@ -19,8 +19,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from fusion_passes import _shapes, bodies
-from fusion_passes._rule import DOMAIN
+from fusion_passes import DOMAIN
+from fusion_passes.operators import bodies
+from fusion_passes.shapes.infer import annotate
 from sd_ort.folder import DATA, MODEL
 
 CONTRIB = "com.microsoft"
@@ -105,7 +106,7 @@ def loads_on_cpu(model: ir.Model) -> bool:
 def round_to_half(model: ir.Model, half: ir.DataType) -> None:
     """Make a model in `half` one in float32 that rounds every operator's result to `half`, in place."""
     graph = model.graph
-    _shapes.annotate(graph)
+    annotate(graph)
     body = f'<domain: "{ROUNDING}", opset_import: ["" : 18]>\nround_to_{half.name.lower()} (x) => (y) {BODIES[half]}'
     function = ir.from_proto(onnx.parser.parse_function(body))
     assert isinstance(function, ir.Function)
@@ -139,7 +140,7 @@ def _to_function_bodies(model: ir.Model) -> None:
     for node in model.graph:
         if _not_on_cpu(node):
             node.domain = DOMAIN
-    _shapes.annotate(model.graph)
+    annotate(model.graph)
     _attach_again(model)
 
 

@@ -7,6 +7,8 @@ import fcntl
 import subprocess
 from pathlib import Path
 
+from custom_ops import GPU_OPERATORS
+
 ROOT = Path(__file__).parent.parent
 # What the emulator stands in for: waves of 64 lanes (CDNA), and of 32 with different matrix instructions.
 DEVICES = {
@@ -21,9 +23,17 @@ FLAGS = [
 ]
 
 
+def gpu_sources() -> list[Path]:
+    """What a GPU library is made of, as CMakeLists.txt has it."""
+    folders = [ROOT / "custom_ops" / name for name in GPU_OPERATORS]
+    own = [path for folder in folders for path in (*folder.glob("kernels/*.hip"), *folder.glob("[cp]*.cc"))]
+    shared = [ROOT / "custom_ops/gpu_library.cc", ROOT / "custom_ops/common/tuner.cc"]
+    return [path for path in sorted(own) if path.name != "cpu.cc"] + shared
+
+
 def compile_object(source: Path, device: str, folder: Path) -> Path:
     """The object file of a C++ or HIP source in `folder`, compiled by the first who asks for it."""
-    to = folder / f"{device}_{source.parent.name}_{source.name}.o"
+    to = folder / f"{device}_{source.parent.parent.name}_{source.parent.name}_{source.name}.o"
     return build_once(to, [*FLAGS, *DEVICES[device], "-c", str(source)])
 
 

@@ -45,8 +45,9 @@ def compile_text(folder: Path, text: str, device: str) -> Path:
 @pytest.fixture(scope="module", params=DEVICES)
 def library(request: pytest.FixtureRequest, run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     own = tmp_path_factory.mktemp(request.param)
-    kernel = compile_object(ROOT / "custom_ops/multi_head_attention/kernel.hip", request.param, run_folder)
-    loaded = ctypes.CDLL(str(link([kernel, compile_text(own, SOURCE, request.param)], own / "attention.so")))
+    kernels = (ROOT / "custom_ops/multi_head_attention/kernels").glob("*.hip")
+    objects = [compile_object(kernel, request.param, run_folder) for kernel in kernels]
+    loaded = ctypes.CDLL(str(link([*objects, compile_text(own, SOURCE, request.param)], own / "attention.so")))
     loaded.run.restype = ctypes.c_char_p
     return loaded
 

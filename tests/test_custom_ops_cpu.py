@@ -11,14 +11,14 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from custom_ops import CPU_OPERATORS, OPERATORS
+from custom_ops import CPU_OPERATORS
 from custom_ops.op import DTYPES, Case, Operator, draw, load, nmse, nmse_limit
 from sd_ort import ops
 from sd_ort.folder import MODEL
 from sd_ort.optimize import optimize_component
 from sd_ort.targets import TARGETS
 
-OPS = [load(folder) for folder in (*OPERATORS, *CPU_OPERATORS)]
+OPS = [load(folder) for folder in CPU_OPERATORS]
 ONNX_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 CALLS = [
     pytest.param(operator, case, dtype, id=f"{operator.name}-{case.name}-{dtype}")

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emulation import ROOT, compile_object, link, load_blas_lt
+from emulation import compile_object, gpu_sources, link, load_blas_lt
 
 from custom_ops import GPU_OPERATORS
 from custom_ops.gpu import GpuLibrary, Guarded, HostMemory, check_case
 from custom_ops.op import Case, Operator, draw, load
 
 OPS = [load(folder) for folder in GPU_OPERATORS if folder != "multi_head_attention"]  # has a test of its own
-KERNELS = [folder for folder in GPU_OPERATORS if (ROOT / "custom_ops" / folder / "kernel.hip").is_file()]
 
 DEVICES = {"cdna": "cdna", "rdna": "rdna3", "cuda": "nvidia"}
 # Elements of the largest input that is emulated: the emulator switches fibers at every barrier.
@@ -27,9 +26,7 @@ LARGEST = 50_000
 def emulations(run_folder: Path) -> dict[str, GpuLibrary]:
     """The GPU library for each device, its lanes run by tests/gpu_emulator on the host."""
     load_blas_lt(run_folder)
-    sources = [ROOT / "custom_ops" / op / file for op in KERNELS for file in ("kernel.hip", "candidates.cc")]
-    sources += [ROOT / "custom_ops/gpu_library.cc", ROOT / "custom_ops/common/tuner.cc"]
-    jobs = [(source, device) for device in DEVICES.values() for source in sources]
+    jobs = [(source, device) for device in DEVICES.values() for source in gpu_sources()]
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(lambda job: compile_object(*job, run_folder), jobs))
     return {

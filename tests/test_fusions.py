@@ -13,8 +13,11 @@ import onnxruntime as ort
 import pytest
 
 import fusion_passes
-from fusion_passes import bodies, winograd_conv
-from fusion_passes._rule import DOMAIN, Case, apply, refusals
+from fusion_passes import DOMAIN
+from fusion_passes.lower import winograd_conv
+from fusion_passes.operators import bodies
+from fusion_passes.pass_ import Case
+from fusion_passes.rule import apply, refusals
 
 LOWERINGS: tuple[ModuleType, ...] = (winograd_conv,)  # a target's own
 MODULES: tuple[ModuleType, ...] = (*fusion_passes.CANONICAL, *fusion_passes.FUSIONS, *LOWERINGS)

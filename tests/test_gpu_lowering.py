@@ -14,8 +14,8 @@ import onnxruntime as ort
 import pytest
 
 import fusion_passes
-from fusion_passes import bodies
-from fusion_passes._rule import DOMAIN
+from fusion_passes import DOMAIN
+from fusion_passes.operators import bodies
 from sd_ort.optimize import lower_layout, lower_operators, optimize_component
 from sd_ort.targets import TARGETS, Target
 

@@ -20,6 +20,7 @@
 
 #include "common/check.h"
 #include "common/op.h"
+#include "interface.h"
 #include "onnxruntime_c_api.h"
 
 namespace sd_ort {
@@ -255,12 +256,12 @@ class Workspace {
   void* data_ = nullptr;
 };
 
-// The C functions of a GPU library (gpu_library.cc documents them).
+// The functions of a GPU library that a kernel needs.
 struct GpuLibrary {
-  int (*find_op)(const char* name, size_t params_size);
-  int (*choose)(int op, const void* params, void* stream);
-  size_t (*workspace_bytes)(int op, int candidate, const void* params);
-  const char* (*run)(int op, int candidate, const void* params, void* workspace, void* stream);
+  decltype(&sd_ort_find_op) find_op;
+  decltype(&sd_ort_choose) choose;
+  decltype(&sd_ort_workspace_bytes) workspace_bytes;
+  decltype(&sd_ort_run) run;
 };
 
 template <class Binding>

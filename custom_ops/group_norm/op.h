@@ -41,7 +41,7 @@ struct GroupNormParams {
   }
 };
 
-// Which kernel and how it is cut; see kernel.hip.
+// Which kernel and how it is cut; see kernels/.
 struct GroupNormConfig {
   enum Kernel { kDefault, kOneRead, kTwoReads, kCluster } kernel;
   int block = 0;             // one read, cluster: threads

@@ -47,7 +47,7 @@ struct MultiHeadAttentionParams {
   }
 };
 
-// The kernels to choose from; kernel.hip says which tiles each has by head size.
+// The kernels to choose from; kernels/ say which tiles each has by head size.
 enum class MultiHeadAttentionKernel {
   kLarge,          // matrix instructions, 128 queries a block (64 for heads that several waves share)
   kSmall,          // matrix instructions, 64 queries a block: more blocks for short sequences

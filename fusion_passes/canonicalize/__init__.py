@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import ModuleType
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes._rule import apply
 from fusion_passes.canonicalize import attention, gelu, group_normalization, layer_normalization, transposes
-from fusion_passes.canonicalize.facts import fix_channels, fold, merge_equal, reshape_targets
+from fusion_passes.canonicalize.facts import fix_channels, fold, reshape_targets
 from fusion_passes.canonicalize.operand_order import order_operands
 from fusion_passes.canonicalize.opset import OPSET, declare_opset, why_not_fused
 from fusion_passes.canonicalize.slices import merge_slices
+from fusion_passes.rule import apply
 
-__all__ = ["canonicalize", "fold", "merge_equal", "why_not_fused"]
+CANONICAL: tuple[ModuleType, ...] = (group_normalization, gelu, layer_normalization, transposes, attention)
+
+__all__ = ["CANONICAL", "canonicalize", "fold", "why_not_fused"]
 
 
 def canonicalize(model: ir.Model) -> Counter[str]:

@@ -6,7 +6,7 @@
     Unsqueeze(Unsqueeze(x))                            =>  Reshape(x, constant)
     Expand to its own shape, Cast to its own type, Mul/Div by 1, Add of zeros  =>  nothing
 
-Everything is proven on symbolic dimensions (`fusion_passes._shapes`), never on the nodes that computed a shape.
+Everything is proven on symbolic dimensions (`fusion_passes.shapes`), never on the nodes that computed a shape.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 import onnxscript.optimizer
 
-from fusion_passes import _checks as c
-from fusion_passes import _shapes
-from fusion_passes._dims import Dim
-from fusion_passes._lazy import constant
+from fusion_passes import checks as c
+from fusion_passes.rewriting import constant
+from fusion_passes.shapes.dims import Dim
+from fusion_passes.shapes.facts import LIST_LIMIT, Facts
+from fusion_passes.shapes.infer import annotate
 
 FOLD_LIMIT = 1 << 16  # bytes: shape arithmetic, masks and frequency tables, never weights
 
@@ -30,7 +31,7 @@ def fold(model: ir.Model) -> None:
     """Apply the rewrites above until nothing changes, then drop what no output needs."""
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     for _ in range(4):
-        facts = _shapes.annotate(model.graph)
+        facts = annotate(model.graph)
         changed = _materialize(model.graph, facts) + _drop_no_ops(model.graph)
         onnxscript.optimizer.fold_constants(model, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT)
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -52,13 +53,13 @@ def fix_channels(model: ir.Model) -> None:
 
 def merge_equal(model: ir.Model) -> None:
     """One node for all that compute the same from the same: TorchScript builds a causal mask for every layer."""
-    common.DeduplicateInitializersPass(size_limit=_shapes.LIST_LIMIT)(model)
+    common.DeduplicateInitializersPass(size_limit=LIST_LIMIT)(model)
     common.CommonSubexpressionEliminationPass()(model)
 
 
 def reshape_targets(model: ir.Model) -> None:
     """Give every Reshape a constant target, or the Shape of a value that has it."""
-    facts = _shapes.annotate(model.graph)
+    facts = annotate(model.graph)
     seen: dict[tuple[Dim, ...], ir.Value] = {}
     for value in [*model.graph.inputs]:
         seen.setdefault(facts.shapes.get(value, ()), value)
@@ -75,10 +76,10 @@ def reshape_targets(model: ir.Model) -> None:
                 seen.setdefault(facts.shapes[output], output)
     common.RemoveUnusedNodesPass()(model)
     common.CommonSubexpressionEliminationPass()(model)
-    _shapes.annotate(model.graph)
+    annotate(model.graph)
 
 
-def _materialize(graph: ir.Graph, facts: _shapes.Facts) -> int:
+def _materialize(graph: ir.Graph, facts: Facts) -> int:
     """Replace integer values whose elements are all known by constants, and equal ones by the first of them."""
     changed = 0
     first: dict[tuple[int, ir.DataType, tuple[Dim, ...]], ir.Value] = {}
@@ -142,7 +143,7 @@ def _is_zeros(value: ir.Value | None) -> bool:
     return tensor is None or not tensor.numpy().any()
 
 
-def _retarget(graph: ir.Graph, node: ir.Node, facts: _shapes.Facts, seen: dict[tuple[Dim, ...], ir.Value]) -> None:
+def _retarget(graph: ir.Graph, node: ir.Node, facts: Facts, seen: dict[tuple[Dim, ...], ir.Value]) -> None:
     x, y = node.inputs[0], node.outputs[0]
     assert x is not None
     before, after = facts.shapes.get(x), facts.shapes.get(y)
@@ -166,7 +167,7 @@ def _retarget(graph: ir.Graph, node: ir.Node, facts: _shapes.Facts, seen: dict[t
     node.attributes.pop("allowzero", None)
 
 
-def _as_reshape(graph: ir.Graph, node: ir.Node, facts: _shapes.Facts) -> None:
+def _as_reshape(graph: ir.Graph, node: ir.Node, facts: Facts) -> None:
     """Spell Squeeze and Unsqueeze of tensors as Reshape, when at most one size is unknown: [N, C] -> [N, C, 1, 1]."""
     x, y = node.inputs[0], node.outputs[0]
     assert x is not None

@@ -14,8 +14,9 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import OrValue
 
-from fusion_passes import _checks as c
-from fusion_passes._rule import Case, Rule
+from fusion_passes import checks as c
+from fusion_passes.pass_ import Case
+from fusion_passes.rule import Rule
 
 
 def reference(x: np.ndarray) -> np.ndarray:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes import _checks as c
-from fusion_passes._rule import Case, Rule
+from fusion_passes import checks as c
+from fusion_passes.pass_ import Case
+from fusion_passes.rule import Rule
 
 
 def reference(x: np.ndarray, gamma: np.ndarray, beta: np.ndarray, epsilon: float) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes import _checks as c
+from fusion_passes import checks as c
 
 
 def order_operands(model: ir.Model) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes._lazy import constant
+from fusion_passes.rewriting import constant
 
 OPSET = 21
 OLDEST, NEWEST = 13, 24

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes import _checks as c
-from fusion_passes._lazy import constant
+from fusion_passes import checks as c
+from fusion_passes.rewriting import constant
 
 END = 2**31 - 1  # exporters write "to the end" as any number from here on
 

@@ -14,8 +14,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from fusion_passes import _checks as c
-from fusion_passes._rule import Case, Rule, unique
+from fusion_passes import checks as c
+from fusion_passes.pass_ import Case
+from fusion_passes.rewriting import unique
+from fusion_passes.rule import Rule
 
 
 class MergeTransposes(Rule):

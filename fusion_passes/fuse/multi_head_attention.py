@@ -17,9 +17,12 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import Var
 
-from fusion_passes import _checks as c
-from fusion_passes._rule import DOMAIN, Case, Rule, unique
+from fusion_passes import checks as c
 from fusion_passes.canonicalize import attention
+from fusion_passes.operators.record import DOMAIN
+from fusion_passes.pass_ import Case
+from fusion_passes.rewriting import unique
+from fusion_passes.rule import Rule
 
 
 def reference(

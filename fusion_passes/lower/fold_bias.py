@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes import _checks as c
-from fusion_passes._lazy import constant, derived
-from fusion_passes._rule import DOMAIN
+from fusion_passes import checks as c
+from fusion_passes.operators.record import DOMAIN
+from fusion_passes.rewriting import constant, derived
 
 
 def fold_bias(model: ir.Model) -> int:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes import _checks as c
-from fusion_passes._lazy import constant
-from fusion_passes._rule import DOMAIN
+from fusion_passes import checks as c
+from fusion_passes.operators.record import DOMAIN
+from fusion_passes.rewriting import constant
 
 
 def layer_norm(model: ir.Model) -> int:

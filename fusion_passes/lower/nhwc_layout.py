@@ -16,10 +16,12 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes import _checks as c
-from fusion_passes import _shapes
-from fusion_passes._lazy import constant, derived
-from fusion_passes._rule import DOMAIN
+from fusion_passes import checks as c
+from fusion_passes.operators.record import DOMAIN
+from fusion_passes.rewriting import constant, derived
+from fusion_passes.shapes.facts import Facts
+from fusion_passes.shapes.infer import infer
+from fusion_passes.shapes.rules import repeats
 
 TO_NHWC, TO_NCHW = [0, 2, 3, 1], [0, 3, 1, 2]
 ELEMENTWISE = frozenset("Add Cast Clip Div Erf Gelu Mish Mul Relu Sigmoid Softplus Sub Swish Tanh".split())
@@ -47,9 +49,9 @@ class _Walk:
         self.convolutions = 0
 
     @cached_property
-    def facts(self) -> _shapes.Facts:
+    def facts(self) -> Facts:
         """Sizes, of the values that were there when they were first asked for."""
-        return _shapes.infer(self.graph)
+        return infer(self.graph)
 
     def visit(self, node: ir.Node) -> None:
         if node.op_type == "Transpose":
@@ -205,7 +207,7 @@ class _Walk:
     def _scales(self, resize: ir.Node) -> np.ndarray | None:
         """Those given, or those that computed sizes are proven to come to."""
         if len(resize.inputs) > 3 and resize.inputs[3] is not None:
-            times = _shapes.repeats(resize, self.facts)
+            times = repeats(resize, self.facts)
             return None if times is None else np.array(times, np.float32)
         return c.constant(resize.inputs[2]) if len(resize.inputs) > 2 else None
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes import _checks as c
-from fusion_passes._lazy import derived
-from fusion_passes._rule import DOMAIN
+from fusion_passes import checks as c
+from fusion_passes.operators.record import DOMAIN
+from fusion_passes.rewriting import derived
 
 
 @dataclass

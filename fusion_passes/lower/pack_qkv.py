@@ -17,8 +17,8 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes import _checks as c
-from fusion_passes._lazy import constant, derived
+from fusion_passes import checks as c
+from fusion_passes.rewriting import constant, derived
 
 
 def pack_qkv(model: ir.Model) -> dict[str, int]:

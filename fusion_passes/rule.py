@@ -9,16 +9,13 @@ an unchanged graph and the reason.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 from onnxscript.rewriter import MatchingTracer, MatchResult, MatchStatus, RewriteRuleClassBase, RewriteRuleSet
 
-from fusion_passes import _shapes
-
-DOMAIN = "sd_ort"
+from fusion_passes.shapes.infer import annotate
 
 
 class Rule(RewriteRuleClassBase):
@@ -37,39 +34,6 @@ class Rule(RewriteRuleClassBase):
         return MatchResult() if reason is None else MatchResult().fail(reason)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A graph in ONNX text and what a fusion must make of it.
-
-    Values declared in the graph's header and made by no node become weights: random, non-zero and distinct, seeded by
-    name. `shapes` gives the sizes of the symbolic dimensions for the run before and after; `ops` are node counts
-    after the rewrite (only those named are checked); `refused` is a part of the reason that must be given.
-    """
-
-    name: str
-    graph: str
-    fires: int = 1
-    ops: dict[str, int] = field(default_factory=dict)
-    refused: str | None = None
-    sizes: dict[str, int] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-
-
-def unique(value: ir.Value | None, suffix: str) -> str:
-    """A name for an initializer made for the node that yields `value`.
-
-    Registering an initializer under a name in use would drop the old one, which other nodes may read.
-    """
-    node = None if value is None else value.producer()
-    assert value is not None
-    assert node is not None
-    assert isinstance(node.graph, ir.Graph)
-    name, number = f"{value.name}.{suffix}", 1
-    while name in node.graph.initializers:
-        name, number = f"{value.name}.{suffix}.{number}", number + 1
-    return name
-
-
 def apply(model: ir.Model, rules: Sequence[type[Rule]]) -> int:
     """Apply `rules` in place, in order at every node; returns how often they fired."""
     count = RewriteRuleSet([rule.rule() for rule in rules]).apply_to_model(model)
@@ -78,7 +42,7 @@ def apply(model: ir.Model, rules: Sequence[type[Rule]]) -> int:
         common.RemoveUnusedNodesPass()(model)
         # A replacement with several outputs may have landed behind one of its readers.
         common.TopologicalSortPass()(model)
-        _shapes.annotate(model.graph)
+        annotate(model.graph)
     return count
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import onnx
 import onnx_ir as ir
 
-from fusion_passes._rule import DOMAIN
+from fusion_passes.operators.record import DOMAIN
 
 
 def attach(model: ir.Model, nodes: Iterable[ir.Node]) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes._rule import DOMAIN, Case, Rule
 from fusion_passes.canonicalize import group_normalization
+from fusion_passes.operators.record import DOMAIN
+from fusion_passes.pass_ import Case
+from fusion_passes.rule import Rule
 
 
 def reference(x: np.ndarray, gamma: np.ndarray, beta: np.ndarray, groups: int, epsilon: float) -> np.ndarray:

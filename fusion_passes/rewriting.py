@@ -1,4 +1,7 @@
-"""Weights that are computed while the model is saved, one at a time, so that no more than one is ever in memory."""
+"""What rewriting shares: new constants, their names, and weights that are computed while the model is saved.
+
+Those come one at a time, so that no more than one is ever in memory.
+"""
 
 from __future__ import annotations
 
@@ -46,3 +49,18 @@ def derived(
     value = ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(dtype))
     graph.register_initializer(value)
     return value
+
+
+def unique(value: ir.Value | None, suffix: str) -> str:
+    """A name for an initializer made for the node that yields `value`.
+
+    Registering an initializer under a name in use would drop the old one, which other nodes may read.
+    """
+    node = None if value is None else value.producer()
+    assert value is not None
+    assert node is not None
+    assert isinstance(node.graph, ir.Graph)
+    name, number = f"{value.name}.{suffix}", 1
+    while name in node.graph.initializers:
+        name, number = f"{value.name}.{suffix}.{number}", number + 1
+    return name

@@ -17,8 +17,10 @@ from math import ceil, floor
 
 import onnx_ir as ir
 
-from fusion_passes import _shapes
-from fusion_passes._rule import DOMAIN
+from fusion_passes.operators.record import DOMAIN
+from fusion_passes.shapes.facts import Facts
+from fusion_passes.shapes.infer import infer
+from fusion_passes.shapes.rules import repeats
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 HALF = Fraction(1, 2)
@@ -47,10 +49,10 @@ ROUNDINGS: dict[str, Callable[[Fraction], int]] = {
 def upsample_nearest(model: ir.Model) -> int:
     """Rewrite the Resize nodes of `model` in place; returns how many."""
     nodes = [node for node in model.graph if node.op_type == "Resize" and node.domain == ""]
-    facts = _shapes.infer(model.graph) if nodes else _shapes.Facts()
+    facts = infer(model.graph) if nodes else Facts()
     made = 0
     for node in nodes:
-        times = _shapes.repeats(node, facts)
+        times = repeats(node, facts)
         if times is not None and _fits(node, times):
             _replace(model.graph, node, *times[1:3])
             made += 1

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes import _checks as c
-from fusion_passes._rule import DOMAIN, Case, Rule
+from fusion_passes import checks as c
+from fusion_passes.operators.record import DOMAIN
+from fusion_passes.pass_ import Case
+from fusion_passes.rule import Rule
 
 # Channels on both sides that fill the kernel's registers on any processor.
 LEAST_CHANNELS = 32

@@ -1,0 +1,1 @@
+"""Fused operators: what each one means."""

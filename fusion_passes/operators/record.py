@@ -1,0 +1,3 @@
+"""Domains of fused operators."""
+
+DOMAIN = "sd_ort"
