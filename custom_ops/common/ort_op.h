@@ -75,6 +75,22 @@ class Attributes {
     check(ort_api->KernelInfoGetAttribute_int64(info_, name, &value));
     return value;
   }
+  std::vector<int64_t> integers(const char* name, std::vector<int64_t> absent) const {
+    size_t count = 0;
+    ignore(ort_api->KernelInfoGetAttributeArray_int64(info_, name, nullptr, &count));
+    if (count == 0) return absent;
+    std::vector<int64_t> values(count);
+    check(ort_api->KernelInfoGetAttributeArray_int64(info_, name, values.data(), &count));
+    return values;
+  }
+  std::string text(const char* name, const std::string& absent) const {
+    size_t bytes = 0;
+    ignore(ort_api->KernelInfoGetAttribute_string(info_, name, nullptr, &bytes));
+    if (bytes == 0) return absent;
+    std::string value(bytes, '\0');
+    check(ort_api->KernelInfoGetAttribute_string(info_, name, value.data(), &bytes));
+    return value.c_str();  // without the zero at its end
+  }
 
  private:
   static bool ignore(OrtStatus* status) {

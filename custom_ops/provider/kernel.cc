@@ -97,25 +97,6 @@ OrtKernelRegistry* create_registry() {
   return registry;
 }
 
-std::vector<int64_t> integers_attribute(const OrtKernelInfo* info, const char* name) {
-  size_t count = 0;
-  OrtStatus* status = ort_api->KernelInfoGetAttributeArray_int64(info, name, nullptr, &count);
-  if (status != nullptr) ort_api->ReleaseStatus(status);
-  std::vector<int64_t> values(count);
-  if (count > 0) check(ort_api->KernelInfoGetAttributeArray_int64(info, name, values.data(), &count));
-  return values;
-}
-
-std::string text_attribute(const OrtKernelInfo* info, const char* name, const std::string& absent) {
-  size_t bytes = 0;
-  OrtStatus* status = ort_api->KernelInfoGetAttribute_string(info, name, nullptr, &bytes);
-  if (status != nullptr) ort_api->ReleaseStatus(status);
-  if (bytes == 0) return absent;
-  std::string value(bytes, '\0');
-  check(ort_api->KernelInfoGetAttribute_string(info, name, value.data(), &bytes));
-  return value.c_str();
-}
-
 int64_t count_of(const std::vector<int64_t>& shape) {
   int64_t count = 1;
   for (int64_t size : shape) count *= size;

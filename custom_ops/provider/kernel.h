@@ -76,10 +76,6 @@ const KernelSpec* find_spec(const Node& node);
 // A registry that ONNX Runtime finds the kernels in. Released by the caller.
 OrtKernelRegistry* create_registry();
 
-// Attributes of more kinds than common/ort_op.h reads.
-std::vector<int64_t> integers_attribute(const OrtKernelInfo* info, const char* name);
-std::string text_attribute(const OrtKernelInfo* info, const char* name, const std::string& absent);
-
 int64_t count_of(const std::vector<int64_t>& shape);
 // An axis counted from the end made one counted from the start.
 int64_t axis_of(int64_t axis, size_t rank);

@@ -28,5 +28,3 @@ SD_ORT_EXPORT OrtStatus* ReleaseEpFactory(OrtEpFactory* factory) {
   delete static_cast<sd_ort::Factory*>(factory);
   return nullptr;
 }
-
-SD_ORT_EXPORT const char* sd_ort_build_hash() { return SD_ORT_BUILD_HASH; }

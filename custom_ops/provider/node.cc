@@ -70,6 +70,16 @@ int64_t Node::integer(const char* name, int64_t absent) const {
   return value;
 }
 
+float Node::real(const char* name, float absent) const {
+  if (!has(name)) return absent;
+  const OrtOpAttr* attribute = nullptr;
+  check(ort_api->Node_GetAttributeByName(node_, name, &attribute));
+  float value = 0;
+  size_t bytes = 0;
+  check(ort_api->ReadOpAttr(attribute, ORT_OP_ATTR_FLOAT, &value, sizeof(value), &bytes));
+  return value;
+}
+
 std::string Node::text(const char* name, const std::string& absent) const {
   if (!has(name)) return absent;
   const OrtOpAttr* attribute = nullptr;

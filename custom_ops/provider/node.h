@@ -29,6 +29,7 @@ class Node {
   // The input, or one that is not there.
   const NodeValue& input(size_t index) const;
   int64_t integer(const char* name, int64_t absent) const;
+  float real(const char* name, float absent) const;
   std::string text(const char* name, const std::string& absent) const;
   bool has(const char* name) const;
 
