@@ -15,14 +15,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from custom_ops import code_objects
-from sd_ort import ops
+from sd_ort.runtime import build
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCHS = ("gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
 
 
 def main() -> None:
-    library = ops.build(cpu=False, hip=ARCHS, say=print)
+    library = build.build(cpu=False, hip=ARCHS, say=print)
     kernels = json.loads((library.parent / "kernels.json").read_text())["kernels"]
     path = ROOT / "results/ops_amd_resources.md"
     path.write_text(code_objects.table(kernels))

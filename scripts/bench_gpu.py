@@ -35,11 +35,13 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from sd_ort import benchmark, contenders, engines, folder, variants  # noqa: E402
-from sd_ort.engines import Engine, Settings  # noqa: E402
-from sd_ort.export import DEFAULT_OPSET, export, save_config  # noqa: E402
-from sd_ort.models import MODEL_OF  # noqa: E402
-from sd_ort.sources import open_source  # noqa: E402
+from sd_ort.benchmark import contenders, recipes, runner  # noqa: E402
+from sd_ort.benchmark.engines import contract  # noqa: E402
+from sd_ort.benchmark.engines.contract import Engine, Settings  # noqa: E402
+from sd_ort.core import folder  # noqa: E402
+from sd_ort.export.exporter import DEFAULT_OPSET, export, save_config  # noqa: E402
+from sd_ort.family.checkpoints import open_source  # noqa: E402
+from sd_ort.family.signatures import MODEL_OF  # noqa: E402
 
 COMPONENTS = {"unet": "unet", "vae": "vae_decoder"}
 ENGINES = (
@@ -121,9 +123,9 @@ def raw_export(model: str, work: Path, graphs: Path | None) -> None:
         manifest = {"stage": "export", "source": {"model": model, "hash": source.hash, "random_weights": True}}
         folder.write_manifest(made, {**manifest, "options": {"exporter": "dynamo", "opset": DEFAULT_OPSET, "seed": 0}})
     if scratch.is_dir():
-        home = work / "made" / variants.source_hash(raw)
+        home = work / "made" / recipes.source_hash(raw)
         home.mkdir(parents=True, exist_ok=True)
-        scratch.rename(home / variants.TORCHSCRIPT)
+        scratch.rename(home / recipes.TORCHSCRIPT)
 
 
 def fill(graph: Path, weights: Mapping[str, torch.Tensor], out: Path) -> None:
@@ -157,7 +159,7 @@ def make(work: Path, options: argparse.Namespace) -> None:
             wanted, _ = contenders.ablation(raw, options.provider)
         else:
             wanted, _ = contenders.find_engines([raw], "none", names(part, options), options.provider)
-        for item in benchmark.prepare(wanted, settings, work / "made", int(options.jobs), say):
+        for item in runner.prepare(wanted, settings, work / "made", int(options.jobs), say):
             if item.failure:
                 say(f"{item.engine.label} cannot be made: {item.failure}")
 
@@ -206,8 +208,8 @@ def compile_once(model: str, part: str, batch: str, provider: str) -> None:
             (Path(scratch) / name).mkdir()
             save_config(without_weights(source.configs[MODEL_OF.get(name, name)]), Path(scratch) / name)
         engine = Engine("", "torch", model, model, random_weights=True, weights_seed=0, raw=scratch, variant="compile")
-        engines.load(engine, settings)
-        engines.draw_batch(int(batch))
+        contract.load(engine, settings)
+        contract.draw_batch(int(batch))
     say(f"{model} {part}: compiled for batch {batch}")
 
 

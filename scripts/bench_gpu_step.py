@@ -34,15 +34,20 @@ import numpy as np
 import onnx
 import torch
 
+from sd_ort.runtime.library import CUDA_LIBRARY, library_path
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sd_ort import folder, hoist, measure, ops, session
-from sd_ort.errors import SdOrtError
-from sd_ort.models import MODEL_OF, PRESETS
-from sd_ort.modules import wrap
-from sd_ort.optimize import optimize_component
-from sd_ort.sources import open_source
-from sd_ort.targets import CUDA, CUDA_CONTRIB
+from sd_ort.core import folder
+from sd_ort.core.errors import SdOrtError
+from sd_ort.family.checkpoints import open_source
+from sd_ort.family.modules import wrap
+from sd_ort.family.presets import PRESETS
+from sd_ort.family.signatures import MODEL_OF
+from sd_ort.graphs import hoist
+from sd_ort.optimize.optimizer import optimize_component
+from sd_ort.optimize.targets import CUDA, CUDA_CONTRIB
+from sd_ort.runtime import captured, machine, session
 
 ROUNDS = 7
 
@@ -99,7 +104,7 @@ class Engine:
 
 
 def random_module(preset: str, component: str, seed: int = 0) -> torch.nn.Module:
-    """The component with weights as `sd_ort.sources.fill_random` draws them, but made on the GPU, in float32."""
+    """The component with weights as `family.random_weights.fill_random` draws them, but made on the GPU, in float32."""
     config = PRESETS[preset].models[MODEL_OF.get(component, component)]
     import diffusers
 
@@ -161,15 +166,16 @@ def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> 
     """The same by exporting the wrapped module now."""
     import onnx_ir as ir
 
-    from sd_ort import export, sources
+    from sd_ort.export import exporter
+    from sd_ort.family import checkpoints
 
     source = open_source(None, preset, True, 0)
     config = PRESETS[preset].models[MODEL_OF.get(component, component)]
-    signature = sources.component_signature(source, component, config)
-    arguments = [export.example(t, export.TRACE, config, 0) for t in signature.inputs]
+    signature = checkpoints.component_signature(source, component, config)
+    arguments = [exporter.example(t, exporter.TRACE, config, 0) for t in signature.inputs]
     with torch.no_grad():
-        made = export.export_dynamo(net.cpu(), arguments, signature, export.DEFAULT_OPSET, out.parent)
-    export.tidy(made, signature)
+        made = exporter.export_dynamo(net.cpu(), arguments, signature, exporter.DEFAULT_OPSET, out.parent)
+    exporter.tidy(made, signature)
     out.parent.mkdir(parents=True, exist_ok=True)
     ir.save(made, out, external_data=folder.DATA)
     net.cuda()
@@ -228,10 +234,10 @@ def ort_engine(
     target = replace(CUDA, **variant.target)
     made = optimize_component(raw, path, target, "float16", calibrate=False, hoisted=hoisted)
     print(f"  optimized in {time.perf_counter() - started:.1f} s: {made['counts']}", flush=True)
-    library = session.op_library()
+    library = library_path()
     if library is None:
         raise SystemExit("build the op library first: sd-ort build-ops --cuda sm_90")
-    ctypes.CDLL(str(library.parent / ops.CUDA_LIBRARY)).sd_ort_enable_tuning(int(variant.tune))
+    ctypes.CDLL(str(library.parent / CUDA_LIBRARY)).sd_ort_enable_tuning(int(variant.tune))
     feeds = {key: half(key, value).cpu().numpy() for key, value in inputs.items()}
     if hoisted:
         feeds["timestep"] = np.repeat(feeds["timestep"], len(feeds["sample"]))
@@ -239,7 +245,7 @@ def ort_engine(
             part = path.parent.with_name(hoist.PARTS[name]) / path.name
             once = session.Model(session.create_session(part, "cuda"))
             feeds |= once(**{key: feeds[key] for key in once.inputs})
-    model = session.GraphModel(session.create_session(path, "cuda", graph=True))
+    model = captured.GraphModel(session.create_session(path, "cuda", graph=True))
     bound = model.bind({key: feeds[key] for key in model.inputs})
     (value,) = bound.outputs.values()
     assert tuple(value.shape()) == tuple(shape)
@@ -410,7 +416,7 @@ def main() -> None:
                     f"{ {k: round(v, 3) for k, v in row['profile']['classes_ms'].items()} }")  # fmt: skip
         result = {
             "preset": options.preset, "component": options.component, "batch": options.batch, "size": options.size,
-            "machine": measure.machine(), "versions": measure.versions(), "limits": limits(), "tflop": flops,
+            "machine": machine.machine(), "versions": machine.versions(), "limits": limits(), "tflop": flops,
             "rows": rows,
         }  # fmt: skip
         options.out.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from custom_ops.gpu import GpuLibrary
 from custom_ops.op import Case, Operator, load
-from sd_ort import ops
+from sd_ort.runtime import build
 
 BANDWIDTH = ("group_norm", "skip_group_norm", "bias_split_gelu", "bias_add", "skip_layer_norm", "upsample_nearest")
 NOT_IN_CONTRIB = ("upsample_nearest",)
@@ -349,7 +349,7 @@ def main() -> None:
     parser.add_argument("--every", action="store_true", help="print the time of every candidate")
     parser.add_argument("--save-tuning", type=Path, help="folder for what the tuner found, as sd-ort tune keeps it")
     options = parser.parse_args()
-    library = GpuLibrary(options.library or ops.build_gpu(options.arch))
+    library = GpuLibrary(options.library or build.build_gpu(options.arch))
     peak = 2**32 / copy_time(2**32, 1) / 1e3
     lines = [
         f"# Operators on {torch.cuda.get_device_name()} ({options.arch}), float16",
@@ -388,7 +388,7 @@ def main() -> None:
 
 
 def save_tuning(folder: Path, library: GpuLibrary) -> None:
-    from sd_ort import tuning
+    from sd_ort.runtime import tuning
 
     os.environ["SD_ORT_TUNING"] = str(folder)
     tuning.save([], tuning.GpuOps(library.path), onnxruntime_version().rsplit(" ", 1)[-1])

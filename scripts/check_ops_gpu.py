@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from custom_ops import GPU_OPERATORS, gpu
 from custom_ops.op import Case, Operator, load
-from sd_ort import ops
+from sd_ort.runtime import build
 
 
 def main() -> int:
@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=12_000_000, help="largest input checked, in elements")
     parser.add_argument("--operators", nargs="*", default=GPU_OPERATORS)
     options = parser.parse_args()
-    library = gpu.GpuLibrary(options.library or ops.build_gpu(options.arch))
+    library = gpu.GpuLibrary(options.library or build.build_gpu(options.arch))
     memory = gpu.DeviceMemory()
     if options.one_case:
         gpu.guard_bytes = 0

@@ -22,15 +22,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path.home() / ".cache" / "sd-ort" / "wheels"
-# What sd_ort.session imports, beside the wheel under test.
+# What sd_ort.runtime.session imports, beside the wheel under test.
 NEEDS = ("numpy", "onnx", "ml-dtypes")
 PROBE = """
 import json, sys
 from pathlib import Path
 import numpy as np, onnx, onnxruntime
 from onnx import TensorProto, helper
-from sd_ort import session
-from sd_ort.errors import SdOrtError
+from sd_ort.core.errors import SdOrtError
+from sd_ort.runtime import providers, session, wheels
 
 path = Path(sys.argv[1]) / "unet" / "model.onnx"
 path.parent.mkdir(parents=True)
@@ -38,14 +38,14 @@ value = lambda name: helper.make_tensor_value_info(name, TensorProto.FLOAT, [2])
 graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "sum", [value("x")], [value("y")])
 onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), path)
 name = sys.argv[2]
-found = {"wheels": session.installed_wheels(), "providers": onnxruntime.get_available_providers()}
+found = {"wheels": wheels.installed_wheels(), "providers": onnxruntime.get_available_providers()}
 try:
     opened = session.create_session(path, name)
     found |= {"ok": True, "used": opened.get_providers(), "error": None}
 except SdOrtError as error:
     found |= {"ok": False, "error": str(error), "exit_code": error.exit_code, "kind": type(error).__name__}
-found["missing_libraries"] = session.missing_libraries(name)
-raw = onnxruntime.InferenceSession(str(path), providers=[session.PROVIDERS[name].ep, "CPUExecutionProvider"])
+found["missing_libraries"] = providers.missing_libraries(name)
+raw = onnxruntime.InferenceSession(str(path), providers=[providers.PROVIDERS[name].ep, "CPUExecutionProvider"])
 found["onnxruntime_alone_uses"] = raw.get_providers()
 print(json.dumps(found))
 """
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "provider_wheels.json")
     out = parser.parse_args().out
     sys.path.insert(0, str(ROOT))
-    from sd_ort.session import PROVIDERS
+    from sd_ort.runtime.providers import PROVIDERS
 
     results = {extra: check(extra) for extra in ("rocm", "migraphx")}
     verdicts = {extra: is_right(found, PROVIDERS[extra].ep) for extra, found in results.items()}

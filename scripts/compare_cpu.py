@@ -32,6 +32,8 @@ from typing import Any
 
 import numpy as np
 
+from sd_ort.runtime.library import library_path
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 MODEL = "unet/model.onnx"
@@ -50,8 +52,8 @@ def make_ours(target: str) -> Callable[[Path, Path], None]:
     """`sd-ort optimize --target ...`"""
 
     def make(source: Path, out: Path) -> None:
-        from sd_ort.optimize import optimize_component
-        from sd_ort.targets import TARGETS
+        from sd_ort.optimize.optimizer import optimize_component
+        from sd_ort.optimize.targets import TARGETS
 
         optimize_component(source, out, TARGETS[target])
 
@@ -60,7 +62,7 @@ def make_ours(target: str) -> Callable[[Path, Path], None]:
 
 def make_ort(source: Path, out: Path) -> None:
     """onnxruntime.transformers with every fusion that its CPU provider runs, its crash on NumPy 2.4 mended."""
-    from sd_ort.variants import optimize_by_onnxruntime
+    from sd_ort.benchmark.peers import optimize_by_onnxruntime
 
     out.parent.mkdir(parents=True)
     optimize_by_onnxruntime(source, out, "unet", "cpu")
@@ -68,7 +70,7 @@ def make_ort(source: Path, out: Path) -> None:
 
 def make_onnxscript(source: Path, out: Path) -> None:
     """onnxscript's optimizer, then its fusions for ONNX Runtime."""
-    from sd_ort.variants import optimize_by_onnxscript
+    from sd_ort.benchmark.peers import optimize_by_onnxscript
 
     out.parent.mkdir(parents=True)
     optimize_by_onnxscript(source, out)
@@ -113,7 +115,7 @@ def inputs(session: Any, edge: int) -> dict[str, np.ndarray]:
 def serve(model: str, threads: int, library: str, profile: str, pattern: str) -> None:
     """In an engine's process: open the model, then run a step for every line on stdin that holds a latent edge.
 
-    Peers have ONNX Runtime's default options, ours are opened as `sd_ort.session` does: without a memory pattern.
+    Peers have ONNX Runtime's default options, ours are opened as `runtime.session` does: without a memory pattern.
 
     Answers with a line of JSON: seconds of the step, MB of resident memory at its peak so far. The line
     "save EDGE FILE" writes the output.
@@ -305,9 +307,8 @@ def main() -> None:
         return engine.make(Path(options.make[1]), Path(options.make[2]))
     if options.export is None:
         parser.error("give an export")
-    from sd_ort import ops
 
-    options.library = options.library or ops.library_path()
+    options.library = options.library or library_path()
     if options.library is None:
         parser.error("no op library: run `sd-ort build-ops --cpu`, or give --library")
     engines = [e for e in ENGINES if e.name in options.engines and (options.torchscript or not e.torchscript)]
@@ -320,7 +321,7 @@ def main() -> None:
 
 def report(options: argparse.Namespace, engines: list[Engine], scratch: Path) -> None:
     """Make the models, measure, write the results."""
-    from sd_ort import measure as about
+    from sd_ort.runtime import machine as about
 
     sources = {False: unpack(options.export, scratch)}
     if options.torchscript:

@@ -27,7 +27,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from sd_ort import measure, variants
+from sd_ort.benchmark import peers
+from sd_ort.runtime import machine
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -46,8 +47,8 @@ SAME = {"Attention": "MultiHeadAttention"}
 
 def ours(source: Path, output: Path, component: str) -> None:
     """Our fusions in the layout of the GPU targets (channels last, projections packed), before what a target adds."""
-    from sd_ort.optimize import optimize_component
-    from sd_ort.targets import Target
+    from sd_ort.optimize.optimizer import optimize_component
+    from sd_ort.optimize.targets import Target
 
     optimize_component(source, output, Target("fused", layout="NHWC", pack=True))
 
@@ -56,24 +57,24 @@ def ort_default(source: Path, output: Path, component: str) -> None:
     """onnxruntime.transformers as a user finds it: the model type given, everything else left alone."""
     from onnxruntime.transformers.optimizer import optimize_model
 
-    optimize_model(str(source), model_type=variants.onnxruntime_type(component)).save_model_to_file(str(output), True)
+    optimize_model(str(source), model_type=peers.onnxruntime_type(component)).save_model_to_file(str(output), True)
 
 
 def ort_best(source: Path, output: Path, component: str) -> None:
     """onnxruntime.transformers with every fusion for Stable Diffusion on a GPU switched on, its crash mended."""
-    variants.optimize_by_onnxruntime(source, output, component, "cuda")
+    peers.optimize_by_onnxruntime(source, output, component, "cuda")
 
 
 def onnxscript_ort(source: Path, output: Path, component: str) -> None:
     """onnxscript's optimizer, then its fusions for ONNX Runtime."""
-    variants.optimize_by_onnxscript(source, output)
+    peers.optimize_by_onnxscript(source, output)
 
 
 ENGINES = {"ours": ours, "ort best": ort_best, "ort default": ort_default, "onnxscript": onnxscript_ort}
 
 
 MODULES = {
-    "ours": ["sd_ort.optimize"],
+    "ours": ["sd_ort.optimize.optimizer"],
     "ort best": ["onnxruntime.transformers.optimizer"],
     "ort default": ["onnxruntime.transformers.optimizer"],
     "onnxscript": ["onnxscript.optimizer", "onnxscript.rewriter.ort_fusions"],
@@ -159,7 +160,7 @@ def graphs(folder: Path | None, exports: Path | None, scratch: Path) -> list[tup
 
 def make_exports(exports: Path) -> None:
     """Export every tiny preset with every exporter and opset, but for those that are there."""
-    from sd_ort.models import PRESETS
+    from sd_ort.family.presets import PRESETS
 
     for preset in (name for name in PRESETS if name.endswith("-tiny")):
         for exporter, opset in EXPORTERS:
@@ -169,10 +170,10 @@ def make_exports(exports: Path) -> None:
             subprocess.run([*program, *command, str(out)], cwd=ROOT, check=True)
 
 
-def machine() -> dict[str, Any]:
+def measured_with() -> dict[str, Any]:
     """What the numbers were measured with."""
-    about = {"commit": measure.commit(), **measure.machine(), "load_average": os.getloadavg()[0]}
-    return about | {"versions": measure.versions()}
+    about = {"commit": machine.commit(), **machine.machine(), "load_average": os.getloadavg()[0]}
+    return about | {"versions": machine.versions()}
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
@@ -291,7 +292,7 @@ def split_name(export: str) -> tuple[str, str]:
 def write(rows: list[dict[str, Any]], name: str) -> None:
     """Write what there is by now: a run of all graphs takes most of an hour, nearly all of it the peers'."""
     rows.sort(key=lambda row: (row["family"], row["component"], row["exporter"], list(ENGINES).index(row["engine"])))
-    result = {"machine": machine(), "rows": rows}
+    result = {"machine": measured_with(), "rows": rows}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     (RESULTS / f"{name}.md").write_text(table(result))

@@ -21,13 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from sd_ort import StableDiffusionPipeline, demo, measure
+from sd_ort import StableDiffusionPipeline, demo
+from sd_ort.benchmark.engines.pytorch import torch_pipeline
+from sd_ort.core import files, metrics
 from sd_ort.demo.fidelity import unseen_prompts
-from sd_ort.engine_torch import torch_pipeline
-from sd_ort.export import export
+from sd_ort.export.exporter import export
 from sd_ort.merge import merge
-from sd_ort.merged import MergedPipeline
-from sd_ort.optimize import optimize
+from sd_ort.optimize.optimizer import optimize
+from sd_ort.pipeline.merged import MergedPipeline
+from sd_ort.runtime import machine
 
 BOUND = 55.0  # dB that every picture must reach: rounding alone, as between two kernels of one operator
 SCALE = 2  # sides of the pictures that are tiled, in those of the model's own
@@ -90,14 +92,14 @@ def row(
     label: str, against: str, pictures: np.ndarray, reference: np.ndarray, *, bound: float | None
 ) -> dict[str, Any]:
     """PSNRs of pictures, printed and as an entry of the report."""
-    values = [measure.psnr(ours, theirs) for ours, theirs in zip(pictures, reference, strict=True)]
+    values = [metrics.psnr(ours, theirs) for ours, theirs in zip(pictures, reference, strict=True)]
     print(f"{label}, against {against}: PSNR min {min(values):.1f} dB, median {median(values):.1f} dB", flush=True)
     return {
         "variant": label,
         "against": against,
         "pixels": list(pictures.shape[1:3]),
         "psnr_db": {"min": min(values), "median": median(values)},
-        "equal_pictures": sum(value == measure.EQUAL_DB for value in values),
+        "equal_pictures": sum(value == metrics.EQUAL_DB for value in values),
         "passed": bound is None or min(values) >= bound,
     }
 
@@ -138,15 +140,15 @@ def main() -> int:
     report = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["scripts/compare_variants.py", *sys.argv[1:]]),
-        "commit": measure.commit(),
-        "machine": measure.machine(),
-        "versions": measure.versions(),
+        "commit": machine.commit(),
+        "machine": machine.machine(),
+        "versions": machine.versions(),
         "settings": {"model": "demo", "target": given.target, "prompts": given.prompts, "steps": given.steps},
         "bound_db": BOUND,
-        "equal_db": measure.EQUAL_DB,
+        "equal_db": metrics.EQUAL_DB,
         "variants": rows,
     }
-    measure.write_json(given.out, report)
+    files.write_json(given.out, report)
     failed = [row["variant"] for row in rows if not row["passed"]]
     print(f"{given.out}: " + (f"outside the bounds: {', '.join(failed)}" if failed else "within the bounds"))
     return 1 if failed else 0

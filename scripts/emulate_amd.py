@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from custom_ops import GPU_OPERATORS
 from custom_ops.gpu import Guarded, HostMemory
 from custom_ops.op import DTYPES, Array, Operator, draw, load, nmse, nmse_limit
-from sd_ort import ops
+from sd_ort.runtime import build, library
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCHS = ("gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
@@ -482,9 +482,9 @@ def main() -> None:
     options = parser.parse_args()
 
     emulator = Emulator(options.tinygrad)
-    kernels = options.kernels or ops.build(cpu=False, hip=ARCHS, say=print).parent / "kernels.json"
+    kernels = options.kernels or build.build(cpu=False, hip=ARCHS, say=print).parent / "kernels.json"
     listing = json.loads(kernels.read_text())
-    log = ops.cache_folder() / "emulated.jsonl"
+    log = library.cache_folder() / "emulated.jsonl"
     done = {} if options.again else _read(log, emulator)
     operators = {operator.name: operator for operator in map(load, GPU_OPERATORS)}
     for name in options.op or operators:

@@ -22,11 +22,13 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from sd_ort import StableDiffusionPipeline, demo, measure
+from sd_ort import StableDiffusionPipeline, demo
+from sd_ort.benchmark.engines.pytorch import torch_pipeline
+from sd_ort.core import files, metrics
 from sd_ort.demo.fidelity import score, unseen_prompts
-from sd_ort.engine_torch import torch_pipeline
-from sd_ort.export import export
-from sd_ort.optimize import optimize
+from sd_ort.export.exporter import export
+from sd_ort.optimize.optimizer import optimize
+from sd_ort.runtime import machine
 
 TORCH = "torch fp32"
 # (points of fidelity an engine may lose against torch, dB its median picture must reach): the project's bounds.
@@ -82,7 +84,7 @@ def row(label: str, prompts: Sequence[str], pictures: np.ndarray, reference: dic
         "failures": [{"prompt": prompt, "reason": reason} for prompt, reason in fidelity.failures],
     }
     if reference is not None:
-        values = [measure.psnr(ours, theirs) for ours, theirs in zip(pictures, reference["pictures"], strict=True)]
+        values = [metrics.psnr(ours, theirs) for ours, theirs in zip(pictures, reference["pictures"], strict=True)]
         points, decibel = BOUNDS[label]
         entry["psnr_db"] = {"median": median(values), "min": min(values)}
         entry["lost_points"] = reference["share_percent"] - entry["share_percent"]
@@ -116,9 +118,9 @@ def main() -> int:
         "kind": "demo_fidelity",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["scripts/evaluate_demo.py", *sys.argv[1:]]),
-        "commit": measure.commit(),
-        "machine": measure.machine(),
-        "versions": measure.versions(),
+        "commit": machine.commit(),
+        "machine": machine.machine(),
+        "versions": machine.versions(),
         "settings": {**settings, "guidance": demo.GUIDANCE, "height": demo.HEIGHT, "width": demo.WIDTH},
         "bounds": {label: {"points": points, "median_psnr_db": db} for label, (points, db) in BOUNDS.items()},
         "engines": [],
@@ -135,8 +137,8 @@ def main() -> int:
             reference = {**entry, "pictures": pictures}
         first_pictures.append(pictures[:8])
         report["engines"].append(entry)
-        measure.write_json(arguments.out, report)
-        measure.write_bytes(arguments.sheet, sheet(first_pictures))
+        files.write_json(arguments.out, report)
+        files.write_bytes(arguments.sheet, sheet(first_pictures))
         compared = f", PSNR median {entry['psnr_db']['median']:.1f} dB" if "psnr_db" in entry else ""
         print(
             f"{label}: {entry['right']} of {entry['total']} right ({entry['share_percent']:.1f} %){compared}",

@@ -17,10 +17,11 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor
 from transformers.models.clip.modeling_clip import CLIPAttention
 
-from sd_ort import models
-from sd_ort.export import NOISY, TRACE, example, export_torchscript
-from sd_ort.modules import wrap
-from sd_ort.sources import open_source, quiet
+from sd_ort.core.quiet import quiet
+from sd_ort.export.exporter import NOISY, TRACE, example, export_torchscript
+from sd_ort.family import signatures
+from sd_ort.family.checkpoints import open_source
+from sd_ort.family.modules import wrap
 
 OPSET = 14
 
@@ -49,14 +50,14 @@ def merged_heads(
 def export_old_style(folder: Path, component: str, half: bool) -> None:
     """One component of the preset sd15-tiny in `folder`."""
     source = open_source(None, "sd15-tiny", True, 0)
-    name = models.MODEL_OF.get(component, component)
+    name = signatures.MODEL_OF.get(component, component)
     config, model = source.configs[name], source.load(name)
     if component == "text_encoder":
         model.set_attn_implementation("eager")  # type: ignore[operator]  # a mask instead of a flag
     else:
         model.set_attn_processor(AttnProcessor())  # type: ignore[operator]
     module = wrap(component, model, sdxl=False, controlnet=False)
-    signature = models.signature(component, config)
+    signature = signatures.signature(component, config)
     inputs = [example(tensor, TRACE, config, 0) for tensor in signature.inputs]
     if half:
         module = module.half()

@@ -19,13 +19,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from compare_fusion import machine
+from compare_fusion import measured_with
 
-from sd_ort import folder
-from sd_ort.optimize import optimize, optimize_component
-from sd_ort.targets import TARGETS
-from sd_ort.variants import ablation_steps
-from sd_ort.verify import verify
+from sd_ort.benchmark.ablation import ablation_steps
+from sd_ort.check.verify import verify
+from sd_ort.core import folder
+from sd_ort.optimize.optimizer import optimize, optimize_component
+from sd_ort.optimize.targets import TARGETS
 
 RESULTS = Path(__file__).parent.parent / "results"
 KEYS = ("export", "component", "target", "dtype")
@@ -120,7 +120,7 @@ def main() -> None:
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """The JSON and the table of what there is by now."""
     rows.sort(key=lambda row: ("-tiny-" in row["export"], row["export"]))
-    result = {"machine": machine(), "rows": rows}
+    result = {"machine": measured_with(), "rows": rows}
     path.write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".md").write_text(table(result))
 

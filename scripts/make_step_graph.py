@@ -22,9 +22,9 @@ import onnx_ir as ir
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sd_ort import folder
-from sd_ort.models import MODEL_OF
-from sd_ort.sources import open_source
+from sd_ort.core import folder
+from sd_ort.family.checkpoints import open_source
+from sd_ort.family.signatures import MODEL_OF
 
 Key = tuple[float, ...]
 

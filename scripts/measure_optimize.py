@@ -36,10 +36,11 @@ def make_pipeline(preset: str, folder: Path, holes: bool) -> None:
 
     import torch
 
-    from sd_ort import models
-    from sd_ort.export import NOISY, TRACE, _choose, example, export_dynamo, save_config, tidy
-    from sd_ort.modules import wrap
-    from sd_ort.sources import PresetSource, _class, _class_name, component_signature, is_sdxl, quiet
+    from sd_ort.core.quiet import quiet
+    from sd_ort.export.exporter import NOISY, TRACE, _choose, example, export_dynamo, save_config, tidy
+    from sd_ort.family import signatures
+    from sd_ort.family.checkpoints import PresetSource, _class, _class_name, component_signature, is_sdxl
+    from sd_ort.family.modules import wrap
 
     class Hollow(PresetSource):
         """A preset whose parameters nobody has initialized: pages that are never touched take no memory."""
@@ -63,7 +64,7 @@ def make_pipeline(preset: str, folder: Path, holes: bool) -> None:
     for component in _choose(source, None):
         (work / component).mkdir()
         with quiet(*NOISY), torch.no_grad():
-            model = source.load(models.MODEL_OF.get(component, component))
+            model = source.load(signatures.MODEL_OF.get(component, component))
             config = save_config(model, work / component)
             signature = component_signature(source, component, config)
             module = wrap(component, model, is_sdxl(source), "controlnet" in source.configs)
@@ -170,8 +171,8 @@ def growth(repeats: int = 1) -> dict[str, Any]:
     import onnx_ir as ir
 
     import fusion_passes
-    from sd_ort.optimize import lower_layout
-    from sd_ort.targets import TARGETS
+    from sd_ort.optimize.optimizer import lower_layout
+    from sd_ort.optimize.targets import TARGETS
 
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -215,7 +216,7 @@ def main() -> None:
             make_pipeline(preset, options.work / preset, options.holes)
     if options.only_make:
         return
-    from compare_fusion import machine
+    from compare_fusion import measured_with
 
     path = ROOT / "results" / "optimize_time.json"
     result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"pipelines": {}}
@@ -224,7 +225,7 @@ def main() -> None:
         result["pipelines"][preset] = row
         print(json.dumps({preset: row}), flush=True)
     result["growth"] = growth()
-    path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": measured_with(), **result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

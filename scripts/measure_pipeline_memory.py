@@ -56,7 +56,8 @@ def main() -> None:
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         rows.append(json.loads(output.splitlines()[-1]))
         print(rows[-1], flush=True)
-    from sd_ort import folder, measure
+    from sd_ort.core import files, folder
+    from sd_ort.runtime import machine
 
     sizes = {
         p.parent.name: sum(f.stat().st_size for f in p.parent.iterdir()) for p in given.folder.glob("*/model.onnx")
@@ -66,12 +67,12 @@ def main() -> None:
         report = {
             "model": manifest.get("source", {}),
             "component_bytes": sizes,
-            "machine": measure.machine(),
-            "versions": measure.versions(),
-            "commit": measure.commit(),
+            "machine": machine.machine(),
+            "versions": machine.versions(),
+            "commit": machine.commit(),
             "rows": rows,
         }
-        measure.write_json(given.out, report)
+        files.write_json(given.out, report)
 
 
 if __name__ == "__main__":

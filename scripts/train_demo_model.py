@@ -33,9 +33,9 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from sd_ort import measure
+from sd_ort.core.folder import sha256
 from sd_ort.demo import GUIDANCE, STEPS, fidelity, scenes
-from sd_ort.folder import sha256
+from sd_ort.runtime import machine
 
 TOKENS = 77
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -391,10 +391,10 @@ def evaluate(
         "scheduler": type(pipeline.scheduler).__name__,
         "parameters": parameters(pipeline),
         "vae_reconstruction_share": reconstruction(pipeline.vae, count, device),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else measure.cpu_name(),
-        "versions": measure.versions(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else machine.cpu_name(),
+        "versions": machine.versions(),
         "command": " ".join(["python", *sys.argv]),
-        "commit": measure.commit(),
+        "commit": machine.commit(),
         "weights_sha256": {str(p.relative_to(folder)): sha256(p) for p in sorted(folder.rglob("*.safetensors"))},
         "runs": [],
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from sd_ort.errors import SdOrtError
+from sd_ort.core.errors import SdOrtError
 
 # Subcommand -> one line of help. Each lives in sd_ort/commands/<name>.py as `command`.
 COMMANDS = {

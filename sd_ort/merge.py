@@ -3,7 +3,7 @@
     input_ids, negative_ids -> text encoder(s) -+
     latents -----------------------------------> Loop over steps: UNet, guidance, scheduler -> VAE decoder -> image
 
-One file, one session, one memory arena. The scheduler is a matrix (see `sd_ort.schedule`) and an input with a default,
+One file, one session, one memory arena. The scheduler is a matrix (see `family.schedule`) and an input with a default,
 so the model takes other step counts and schedulers without being made again. The parts of a hoisted UNet that run once
 run before the loop. Weights are streamed from one file to the other, a tensor at a time.
 """
@@ -21,12 +21,15 @@ import numpy as np
 import onnx_ir as ir
 
 from fusion_passes.rewriting import constant
-from sd_ort import folder, hoist, step_graph
-from sd_ort.compose import inline
-from sd_ort.errors import InputError
-from sd_ort.optimize import save
-from sd_ort.pipeline import latent_scale, make_scheduler, read_json, set_timesteps, text_encoders
-from sd_ort.schedule import LinearSchedule, linear_schedule
+from sd_ort.core import folder
+from sd_ort.core.errors import InputError
+from sd_ort.core.files import read_json
+from sd_ort.family.conditioning import latent_scale, text_encoders
+from sd_ort.family.schedule import LinearSchedule, linear_schedule
+from sd_ort.family.schedulers import make_scheduler, set_timesteps
+from sd_ort.graphs import hoist, sampling_step
+from sd_ort.graphs.inline import inline
+from sd_ort.graphs.save import save
 
 FLOAT = ir.DataType.FLOAT
 
@@ -105,10 +108,10 @@ class _Merger:
         self.weights = self._input("weights", ["states", "states"], schedule.weights)
         self.guidance = self._input("guidance_scale", [1], np.array([guidance], np.float32))
         fixed, by_step = self._hoisted(told) if "unet_prompt" in parts else (told, {})
-        history = self._call(step_graph.FIRST, "first.", latents=latents, timesteps=self.timesteps)["history"]
+        history = self._call(sampling_step.FIRST, "first.", latents=latents, timesteps=self.timesteps)["history"]
         history = self._loop(history, fixed, by_step)
         last = self._node("Shape", [self.timesteps])
-        drawn = self._call(step_graph.LATENTS, "last.", history=history, index=last, weights=self.weights)["latents"]
+        drawn = self._call(sampling_step.LATENTS, "last.", history=history, index=last, weights=self.weights)["latents"]
         self._decode(drawn, vae)
 
     # --- The stages -------------------------------------------------------------------------------------------------
@@ -170,18 +173,20 @@ class _Merger:
         carried = _value("step.history", [None] * 5, FLOAT)
         self.graph.inputs.extend([number, go_on, carried])
         index = self._node("Reshape", [number, self._ints([1])])
-        latents = self._call(step_graph.LATENTS, "step.", history=carried, index=index, weights=self.weights)["latents"]
+        latents = self._call(sampling_step.LATENTS, "step.", history=carried, index=index, weights=self.weights)[
+            "latents"
+        ]
         inputs = self._call(
-            step_graph.INPUT, "input.", latents=latents, index=index, scales=self.scales, timesteps=self.timesteps
+            sampling_step.INPUT, "input.", latents=latents, index=index, scales=self.scales, timesteps=self.timesteps
         )
-        inputs["sample"] = self._call(step_graph.TWICE, "input.", sample=inputs["sample"])["rows"]
+        inputs["sample"] = self._call(sampling_step.TWICE, "input.", sample=inputs["sample"])["rows"]
         now = {name: self._node("Gather", [value, number], axis=0) for name, value in by_step.items()}
         feed = {**fixed, **now, **self._cast_all(unet, inputs)}
         wanted = {str(v.name): feed[str(v.name)] for v in unet.graph.inputs}
         noise = inline(self.model, unet, wanted, "unet.", into=self.graph)["out_sample"]
         noise = self._as(noise, FLOAT)
-        guided = self._call(step_graph.GUIDE, "guide.", noise=noise, guidance=self.guidance)["guided"]
-        record = self._call(step_graph.RECORD, "record.", noise=guided, history=carried, index=index)
+        guided = self._call(sampling_step.GUIDE, "guide.", noise=noise, guidance=self.guidance)["guided"]
+        record = self._call(sampling_step.RECORD, "record.", noise=guided, history=carried, index=index)
         self.graph.outputs.extend([self._node("Identity", [go_on]), record["history_out"]])
         body, self.graph = self.graph, outer
         for value, dtype in zip(body.outputs, (ir.DataType.BOOL, FLOAT), strict=True):
@@ -229,7 +234,7 @@ class _Merger:
         return node.outputs[0]
 
     def _call(self, text: str, prefix: str, **inputs: ir.Value) -> dict[str, ir.Value]:
-        return inline(self.model, step_graph.graph(text, self.opset), inputs, prefix, into=self.graph)
+        return inline(self.model, sampling_step.graph(text, self.opset), inputs, prefix, into=self.graph)
 
     def _ints(self, numbers: list[int]) -> ir.Value:
         name = f"{self.graph.name}.ints.{'_'.join(map(str, numbers))}"

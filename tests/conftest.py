@@ -41,7 +41,7 @@ def tiny_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
     Made by the first worker that needs it; each has a copy, since calibration puts links to its weights.
     """
-    from sd_ort.export import export
+    from sd_ort.export.exporter import export
 
     first, mine = run_folder / "tiny-export", tmp_path_factory.mktemp("tiny") / "raw"
     with first.with_suffix(".lock").open("w") as lock:

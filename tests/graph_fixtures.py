@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from sd_ort import folder
-from sd_ort.models import MODEL_OF, PRESETS
+from sd_ort.core import folder
+from sd_ort.family.presets import PRESETS
+from sd_ort.family.signatures import MODEL_OF
 
 GRAPHS = Path(__file__).parent / "graphs"
 NAMES = sorted(path.name.removesuffix(".onnx.xz") for path in GRAPHS.glob("*.onnx.xz"))

@@ -20,13 +20,17 @@ import graph_fixtures
 import numpy as np
 import pytest
 
-from sd_ort import benchmark, contenders, device, doctor, measure, mlperf, profile, variants
+from sd_ort.benchmark import ablation, contenders, mlperf, profile, recipes, runner, tables
+from sd_ort.benchmark.engines.contract import Engine, Settings
+from sd_ort.benchmark.worker import Case, Worker, is_tuned
+from sd_ort.check import doctor
+from sd_ort.core import metrics
+from sd_ort.core.errors import InputError, SdOrtError
+from sd_ort.core.folder import DATA, MODEL, write_manifest
 from sd_ort.demo import scenes
-from sd_ort.engines import Engine, Settings
-from sd_ort.errors import InputError, SdOrtError
-from sd_ort.folder import DATA, MODEL, write_manifest
-from sd_ort.optimize import optimize_component
-from sd_ort.targets import TARGETS
+from sd_ort.optimize.optimizer import optimize_component
+from sd_ort.optimize.targets import TARGETS
+from sd_ort.runtime import device, machine
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -141,24 +145,24 @@ def test_named_engines(tmp_path: Path) -> None:
 
 
 def test_ablation_adds_one_thing_a_row(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contenders, "op_library", lambda: Path("libsd_ort_ops.so"))
+    monkeypatch.setattr(contenders, "library_path", lambda: Path("libsd_ort_ops.so"))
     rows, _ = contenders.ablation(raw, "cuda")
     labels = [
         "raw fp32",
         "raw fp16",
-        *(step.label for step in variants.ABLATION.values() if step.label != "nothing fused"),
+        *(step.label for step in ablation.ABLATION.values() if step.label != "nothing fused"),
     ]
     assert [row.label for row in rows] == [*labels, "ours: + op library", "+ hoisting", "+ graph capture"]
     assert [row.library for row in rows] == [False] * len(labels) + [True] * 3
     assert [row.graph for row in rows] == [False] * (len(labels) + 2) + [True]
-    steps = list(variants.ablation_steps(TARGETS["cuda"]).values())
+    steps = list(ablation.ablation_steps(TARGETS["cuda"]).values())
     assert (steps[-1].leave, steps[-1].expand) == (TARGETS["cuda"].leave, TARGETS["cuda"].expand)
     for before, after in pairwise(steps):
         assert after.leave <= before.leave
         assert after.expand <= before.expand
     assert [step.layout for step in steps] == ["NCHW"] * 2 + ["NHWC"] * 6
 
-    monkeypatch.setattr(contenders, "op_library", lambda: None)
+    monkeypatch.setattr(contenders, "library_path", lambda: None)
     rows, notes = contenders.ablation(raw, "cpu")
     assert rows[-1].label == "+ hoisting"
     assert [row.make for row in rows[:3]] == [(), ("raw", "float16"), ("ours", "cpu", "float32", "mha")]
@@ -172,7 +176,7 @@ def test_ablation_adds_one_thing_a_row(raw: Path, monkeypatch: pytest.MonkeyPatc
 def test_every_step_of_the_ablation_adds_its_operator(tmp_path: Path) -> None:
     name = "sd15-tiny-dynamo-20.unet"
     source = graph_fixtures.make_folder(tmp_path / "raw", name) / "unet" / MODEL
-    steps = variants.ablation_steps(TARGETS["cuda"])
+    steps = ablation.ablation_steps(TARGETS["cuda"])
     counts = {
         step: optimize_component(source, tmp_path / step / "unet" / MODEL, steps[step])["counts"]
         for step in ("none", "mha", "norm", "skip")
@@ -194,35 +198,35 @@ def raw_component(raw: Path) -> Path:
 
 
 def test_made_component_appears_whole(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def copy(task: variants.Task, word: str) -> None:
+    def copy(task: recipes.Task, word: str) -> None:
         assert (task.source, word) == (raw / "unet" / MODEL, "twice")
         task.out.write_text("made")
         part = task.out.parent.with_name("unet_prompt")
         part.mkdir()
         (part / MODEL).write_text("a part")
 
-    monkeypatch.setitem(variants.RECIPES, "copy", copy)
+    monkeypatch.setitem(recipes.RECIPES, "copy", copy)
     out = tmp_path / "home" / "copy-twice"
     out.mkdir(parents=True)
-    variants._make_component(("copy", "twice"), raw_component(raw), out, "unet")
+    recipes._make_component(("copy", "twice"), raw_component(raw), out, "unet")
     assert (out / "unet" / MODEL).read_text() == "made"
     assert (out / "unet_prompt" / MODEL).read_text() == "a part"
     assert (out / "unet" / "config.json").read_text() == "{}"
-    assert float((out / "unet" / variants.SECONDS).read_text()) >= 0
+    assert float((out / "unet" / recipes.SECONDS).read_text()) >= 0
 
 
 def test_component_that_cannot_be_made_leaves_nothing(
     raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(task: variants.Task) -> None:
+    def fail(task: recipes.Task) -> None:
         task.out.write_text("half")
         raise ValueError("\nno such pattern\nmore")
 
-    monkeypatch.setitem(variants.RECIPES, "fail", fail)
+    monkeypatch.setitem(recipes.RECIPES, "fail", fail)
     out = tmp_path / "home" / "fail"
     out.mkdir(parents=True)
     with pytest.raises(SdOrtError, match=r"^unet: ValueError: no such pattern$"):
-        variants._make_component(("fail",), raw_component(raw), out, "unet")
+        recipes._make_component(("fail",), raw_component(raw), out, "unet")
     assert list(out.iterdir()) == []
 
 
@@ -238,7 +242,7 @@ def report_folder(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -
     path.write_bytes(path.read_bytes()[:1000])
     engines, notes = contenders.find_engines([tiny_export, broken])
     settings = Settings(steps=2, batches=(1, 2), height=64, width=64, runs=3, threads=1, tuning=True)
-    benchmark.run(engines, settings, folder / "out", notes=notes)
+    runner.run(engines, settings, folder / "out", notes=notes)
     return folder / "out"
 
 
@@ -310,14 +314,15 @@ def test_tuning_without_tunable_operators_is_said(report: dict[str, Any]) -> Non
 def test_note_on_tuning(provider: str, built: str, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tuned depends on the provider and on the GPU half of the op library; engines without it are not."""
     (tmp_path / built).touch()
-    monkeypatch.setattr(benchmark, "op_library", lambda: tmp_path / "libsd_ort_ops.so")
-    notes = benchmark._notes(Settings(provider=provider, tuning=True), device.Meter())
+    for module in ("runner", "worker"):
+        monkeypatch.setattr(f"sd_ort.benchmark.{module}.library_path", lambda: tmp_path / "libsd_ort_ops.so")
+    notes = runner._notes(Settings(provider=provider, tuning=True), device.Meter())
     assert any(f"--tuning {note}" in line for line in notes)
-    assert not any("--tuning" in line for line in benchmark._notes(Settings(provider=provider), device.Meter()))
+    assert not any("--tuning" in line for line in runner._notes(Settings(provider=provider), device.Meter()))
     ours = Engine("ours", "onnxruntime", "folder", "demo")
-    assert benchmark.is_tuned(ours, provider) is ("was on" in note)
-    assert benchmark.is_tuned(replace(ours, library=False), provider) is (provider == "rocm")
-    assert not benchmark.is_tuned(replace(ours, engine="torch"), provider)
+    assert is_tuned(ours, provider) is ("was on" in note)
+    assert is_tuned(replace(ours, library=False), provider) is (provider == "rocm")
+    assert not is_tuned(replace(ours, engine="torch"), provider)
 
 
 def test_csv_has_onnxruntimes_columns(report: dict[str, Any], report_folder: Path) -> None:
@@ -334,7 +339,7 @@ def test_csv_has_onnxruntimes_columns(report: dict[str, Any], report_folder: Pat
 
 
 def test_table_shows_every_engine(report: dict[str, Any]) -> None:
-    table = benchmark.to_table(report)
+    table = tables.to_table(report)
     assert "raw ONNX broken (batch 2) failed:" in table
     assert "torch eager" in table
     assert "1.00x (1.00-1.00)" in table
@@ -343,7 +348,7 @@ def test_table_shows_every_engine(report: dict[str, Any]) -> None:
 # --- What goes wrong ------------------------------------------------------------------------------------------------
 
 
-class FakeWorker(benchmark.Worker):
+class FakeWorker(Worker):
     """A worker whose process stays idle, and whose third batch is interrupted."""
 
     started: ClassVar[list[FakeWorker]] = []
@@ -366,10 +371,10 @@ class FakeWorker(benchmark.Worker):
 
 
 def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "Worker", FakeWorker)
+    monkeypatch.setattr(runner, "Worker", FakeWorker)
     engine = Engine("raw ONNX", "onnxruntime", "folder", "demo")
     with pytest.raises(KeyboardInterrupt):
-        benchmark.run([engine], Settings(warmup=1, runs=5), tmp_path)
+        runner.run([engine], Settings(warmup=1, runs=5), tmp_path)
     report = json.loads((tmp_path / "benchmark.json").read_text())
     assert report["interrupted"] is True
     assert report["finished"] is False
@@ -379,8 +384,8 @@ def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_engine_killed_by_the_system_is_a_row(tmp_path: Path) -> None:
-    worker = benchmark.Worker(Engine("raw ONNX", "onnxruntime", str(tmp_path), "demo"), device.Meter())
-    worker.cases = {1: benchmark.Case(1), 2: benchmark.Case(2)}
+    worker = Worker(Engine("raw ONNX", "onnxruntime", str(tmp_path), "demo"), device.Meter())
+    worker.cases = {1: Case(1), 2: Case(2)}
     worker.process.kill()
     for batch in (1, 2):
         worker.draw(batch, counted=True)
@@ -402,9 +407,9 @@ class TooLarge(FakeWorker):
 
 
 def test_batch_without_room_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "Worker", TooLarge)
+    monkeypatch.setattr(runner, "Worker", TooLarge)
     engine = Engine("raw ONNX", "onnxruntime", "folder", "demo")
-    report = benchmark.run([engine], Settings(batches=(1, 4, 8), runs=2), tmp_path)
+    report = runner.run([engine], Settings(batches=(1, 4, 8), runs=2), tmp_path)
     assert [(row["batch"], row["status"], "step_ms" in row) for row in report["engines"]] == [
         (1, "ok", True),
         (4, "failed", False),
@@ -418,13 +423,13 @@ def test_folder_that_cannot_be_made_is_a_row(tmp_path: Path, monkeypatch: pytest
     def fail(*_: Any) -> Any:
         raise SdOrtError("unet: ValueError: no such pattern")
 
-    monkeypatch.setattr(benchmark, "Worker", TooLarge)
-    monkeypatch.setattr(variants, "make", fail)
+    monkeypatch.setattr(runner, "Worker", TooLarge)
+    monkeypatch.setattr(recipes, "make", fail)
     engines = [
         Engine("raw ONNX", "onnxruntime", "folder", "demo"),
         Engine("ORT optimizer", "onnxruntime", "folder", "demo", make=("ort", "cpu", "float32"), raw="folder"),
     ]
-    report = benchmark.run(engines, Settings(component="unet", runs=1), tmp_path)
+    report = runner.run(engines, Settings(component="unet", runs=1), tmp_path)
     assert [row["status"] for row in report["engines"]] == ["ok", "failed"]
     assert report["engines"][1]["reason"] == "unet: ValueError: no such pattern"
 
@@ -435,9 +440,9 @@ def test_one_engine_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def record(group: Any, *_: Any) -> None:
         order.append([item.engine.label for item in group])
 
-    monkeypatch.setattr(benchmark, "_measure", record)
+    monkeypatch.setattr(runner, "_measure", record)
     engines = [Engine(label, "onnxruntime", "folder", "demo") for label in "ab"]
-    report = benchmark.run(engines, Settings(sequential=True), tmp_path)
+    report = runner.run(engines, Settings(sequential=True), tmp_path)
     assert order == [["a"], ["b"]]
     assert any("different moments" in note for note in report["notes"])
 
@@ -456,7 +461,7 @@ def test_command_says_where_an_interrupted_run_is(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(benchmark, "run", interrupted)
+    monkeypatch.setattr(runner, "run", interrupted)
     code, _, error = sd_ort("benchmark", raw, "--out", tmp_path / "out")
     assert code == 130
     assert f"what was measured is in {tmp_path / 'out' / 'benchmark.json'}" in error
@@ -467,21 +472,21 @@ def test_command_says_where_an_interrupted_run_is(
 
 def test_psnr() -> None:
     black, grey = np.zeros((4, 4, 3), np.uint8), np.full((4, 4, 3), 51, np.uint8)
-    assert measure.psnr(grey, black) == pytest.approx(20 * np.log10(5))
-    assert measure.psnr(black, black) == measure.EQUAL_DB
+    assert metrics.psnr(grey, black) == pytest.approx(20 * np.log10(5))
+    assert metrics.psnr(black, black) == metrics.EQUAL_DB
     with pytest.raises(ValueError, match="cannot be compared"):
-        measure.psnr(black, black[:2])
+        metrics.psnr(black, black[:2])
 
 
 def test_peak_memory_counts_from_its_reset() -> None:
-    if not measure.reset_peak_memory():
+    if not machine.reset_peak_memory():
         pytest.skip("this system does not let a process reset its peak")
-    before = measure.peak_memory_MB()
-    block = np.ones(64 * measure.MEGABYTE, np.uint8)
-    assert measure.peak_memory_MB() - before == pytest.approx(64, abs=8)
+    before = machine.peak_memory_MB()
+    block = np.ones(64 * machine.MEGABYTE, np.uint8)
+    assert machine.peak_memory_MB() - before == pytest.approx(64, abs=8)
     del block
-    measure.reset_peak_memory()
-    assert measure.peak_memory_MB() - before == pytest.approx(0, abs=8)
+    machine.reset_peak_memory()
+    assert machine.peak_memory_MB() - before == pytest.approx(0, abs=8)
 
 
 def test_device_memory_and_power_of_an_amd_gpu(tmp_path: Path) -> None:
@@ -636,12 +641,12 @@ def test_profile_sums_by_operator_and_site() -> None:
 def test_kernels_belong_to_the_node_that_launched_them() -> None:
     events = profile.node_events(ort_trace(), runs=2)
     trace: list[dict[str, Any]] = []
-    for run, start in enumerate((1000, 5000)):
+    for number, start in enumerate((1000, 5000)):
         trace.append({"ph": "X", "cat": "user_annotation", "name": profile.STEP, "ts": start, "dur": 120})
         for i, (launch, duration) in enumerate(
             ((12, 500), (33, 70), (51, 3), (85, 1))
         ):  # 7 us from Python into the run
-            correlation = {"correlation": 10 * run + i}
+            correlation = {"correlation": 10 * number + i}
             trace.append(
                 {
                     "ph": "X",
@@ -701,7 +706,7 @@ def test_doctor_without_onnxruntime(sd_ort: Cli, monkeypatch: pytest.MonkeyPatch
     def absent() -> None:
         raise SdOrtError("onnxruntime is not installed")
 
-    monkeypatch.setattr("sd_ort.session.runtime", absent)
+    monkeypatch.setattr("sd_ort.runtime.providers.runtime", absent)
     code, out, _ = sd_ort("doctor")
     assert code == 3
     assert out.count("onnxruntime is not installed") == len(doctor.PROVIDERS)
@@ -729,7 +734,7 @@ def test_fidelity_bounds_can_be_broken(evaluate: Any) -> None:
     reference = {**evaluate.row("torch fp32", prompts, right, None), "pictures": right}
     assert reference["share_percent"] == 100
     same = evaluate.row("fused fp32", prompts, right, reference)
-    assert (same["passed"], same["lost_points"], same["psnr_db"]["min"]) == (True, 0, measure.EQUAL_DB)
+    assert (same["passed"], same["lost_points"], same["psnr_db"]["min"]) == (True, 0, metrics.EQUAL_DB)
 
     one_wrong = right.copy()
     one_wrong[3] = 255 - one_wrong[3]  # 5 points of fidelity, while the median picture is as before

@@ -15,7 +15,7 @@ import pytest
 
 from custom_ops import GPU_OPERATORS, code_objects
 from custom_ops.op import load
-from sd_ort import ops
+from sd_ort.runtime import build, headers, library
 
 ARCHS = ("gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
 
@@ -23,7 +23,7 @@ ARCHS = ("gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
 @pytest.fixture(scope="module")
 def listing() -> dict:
     """kernels.json."""
-    library = ops.build(cpu=False, hip=ARCHS)
+    library = build.build(cpu=False, hip=ARCHS)
     read: dict = json.loads((library.parent / "kernels.json").read_text())
     assert Path(read["folder"]) == library.parent / "code_objects"
     return read
@@ -109,7 +109,7 @@ def test_masked_exchanges_are_found() -> None:
 
 def test_kernels_json_is_enough_to_launch(kernels: list[dict]) -> None:
     """The arguments fill the kernel's segment: none is hidden. The object has the symbol."""
-    folder = Path(json.loads((ops.SOURCES / "kernels.json").read_text())["folder"])
+    folder = Path(json.loads((library.SOURCES / "kernels.json").read_text())["folder"])
     for entry in kernels:
         end = 0
         for argument in entry["arguments"]:
@@ -180,7 +180,7 @@ def test_no_cache_is_emptied_and_all_memory_known_to_be_global(listing: dict, ar
 
 
 def test_emulation_says_what_it_needs(tmp_path: Path) -> None:
-    command = [sys.executable, str(ops.SOURCES.parent / "scripts/emulate_amd.py"), "--tinygrad", str(tmp_path)]
+    command = [sys.executable, str(library.SOURCES.parent / "scripts/emulate_amd.py"), "--tinygrad", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert run.stderr.startswith(f"{tmp_path} is no tinygrad checkout")
@@ -210,19 +210,19 @@ def kernel_names(table: str) -> set[str]:
 
 
 def test_cuda_compiles() -> None:
-    library = ops.build(cpu=False, cuda=["sm_90"])
+    library = build.build(cpu=False, cuda=["sm_90"])
     assert library.is_file()
 
 
 def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ops.BuildError, match="cmake is not on PATH"):
-        ops.build(cuda=["sm_90"])
+    with pytest.raises(library.BuildError, match="cmake is not on PATH"):
+        build.build(cuda=["sm_90"])
 
 
 def test_given_headers_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ops.BuildError, match=r"has no onnxruntime_c_api\.h"):
-        ops.find_headers(tmp_path)
+    with pytest.raises(library.BuildError, match=r"has no onnxruntime_c_api\.h"):
+        headers.find_headers(tmp_path)
 
 
 @pytest.mark.parametrize("words", ["--hip gfx90a gfx942 --cuda sm_90", "--hip gfx90a --cuda sm_90 --hip gfx942"])
@@ -230,7 +230,7 @@ def test_command_takes_several_architectures(
     words: str, sd_ort: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict = {}
-    monkeypatch.setattr(ops, "build", lambda **options: asked.update(options))
+    monkeypatch.setattr(build, "build", lambda **options: asked.update(options))
     assert sd_ort("build-ops", *words.split(), "--no-cpu")[0] == 0
     assert (asked["hip"], asked["cuda"], asked["cpu"]) == (("gfx90a", "gfx942"), ("sm_90",), False)
 

@@ -13,10 +13,10 @@ from onnx import TensorProto, helper
 
 from custom_ops import CPU_OPERATORS
 from custom_ops.op import DTYPES, Case, Operator, draw, load, nmse, nmse_limit
-from sd_ort import ops
-from sd_ort.folder import MODEL
-from sd_ort.optimize import optimize_component
-from sd_ort.targets import TARGETS
+from sd_ort.core.folder import MODEL
+from sd_ort.optimize.optimizer import optimize_component
+from sd_ort.optimize.targets import TARGETS
+from sd_ort.runtime import build
 
 OPS = [load(folder) for folder in CPU_OPERATORS]
 ONNX_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
@@ -31,7 +31,7 @@ CALLS = [
 
 @pytest.fixture(scope="session")
 def library() -> Path:
-    return ops.build(cpu=True)
+    return build.build(cpu=True)
 
 
 def one_node_model(operator: Operator, case: Case, inputs: dict[str, np.ndarray], dtype: str) -> bytes:

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sd_ort.core.errors import InputError
 from sd_ort.demo import GUIDANCE, HEIGHT, MODEL_DIR, STEPS, WIDTH, fidelity, scenes
 from sd_ort.demo.scenes import COLOURS, PLACES, RADII, RELATIONS, SHAPES, Item, Scene
-from sd_ort.errors import InputError
 
 WEIGHTS = sorted(MODEL_DIR.glob("*/*.safetensors"))
 
@@ -329,7 +329,7 @@ def test_model_draws_unseen_prompts(training) -> None:  # type: ignore[no-untype
 
 def test_recorded_score() -> None:
     """The score in results/ is that of the committed weights, on enough prompts, and high enough."""
-    from sd_ort.folder import sha256
+    from sd_ort.core.folder import sha256
 
     report = json.loads((Path(__file__).parents[1] / "results/demo_fidelity_torch.json").read_text())
     assert report["weights_sha256"] == {str(p.relative_to(MODEL_DIR)): sha256(p) for p in WEIGHTS}

@@ -14,13 +14,14 @@ import onnxruntime as ort
 import pytest
 from click.testing import CliRunner
 
-from sd_ort import folder
+from sd_ort.check.explain import explain
+from sd_ort.check.extract import extract
 from sd_ort.commands import explain as explain_command
 from sd_ort.commands import extract as extract_command
-from sd_ort.errors import InputError, OutputError
-from sd_ort.explain import explain, scope
-from sd_ort.extract import extract
-from sd_ort.optimize import optimize
+from sd_ort.core import folder
+from sd_ort.core.errors import InputError, OutputError
+from sd_ort.graphs.scopes import scope
+from sd_ort.optimize.optimizer import optimize
 
 DYNAMO, TORCHSCRIPT = "sd15-tiny-dynamo-20.vae_decoder", "sd15-tiny-torchscript-17.vae_decoder"
 

@@ -18,11 +18,13 @@ import onnxruntime
 import pytest
 import torch
 
-from sd_ort import export, folder, models
-from sd_ort.errors import InputError, OutputError, VerificationError
-from sd_ort.models import PRESETS, Preset
-from sd_ort.modules import wrap
-from sd_ort.sources import PresetSource, component_signature
+from sd_ort.core import folder
+from sd_ort.core.errors import InputError, OutputError, VerificationError
+from sd_ort.export import exporter as stage
+from sd_ort.family import signatures
+from sd_ort.family.checkpoints import PresetSource, component_signature
+from sd_ort.family.modules import wrap
+from sd_ort.family.presets import PRESETS, Preset
 
 MINI = ("--preset", "sd15-mini", "--random-weights")
 SD15_OPERATORS = {"Softmax": 32, "InstanceNormalization": 61, "LayerNormalization": 48, "Conv": 98}
@@ -69,11 +71,11 @@ def check_against_torch(path: Path, component: str, preset: str, sizes: dict[str
     signature = component_signature(source, component, config)
     module = wrap(
         component,
-        source.load(models.MODEL_OF.get(component, component)),
+        source.load(signatures.MODEL_OF.get(component, component)),
         sdxl="XL" in PRESETS[preset].pipeline,
         controlnet="controlnet" in source.configs,
     )
-    inputs = {t.name: export.example(t, sizes, config, seed=7) for t in signature.inputs}
+    inputs = {t.name: stage.example(t, sizes, config, seed=7) for t in signature.inputs}
     with torch.no_grad():
         outputs = module(*inputs.values())
     expected = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -82,8 +84,8 @@ def check_against_torch(path: Path, component: str, preset: str, sizes: dict[str
     assert [o.name for o in session.get_outputs()] == [t.name for t in signature.outputs]
     actual = session.run(None, {name: value.numpy() for name, value in inputs.items()})
     for tensor, array in zip(signature.outputs, actual, strict=True):
-        assert array.shape == tuple(models.size(axis, sizes) for axis in tensor.axes)
-    return export.compare(actual, [e.numpy() for e in expected])["nmse"]
+        assert array.shape == tuple(signatures.size(axis, sizes) for axis in tensor.axes)
+    return stage.compare(actual, [e.numpy() for e in expected])["nmse"]
 
 
 def counts(path: Path) -> dict[str, int]:
@@ -125,7 +127,7 @@ def test_sd15_manifest(tiny_export):
     assert manifest["versions"]["torch"].startswith("2.")
     assert folder.is_intact(tiny_export, manifest)
     for entry in manifest["components"].values():
-        assert 0 < entry["torch_error"]["nmse"] <= export.TOLERANCE
+        assert 0 < entry["torch_error"]["nmse"] <= stage.TOLERANCE
         assert 0 < entry["torch_error"]["max_abs"] < 1e-3
 
 
@@ -153,7 +155,7 @@ def test_sd15_graph(tiny_export):
     for tensor in external:
         where = {e.key: e.value for e in tensor.external_data}
         assert where["location"] == "model.onnx.data"
-        assert int(where["length"]) <= 1 << 20 or int(where["offset"]) % export.ALIGNMENT == 0
+        assert int(where["length"]) <= 1 << 20 or int(where["offset"]) % stage.ALIGNMENT == 0
 
 
 def test_command_line_prints_a_table_and_does_nothing_twice(sd_ort, tmp_path):
@@ -186,7 +188,7 @@ def test_command_line_prints_a_table_and_does_nothing_twice(sd_ort, tmp_path):
 )
 def test_opsets(tmp_path, exporter, opset, component):
     options = {"opset": opset, "exporter": exporter, "components": [component]}
-    export.export(None, tmp_path / "out", preset="sd15-mini", random_weights=True, **options)
+    stage.export(None, tmp_path / "out", preset="sd15-mini", random_weights=True, **options)
     sizes = {"batch": 3, "sequence": 3, "height": 8, "width": 2}
     assert check_against_torch(tmp_path / "out", component, "sd15-mini", sizes) <= 1e-10
     model = onnx.load(tmp_path / "out" / component / "model.onnx", load_external_data=False)
@@ -206,7 +208,7 @@ def test_opsets(tmp_path, exporter, opset, component):
 )
 def test_families(tmp_path, preset, exporter, names):
     options = {"exporter": exporter, "seed": 3, "components": names}
-    manifest = export.export(None, tmp_path / "out", preset=preset, random_weights=True, **options)
+    manifest = stage.export(None, tmp_path / "out", preset=preset, random_weights=True, **options)
     sizes = {"batch": 3, "sequence": 9, "height": 4, "width": 6}
     assert sorted(manifest["components"]) == sorted(names)
     for component in names:
@@ -272,7 +274,7 @@ def test_fp16_folder(checkpoint, tmp_path):
     """An fp16 checkpoint is exported in fp32, with the weights it has."""
     from diffusers import UNet2DConditionModel
 
-    manifest = export.export(str(checkpoint), tmp_path / "out", exporter="torchscript", components=["unet"])
+    manifest = stage.export(str(checkpoint), tmp_path / "out", exporter="torchscript", components=["unet"])
     assert manifest["source"]["model"] == str(checkpoint)
     assert manifest["source"]["random_weights"] is False
     assert json.loads((tmp_path / "out" / "model_index.json").read_text())["_class_name"] == "StableDiffusionPipeline"
@@ -284,8 +286,8 @@ def test_fp16_folder(checkpoint, tmp_path):
     }
     with torch.no_grad():
         expected = unet(*inputs.values(), return_dict=False)[0].numpy()
-    actual = export.run_onnx(tmp_path / "out" / "unet" / "model.onnx", inputs)
-    assert export.compare(actual, [expected])["nmse"] < 1e-10
+    actual = stage.run_onnx(tmp_path / "out" / "unet" / "model.onnx", inputs)
+    assert stage.compare(actual, [expected])["nmse"] < 1e-10
 
 
 def test_changed_weights_are_exported_again(checkpoint, tmp_path):
@@ -294,14 +296,14 @@ def test_changed_weights_are_exported_again(checkpoint, tmp_path):
     copy, lines = tmp_path / "copy", []
     shutil.copytree(checkpoint, copy)
     options = {"exporter": "torchscript", "components": ["vae_decoder"], "progress": lines.append}
-    export.export(str(copy), tmp_path / "out", **options)
-    export.export(str(copy), tmp_path / "out", **options)
+    stage.export(str(copy), tmp_path / "out", **options)
+    stage.export(str(copy), tmp_path / "out", **options)
     assert "up to date" in lines[-1]
     path = copy / "vae" / "diffusion_pytorch_model.safetensors"
     weights = load_file(path)
     weights["decoder.conv_in.bias"] += 1
     save_file(weights, path, metadata={"format": "pt"})
-    export.export(str(copy), tmp_path / "out", **options)
+    stage.export(str(copy), tmp_path / "out", **options)
     assert "up to date" not in lines[-1]
 
 
@@ -309,7 +311,7 @@ def test_controlnet_beside_a_checkpoint(checkpoint, tmp_path):
     PresetSource("sd15-controlnet-mini", 6).load("controlnet").save_pretrained(tmp_path / "net")
     out = tmp_path / "out"
     options = {"exporter": "torchscript", "components": ["unet", "controlnet"]}
-    export.export(str(checkpoint), out, controlnet=str(tmp_path / "net"), **options)
+    stage.export(str(checkpoint), out, controlnet=str(tmp_path / "net"), **options)
     unet, net = (onnx.load(out / c / "model.onnx", load_external_data=False).graph for c in ("unet", "controlnet"))
     residuals = [i.name for i in unet.input][3:]
     assert residuals[:-1] == [o.name for o in net.output][:-1]
@@ -396,7 +398,7 @@ def test_exporter_that_gives_up(sd_ort, tmp_path, monkeypatch):
     def fail(*_):
         raise RuntimeError("no such operator\nand a long story")
 
-    monkeypatch.setitem(export.EXPORTERS, "torchscript", fail)
+    monkeypatch.setitem(stage.EXPORTERS, "torchscript", fail)
     options = ("--exporter", "torchscript", "--component", "vae_decoder")
     error = refused(sd_ort, tmp_path, *MINI, *options, tmp_path / "out")
     assert error.endswith("(no such operator): try --exporter dynamo.")
@@ -477,7 +479,7 @@ def test_wrong_number_of_arguments(sd_ort, tmp_path, arguments):
 @pytest.mark.parametrize(("exporter", "opset"), [("dynamo", 17), ("torchscript", 23), ("dynamo", 99)])
 def test_unsupported_opset(sd_ort, tmp_path, exporter, opset):
     error = refused(sd_ort, tmp_path, *MINI, "--exporter", exporter, "--opset", opset, tmp_path / "out")
-    assert "choose one of " + ", ".join(map(str, export.OPSETS[exporter])) in error
+    assert "choose one of " + ", ".join(map(str, stage.OPSETS[exporter])) in error
 
 
 def test_unknown_exporter_and_component(sd_ort, tmp_path):
@@ -494,8 +496,8 @@ def test_output_that_is_not_ours(sd_ort, tmp_path):
 
 def test_wrong_numbers_are_refused(sd_ort, tmp_path, monkeypatch):
     """The check after export is a real one: outputs that are off by 0.1 % stop it."""
-    run = export.run_onnx
-    monkeypatch.setattr(export, "run_onnx", lambda *a: [1.001 * array for array in run(*a)])
+    run = stage.run_onnx
+    monkeypatch.setattr(stage, "run_onnx", lambda *a: [1.001 * array for array in run(*a)])
     options = ("--component", "vae_decoder", "--exporter", "torchscript")
     assert "differs from torch" in refused(sd_ort, tmp_path, *MINI, *options, tmp_path / "out", code=4)
 
@@ -563,8 +565,8 @@ def test_interrupt(tmp_path):
 
 def test_python_api_raises_the_same(tmp_path):
     with pytest.raises(InputError, match="unknown preset"):
-        export.export(None, tmp_path / "out", preset="sd99", random_weights=True)
+        stage.export(None, tmp_path / "out", preset="sd99", random_weights=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="was not written by sd-ort"):
-        export.export(None, tmp_path / "file", preset="sd15-mini", random_weights=True)
+        stage.export(None, tmp_path / "file", preset="sd15-mini", random_weights=True)
     assert issubclass(VerificationError, Exception)

@@ -16,16 +16,18 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from sd_ort import StableDiffusionPipeline, folder, models
-from sd_ort.engine_torch import torch_pipeline
-from sd_ort.errors import InputError
-from sd_ort.export import CHECK, example, export
-from sd_ort.models import PRESETS, Preset
-from sd_ort.modules import wrap
-from sd_ort.optimize import optimize, optimize_component
-from sd_ort.sources import PresetSource, component_signature, is_sdxl
-from sd_ort.targets import PORTABLE, Target
-from sd_ort.verify import check, verify
+from sd_ort import StableDiffusionPipeline
+from sd_ort.benchmark.engines.pytorch import torch_pipeline
+from sd_ort.check.verify import check, verify
+from sd_ort.core import folder
+from sd_ort.core.errors import InputError
+from sd_ort.export.exporter import CHECK, example, export
+from sd_ort.family import presets, signatures
+from sd_ort.family.checkpoints import PresetSource, component_signature, is_sdxl
+from sd_ort.family.modules import wrap
+from sd_ort.family.presets import PRESETS, Preset
+from sd_ort.optimize.optimizer import optimize, optimize_component
+from sd_ort.optimize.targets import PORTABLE, Target
 
 # All that a GPU provider could take, as function bodies, so that the CPU runs it: the layout and the packing.
 NHWC = Target("nhwc", layout="NHWC", pack=True, upsample=True)
@@ -119,17 +121,17 @@ CHECKED = [
 
 
 # Parts of public checkpoints that no committed graph has, several in one model: what differs from `topology`'s.
-SMALL_CLIP = models._clip(32, 2, 4, "quick_gelu", 32, vocab_size=models.BYTE_VOCABULARY, intermediate_size=80)
-SMALL_UNET = models._unet_sd(
+SMALL_CLIP = presets._clip(32, 2, 4, "quick_gelu", 32, vocab_size=presets.BYTE_VOCABULARY, intermediate_size=80)
+SMALL_UNET = presets._unet_sd(
     sample_size=8, block_out_channels=[32, 64], layers_per_block=1, attention_head_dim=4, cross_attention_dim=32,
     down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"], up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
     norm_num_groups=8,
 )  # fmt: skip
-SMALL_VAE = models._vae(
+SMALL_VAE = presets._vae(
     sample_size=16, block_out_channels=[16, 32], layers_per_block=1, norm_num_groups=8,
     down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
 )  # fmt: skip
-TOPOLOGIES: dict[str, dict[str, models.Config]] = {
+TOPOLOGIES: dict[str, dict[str, signatures.Config]] = {
     # SSD-1B and Vega: no middle block, other depths at every layer, up differing from down.
     "no-middle": {"unet": {
         "mid_block_type": None, "layers_per_block": 2, "attention_head_dim": [2, 4], "use_linear_projection": True,
@@ -180,18 +182,20 @@ CALLED = {
 }
 
 
-def topology(changes: dict[str, models.Config], pipeline: str = "StableDiffusionPipeline", **scheduler: Any) -> Preset:
+def topology(
+    changes: dict[str, signatures.Config], pipeline: str = "StableDiffusionPipeline", **scheduler: Any
+) -> Preset:
     """A small Stable Diffusion, whose models differ from the usual by `changes`."""
     small = {"text_encoder": SMALL_CLIP, "unet": SMALL_UNET, "vae": SMALL_VAE}
     made = {name: config | changes.get(name, {}) for name, config in small.items()}
     if made["vae"]["_class_name"] == "AutoencoderTiny":
         made["vae"] = changes["vae"]
-    return Preset(pipeline, made, models._EULER | scheduler, {})
+    return Preset(pipeline, made, presets._EULER | scheduler, {})
 
 
-def calls(source: PresetSource, component: str, config: models.Config) -> Counter[str]:
+def calls(source: PresetSource, component: str, config: signatures.Config) -> Counter[str]:
     """How often each kind of module in `CALLED` runs in one pass of a component through torch."""
-    model = source.load(models.MODEL_OF.get(component, component))
+    model = source.load(signatures.MODEL_OF.get(component, component))
     module = wrap(component, model, is_sdxl(source), controlnet=False)
     counts: Counter[str] = Counter()
     for part in module.modules():

@@ -18,8 +18,8 @@ import pytest
 import fusion_passes
 from fusion_passes import DOMAIN
 from fusion_passes.operators import bodies
-from sd_ort.optimize import lower_layout
-from sd_ort.targets import Target
+from sd_ort.optimize.optimizer import lower_layout
+from sd_ort.optimize.targets import Target
 
 NHWC = Target("nhwc", layout="NHWC", pack=True, upsample=True)
 C = 8  # channels, everywhere

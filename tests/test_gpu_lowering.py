@@ -16,8 +16,8 @@ import pytest
 import fusion_passes
 from fusion_passes import DOMAIN
 from fusion_passes.operators import bodies
-from sd_ort.optimize import lower_layout, lower_operators, optimize_component
-from sd_ort.targets import TARGETS, Target
+from sd_ort.optimize.optimizer import lower_layout, lower_operators, optimize_component
+from sd_ort.optimize.targets import TARGETS, Target
 
 # Every pass, and every fused operator by its body: what a CPU can run.
 BODIES = replace(TARGETS["cuda"], contrib={}, linear_add=True, layer_norm=True, upsample=True)

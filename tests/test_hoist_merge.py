@@ -11,19 +11,20 @@ import onnxruntime
 import pytest
 import torch
 
-from sd_ort import StableDiffusionPipeline, hoist
-from sd_ort.compose import inline
-from sd_ort.errors import InputError
-from sd_ort.explain import explain
-from sd_ort.folder import MODEL, read_manifest
-from sd_ort.inputs import SIZES
+from sd_ort import StableDiffusionPipeline
+from sd_ort.check.explain import explain
+from sd_ort.check.verify import verify
+from sd_ort.core.errors import InputError
+from sd_ort.core.folder import MODEL, read_manifest
+from sd_ort.family.inputs import SIZES
+from sd_ort.family.schedule import linear_schedule
+from sd_ort.family.schedulers import make_scheduler
+from sd_ort.graphs import hoist
+from sd_ort.graphs.inline import inline
 from sd_ort.merge import merge
-from sd_ort.merged import MergedPipeline
-from sd_ort.optimize import optimize
-from sd_ort.pipeline import make_scheduler
-from sd_ort.schedule import linear_schedule
-from sd_ort.session import warn_once
-from sd_ort.verify import verify
+from sd_ort.optimize.optimizer import optimize
+from sd_ort.pipeline.merged import MergedPipeline
+from sd_ort.runtime.providers import warn_once
 
 PARTS = ["text_encoder", "unet", "vae_decoder"]
 SETTINGS: dict[str, Any] = {

@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
-from sd_ort.engine_torch import torch_pipeline
-from sd_ort.errors import InputError
-from sd_ort.export import export
+from sd_ort.benchmark.engines.pytorch import torch_pipeline
+from sd_ort.core.errors import InputError
+from sd_ort.export.exporter import export
 
 PROMPT = "a red circle on a blue background"
 SETTINGS: dict[str, Any] = {"prompt": PROMPT, "num_inference_steps": 4, "guidance_scale": 4.0, "output_type": "np"}

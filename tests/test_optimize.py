@@ -15,10 +15,10 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from sd_ort import folder
-from sd_ort import optimize as stage
-from sd_ort.optimize import optimize, optimize_component
-from sd_ort.targets import TARGETS, Target
+from sd_ort.core import folder
+from sd_ort.optimize import optimizer as stage
+from sd_ort.optimize.optimizer import optimize, optimize_component
+from sd_ort.optimize.targets import TARGETS, Target
 
 Cli = Callable[..., tuple[int, str, str]]
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline, tiling
-from sd_ort.engine_torch import torch_pipeline
-from sd_ort.folder import MODEL
+from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
+from sd_ort.benchmark.engines.pytorch import torch_pipeline
+from sd_ort.core.folder import MODEL
+from sd_ort.pipeline import tiling
 
 SETTINGS: dict[str, Any] = {
     "prompt": "a red circle",

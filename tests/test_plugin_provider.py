@@ -10,20 +10,20 @@ from typing import Any
 import onnxruntime
 import pytest
 
-from sd_ort import session
-from sd_ort.errors import ProviderError
-from sd_ort.folder import MODEL
+from sd_ort.core.errors import ProviderError
+from sd_ort.core.folder import MODEL
+from sd_ort.runtime import providers, session
 
 
 def test_missing_library(tmp_path: Path) -> None:
     with pytest.raises(ProviderError, match="does not exist"):
-        session.check_provider(f"plugin:{tmp_path / 'libnone.so'}")
+        providers.check_provider(f"plugin:{tmp_path / 'libnone.so'}")
 
 
 def test_library_that_is_no_provider() -> None:
     libm = next(Path("/").glob(f"lib/*/{ctypes.util.find_library('m')}"))
     with pytest.raises(ProviderError, match=r"is no plugin provider: .*CreateEpFactories"):
-        session.check_provider(f"plugin:{libm}")
+        providers.check_provider(f"plugin:{libm}")
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_plugin_is_named_by_its_devices(library: Path) -> None:
-    assert session.provider_named(f"plugin:{library}").ep == "FakeEP"
-    session.check_provider(f"plugin:{library}")
+    assert providers.provider_named(f"plugin:{library}").ep == "FakeEP"
+    providers.check_provider(f"plugin:{library}")
 
 
 def test_dropped_plugin_is_an_error(library: Path, tiny_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_dropped_plugin_is_an_error(library: Path, tiny_export: Path, monkeypatc
 def test_plugin_without_a_device(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: [])
     with pytest.raises(ProviderError, match="finds no device"):
-        session.check_provider(f"plugin:{library}")
+        providers.check_provider(f"plugin:{library}")
 
 
 class _Options(onnxruntime.SessionOptions):

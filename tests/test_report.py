@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sd_ort import measure, plot, report
-from sd_ort.errors import InputError
+from sd_ort.benchmark import plot, report
+from sd_ort.core import metrics
+from sd_ort.core.errors import InputError
 
 Cli = Callable[..., tuple[int, str, str]]
 
 
 def row(label: str, batch: int, step: float, **more: Any) -> dict[str, Any]:
-    """A row as `sd_ort.benchmark` writes it, of an engine twice as slow to draw as `step` ms."""
+    """A row as `sd_ort.benchmark.runner` writes it, of an engine twice as slow to draw as `step` ms."""
     base = {
         "label": label,
         "batch": batch,
@@ -34,10 +35,10 @@ def row(label: str, batch: int, step: float, **more: Any) -> dict[str, Any]:
         "load_s": 1.0,
         "first_run_s": 0.5,
         "peak_memory_MB": 800.0,
-        "step_ms": measure.summary([step, step * 1.1, step * 0.9]),
-        "image_s": measure.summary([step / 500] * 3),
-        "step_speedup": measure.summary([10 / step] * 3),
-        "image_speedup": measure.summary([10 / step] * 3),
+        "step_ms": metrics.summary([step, step * 1.1, step * 0.9]),
+        "image_s": metrics.summary([step / 500] * 3),
+        "step_speedup": metrics.summary([10 / step] * 3),
+        "image_speedup": metrics.summary([10 / step] * 3),
         "psnr_db": 60.0,
     }
     return base | more
@@ -174,7 +175,7 @@ def changed(index: int, **values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("index", "values", "metric"),
     [
-        (1, {"step_ms": measure.summary([5.4])}, "step_ms"),
+        (1, {"step_ms": metrics.summary([5.4])}, "step_ms"),
         (4, {"peak_memory_MB": 900.0}, "peak_memory_MB"),
         (0, {"psnr_db": 58.0}, "psnr_db"),
     ],
@@ -187,7 +188,7 @@ def test_what_got_worse_is_found(index: int, values: dict[str, Any], metric: str
 
 
 def test_within_the_tolerance_is_not_worse() -> None:
-    new = changed(1, step_ms=measure.summary([5.4]))
+    new = changed(1, step_ms=metrics.summary([5.4]))
     assert not any(r["worse"] for r in report.compare(results(), new, 0.1)[0])
 
 
@@ -204,7 +205,7 @@ def test_ratios_ignore_a_slower_machine() -> None:
     slow = results(machine={**results()["machine"], "cpu": "A slower CPU"})
     for r in slow["engines"]:
         if "step_ms" in r:
-            r["step_ms"] = measure.summary([2 * v for v in r["step_ms"]["values"]])
+            r["step_ms"] = metrics.summary([2 * v for v in r["step_ms"]["values"]])
     rows, notes = report.compare(results(), slow, 0.05)
     assert any(r["worse"] for r in rows)
     assert notes == ["machine differs"]
@@ -217,7 +218,7 @@ def test_different_settings_are_not_compared() -> None:
 
 
 def test_command_exits_with_4_when_something_is_worse(sd_ort: Cli, tmp_path: Path) -> None:
-    old, new = save(tmp_path / "old", results()), save(tmp_path / "new", changed(1, step_ms=measure.summary([9.0])))
+    old, new = save(tmp_path / "old", results()), save(tmp_path / "new", changed(1, step_ms=metrics.summary([9.0])))
     code, out, _ = sd_ort("report", "--compare", old, old)
     assert (code, "WORSE" in out) == (0, False)
     code, out, error = sd_ort("report", "--compare", old, new, "--tolerance", 0.2)

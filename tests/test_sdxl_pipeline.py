@@ -14,12 +14,12 @@ from PIL import Image
 from test_export import mini
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
-from sd_ort.engine_torch import torch_pipeline
-from sd_ort.export import export
+from sd_ort.benchmark.engines.pytorch import torch_pipeline
+from sd_ort.export.exporter import export
+from sd_ort.family.presets import PRESETS
 from sd_ort.merge import merge
-from sd_ort.merged import MergedPipeline
-from sd_ort.models import PRESETS
-from sd_ort.optimize import optimize
+from sd_ort.optimize.optimizer import optimize
+from sd_ort.pipeline.merged import MergedPipeline
 
 SETTINGS: dict[str, Any] = {
     "prompt": "a red circle on a blue background",

@@ -14,9 +14,9 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from sd_ort import session
-from sd_ort.errors import InputError, ProviderError, SdOrtError
-from sd_ort.folder import DATA, MODEL
+from sd_ort.core.errors import InputError, ProviderError, SdOrtError
+from sd_ort.core.folder import DATA, MODEL
+from sd_ort.runtime import providers, session, wheels
 
 CPU = "CPUExecutionProvider"
 
@@ -162,27 +162,27 @@ def test_overloaded_functions_on_an_old_runtime(model: Path, monkeypatch: pytest
 
 def test_unknown_provider() -> None:
     with pytest.raises(ProviderError, match="choose one of cpu, cuda, rocm, migraphx"):
-        session.check_provider("tpu")
+        providers.check_provider("tpu")
 
 
 @pytest.mark.parametrize("name", ["cuda", "rocm", "migraphx"])
 def test_provider_that_is_not_installed_names_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CPU])
     with pytest.raises(ProviderError, match=rf"pip install 'sd-ort\[{name}\]'"):
-        session.check_provider(name)
+        providers.check_provider(name)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, needed: list[str]) -> None:
     """An onnxruntime wheel that claims to have ROCm, whose library needs `needed`."""
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["ROCMExecutionProvider", CPU])
-    monkeypatch.setattr(session, "needed_libraries", lambda path: needed)
+    monkeypatch.setattr(providers, "needed_libraries", lambda path: needed)
     monkeypatch.setattr(Path, "is_file", lambda self, old=Path.is_file: "providers_rocm" in self.name or old(self))
 
 
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, ["libc.so.6", "libMIOpen-absent.so.1", "libhip-absent.so.7", "libonnxruntime_providers.so"])
     with pytest.raises(ProviderError, match=r"cannot load libMIOpen-absent\.so\.1, libhip-absent\.so\.7: install ROCm"):
-        session.check_provider("rocm")
+        providers.check_provider("rocm")
 
 
 def test_dropped_provider_is_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_dropped_provider_is_a_warning_when_allowed(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pretend(monkeypatch, [])
-    session.warn_once.cache_clear()
+    providers.warn_once.cache_clear()
     for _ in range(2):
         opened = session.create_session(model, "rocm", allow_fallback=True, portable=True)  # no word on the op library
         assert opened.get_providers() == [CPU]
@@ -214,22 +214,22 @@ def test_two_wheels_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
     monkeypatch.delitem(sys.modules, "onnxruntime")
     monkeypatch.syspath_prepend(tmp_path)
-    assert session.installed_wheels() == {"onnxruntime": "1.31.1", "onnxruntime-rocm": "1.22.2"}
+    assert wheels.installed_wheels() == {"onnxruntime": "1.31.1", "onnxruntime-rocm": "1.22.2"}
     with pytest.raises(ProviderError, match="pip uninstall -y onnxruntime onnxruntime-rocm"):
-        session.runtime()
+        wheels.runtime()
 
 
 def test_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ProviderError, match=r"pip install 'sd-ort\[cpu\]'"):
-        session.runtime()
+        wheels.runtime()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files")
 def test_needed_libraries_are_read_from_the_library() -> None:
     library = next(Path(onnxruntime.__file__).parent.glob("capi/*pybind11_state*.so"))
-    assert "libc.so.6" in session.needed_libraries(library)
-    assert session.needed_libraries(Path(__file__)) == []
+    assert "libc.so.6" in wheels.needed_libraries(library)
+    assert wheels.needed_libraries(Path(__file__)) == []
 
 
 def test_broken_op_library(model: Path, tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from sd_ort import tune, tuning
-from sd_ort.errors import InputError, OutputError, ProviderError
-from sd_ort.inputs import pixels_a_latent
-from sd_ort.models import default_latents
+from sd_ort.check import tune
+from sd_ort.core.errors import InputError, OutputError, ProviderError
+from sd_ort.family.inputs import pixels_a_latent
+from sd_ort.family.signatures import default_latents
+from sd_ort.runtime import tuning
 
 VERSION = "1.31.1"
 ROCM = {"ep": "ROCMExecutionProvider", "validators": {"ORT_VERSION": VERSION}, "results": {"Gemm": {"a": 3}}}
@@ -239,7 +240,7 @@ def test_sizes(tiny_export: Path) -> None:
 
 def test_every_component_runs_at_its_shapes(tiny_export: Path) -> None:
     """The runs that tuning consists of, on the CPU."""
-    from sd_ort.session import load
+    from sd_ort.runtime.session import load
 
     step = pixels_a_latent(tiny_export)
     lines: list[str] = []

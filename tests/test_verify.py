@@ -13,12 +13,15 @@ import onnxruntime as ort
 import pytest
 from click.testing import CliRunner
 
-from sd_ort import calibration, folder, inputs, twin
+from sd_ort.check.verify import check, compare, verify
 from sd_ort.commands.verify import command
-from sd_ort.errors import InputError, VerificationError
-from sd_ort.optimize import optimize, optimize_component
-from sd_ort.targets import TARGETS
-from sd_ort.verify import check, compare, verify
+from sd_ort.core import folder
+from sd_ort.core.errors import InputError, VerificationError
+from sd_ort.family import inputs
+from sd_ort.graphs import cpu_emulation
+from sd_ort.optimize import calibration
+from sd_ort.optimize.optimizer import optimize, optimize_component
+from sd_ort.optimize.targets import TARGETS
 
 # A decoder in small: conv, residual + GroupNorm + SiLU, conv. `GAIN` scales what the first convolution makes.
 GRAPH = """<ir_version: 10, opset_import: ["" : 20]>
@@ -218,7 +221,7 @@ def test_rounding_by_arithmetic_is_that_of_the_type(tmp_path: Path, half: str, d
     assert isinstance(model, ir.Model)
     for value in [*model.graph.inputs, *model.graph.outputs]:
         value.dtype = ir.DataType[half.upper()]
-    twin.round_to_half(model, ir.DataType[half.upper()])
+    cpu_emulation.round_to_half(model, ir.DataType[half.upper()])
     random = np.random.default_rng(0)
     x = (random.normal(size=5000) * 10.0 ** random.uniform(-9, 6, 5000)).astype(np.float32)
     x = np.concatenate([x, np.array([0, 65504, 65519, 65520, -65520, np.inf, -np.inf, 6e-8, 1e-9], np.float32)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from sd_ort.errors import InputError
+from sd_ort.core.errors import InputError
 
 
 def _sizes(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -92,11 +92,11 @@ def command(
       ours-graph, ort-graph    the same, UNet calls captured as a CUDA or HIP graph (ours-hoist-graph: both)
       torch, torch-channels-last, torch-compile, torch-graph, xformers, tensorrt
     """
-    from sd_ort import benchmark, contenders, report
+    from sd_ort.benchmark import contenders, report, runner, tables
+    from sd_ort.benchmark.engines.contract import Settings
     from sd_ort.commands.generate import default_guidance
-    from sd_ort.engines import Settings
-    from sd_ort.ops import cache_folder
-    from sd_ort.session import check_provider
+    from sd_ort.runtime.library import cache_folder
+    from sd_ort.runtime.providers import check_provider
 
     provider = options["provider"]
     wanted = contenders.NAMES if names == "all" else tuple(filter(None, names.split(",")))
@@ -121,18 +121,18 @@ def command(
     }
     try:
         if mlperf:
-            from sd_ort import mlperf as stage
+            from sd_ort.benchmark import mlperf as stage
 
             result = stage.run(engines, settings, out, queries=queries, load=load, **common)
             text = stage.to_table(result)
         elif profile:
-            from sd_ort import profile as stage_
+            from sd_ort.benchmark import profile as stage_
 
             result = stage_.run(engines, settings, out, **common)
             text = stage_.to_table(result)
         else:
-            result = benchmark.run(engines, settings, out, kind=kind, **common)
-            text = benchmark.to_table(result)
+            result = runner.run(engines, settings, out, kind=kind, **common)
+            text = tables.to_table(result)
     except KeyboardInterrupt:
         click.echo(f"\nsd-ort: interrupted; what was measured is in {out / f'{kind}.json'}.", err=True)
         ctx.exit(130)

@@ -34,6 +34,6 @@ def command(cpu: bool, hip: tuple[str, ...], cuda: tuple[str, ...], headers: Pat
 
     The library is kept in ~/.cache/sd-ort and found by every later command. The last line printed is its path.
     """
-    from sd_ort import ops
+    from sd_ort.runtime import build
 
-    ops.build(cpu=cpu, hip=hip, cuda=cuda, headers=headers, say=click.echo)
+    build.build(cpu=cpu, hip=hip, cuda=cuda, headers=headers, say=click.echo)

@@ -11,7 +11,7 @@ def command(as_json: bool) -> None:
     """Say what this machine can run. Exits with 3 when no provider at all can be used."""
     import json
 
-    from sd_ort import doctor
+    from sd_ort.check import doctor
 
     findings = doctor.examine()
     click.echo(json.dumps(findings, indent=1) if as_json else doctor.to_text(findings))

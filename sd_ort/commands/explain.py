@@ -23,7 +23,7 @@ def command(path: Path, components: tuple[str, ...], everything: bool, as_json: 
     DIR is an exported or an optimized pipeline folder, MODEL one model.onnx. What an optimized folder was made from is
     read from its manifest.
     """
-    from sd_ort.explain import explain
+    from sd_ort.check.explain import explain
 
     result = explain(path, list(components) or None)
     if as_json:

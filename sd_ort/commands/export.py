@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from sd_ort.errors import InputError
-from sd_ort.models import PRESETS
+from sd_ort.core.errors import InputError
+from sd_ort.family.presets import PRESETS
 
 
 @click.command()
@@ -40,7 +40,7 @@ def command(
         given = "MODEL and OUT" if preset is None else "only OUT, since --preset names the model"
         raise InputError(f"give {given}: see `sd-ort export --help`.")
 
-    from sd_ort.export import export
+    from sd_ort.export.exporter import export
 
     manifest = export(
         paths[0] if preset is None else None,

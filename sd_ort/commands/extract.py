@@ -18,7 +18,7 @@ def command(path: Path, output: Path, component: str, start: tuple[str, ...], en
 
     `sd-ort explain DIR --json` lists the names of values by module.
     """
-    from sd_ort.extract import extract
+    from sd_ort.check.extract import extract
 
     made = extract(path, component, start, end, output)
     counts = f"{made['nodes']} nodes, {made['inputs']} inputs, {made['weights']} weights"

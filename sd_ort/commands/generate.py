@@ -71,8 +71,8 @@ def command(
     Image number i is drawn from seed + i, so each can be drawn again alone. The files keep prompt, seed and settings
     as PNG text.
     """
-    from sd_ort.errors import InputError, OutputError
-    from sd_ort.folder import MERGED, components
+    from sd_ort.core.errors import InputError, OutputError
+    from sd_ort.core.folder import MERGED, components
 
     if image is None and (mask is not None or strength is not None):
         raise InputError("--mask and --strength change a picture: give it with --image.")
@@ -93,7 +93,7 @@ def command(
     kind: type[StableDiffusionPipeline] | None
     kind = StableDiffusionInpaintPipeline if mask else StableDiffusionImg2ImgPipeline if image else None
     if MERGED in components(folder):
-        from sd_ort.merged import MergedPipeline
+        from sd_ort.pipeline.merged import MergedPipeline
 
         if kind or control_image:
             raise InputError(f"{folder} is merged, for text to image alone: draw with the folder it was made from.")
@@ -140,7 +140,7 @@ def command(
 def default_guidance(folder: Path) -> float:
     """The guidance scale a model draws well with: the demo model's own, 7.5 (diffusers' default) for others."""
     from sd_ort import demo
-    from sd_ort.folder import read_manifest
+    from sd_ort.core.folder import read_manifest
 
     return demo.GUIDANCE if read_manifest(folder).get("source", {}).get("model") == "demo" else 7.5
 
@@ -149,7 +149,7 @@ def open_picture(path: Path) -> object:
     """A picture as RGB. Raises InputError when it is missing or none."""
     from PIL import Image
 
-    from sd_ort.errors import InputError
+    from sd_ort.core.errors import InputError
 
     try:
         return Image.open(path).convert("RGB")
@@ -171,7 +171,7 @@ def save_png(image: object, path: Path, settings: dict[str, str], *, overwrite: 
 
     from PIL import Image, PngImagePlugin
 
-    from sd_ort.measure import write_bytes
+    from sd_ort.core.files import write_bytes
 
     assert isinstance(image, Image.Image)
     info = PngImagePlugin.PngInfo()

@@ -19,8 +19,8 @@ def command(source: Path, output: Path, steps: int, guidance: float, scheduler: 
     The steps are a loop inside the model, with guidance and the scheduler. `sd-ort generate --model OUT` runs it, and
     so does any program with one ONNX Runtime session and a tokenizer.
     """
-    from sd_ort.errors import InputError
-    from sd_ort.folder import MERGED, components
+    from sd_ort.core.errors import InputError
+    from sd_ort.core.folder import MERGED, components
 
     if MERGED in components(source):
         raise InputError(f"{source} is merged already: give the folder it was made from.")

@@ -38,7 +38,7 @@ def command(
     The default target `portable` runs on any ONNX runtime: each fused operator carries its meaning as a model-local
     function, and a registered operator library takes over where it has a kernel.
     """
-    from sd_ort.optimize import COUNTED, optimize
+    from sd_ort.optimize.optimizer import COUNTED, optimize
 
     manifest = optimize(
         source,

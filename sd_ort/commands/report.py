@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from sd_ort.errors import InputError, VerificationError
+from sd_ort.core.errors import InputError, VerificationError
 
 
 @click.command()
@@ -19,7 +19,7 @@ def command(folders: tuple[Path, ...], compare: tuple[Path, Path] | None, tolera
 
     With --compare, say what got slower, bigger or less exact from OLD to NEW; the exit code is 4 when anything did.
     """
-    from sd_ort import report
+    from sd_ort.benchmark import report
 
     if bool(folders) == bool(compare):
         raise InputError("give results folders, or --compare OLD NEW.")

@@ -32,8 +32,8 @@ def command(
 
     Results go to $SD_ORT_TUNING or results/tuning, where every later run on the same kind of machine finds them.
     """
-    from sd_ort import tuning
-    from sd_ort.errors import InputError
+    from sd_ort.core.errors import InputError
+    from sd_ort.runtime import tuning
 
     if show:
         paths = [directory] if directory else sorted(tuning.folder().glob("*.json"))
@@ -45,7 +45,7 @@ def command(
         return
     if directory is None:
         raise InputError("give the pipeline folder to tune for: sd-ort tune DIR.")
-    from sd_ort.tune import tune
+    from sd_ort.check.tune import tune
 
     path = tune(
         directory,

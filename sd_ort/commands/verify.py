@@ -43,7 +43,7 @@ def command(
     Inputs are made up as in use, at two shapes (batch 1 and 2, not square). Exits with 4 when an output of OUT is not
     finite or differs by more than the tolerance.
     """
-    from sd_ort.verify import check, verify
+    from sd_ort.check.verify import check, verify
 
     if not as_json:
         click.echo(f"{'component':16}{'output':20}{'shape':22}{'rel. error':>12}{'NMSE':>10}{'max abs':>10}")

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from sd_ort.core.errors import InputError
 from sd_ort.demo.scenes import COLOURS, PLACES, RELATIONS, SHAPES, SIDE, Item, Scene, parse, unseen_prompts
-from sd_ort.errors import InputError
 
 __all__ = ["Fidelity", "Found", "Reading", "matches", "mismatch", "read_scene", "score", "unseen_prompts"]
 

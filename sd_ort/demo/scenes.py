@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from sd_ort.errors import InputError
+from sd_ort.core.errors import InputError
 
 SIDE = 128
 

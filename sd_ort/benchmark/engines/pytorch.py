@@ -1,0 +1,177 @@
+"""torch as an engine: diffusers' own pipeline or one of its components, eager, channels-last, compiled or xFormers."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sd_ort.benchmark.engines.contract import Batch, Engine, Opened, Settings, component_call, pipeline_arguments
+from sd_ort.core.errors import InputError, SdOrtError
+from sd_ort.family.signatures import default_latents
+
+
+def _device(settings: Settings) -> tuple[str, torch.dtype]:
+    """Where torch runs for a provider: float32 on the CPU, float16 on a GPU. Raises SdOrtError without that GPU."""
+    if settings.provider == "cpu":
+        return "cpu", torch.float32
+    if not torch.cuda.is_available():
+        raise SdOrtError("this torch sees no GPU: install the torch build for it to compare with.")
+    return "cuda", torch.float16
+
+
+def _prepared(module: Any, variant: str, device: str) -> Any:
+    """A UNet or other module as a variant runs it."""
+    if variant in ("channels_last", "compile"):
+        module = module.to(memory_format=torch.channels_last)
+    if variant == "compile":
+        mode = "reduce-overhead" if device == "cuda" else "default"
+        module = torch.compile(module, mode=mode, fullgraph=True, dynamic=False)
+    if variant == "xformers":
+        _use_xformers(module)
+    return module
+
+
+def _use_xformers(module: Any) -> None:
+    if importlib.util.find_spec("xformers") is None:
+        raise SdOrtError("xformers is not installed: pip install xformers.")
+    for part in module.modules():
+        if hasattr(part, "enable_xformers_memory_efficient_attention"):
+            part.enable_xformers_memory_efficient_attention()
+            return
+    raise SdOrtError("this component has no attention that xFormers can replace.")
+
+
+def open_pipeline(engine: Engine, settings: Settings) -> Opened:
+    """diffusers' pipeline of the engine's model; every UNet call is timed, with the device waited for."""
+    device, dtype = _device(settings)
+    if engine.variant == "graph":
+        raise SdOrtError("torch's graphs are captured for one component: use --component.")
+    pipeline = torch_pipeline(engine.model, engine.random_weights, engine.weights_seed or 0)
+    pipeline.to(device, dtype)
+    pipeline.unet = _prepared(pipeline.unet, engine.variant, device)
+    starts: list[float] = []
+    seconds: list[float] = []
+
+    def now() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    pipeline.unet.register_forward_pre_hook(lambda *_: starts.append(now()))
+    pipeline.unet.register_forward_hook(lambda *_: seconds.append(now() - starts[-1]))
+
+    def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
+        seconds.clear()
+        arguments = pipeline_arguments(settings, batch, prompts, seed)
+        drawn = pipeline(**arguments, latents=first_latents(pipeline, arguments).to(device, dtype)).images
+        images = np.stack([np.asarray(image) for image in drawn])
+        return Batch(list(seconds), images.shape[1:3], images)
+
+    return Opened(run, "fp32" if dtype == torch.float32 else "fp16")
+
+
+def first_latents(pipeline: Any, arguments: Mapping[str, Any]) -> torch.Tensor:
+    """The noise that diffusers' pipeline draws for these arguments in float32: (B, C, h, w), on the CPU.
+
+    In half precision torch 2.11 and older draw other numbers from the same seed, and no two images could be compared.
+    """
+    from diffusers.utils.torch_utils import randn_tensor
+
+    scale, default = pipeline.vae_scale_factor, default_latents(pipeline.unet.config)
+    sides = [arguments[name] // scale if arguments[name] else default for name in ("height", "width")]
+    shape = (len(arguments["prompt"]), pipeline.unet.config.in_channels, *sides)
+    return randn_tensor(shape, arguments["generator"], torch.device("cpu"), torch.float32)
+
+
+def open_component(engine: Engine, settings: Settings) -> Opened:
+    """One component as the module that the exporter traces, its inputs on the device before the clock starts."""
+    from sd_ort.family.checkpoints import is_sdxl
+    from sd_ort.family.modules import wrap
+    from sd_ort.family.signatures import MODEL_OF
+
+    assert settings.component is not None
+    device, dtype = _device(settings)
+    source = _source(engine.model, engine.random_weights, engine.weights_seed or 0)
+    with torch.no_grad():
+        model = source.load(MODEL_OF.get(settings.component, settings.component))
+    module = wrap(settings.component, model, is_sdxl(source), "controlnet" in source.configs).to(device, dtype)
+    module = _prepared(module, engine.variant, device)
+    graphs: dict[int, Any] = {}
+
+    @torch.inference_mode()
+    def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
+        call = component_call(engine, settings, batch)
+        if batch not in graphs:
+            inputs = [_tensor(name, array, device, dtype) for name, array in call.feeds.items()]
+            graphs[batch] = _captured(module, inputs) if engine.variant == "graph" else lambda: module(*inputs)
+        seconds = []
+        for _ in range(settings.steps):
+            start = time.perf_counter()
+            output = graphs[batch]()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        first = output[0] if isinstance(output, tuple) else output
+        return Batch(seconds, call.pixels, output=first[:1].float().cpu().numpy().copy())
+
+    return Opened(run, "fp32" if dtype == torch.float32 else "fp16")
+
+
+def _tensor(name: str, array: np.ndarray, device: str, dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.from_numpy(array).to(device)
+    return tensor.to(dtype) if tensor.is_floating_point() and name != "timestep" else tensor
+
+
+def _captured(module: Any, inputs: list[torch.Tensor]) -> Any:
+    """A function that replays one captured call. Three calls before it, on a side stream, as torch's manual asks."""
+    if inputs[0].device.type != "cuda":
+        raise SdOrtError("graphs are captured on a GPU.")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            module(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = module(*inputs)
+
+    def replay(_read: list[torch.Tensor] = inputs) -> Any:  # the graph reads the inputs' memory: they must live on
+        graph.replay()
+        return output
+
+    return replay
+
+
+def _source(model: str, random_weights: bool, seed: int) -> Any:
+    from sd_ort.family.checkpoints import open_source
+
+    checkpoint, preset = (None, model) if random_weights else (model, None)
+    return open_source(checkpoint, preset, random_weights, seed)
+
+
+def torch_pipeline(model: str, random_weights: bool = False, seed: int = 0) -> Any:
+    """The diffusers pipeline, in float32 on the CPU, of what `sd-ort export` was given; without safety checker.
+
+    `model`: "demo", a diffusers folder or a hub id; or with `random_weights` a preset, its weights made from `seed`.
+    Raises InputError when it cannot be loaded.
+    """
+    from diffusers import DiffusionPipeline
+
+    source = _source(model, random_weights, seed)
+    parts: dict[str, Any] = {name: source.load(name) for name in source.configs}
+    parts |= {name: None for name in ("safety_checker", "feature_extractor") if name in source.index}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            source.write_configs(Path(folder))
+            pipeline = DiffusionPipeline.from_pretrained(folder, **parts)
+    except (OSError, ValueError) as error:
+        raise InputError(f"diffusers cannot open {model}: {error}") from error
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline

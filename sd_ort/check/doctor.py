@@ -1,0 +1,90 @@
+"""What this machine can run: versions, providers and the shared libraries they miss, the op library, GPU, memory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from sd_ort.core.errors import SdOrtError
+from sd_ort.runtime import machine, tuning
+from sd_ort.runtime.library import library_path
+from sd_ort.runtime.providers import PROVIDERS, check_provider, missing_libraries
+from sd_ort.runtime.wheels import installed_wheels, runtime
+
+
+def examine() -> dict[str, Any]:
+    """The findings; memory and disk in GB, `problem` None for a provider that loads."""
+    try:
+        library, op_problem = library_path(), None
+    except SdOrtError as error:
+        library, op_problem = None, str(error)
+    providers = {name: examine_provider(name) for name in PROVIDERS}
+    return {
+        "commit": machine.commit(),
+        "machine": machine.machine(),
+        "memory_free_GB": round(psutil.virtual_memory().available / 1e9, 1),
+        "disk_free_GB": round(shutil.disk_usage(Path.cwd()).free / 1e9, 1),
+        "versions": machine.versions(),
+        "wheels": installed_wheels(),
+        "providers": providers,
+        "op_library": str(library) if library else None,
+        "op_library_problem": op_problem,
+        "tuning": examine_tuning([name for name in providers if providers[name]["ok"]], library),
+    }
+
+
+def examine_provider(name: str) -> dict[str, Any]:
+    """Whether a provider can be asked for: the reason it cannot, and the shared libraries it misses."""
+    try:
+        check_provider(name)
+    except SdOrtError as error:
+        try:
+            missing = missing_libraries(name)
+        except SdOrtError:  # no onnxruntime at all: the problem says so
+            missing = []
+        return {"ok": False, "problem": str(error), "missing_libraries": missing}
+    return {"ok": True, "problem": None, "missing_libraries": []}
+
+
+def examine_tuning(usable: list[str], library: Path | None) -> list[dict[str, Any]]:
+    """The files of `runtime.tuning.folder`: `fresh` if sessions on a usable provider load it, or else the `problem`."""
+    paths = sorted(tuning.folder().glob("*.json"))
+    tuned = [
+        PROVIDERS[name].ep for name in usable if PROVIDERS[name].tuning or PROVIDERS[name].ep in tuning.GPU_LIBRARIES
+    ]
+    if not paths:
+        return []
+    here = [tuning.validators_of(tuning.gpu_ops(ep, library), runtime().__version__) for ep in tuned]
+    found = []
+    for path in paths:
+        problem: str | None = "no provider that can be tuned loads on this machine"
+        for validators in here:
+            try:
+                tuning.check(path, tuning.read(path), validators)
+                problem = None
+                break
+            except SdOrtError as error:
+                problem = str(error)
+        found.append({"path": str(path), "fresh": problem is None, "problem": problem})
+    return found
+
+
+def to_text(findings: dict[str, Any]) -> str:
+    """The findings for a terminal, one a line."""
+    machine = findings["machine"]
+    lines = [
+        f"machine     {machine['cpu']}, {machine['cores']} cores, {machine['system']}",
+        f"memory      {findings['memory_free_GB']} of {machine['memory_GB']} GB free",
+        f"disk        {findings['disk_free_GB']} GB free here",
+        f"GPU         {'; '.join(machine['gpus']) or 'none found'}",
+        "versions    " + ", ".join(f"{name} {version}" for name, version in findings["versions"].items()),
+        f"op library  {findings['op_library'] or findings['op_library_problem'] or 'none: portable functions run'}",
+    ]
+    for name, provider in findings["providers"].items():
+        lines.append(f"{name:<11} {'ok' if provider['ok'] else provider['problem']}")
+    for file in findings["tuning"]:
+        lines.append(f"tuning      {file['path']}: {'fresh' if file['fresh'] else file['problem']}")
+    return "\n".join(lines)

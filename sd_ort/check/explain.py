@@ -1,0 +1,152 @@
+"""Explain: every site that a fusion could take, by the module it came from; fused or not, and the reason why not.
+
+Sites are read off the fused graph, made again in memory from the source: fusion is deterministic and reads no weights.
+Module names come from the metadata of torch.onnx's dynamo exporter, or from the node names of the TorchScript one; they
+are shown, and decide nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import onnx_ir as ir
+
+import fusion_passes
+from fusion_passes import DOMAIN
+from fusion_passes.lower import nhwc_layout
+from fusion_passes.rule import refusals
+from sd_ort.core import folder
+from sd_ort.core.errors import InputError
+from sd_ort.graphs import hoist
+from sd_ort.graphs.scopes import scope
+from sd_ort.optimize.targets import TARGETS
+
+REACH = 8  # nodes between what is left and the end of the match that refused it
+
+# Operators that stand for a site when they are left: the fusion that takes them, and why it usually finds no match.
+LEFT: Mapping[str, tuple[str, str]] = {
+    "Softmax": ("attention", "no two matrix products around it"),
+    "Attention": ("attention", "no rule takes this form"),
+    "ScaledDotProductAttention": (
+        "multi_head_attention",
+        "its heads are not split and merged by Reshape and Transpose",
+    ),
+    "InstanceNormalization": ("group_normalization", "not between two Reshapes and an affine of one number a channel"),
+    "GroupNormalization": ("group_normalization", "its affine is not constant"),
+    "LayerNormalization": ("skip_layer_normalization", "no sum of two feature maps before it"),
+    "Erf": ("gelu", "not the formula x/2 (1 + erf(x/sqrt 2))"),
+    "Gelu": ("bias_split_gelu", "no gate: it is not multiplied by the other half of a split tensor"),
+    "Sigmoid": ("group_norm", "no normalization before its product"),
+    "Transpose": ("transposes", "the layout changes here"),
+    "Shape": ("", "a size that is only known at run time"),
+}
+
+
+def explain(path: Path, components: list[str] | None = None) -> dict[str, Any]:
+    """Sites and operator counts of a pipeline folder, or of one `model.onnx`, by component.
+
+    An entry has: before, after (operator -> number of nodes), fused (operator -> number), left (operator -> number),
+    sites (list of component sites: scope, op, fused, reason or None, value), target and not_lowered (of an optimized
+    folder), note. Raises InputError for what is neither, and for an optimized folder whose source is gone.
+    """
+    if path.is_file():
+        return {"components": {path.parent.name: _component(path, None, {})}}
+    manifest = folder.read_manifest(path) if path.is_dir() else {}
+    names = [name for name in folder.components(path) if not _is_hoisted_part(path, name)]
+    missing = [name for name in components or () if name not in names]
+    if missing:
+        raise InputError(f"{path} has no component {', '.join(missing)}: it has {', '.join(names)}.")
+    entries = {}
+    for name in [name for name in names if not components or name in components]:
+        model = folder.check_component(path, name)
+        if manifest.get("stage") != "optimize":
+            entries[name] = _component(model, None, {})
+            continue
+        source = Path(manifest["source"]["folder"])
+        if not (source / name / folder.MODEL).is_file():
+            raise InputError(f"{path} was made from {source}, which is gone: restore it, or explain another export.")
+        entries[name] = _component(folder.check_component(source, name), model, manifest)
+    return {"components": entries}
+
+
+def _component(source: Path, optimized: Path | None, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        model = ir.load(source)
+    except Exception as error:  # protobuf's errors share no base class with onnx_ir's
+        raise InputError(f"{source} is not an ONNX model: give a pipeline folder or a model.onnx.") from error
+    target = TARGETS.get(manifest.get("options", {}).get("target", ""))
+    before = Counter(node.op_type for node in model.graph)
+    fusion_passes.canonicalize(model)
+    fusion_passes.fuse(model, *([target.leave] if target is not None else []))
+    if target is not None and target.layout == "NHWC":
+        nhwc_layout.to_nhwc(model)
+    found = sites(model)
+    after = _nodes(optimized) if optimized is not None else list(model.graph)
+    counts = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in after)
+    entry = {
+        "before": dict(before.most_common()),
+        "after": dict(counts.most_common()),
+        "fused": dict(Counter(site["op"] for site in found if site["fused"]).most_common()),
+        "left": dict(Counter(site["op"] for site in found if not site["fused"]).most_common()),
+        "sites": found,
+    }
+    if optimized is not None:
+        mine = manifest["components"][optimized.parent.name]
+        entry |= {"target": manifest["options"]["target"], "not_lowered": mine.get("not_lowered", [])}
+        entry |= {key: mine[key] for key in ("calibration", "float32_sites") if key in mine}
+    return entry
+
+
+def _is_hoisted_part(path: Path, name: str) -> bool:
+    """Whether a component is what `optimize --hoist` took out of the UNet: it is explained with the UNet."""
+    return name in (hoist.PARTS["prompt"], hoist.PARTS["time"]) and hoist.is_hoisted(path)
+
+
+def _nodes(path: Path) -> list[ir.Node]:
+    """The nodes of an optimized component; of a hoisted UNet those of its three graphs."""
+    root, component = path.parent.parent, path.parent.name
+    parts = hoist.PARTS.values() if component == hoist.PARTS["step"] and hoist.is_hoisted(root) else [component]
+    return [node for part in parts for node in ir.load(root / part / folder.MODEL).graph]
+
+
+def sites(model: ir.Model) -> list[dict[str, Any]]:
+    """The sites of a fused model in graph order: fused nodes, and operators of `LEFT` with the reason for each."""
+    old = fusion_passes.why_not_fused(model)
+    refused = {} if old else _refusals(model)
+    found = []
+    for node in model.graph:
+        left = LEFT.get(node.op_type)
+        if left is None and node.domain != DOMAIN:
+            continue
+        reason = None if left is None else old or _reason(node, left, refused)
+        site = {"scope": scope(node), "op": node.op_type, "fused": left is None, "reason": reason}
+        found.append({**site, "value": node.outputs[0].name})
+    return found
+
+
+def _refusals(model: ir.Model) -> dict[str, list[tuple[ir.Node, str]]]:
+    """Fusion -> (node at the end of a match, why it was refused)."""
+    modules: tuple[ModuleType, ...] = (*fusion_passes.CANONICAL, *fusion_passes.FUSIONS)
+    return {
+        module.__name__.rpartition(".")[2]: [(node, reason) for _, node, reason in refusals(model, module.RULES)]
+        for module in modules
+    }
+
+
+def _reason(node: ir.Node, left: tuple[str, str], refused: Mapping[str, list[tuple[ir.Node, str]]]) -> str:
+    fusion, usual = left
+    behind = _downstream(node)
+    return next((reason for end, reason in refused.get(fusion, ()) if end in behind), usual)
+
+
+def _downstream(node: ir.Node) -> set[ir.Node]:
+    """`node` and what reads it, directly or through up to `REACH` nodes."""
+    found, frontier = {node}, [node]
+    for _ in range(REACH):
+        frontier = [user for n in frontier for output in n.outputs for user, _ in output.uses() if user not in found]
+        found.update(frontier)
+    return found

@@ -1,0 +1,39 @@
+"""Libraries that talk while they work, kept from the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def quiet(*names: str) -> Iterator[None]:
+    """Keep all warnings, and what these loggers and those below them say short of errors, from the terminal."""
+    known = [log for log in logging.root.manager.loggerDict.values() if isinstance(log, logging.Logger)]
+    loggers = {logging.getLogger(name) for name in names} | {log for log in known if log.name.startswith(names)}
+    levels = {log: log.level for log in loggers}
+    try:
+        for log in loggers:
+            log.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for log, level in levels.items():
+            log.setLevel(level)
+
+
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Without the bar that transformers draws for every model it loads from disk."""
+    from transformers.utils import logging as library
+
+    enabled = library.is_progress_bar_enabled()
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            library.enable_progress_bar()

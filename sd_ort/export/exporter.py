@@ -1,0 +1,450 @@
+"""Checkpoint -> ONNX pipeline folder, one component at a time, each checked against torch before the next is loaded.
+
+    source = open_source(...)            a diffusers folder, a hub id, the demo model, or a preset's configs
+    for each component:                  text_encoder, text_encoder_2, unet, controlnet, vae_encoder, vae_decoder
+        load in fp32 -> wrap -> run torch at CHECK sizes -> trace at TRACE sizes -> save -> free
+        -> run ONNX Runtime at CHECK sizes -> compare
+
+Only one component is in memory at once, and its weights are held once: the exporters borrow them and the file is
+written tensor by tensor. Weights of a component lie in one external-data file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import platform
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from sd_ort.core.errors import InputError, OutputError, VerificationError, first_line
+from sd_ort.core.files import code_hash, read_json
+from sd_ort.core.folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
+from sd_ort.core.quiet import quiet
+from sd_ort.family.checkpoints import Source, component_signature, is_sdxl, open_source
+from sd_ort.family.modules import wrap
+from sd_ort.family.signatures import MODEL_OF, Config, Signature, Tensor, join_axis, size, split_axis
+from sd_ort.runtime.providers import CPU_EP
+from sd_ort.runtime.wheels import runtime
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Progress = Callable[[str], None]
+
+# What each exporter of torch 2.13 can write and we test. Dynamo's own opset is 18; later ones add Gelu (20),
+# GroupNormalization (21) and Attention (23).
+OPSETS = {"dynamo": (18, 20, 21, 23), "torchscript": (17, 20)}
+DEFAULT_OPSET = 20
+
+COMPONENTS = ("text_encoder", "text_encoder_2", "unet", "controlnet", "vae_encoder", "vae_decoder")
+
+# Sizes the graphs are traced at and checked at: all different, so that a size baked in by the exporter is an error
+# and not a coincidence. In latent pixels; a multiple of 8 as the UNets need. Batch 1 is checked because exporters
+# like to treat 1 as a constant.
+TRACE = {"batch": 2, "sequence": 12, "height": 16, "width": 24}
+CHECK = {"batch": 1, "sequence": 19, "height": 24, "width": 16}
+
+TOLERANCE = 1e-8  # normalized mean squared error of fp32 ONNX Runtime against fp32 torch; measured: about 1e-12
+ALIGNMENT = 1 << 16  # of large tensors in the data file: every ONNX Runtime on every system can map it
+
+# Upper bounds torch.export is told, and the graphs do not enforce. 63 is where diffusers' upsampling starts to ask
+# for a contiguous tensor, which is nothing in ONNX.
+LIMITS = {"batch": 63, "sequence": 4096, "height": 4096, "width": 4096}
+
+# Node metadata to keep: where in the model a node comes from. The rest is stack traces with paths of this machine.
+KEPT_METADATA = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy")
+
+
+# Loggers that report the exporters' inner doings; their errors are exceptions.
+NOISY = (
+    "torch.onnx",
+    "torch.export",
+    "torch.fx",
+    "torch._dynamo",
+    "onnxscript",
+    "onnx_ir",
+    "diffusers",
+    "transformers",
+)
+
+
+# --- Exporters ------------------------------------------------------------------------------------------------------
+
+
+def example(tensor: Tensor, sizes: Mapping[str, int], config: Mapping[str, Any], seed: int) -> torch.Tensor:
+    """Random values for an input: token ids in the vocabulary, timesteps in 0..1000, SDXL's sizes, or normal noise."""
+    generator = torch.Generator().manual_seed(seed + zlib.crc32(tensor.name.encode()))
+    shape = [size(axis, sizes) for axis in tensor.axes]
+    if tensor.dtype == "int64":
+        count = config["num_class_embeds" if tensor.name == "class_labels" else "vocab_size"]
+        return torch.randint(count, shape, generator=generator)
+    if tensor.name == "timestep":
+        return torch.rand(shape, generator=generator) * 1000
+    if tensor.name == "time_ids":
+        return torch.randint(1024, shape, generator=generator).float()
+    if tensor.name == "conditioning_scale":
+        return torch.full(shape, 0.8)
+    return torch.randn(shape, generator=generator)
+
+
+def export_dynamo(
+    module: torch.nn.Module, args: Sequence[torch.Tensor], signature: Signature, opset: int, scratch: Path
+) -> ir.Model:
+    """The module as an ONNX graph, through torch.export. Weights are borrowed from the module, not copied."""
+    shapes = dynamic_shapes(module, signature)
+    captured = torch.export.export(module, tuple(args), dynamic_shapes=shapes, strict=False)
+    with without_slow_rule():
+        program = torch.onnx.export(
+            captured,
+            dynamo=True,
+            input_names=[t.name for t in signature.inputs],
+            output_names=[t.name for t in signature.outputs],
+            opset_version=opset,
+            verbose=False,
+        )
+    assert program is not None
+    return program.model
+
+
+@contextlib.contextmanager
+def without_slow_rule() -> Iterator[None]:
+    """Switch off one rule of onnxscript's optimizer: two slices as a Split, which no graph of ours has.
+
+    To find the second slice it walks the whole graph at every node: 22 of the 26 s that optimizing a small SD 1.5 UNet
+    of 4700 nodes takes, and more with the square of the nodes.
+    """
+    from onnxscript.rewriter.rules.common import slice_split_rule
+
+    rule: Any = slice_split_rule
+    rule.try_rewrite = lambda *arguments, **options: None
+    try:
+        yield
+    finally:
+        del rule.try_rewrite
+
+
+def dynamic_shapes(module: torch.nn.Module, signature: Signature) -> tuple[Any, ...]:
+    """`signature`'s axes as torch.export wants them: tied symbols as multiples of one Dim.
+
+    A UNet's height is declared as 8 times a Dim: then the sizes at every level are whole by construction, and the
+    graph has no rounding arithmetic.
+    """
+    from torch.export import Dim
+
+    dims: dict[str, Any] = {}
+
+    def dim(axis: str) -> Any:
+        symbol, times, divisor = split_axis(axis)
+        unit = signature.multiples.get(symbol, 1)
+        base = dims.setdefault(symbol, Dim(f"_{symbol}", max=(LIMITS | signature.limits)[symbol]))
+        count = unit * times // divisor
+        return base if count == 1 else count * base
+
+    shapes = [{i: dim(axis) for i, axis in t.dynamic_axes.items()} for t in signature.inputs]
+    named = len([p for p in _parameters(module) if p.kind != p.VAR_POSITIONAL])
+    return (*shapes[:named], tuple(shapes[named:])) if len(shapes) > named else tuple(shapes)
+
+
+def _parameters(module: torch.nn.Module) -> list[Any]:
+    return list(inspect.signature(module.forward).parameters.values())
+
+
+def export_torchscript(
+    module: torch.nn.Module, args: Sequence[torch.Tensor], signature: Signature, opset: int, scratch: Path
+) -> ir.Model:
+    """The module as an ONNX graph, through the TorchScript tracer. Writes to `scratch`, where the weights stay."""
+    import onnx_ir as ir
+
+    path = scratch / MODEL
+    torch.onnx.export(
+        module,
+        tuple(args),
+        str(path),
+        dynamo=False,
+        dynamic_axes={t.name: t.dynamic_axes for t in (*signature.inputs, *signature.outputs)},
+        input_names=[t.name for t in signature.inputs],
+        output_names=[t.name for t in signature.outputs],
+        opset_version=opset,
+    )
+    return ir.load(path)
+
+
+EXPORTERS = {"dynamo": export_dynamo, "torchscript": export_torchscript}
+
+
+def tidy(model: ir.Model, signature: Signature) -> None:
+    """Name all axes after `signature`, drop the wrapper's prefix from the weights, and all but KEPT_METADATA."""
+    import onnx_ir as ir
+
+    graph = model.graph
+    symbols = axis_symbols(graph.inputs, signature)
+    for node in graph.all_nodes():
+        for key in [key for key in node.metadata_props if key not in KEPT_METADATA]:
+            del node.metadata_props[key]
+        for value in node.outputs:
+            value.metadata_props.clear()
+            if value.shape is not None:
+                sizes = [d if isinstance(d, int) else rename(d.value, symbols) for d in value.shape]
+                value.shape = ir.Shape(sizes)
+    tensors = [*signature.inputs, *signature.outputs]
+    for value, tensor in zip([*graph.inputs, *graph.outputs], tensors, strict=True):
+        value.shape = ir.Shape(tensor.axes)
+        value.metadata_props.clear()
+    for value in list(graph.initializers.values()):
+        value.name = (value.name or "").removeprefix("model.")
+        value.metadata_props.clear()
+    graph.metadata_props.clear()
+    model.metadata_props.clear()
+    model.producer_name, model.producer_version = "sd-ort", version("sd-ort")
+
+
+def axis_symbols(inputs: Sequence[ir.Value], signature: Signature) -> dict[str, str]:
+    """The exporter's symbol -> ours, from the graph's inputs: `8*s26` at axis `height` gives {"s26": "height/8"}.
+
+    Empty for the TorchScript exporter, which uses our names.
+    """
+    symbols = {}
+    for value, tensor in zip(inputs, signature.inputs, strict=True):
+        assert value.shape is not None
+        for i, axis in tensor.dynamic_axes.items():
+            if str(value.shape[i]) == axis:
+                continue
+            factor, symbol = re.fullmatch(r"(?:(\d+)\*)?(\w+)", str(value.shape[i])).groups()  # type: ignore[union-attr]
+            name, times, divisor = split_axis(axis)
+            symbols[symbol] = join_axis(name, times, divisor * int(factor or 1))
+    return symbols
+
+
+def rename(axis: str | None, symbols: Mapping[str, str]) -> str | None:
+    """A size in the exporter's symbols, in ours: with s26 = height/8, `4*s26` is `height/2`. None is unknown."""
+    if axis is None:
+        return None
+    if match := re.fullmatch(r"(?:(\d+)\*)?(\w+)", axis):
+        factor, symbol = match.groups()
+        if symbol in symbols:
+            name, times, divisor = split_axis(symbols[symbol])
+            return join_axis(name, times * int(factor or 1), divisor)
+    ours = {symbol: f"({name})" if "/" in name else name for symbol, name in symbols.items()}
+    return re.sub(r"[A-Za-z_]\w*", lambda m: ours.get(m[0], m[0]), axis)
+
+
+# --- One component --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """What changes the exported graphs."""
+
+    opset: int
+    exporter: str
+
+
+def export_component(source: Source, component: str, folder: Path, options: Options, seed: int) -> dict[str, Any]:
+    """Export one component into `folder` and compare it with torch; its entry of the manifest.
+
+    Raises InputError for weights with which torch gives no numbers, VerificationError when ONNX Runtime's fp32 outputs
+    differ from torch's by more than TOLERANCE.
+    """
+    import onnx_ir as ir
+
+    started = time.perf_counter()
+    folder.mkdir()
+    scratch = folder / ".scratch"
+    scratch.mkdir()
+    with quiet(*NOISY), torch.no_grad():
+        model = source.load(MODEL_OF.get(component, component))
+        config = save_config(model, folder)
+        check_space(model, folder, copies=2 if options.exporter == "torchscript" else 1)
+        signature = component_signature(source, component, config)
+        module = wrap(component, model, is_sdxl(source), "controlnet" in source.configs)
+        inputs = {t.name: example(t, CHECK, config, seed) for t in signature.inputs}
+        outputs = _in_torch(module, list(inputs.values()), component)
+        expected = [o.numpy() for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
+        if not all(np.isfinite(array).all() for array in expected):
+            raise InputError(f"{source.name}: its {component} gives NaN or infinite numbers in torch: get it again.")
+        args = [example(t, TRACE, config, seed + 1) for t in signature.inputs]
+        graph = _to_onnx(module, args, signature, options, scratch, component)
+        tidy(graph, signature)
+        nodes = len(graph.graph)
+        ir.save(graph, folder / MODEL, external_data=DATA, alignment=ALIGNMENT)
+    for value in graph.graph.initializers.values():  # onnxscript's rules keep the last graph they saw: not its weights
+        value.const_value = None
+    del model, module, args, outputs, graph
+    shutil.rmtree(scratch)
+    torch.compiler.reset()
+    gc.collect()
+    error = compare(run_onnx(folder / MODEL, inputs), expected)
+    if not error["nmse"] <= TOLERANCE:
+        raise VerificationError(
+            f"{component} differs from torch after export (NMSE {error['nmse']:.1e}, tolerance {TOLERANCE:.0e}): "
+            "try another --opset or --exporter."
+        )
+    return {
+        "torch_error": error | {"shapes": {name: list(value.shape) for name, value in inputs.items()}},
+        "nodes": nodes,
+        "bytes": sum((folder / name).stat().st_size for name in (MODEL, DATA)),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def _in_torch(module: torch.nn.Module, inputs: Sequence[torch.Tensor], component: str) -> Any:
+    """The module's outputs. Raises InputError for a config whose parts do not fit together."""
+    try:
+        return module(*inputs)
+    except Exception as error:  # diffusers checks little of a config: the parts fail in their own ways
+        raise InputError(f"torch cannot run this {component}: {first_line(error)}") from error
+
+
+def _to_onnx(
+    module: torch.nn.Module, args: Sequence[torch.Tensor], signature: Signature, options: Options, scratch: Path,
+    component: str,
+) -> ir.Model:  # fmt: skip
+    """The module as an ONNX graph. Raises InputError for what the exporter cannot express."""
+    try:
+        return EXPORTERS[options.exporter](module, args, signature, options.opset, scratch)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # the exporters have no common base of errors
+        other = next(name for name in EXPORTERS if name != options.exporter)
+        raise InputError(
+            f"the {options.exporter} exporter cannot take this {component} ({first_line(error)}): "
+            f"try --exporter {other}."
+        ) from error
+
+
+def save_config(model: Any, folder: Path) -> Config:
+    """Write the model's config.json, with the defaults filled in, and return it."""
+    if hasattr(model, "save_config"):  # diffusers
+        model.save_config(folder)
+    else:
+        model.config.save_pretrained(folder)
+    return read_json(folder / "config.json", f"{folder} has no config")
+
+
+def check_space(model: torch.nn.Module, folder: Path, copies: int) -> None:
+    """Raise OutputError when the disk has no room for `copies` of the weights in fp32."""
+    needed = sum(p.numel() for p in model.parameters()) * 4 * copies
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OutputError(
+            f"no space left for {folder.name}: it needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free."
+        )
+
+
+def run_onnx(path: Path, inputs: Mapping[str, torch.Tensor]) -> list[np.ndarray]:
+    """Outputs of the graph as it is: no graph optimization and no repacked weights, so they stay mapped from disk."""
+    onnxruntime = runtime()
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=[CPU_EP])
+    outputs: list[np.ndarray] = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+    return outputs
+
+
+def compare(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> dict[str, float]:
+    """Worst error over all outputs: `max_abs`, and `nmse` = sum (a - e)^2 / sum e^2. A wrong shape or NaN is inf."""
+    worst = {"max_abs": 0.0, "nmse": 0.0}
+    for a, e in zip(actual, expected, strict=True):
+        if a.shape != e.shape or not (np.isfinite(a).all() and np.isfinite(e).all()):
+            return {"max_abs": float("inf"), "nmse": float("inf")}
+        difference = a.astype(np.float64) - e
+        worst["max_abs"] = max(worst["max_abs"], float(np.abs(difference).max()))
+        worst["nmse"] = max(worst["nmse"], float(np.square(difference).sum() / np.square(e, dtype=np.float64).sum()))
+    return worst
+
+
+# --- The stage ------------------------------------------------------------------------------------------------------
+
+
+def export(
+    model: str | None,
+    out: Path,
+    *,
+    preset: str | None = None,
+    random_weights: bool = False,
+    opset: int = DEFAULT_OPSET,
+    exporter: str = "dynamo",
+    seed: int = 0,
+    components: Sequence[str] | None = None,
+    controlnet: str | None = None,
+    progress: Progress = lambda message: None,
+) -> dict[str, Any]:
+    """Export a pipeline to the folder `out` and return its manifest.
+
+    `model`: "demo", a diffusers folder or a hub id; or None with `preset` and `random_weights`, made from `seed`.
+    `components`: export only these. `controlnet`: a diffusers folder or hub id of a ControlNet to export along, with
+    the residual inputs in the UNet. `progress` is called with one line at each step. Nothing is done
+    when `out` already holds the same export.
+
+    Raises InputError for a source or option that cannot be used, OutputError when `out` cannot be written,
+    VerificationError when a component's numbers differ from torch's. Nothing is left behind then.
+    """
+    if exporter not in EXPORTERS:
+        raise InputError(f"unknown exporter {exporter!r}: choose one of {', '.join(EXPORTERS)}.")
+    if opset not in OPSETS[exporter]:
+        choices = ", ".join(map(str, OPSETS[exporter]))
+        raise InputError(f"opset {opset} is not supported by the {exporter} exporter: choose one of {choices}.")
+    source = open_source(model, preset, random_weights, seed, controlnet)
+    names = _choose(source, components)
+    manifest: dict[str, Any] = {
+        "stage": "export",
+        "source": {"model": source.name, "hash": source.hash, "random_weights": source.random_weights},
+        "versions": versions(),
+        "options": {"opset": opset, "exporter": exporter, "seed": seed, "components": names},
+    }
+    if source.random_weights:
+        manifest["source"]["tokenizer"] = "stand-in: one token a byte"
+    previous = _previous(out)
+    if all(previous.get(key) == value for key, value in manifest.items()) and is_intact(out, previous):
+        progress(f"{out} is up to date.")
+        return previous
+    with staged(out) as work:
+        source.write_configs(work)
+        done = {}
+        for i, name in enumerate(names, 1):
+            progress(f"[{i}/{len(names)}] {name}: exporting ...")
+            done[name] = export_component(source, name, work / name, Options(opset, exporter), seed)
+            progress(f"[{i}/{len(names)}] {name}: done in {done[name]['seconds']:.1f} s")
+        manifest["components"] = done
+        write_manifest(work, manifest)
+    progress(f"wrote {out}.")
+    return read_manifest(out)
+
+
+def _choose(source: Source, wanted: Sequence[str] | None) -> list[str]:
+    """Components to export, in order. Raises InputError for one that the pipeline has not."""
+    there = [c for c in COMPONENTS if MODEL_OF.get(c, c) in source.configs]
+    if unknown := [c for c in wanted or () if c not in there]:
+        raise InputError(f"{source.name} has no component {unknown[0]!r}: choose from {', '.join(there)}.")
+    return [c for c in there if not wanted or c in wanted]
+
+
+def _previous(out: Path) -> dict[str, Any]:
+    """The manifest of an earlier export, or {} when there is none that can be read: it is replaced then."""
+    try:
+        return read_manifest(out)
+    except InputError:
+        return {}
+
+
+def versions() -> dict[str, str]:
+    """Versions of all that decides how a graph comes out; of this stage's own code a hash."""
+    packages = ("sd-ort", "torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
+    root = Path(__file__).resolve().parent
+    code = code_hash(root, root.with_name("family"))
+    own = {"python": platform.python_version(), "sd_ort.export": code}
+    return own | {name: version(name) for name in packages}

@@ -1,0 +1,286 @@
+"""Where a pipeline comes from: a diffusers folder, the hub, the demo model, or a preset with random weights.
+
+A source loads one model at a time, in fp32; it never edits what it reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.files import read_json
+from sd_ort.core.folder import CONFIG_FOLDERS, MODEL, copy_configs, tree_hash
+from sd_ort.core.quiet import no_progress_bars
+from sd_ort.family import presets, signatures
+from sd_ort.family.hub import download_model, download_pipeline
+from sd_ort.family.presets import PRESETS
+from sd_ort.family.random_weights import fill_random, write_byte_tokenizer
+from sd_ort.family.signatures import Config, Signature
+
+
+class Source(Protocol):
+    """Where a pipeline comes from."""
+
+    @property
+    def name(self) -> str:
+        """What the user called it."""
+
+    @property
+    def index(self) -> Config:
+        """Its model_index.json."""
+
+    @property
+    def configs(self) -> dict[str, Config]:
+        """The config of each model: text_encoder, text_encoder_2, unet, controlnet, vae, those that it has."""
+
+    @property
+    def hash(self) -> str:
+        """Changes whenever the exported weights or configs would."""
+
+    @property
+    def random_weights(self) -> bool:
+        """Whether the weights are made up."""
+
+    def load(self, model: str) -> torch.nn.Module:
+        """One model of the pipeline, in fp32 and eval mode."""
+
+    def write_configs(self, out: Path) -> None:
+        """Write model_index.json, scheduler and tokenizers."""
+
+
+# Class names in a model_index.json that can be exported, by the library that holds them.
+CLASSES = {
+    "UNet2DConditionModel": "diffusers",
+    "AutoencoderKL": "diffusers",
+    "AutoencoderTiny": "diffusers",
+    "ControlNetModel": "diffusers",
+    "CLIPTextModel": "transformers",
+    "CLIPTextModelWithProjection": "transformers",
+}
+MODELS = ("text_encoder", "text_encoder_2", "unet", "controlnet", "vae")
+
+
+def _class(name: str) -> Any:
+    return getattr(importlib.import_module(CLASSES[name]), name)
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """A pipeline saved by diffusers: model_index.json and a folder a model. fp16 weights are loaded into fp32."""
+
+    name: str
+    folder: Path
+    index: Config
+    configs: dict[str, Config]
+    controlnet: Path | None = None
+    random_weights: bool = False
+
+    @cached_property
+    def hash(self) -> str:
+        parts = [tree_hash(self.folder_of(model)) for model in self.configs]
+        parts += [tree_hash(self.folder / name) for name in CONFIG_FOLDERS]
+        return hashlib.sha256("".join([json.dumps(self.index, sort_keys=True), *parts]).encode()).hexdigest()
+
+    def folder_of(self, model: str) -> Path:
+        return self.controlnet if model == "controlnet" and self.controlnet else self.folder / model
+
+    def load(self, model: str) -> torch.nn.Module:
+        folder, name = self.folder_of(model), self.index[model][1]
+        dtype = "dtype" if CLASSES[name] == "transformers" else "torch_dtype"
+        options = {dtype: torch.float32, "local_files_only": True, **_weights(folder)}
+        loaded: torch.nn.Module
+        try:
+            with no_progress_bars():
+                loaded, keys = _class(name).from_pretrained(str(folder), output_loading_info=True, **options)
+        except Exception as error:  # safetensors, torch, json and both libraries each raise their own kinds
+            raise InputError(f"{folder} cannot be loaded as {name}: {first_line(error)}") from error
+        if missing := sorted(keys["missing_keys"]):  # both libraries would make values up and only warn
+            raise InputError(
+                f"{folder} lacks {len(missing)} weights of its {name}, such as {missing[0]}: get it again."
+            )
+        return loaded.eval()
+
+    def write_configs(self, out: Path) -> None:
+        copy_configs(self.folder, out)
+        (out / "model_index.json").write_text(json.dumps(self.index, indent=2) + "\n")
+
+
+def _weights(folder: Path) -> dict[str, Any]:
+    """Which of a model's files to load: safetensors if there are some, the variant "fp16" if there is no other."""
+    safe = [p.name for p in folder.glob("*.safetensors")]
+    weights = safe or [p.name for p in folder.glob("*.bin")]
+    only_half = bool(weights) and all(".fp16" in name for name in weights)
+    return {"use_safetensors": bool(safe), "variant": "fp16" if only_half else None}
+
+
+@dataclass(frozen=True)
+class PresetSource:
+    """A preset with random weights: the same seed gives the same weights."""
+
+    name: str
+    seed: int
+    random_weights: bool = True
+
+    @property
+    def preset(self) -> presets.Preset:
+        return PRESETS[self.name]
+
+    @property
+    def configs(self) -> dict[str, Config]:
+        return self.preset.models
+
+    @property
+    def index(self) -> Config:
+        index: Config = {"_class_name": self.preset.pipeline, "_diffusers_version": version("diffusers")}
+        for model, config in self.configs.items():
+            name = _class_name(config)
+            index[model] = [CLASSES[name], name]
+            if model.startswith("text_encoder"):
+                index[model.replace("text_encoder", "tokenizer")] = ["transformers", "CLIPTokenizer"]
+        index["scheduler"] = ["diffusers", self.preset.scheduler["_class_name"]]
+        absent = {"StableDiffusionXLImg2ImgPipeline": ["text_encoder", "tokenizer"]}
+        if "XL" not in self.preset.pipeline:
+            absent[self.preset.pipeline] = ["safety_checker", "feature_extractor"]
+            index["requires_safety_checker"] = False
+        index |= {name: [None, None] for name in absent.get(self.preset.pipeline, [])}
+        return index | self.preset.options
+
+    @property
+    def hash(self) -> str:
+        text = json.dumps([self.index, self.configs, self.preset.scheduler, self.seed], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def load(self, model: str) -> torch.nn.Module:
+        config = self.configs[model]
+        cls = _class(_class_name(config))
+        made = cls(cls.config_class(**config)) if "model_type" in config else cls.from_config(config)
+        fill_random(made, self.seed + zlib.crc32(model.encode()))
+        return made.eval()
+
+    def write_configs(self, out: Path) -> None:
+        (out / "model_index.json").write_text(json.dumps(self.index, indent=2) + "\n")
+        scheduler = out / "scheduler"
+        scheduler.mkdir()
+        config = self.preset.scheduler | {"_diffusers_version": version("diffusers")}
+        (scheduler / "scheduler_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for model, config in self.configs.items():
+            if model.startswith("text_encoder"):
+                write_byte_tokenizer(out / model.replace("text_encoder", "tokenizer"), config["vocab_size"])
+
+
+def _class_name(config: Config) -> str:
+    return str(config.get("_class_name") or config["architectures"][0])
+
+
+def open_source(
+    model: str | None, preset: str | None, random_weights: bool, seed: int, controlnet: str | None = None
+) -> Source:
+    """The source the user named. Raises InputError, saying what to give instead, for anything that cannot be one."""
+    if preset is not None:
+        if preset not in PRESETS:
+            raise InputError(f"unknown preset {preset!r}: choose one of {', '.join(PRESETS)}.")
+        if not random_weights:
+            raise InputError(f"preset {preset} has no weights: add --random-weights, or give a checkpoint instead.")
+        if controlnet is not None:
+            raise InputError("--controlnet goes with a checkpoint: use the preset sd15-controlnet instead.")
+        return PresetSource(preset, seed)
+    if random_weights:
+        raise InputError(f"--random-weights needs a --preset: choose one of {', '.join(PRESETS)}.")
+    if model is None:
+        raise InputError("no model given: name `demo`, a diffusers folder, a hub id, or a --preset.")
+    source = open_folder(model, _locate(model, download_pipeline))
+    return with_controlnet(source, _locate(controlnet, download_model)) if controlnet is not None else source
+
+
+def _locate(model: str, download: Callable[[str], Path]) -> Path:
+    """The folder of a model the user named. Raises InputError when it neither exists nor looks like a hub id."""
+    if model == "demo":
+        from sd_ort.demo import MODEL_DIR
+
+        return MODEL_DIR
+    path = Path(model)
+    if path.is_file():
+        raise InputError(
+            f"{path} is a file: save it as a folder with diffusers' from_single_file(FILE).save_pretrained(DIR)."
+        )
+    if path.exists():
+        return path
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not path.parent.exists():
+        return download(model)
+    raise InputError(f"{model} does not exist: give `demo`, a diffusers folder, a hub id (owner/name), or a --preset.")
+
+
+def open_folder(name: str, folder: Path) -> FolderSource:
+    """Check that `folder` is a diffusers pipeline of a family we know. Raises InputError when it is not."""
+    index = read_json(folder / "model_index.json", f"{folder} is no diffusers pipeline")
+    configs = {}
+    for model in MODELS:
+        library, cls = (index.get(model) or (None, None))[:2]
+        if cls is None:
+            continue
+        if not isinstance(cls, str) or CLASSES.get(cls) != library:
+            raise InputError(f"{folder} has a {model} of class {cls}; sd-ort exports {', '.join(CLASSES)}.")
+        if (folder / model / MODEL).is_file():
+            raise InputError(f"{folder} holds ONNX models already: give it to `sd-ort optimize`.")
+        configs[model] = read_json(folder / model / "config.json", f"{folder} lacks its {model}")
+    if "unet" not in configs:
+        raise InputError(f"{folder} has no UNet: sd-ort exports Stable Diffusion 1.x, 2.x and XL pipelines.")
+    for part in ("scheduler", "tokenizer", "tokenizer_2"):
+        if (index.get(part) or [None])[0] and not (folder / part).is_dir():
+            raise InputError(f"{folder} lacks its {part}, which drawing needs: get the whole folder.")
+    _check_unet(folder, configs["unet"])
+    return FolderSource(name, folder, index, configs)
+
+
+# Parts of a diffusers UNet that would need inputs which the pipelines do not give.
+FOREIGN = ("encoder_hid_dim_type", "encoder_hid_dim")
+CLASS_EMBEDDINGS = ("timestep", "projection", "simple_projection")
+
+
+def _check_unet(folder: Path, config: Config) -> None:
+    foreign = [key for key in FOREIGN if config.get(key)]
+    known = {"addition_embed_type": ("text_time",), "class_embed_type": CLASS_EMBEDDINGS}
+    foreign += [key for key, values in known.items() if config.get(key) not in (None, *values)]
+    if foreign:
+        raise InputError(f"{folder} has a UNet with {foreign[0]} = {config[foreign[0]]}, which sd-ort does not export.")
+
+
+def with_controlnet(source: FolderSource, folder: Path) -> FolderSource:
+    """The pipeline with a ControlNet from another folder. Raises InputError when that is none, or not its size."""
+    config = read_json(folder / "config.json", f"{folder} is no ControlNet")
+    if config.get("_class_name") != "ControlNetModel":
+        raise InputError(f"{folder} holds a {config.get('_class_name')}, not a ControlNetModel.")
+    for key in ("cross_attention_dim", "block_out_channels"):
+        if config.get(key) != source.configs["unet"].get(key):
+            raise InputError(f"the ControlNet in {folder} was made for another UNet: their {key} differ.")
+    xl = "XL" if is_sdxl(source) else ""
+    index = source.index | {
+        "_class_name": f"StableDiffusion{xl}ControlNetPipeline",
+        "controlnet": ["diffusers", "ControlNetModel"],
+    }
+    configs = source.configs | {"controlnet": config}
+    return FolderSource(f"{source.name} with {folder}", source.folder, index, configs, folder)
+
+
+def is_sdxl(source: Source) -> bool:
+    """Whether the UNet takes SDXL's extra inputs, text_embeds and time_ids."""
+    return bool(source.configs["unet"].get("addition_embed_type") == "text_time")
+
+
+def component_signature(source: Source, component: str, config: Config) -> Signature:
+    """Inputs and outputs of a component of `source`, whose model has the full `config`."""
+    if component.startswith("text_encoder"):  # the index decides the class: a config may name the one it was cut from
+        config = config | {"architectures": [source.index[component][1]]}
+    return signatures.signature(component, config, sdxl=is_sdxl(source), controlnet="controlnet" in source.configs)

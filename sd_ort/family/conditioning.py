@@ -1,0 +1,67 @@
+"""What a UNet is told: tokens, the scale of latents, embedded guidance."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sd_ort.core.errors import InputError
+from sd_ort.core.files import read_json
+
+log = logging.getLogger("sd_ort")
+
+
+def latent_scale(vae_config: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean, factor), (1, C or 1, 1, 1) float32: the VAE's own latents are the pipeline's times factor, plus mean."""
+    factor = torch.full((1, 1, 1, 1), 1 / vae_config.get("scaling_factor", 0.18215), dtype=torch.float64)
+    mean = torch.full((1, 1, 1, 1), vae_config.get("shift_factor") or 0.0)
+    if vae_config.get("latents_mean") and vae_config.get("latents_std"):
+        mean = mean + torch.tensor(vae_config["latents_mean"]).view(1, -1, 1, 1)
+        factor = factor * torch.tensor(vae_config["latents_std"]).view(1, -1, 1, 1)
+    return mean.float(), factor.float()
+
+
+def guidance_embedding(scale: float, width: int) -> torch.Tensor:
+    """A guidance scale as UNets distilled with it (LCM) are told it, (1, width): sines, then cosines, of
+    1000 (scale - 1) at `width / 2` frequencies from 1 to 1e-4, as transformers encode positions (Vaswani et al., 2017).
+    """
+    half = width // 2
+    angles = 1000 * (scale - 1) * torch.exp(torch.arange(half) * (-math.log(1e4) / (half - 1)))
+    return torch.cat([angles.sin(), angles.cos(), torch.zeros(width % 2)])[None]
+
+
+def text_length(folder: Path, name: str, tokenizer: Any) -> int:
+    """Tokens the text encoder `name` takes, usually 77."""
+    limit = read_json(folder / name / "config.json").get("max_position_embeddings", 77)
+    return min(int(tokenizer.model_max_length), int(limit))
+
+
+def text_encoders(index: dict[str, Any]) -> list[str]:
+    """The text encoders that a model_index.json names; the refiner of SDXL has the second alone."""
+    names = ("text_encoder", "text_encoder_2")
+    return [name for name in names if (index.get(name) or [None])[0]] or ["text_encoder"]
+
+
+def _tokenizer(folder: Path, name: str) -> Any:
+    from transformers import CLIPTokenizer
+
+    try:
+        return CLIPTokenizer.from_pretrained(folder / name, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder / name} holds no CLIP tokenizer: export the pipeline again.") from error
+
+
+def token_ids(tokenizer: Any, prompts: Sequence[str], length: int) -> np.ndarray:
+    """Token ids (B, length), int64, padded; says on the log what a longer prompt loses."""
+    for prompt, ids in zip(prompts, tokenizer(list(prompts), verbose=False).input_ids, strict=True):
+        if len(ids) > length:  # the last kept token is the end mark
+            lost = tokenizer.decode(ids[length - 1 : -1])
+            log.warning("the prompt %r… is cut after %d tokens; not drawn: %r", prompt[:40], length - 2, lost)
+    tokens = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="np")
+    return np.asarray(tokens.input_ids, np.int64)

@@ -1,0 +1,42 @@
+"""Models without weights made whole: random numbers of the right scale, and a tokenizer of bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+
+def fill_random(model: torch.nn.Module, seed: int) -> None:
+    """Give every parameter its own random values, in place.
+
+    Matrices and convolutions get variance 1/fan_in, so activations keep their scale; norm weights vary around 1 and
+    biases around 0. No two parameters are equal and no bias is zero: exporters merge equal tensors, and a rule that
+    forgets a zero bias would go unnoticed.
+    """
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
+            else:
+                parameter.normal_(float(name.endswith("weight")), 0.1, generator=generator)
+
+
+def write_byte_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Write a CLIP tokenizer without merges: each byte is a token, with another id where it ends a word.
+
+    Ids are laid out as CLIP's: 0-255 bytes, 256-511 bytes that end a word, and the last two of the vocabulary are
+    start and end of text. A stand-in, so that pipelines with random weights run without a download.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import CLIPTokenizer
+
+    characters = sorted(ByteLevel.alphabet())
+    tokens = [*characters, *(c + "</w>" for c in characters)]
+    ids = {token: i for i, token in enumerate(tokens)}
+    ids |= {"<|startoftext|>": vocabulary - 2, "<|endoftext|>": vocabulary - 1}
+    CLIPTokenizer(vocab=ids, merges=[], model_max_length=77).save_pretrained(folder)
+    (folder / "vocab.json").write_text(json.dumps(ids, ensure_ascii=False))
+    (folder / "merges.txt").write_text("#version: 0.2\n")

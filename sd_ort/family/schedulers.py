@@ -1,0 +1,69 @@
+"""diffusers' schedulers by name, checked before they are used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.files import read_json
+
+
+def make_scheduler(folder: Path, scheduler: Any = None) -> Any:
+    """The folder's scheduler, or one of another class with the folder's configuration; an object is taken as it is.
+
+    Raises InputError for a name that is no diffusers scheduler, or one that cannot drive a Stable Diffusion UNet.
+    """
+    if scheduler is not None and not isinstance(scheduler, str):
+        return scheduler
+    config = read_json(folder / "scheduler" / "scheduler_config.json")
+    cls = scheduler_class(scheduler or config["_class_name"])
+    try:
+        _try_a_step(cls.from_config(config))
+        return cls.from_config(config)
+    except ImportError as error:
+        raise InputError(" ".join(str(error).split())) from error  # names the package and how to install it
+    except Exception as error:  # each scheduler has its own way to refuse a configuration, or other arguments
+        raise InputError(
+            f"{cls.__name__} cannot drive this UNet ({first_line(error)}): try euler, ddim or dpmsolver."
+        ) from error
+
+
+def _try_a_step(scheduler: Any) -> None:
+    """Use a scheduler as the sampling loop does, once; raises what it raises."""
+    scheduler.set_timesteps(10)
+    latents = torch.zeros(1, 4, 1, 1) * scheduler.init_noise_sigma
+    with torch.random.fork_rng(devices=[]):  # ancestral schedulers draw
+        sample = scheduler.scale_model_input(latents, scheduler.timesteps[0])
+        scheduler.step(sample, scheduler.timesteps[0], latents)
+
+
+def set_timesteps(scheduler: Any, steps: int) -> None:
+    """Raises InputError for a number of steps that the scheduler refuses, such as more than LCM was distilled for."""
+    try:
+        scheduler.set_timesteps(steps)
+    except ValueError as error:
+        raise InputError(f"{type(scheduler).__name__} cannot take {steps} steps: {first_line(error)}") from error
+
+
+def scheduler_class(name: str) -> Any:
+    """A diffusers scheduler by class name or short form: "euler", "ddim", "dpmsolver", "euler_ancestral", "unipc"…
+
+    Short forms leave out "Scheduler", then "Discrete" and "Multistep"; case and punctuation do not matter.
+    Raises InputError listing the names when there is none.
+    """
+    import diffusers
+
+    classes = [n for n in dir(diffusers) if n.endswith("Scheduler")]
+    key = _key(name)
+    for shorten in (_key, lambda n: _key(n).replace("discrete", "").replace("multistep", "")):
+        found = [n for n in classes if shorten(n) == key]
+        if found:
+            return getattr(diffusers, found[0])
+    raise InputError(f"{name!r} is no diffusers scheduler: use euler, ddim, dpmsolver, unipc or a class name.")
+
+
+def _key(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum()).removesuffix("scheduler")

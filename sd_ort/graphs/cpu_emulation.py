@@ -1,0 +1,199 @@
+"""Twins: a form of an optimized model that ONNX Runtime's CPU provider runs, with the numbers of the original.
+
+Two things keep the CPU from standing in for a GPU. It lacks kernels for some of the contrib operators: they become the
+function bodies of the same operators. And it computes half precision in float32 without rounding what lies between two
+operators, so that neither rounding errors nor overflows show: the twin is in float32 and rounds, by arithmetic, the
+result of every operator to the half type.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from fusion_passes import DOMAIN
+from fusion_passes.operators import bodies
+from fusion_passes.shapes.infer import annotate
+from sd_ort.core.folder import DATA, MODEL
+
+CONTRIB = "com.microsoft"
+# Fused operators for which ONNX Runtime 1.31's CPU provider has no kernel; MultiHeadAttention lacks the packed forms.
+NOT_ON_CPU = frozenset({"GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd", "NhwcConv"})
+HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+# Operators whose results are some of their inputs' numbers: nothing to round.
+EXACT = frozenset(
+    "Concat Expand Gather Identity Pad Relu Reshape Resize Slice Split Squeeze Transpose Unsqueeze UpsampleNearest "
+    "Where".split()
+)
+ROUNDING = "sd_ort.rounding"
+# Veltkamp's splitting (Dekker 1971): (2^s + 1)x - ((2^s + 1)x - x) keeps 24 - s bits of a float32. Numbers below the
+# smallest normal float16 round to multiples of 2^-24: adding 0.75 = 1.5 * 2^-1 leaves no finer bits.
+BODIES = {
+    ir.DataType.FLOAT16: """{
+        factor = Constant <value_float = 8193.0> ()
+        scaled = Mul (x, factor)    rest = Sub (scaled, x)     rounded = Sub (scaled, rest)
+        magic = Constant <value_float = 0.75> ()
+        shifted = Add (x, magic)    subnormal = Sub (shifted, magic)
+        smallest = Constant <value_float = 0.00006103515625> ()
+        size = Abs (x)              is_small = Less (size, smallest)
+        finite = Where (is_small, subnormal, rounded)
+        limit = Constant <value_float = 65520.0> ()
+        is_large = GreaterOrEqual (size, limit)
+        huge = Constant <value_float = 3.0e38> ()
+        infinite = Mul (x, huge)
+        y = Where (is_large, infinite, finite)
+    }""",
+    ir.DataType.BFLOAT16: """{
+        factor = Constant <value_float = 65537.0> ()
+        scaled = Mul (x, factor)    rest = Sub (scaled, x)     rounded = Sub (scaled, rest)
+        limit = Constant <value_float = 1.0e33> ()
+        size = Abs (x)              is_large = GreaterOrEqual (size, limit)
+        y = Where (is_large, x, rounded)
+    }""",
+}
+
+
+@contextmanager
+def cpu_twin(path: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield (a model.onnx that the CPU runs, what was done to it) for the component at `path`.
+
+    That is `path` itself where nothing has to be done. A twin lies beside the component's folder until the context is
+    left; it takes float32 where the original takes a half type.
+    """
+    model = ir.load(path)
+    notes = []
+    foreign = sorted({node.op_type for node in model.graph if _not_on_cpu(node)})
+    if foreign:
+        notes.append(f"{', '.join(foreign)} have no CPU kernels; their function bodies ran instead")
+        _to_function_bodies(model)
+    half = half_type(model)
+    if half is not None:
+        notes.append(f"float32 arithmetic with every operator's result rounded to {half.name.lower()}")
+        round_to_half(model, half)
+    if not notes:
+        yield path, notes
+        return
+    with tempfile.TemporaryDirectory(prefix=f".{path.parent.name}.twin-", dir=path.parent.parent) as scratch:
+        twin = Path(scratch) / path.parent.name / MODEL
+        twin.parent.mkdir()
+        if half is None:
+            for data in path.parent.iterdir():
+                if data.is_file() and data.name != MODEL:
+                    link_or_copy(data, twin.parent / data.name)
+        ir.save(model, twin, external_data=None if half is None else DATA)
+        yield twin, notes
+
+
+def half_type(model: ir.Model) -> ir.DataType | None:
+    """The half type that `model` is in, or None."""
+    values = [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]
+    return next((half for half in HALVES if any(v.dtype == half for v in values)), None)
+
+
+def loads_on_cpu(model: ir.Model) -> bool:
+    """Whether the CPU provider has a kernel, or a function body, for every operator and the type of `model`."""
+    return half_type(model) != ir.DataType.BFLOAT16 and not any(_not_on_cpu(node) for node in model.graph)
+
+
+def round_to_half(model: ir.Model, half: ir.DataType) -> None:
+    """Make a model in `half` one in float32 that rounds every operator's result to `half`, in place."""
+    graph = model.graph
+    annotate(graph)
+    body = f'<domain: "{ROUNDING}", opset_import: ["" : 18]>\nround_to_{half.name.lower()} (x) => (y) {BODIES[half]}'
+    function = ir.from_proto(onnx.parser.parse_function(body))
+    assert isinstance(function, ir.Function)
+    model.functions[function.identifier()] = function
+    graph.opset_imports[ROUNDING] = 1
+    for value in graph.initializers.values():
+        if value.dtype == half:
+            value.const_value = _as_float32(value)
+            value.dtype = ir.DataType.FLOAT
+    for value in graph.inputs:
+        if value.dtype == half:
+            value.dtype = ir.DataType.FLOAT
+    for node in list(graph):
+        _retype_attributes(node, half)
+        for output in node.outputs:
+            if output.dtype == half:
+                output.dtype = ir.DataType.FLOAT
+                if node.op_type not in EXACT:
+                    _round(graph, output, function.name)
+    _attach_again(model)
+
+
+def _not_on_cpu(node: ir.Node) -> bool:
+    if node.domain != CONTRIB:
+        return False
+    packed = node.op_type == "MultiHeadAttention" and (len(node.inputs) < 3 or node.inputs[2] is None)
+    return packed or node.op_type in NOT_ON_CPU
+
+
+def _to_function_bodies(model: ir.Model) -> None:
+    for node in model.graph:
+        if _not_on_cpu(node):
+            node.domain = DOMAIN
+    annotate(model.graph)
+    _attach_again(model)
+
+
+def _attach_again(model: ir.Model) -> None:
+    """Give all fused nodes function bodies that fit them now, and the outputs that a call of a function must have."""
+    for key in [key for key in model.functions if key[0] == DOMAIN]:
+        del model.functions[key]
+    nodes = [node for node in model.graph if node.domain == DOMAIN]
+    bodies.attach(model, nodes)
+    for node in nodes:
+        outputs = len(model.functions[node.op_identifier()].outputs)
+        if len(node.outputs) < outputs:
+            node.resize_outputs(outputs)
+            node.outputs[-1].name = f"{node.outputs[0].name}.unread"
+
+
+def _round(graph: ir.Graph, value: ir.Value, function: str) -> None:
+    node = ir.node(function, [value], domain=ROUNDING)
+    rounded = node.outputs[0]
+    rounded.name, rounded.type, rounded.shape = f"{value.name}.rounded", value.type, value.shape
+    producer = value.producer()
+    assert producer is not None
+    graph.insert_after(producer, node)
+    for user, index in list(value.uses()):
+        if user is not node:
+            user.replace_input_with(index, rounded)
+    if value.is_graph_output():
+        name = value.name
+        graph.outputs[list(graph.outputs).index(value)] = rounded
+        value.name, rounded.name = f"{name}.exact", name
+
+
+def _as_float32(value: ir.Value) -> ir.LazyTensor:
+    tensor = value.const_value
+    assert tensor is not None
+
+    def evaluate() -> ir.Tensor:
+        return ir.Tensor(tensor.numpy().astype(np.float32), name=value.name)
+
+    return ir.LazyTensor(evaluate, dtype=ir.DataType.FLOAT, shape=ir.Shape(tensor.shape.numpy()), name=value.name)
+
+
+def _retype_attributes(node: ir.Node, half: ir.DataType) -> None:
+    if node.op_type == "Cast" and node.attributes["to"].as_int() == half:
+        node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))
+    tensor = node.attributes.get_tensor("value") if node.op_type in ("ConstantOfShape", "Constant") else None
+    if tensor is not None and tensor.dtype == half:
+        node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(tensor.numpy().astype(np.float32)))
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A hard link where the file system allows one: weights are gigabytes."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

@@ -1,0 +1,69 @@
+"""Guidance and a linear scheduler (see `family.schedule`) as ONNX graphs, to run on the device or inside a model.
+
+They share one tensor, `history` (T + 1, B, C, h, w) float32: the first latents, then the noise prediction of each step.
+    FIRST    latents -> history with zeros where predictions will be
+    LATENTS  history, index -> the latents before step `index`: a weighted sum over history
+    INPUT    latents, index -> the scaled sample and the timestep
+    TWICE    sample -> the UNet's 2B rows under guidance
+    GUIDE    the UNet's prediction of 2B rows, negative first -> the guided one
+    RECORD   the prediction of step `index` -> history with it, and the next index
+Sums are elementwise products and a ReduceSum, not a MatMul, which GPUs compute in TF32.
+"""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+
+from sd_ort.core.errors import InputError
+
+OPSET = 18
+
+FIRST = """(float[b, c, h, w] latents, float[t] timesteps) => (float[t1, b, c, h, w] history) {
+    steps = Shape (timesteps)
+    image = Shape (latents)
+    shape = Concat <axis = 0> (steps, image)
+    later = ConstantOfShape (shape)
+    front = Constant <value_ints = [0]> ()
+    first = Unsqueeze (latents, front)
+    history = Concat <axis = 0> (first, later)
+}"""
+LATENTS = """(float[t1, b, c, h, w] history, int64[1] index, float[t1, t1] weights) => (float[b, c, h, w] latents) {
+    row = Gather <axis = 0> (weights, index)
+    column_shape = Constant <value_ints = [-1, 1, 1, 1, 1]> ()
+    column = Reshape (row, column_shape)
+    parts = Mul (history, column)
+    front = Constant <value_ints = [0]> ()
+    latents = ReduceSum <keepdims = 0> (parts, front)
+}"""
+INPUT = """(float[b, c, h, w] latents, int64[1] index, float[t] scales, float[t] timesteps)
+        => (float[b, c, h, w] sample, float[1] timestep) {
+    scale = Gather <axis = 0> (scales, index)
+    sample = Mul (latents, scale)
+    timestep = Gather <axis = 0> (timesteps, index)
+}"""
+TWICE = """(float[b, c, h, w] sample) => (float[rows, c, h, w] rows) {
+    rows = Concat <axis = 0> (sample, sample)
+}"""
+GUIDE = """(float[rows, c, h, w] noise, float[1] guidance) => (float[b, c, h, w] guided) {
+    negative, positive = Split <axis = 0, num_outputs = 2> (noise)
+    difference = Sub (positive, negative)
+    step = Mul (guidance, difference)
+    guided = Add (negative, step)
+}"""
+RECORD = """(float[b, c, h, w] noise, float[t1, b, c, h, w] history, int64[1] index)
+        => (float[t1, b, c, h, w] history_out, int64[1] index_out) {
+    front = Constant <value_ints = [0]> ()
+    update = Unsqueeze (noise, front)
+    one = Constant <value_ints = [1]> ()
+    index_out = Add (index, one)
+    place = Unsqueeze (index_out, one)
+    history_out = ScatterND (history, place, update)
+}"""
+
+
+def graph(text: str, opset: int) -> ir.Model:
+    """One of the graphs above as a model of `opset`. Raises InputError for an opset that lacks its operators."""
+    if opset < OPSET:
+        raise InputError(f"the graphs are of opset {opset}, below {OPSET}: optimize them first, or export them again.")
+    return ir.from_proto(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : {opset}]>\nstep {text}'))

@@ -1,0 +1,172 @@
+"""Calibration: which values of a float32 graph come too near the largest float16, found by running the graph.
+
+The lowered graph runs once on ONNX Runtime's CPU provider with one more output a value, its largest magnitude, so that
+no activation outlives its readers. Nothing is matched by name: SDXL's VAE decoder, whose activations exceed 65504,
+keeps its float32 sites for the numbers they have.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from fusion_passes import DOMAIN
+from fusion_passes.operators import bodies
+from fusion_passes.shapes.types import is_statistic
+from sd_ort.core import folder
+from sd_ort.core.errors import InputError
+from sd_ort.family.inputs import Arrays, component_config, random_inputs, recorded_inputs
+from sd_ort.graphs.cpu_emulation import link_or_copy
+
+# A value stays in float32 when it came within this factor of the type's largest number: other prompts and noise move
+# the extremes of an activation by a small factor (VAE decoders, other seeds: below 2).
+MARGIN = 4.0
+# Larger numbers, infinity too, are no activations but a mask's minus infinity, which conversion clamps or keeps.
+MASK = float(np.finfo(np.float32).max) / 2
+# Latent pixels of the made-up run: few, since the VAEs take time; multiples of 8 as the UNets need.
+CALIBRATED = {"batch": 1, "sequence": 77, "height": 16, "width": 8}
+# Bytes of weights up to which a component is run unasked: the VAEs and CLIP ViT-L, not the UNets.
+SIZE_LIMIT = 1 << 30
+
+
+@dataclass
+class Calibration:
+    """`nodes` must stay in float32; `sites` says why: one entry a value, with op, value, max_abs. `note` sums it up."""
+
+    note: str
+    nodes: set[ir.Node] = field(default_factory=set)
+    sites: list[dict[str, Any]] = field(default_factory=list)
+
+
+def calibrate(
+    model: ir.Model,
+    source: Path,
+    scratch: Path,
+    *,
+    dtype: str = "float16",
+    wanted: bool | None = None,
+    recorded: Path | None = None,
+) -> Calibration:
+    """Run `model` (lowered, still float32, from `source`, a component's model.onnx) and find what `dtype` cannot hold.
+
+    `wanted`: True to run it whatever its size, False to leave it, None to run it on recorded inputs, or made-up ones
+    where `SIZE_LIMIT` allows and the component is known. `recorded`: an .npz of real inputs to take instead of made-up
+    ones. `scratch`: a folder with room for weights in float32. Raises InputError when an explicitly wanted run has no
+    inputs.
+    """
+    feeds = recorded_inputs(recorded, source.parent.name) if recorded is not None else []
+    reason = _why_not(source, wanted, bool(feeds))
+    if reason is None and not feeds:
+        try:
+            feeds = [_made_up(model, source)]
+        except InputError as error:
+            if wanted:
+                raise
+            reason = str(error)
+    if reason is not None:
+        return Calibration(f"not calibrated: {reason}")
+    limit = float(ml_dtypes.finfo(dtype).max) / MARGIN
+    ranges = measure(model, feeds, scratch)
+    result = Calibration("")
+    for node in model.graph:
+        for output in node.outputs:
+            highest = ranges.get(str(output.name), 0.0)
+            if limit < highest < MASK:
+                result.nodes |= {node, *(user for user, _ in output.uses())}
+                site = {"op": node.op_type, "value": output.name, "max_abs": highest}
+                result.sites.append({**site, "metadata": dict(node.metadata_props)})
+    result.note = f"{len(result.sites)} of {len(ranges)} values exceed {limit:.0f} on {len(feeds)} calibration inputs"
+    return result
+
+
+def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str, float]:
+    """Largest magnitude, over `feeds`, of every float32 value that a node of `model` makes and another reads, by name.
+
+    NaN counts as infinite. Writes a copy of the graph below `scratch`, and of the weights that lowering changed, and
+    removes it again.
+    """
+    from sd_ort.runtime.session import Model, create_session
+
+    common.NameFixPass()(model)
+    copy = model.clone()
+    names = _add_ranges(copy)
+    bodies.attach(copy, [node for node in copy.graph if node.domain == DOMAIN])
+    ranges = dict.fromkeys(names, 0.0)
+    with tempfile.TemporaryDirectory(prefix=".calibration-", dir=scratch) as work:
+        path = Path(work) / "component" / folder.MODEL
+        path.parent.mkdir()
+        _borrow_weights(copy, path.parent)
+        ir.save(copy, path)
+        run = Model(create_session(path, "cpu", portable=True))
+        for feed in feeds:
+            outputs = run(**feed)
+            for name in names:
+                highest = float(outputs[f"{name}.range"])
+                ranges[name] = max(ranges[name], math.inf if np.isnan(highest) else highest)
+    return ranges
+
+
+def _add_ranges(model: ir.Model) -> list[str]:
+    """Give the graph one scalar output, max |x|, for every float32 value, in place of its own; returns their names."""
+    names = []
+    graph = model.graph
+    values = [v for node in graph for i, v in enumerate(node.outputs) if not is_statistic(node, i)]
+    read = [v for v in values if v.dtype == ir.DataType.FLOAT and (v.uses() or v.is_graph_output())]
+    graph.outputs.clear()
+    for value in read:
+        magnitude = ir.node("Abs", [value])
+        highest = ir.node("ReduceMax", [magnitude.outputs[0]], {"keepdims": 0})
+        magnitude.outputs[0].name, highest.outputs[0].name = f"{value.name}.magnitude", f"{value.name}.range"
+        highest.outputs[0].dtype, highest.outputs[0].shape = ir.DataType.FLOAT, ir.Shape([])
+        graph.extend([magnitude, highest])
+        graph.outputs.append(highest.outputs[0])
+        names.append(str(value.name))
+    return names
+
+
+def _borrow_weights(model: ir.Model, target: Path) -> None:
+    """Let `model` find in `target` the files its weights lie in; weights that are computed are written there."""
+    computed = []
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, ir.LazyTensor):
+            computed.append(value)
+        if isinstance(tensor, ir.ExternalTensor):
+            here = target / tensor.location
+            if not here.exists():
+                here.parent.mkdir(parents=True, exist_ok=True)
+                link_or_copy(Path(tensor.path), here)
+            value.const_value = ir.ExternalTensor(
+                tensor.location, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=str(value.name),
+                base_dir=target,
+            )  # fmt: skip
+    tensors = [value.const_value for value in computed if value.const_value is not None]
+    written = ir.external_data.convert_tensors_to_external(tensors, target, "computed.data")
+    for value, tensor in zip(computed, written, strict=True):
+        value.const_value = tensor
+
+
+def _why_not(source: Path, wanted: bool | None, recorded: bool) -> str | None:
+    if wanted is False:
+        return "switched off"
+    if importlib.util.find_spec("onnxruntime") is None:
+        return "onnxruntime is not installed"
+    size = sum(file.stat().st_size for file in source.parent.iterdir() if file.is_file())
+    if wanted is None and not recorded and size > SIZE_LIMIT:
+        return f"its {size / 1e9:.1f} GB are above {SIZE_LIMIT / 1e9:.1f} GB; --calibrate runs it all the same"
+    return None
+
+
+def _made_up(model: ir.Model, source: Path) -> Arrays:
+    root, component = source.parent.parent, source.parent.name
+    return random_inputs(component, list(model.graph.inputs), component_config(root, component), CALIBRATED)

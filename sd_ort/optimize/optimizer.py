@@ -1,0 +1,291 @@
+"""Optimize: canonicalize -> fuse -> lower(target) -> precision -> save, two components at a time.
+
+Weights stay where they are on disk: they are read and streamed, one tensor at a time, when the result is saved. A
+component's model in memory is its graph alone. Rewriting takes turns, since it is Python and matching keeps its state
+in globals of the rewriter; while one component is rewritten another is run for calibration or written.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+import fusion_passes
+from fusion_passes import DOMAIN
+from fusion_passes.lower import (
+    fold_bias,
+    layer_norm,
+    linear_add,
+    nhwc_layout,
+    pack_qkv,
+    standard_attention,
+    upsample_nearest,
+    winograd_conv,
+)
+from fusion_passes.operators import bodies
+from fusion_passes.rule import apply
+from sd_ort.core import folder
+from sd_ort.core.errors import InputError
+from sd_ort.graphs import hoist
+from sd_ort.graphs.save import CONTRIB, save
+from sd_ort.optimize import calibration, precision
+from sd_ort.optimize.targets import TARGETS, Target
+
+# The rows of the table of counts: what is left in the lowered graph, whatever its domain.
+COUNTED = (
+    "MultiHeadAttention", "Attention", "GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd",
+    "SkipLayerNormalization", "LayerNormalization", "QuickGelu", "UpsampleNearest", "NhwcConv", "WinogradConv", "Conv",
+    "Transpose",
+)  # fmt: skip
+Report = Callable[[str], None]
+REWRITING = threading.Lock()
+
+
+def optimize(
+    source: Path,
+    output: Path,
+    *,
+    target: str = "portable",
+    dtype: str = "float32",
+    components: list[str] | None = None,
+    calibrate: bool | None = None,
+    inputs: Path | None = None,
+    hoisted: bool = False,
+    report: Report = lambda line: None,
+) -> dict[str, Any]:
+    """Fuse every component of the pipeline folder `source` into the folder `output`, and return its manifest.
+
+    target: a name in `TARGETS`. dtype: "float32", "float16" or "bfloat16". calibrate: whether float16 conversion runs
+    each component to find what must stay in float32 (None: the components that are small enough), on made-up inputs or
+    on the recorded `inputs` (see `family.inputs`). hoisted: split the UNet into a graph that runs once a prompt, one
+    that runs once a schedule and one that runs every step (see `graphs.hoist`). An `output` that was made from the same
+    input with the same options and is intact is left as it is. Raises InputError for a source that cannot be read and
+    OutputError when the output cannot be written; then nothing is left behind.
+    """
+    if target not in TARGETS:
+        raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
+    if dtype != "float16" and (calibrate or inputs):
+        raise InputError(f"calibration is for --float16: {dtype} has the range of float32, so leave it out.")
+    names = folder.components(source)
+    if components:
+        missing = [name for name in components if name not in names]
+        if missing:
+            raise InputError(f"{source} has no component {', '.join(missing)}: it has {', '.join(names)}.")
+        names = components
+    if hoisted and hoist.PARTS["step"] not in names:
+        raise InputError("--hoist splits the UNet: take it into --component, or leave out --hoist.")
+    if hoist.is_hoisted(source):
+        raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
+    paths = {name: folder.check_component(source, name) for name in names}
+    options = {
+        "target": target,
+        "dtype": dtype,
+        "components": names,
+        "calibrate": calibrate,
+        "inputs": folder.sha256(inputs) if inputs else None,
+        "hoist": hoisted,
+    }
+    manifest = _manifest(source, names, options)
+    if _is_done(output, manifest):
+        report(f"{output} is up to date.")
+        return folder.read_manifest(output)
+    with folder.staged(output) as work:
+        folder.copy_configs(source, work)
+
+        def make(name: str, stopped: threading.Event) -> None:
+            started = time.perf_counter()
+            entry = optimize_component(
+                paths[name],
+                work / name / folder.MODEL,
+                TARGETS[target],
+                dtype,
+                calibrate=calibrate,
+                inputs=inputs,
+                hoisted=hoisted and name == hoist.PARTS["step"],
+                stopped=stopped,
+            )
+            entry["seconds"] = round(time.perf_counter() - started, 2)
+            config = source / name / "config.json"
+            if config.is_file():
+                shutil.copy2(config, work / name / "config.json")
+            manifest["components"][name] = entry
+            report(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
+
+        _two_at_a_time(make, sorted(names, key=lambda name: -_size(paths[name])))
+        manifest["components"] = {name: manifest["components"][name] for name in names}
+        folder.write_manifest(work, manifest)
+    return folder.read_manifest(output)
+
+
+def _manifest(source: Path, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    """What the output will say of itself, without its components."""
+    described = folder.read_manifest(source).get("source", {"model": str(source)})
+    return {
+        "stage": "optimize",
+        "source": {**described, "folder": str(source.resolve()), "hash": _hash(source, names)},
+        "versions": {name: importlib.metadata.version(name) for name in ("sd-ort", "onnx", "onnx-ir", "onnxscript")},
+        "options": options,
+        "components": {},
+    }
+
+
+def _two_at_a_time(make: Callable[[str, threading.Event], None], names: Iterable[str]) -> None:
+    """Call make(name, stopped) for all names in two threads; an error or interrupt sets `stopped` and is raised."""
+    stopped = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            for done in as_completed([pool.submit(make, name, stopped) for name in names]):
+                done.result()
+        except BaseException:
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _size(model: Path) -> int:
+    return sum(file.stat().st_size for file in model.parent.iterdir() if file.is_file())
+
+
+def optimize_component(
+    source: Path,
+    output: Path,
+    target: Target,
+    dtype: str = "float32",
+    *,
+    calibrate: bool | None = None,
+    inputs: Path | None = None,
+    hoisted: bool = False,
+    stopped: threading.Event | None = None,
+) -> dict[str, Any]:
+    """Optimize one `model.onnx` into another; returns counts by rule and by operator. Options as for `optimize`.
+
+    Raises CancelledError soon after another thread set `stopped`; the output is then incomplete.
+    """
+    model = ir.load(source)
+    before = sum(1 for _ in model.graph)
+    with REWRITING:
+        _go_on(stopped)
+        rules = fusion_passes.canonicalize(model)
+        not_fused = fusion_passes.why_not_fused(model)
+        rules += fusion_passes.fuse(model, leave=target.leave)
+        lowered = lower_layout(model, target)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    measured = calibration.Calibration("")
+    if dtype == "float16":
+        measured = calibration.calibrate(model, source, output.parent, wanted=calibrate, recorded=inputs)
+    if dtype != "float32":
+        precision.convert(model, dtype, keep=measured.nodes, float32_inputs=target.float32_inputs)
+    kept = lower_operators(model, target)
+    parts = {hoist.PARTS[name]: part for name, part in hoist.split(model).items()} if hoisted else {}
+    for name, part in (parts or {output.parent.name: model}).items():
+        save(part, output.parent.with_name(name) / output.name, lambda: _go_on(stopped))
+    nodes = Counter(node.op_type for part in (parts.values() or [model]) for node in part.graph)
+    return {
+        "nodes_before": before,
+        "nodes": sum(nodes.values()),
+        "rules": {name: count for name, count in {**rules, **lowered}.items() if count},
+        "counts": {op: nodes[op] for op in COUNTED if nodes[op]},
+        "not_lowered": kept,
+        **({"not_fused": not_fused} if not_fused else {}),
+        **({"hoisted": {name: len(part.graph) for name, part in parts.items()}} if hoisted else {}),
+        **({"calibration": measured.note, "float32_sites": measured.sites} if dtype == "float16" else {}),
+    }
+
+
+def lower_layout(model: ir.Model, target: Target) -> dict[str, int]:
+    """Take apart what the target never runs, then its layout and packing; returns counts by pass."""
+    counts: dict[str, int] = {}
+    parts = [node for node in model.graph if node.domain == DOMAIN and node.op_type in target.expand]
+    if parts:
+        bodies.attach(model, parts)
+        common.InlinePass()(model)
+        fusion_passes.canonicalize_shapes(model)
+    if target.standard_attention is not None:
+        counts["standard_attention"] = standard_attention.to_standard_attention(model, target.standard_attention)
+    if target.winograd:
+        counts["winograd_conv"] = apply(model, winograd_conv.RULES)
+    if target.layout == "NHWC":
+        counts["nhwc_layout"] = nhwc_layout.to_nhwc(model)
+    if target.fold_bias:
+        counts["fold_bias"] = fold_bias.fold_bias(model)
+    if target.pack:
+        counts.update(pack_qkv.pack_qkv(model))
+    if target.linear_add:
+        counts["linear_add"] = linear_add.linear_add(model)
+    if target.upsample:
+        counts["upsample_nearest"] = upsample_nearest.upsample_nearest(model)
+    if target.layer_norm:
+        counts["layer_norm"] = layer_norm.layer_norm(model)
+    return counts
+
+
+def lower_operators(model: ir.Model, target: Target) -> list[str]:
+    """Give each fused node the provider's own kernel where its limits allow, else a function body.
+
+    Returns the reasons why nodes whose operator has a kernel in general could not take it, with their number.
+    """
+    reasons: Counter[tuple[str, str]] = Counter()
+    ours = []
+    for node in model.graph:
+        if node.domain != DOMAIN:
+            continue
+        limit = target.contrib.get(node.op_type)
+        reason = "no limit" if limit is None else limit(node)
+        if limit is not None and reason is None:
+            node.domain = CONTRIB
+            _drop_unread_outputs(node)
+            model.graph.opset_imports.setdefault(CONTRIB, 1)
+        else:
+            ours.append(node)
+            if limit is not None and reason:
+                reasons[node.op_type, reason] += 1
+    bodies.attach(model, ours)
+    return [f"{count} {op_type}: {reason}" for (op_type, reason), count in reasons.items()]
+
+
+def _drop_unread_outputs(node: ir.Node) -> None:
+    """Cut the outputs behind the last one that is read: a sum that nobody reads need not be computed."""
+    read = [i for i, output in enumerate(node.outputs) if output.uses() or output.is_graph_output()]
+    node.resize_outputs(max(read, default=0) + 1)
+
+
+def _go_on(stopped: threading.Event | None) -> None:
+    if stopped is not None and stopped.is_set():
+        raise CancelledError
+
+
+def _hash(source: Path, names: list[str]) -> dict[str, str]:
+    """What tells this input from another: the SHA-256 of each component's files, when the manifest has them.
+
+    Folders of other tools have none: there the graph is hashed, and size and time stand for the weights, gigabytes.
+    """
+    recorded = folder.read_manifest(source).get("files", {})
+    hashes = {}
+    for name in names:
+        files = recorded.get(name, {})
+        if folder.MODEL in files:
+            hashes[name] = "+".join(files[f]["sha256"][:16] for f in sorted(files))
+        else:
+            others = [p for p in sorted((source / name).rglob("*")) if p.is_file() and p.name != folder.MODEL]
+            marks = [f"{p.name}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in others]
+            hashes[name] = "+".join([folder.sha256(source / name / folder.MODEL)[:16], *marks])
+    return hashes
+
+
+def _is_done(output: Path, manifest: dict[str, Any]) -> bool:
+    try:
+        there = folder.read_manifest(output) if output.is_dir() else {}
+    except InputError:
+        return False
+    same = all(there.get(key) == manifest[key] for key in ("stage", "source", "versions", "options"))
+    return same and folder.is_intact(output, there)

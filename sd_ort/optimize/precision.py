@@ -1,0 +1,189 @@
+"""Half precision: weights and tensors become float16 or bfloat16, but for what must stay in float32.
+
+What stays is found from the graph and from numbers, not from a list of names:
+    sinusoids        what feeds a Sin or Cos: 1000 time steps (or 1024 pixels) do not survive 11 bits of a mantissa
+    measured sites   nodes whose float32 outputs came near the type's largest number on calibration inputs (`keep`)
+    no such kernel   operators that the standard does not define for the type, such as Range
+    wanted inputs    (operator, input) pairs of the target's kernels, such as GroupNorm's gamma and beta
+Casts are inserted where the two meet. Weights are converted while the model is saved, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from fusion_passes.canonicalize.opset import OPSET
+from fusion_passes.rewriting import read
+from fusion_passes.shapes.types import is_statistic
+from sd_ort.core.errors import InputError
+
+FLOAT = ir.DataType.FLOAT
+HALF = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+BFLOAT16_OPSET = 22
+# Inputs that the standard wants in float32 (or that hold no data of the model) whatever the type of the first.
+FIXED_INPUTS = frozenset({("Resize", 1), ("Resize", 2)})
+
+
+def convert(
+    model: ir.Model,
+    dtype: str,
+    *,
+    keep: Collection[ir.Node] = (),
+    float32_inputs: Collection[tuple[str, int]] = (),
+    float32_graph_inputs: Collection[str] = ("timestep",),
+) -> int:
+    """Convert the float32 part of `model` to `dtype` ("float16" or "bfloat16") in place.
+
+    Returns the number of nodes that stay in float32. Graph inputs and outputs are converted too, but for
+    `float32_graph_inputs`.
+    """
+    half, graph = HALF[dtype], model.graph
+    if half == ir.DataType.BFLOAT16:
+        _declare_bfloat16_opset(graph)
+    float32 = _before_sinusoids(graph) | {node for node in graph if not _is_defined(node, half, graph)} | set(keep)
+    _convert_initializers(graph, half, float32, frozenset(float32_inputs) | FIXED_INPUTS)
+    for value in graph.inputs:
+        if value.dtype == FLOAT and value.name not in float32_graph_inputs:
+            value.dtype = half
+    for node in graph:
+        if node in float32:
+            continue
+        _convert_attributes(node, half)
+        for index, output in enumerate(node.outputs):
+            if output.dtype == FLOAT and not is_statistic(node, index):
+                output.dtype = half
+    _insert_casts(graph, half, float32)
+    common.TopologicalSortPass()(model)
+    return len(float32)
+
+
+def _declare_bfloat16_opset(graph: ir.Graph) -> None:
+    """Conv and its like take bfloat16 from opset 22 on, which changed nothing else.
+
+    Raises InputError for a graph of an older opset than canonical graphs have.
+    """
+    version = graph.opset_imports.get("", 0)
+    if version < OPSET:
+        raise InputError(f"the graph is of opset {version}, which has no bfloat16: use --float16 or export it again.")
+    graph.opset_imports[""] = max(version, BFLOAT16_OPSET)
+
+
+def _is_defined(node: ir.Node, half: ir.DataType, graph: ir.Graph) -> bool:
+    """Whether the standard defines an operator for `half` in place of its float32 inputs."""
+    if node.domain not in ("", "ai.onnx"):
+        return True
+    try:
+        schema = onnx.defs.get_schema(node.op_type, graph.opset_imports[""], "")
+    except onnx.defs.SchemaError:
+        return True
+    allowed = {c.type_param_str: c.allowed_type_strs for c in schema.type_constraints}
+    wanted = f"tensor({half.name.lower()})"
+    for index, value in enumerate(node.inputs):
+        if value is None or value.dtype != FLOAT or (node.op_type, index) in FIXED_INPUTS:
+            continue
+        declared = schema.inputs[min(index, len(schema.inputs) - 1)].type_str
+        if wanted not in allowed.get(declared, [declared]):
+            return False
+    return True
+
+
+def _before_sinusoids(graph: ir.Graph) -> set[ir.Node]:
+    """Sin and Cos, and the nodes their angles come from; these are small tensors of a number a time step."""
+    found: set[ir.Node] = set()
+    stack = [n for n in graph if n.op_type in ("Sin", "Cos")]
+    while stack:
+        node = stack.pop()
+        if node in found:
+            continue
+        found.add(node)
+        producers = [v.producer() for v in node.inputs if v is not None and v.dtype == FLOAT]
+        stack += [p for p in producers if p is not None]
+    return found
+
+
+def _convert_initializers(
+    graph: ir.Graph, half: ir.DataType, float32: set[ir.Node], fixed: frozenset[tuple[str, int]]
+) -> None:
+    for name, value in list(graph.initializers.items()):
+        if value.dtype != FLOAT:
+            continue
+        stay = [(n, i) for n, i in value.uses() if n in float32 or (n.op_type, i) in fixed]
+        move = [(n, i) for n, i in value.uses() if (n, i) not in stay]
+        if not move and not value.is_graph_output():
+            continue
+        new = _half_tensor(f"{name}.{half.name.lower()}", value, half)
+        graph.register_initializer(new)
+        for node, index in move:
+            node.replace_input_with(index, new)
+        if not stay and not value.is_graph_output():
+            del graph.initializers[name]
+    used = {v for n in graph for v in n.inputs if v is not None}
+    for name, value in list(graph.initializers.items()):
+        if value not in used and not value.is_graph_output():
+            del graph.initializers[name]
+
+
+def _half_tensor(name: str, value: ir.Value, half: ir.DataType) -> ir.Value:
+    source = value.const_value
+    assert source is not None
+
+    def evaluate() -> ir.Tensor:
+        return ir.Tensor(to_half(read(source), half.numpy()), dtype=half, name=name)
+
+    tensor = ir.LazyTensor(evaluate, dtype=half, shape=ir.Shape(source.shape.numpy()), name=name)
+    return ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(half))
+
+
+def to_half(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Round to `dtype`, clamping finite numbers to its finite range: a mask of -3.4e38 must not become -infinity."""
+    limit = float(ml_dtypes.finfo(dtype).max)
+    if numbers.size and (np.max(numbers) > limit or np.min(numbers) < -limit):
+        numbers = np.where(np.isfinite(numbers), np.clip(numbers, -limit, limit), numbers)
+    return np.ascontiguousarray(numbers.astype(dtype))
+
+
+def _convert_attributes(node: ir.Node, half: ir.DataType) -> None:
+    if node.op_type == "Cast" and node.attributes["to"].as_int() == FLOAT:
+        node.attributes["to"] = ir.AttrInt64("to", int(half))
+    made = node.attributes.get("dtype")
+    if made is not None and made.type == ir.AttributeType.INT and made.as_int() == FLOAT:  # of a random number
+        node.attributes["dtype"] = ir.AttrInt64("dtype", int(half))
+    if node.op_type == "ConstantOfShape":
+        tensor = node.attributes.get_tensor("value")
+        if tensor is None or tensor.dtype == FLOAT:
+            numbers = np.zeros(1, np.float32) if tensor is None else tensor.numpy()
+            node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(to_half(numbers, half.numpy()), dtype=half))
+
+
+def _insert_casts(graph: ir.Graph, half: ir.DataType, float32: set[ir.Node]) -> None:
+    """Cast at every edge between a float32 node (or graph input) and a half node, once a value and direction."""
+    casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
+    for node in list(graph):
+        wanted = FLOAT if node in float32 else half
+        other = half if node in float32 else FLOAT
+        for index, value in enumerate(node.inputs):
+            if value is None or value.dtype != other or value.name in graph.initializers or node.op_type == "Cast":
+                continue
+            key = (value, wanted)
+            if key not in casts:
+                cast = ir.node("Cast", [value], {"to": int(wanted)})
+                cast.outputs[0].name = f"{value.name}.{wanted.name.lower()}"
+                cast.outputs[0].shape, cast.outputs[0].dtype = value.shape, wanted
+                graph.insert_before(node, cast)
+                casts[key] = cast.outputs[0]
+            node.replace_input_with(index, casts[key])
+    for output in graph.outputs:
+        producer = output.producer()
+        if output.dtype == FLOAT and producer is not None and producer in float32:
+            name = output.name
+            cast = ir.node("Cast", [output], {"to": int(half)})
+            cast.outputs[0].shape, cast.outputs[0].dtype = output.shape, half
+            graph.append(cast)
+            output.name, cast.outputs[0].name = f"{name}.float32", name
+            graph.outputs[graph.outputs.index(output)] = cast.outputs[0]

@@ -1,0 +1,199 @@
+"""The custom-op library: finding headers and compilers, building it, and finding the built one again.
+
+`build` compiles custom_ops/ with CMake into ~/.cache/sd-ort/ops/<hash>/, the hash being that of the sources, the
+compilers and the architectures; `library_path` finds the newest build of the present sources. ONNX Runtime's headers
+are in no Python wheel: they come from a folder, from the system, or are downloaded once into ~/.cache/sd-ort/.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sd_ort.core.errors import OutputError
+from sd_ort.runtime.headers import find_headers
+from sd_ort.runtime.library import CUDA_LIBRARY, HIP_LIBRARY, LIBRARY, SOURCES, BuildError, cache_folder, sources_hash
+
+
+def build(
+    cpu: bool = True,
+    hip: Sequence[str] = (),
+    cuda: Sequence[str] = (),
+    headers: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """Builds the library, or finds it in the cache; returns the path of libsd_ort_ops.so.
+
+    `hip` are AMD architectures (gfx90a), `cuda` NVIDIA ones (sm_90). Without `cpu` only the GPU library is built (the
+    GPU checks need no ONNX Runtime) and its path is returned. `headers` is the folder of onnxruntime_c_api.h.
+
+    Raises BuildError when a compiler or the headers are missing, or compiling fails; the message says what to do.
+    """
+    if not cpu and not hip and not cuda:
+        raise BuildError("nothing to build: ask for the CPU library, for HIP or for CUDA architectures")
+    options = _Options(cpu=cpu, cmake=_need("cmake", "install it: pip install cmake"), cxx=_cxx_compiler())
+    if cpu:
+        options.headers = find_headers(headers, say)
+    if hip:
+        options.hip_archs = tuple(hip)
+        options.hip = find_hip_compiler()
+    if cuda:
+        options.cuda_archs = tuple(arch.removeprefix("sm_") for arch in cuda)
+        options.nvcc = _need("nvcc", "install the CUDA toolkit, or put its nvcc on PATH")
+    folder = cache_folder() / "ops" / options.hash()
+    library = folder / (LIBRARY if cpu else HIP_LIBRARY if hip else CUDA_LIBRARY)
+    if not (folder / "build.json").is_file():
+        say(f"building {library.name} ...")
+        _compile(options, folder)
+    if hip:
+        from custom_ops import code_objects
+
+        code_objects.publish(folder)
+    say(str(library))
+    return library
+
+
+def build_gpu(arch: str) -> Path:
+    """The GPU library alone, for one architecture: sm_90, gfx942, ... Raises BuildError as `build` does."""
+    return build(cpu=False, cuda=[arch]) if arch.startswith("sm_") else build(cpu=False, hip=[arch])
+
+
+@dataclass(frozen=True)
+class HipCompiler:
+    """A compiler for .hip files, the flags it needs, and where libamdhip64.so is (None when it knows)."""
+
+    path: str
+    flags: tuple[str, ...] = ()
+    library_dir: str | None = None
+
+
+@dataclass
+class _Options:
+    cpu: bool
+    cmake: str
+    cxx: str
+    headers: Path | None = None
+    hip_archs: tuple[str, ...] = ()
+    hip: HipCompiler | None = None
+    cuda_archs: tuple[str, ...] = ()
+    nvcc: str | None = None
+
+    def hash(self) -> str:
+        """Of the sources, the compilers' versions and the architectures."""
+        digest = hashlib.sha256(sources_hash(self.cpu).encode())
+        for part in (*map(_version, self.compilers()), self.hip_archs, self.cuda_archs, self.cpu):
+            digest.update(repr(part).encode())
+        return digest.hexdigest()[:16]
+
+    def compilers(self) -> list[str]:
+        return [path for path in (self.cxx, self.hip.path if self.hip else None, self.nvcc) if path]
+
+    def definitions(self) -> list[str]:
+        values = {
+            "BUILD_HASH": self.hash(),
+            "BUILD_ORT_LIBRARY": "ON" if self.cpu else "OFF",
+            "CMAKE_CXX_COMPILER": self.cxx,
+        }
+        if self.headers:
+            values["ORT_INCLUDE_DIR"] = str(self.headers)
+        if self.hip:
+            values["HIP_ARCHS"] = ";".join(self.hip_archs)
+            values["HIP_COMPILER"] = self.hip.path
+            values["HIP_FLAGS"] = " ".join(self.hip.flags)
+            values["HIP_LIBRARY_DIR"] = self.hip.library_dir or ""
+            values["Python3_EXECUTABLE"] = sys.executable
+        if self.nvcc:
+            values["CUDA_ARCHS"] = ";".join(self.cuda_archs)
+            values["NVCC"] = self.nvcc
+        return [f"-D{name}={value}" for name, value in values.items()]
+
+
+def _compile(options: _Options, folder: Path) -> None:
+    """Builds in a temporary folder; the cache folder appears whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".build-") as work:
+        generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+        _run([options.cmake, *generator, "-S", str(SOURCES), "-B", work, *options.definitions()], "configuring failed")
+        _run([options.cmake, "--build", work, "--parallel"], "compiling failed")
+        done = Path(work) / "done"
+        done.mkdir()
+        for name in (LIBRARY, HIP_LIBRARY, CUDA_LIBRARY):
+            if (Path(work) / name).is_file():
+                shutil.move(Path(work) / name, done / name)
+        record = {
+            "sources": sources_hash(),
+            "cpu": options.cpu,
+            "hip": options.hip_archs,
+            "cuda": options.cuda_archs,
+            "compilers": [
+                _version(path) for path in (options.cxx, options.hip and options.hip.path, options.nvcc) if path
+            ],
+        }
+        if options.hip_archs:
+            shutil.move(Path(work) / "code_objects", done / "code_objects")
+            listing = json.loads((Path(work) / "kernels.json").read_text()) | {"folder": str(folder / "code_objects")}
+            (done / "kernels.json").write_text(json.dumps(listing, indent=1) + "\n")
+        (done / "build.json").write_text(json.dumps(record, indent=1) + "\n")
+        try:
+            done.rename(folder)
+        except OSError as error:
+            if not (folder / "build.json").is_file():  # else another process built the same at the same time
+                raise OutputError(f"cannot write {folder}: {error.strerror}; is the disk full?") from error
+
+
+def _run(command: Sequence[str], failure: str) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        output = result.stdout + result.stderr
+        lines = [line for line in output.splitlines() if "error" in line.lower()] or output.splitlines()[-1:]
+        print(output, file=sys.stderr)
+        raise BuildError(f"{failure}: {lines[0].strip() if lines else ' '.join(command)} (whole output above)")
+
+
+def _version(compiler: str) -> str:
+    """What the compiler says of itself; its path too, as two installs may say the same."""
+    result = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return f"{compiler}: {result.stdout.strip()}"
+
+
+def _need(program: str, advice: str) -> str:
+    path = shutil.which(program)
+    if path is None:
+        raise BuildError(f"{program} is not on PATH; {advice}")
+    return path
+
+
+def _cxx_compiler() -> str:
+    wanted = os.environ.get("CXX")
+    for name in (wanted,) if wanted else ("g++", "clang++", "c++"):
+        if path := shutil.which(name):
+            return path
+    raise BuildError(f"no C++ compiler ({wanted or 'g++, clang++ or c++'}) on PATH; install one: apt-get install g++")
+
+
+def find_hip_compiler() -> HipCompiler:
+    """A clang that compiles HIP: $HIPCXX, a ROCm install's, or Debian's (scripts/install_hip_toolchain.sh).
+
+    Raises BuildError naming what is missing.
+    """
+    if compiler := os.environ.get("HIPCXX"):
+        return HipCompiler(_need(compiler, "HIPCXX names it"), tuple(os.environ.get("HIPCXXFLAGS", "").split()))
+    rocm = Path(os.environ.get("ROCM_PATH", "/opt/rocm"))
+    for clang in (rocm / "llvm/bin/clang++", rocm / "lib/llvm/bin/clang++"):
+        if clang.is_file():
+            return HipCompiler(str(clang), (f"--rocm-path={rocm}",), str(rocm / "lib"))
+    tree = cache_folder() / "hip-tree"
+    debian_clang = shutil.which("clang++-19")
+    if debian_clang and (tree / "amdgcn").is_dir():
+        return HipCompiler(debian_clang, (f"--rocm-path={tree}",))
+    raise BuildError(
+        "no HIP compiler: install ROCm (or set ROCM_PATH or HIPCXX), or on Debian run scripts/install_hip_toolchain.sh"
+    )

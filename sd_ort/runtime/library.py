@@ -1,0 +1,49 @@
+"""The compiled operator library: where builds lie, and which of them fits the present sources."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from sd_ort.core.errors import InputError
+
+SOURCES = Path(__file__).resolve().parents[2] / "custom_ops"
+LIBRARY = "libsd_ort_ops.so"
+HIP_LIBRARY = "libsd_ort_hip.so"
+CUDA_LIBRARY = "libsd_ort_cuda.so"
+
+
+class BuildError(InputError):
+    """The library cannot be built: something is missing, or a compiler refused."""
+
+
+def cache_folder() -> Path:
+    """Where built libraries and downloaded headers live: $XDG_CACHE_HOME/sd-ort, else ~/.cache/sd-ort."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sd-ort"
+
+
+def library_path() -> Path | None:
+    """The newest library built from the present sources, or None. Runs no compiler and no Python import of ORT."""
+    builds = []
+    for record in (cache_folder() / "ops").glob("*/build.json"):
+        library = record.parent / LIBRARY
+        if json.loads(record.read_text())["sources"] == sources_hash() and library.is_file():
+            builds.append((record.stat().st_mtime, library))
+    return max(builds)[1] if builds else None
+
+
+# What the GPU libraries are not made of.
+_CPU_SOURCES = {"registry.cc", "cpu_library.cc", "ort_op.h", "binding.h", "cpu.h", "cpu.cc"}
+
+
+def sources_hash(cpu: bool = True) -> str:
+    """Hash of everything that CMake compiles; without `cpu`, of what the GPU libraries alone are made of."""
+    digest = hashlib.sha256()
+    suffixes = {".cc", ".h", ".hip", ".txt"}
+    for path in sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes):
+        if not cpu and path.name in _CPU_SOURCES:
+            continue
+        digest.update(path.relative_to(SOURCES).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,102 @@
+"""The machine, the versions, the commit and the memory peaks that a measurement is told with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PACKAGES = ("sd-ort", "torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript", "numpy")
+MEGABYTE = 2**20
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores this process may use, memory, GPUs and system, for the head of a results file."""
+    return {
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_GB": round(psutil.virtual_memory().total / 1e9, 1),
+        "gpus": gpus(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def cpu_name() -> str:
+    """The processor's marketing name, or its architecture where the system does not tell."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def gpus() -> list[str]:
+    """Name and driver of each GPU that nvidia-smi or amd-smi/rocm-smi reports; [] without such a tool."""
+    queries = (
+        ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
+        ("rocm-smi", "--showproductname", "--showdriverversion", "--csv"),
+    )
+    for query in queries:
+        if shutil.which(query[0]):
+            result = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+            if result.returncode == 0:
+                return [line.strip() for line in result.stdout.splitlines() if line.strip()]
+    return []
+
+
+def versions() -> dict[str, str]:
+    """Version of Python and of each package a result depends on; the onnxruntime wheel under its own name."""
+    from sd_ort.runtime.wheels import installed_wheels
+
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found | installed_wheels()
+
+
+def commit() -> str | None:
+    """Short hash of the commit this package runs from, with "+" when tracked files were changed; None outside git."""
+
+    def git(*arguments: str) -> str | None:
+        root = Path(__file__).resolve().parent
+        try:
+            result = subprocess.run(("git", *arguments), cwd=root, capture_output=True, text=True, check=False)
+        except OSError:
+            return None
+        return result.stdout.strip() if result.returncode == 0 else None
+
+    hash_ = git("rev-parse", "--short", "HEAD")
+    if hash_ is None:
+        return None
+    return hash_ + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def reset_peak_memory() -> bool:
+    """Let `peak_memory_MB` count from now. False where the system cannot: then it counts from the process's start."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_memory_MB() -> float:
+    """Highest resident memory of this process since its start or `reset_peak_memory`, in MiB.
+
+    Resident means what is in RAM: the heap, and those pages of mapped model files that were touched.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    return float(psutil.Process().memory_info().rss) / MEGABYTE

@@ -1,0 +1,161 @@
+"""Execution providers: names, options, plugins, and whether this machine can really use one.
+
+ONNX Runtime falls back to the CPU without an error when a provider's shared libraries are missing. Here the provider
+asked for is either really used, or the call fails and says what to install.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sd_ort.core.errors import ProviderError, first_line
+from sd_ort.runtime.wheels import _loads, installed_wheels, needed_libraries, runtime
+
+if TYPE_CHECKING:
+    pass
+
+log = logging.getLogger("sd_ort")
+CPU_EP = "CPUExecutionProvider"
+
+
+@dataclass(frozen=True)
+class Provider:
+    """What one `--provider` name means: its ONNX Runtime name, the extra that installs it, and its options.
+
+    `tuning` holds the options that make it search for the fastest kernels; empty when it has no such search.
+    `graph` holds those that make it capture a run as a CUDA or HIP graph and replay it; None when it cannot.
+    `device` is ONNX Runtime's name for its memory, "cuda" on AMD too.
+    `library` is the shared library inside the wheel whose own dependencies must be on the machine.
+    """
+
+    ep: str
+    extra: str
+    options: dict[str, str] = field(default_factory=dict)
+    tuning: dict[str, str] = field(default_factory=dict)
+    graph: dict[str, str] | None = None
+    device: str = "cpu"
+    library: str | None = None
+    needs: str = ""
+
+
+PROVIDERS = {
+    "cpu": Provider(CPU_EP, "cpu"),
+    "cuda": Provider(
+        "CUDAExecutionProvider",
+        "cuda",
+        options={"arena_extend_strategy": "kSameAsRequested", "cudnn_conv_use_max_workspace": "1"},
+        graph={"enable_cuda_graph": "1"},
+        device="cuda",
+        library="libonnxruntime_providers_cuda.so",
+        needs="CUDA and cuDNN",
+    ),
+    "rocm": Provider(
+        "ROCMExecutionProvider",
+        "rocm",
+        # Its MultiHeadAttention throws unless tunable ops are enabled, tuned or not.
+        options={"tunable_op_enable": "1", "miopen_conv_use_max_workspace": "1"},
+        tuning={"tunable_op_tuning_enable": "1", "miopen_conv_exhaustive_search": "1"},
+        graph={"enable_hip_graph": "1"},
+        device="cuda",
+        library="libonnxruntime_providers_rocm.so",
+        needs="ROCm 7 with MIOpen and hipBLAS",
+    ),
+    "migraphx": Provider(
+        "MIGraphXExecutionProvider",
+        "migraphx",
+        tuning={"migraphx_exhaustive_tune": "1"},
+        library="libonnxruntime_providers_migraphx.so",
+        needs="ROCm with MIGraphX",
+    ),
+}
+
+# `plugin:PATH` names the provider in a shared library of its own, which ONNX Runtime loads when asked to.
+PLUGIN = "plugin:"
+
+
+def provider_named(name: str) -> Provider:
+    """The table's entry for a provider name, or one for a plugin. Raises ProviderError for a name that is neither."""
+    if name.startswith(PLUGIN):
+        return Provider(plugin_devices(Path(name.removeprefix(PLUGIN)))[0].ep_name, "", needs="what it drives")
+    if name not in PROVIDERS:
+        raise ProviderError(f"unknown provider {name!r}: choose one of {', '.join(PROVIDERS)}.")
+    return PROVIDERS[name]
+
+
+@cache
+def plugin_devices(library: Path) -> list[Any]:
+    """Register a plugin provider with ONNX Runtime, once a process; the devices that it can run on.
+
+    Raises ProviderError for a library that is missing, lacks libraries of its own, is no provider, or sees no device.
+    """
+    if not library.is_file():
+        raise ProviderError(f"{library} does not exist: give the provider's shared library as {PLUGIN}LIBRARY.")
+    onnxruntime = runtime()
+    if not hasattr(onnxruntime, "register_execution_provider_library"):
+        raise ProviderError(f"ONNX Runtime {onnxruntime.__version__} takes no plugin providers: install 1.23 or later.")
+    if missing := [needed for needed in needed_libraries(library) if not _loads(needed)]:
+        raise ProviderError(f"{library} cannot load {', '.join(missing)}: add their folder to LD_LIBRARY_PATH.")
+    before = {device.ep_name for device in onnxruntime.get_ep_devices()}
+    try:
+        onnxruntime.register_execution_provider_library(library.name, str(library.resolve()))
+    except Exception as error:  # pybind's exceptions share no base class but Exception
+        raise ProviderError(f"{library} is no plugin provider: {first_line(error)}") from error
+    devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name not in before]
+    if not devices:
+        raise ProviderError(f"{library} finds no device on this machine that it can run on.")
+    return devices
+
+
+def missing_libraries(name: str) -> list[str]:
+    """Shared libraries that the provider's own library asks for and this machine cannot load; [] if none or unknown."""
+    provider = provider_named(name)
+    if provider.library is None:
+        return []
+    onnxruntime = runtime()
+    if name == "cuda" and hasattr(onnxruntime, "preload_dlls"):
+        with contextlib.redirect_stdout(None):  # it prints what it does not find, as missing_libraries says too
+            onnxruntime.preload_dlls()  # finds the CUDA libraries that pip packages (torch's too) brought
+    library = Path(onnxruntime.__file__).parent / "capi" / provider.library
+    if not library.is_file():
+        return []
+    return [needed for needed in needed_libraries(library) if not _loads(needed)]
+
+
+def check_provider(name: str, *, allow_fallback: bool = False) -> None:
+    """Check that a provider is in the installed wheel and that the shared libraries it needs can be loaded.
+
+    Raises ProviderError that names the extra or the libraries to install; a warning instead with `allow_fallback`.
+    """
+    provider = provider_named(name)
+    if name.startswith(PLUGIN):
+        return
+    available = runtime().get_available_providers()
+    if provider.ep not in available:
+        _refuse(
+            f"the {name} provider is not in the installed onnxruntime wheel (it has {', '.join(available)}): "
+            f"pip uninstall -y {' '.join(installed_wheels())} && pip install 'sd-ort[{provider.extra}]'.",
+            allow_fallback,
+        )
+    elif missing := missing_libraries(name):
+        _refuse(
+            f"the {name} provider cannot load {', '.join(missing)}: install {provider.needs}, "
+            "or add their folder to LD_LIBRARY_PATH.",
+            allow_fallback,
+        )
+
+
+def _refuse(message: str, allow_fallback: bool) -> None:
+    if not allow_fallback:
+        raise ProviderError(message)
+    warn_once(f"{message} Falling back to the CPU.")
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Log a warning that every component would repeat."""
+    log.warning(message)

@@ -1,0 +1,192 @@
+"""ONNX Runtime sessions on a component of a pipeline folder, as functions of NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
+from sd_ort.core.folder import MODEL, check_component
+from sd_ort.runtime.library import library_path
+from sd_ort.runtime.providers import (
+    CPU_EP,
+    PLUGIN,
+    Provider,
+    _refuse,
+    check_provider,
+    log,
+    plugin_devices,
+    provider_named,
+    warn_once,
+)
+from sd_ort.runtime.wheels import runtime
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+# ONNX Runtime's element types -> NumPy's, for the inputs a Stable Diffusion graph can have.
+DTYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(bool)": np.bool_,
+}
+
+
+def create_session(
+    model_path: Path,
+    provider: str = "cpu",
+    *,
+    threads: int | None = None,
+    allow_fallback: bool = False,
+    tuning: bool = False,
+    graph: bool = False,
+    provider_options: Mapping[str, str] | None = None,
+    library: Path | None = None,
+    portable: bool = False,
+    profile: Path | None = None,
+) -> ort.InferenceSession:
+    """Open `<pipeline folder>/<component>/model.onnx` on a provider.
+
+    `threads`: intra-op threads, None for one a physical core. `allow_fallback`: warn instead of failing when the
+    provider is not really used. `tuning`: let the provider search for its fastest kernels. `graph`: capture runs as
+    CUDA or HIP graphs; such a session runs only through `GraphModel`. `provider_options`: more options of the
+    provider, over those of the table. `library`: custom-op library to register instead of the one found; `portable`:
+    register none. `profile`: file-name prefix of ONNX Runtime's profile.
+
+    Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
+    installed, not loadable or silently dropped.
+    """
+    model_path = Path(model_path)
+    if model_path.name != MODEL:
+        raise InputError(f"{model_path} is no component of a pipeline folder: expected <folder>/<component>/{MODEL}.")
+    check_component(model_path.parent.parent, model_path.parent.name)
+    check_provider(provider, allow_fallback=allow_fallback)
+    onnxruntime = runtime()
+    entry = provider_named(provider)
+    if graph and entry.graph is None:
+        raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
+    options = _session_options(provider, threads, profile)
+    if not _register_ops(options, library, portable):
+        _check_overloads(model_path, onnxruntime.__version__)
+        if entry.device != "cpu" and not portable:
+            warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
+    if provider.startswith(PLUGIN):
+        devices = plugin_devices(Path(provider.removeprefix(PLUGIN)))
+        options.add_provider_for_devices(devices, dict(provider_options or {}))
+        providers = []  # those of the options; ONNX Runtime adds the CPU
+    else:
+        providers = _providers(entry, tuning, graph, provider_options or {})
+    try:
+        session = onnxruntime.InferenceSession(str(model_path), options, providers=providers)
+    except Exception as error:  # pybind's exceptions share no base class but Exception
+        raise InputError(f"ONNX Runtime refuses {model_path}: {first_line(error)}") from error
+    if entry.ep not in session.get_providers():
+        _refuse(
+            f"ONNX Runtime dropped the {provider} provider and would run on the CPU: check that {entry.needs} is "
+            "installed and that a GPU is visible (`sd-ort doctor`).",
+            allow_fallback,
+        )
+    elif entry.ep != CPU_EP and not provider.startswith(PLUGIN):
+        from sd_ort.runtime import tuning as results
+
+        results.attach(session, entry.ep, _ops_path(library, portable), tuning, onnxruntime.__version__)
+    return session
+
+
+def _session_options(provider: str, threads: int | None, profile: Path | None) -> Any:
+    options = runtime().SessionOptions()
+    options.log_severity_level = 3  # errors only: the warnings are about the exporter's unused initializers
+    if provider == "cpu":
+        # It would keep one more block from the second step on, of a whole step: 100 MB for SD 1.5 at 256 x 256.
+        options.enable_mem_pattern = False
+    if threads:
+        options.intra_op_num_threads = threads
+    if profile:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(profile)
+    return options
+
+
+def _providers(entry: Provider, tuning: bool, graph: bool, more: Mapping[str, str]) -> list[Any]:
+    """What ONNX Runtime is asked for: the provider with its options, and the CPU for what it lacks."""
+    if entry.ep == CPU_EP or entry.ep not in runtime().get_available_providers():
+        return [CPU_EP]
+    chosen = {**entry.options, **(entry.tuning if tuning else {}), **((entry.graph if graph else None) or {}), **more}
+    return [(entry.ep, chosen), CPU_EP]
+
+
+def _ops_path(library: Path | None, portable: bool) -> Path | None:
+    return None if portable else library or library_path()
+
+
+def _register_ops(options: Any, library: Path | None, portable: bool) -> bool:
+    """Register the custom-op library, if there is one. Raises ProviderError when it is there but cannot be loaded."""
+    path = _ops_path(library, portable)
+    if path is None:
+        log.info("no custom-op library: fused operators run as plain ONNX functions.")
+        return False
+    try:
+        options.register_custom_ops_library(str(path))
+    except Exception as error:
+        raise ProviderError(f"{path} cannot be loaded: {first_line(error)} Build it again.") from error
+    return True
+
+
+def _check_overloads(model_path: Path, version: str) -> None:
+    """Raise InputError for a model whose functions have overloads on an ONNX Runtime that takes them for one another.
+
+    Versions 1.22 to 1.26 look functions up by name alone and crash on such a model; 1.27 does not.
+    """
+    if tuple(map(int, version.split(".")[:2])) >= (1, 27):
+        return
+    import onnx
+
+    if any(function.overload for function in onnx.load(model_path, load_external_data=False).functions):
+        raise InputError(
+            f"{model_path} has overloaded functions, which ONNX Runtime {version} cannot run: build the op library "
+            "with `sd-ort build-ops`, optimize for this provider's target, or install ONNX Runtime 1.27 or later."
+        )
+
+
+class Model:
+    """One ONNX component as a function of NumPy arrays: floating inputs are cast to the dtypes the graph declares."""
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self.session = session
+        self.inputs = {i.name: i for i in session.get_inputs()}
+        self.outputs = [o.name for o in session.get_outputs()]
+
+    def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
+        """Run once. `arrays`: one array an input, by name, of the input's shape. Returns the outputs by name.
+
+        Raises InputError when the names are not those of the graph's inputs, SdOrtError when ONNX Runtime fails, for
+        example for want of memory.
+        """
+        if arrays.keys() != self.inputs.keys():
+            raise InputError(
+                f"the model takes {', '.join(self.inputs)}, not {', '.join(arrays)}: export the pipeline with sd-ort."
+            )
+        feed = {name: np.ascontiguousarray(array, self.dtype(name)) for name, array in arrays.items()}
+        try:
+            results = self.session.run(None, feed)
+        except Exception as error:  # pybind's exceptions share no base class but Exception
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
+            raise SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}") from error
+        return dict(zip(self.outputs, results, strict=True))
+
+    def dtype(self, name: str) -> Any:
+        """NumPy dtype of an input. Raises InputError for an element type no Stable Diffusion graph has."""
+        declared = self.inputs[name].type
+        if declared not in DTYPES:
+            raise InputError(f"input {name} has the unsupported type {declared}: export the pipeline with sd-ort.")
+        return DTYPES[declared]
+
+
+def load(folder: Path, component: str, provider: str = "cpu", **options: Any) -> Model:
+    """Open one component of a pipeline folder; options as for `create_session`."""
+    return Model(create_session(Path(folder) / component / MODEL, provider, **options))

@@ -1,0 +1,295 @@
+"""Tuning results in JSON files: which candidate of each GPU operator is fastest, as measured on this kind of machine.
+
+A file holds `format`, `validators` (GPU architecture, driver and runtime versions, hash of the op library, version of
+ONNX Runtime), `operators` (operator -> signature of the call -> candidate, microseconds, default_microseconds) and
+`onnxruntime` (what its own tunable operators found, as `InferenceSession.get_tuning_results` gives it). A file whose
+validators differ from this machine's is refused, with the reason. Files lie in $SD_ORT_TUNING or results/tuning, one
+for each set of validators; sessions load the one that fits.
+
+Only the file logic and the op library's C functions are here; `sd_ort.check.tune` meets every shape of a model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, Protocol
+
+from sd_ort.core.errors import InputError, OutputError
+from sd_ort.core.files import write_text
+from sd_ort.runtime.library import CUDA_LIBRARY, HIP_LIBRARY
+
+log = logging.getLogger("sd_ort")
+
+FORMAT = 1
+# Execution provider -> the op library's GPU half that serves it.
+GPU_LIBRARIES = {"CUDAExecutionProvider": CUDA_LIBRARY, "ROCMExecutionProvider": HIP_LIBRARY}
+LABELS = {
+    "arch": "GPU architecture",
+    "driver": "driver and runtime",
+    "library": "op library",
+    "onnxruntime": "ONNX Runtime",
+}
+
+Record = dict[str, Any]
+Operators = dict[str, dict[str, Record]]
+
+
+class TuningError(InputError):
+    """A tuning file that is broken, or that was measured elsewhere."""
+
+
+class Source(Protocol):
+    """Where results come from and go to: the GPU op library, or in tests something that stands in for it."""
+
+    def validators(self) -> dict[str, str]:
+        """arch, driver and library, as in the file."""
+
+    def results(self) -> Operators:
+        """All that was measured in this process."""
+
+    def take(self, operator: str, signature: str, candidate: str) -> bool:
+        """Use an earlier result; False when there is no such operator or candidate."""
+
+    def enable(self, enabled: bool) -> None:
+        """Whether calls of unknown signature are measured when they are met."""
+
+
+class GpuOps:
+    """The C functions of libsd_ort_cuda.so or libsd_ort_hip.so (custom_ops/gpu_library.cc)."""
+
+    def __init__(self, library: Path) -> None:
+        """Raises TuningError when the library cannot be loaded."""
+        try:
+            self.c = ctypes.CDLL(str(library))
+        except OSError as error:
+            raise TuningError(f"{library} cannot be loaded ({error}): build it again with sd-ort build-ops.") from error
+        for name in ("gpu_arch", "gpu_versions", "build_hash", "tuning_results"):
+            getattr(self.c, f"sd_ort_{name}").restype = ctypes.c_char_p
+
+    def validators(self) -> dict[str, str]:
+        names = {"arch": "gpu_arch", "driver": "gpu_versions", "library": "build_hash"}
+        return {key: getattr(self.c, f"sd_ort_{name}")().decode() for key, name in names.items()}
+
+    def results(self) -> Operators:
+        operators: Operators = {}
+        for line in self.c.sd_ort_tuning_results().decode().splitlines():
+            operator, signature, candidate, own, default = line.split("\t")
+            result = {"candidate": candidate, "microseconds": float(own), "default_microseconds": float(default)}
+            operators.setdefault(operator, {})[signature] = result
+        return operators
+
+    def take(self, operator: str, signature: str, candidate: str) -> bool:
+        return bool(self.c.sd_ort_set_tuning_result(operator.encode(), signature.encode(), candidate.encode()))
+
+    def enable(self, enabled: bool) -> None:
+        self.c.sd_ort_enable_tuning(int(enabled))
+
+
+def gpu_library(ep: str, op_library: Path | None) -> Path | None:
+    """The GPU half beside the op library that serves an execution provider; None when there is none."""
+    if op_library is None or ep not in GPU_LIBRARIES:
+        return None
+    path = op_library.parent / GPU_LIBRARIES[ep]
+    return path if path.is_file() else None
+
+
+def gpu_ops(ep: str, op_library: Path | None) -> GpuOps | None:
+    """The functions of `gpu_library`; None when there is none. Raises TuningError when it cannot be loaded."""
+    path = gpu_library(ep, op_library)
+    return None if path is None else GpuOps(path)
+
+
+def folder() -> Path:
+    """Where tuning files lie: $SD_ORT_TUNING, else results/tuning below the working directory."""
+    return Path(os.environ.get("SD_ORT_TUNING") or "results/tuning")
+
+
+def path_for(validators: Mapping[str, str]) -> Path:
+    """The file of one set of validators: the architecture and a digest of all."""
+    digest = hashlib.sha256(json.dumps(dict(validators), sort_keys=True).encode()).hexdigest()[:12]
+    return folder() / f"{validators['arch']}-{digest}.json"
+
+
+# ---- files
+
+
+def read(path: Path) -> Record:
+    """A file's content. Raises TuningError that says what is wrong with it."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise TuningError(f"{path} cannot be read ({error}): tune again with sd-ort tune.") from error
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        found = record.get("format") if isinstance(record, dict) else type(record).__name__
+        raise TuningError(f"{path} has format {found}, this version reads {FORMAT}: tune again with sd-ort tune.")
+    if not isinstance(record.get("validators"), dict) or not _is_results(record.get("operators")):
+        raise TuningError(f"{path} is no tuning file: validators or operators are missing or damaged.")
+    return record
+
+
+def _is_results(operators: Any) -> bool:
+    return isinstance(operators, dict) and all(
+        isinstance(results, dict) and all(isinstance(r, dict) and "candidate" in r for r in results.values())
+        for results in operators.values()
+    )
+
+
+def check(path: Path, record: Record, validators: Mapping[str, str]) -> None:
+    """Raise TuningError, with every difference, when a file was measured elsewhere."""
+    differences = [
+        f"{LABELS.get(key, key)} {record['validators'].get(key)!r} there, {value!r} here"
+        for key, value in validators.items()
+        if record["validators"].get(key) != value
+    ]
+    if differences:
+        raise TuningError(f"{path} is refused: {'; '.join(differences)}. Tune again with sd-ort tune.")
+
+
+def merge(path: Path, record: Record) -> Record:
+    """Add results to a file; what is known of the same call is replaced, all else stays. Returns the whole content.
+
+    Writers wait for each other, and readers see the file before or after, never between. Raises TuningError when the
+    file is another build's, OutputError when it cannot be written.
+    """
+    with _locked(path):
+        merged = record
+        if path.is_file():
+            merged = read(path)
+            check(path, merged, record["validators"])
+            for operator, results in record["operators"].items():
+                merged["operators"].setdefault(operator, {}).update(results)
+            merged["onnxruntime"] = merge_onnxruntime(merged.get("onnxruntime", []), record["onnxruntime"])
+        write_text(path, json.dumps(merged, indent=1, sort_keys=True) + "\n")
+    return merged
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_name(f".{path.name}.lock").open("w")
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}.") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def merge_onnxruntime(known: list[Record], more: list[Record]) -> list[Record]:
+    """ONNX Runtime's results, by provider: {"ep", "validators", "results": {operator: {parameters: candidate}}}.
+
+    Results of a provider whose own validators have changed take the place of the old ones.
+    """
+    by_provider = {entry["ep"]: entry for entry in known}
+    for entry in more:
+        old = by_provider.get(entry["ep"])
+        if old is None or old["validators"] != entry["validators"]:
+            by_provider[entry["ep"]] = entry
+            continue
+        for operator, results in entry["results"].items():
+            old["results"].setdefault(operator, {}).update(results)
+    return list(by_provider.values())
+
+
+def table(record: Record) -> list[str]:
+    """A file's content as lines for a terminal: validators, then a line a call."""
+    lines = [f"{LABELS.get(key, key)}: {value}" for key, value in sorted(record["validators"].items())]
+    for operator, results in sorted(record["operators"].items()):
+        for signature, result in sorted(results.items()):
+            gain = ""
+            if result.get("microseconds"):
+                faster = result["default_microseconds"] / result["microseconds"]
+                gain = f"  {result['microseconds']:9.2f} us  {faster:5.2f}x of the default"
+            lines.append(f"{operator:24} {signature:40} {result['candidate']:28}{gain}")
+    for entry in record.get("onnxruntime", []):
+        count = sum(len(results) for results in entry["results"].values())
+        lines.append(f"ONNX Runtime, {entry['ep']}: {count} results of {len(entry['results'])} operators")
+    return lines
+
+
+# ---- sessions
+
+
+def validators_of(source: Source | None, onnxruntime_version: str) -> dict[str, str]:
+    """What a file must agree with. Without an op library only ONNX Runtime's version is known."""
+    own = source.validators() if source is not None else {"arch": "unknown", "driver": "", "library": ""}
+    return {**own, "onnxruntime": onnxruntime_version}
+
+
+def attach(session: Any, ep: str, op_library: Path | None, tune: bool, onnxruntime_version: str) -> None:
+    """What every session on a GPU does: load the file that fits and, with `tune`, measure and save when it ends.
+
+    Raises TuningError for a fitting file that is damaged.
+    """
+    source = gpu_ops(ep, op_library)
+    load(session, source, onnxruntime_version)
+    if tune:
+        if source is not None:
+            source.enable(True)
+        # At the end of the process, of a worker of a pool too; the session may be gone by then.
+        Finalize(None, _save_at_exit, (weakref.ref(session), source, onnxruntime_version), exitpriority=1)
+
+
+def _save_at_exit(session: weakref.ref[Any], source: Source | None, onnxruntime_version: str) -> None:
+    alive = session()
+    save([] if alive is None else [alive], source, onnxruntime_version)
+
+
+def load(session: Any, source: Source | None, onnxruntime_version: str) -> Path | None:
+    """Give a session the results of the file that fits; its path, or None. The log says why others do not fit."""
+    validators = validators_of(source, onnxruntime_version)
+    fitting = path_for(validators)
+    if not fitting.is_file():
+        _say_why_not(folder().glob("*.json"), validators)
+        return None
+    record = read(fitting)
+    check(fitting, record, validators)
+    apply(session, source, record)
+    log.info("tuning results of %s are used.", fitting)
+    return fitting
+
+
+def _say_why_not(paths: Iterable[Path], validators: Mapping[str, str]) -> None:
+    for path in sorted(paths):
+        try:
+            check(path, read(path), validators)
+        except TuningError as error:
+            log.info("%s", error)
+
+
+def apply(session: Any, source: Source | None, record: Record) -> None:
+    """Hand a file's results to the op library and to ONNX Runtime.
+
+    Raises TuningError for an operator or candidate that the library lacks: the file was edited.
+    """
+    if source is not None:
+        for operator, results in record["operators"].items():
+            for signature, result in results.items():
+                if not source.take(operator, signature, result["candidate"]):
+                    raise TuningError(f"the op library has no candidate {result['candidate']!r} of {operator}.")
+    if record.get("onnxruntime"):
+        session.set_tuning_results(record["onnxruntime"], error_on_invalid=False)
+
+
+def save(sessions: Iterable[Any], source: Source | None, onnxruntime_version: str) -> Path | None:
+    """Write what this process and its sessions have measured to the file that fits; None when that is nothing."""
+    found: list[Record] = []
+    for session in sessions:
+        found = merge_onnxruntime(found, [entry for entry in session.get_tuning_results() if entry["results"]])
+    operators = source.results() if source is not None else {}
+    if not operators and not found:
+        return None
+    validators = validators_of(source, onnxruntime_version)
+    path = path_for(validators)
+    merge(path, {"format": FORMAT, "validators": validators, "operators": operators, "onnxruntime": found})
+    return path

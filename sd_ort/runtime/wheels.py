@@ -1,0 +1,102 @@
+"""The installed ONNX Runtime wheel: exactly one of them, and the libraries that its providers need."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import struct
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sd_ort.core.errors import ProviderError
+
+if TYPE_CHECKING:
+    pass
+
+# All of these install the same package `onnxruntime` and overwrite each other's files.
+WHEELS = (
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "onnxruntime-rocm",
+    "onnxruntime-migraphx",
+    "onnxruntime-directml",
+    "onnxruntime-openvino",
+)
+
+
+def runtime() -> Any:
+    """The module `onnxruntime`. Raises ProviderError when it is absent, or when two of its wheels lie in one folder."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise ProviderError("onnxruntime is not installed: pip install 'sd-ort[cpu]' (or [cuda], [rocm], [migraphx]).")
+    wheels = installed_wheels()
+    if len(wheels) > 1:
+        names = " and ".join(wheels)
+        raise ProviderError(
+            f"{names} are installed at once and overwrite each other: "
+            f"pip uninstall -y {' '.join(wheels)}, then install one with pip install 'sd-ort[cpu]' (or another extra)."
+        )
+    import onnxruntime
+
+    return onnxruntime
+
+
+def installed_wheels() -> dict[str, str]:
+    """Name -> version of each onnxruntime wheel unpacked in the folder that `import onnxruntime` reads."""
+    spec = importlib.util.find_spec("onnxruntime")
+    if spec is None or spec.origin is None:
+        return {}
+    package = Path(spec.origin).resolve()
+    found = {}
+    for wheel in WHEELS:
+        try:
+            distribution = metadata.distribution(wheel)
+        except metadata.PackageNotFoundError:
+            continue
+        if Path(str(distribution.locate_file("onnxruntime/__init__.py"))).resolve() == package:
+            found[wheel] = distribution.version
+    return found
+
+
+def needed_libraries(library: Path) -> list[str]:
+    """The DT_NEEDED names of a 64-bit little-endian ELF library; [] for any other file.
+
+    Field offsets: System V ABI, Elf64_Ehdr, Elf64_Phdr and Elf64_Dyn. Only the headers are read, never the code.
+    """
+    segment_load, segment_dynamic, tag_needed, tag_strings = 1, 2, 1, 5
+    with library.open("rb") as file:
+        header = file.read(64)
+        if header[:6] != b"\x7fELF\x02\x01":
+            return []
+        (table,) = struct.unpack_from("<Q", header, 32)
+        entry_size, entries = struct.unpack_from("<HH", header, 54)
+        file.seek(table)
+        raw = file.read(entry_size * entries)
+        # p_type, p_flags, p_offset, p_vaddr, p_paddr, p_filesz
+        segments = [struct.unpack_from("<IIQQQQ", raw, i * entry_size) for i in range(entries)]
+        loads = [s for s in segments if s[0] == segment_load]
+        dynamic = next((s for s in segments if s[0] == segment_dynamic), None)
+        if dynamic is None:
+            return []
+        file.seek(dynamic[2])
+        tags = list(struct.iter_unpack("<QQ", file.read(dynamic[5] // 16 * 16)))
+        strings = next((value for tag, value in tags if tag == tag_strings), None)
+        if strings is None:
+            return []
+        base = next(offset + strings - vaddr for _, _, offset, vaddr, _, size in loads if 0 <= strings - vaddr < size)
+        names = []
+        for tag, value in tags:
+            if tag == tag_needed:
+                file.seek(base + value)
+                names.append(file.read(256).split(b"\0")[0].decode())
+        return names
+
+
+def _loads(library: str) -> bool:
+    if library.startswith("libonnxruntime"):  # comes with the wheel itself, off the loader's path
+        return True
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
