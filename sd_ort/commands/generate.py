@@ -86,8 +86,6 @@ def command(
     if not overwrite and (taken := [path for path in paths if path.exists()]):
         raise OutputError(f"{taken[0]} exists: choose another --out or pass --overwrite.")
 
-    import torch
-
     from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
 
     kind: type[StableDiffusionPipeline] | None
@@ -129,7 +127,7 @@ def command(
             guidance_scale=guidance,
             negative_prompt=negative,
             num_images_per_prompt=len(part),
-            generator=[torch.Generator().manual_seed(s) for s in part],
+            generator=list(part),
             **arguments,
         ).images
         for drawn, image_seed, path in zip(images, part, paths[start:], strict=False):

@@ -43,7 +43,7 @@ from sd_ort.runtime.session import Model
 
 log = logging.getLogger("sd_ort")
 Prompt = str | Sequence[str]
-Generator = torch.Generator | Sequence[torch.Generator] | int | None
+Generator = torch.Generator | Sequence[torch.Generator | int] | int | None
 
 # Called as callback(pipeline, step index, timestep, {"latents": Tensor}); may return {"latents": replacement}.
 StepCallback = Callable[[Any, int, Any, dict[str, torch.Tensor]], dict[str, torch.Tensor] | None]
@@ -249,7 +249,8 @@ class StableDiffusionPipeline:
         """Draw `num_images_per_prompt` images for each prompt; arguments mean what they mean in diffusers.
 
         `height`, `width`: pixels, multiples of `size_multiple` (64 in SD 1.5). `guidance_scale`: 1 or less turns
-        guidance off. `generator`: a torch.Generator, one an image, an integer seed, or None for torch's global one.
+        guidance off. `generator`: a torch.Generator or an integer seed, a list of one per image, or None for torch's
+        global one.
         `latents`: (B, C, height/8, width/8) standard normal noise instead of drawn noise. `output_type`: "pil", "np"
         (float32, (B, H, W, 3), 0..1), "pt" ((B, 3, H, W), 0..1) or "latent" (before scaling by the VAE's factor).
         `control_image`: PIL image(s) for the folder's ControlNet, one for all images or one a prompt.
@@ -395,16 +396,11 @@ class StableDiffusionPipeline:
         if output_type not in ("pil", "np", "pt", "latent"):
             raise InputError(f"output_type {output_type!r} is unknown: use pil, np, pt or latent.")
         batch = len(prompts) * images
-        if isinstance(generator, int):
-            generator = torch.Generator().manual_seed(generator)
-        elif isinstance(generator, Sequence):
-            generator = list(generator)
-            if len(generator) != batch:
-                raise InputError(f"{len(generator)} generators for {batch} images: give one, or one an image.")
+        drawn_from = _generators(generator, batch)
         told = guidance if self.unet_config.get("time_cond_proj_dim") else None
         scale = guidance if guidance > 1 and told is None else None
         return Request(
-            prompts, negative, images, height, width, steps, scale, eta, generator, output_type, callback, progress,
+            prompts, negative, images, height, width, steps, scale, eta, drawn_from, output_type, callback, progress,
             told,
         )  # fmt: skip
 
@@ -513,3 +509,14 @@ class StableDiffusionPipeline:
 
 def _float(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array).float()
+
+
+def _generators(given: Generator, batch: int) -> torch.Generator | list[torch.Generator] | None:
+    """What diffusers draws noise with: seeds become generators. Raises InputError for a list of another length."""
+    if given is None or isinstance(given, torch.Generator):
+        return given
+    if isinstance(given, int):
+        return torch.Generator().manual_seed(given)
+    if len(given) != batch:
+        raise InputError(f"{len(given)} generators for {batch} images: give one, or one per image.")
+    return [torch.Generator().manual_seed(each) if isinstance(each, int) else each for each in given]
