@@ -166,7 +166,7 @@ def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> 
     """The same by exporting the wrapped module now."""
     import onnx_ir as ir
 
-    from sd_ort.export import exporter
+    from sd_ort.export import exporter, tracing
     from sd_ort.family import checkpoints
 
     source = open_source(None, preset, True, 0)
@@ -174,8 +174,8 @@ def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> 
     signature = checkpoints.component_signature(source, component, config)
     arguments = [exporter.example(t, exporter.TRACE, config, 0) for t in signature.inputs]
     with torch.no_grad():
-        made = exporter.export_dynamo(net.cpu(), arguments, signature, exporter.DEFAULT_OPSET, out.parent)
-    exporter.tidy(made, signature)
+        made = tracing.export_dynamo(net.cpu(), arguments, signature, tracing.DEFAULT_OPSET, out.parent)
+    tracing.tidy(made, signature)
     out.parent.mkdir(parents=True, exist_ok=True)
     ir.save(made, out, external_data=folder.DATA)
     net.cuda()
