@@ -237,6 +237,8 @@ class Tensors {
     if (memory_ == nullptr) check(ort_api->GetTensorMemoryInfo(value, &memory_));
     void* data = nullptr;
     check(ort_api->GetTensorMutableData(value, &data));
+    const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
+    require(data != nullptr || empty, "there is no more device memory for an output");  // ONNX Runtime does not check
     return data;
   }
 
@@ -257,6 +259,7 @@ class Workspace {
     if (bytes == 0) return;
     check(ort_api->KernelContext_GetAllocator(context, memory, &allocator_));
     check(ort_api->AllocatorAlloc(allocator_, bytes, &data_));
+    require(data_ != nullptr, "there is no more device memory for a kernel's workspace");
   }
   ~Workspace() {
     if (data_ != nullptr) ort_api->ReleaseStatus(ort_api->AllocatorFree(allocator_, data_));

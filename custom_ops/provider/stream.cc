@@ -50,6 +50,7 @@ void copy_tensor(const OrtValue* from, OrtValue* to, OrtSyncStream* stream) {
   check(ort_api->GetTensorData(from, &source));
   check(ort_api->GetTensorMutableData(to, &target));
   check(ort_api->GetTensorSizeInBytes(from, &bytes));
+  require(target != nullptr || bytes == 0, "there is no more device memory for a copy");
   const auto direction = to_host ? device::Copy::kToHost : from_host ? device::Copy::kToDevice : device::Copy::kOnDevice;
   if (from_host && to_host) {
     std::memcpy(target, source, bytes);

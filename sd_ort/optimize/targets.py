@@ -9,7 +9,7 @@ sources of onnxruntime-rocm 1.22.2.post3 and MIGraphX EP 1.27.1.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
@@ -167,4 +167,19 @@ MIGRAPHX = Target(
     leave=frozenset({"skip_group_norm", "bias_add", "bias_split_gelu"}),
 )
 
-TARGETS: Mapping[str, Target] = {t.name: t for t in (PORTABLE, CPU, CUDA, ROCM, MIGRAPHX)}
+# Our own provider (custom_ops/provider): operators of domains `sd_ort` and ai.onnx only, since contrib schemas are not
+# shared with plugins; each fused one has its kernel there.
+HIP = Target(
+    "hip",
+    layout="NHWC",
+    pack=True,
+    fold_bias=True,
+    linear_add=True,
+    layer_norm=True,
+    upsample=True,
+    expand=frozenset({"ScaledDotProductAttention"}),
+    float32_inputs=_FP32_AFFINE,
+)
+GPU = replace(HIP, name="gpu")
+
+TARGETS: Mapping[str, Target] = {t.name: t for t in (PORTABLE, CPU, CUDA, ROCM, MIGRAPHX, HIP, GPU)}

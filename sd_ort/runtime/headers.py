@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import subprocess
 import tarfile
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 from sd_ort.runtime.library import BuildError, cache_folder
 
 HEADER = "onnxruntime_c_api.h"
 
-# Any headers from 1.21 on do: the library asks for the C API of 1.22 at most.
+# For the op library any headers from 1.21 on do: it asks for the C API of 1.22 at most. A provider needs those of 1.26.
 _RELEASE = "https://github.com/microsoft/onnxruntime/releases/download/v1.22.0/onnxruntime-linux-x64-1.22.0.tgz"
+_PROVIDER_RELEASE = _RELEASE.replace("1.22.0", "1.31.1")
+PROVIDER_API = 26
 _NPM_PACKAGE = "com.github.asus4.onnxruntime@0.4.9"
 
 
@@ -34,11 +38,37 @@ def find_headers(given: Path | None = None, say: Callable[[str], None] = lambda 
             raise BuildError(f"{given} has no {HEADER}; give the include folder of ONNX Runtime")
         return found
     cached = cache_folder() / "ort-headers"
-    found = _folder_of_header([Path("/usr/include/onnxruntime"), Path("/usr/local/include/onnxruntime"), cached])
+    found = _folder_of_header([*_SYSTEM, cached])
     if found is not None:
         return found
+    sources = {"GitHub release": partial(_from_release, _RELEASE), "Debian": _from_debian, "npm": _from_npm}
+    return _fetch(sources, cached, say)
+
+
+def find_provider_headers(given: Path | None = None, say: Callable[[str], None] = lambda line: None) -> Path:
+    """As `find_headers`, but of ONNX Runtime 1.26 or later, which an execution provider is built with."""
+    given = given or (Path(os.environ["ORT_INCLUDE_DIR"]) if "ORT_INCLUDE_DIR" in os.environ else None)
+    cached = cache_folder() / "ort-headers-provider"
+    for root in [given] if given else [*_SYSTEM, cached]:
+        found = _folder_of_header([root])
+        if found is not None and api_version(found) >= PROVIDER_API:
+            return found
+    if given is not None:
+        raise BuildError(f"{given} lacks the headers of ONNX Runtime 1.{PROVIDER_API} or later, which a provider needs")
+    return _fetch({"GitHub release": partial(_from_release, _PROVIDER_RELEASE), "npm": _from_npm}, cached, say)
+
+
+def api_version(folder: Path) -> int:
+    """The C API's version of the headers in `folder`: 29 for ONNX Runtime 1.29; 0 where they do not say."""
+    found = re.search(r"#define ORT_API_VERSION (\d+)", (folder / HEADER).read_text())
+    return int(found.group(1)) if found else 0
+
+
+def _fetch(
+    sources: Mapping[str, Callable[[], dict[str, bytes]]], cached: Path, say: Callable[[str], None]
+) -> Path:
     tried = []
-    for source, fetch in (("GitHub release", _from_release), ("Debian", _from_debian), ("npm", _from_npm)):
+    for source, fetch in sources.items():
         say(f"fetching ONNX Runtime's headers ({source}) ...")
         try:
             files = fetch()
@@ -50,6 +80,9 @@ def find_headers(given: Path | None = None, say: Callable[[str], None] = lambda 
     raise BuildError(
         f"ONNX Runtime's headers cannot be fetched ({'; '.join(tried)}); unpack its release archive and give --headers"
     )
+
+
+_SYSTEM = (Path("/usr/include/onnxruntime"), Path("/usr/local/include/onnxruntime"))
 
 
 class _FetchError(Exception):
@@ -88,9 +121,9 @@ def _headers_of_tar(archive: tarfile.TarFile) -> dict[str, bytes]:
     return files
 
 
-def _from_release() -> dict[str, bytes]:
+def _from_release(url: str) -> dict[str, bytes]:
     try:
-        with urllib.request.urlopen(_RELEASE, timeout=10) as response:
+        with urllib.request.urlopen(url, timeout=10) as response:
             data = response.read()
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             return _headers_of_tar(archive)

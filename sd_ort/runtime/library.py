@@ -13,6 +13,8 @@ SOURCES = Path(__file__).resolve().parents[2] / "custom_ops"
 LIBRARY = "libsd_ort_ops.so"
 HIP_LIBRARY = "libsd_ort_hip.so"
 CUDA_LIBRARY = "libsd_ort_cuda.so"
+# The execution provider, by the vendor whose devices it drives; `host` is for tests.
+PROVIDER_LIBRARIES = {vendor: f"libsd_ort_ep_{vendor}.so" for vendor in ("hip", "cuda", "host")}
 
 
 class BuildError(InputError):
@@ -24,11 +26,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sd-ort"
 
 
-def library_path() -> Path | None:
-    """The newest library built from the present sources, or None. Runs no compiler and no Python import of ORT."""
+def library_path(name: str = LIBRARY) -> Path | None:
+    """The newest library of this file name built from the present sources, or None. Runs no compiler, imports no ORT."""
     builds = []
     for record in (cache_folder() / "ops").glob("*/build.json"):
-        library = record.parent / LIBRARY
+        library = record.parent / name
         if json.loads(record.read_text())["sources"] == sources_hash() and library.is_file():
             builds.append((record.stat().st_mtime, library))
     return max(builds)[1] if builds else None

@@ -78,13 +78,18 @@ def create_session(
     if provider.startswith(PLUGIN):
         devices = plugin_devices(Path(provider.removeprefix(PLUGIN)))
         options.add_provider_for_devices(devices, dict(provider_options or {}))
+        options.enable_mem_pattern = False  # ONNX Runtime does not look whether a plugin had memory for its one buffer
         providers = []  # those of the options; ONNX Runtime adds the CPU
     else:
         providers = _providers(entry, tuning, graph, provider_options or {})
     try:
-        session = onnxruntime.InferenceSession(str(model_path), options, providers=providers)
+        # A plugin that refuses its options would be replaced by the CPU.
+        fallback = {"enable_fallback": 0} if provider.startswith(PLUGIN) else {}
+        session = onnxruntime.InferenceSession(str(model_path), options, providers=providers, **fallback)
     except Exception as error:  # pybind's exceptions share no base class but Exception
-        raise InputError(f"ONNX Runtime refuses {model_path}: {first_line(error)}") from error
+        # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
+        reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if provider.startswith(PLUGIN) else ""
+        raise InputError(f"ONNX Runtime refuses {model_path}: {reason or first_line(error)}") from error
     if entry.ep not in session.get_providers():
         _refuse(
             f"ONNX Runtime dropped the {provider} provider and would run on the CPU: check that {entry.needs} is "
