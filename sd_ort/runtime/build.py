@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sd_ort.core.errors import OutputError
-from sd_ort.runtime.headers import find_headers, find_provider_headers
+from sd_ort.runtime.headers import find_headers
 from sd_ort.runtime.library import (
     CUDA_LIBRARY,
     HIP_LIBRARY,
@@ -30,6 +30,8 @@ from sd_ort.runtime.library import (
     cache_folder,
     sources_hash,
 )
+
+PROVIDER_API = 29  # the C API that custom_ops/provider is written against: graph capture, memory devices
 
 
 def build(
@@ -54,7 +56,7 @@ def build(
     if cpu:
         options.headers = find_headers(headers, say)
     if provider:
-        options.provider_headers = find_provider_headers(headers, say)
+        options.provider_headers = find_headers(headers, say, api=PROVIDER_API)
     if hip:
         options.hip_archs = tuple(hip)
         options.hip = find_hip_compiler()
