@@ -75,8 +75,8 @@ void run_row(const NhwcConvParams& p, int64_t row, int64_t group, const float* f
     for (int64_t column = 0; column < p.out_width; column += kPixels) {
       multiply(windows + column * depth, filters + f * depth, depth, sums);
       const int64_t pixels = p.out_width - column < kPixels ? p.out_width - column : kPixels;
-      store_tile<T>(p, row * p.out_width + column, pixels, group * count + f, count - f < kFilters ? count - f : kFilters,
-                    sums);
+      store_tile<T>(p, row * p.out_width + column, pixels, group * count + f,
+                    count - f < kFilters ? count - f : kFilters, sums);
     }
   }
 }

@@ -7,7 +7,9 @@ namespace sd_ort {
 DeviceAllocator::DeviceAllocator(const OrtMemoryInfo* memory, std::shared_ptr<Pool> pool)
     : OrtAllocator{}, memory_(memory), pool_(std::move(pool)) {
   version = ORT_API_VERSION;
-  Alloc = [](OrtAllocator* self, size_t bytes) noexcept { return static_cast<DeviceAllocator*>(self)->pool_->allocate(bytes); };
+  Alloc = [](OrtAllocator* self, size_t bytes) noexcept {
+    return static_cast<DeviceAllocator*>(self)->pool_->allocate(bytes);
+  };
   Reserve = Alloc;
   AllocOnStream = [](OrtAllocator* self, size_t bytes, OrtSyncStream*) noexcept { return self->Alloc(self, bytes); };
   Free = [](OrtAllocator* self, void* data) noexcept { static_cast<DeviceAllocator*>(self)->pool_->release(data); };

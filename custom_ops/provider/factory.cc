@@ -20,9 +20,9 @@ OrtMemoryInfo* create_memory_info(const std::string& name, int device, OrtDevice
 
 Factory::Factory() : OrtEpFactory{} {
   for (int device = 0; device < device::count(); ++device) {
-    memory_.push_back({create_memory_info(device::kMemory, device, OrtDeviceMemoryType_DEFAULT),
-                       create_memory_info(std::string(device::kMemory) + "Pinned", device,
-                                          OrtDeviceMemoryType_HOST_ACCESSIBLE)});
+    memory_.push_back(
+        {create_memory_info(device::kMemory, device, OrtDeviceMemoryType_DEFAULT),
+         create_memory_info(std::string(device::kMemory) + "Pinned", device, OrtDeviceMemoryType_HOST_ACCESSIBLE)});
   }
   registry_ = create_registry();
   ort_version_supported = ORT_API_VERSION;
@@ -51,11 +51,11 @@ void Factory::set_names() {
 
 void Factory::set_makers() {
   CreateEp = [](OrtEpFactory* self, const OrtHardwareDevice* const*, const OrtKeyValuePairs* const*, size_t,
-                const OrtSessionOptions* session, const OrtLogger* logger, OrtEp** ep) noexcept {
-    return guarded([&] { *ep = of(self).create(session, logger); });
-  };
+                const OrtSessionOptions* session, const OrtLogger* logger,
+                OrtEp** ep) noexcept { return guarded([&] { *ep = of(self).create(session, logger); }); };
   ReleaseEp = [](OrtEpFactory*, OrtEp* ep) noexcept { delete static_cast<Provider*>(ep); };
-  CreateAllocator = [](OrtEpFactory*, const OrtMemoryInfo* memory, const OrtKeyValuePairs*, OrtAllocator** allocator) noexcept {
+  CreateAllocator = [](OrtEpFactory*, const OrtMemoryInfo* memory, const OrtKeyValuePairs*,
+                       OrtAllocator** allocator) noexcept {
     return guarded([&] {
       const OrtMemoryDevice* device = ep_api->MemoryInfo_GetMemoryDevice(memory);
       if (ep_api->MemoryDevice_GetMemoryType(device) == OrtDeviceMemoryType_HOST_ACCESSIBLE) {

@@ -19,8 +19,8 @@ class Graphs {
 
   bool is_captured(int number) const;
 
-  // Called around every run: the first of a number runs as it is, so that memory is reserved and kernels are chosen; the
-  // second is captured, and replayed at its end, since capturing runs nothing.
+  // Called around every run: the first of a number runs as it is, so that memory is reserved and kernels are chosen;
+  // the second is captured, and replayed at its end, since capturing runs nothing.
   void begin_run(int number);
   void end_run(int number);
 

@@ -61,12 +61,12 @@ std::unique_ptr<Kernel> make_kernel(const OrtKernelInfo* info) {
 }
 
 using KernelSpecs = std::vector<KernelSpec>;
-void add_sd_ort_kernels(KernelSpecs& specs);     // sd_ort_kernels.cc
-void add_product_kernels(KernelSpecs& specs);    // product_kernels.cc: MatMul, Gemm
+void add_sd_ort_kernels(KernelSpecs& specs);       // sd_ort_kernels.cc
+void add_product_kernels(KernelSpecs& specs);      // product_kernels.cc: MatMul, Gemm
 void add_elementwise_kernels(KernelSpecs& specs);  // elementwise_kernels.cc
-void add_movement_kernels(KernelSpecs& specs);   // movement_kernels.cc: what only moves elements
-void add_shape_kernels(KernelSpecs& specs);      // shape_kernels.cc: what only changes shapes, and copies
-void add_reduction_kernels(KernelSpecs& specs);  // reduction_kernels.cc
+void add_movement_kernels(KernelSpecs& specs);     // movement_kernels.cc: what only moves elements
+void add_shape_kernels(KernelSpecs& specs);        // shape_kernels.cc: what only changes shapes, and copies
+void add_reduction_kernels(KernelSpecs& specs);    // reduction_kernels.cc
 
 // All of them, made once.
 const KernelSpecs& kernel_specs();

@@ -10,10 +10,10 @@ SD_ORT_EXPORT OrtStatus* CreateEpFactories(const char*, const OrtApiBase* base, 
   sd_ort::ort_api = base->GetApi(ORT_API_VERSION);
   if (sd_ort::ort_api == nullptr) {
     const OrtApi* old = base->GetApi(1);
-    return old->CreateStatus(ORT_FAIL, ("this provider was built for ONNX Runtime 1." +
-                                        std::to_string(ORT_API_VERSION) + " or later, and this is " +
-                                        base->GetVersionString())
-                                           .c_str());
+    return old->CreateStatus(ORT_FAIL,
+                             ("this provider was built for ONNX Runtime 1." + std::to_string(ORT_API_VERSION) +
+                              " or later, and this is " + base->GetVersionString())
+                                 .c_str());
   }
   sd_ort::ep_api = sd_ort::ort_api->GetEpApi();
   *count = 0;

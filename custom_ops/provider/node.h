@@ -37,8 +37,8 @@ class Node {
   const OrtNode* node_;
 };
 
-bool is_float(ONNXTensorElementDataType type);    // float32, float16 or bfloat16
-bool is_integer(ONNXTensorElementDataType type);  // int32, int64 or bool: what shape arithmetic is in
+bool is_float(ONNXTensorElementDataType type);         // float32, float16 or bfloat16
+bool is_integer(ONNXTensorElementDataType type);       // int32, int64 or bool: what shape arithmetic is in
 size_t element_bytes(ONNXTensorElementDataType type);  // 0 for what has no fixed size or is smaller than a byte
 
 }  // namespace sd_ort

@@ -33,5 +33,4 @@ class Owned {
   T* value_ = nullptr;
 };
 
-
 }  // namespace sd_ort

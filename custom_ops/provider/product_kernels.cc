@@ -25,7 +25,8 @@ class MatMul : public Kernel {
     require(weight.shape[weight.shape.size() - 2] == p.inner, "MatMul: the inner sizes differ");
     const bool one_weight = count_of(weight_batch) == 1, one_x = count_of(x_batch) == 1;
     require(one_weight || one_x || x_batch == weight_batch, "MatMul: the batch axes differ");
-    std::vector<int64_t> shape = x_batch.size() >= weight_batch.size() && !(one_x && !one_weight) ? x_batch : weight_batch;
+    std::vector<int64_t> shape =
+        x_batch.size() >= weight_batch.size() && !(one_x && !one_weight) ? x_batch : weight_batch;
     p.batch = count_of(shape);
     if (one_weight) {  // all rows of X meet the one matrix
       p.rows *= p.batch;

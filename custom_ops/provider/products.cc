@@ -15,7 +15,9 @@ constexpr int kAlgorithms = 8;
 // Product `index` of the batch.
 BlasLt::Product one(const ProductParams& p, int64_t index) {
   const int64_t bytes = static_cast<int64_t>(size_of(p.dtype));
-  const auto moved = [&](const void* from, int64_t elements) { return static_cast<const char*>(from) + elements * bytes; };
+  const auto moved = [&](const void* from, int64_t elements) {
+    return static_cast<const char*>(from) + elements * bytes;
+  };
   BlasLt::Product product{};
   product.dtype = p.dtype;
   product.x = moved(p.x, index * p.x_batch_stride);

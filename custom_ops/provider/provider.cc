@@ -2,11 +2,11 @@
 
 #include <cstdlib>
 
+#include "common/tuner.h"
 #include "provider/allocator.h"
 #include "provider/assignment.h"
 #include "provider/device.h"
 #include "provider/stream.h"
-#include "common/tuner.h"
 
 namespace sd_ort {
 namespace {
@@ -105,7 +105,9 @@ void Provider::set_graph_functions() {
       of(self).graphs_->replay(number);
     });
   };
-  ReleaseCapturedGraph = [](OrtEp* self, int number) noexcept { return guarded([&] { of(self).graphs_->release(number); }); };
+  ReleaseCapturedGraph = [](OrtEp* self, int number) noexcept {
+    return guarded([&] { of(self).graphs_->release(number); });
+  };
   GetGraphCaptureNodeAssignmentPolicy = [](const OrtEp*) noexcept {
     return OrtGraphCaptureNodeAssignmentPolicy_ALLOW_CPU_FOR_SHAPES;
   };

@@ -79,7 +79,7 @@ const char* refuses_quick_gelu(const Node& node) {
 }  // namespace
 
 void add_sd_ort_kernels(KernelSpecs& specs) {
-#define SD_ORT_OPERATOR(folder, name) \
+#define SD_ORT_OPERATOR(folder, name)                                                                     \
   specs.push_back({"sd_ort", name##Binding::kName, make_kernel<BoundKernel<name##Binding, folder##_gpu>>, \
                    refuses_types<name##Binding>});
 #define SD_ORT_CPU_OPERATOR(folder, name)

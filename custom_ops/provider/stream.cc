@@ -51,7 +51,9 @@ void copy_tensor(const OrtValue* from, OrtValue* to, OrtSyncStream* stream) {
   check(ort_api->GetTensorMutableData(to, &target));
   check(ort_api->GetTensorSizeInBytes(from, &bytes));
   require(target != nullptr || bytes == 0, "there is no more device memory for a copy");
-  const auto direction = to_host ? device::Copy::kToHost : from_host ? device::Copy::kToDevice : device::Copy::kOnDevice;
+  const auto direction = to_host     ? device::Copy::kToHost
+                         : from_host ? device::Copy::kToDevice
+                                     : device::Copy::kOnDevice;
   if (from_host && to_host) {
     std::memcpy(target, source, bytes);
   } else if (stream != nullptr) {
@@ -88,7 +90,8 @@ DataTransfer::DataTransfer() : OrtDataTransferImpl{} {
   CanCopy = [](const OrtDataTransferImpl*, const OrtMemoryDevice* from, const OrtMemoryDevice* to) noexcept {
     return (is_ours(from) && (is_ours(to) || is_host(to))) || (is_host(from) && is_ours(to));
   };
-  CopyTensors = [](OrtDataTransferImpl*, const OrtValue** from, OrtValue** to, OrtSyncStream** streams, size_t count) noexcept {
+  CopyTensors = [](OrtDataTransferImpl*, const OrtValue** from, OrtValue** to, OrtSyncStream** streams,
+                   size_t count) noexcept {
     return guarded([&] {
       for (size_t i = 0; i < count; ++i) copy_tensor(from[i], to[i], streams == nullptr ? nullptr : streams[i]);
     });

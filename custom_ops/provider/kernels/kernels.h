@@ -72,8 +72,24 @@ struct ResizeCall {
 };
 const char* resize_nearest(const ResizeCall& call, void* stream);
 
-enum class Unary { kAbs, kCos, kErf, kExp, kGelu, kGeluTanh, kLog, kNeg, kQuickGelu, kReciprocal, kRelu, kSigmoid, kSin,
-                   kSilu, kSqrt, kTanh };
+enum class Unary {
+  kAbs,
+  kCos,
+  kErf,
+  kExp,
+  kGelu,
+  kGeluTanh,
+  kLog,
+  kNeg,
+  kQuickGelu,
+  kReciprocal,
+  kRelu,
+  kSigmoid,
+  kSin,
+  kSilu,
+  kSqrt,
+  kTanh
+};
 // y = op(x); alpha is QuickGelu's.
 const char* unary(Unary op, DType dtype, const void* x, void* y, int64_t count, float alpha, void* stream);
 

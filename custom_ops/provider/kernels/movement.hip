@@ -193,9 +193,8 @@ const char* gather_nd(const GatherNdCall& c, void* stream) {
 }
 
 const char* pad(const PadCall& c, void* stream) {
-  return by_size(c.element_bytes, [&](auto sample) {
-    return for_each(count_of(c.axes, c.to_sizes), Pad<decltype(sample)>{c}, stream);
-  });
+  return by_size(c.element_bytes,
+                 [&](auto sample) { return for_each(count_of(c.axes, c.to_sizes), Pad<decltype(sample)>{c}, stream); });
 }
 
 const char* resize_nearest(const ResizeCall& c, void* stream) {

@@ -78,8 +78,8 @@ struct Product {
     const uint32_t columns = static_cast<uint32_t>(p.columns), rows = static_cast<uint32_t>(p.rows);
     const int64_t column = i % columns, row = i / columns % rows, batch = i / columns / rows;
     const T* x = static_cast<const T*>(p.x) + batch * p.x_batch_stride + row * p.inner;
-    const T* weight = static_cast<const T*>(p.weight) + batch * p.weight_batch_stride +
-                      (p.transposed ? column * p.inner : column);
+    const T* weight =
+        static_cast<const T*>(p.weight) + batch * p.weight_batch_stride + (p.transposed ? column * p.inner : column);
     const int64_t step = p.transposed ? 1 : p.columns;
     float total = 0.f;
     for (int64_t k = 0; k < p.inner; ++k) total += to_float(x[k]) * to_float(weight[k * step]);
@@ -123,8 +123,8 @@ const char* layer_norm_rows(DType dtype, const void* x, const void* gamma, const
   return by_type(dtype, [&](auto sample) {
     using T = decltype(sample);
     return for_each(rows,
-                    LayerNormRow<T>{static_cast<const T*>(x), static_cast<const T*>(gamma),
-                                    static_cast<const T*>(beta), static_cast<T*>(y), columns, epsilon},
+                    LayerNormRow<T>{static_cast<const T*>(x), static_cast<const T*>(gamma), static_cast<const T*>(beta),
+                                    static_cast<T*>(y), columns, epsilon},
                     stream);
   });
 }
