@@ -101,7 +101,7 @@ def lowered(folder: Path, name: str, dtype: str) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("provider")
+    return tmp_path_factory.mktemp("provider")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -205,7 +205,9 @@ def test_wrong_options(provider: str, options: dict[str, str], message: str) -> 
 
 def test_no_more_memory(provider: str, folder: Path) -> None:
     """A limit that the weights fit in, and a large image does not; the session goes on with a small one."""
-    session = session_of(lowered(folder, "sd15-tiny-dynamo-20.vae_decoder", "float32"), provider, {"memory_limit": "20000000"})
+    session = session_of(
+        lowered(folder, "sd15-tiny-dynamo-20.vae_decoder", "float32"), provider, {"memory_limit": "20000000"}
+    )
     small_image, large = ({**SIZES, "batch": 1, "height": size, "width": size} for size in (4, 64))
     wanted = session.run(None, made_up(session, small_image))[0]
     with pytest.raises(Exception, match=r"[Aa]lloc|memory"):

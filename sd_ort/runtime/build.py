@@ -105,7 +105,13 @@ class _Options:
     def hash(self) -> str:
         """Of the sources, the compilers' versions and the architectures."""
         digest = hashlib.sha256(sources_hash(self.cpu).encode())
-        for part in (*map(_version, self.compilers()), self.hip_archs, self.cuda_archs, self.cpu, bool(self.provider_headers)):
+        for part in (
+            *map(_version, self.compilers()),
+            self.hip_archs,
+            self.cuda_archs,
+            self.cpu,
+            bool(self.provider_headers),
+        ):
             digest.update(repr(part).encode())
         return digest.hexdigest()[:16]
 

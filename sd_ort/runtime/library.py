@@ -27,7 +27,7 @@ def cache_folder() -> Path:
 
 
 def library_path(name: str = LIBRARY) -> Path | None:
-    """The newest library of this file name built from the present sources, or None. Runs no compiler, imports no ORT."""
+    """The newest library of this name built from the present sources, or None. Runs no compiler, imports no ORT."""
     builds = []
     for record in (cache_folder() / "ops").glob("*/build.json"):
         library = record.parent / name
