@@ -1,4 +1,7 @@
-"""The compiled operator library: where builds lie, and which of them fits the present sources."""
+"""The compiled operator library: where builds lie, and which of them fits the present sources.
+
+A wheel carries one with CPU kernels beside the sources it was made of; `sd-ort build-ops` puts others into the cache.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,18 @@ def cache_folder() -> Path:
 
 
 def library_path(name: str = LIBRARY) -> Path | None:
-    """The newest library of this name built from the present sources, or None. Runs no compiler, imports no ORT."""
+    """The newest library of this name built from the present sources, else the one that the wheel brought, or None.
+
+    Runs no compiler and no Python import of ORT.
+    """
     builds = []
     for record in (cache_folder() / "ops").glob("*/build.json"):
         library = record.parent / name
         if json.loads(record.read_text())["sources"] == sources_hash() and library.is_file():
             builds.append((record.stat().st_mtime, library))
-    return max(builds)[1] if builds else None
+    if builds:
+        return max(builds)[1]
+    return SOURCES / name if (SOURCES / name).is_file() else None
 
 
 # What the GPU libraries are not made of.
