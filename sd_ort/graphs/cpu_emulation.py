@@ -17,21 +17,17 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from fusion_passes import DOMAIN
-from fusion_passes.operators import bodies
+from fusion_passes import CONTRIB, DOMAIN
+from fusion_passes.operators import BY_NAME, OPERATORS, bodies
 from fusion_passes.shapes.infer import annotate
 from sd_ort.core.folder import DATA, MODEL
 from sd_ort.graphs.load import load
 
-CONTRIB = "com.microsoft"
-# Fused operators for which ONNX Runtime 1.31's CPU provider has no kernel; MultiHeadAttention lacks the packed forms.
-NOT_ON_CPU = frozenset({"GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd", "NhwcConv"})
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 # Operators whose results are some of their inputs' numbers: nothing to round.
 EXACT = frozenset(
-    "Concat Expand Gather Identity Pad Relu Reshape Resize Slice Split Squeeze Transpose Unsqueeze UpsampleNearest "
-    "Where".split()
-)
+    "Concat Expand Gather Identity Pad Relu Reshape Resize Slice Split Squeeze Transpose Unsqueeze Where".split()
+) | {operator.name for operator in OPERATORS if operator.exact}
 ROUNDING = "sd_ort.rounding"
 # Veltkamp's splitting (Dekker 1971): (2^s + 1)x - ((2^s + 1)x - x) keeps 24 - s bits of a float32. Numbers below the
 # smallest normal float16 round to multiples of 2^-24: adding 0.75 = 1.5 * 2^-1 leaves no finer bits.
@@ -125,10 +121,8 @@ def round_to_half(model: ir.Model, half: ir.DataType) -> None:
 
 
 def _not_on_cpu(node: ir.Node) -> bool:
-    if node.domain != CONTRIB:
-        return False
-    packed = node.op_type == "MultiHeadAttention" and (len(node.inputs) < 3 or node.inputs[2] is None)
-    return packed or node.op_type in NOT_ON_CPU
+    operator = BY_NAME.get(node.op_type) if node.domain == CONTRIB else None
+    return operator is not None and not operator.on_cpu(node)
 
 
 def _to_function_bodies(model: ir.Model) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import onnx_ir as ir
 
 import fusion_passes
-from fusion_passes import DOMAIN
+from fusion_passes import CONTRIB, DOMAIN, OPERATORS
 from fusion_passes.operators import bodies
 from fusion_passes.pass_ import counts, run_all
 from sd_ort.core import folder
@@ -27,17 +27,16 @@ from sd_ort.core.errors import STOPPABLE, InputError
 from sd_ort.core.paths import output_path
 from sd_ort.graphs import hoist
 from sd_ort.graphs.load import load
-from sd_ort.graphs.save import CONTRIB, save
+from sd_ort.graphs.save import save
 from sd_ort.optimize import calibration, precision
 from sd_ort.optimize.targets import TARGETS, Target, default_target
 from sd_ort.runtime.session import check_opens
 
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
-    "MultiHeadAttention", "Attention", "GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd",
-    "SkipLayerNormalization", "LayerNormalization", "QuickGelu", "UpsampleNearest", "NhwcConv", "WinogradConv", "Conv",
-    "Transpose",
-)  # fmt: skip
+    *(operator.name for operator in OPERATORS if operator.counted),
+    *("Attention", "LayerNormalization", "Conv", "Transpose"),
+)
 Report = Callable[[str], None]
 REWRITING = threading.Lock()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
-from sd_ort.core.folder import MODEL, check_component
+from sd_ort.core.folder import MODEL, check_component, read_manifest
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.providers import (
     CPU_EP,
@@ -76,16 +76,23 @@ def create_session(
         _check_overloads(model_path, onnxruntime.__version__)
         if entry.device != "cpu" and not portable:
             warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
+        elif not portable and read_manifest(model_path.parent.parent).get("stage") == "optimize":
+            warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
     if provider.startswith(PLUGIN):
         devices = plugin_devices(Path(provider.removeprefix(PLUGIN)))
         options.add_provider_for_devices(devices, dict(provider_options or {}))
+        options.enable_mem_pattern = False  # ONNX Runtime does not look whether a plugin had memory for its one buffer
         providers = []  # those of the options; ONNX Runtime adds the CPU
     else:
         providers = _providers(entry, tuning, graph, provider_options or {})
     try:
-        session = onnxruntime.InferenceSession(str(model_path), options, providers=providers)
+        # A plugin that refuses its options would be replaced by the CPU.
+        fallback = {"enable_fallback": 0} if provider.startswith(PLUGIN) else {}
+        session = onnxruntime.InferenceSession(str(model_path), options, providers=providers, **fallback)
     except Exception as error:  # pybind's exceptions share no base class but Exception
-        raise InputError(f"ONNX Runtime refuses {model_path}: {first_line(error)}") from error
+        # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
+        reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if provider.startswith(PLUGIN) else ""
+        raise InputError(f"ONNX Runtime refuses {model_path}: {reason or first_line(error)}") from error
     if entry.ep not in session.get_providers():
         _refuse(
             f"ONNX Runtime dropped the {provider} provider and would run on the CPU: check that {entry.needs} is "

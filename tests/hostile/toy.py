@@ -106,7 +106,7 @@ def unet() -> onnx.ModelProto:
             "axes": np.array([1, 2]),
             "last": np.array([3]),
             "small": np.array([1e-4], np.float32),
-        },  # fmt: skip
+        },
     )
 
 
