@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,13 +81,18 @@ def create_session(
     if provider.startswith(PLUGIN):
         devices = plugin_devices(Path(provider.removeprefix(PLUGIN)))
         options.add_provider_for_devices(devices, dict(provider_options or {}))
+        options.enable_mem_pattern = False  # ONNX Runtime does not look whether a plugin had memory for its one buffer
         providers = []  # those of the options; ONNX Runtime adds the CPU
     else:
         providers = _providers(entry, tuning, graph, provider_options or {})
     try:
-        session = onnxruntime.InferenceSession(str(model_path), options, providers=providers)
+        # A plugin that refuses its options would be replaced by the CPU.
+        fallback = {"enable_fallback": 0} if provider.startswith(PLUGIN) else {}
+        session = onnxruntime.InferenceSession(str(model_path), options, providers=providers, **fallback)
     except Exception as error:  # pybind's exceptions share no base class but Exception
-        raise InputError(f"ONNX Runtime refuses {model_path}: {first_line(error)}") from error
+        # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
+        reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if provider.startswith(PLUGIN) else ""
+        raise InputError(f"ONNX Runtime refuses {model_path}: {reason or first_line(error)}") from error
     if entry.ep not in session.get_providers():
         _refuse(
             f"ONNX Runtime dropped the {provider} provider and would run on the CPU: check that {entry.needs} is "
@@ -98,6 +104,27 @@ def create_session(
 
         results.attach(session, entry.ep, _ops_path(library, portable), tuning, onnxruntime.__version__)
     return session
+
+
+def check_opens(path: Path) -> None:
+    """Raise InputError unless ONNX Runtime takes the graph at `path`: operators, inputs, types and shapes.
+
+    Nothing is optimized and weights stay on disk, so this takes a fraction of a second. A kernel that the CPU lacks is
+    no fault: another provider may have it.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        return
+    onnxruntime = runtime()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    try:
+        onnxruntime.InferenceSession(str(path), options, providers=[CPU_EP])
+    except Exception as error:  # pybind's exceptions share no base class but Exception
+        if type(error).__name__ != "NotImplemented":
+            reason = " ".join(str(error).split())[:300]
+            raise InputError(f"{path.parent.name} is a graph that ONNX Runtime refuses: {reason}") from error
 
 
 def _session_options(provider: str, threads: int | None, profile: Path | None) -> Any:
