@@ -6,15 +6,8 @@
 
 from __future__ import annotations
 
-import onnx_ir as ir
-
-from fusion_passes.canonicalize import CANONICAL, canonicalize, fold, why_not_fused
+from fusion_passes.canonicalize import CANONICAL, canonicalize, why_not_fused
 from fusion_passes.fuse import FUSIONS, fuse
 from fusion_passes.operators.record import DOMAIN
 
-__all__ = ["CANONICAL", "DOMAIN", "FUSIONS", "canonicalize", "canonicalize_shapes", "fuse", "why_not_fused"]
-
-
-def canonicalize_shapes(model: ir.Model) -> None:
-    """Fold shape arithmetic again, in place: after function bodies have been inlined they bring their own."""
-    fold(model)
+__all__ = ["CANONICAL", "DOMAIN", "FUSIONS", "canonicalize", "fuse", "why_not_fused"]

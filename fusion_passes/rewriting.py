@@ -25,7 +25,7 @@ def read(tensor: ir.TensorProtocol) -> np.ndarray:
 
 def constant(graph: ir.Graph, name: str, numbers: np.ndarray | Sequence[int]) -> ir.Value:
     """A new initializer `name` that holds `numbers`; integers become int64."""
-    tensor = ir.Tensor(np.ascontiguousarray(numbers), name=name)
+    tensor = ir.Tensor(np.asarray(numbers, order="C"), name=name)  # ascontiguousarray makes a vector of a number
     value = ir.Value(
         name=name, const_value=tensor, shape=ir.Shape(tensor.numpy().shape), type=ir.TensorType(tensor.dtype)
     )
@@ -64,3 +64,11 @@ def unique(value: ir.Value | None, suffix: str) -> str:
     while name in node.graph.initializers:
         name, number = f"{value.name}.{suffix}.{number}", number + 1
     return name
+
+
+def take_place(graph: ir.Graph, before: ir.Node, new: ir.Node, old: ir.Value) -> None:
+    """Insert `new` in front of `before`; its first output is read in place of `old`, under whose name it goes."""
+    made = new.outputs[0]
+    made.name, made.type, made.shape = old.name, old.type, old.shape
+    graph.insert_before(before, new)
+    ir.convenience.replace_all_uses_with(old, made, replace_graph_outputs=True)

@@ -1,20 +1,16 @@
-"""The contract of a fusion: one file with its rules, a NumPy reference and its cases.
-
-A fusion module has `RULES` (classes derived from `Rule`, tried in this order at every node), `CASES` (graphs on which
-the rules must or must not fire) and, where it makes a new operator, `reference(...)`. One harness in tests/ runs every
-module over its cases: how often it fires, which nodes are left, the numbers before and after, and, where it refuses,
-an unchanged graph and the reason.
-"""
+"""Passes made of rules: a rule is a pattern, the reasons to refuse what matches it, and what takes its place."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
-from onnxscript.rewriter import MatchingTracer, MatchResult, MatchStatus, RewriteRuleClassBase, RewriteRuleSet
+from onnxscript.rewriter import MatchResult, RewriteRuleClassBase, RewriteRuleSet
 
+from fusion_passes.pass_ import Case, Outcome, Pass, Refusal
 from fusion_passes.shapes.infer import annotate
 
 
@@ -25,41 +21,37 @@ class Rule(RewriteRuleClassBase):
     `rewrite` (what takes its place).
     """
 
+    def __init__(self, refused: list[Refusal], *, remove_nodes: bool = True) -> None:
+        super().__init__(remove_nodes=remove_nodes)
+        self.refused = refused
+
     def refuse(self, **bindings: Any) -> str | None:
         """Why the matched nodes must stay as they are, or None when they may be replaced."""
         return None
 
     def check(self, context: Any, **bindings: Any) -> MatchResult:
         reason = self.refuse(**bindings)
-        return MatchResult() if reason is None else MatchResult().fail(reason)
+        if reason is None:
+            return MatchResult()
+        self.refused.append(Refusal(context.root, reason))
+        return MatchResult().fail(reason)
 
 
-def apply(model: ir.Model, rules: Sequence[type[Rule]]) -> int:
-    """Apply `rules` in place, in order at every node; returns how often they fired."""
-    count = RewriteRuleSet([rule.rule() for rule in rules]).apply_to_model(model)
+def apply(model: ir.Model, rules: Sequence[type[Rule]], name: str = "") -> Outcome:
+    """Apply `rules` in place, in order at every node; counts how often they fired under `name`."""
+    refused: list[Refusal] = []
+    count = RewriteRuleSet([rule.rule(refused) for rule in rules]).apply_to_model(model)
     if count:
         common.IdentityEliminationPass()(model)
         common.RemoveUnusedNodesPass()(model)
         # A replacement with several outputs may have landed behind one of its readers.
         common.TopologicalSortPass()(model)
         annotate(model.graph)
-    return count
+    # One rule may have taken what another refused.
+    left = dict.fromkeys(refusal for refusal in refused if refusal.node.graph is not None)
+    return Outcome(Counter({name: count}), list(left))
 
 
-class _Refusals(MatchingTracer):
-    """Keeps every match whose check said no; the base class keeps only the longest match of each rule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, ir.Node, str]] = []
-
-    def log(self, rule: Any, container: Any, node: ir.Node, match_result: MatchResult, status: MatchStatus) -> None:
-        if status == MatchStatus.CONDITION_FAILED:
-            self.found.append((str(rule), node, match_result.reason))
-
-
-def refusals(model: ir.Model, rules: Sequence[type[Rule]]) -> list[tuple[str, ir.Node, str]]:
-    """Where `rules` matched but refused: (rule, node at the end of the match, reason), without changing the model."""
-    tracer = _Refusals()
-    RewriteRuleSet([rule.rule() for rule in rules]).apply_to_model(model, tracer=tracer)
-    return tracer.found
+def rule_pass(name: str, rules: Sequence[type[Rule]], cases: Sequence[Case]) -> Pass:
+    """The pass that applies `rules` once."""
+    return Pass(name, lambda model: apply(model, rules, name), cases)

@@ -39,7 +39,8 @@ from sd_ort.benchmark import contenders, recipes, runner  # noqa: E402
 from sd_ort.benchmark.engines import contract  # noqa: E402
 from sd_ort.benchmark.engines.contract import Engine, Settings  # noqa: E402
 from sd_ort.core import folder  # noqa: E402
-from sd_ort.export.exporter import DEFAULT_OPSET, export, save_config  # noqa: E402
+from sd_ort.export.exporter import export, save_config  # noqa: E402
+from sd_ort.export.tracing import DEFAULT_OPSET  # noqa: E402
 from sd_ort.family.checkpoints import open_source  # noqa: E402
 from sd_ort.family.signatures import MODEL_OF  # noqa: E402
 

@@ -76,13 +76,19 @@ class Variant:
 
 
 _OUR_ATTENTION = {name: limit for name, limit in CUDA.contrib.items() if name != "MultiHeadAttention"}
-_PLAIN = {"linear_add": False, "layer_norm": False, "upsample": False}
+
+
+def _without(*names: str) -> dict[str, Any]:
+    return {"passes": tuple(each for each in CUDA.passes if each.name not in names)}
+
+
+_OURS = ("linear_add", "layer_norm", "upsample_nearest")
 # Each adds to the one before: a waterfall. The fifth is the cuda target as it is.
 VARIANTS = {
-    "1 contrib operators": Variant({**_PLAIN, "fold_bias": False, "contrib": CUDA_CONTRIB}),
-    "2 + convolution biases folded": Variant({**_PLAIN, "contrib": CUDA_CONTRIB}),
-    "3 + our GroupNorm, gates, BiasAdd, attention of wide heads": Variant(_PLAIN),
-    "4 + our LayerNormalization, UpsampleNearest": Variant({"linear_add": False}),
+    "1 contrib operators": Variant({**_without(*_OURS, "fold_bias"), "contrib": CUDA_CONTRIB}),
+    "2 + convolution biases folded": Variant({**_without(*_OURS), "contrib": CUDA_CONTRIB}),
+    "3 + our GroupNorm, gates, BiasAdd, attention of wide heads": Variant(_without(*_OURS)),
+    "4 + our LayerNormalization, UpsampleNearest": Variant(_without("linear_add")),
     "5 + LinearAdd": Variant(),
     "6 + hoisting": Variant(hoist=True),
     "7 + tuning": Variant(hoist=True, tune=True),
@@ -166,7 +172,7 @@ def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> 
     """The same by exporting the wrapped module now."""
     import onnx_ir as ir
 
-    from sd_ort.export import exporter
+    from sd_ort.export import exporter, tracing
     from sd_ort.family import checkpoints
 
     source = open_source(None, preset, True, 0)
@@ -174,8 +180,8 @@ def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> 
     signature = checkpoints.component_signature(source, component, config)
     arguments = [exporter.example(t, exporter.TRACE, config, 0) for t in signature.inputs]
     with torch.no_grad():
-        made = exporter.export_dynamo(net.cpu(), arguments, signature, exporter.DEFAULT_OPSET, out.parent)
-    exporter.tidy(made, signature)
+        made = tracing.export_dynamo(net.cpu(), arguments, signature, tracing.DEFAULT_OPSET, out.parent)
+    tracing.tidy(made, signature)
     out.parent.mkdir(parents=True, exist_ok=True)
     ir.save(made, out, external_data=folder.DATA)
     net.cuda()

@@ -27,6 +27,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from fusion_passes.lower import nhwc_layout, pack_qkv
 from sd_ort.benchmark import peers
 from sd_ort.runtime import machine
 
@@ -50,7 +51,7 @@ def ours(source: Path, output: Path, component: str) -> None:
     from sd_ort.optimize.optimizer import optimize_component
     from sd_ort.optimize.targets import Target
 
-    optimize_component(source, output, Target("fused", layout="NHWC", pack=True))
+    optimize_component(source, output, Target("fused", (nhwc_layout.PASS, pack_qkv.PASS)))
 
 
 def ort_default(source: Path, output: Path, component: str) -> None:

@@ -18,7 +18,8 @@ from diffusers.models.attention_processor import AttnProcessor
 from transformers.models.clip.modeling_clip import CLIPAttention
 
 from sd_ort.core.quiet import quiet
-from sd_ort.export.exporter import NOISY, TRACE, example, export_torchscript
+from sd_ort.export.exporter import NOISY, TRACE, example
+from sd_ort.export.tracing import export_torchscript
 from sd_ort.family import signatures
 from sd_ort.family.checkpoints import open_source
 from sd_ort.family.modules import wrap

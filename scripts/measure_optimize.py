@@ -37,7 +37,8 @@ def make_pipeline(preset: str, folder: Path, holes: bool) -> None:
     import torch
 
     from sd_ort.core.quiet import quiet
-    from sd_ort.export.exporter import NOISY, TRACE, _choose, example, export_dynamo, save_config, tidy
+    from sd_ort.export.exporter import NOISY, TRACE, choose, example, save_config
+    from sd_ort.export.tracing import export_dynamo, tidy
     from sd_ort.family import signatures
     from sd_ort.family.checkpoints import PresetSource, _class, _class_name, component_signature, is_sdxl
     from sd_ort.family.modules import wrap
@@ -61,7 +62,7 @@ def make_pipeline(preset: str, folder: Path, holes: bool) -> None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     block = np.random.default_rng(0).normal(0, 0.02, BLOCK).astype(np.float32)
-    for component in _choose(source, None):
+    for component in choose(source, None):
         (work / component).mkdir()
         with quiet(*NOISY), torch.no_grad():
             model = source.load(signatures.MODEL_OF.get(component, component))
@@ -171,7 +172,7 @@ def growth(repeats: int = 1) -> dict[str, Any]:
     import onnx_ir as ir
 
     import fusion_passes
-    from sd_ort.optimize.optimizer import lower_layout
+    from fusion_passes.pass_ import run_all
     from sd_ort.optimize.targets import TARGETS
 
     rows = []
@@ -186,7 +187,7 @@ def growth(repeats: int = 1) -> dict[str, Any]:
                 started = time.process_time()
                 fusion_passes.canonicalize(model)
                 fusion_passes.fuse(model)
-                lower_layout(model, TARGETS["cuda"])
+                run_all(model, TARGETS["cuda"].passes)
                 best = min(best, time.process_time() - started)
             rows.append({"graph": name, "nodes": nodes, "cpu_seconds": round(best, 3)})
     exponent = {

@@ -156,11 +156,12 @@ def test_ablation_adds_one_thing_a_row(raw: Path, monkeypatch: pytest.MonkeyPatc
     assert [row.library for row in rows] == [False] * len(labels) + [True] * 3
     assert [row.graph for row in rows] == [False] * (len(labels) + 2) + [True]
     steps = list(ablation.ablation_steps(TARGETS["cuda"]).values())
-    assert (steps[-1].leave, steps[-1].expand) == (TARGETS["cuda"].leave, TARGETS["cuda"].expand)
+    assert steps[-1].fusions == TARGETS["cuda"].fusions
+    assert set(steps[-1].passes) < set(TARGETS["cuda"].passes)
     for before, after in pairwise(steps):
-        assert after.leave <= before.leave
-        assert after.expand <= before.expand
-    assert [step.layout for step in steps] == ["NCHW"] * 2 + ["NHWC"] * 6
+        assert set(before.fusions) <= set(after.fusions)
+        assert {each.name for each in before.passes} - {"take_apart"} <= {each.name for each in after.passes}
+    assert [any(each.name == "nhwc_layout" for each in step.passes) for step in steps] == [False] * 2 + [True] * 6
 
     monkeypatch.setattr(contenders, "library_path", lambda: None)
     rows, notes = contenders.ablation(raw, "cpu")

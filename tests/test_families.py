@@ -16,6 +16,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from fusion_passes.lower import nhwc_layout, pack_qkv, upsample_nearest
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.check.verify import check, verify
@@ -30,7 +31,7 @@ from sd_ort.optimize.optimizer import optimize, optimize_component
 from sd_ort.optimize.targets import PORTABLE, Target
 
 # All that a GPU provider could take, as function bodies, so that the CPU runs it: the layout and the packing.
-NHWC = Target("nhwc", layout="NHWC", pack=True, upsample=True)
+NHWC = Target("nhwc", (nhwc_layout.PASS, pack_qkv.PASS, upsample_nearest.PASS))
 
 # What a family's components consist of after fusion; SD 1.5 as in the table of README.md, others by their topology.
 # A GroupNorm is a SkipGroupNorm where it normalizes a sum (a convolution and the time embedding, a block and its

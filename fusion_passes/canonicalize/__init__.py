@@ -2,49 +2,70 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from types import ModuleType
-
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes.canonicalize import attention, gelu, group_normalization, layer_normalization, transposes
+from fusion_passes.canonicalize import (
+    attention,
+    gelu,
+    group_normalization,
+    layer_normalization,
+    slices,
+    transposes,
+)
+from fusion_passes.canonicalize.attention import operator, scales
 from fusion_passes.canonicalize.facts import fix_channels, fold, reshape_targets
 from fusion_passes.canonicalize.operand_order import order_operands
 from fusion_passes.canonicalize.opset import OPSET, declare_opset, why_not_fused
-from fusion_passes.canonicalize.slices import merge_slices
+from fusion_passes.pass_ import Outcome, Pass
 from fusion_passes.rule import apply
 
-CANONICAL: tuple[ModuleType, ...] = (group_normalization, gelu, layer_normalization, transposes, attention)
+__all__ = ["CANONICAL", "canonicalize", "why_not_fused"]
 
-__all__ = ["CANONICAL", "canonicalize", "fold", "why_not_fused"]
+CANONICAL: tuple[Pass, ...] = (
+    slices.PASS,
+    group_normalization.PASS,
+    gelu.PASS,
+    layer_normalization.PASS,
+    transposes.PASS,
+    scales.PASS,
+    attention.PASS,
+)
 
 
-def canonicalize(model: ir.Model) -> Counter[str]:
-    """Rewrite `model` in place; returns how often each module's rules fired.
+def canonicalize(model: ir.Model) -> dict[str, Outcome]:
+    """Rewrite `model` in place; returns what each pass of `CANONICAL` that ran did, by its name.
 
     The order matters: shapes first, since every rule asks for them; then the two operators whose meaning depends on
     the opset; then the opset; then what is spelled out of smaller operators. A graph of an opset that cannot be raised
     (see `why_not_fused`) has its shapes folded, no more.
     """
-    counts: Counter[str] = Counter()
+    done: dict[str, Outcome] = {}
     common.InlinePass()(model)
     fix_channels(model)
     fold(model)
     if why_not_fused(model):
-        return counts
+        return done
     order_operands(model)
-    counts["slices"] += merge_slices(model)
-    counts["group_normalization"] += apply(model, group_normalization.RULES)
-    counts["attention"] += apply(model, [attention.FromAttention])
+    _run(model, slices.PASS, done)
+    _run(model, group_normalization.PASS, done)
+    _run(model, operator.PASS, done)
     if declare_opset(model) or model.graph.opset_imports[""] >= OPSET:
-        counts["gelu"] += apply(model, gelu.RULES)
-        counts["layer_normalization"] += apply(model, layer_normalization.RULES)
-    while changed := apply(model, transposes.RULES) + apply(model, attention.SCALES):
-        counts["transposes"] += changed
-    counts["attention"] += apply(model, attention.RULES)
-    apply(model, attention.AFTER)
-    while changed := apply(model, transposes.RULES):
-        counts["transposes"] += changed
+        _run(model, gelu.PASS, done)
+        _run(model, layer_normalization.PASS, done)
+    while _run(model, transposes.PASS, done) + _run(model, scales.PASS, done):
+        pass
+    _run(model, attention.PASS, done)
+    apply(model, scales.AFTER)
+    while _run(model, transposes.PASS, done):
+        pass
     reshape_targets(model)
-    return counts
+    return done
+
+
+def _run(model: ir.Model, each: Pass, done: dict[str, Outcome]) -> int:
+    """Run a pass; whether it changed something. What it refuses now counts, not what it refused before."""
+    outcome = each.run(model)
+    before = done.get(each.name, Outcome())
+    done[each.name] = Outcome(before.counts + outcome.counts, outcome.refused)
+    return outcome.counts.total()

@@ -10,18 +10,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import OrValue
 
 from fusion_passes import checks as c
 from fusion_passes.pass_ import Case
-from fusion_passes.rule import Rule
-
-
-def reference(x: np.ndarray) -> np.ndarray:
-    """x * Phi(x), the Gaussian error linear unit (Hendrycks and Gimpel, 2016)."""
-    return np.asarray(0.5 * x * (1 + np.vectorize(math.erf)(x.astype(np.float64) / math.sqrt(2))))
+from fusion_passes.rule import Rule, rule_pass
 
 
 class _Gelu(Rule):
@@ -112,3 +106,5 @@ CASES = [
         sizes={"N": 3},
     ),
 ]
+
+PASS = rule_pass("gelu", RULES, CASES)

@@ -17,15 +17,7 @@ from fusion_passes import checks as c
 from fusion_passes.operators.record import DOMAIN
 from fusion_passes.pass_ import Case
 from fusion_passes.rewriting import unique
-from fusion_passes.rule import Rule
-
-
-def reference(x: np.ndarray, gamma: np.ndarray, beta: np.ndarray, groups: int, epsilon: float) -> np.ndarray:
-    """Wu and He, 2018: mean and (biased) variance over each group of channels and all positions. x is [N,C,...]."""
-    flat = x.astype(np.float64).reshape(x.shape[0], groups, -1)
-    normal = (flat - flat.mean(2, keepdims=True)) / np.sqrt(flat.var(2, keepdims=True) + epsilon)
-    affine = (1, -1, *[1] * (x.ndim - 2))
-    return normal.reshape(x.shape) * gamma.reshape(affine) + beta.reshape(affine)
+from fusion_passes.rule import Rule, rule_pass
 
 
 def is_image(x: ir.Value | None) -> bool:
@@ -250,3 +242,5 @@ CASES = [
         sizes=_SIZES,
     ),
 ]
+
+PASS = rule_pass("group_normalization", RULES, CASES)

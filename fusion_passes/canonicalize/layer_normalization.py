@@ -10,18 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from fusion_passes import checks as c
 from fusion_passes.pass_ import Case
-from fusion_passes.rule import Rule
-
-
-def reference(x: np.ndarray, gamma: np.ndarray, beta: np.ndarray, epsilon: float) -> np.ndarray:
-    """Ba et al., 2016: mean and (biased) variance over the last axis of x [..., C]."""
-    x = x.astype(np.float64)
-    return np.asarray((x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + epsilon) * gamma + beta)
+from fusion_passes.rule import Rule, rule_pass
 
 
 class FromFormula(Rule):
@@ -113,3 +106,5 @@ CASES = [
         sizes=_SIZES,
     ),
 ]
+
+PASS = rule_pass("layer_normalization", RULES, CASES)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from fusion_passes import checks as c
+from fusion_passes.pass_ import Case, Outcome, Pass, Refusal
 from fusion_passes.rewriting import constant
 
 END = 2**31 - 1  # exporters write "to the end" as any number from here on
 
 
-def merge_slices(model: ir.Model) -> int:
-    """Replace complete sets of Slices in place; returns how many Splits were made."""
-    made = 0
+def merge_slices(model: ir.Model) -> Outcome:
+    """Replace complete sets of Slices in place; counts the Splits that were made."""
+    outcome = Outcome()
     for value in [v for n in model.graph for v in n.outputs] + list(model.graph.inputs):
         pieces: dict[int, list[tuple[int, int, ir.Node]]] = {}
         for node in c.users(value):
@@ -28,8 +29,10 @@ def merge_slices(model: ir.Model) -> int:
             whole = len(cuts) > 1 and edges[-1] == c.size(value, axis)
             if whole and [start for start, _, _ in cuts] == edges[:-1]:
                 _split(model.graph, value, axis, cuts)
-                made += 1
-    return made
+                outcome.counts["slices"] += 1
+            else:
+                outcome.refused += [Refusal(node, "no Slices take the rest of the axis") for _, _, node in cuts]
+    return outcome
 
 
 def _piece(node: ir.Node, value: ir.Value) -> tuple[int, int, int] | None:
@@ -63,3 +66,26 @@ def _split(graph: ir.Graph, value: ir.Value, axis: int, cuts: list[tuple[int, in
         )
         ir.convenience.replace_all_uses_with(old.outputs[0], output, replace_graph_outputs=True)
         graph.remove(old, safe=True)
+
+
+def _case(name: str, cuts: str, fires: int = 1, refused: str | None = None, step: int = 1) -> Case:
+    a, b, c, d = cuts.split(", ")
+    graph = f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N,8] x) => (float[N,P] y, float[N,Q] z)
+        <int64[1] axis = {{-1}}, int64[1] step = {{{step}}},
+         int64[1] a = {{{a}}}, int64[1] b = {{{b}}}, int64[1] c = {{{c}}}, int64[1] d = {{{d}}}> {{
+            l = Slice (x, a, b, axis, step)  r = Slice (x, c, d, axis, step)
+            y = Relu (l)  z = Sigmoid (r)
+        }}"""
+    return Case(name, graph, fires, {"Split": fires, "Slice": 2 - 2 * fires}, refused, {"N": 3})
+
+
+CASES = [
+    _case("two halves", "0, 4, 4, 8"),
+    _case("to the end", f"0, 3, 3, {END}"),
+    _case("a gap", "0, 3, 4, 8", 0, "the rest of the axis"),
+    _case("an overlap", "0, 5, 4, 8", 0, "the rest of the axis"),
+    _case("every second", "0, 4, 4, 8", 0, step=2),
+]
+
+PASS = Pass("slices", merge_slices, CASES)

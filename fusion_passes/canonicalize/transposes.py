@@ -17,7 +17,7 @@ import onnx_ir as ir
 from fusion_passes import checks as c
 from fusion_passes.pass_ import Case
 from fusion_passes.rewriting import unique
-from fusion_passes.rule import Rule
+from fusion_passes.rule import Rule, rule_pass
 
 
 class MergeTransposes(Rule):
@@ -184,3 +184,5 @@ CASES = [
         sizes={"B": 2, "H": 3, "W": 5},
     ),
 ]
+
+PASS = rule_pass("transposes", RULES, CASES)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from types import ModuleType
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
@@ -18,31 +17,24 @@ from fusion_passes.fuse import (
     skip_group_norm,
     skip_layer_normalization,
 )
-from fusion_passes.rule import apply
+from fusion_passes.pass_ import Outcome, Pass, run_all
 
 # SkipLayerNormalization takes the sums a normalization follows; BiasAdd takes those that are left.
-FUSIONS: tuple[ModuleType, ...] = (
-    multi_head_attention,
-    group_norm,
-    bias_split_gelu,
-    quick_gelu,
-    skip_layer_normalization,
-    bias_add,
-    skip_group_norm,
+FUSIONS: tuple[Pass, ...] = (
+    multi_head_attention.PASS,
+    group_norm.PASS,
+    bias_split_gelu.PASS,
+    quick_gelu.PASS,
+    skip_layer_normalization.PASS,
+    bias_add.PASS,
+    skip_group_norm.PASS,
 )
 
 
-def fuse(model: ir.Model, leave: frozenset[str] = frozenset()) -> Counter[str]:
-    """Apply the fusions in place to a canonical model, but for those named in `leave` (none where `why_not_fused`).
-
-    Returns how often each fired, by module name.
-    """
-    counts: Counter[str] = Counter()
+def fuse(model: ir.Model, fusions: Sequence[Pass] = FUSIONS) -> dict[str, Outcome]:
+    """Apply `fusions` in place to a canonical model (none where `why_not_fused`); returns what each did, by name."""
     if why_not_fused(model):
-        return counts
-    for module in FUSIONS:
-        name = module.__name__.rpartition(".")[2]
-        if name not in leave:
-            counts[name] = apply(model, module.RULES)
+        return {}
+    done = run_all(model, fusions)
     merge_equal(model)
-    return counts
+    return done

@@ -10,20 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from fusion_passes import checks as c
-from fusion_passes.canonicalize import gelu
 from fusion_passes.operators.record import DOMAIN
 from fusion_passes.pass_ import Case
-from fusion_passes.rule import Rule
-
-
-def reference(x: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """left * gelu(right) with left, right = split(x + bias) on the last axis (Shazeer 2020, GEGLU); x [N,S,2D]."""
-    left, right = np.split(x.astype(np.float64) + bias, 2, axis=-1)
-    return np.asarray(left * gelu.reference(right))
+from fusion_passes.rule import Rule, rule_pass
 
 
 class BiasSplitGelu(Rule):
@@ -118,3 +110,5 @@ CASES = [
     Case("Silu in place of Gelu", _graph("g1 = Sigmoid (r)  g2 = Mul (r, g1)  y = Mul (l, g2)"), fires=0, sizes=_SIZES),
     Case("one bias for all", _graph(bias="1"), fires=0, refused="bias", sizes=_SIZES),
 ]
+
+PASS = rule_pass("bias_split_gelu", RULES, CASES)

@@ -9,19 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
-from fusion_passes.canonicalize import group_normalization
 from fusion_passes.operators.record import DOMAIN
 from fusion_passes.pass_ import Case
-from fusion_passes.rule import Rule
-
-
-def reference(x: np.ndarray, gamma: np.ndarray, beta: np.ndarray, groups: int, epsilon: float) -> np.ndarray:
-    """SiLU(GroupNorm(x)) for x [N,C,H,W]; SiLU(y) = y * sigmoid(y)."""
-    y = group_normalization.reference(x, gamma, beta, groups, epsilon)
-    return np.asarray(y / (1 + np.exp(-y)))
+from fusion_passes.rule import Rule, rule_pass
 
 
 class GroupNormSilu(Rule):
@@ -79,3 +71,5 @@ CASES = [
     Case("normalized value is read twice", _graph("m = Mul (n, s)  y = Add (m, n)"), fires=0, sizes=_SIZES),
     Case("normalized value is an output", _graph("y = Mul (n, s)", ", float[N,8,H,W] n"), fires=0, sizes=_SIZES),
 ]
+
+PASS = rule_pass("group_norm", RULES, CASES)

@@ -13,25 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import Var
 
 from fusion_passes import checks as c
-from fusion_passes.canonicalize import attention
 from fusion_passes.operators.record import DOMAIN
 from fusion_passes.pass_ import Case
 from fusion_passes.rewriting import unique
-from fusion_passes.rule import Rule
-
-
-def reference(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, num_heads: int, scale: float, mask: np.ndarray | None = None
-) -> np.ndarray:
-    """Attention of `num_heads` heads; query [B,S,N*D], key [B,L,N*D], value [B,L,N*E], result [B,S,N*E]."""
-    q, k, v = (x.reshape(*x.shape[:2], num_heads, -1).transpose(0, 2, 1, 3) for x in (query, key, value))
-    out = attention.reference(q, k, v, mask, scale).transpose(0, 2, 1, 3)
-    return out.reshape(*query.shape[:2], -1)
+from fusion_passes.rule import Rule, rule_pass
 
 
 class MultiHeadAttention(Rule):
@@ -173,3 +162,5 @@ CASES = [
         sizes={"B": 2, "S": 4, "L": 3},
     ),
 ]
+
+PASS = rule_pass("multi_head_attention", RULES, CASES)

@@ -9,18 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from fusion_passes import checks as c
 from fusion_passes.operators.record import DOMAIN
 from fusion_passes.pass_ import Case
-from fusion_passes.rule import Rule
-
-
-def reference(x: np.ndarray, alpha: float = 1.702) -> np.ndarray:
-    """x * sigmoid(alpha * x) (Hendrycks and Gimpel, 2016, section 2)."""
-    return np.asarray(x / (1 + np.exp(-alpha * x.astype(np.float64))))
+from fusion_passes.rule import Rule, rule_pass
 
 
 class QuickGelu(Rule):
@@ -92,3 +86,5 @@ CASES = [
         sizes={"N": 3},
     ),
 ]
+
+PASS = rule_pass("quick_gelu", RULES, CASES)

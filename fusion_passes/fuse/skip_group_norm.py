@@ -9,29 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from fusion_passes import checks as c
-from fusion_passes.canonicalize import group_normalization
 from fusion_passes.operators.record import DOMAIN
 from fusion_passes.pass_ import Case
-from fusion_passes.rule import Rule
-
-
-def reference(
-    x: np.ndarray,
-    gamma: np.ndarray,
-    beta: np.ndarray,
-    skip: np.ndarray,
-    groups: int,
-    epsilon: float,
-    activation: int = 0,
-) -> tuple[np.ndarray, np.ndarray]:
-    """GroupNorm (with SiLU when activation is 1) of s = x + skip, and s; x [N,C,H,W], skip [N,C,H,W] or [N,C,1,1]."""
-    s = x.astype(np.float64) + skip
-    y = group_normalization.reference(s, gamma, beta, groups, epsilon)
-    return (y / (1 + np.exp(-y)) if activation else y), s
+from fusion_passes.rule import Rule, rule_pass
 
 
 class SkipGroupNorm(Rule):
@@ -102,3 +85,5 @@ CASES = [
     Case("skip a column", _graph("N,8,H,1"), fires=0, refused="neither", sizes=_SIZES),
     Case("skip of another batch", _graph("1,8,1,1"), fires=0, refused="neither", sizes=_SIZES),
 ]
+
+PASS = rule_pass("skip_group_norm", RULES, CASES)

@@ -10,27 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from fusion_passes import checks as c
 from fusion_passes.operators.record import DOMAIN
 from fusion_passes.pass_ import Case
-from fusion_passes.rule import Rule
-
-
-def reference(
-    x: np.ndarray,
-    skip: np.ndarray,
-    gamma: np.ndarray,
-    beta: np.ndarray,
-    bias: np.ndarray | float = 0.0,
-    epsilon: float = 1e-5,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ba et al., 2016, over the last axis of s = x + skip + bias; returns the normalized tensor and s."""
-    s = x.astype(np.float64) + skip + bias
-    normal = (s - s.mean(-1, keepdims=True)) / np.sqrt(s.var(-1, keepdims=True) + epsilon)
-    return normal * gamma + beta, s
+from fusion_passes.rule import Rule, rule_pass
 
 
 class SkipLayerNorm(Rule):
@@ -139,3 +124,5 @@ CASES = [
     ),
     Case("biased value read twice", _graph("a = Add (x, b)  s = Add (a, k)", reads="a"), ops={"Add": 1}, sizes=_SIZES),
 ]
+
+PASS = rule_pass("skip_layer_normalization", RULES, CASES)

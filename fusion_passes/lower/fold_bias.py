@@ -15,59 +15,76 @@ alone: a result that several read and no GroupNorm, or of which the Add broadcas
 
 from __future__ import annotations
 
+from collections import Counter
+
 import onnx_ir as ir
 
 from fusion_passes import checks as c
+from fusion_passes.lower import nhwc_layout
 from fusion_passes.operators.record import DOMAIN
-from fusion_passes.rewriting import constant, derived
+from fusion_passes.pass_ import Case, Outcome, Pass, Refusal
+from fusion_passes.rewriting import constant, derived, take_place
 
 
-def fold_bias(model: ir.Model) -> int:
-    """Move biases of NhwcConv nodes, and those behind MatMul, on in place; returns how many."""
-    moved = 0
+def fold_bias(model: ir.Model) -> Outcome:
+    """Move biases of NhwcConv nodes, and those behind MatMul, on in place; counts them."""
+    outcome = Outcome(Counter(fold_bias=0))
     for node in list(model.graph):
         if node.op_type == "NhwcConv" and len(node.inputs) > 2 and node.inputs[2] is not None:
-            if _move(model.graph, node.outputs[0], node.inputs[2]):
+            reason = _move(model.graph, node.outputs[0], node.inputs[2])
+            if reason is None:
                 node.resize_inputs(2)
-                moved += 1
         elif (found := _linear(node)) is not None:
             product, bias, seen = found
-            if _move(model.graph, seen, bias):
+            reason = "no Reshape to an image alone reads the sum" if seen is None else _move(model.graph, seen, bias)
+            if reason is None:
                 node.outputs[0].replace_all_uses_with(product)
                 model.graph.remove(node, safe=True)
-                moved += 1
-    if moved:
+        else:
+            continue
+        if reason is None:
+            outcome.counts["fold_bias"] += 1
+        else:
+            outcome.refused.append(Refusal(node, reason))
+    if outcome.counts["fold_bias"]:
         model.graph.sort()  # what reads a norm's sum may have come before the norm
-    return moved
+    return outcome
 
 
-def _linear(add: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
-    """(product, bias, the Reshape's result) of a Reshape of MatMul + bias that keeps the channels; None of others."""
-    users = list(add.outputs[0].uses())
-    if add.op_type != "Add" or add.domain != "" or len(users) != 1 or add.outputs[0].is_graph_output():
+def _linear(add: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value | None] | None:
+    """(product, bias, the result of the Reshape that alone reads the sum and keeps the channels) of MatMul + bias."""
+    if add.op_type != "Add" or add.domain != "":
         return None
-    reshape = users[0][0]
     for product, bias in (add.inputs, add.inputs[::-1]):
         made = None if product is None else product.producer()
         if made is not None and made.op_type == "MatMul" and c.is_vector(bias, c.size(product, -1)):
-            keeps = reshape.op_type == "Reshape" and c.size(reshape.outputs[0], -1) == c.size(product, -1)
             assert product is not None
             assert bias is not None
-            return (product, bias, reshape.outputs[0]) if keeps else None
+            return product, bias, _reshaped(add.outputs[0], c.size(product, -1))
     return None
 
 
-def _move(graph: ir.Graph, output: ir.Value, bias: ir.Value) -> bool:
-    """Make `bias` of `output`'s last axis part of what reads `output`; whether that could be done."""
+def _reshaped(value: ir.Value, channels: int | None) -> ir.Value | None:
+    users = list(value.uses())
+    if len(users) != 1 or value.is_graph_output() or users[0][0].op_type != "Reshape":
+        return None
+    result = users[0][0].outputs[0]
+    return result if c.size(result, -1) == channels else None
+
+
+def _move(graph: ir.Graph, output: ir.Value, bias: ir.Value) -> str | None:
+    """Make `bias` of `output`'s last axis part of what reads `output`; why that cannot be done, or None."""
     users = list(output.uses())
-    if output.is_graph_output() or not c.is_vector(bias, c.size(output, -1)):
-        return False
+    if output.is_graph_output():
+        return "the result is an output of the graph"
+    if not c.is_vector(bias, c.size(output, -1)):
+        return "the bias is not a constant vector over the channels"
     for reader, index in users:
         if reader.op_type == "GroupNorm" and index == 0:
             _to_skip_group_norm(graph, reader, bias)
-            return True
+            return None
     if len(users) != 1:
-        return False
+        return "several read the result, and none is a GroupNorm"
     reader, index = users[0]
     if reader.op_type == "SkipGroupNorm" and index in (0, 3) and c.same_shape(output, reader.inputs[0]):
         _give(graph, reader, 4, bias)
@@ -75,9 +92,11 @@ def _move(graph: ir.Graph, output: ir.Value, bias: ir.Value) -> bool:
         _give(graph, reader, 1, bias)
     elif reader.op_type == "Add" and all(c.same_shape(output, value) for value in reader.inputs):
         _to_bias_add(graph, reader, index, bias)
+    elif reader.op_type in ("SkipGroupNorm", "Add"):
+        return f"the {reader.op_type} that reads the result broadcasts"
     else:
-        return False
-    return True
+        return f"{reader.op_type} reads the result, which adds no bias"
+    return None
 
 
 def _give(graph: ir.Graph, reader: ir.Node, index: int, bias: ir.Value) -> None:
@@ -128,11 +147,45 @@ def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value) -> None:
 
 def _to_bias_add(graph: ir.Graph, add: ir.Node, index: int, bias: ir.Value) -> None:
     """Add(x, y) => BiasAdd(x, bias, y), under the old output's name."""
-    old = add.outputs[0]
     node = ir.node("BiasAdd", [add.inputs[index], bias, add.inputs[1 - index]], domain=DOMAIN)
     node.metadata_props.update(add.metadata_props)
-    new = node.outputs[0]
-    new.name, new.type, new.shape = old.name, old.type, old.shape
-    graph.insert_before(add, node)
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    take_place(graph, add, node, add.outputs[0])
     graph.remove(add, safe=True)
+
+
+def _case(name: str, body: str, fires: int = 1, refused: str | None = None, **ops: int) -> Case:
+    """Images x, y [N,8,H,W] -> z; `fires`: the biases that move."""
+    graph = f"""<ir_version: 10, opset_import: ["" : 21]>
+        f (float[N,8,H,W] x, float[N,8,H,W] y) => (float[N,8,H,W] z)
+        <float[8,8,3,3] k, float[8,8,1,1] p, float[8] b, float[8] c, float[8] g, float[8] h, float[8,8] q,
+         int64[3] rows = {{0, -1, 8}}> {{ {body} }}"""
+    return Case(name, graph, fires, ops, refused, {"N": 2, "H": 6, "W": 4})
+
+
+_CONV = "a = Conv <pads = [1, 1, 1, 1]> (x, k, b)"
+_NORM = "GroupNormalization <num_groups = 2>"
+# The end of a transformer with linear projections, on the image as rows of channels.
+_ROWS = "i = Transpose <perm = [0, 2, 3, 1]> (x)  r = Reshape (i, rows)  m = MatMul (r, q)  a = Add (b, m)"
+_IMAGE = "o = Shape (i)  u = Reshape (a, o)  v = Transpose <perm = [0, 3, 1, 2]> (u)"
+_LINEAR = f"{_ROWS}  {_IMAGE}"
+_LINEAR_RELU = f"{_ROWS}  d = Relu (a)  {_IMAGE}".replace("Reshape (a,", "Reshape (d,")
+CASES = [
+    _case("skip", f"{_CONV}  s = Add (a, y)  z = {_NORM} (s, g, h)", SkipGroupNorm=1),
+    _case("skip first", f"{_CONV}  s = Add (y, a)  z = {_NORM} (s, g, h)", SkipGroupNorm=1),
+    _case("two biases", f"{_CONV}  d = Conv (y, p, c)  s = Add (a, d)  z = {_NORM} (s, g, h)", 2, SkipGroupNorm=1),
+    _case("add", f"{_CONV}  z = Add (a, y)", BiasAdd=1, Add=0),
+    _case("norm", f"{_CONV}  z = {_NORM} (a, g, h)", GroupNorm=0, SkipGroupNorm=1),
+    _case("read before the norm too", f"{_CONV}  t = Relu (a)  n = {_NORM} (a, g, h)  z = Add (n, t)", SkipGroupNorm=1),
+    _case("read behind it too", f"{_CONV}  n = {_NORM} (a, g, h)  t = Add (n, y)  z = Add (t, a)", SkipGroupNorm=1),
+    _case("read twice", f"{_CONV}  s = Relu (a)  t = Sigmoid (a)  z = Add (s, t)", 0, "several read", BiasAdd=0),
+    _case("doubled", f"{_CONV}  z = Add (a, a)", 0, "several read", BiasAdd=0),
+    _case("something between", f"{_CONV}  s = Relu (a)  z = {_NORM} (s, g, h)", 0, "Relu reads", GroupNorm=1),
+    _case("an output", _CONV.replace("a =", "z ="), 0, "adds no bias"),
+    _case("linear, add", f"{_LINEAR}  z = Add (v, y)", BiasAdd=1),
+    _case("linear, skip", f"{_LINEAR}  s = Add (y, v)  z = {_NORM} (s, g, h)", SkipGroupNorm=1),
+    _case("linear, norm", f"{_LINEAR}  z = {_NORM} (v, g, h)", SkipGroupNorm=1, GroupNorm=0),
+    _case("linear, something between", f"{_LINEAR_RELU}  z = Add (v, y)", 0, "no Reshape", BiasAdd=0),
+    _case("linear, read twice", f"{_LINEAR}  t = ReduceSum <keepdims = 0> (a)  z = Add (v, t)", 0, "no Reshape"),
+]
+
+PASS = Pass("fold_bias", fold_bias, CASES, after=(nhwc_layout.PASS,))

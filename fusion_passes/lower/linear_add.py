@@ -13,14 +13,17 @@ convolutions, results that something else reads too. Runs after `nhwc_layout`, `
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
 from fusion_passes import checks as c
+from fusion_passes.lower import fold_bias, nhwc_layout, pack_qkv
 from fusion_passes.operators.record import DOMAIN
-from fusion_passes.rewriting import derived
+from fusion_passes.pass_ import Case, Outcome, Pass, Refusal
+from fusion_passes.rewriting import derived, take_place
 
 
 @dataclass
@@ -32,33 +35,48 @@ class _Product:
     bias: ir.Value | None
 
 
-def linear_add(model: ir.Model) -> int:
-    """Rewrite the products of `model` in place; returns how many."""
-    made = 0
+def linear_add(model: ir.Model) -> Outcome:
+    """Rewrite the products of `model` in place; counts them."""
+    outcome = Outcome(Counter(linear_add=0))
     for node in list(model.graph):
-        if node.domain == DOMAIN and node.op_type == "BiasAdd":
-            made += _bias_add(model.graph, node)
-        elif node.domain == DOMAIN and node.op_type == "SkipGroupNorm":
-            made += _skip_group_norm(model.graph, node)
+        if node.domain != DOMAIN or node.op_type not in ("BiasAdd", "SkipGroupNorm"):
+            continue
+        if (_bias_add if node.op_type == "BiasAdd" else _skip_group_norm)(model.graph, node):
+            outcome.counts["linear_add"] += 1
+        else:
+            outcome.refused.append(Refusal(node, "none of its terms is a product that it alone reads, of its shape"))
     for node in list(model.graph):
+        if node.op_type not in ("MatMul", "NhwcConv"):
+            continue
         product = _product(node)
         if product is not None:
             _insert(model.graph, node, product, node.outputs[0], product.bias, None)
             model.graph.remove(node, safe=True)
-            made += 1
-    return made
+            outcome.counts["linear_add"] += 1
+        elif reason := _why_no_product(node):
+            outcome.refused.append(Refusal(node, reason))
+    return outcome
+
+
+def _why_no_product(node: ir.Node) -> str | None:
+    """Why a MatMul or NhwcConv is no product with a constant matrix, or None."""
+    x, weight = node.inputs[:2]
+    if x is None or (c.rank(x) or 0) < 2:
+        return "its input is no matrix, or of unknown rank"
+    if not c.is_constant(weight):
+        return "its weight is not constant"
+    if node.op_type == "MatMul":
+        return None if c.rank(weight) == 2 else "its weight is no matrix"
+    return None if _is_one_pixel(node) else "its filters are not of one pixel, without groups, strides and pads"
 
 
 def _product(node: ir.Node | None) -> _Product | None:
-    if node is None or node.op_type not in ("MatMul", "NhwcConv"):
+    if node is None or node.op_type not in ("MatMul", "NhwcConv") or _why_no_product(node) is not None:
         return None
-    x, weight = node.inputs[:2]
-    if x is None or not c.is_constant(weight) or (c.rank(x) or 0) < 2:
-        return None
-    if node.op_type == "MatMul":
-        return _Product(node, x, None) if c.rank(weight) == 2 else None
-    bias = node.inputs[2] if len(node.inputs) > 2 else None
-    return _Product(node, x, bias) if _is_one_pixel(node) else None
+    x = node.inputs[0]
+    assert x is not None
+    has_bias = node.op_type == "NhwcConv" and len(node.inputs) > 2
+    return _Product(node, x, node.inputs[2] if has_bias else None)
 
 
 def _is_one_pixel(conv: ir.Node) -> bool:
@@ -101,7 +119,7 @@ def _skip_group_norm(graph: ir.Graph, node: ir.Node) -> bool:
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         norm = ir.node("GroupNorm", [summed, gamma, beta], attributes, domain=DOMAIN)
         norm.metadata_props.update(node.metadata_props)
-        _take_place(graph, node, norm, normal)
+        take_place(graph, node, norm, normal)
         graph.remove(node, safe=True)
         graph.remove(product.node, safe=True)
         return True
@@ -122,15 +140,8 @@ def _insert(
         inputs.pop()
     new = ir.node("LinearAdd", inputs, domain=DOMAIN)
     new.metadata_props.update(product.node.metadata_props)
-    _take_place(graph, before, new, output)
+    take_place(graph, before, new, output)
     return new.outputs[0]
-
-
-def _take_place(graph: ir.Graph, before: ir.Node, new: ir.Node, output: ir.Value) -> None:
-    made = new.outputs[0]
-    made.name, made.type, made.shape = output.name, output.type, output.shape
-    graph.insert_before(before, new)
-    ir.convenience.replace_all_uses_with(output, made, replace_graph_outputs=True)
 
 
 def _matrix(graph: ir.Graph, node: ir.Node) -> ir.Value:
@@ -147,3 +158,30 @@ def _matrix(graph: ir.Graph, node: ir.Node) -> ir.Value:
         return a.reshape(filters, channels).T
 
     return derived(graph, f"{node.outputs[0].name}.matrix", [weight], [channels, filters], matrix)
+
+
+def _case(name: str, body: str, fires: int = 1, refused: str | None = None, **ops: int) -> Case:
+    graph = f"""<ir_version: 10, opset_import: ["" : 21]>
+        f (float[N,8,H,W] x, float[N,8,H,W] y, float[N,8,W,H] t) => (float[N,8,P,Q] z)
+        <float[8,8,3,3] k, float[8,8,1,1] p, float[8,1,1,1] q, float[8] b, float[8] c, float[8] g, float[8] h> {{
+            {body}
+        }}"""
+    return Case(name, graph, fires, {"LinearAdd": fires, **ops}, refused, {"N": 2, "H": 4, "W": 4})
+
+
+_CONV = "a = Conv <pads = [1, 1, 1, 1]> (x, k, b)"
+_NORM = "GroupNormalization <num_groups = 2>"
+CASES = [
+    _case("1x1", "z = Conv (x, p, b)", NhwcConv=0),
+    _case("residual", "a = Conv (x, p, b)  z = Add (a, y)", BiasAdd=0, Add=0),
+    _case("shortcut", f"{_CONV}  d = Conv (y, p, c)  z = Add (a, d)", NhwcConv=1, BiasAdd=0),
+    _case("norm", f"a = Conv (x, p, b)  s = Add (a, y)  z = {_NORM} (s, g, h)", GroupNorm=1, SkipGroupNorm=0),
+    _case("sum read too", f"a = Conv (x, p, b)  s = Add (a, y)  n = {_NORM} (s, g, h)  z = Add (s, n)", GroupNorm=1),
+    _case("two images", "z = MatMul (x, t)", 0, "not constant", MatMul=1),
+    _case("3x3", _CONV.replace("a =", "z ="), 0, "one pixel", NhwcConv=1),
+    _case("strided", "z = Conv <strides = [2, 2]> (x, p, b)", 0, "one pixel", NhwcConv=1),
+    _case("grouped", "z = Conv <group = 8> (x, q, b)", 0, "one pixel", NhwcConv=1),
+    _case("sum of others", f"{_CONV}  z = Add (a, y)", 0, "none of its terms", BiasAdd=1),
+]
+
+PASS = Pass("linear_add", linear_add, CASES, after=(nhwc_layout.PASS, fold_bias.PASS, pack_qkv.PASS))

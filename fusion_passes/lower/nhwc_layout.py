@@ -10,6 +10,7 @@ operators without an NHWC form) reads the twin through a Transpose; a U-Net keep
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 
 import numpy as np
@@ -18,6 +19,7 @@ import onnx_ir.passes.common as common
 
 from fusion_passes import checks as c
 from fusion_passes.operators.record import DOMAIN
+from fusion_passes.pass_ import Case, Outcome, Pass, Refusal
 from fusion_passes.rewriting import constant, derived
 from fusion_passes.shapes.facts import Facts
 from fusion_passes.shapes.infer import infer
@@ -27,8 +29,8 @@ TO_NHWC, TO_NCHW = [0, 2, 3, 1], [0, 3, 1, 2]
 ELEMENTWISE = frozenset("Add Cast Clip Div Erf Gelu Mish Mul Relu Sigmoid Softplus Sub Swish Tanh".split())
 
 
-def to_nhwc(model: ir.Model) -> int:
-    """Move the 4-D part of `model` to NHWC in place; returns the number of convolutions moved."""
+def nhwc_layout(model: ir.Model) -> Outcome:
+    """Move the 4-D part of `model` to NHWC in place; counts the convolutions moved."""
     walk = _Walk(model.graph)
     for node in list(model.graph):
         walk.visit(node)
@@ -36,7 +38,7 @@ def to_nhwc(model: ir.Model) -> int:
     common.RemoveUnusedNodesPass()(model)
     common.TopologicalSortPass()(model)
     common.CommonSubexpressionEliminationPass()(model)
-    return walk.convolutions
+    return walk.outcome
 
 
 class _Walk:
@@ -46,7 +48,7 @@ class _Walk:
         self.graph = graph
         self.twins: dict[ir.Value, ir.Value] = {}
         self.replaced: list[ir.Node] = []
-        self.convolutions = 0
+        self.outcome = Outcome(Counter(nhwc_layout=0))
 
     @cached_property
     def facts(self) -> Facts:
@@ -54,22 +56,32 @@ class _Walk:
         return infer(self.graph)
 
     def visit(self, node: ir.Node) -> None:
+        """Make the NHWC twins of a node's outputs, where it has a form for them and something to gain."""
+        reason = self._visit(node)
+        if reason is not None:
+            self.outcome.refused.append(Refusal(node, reason))
+
+    def _visit(self, node: ir.Node) -> str | None:
         if node.op_type == "Transpose":
             self._transpose(node)
-        elif node.op_type == "Conv" and c.rank(node.inputs[0]) == 4:
-            self._conv(node)
-        elif node.op_type in ("GroupNorm", "SkipGroupNorm") and c.rank(node.inputs[0]) == 4:
+            return None
+        if node.op_type == "Conv":
+            return self._conv(node) if c.rank(node.inputs[0]) == 4 else "it does not read [N,C,H,W]"
+        if node.op_type in ("GroupNorm", "SkipGroupNorm") and c.rank(node.inputs[0]) == 4:
             self._group_norm(node)
-        elif not any(v in self.twins for v in node.inputs if v is not None) or c.rank(node.outputs[0]) != 4:
-            return
-        elif node.op_type in ELEMENTWISE:
-            self._elementwise(node)
-        elif node.op_type == "Concat" and node.attributes["axis"].as_int() in (1, -3):
+            return None
+        if not any(v in self.twins for v in node.inputs if v is not None) or c.rank(node.outputs[0]) != 4:
+            return None
+        if node.op_type in ELEMENTWISE:
+            return self._elementwise(node)
+        if node.op_type == "Concat" and node.attributes["axis"].as_int() in (1, -3):
             self.replace(node, "Concat", [self.twin(v, node) for v in node.inputs if v is not None], {"axis": 3})
-        elif node.op_type == "Resize":
-            self._resize(node)
-        elif node.op_type == "Pad":
-            self._pad(node)
+            return None
+        if node.op_type == "Resize":
+            return self._resize(node)
+        if node.op_type == "Pad":
+            return self._pad(node)
+        return f"{node.op_type} has no channels-last form here"
 
     def twin(self, value: ir.Value, before: ir.Node) -> ir.Value:
         """The NHWC form of an NCHW value, through a Transpose where there is none yet."""
@@ -131,10 +143,12 @@ class _Walk:
         elif c.perm(y) == TO_NCHW:
             self.twins[y] = x
 
-    def _conv(self, node: ir.Node) -> None:
+    def _conv(self, node: ir.Node) -> str | None:
         x, weight = node.inputs[0], node.inputs[1]
-        if x is None or weight is None or not c.is_constant(weight) or c.size(x, 1) is None:
-            return
+        if x is None or weight is None or not c.is_constant(weight):
+            return "its weight is not constant"
+        if c.size(x, 1) is None:
+            return "the number of channels is unknown"
         shape = c.dims(weight)
         assert shape is not None
         sizes = [int(shape[axis]) for axis in TO_NHWC]
@@ -146,7 +160,8 @@ class _Walk:
             attributes.setdefault("pads", [0, 0, 0, 0])
         inputs = [self.twin(x, node), moved, *node.inputs[2:]]
         self.replace(node, "NhwcConv", inputs, attributes, DOMAIN)
-        self.convolutions += 1
+        self.outcome.counts["nhwc_layout"] += 1
+        return None
 
     def _group_norm(self, node: ir.Node) -> None:
         x, gamma, beta = node.inputs[:3]
@@ -175,7 +190,7 @@ class _Walk:
         self.graph.insert_before(before, node)
         return node.outputs[0]
 
-    def _elementwise(self, node: ir.Node) -> None:
+    def _elementwise(self, node: ir.Node) -> str | None:
         inputs: list[ir.Value | None] = []
         for value in node.inputs:
             assert value is not None
@@ -190,19 +205,21 @@ class _Walk:
             elif shape is not None and len(shape) == 4:
                 inputs.append(self.twin(value, node))
             else:
-                return
+                return f"an operand of {shape} is neither an image nor one number a channel"
         self.replace(node, node.op_type, inputs, {name: a.value for name, a in node.attributes.items()})
+        return None
 
-    def _resize(self, node: ir.Node) -> None:
+    def _resize(self, node: ir.Node) -> str | None:
         x, scales = node.inputs[0], self._scales(node)
         if x is None or scales is None or scales.size != 4:
-            return
+            return "its scales are not known numbers"
         crops = node.attributes.get_string("coordinate_transformation_mode", "") == "tf_crop_and_resize"
         if node.attributes.get_string("mode", "nearest") != "nearest" or "axes" in node.attributes or crops:
-            return
+            return "it interpolates, or has axes of its own"
         value = constant(self.graph, f"{node.outputs[0].name}.nhwc_scales", scales[TO_NHWC])
         attributes = {name: a.value for name, a in node.attributes.items()}
         self.replace(node, "Resize", [self.twin(x, node), None, value], attributes)
+        return None
 
     def _scales(self, resize: ir.Node) -> np.ndarray | None:
         """Those given, or those that computed sizes are proven to come to."""
@@ -211,16 +228,47 @@ class _Walk:
             return None if times is None else np.array(times, np.float32)
         return c.constant(resize.inputs[2]) if len(resize.inputs) > 2 else None
 
-    def _pad(self, node: ir.Node) -> None:
+    def _pad(self, node: ir.Node) -> str | None:
         x, pads = node.inputs[0], c.constant(node.inputs[1])
         if x is None or pads is None or pads.size != 8 or len(node.inputs) > 3:
-            return
+            return "its pads are not known for all axes"
         value = constant(
             self.graph, f"{node.outputs[0].name}.nhwc_pads", pads[TO_NHWC + [axis + 4 for axis in TO_NHWC]]
         )
         attributes = {name: a.value for name, a in node.attributes.items()}
         self.replace(node, "Pad", [self.twin(x, node), value, *node.inputs[2:]], attributes)
+        return None
 
 
 def _channels_last(weight: np.ndarray) -> np.ndarray:
     return weight.transpose(TO_NHWC)
+
+
+def _case(name: str, body: str, fires: int = 1, refused: str | None = None, extra: str = "", **ops: int) -> Case:
+    graph = f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N,8,H,W] x, float[N,8,H,W] y {extra}) => (float[N,P,Q,R] z)
+        <float[8,8,3,3] k, float[8,8,1,1] p, float[8] b, float[8,1,1] column, float[8] g, float[8] h,
+         float[8,1,5] odd, float[4] twice = {{1, 1, 2, 2}}, int64[8] frame = {{0, 0, 1, 1, 0, 0, 1, 1}}> {{
+            {body}
+        }}"""
+    return Case(name, graph, fires, {"NhwcConv": fires, **ops}, refused, {"N": 2, "H": 6, "W": 5})
+
+
+_CONV = "a = Conv <pads = [1, 1, 1, 1]> (x, k, b)"
+_FLOOR = 'coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"'
+CASES = [
+    _case("convolution", _CONV.replace("a =", "z ="), Transpose=2),
+    _case("two convolutions", f"{_CONV}  r = Relu (a)  z = Conv (r, p, b)", 2, Transpose=2),
+    _case("normalization", f"{_CONV}  z = GroupNormalization <num_groups = 2> (a, g, h)", GroupNorm=1, Transpose=2),
+    _case("one number a channel", f"{_CONV}  z = Mul (a, column)", Transpose=2),
+    _case("beside the channels", f"{_CONV}  z = Concat <axis = 1> (a, x)", Concat=1, Transpose=2),
+    _case("upsampling", f"{_CONV}  z = Resize <{_FLOOR}> (a, , twice)", Resize=1, Transpose=2),
+    _case("a frame", f"{_CONV}  z = Pad (a, frame)", Pad=1, Transpose=2),
+    _case("weight that is an input", "z = Conv (x, w)", 0, "not constant", ", float[8,8,3,3] w", Conv=1, Transpose=0),
+    _case("softmax over rows", f"{_CONV}  z = Softmax <axis = 3> (a)", 1, "Softmax has no", Transpose=2),
+    _case("one number a column", f"{_CONV}  z = Mul (a, odd)", 1, "neither an image", Transpose=2),
+    _case("linear upsampling", f'{_CONV}  z = Resize <mode = "linear"> (a, , twice)', 1, "interpolates", Transpose=2),
+    _case("no convolution", "z = Relu (x)", 0, Transpose=0),
+]
+
+PASS = Pass("nhwc_layout", nhwc_layout, CASES)

@@ -11,6 +11,7 @@ are not constant, heads of different size. The packed weight is computed while t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,48 +19,60 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from fusion_passes import checks as c
+from fusion_passes.pass_ import Case, Outcome, Pass, Refusal
 from fusion_passes.rewriting import constant, derived
 
+Projection = tuple[ir.Value, ir.Value]  # input, weight
 
-def pack_qkv(model: ir.Model) -> dict[str, int]:
-    """Pack projections in place; returns how many attentions read packed QKV and packed KV."""
-    packed = {"packed_qkv": 0, "packed_kv": 0}
+
+def pack_qkv(model: ir.Model) -> Outcome:
+    """Pack projections in place; counts the attentions that read packed QKV, and packed KV."""
+    outcome = Outcome(Counter(packed_qkv=0, packed_kv=0))
     for node in list(model.graph):
-        if node.op_type != "MultiHeadAttention" or len([v for v in node.inputs if v is not None]) != 3:
+        if node.op_type != "MultiHeadAttention":
             continue
-        q, k, v = node.inputs[:3]
-        sources = [_projection(value) for value in (q, k, v)]
-        if sources[1] is None or sources[2] is None or sources[1][0] is not sources[2][0]:
+        reason = _refuse(node)
+        if reason is not None:
+            outcome.refused.append(Refusal(node, reason))
             continue
-        widths = {c.size(value, -1) for value in (q, k, v)}
-        if len(widths) != 1 or None in widths:
-            continue
-        if sources[0] is not None and sources[0][0] is sources[1][0]:
-            together = [s for s in sources if s is not None]
-            node.replace_input_with(0, _pack(model.graph, node, together))
+        query, key, value = (_projection(operand) for operand in node.inputs[:3])
+        assert key is not None
+        assert value is not None
+        if query is not None and query[0] is key[0]:
+            node.replace_input_with(0, _pack(model.graph, node, (query, key, value)))
             node.resize_inputs(1)
-            packed["packed_qkv"] += 1
+            outcome.counts["packed_qkv"] += 1
         else:
-            together = [s for s in sources[1:] if s is not None]
-            node.replace_input_with(1, _pack(model.graph, node, together))
+            node.replace_input_with(1, _pack(model.graph, node, (key, value)))
             node.resize_inputs(2)
-            packed["packed_kv"] += 1
+            outcome.counts["packed_kv"] += 1
     common.RemoveUnusedNodesPass()(model)
-    return packed
+    return outcome
 
 
-def _projection(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
+def _refuse(node: ir.Node) -> str | None:
+    if len([value for value in node.inputs if value is not None]) != 3:
+        return "it has a mask or a bias, or is packed already"
+    key, value = (_projection(operand) for operand in node.inputs[1:3])
+    if key is None or value is None:
+        return "key or value is no product with a constant matrix that it alone reads"
+    if key[0] is not value[0]:
+        return "key and value are projected from two tensors"
+    widths = {c.size(operand, -1) for operand in node.inputs[:3]}
+    return "query, key and value differ in width" if len(widths) != 1 or None in widths else None
+
+
+def _projection(value: ir.Value | None) -> Projection | None:
     """(input, weight) of the MatMul that alone yields `value` for one attention."""
     node = None if value is None else value.producer()
     if value is None or node is None or node.op_type != "MatMul" or len(c.users(value)) != 1:
         return None
     x, weight = node.inputs
-    return (
-        (x, weight) if x is not None and weight is not None and c.is_constant(weight) and c.rank(weight) == 2 else None
-    )
+    matrix = weight is not None and c.is_constant(weight) and c.rank(weight) == 2
+    return (x, weight) if matrix and x is not None and weight is not None else None
 
 
-def _pack(graph: ir.Graph, node: ir.Node, sources: Sequence[tuple[ir.Value, ir.Value]]) -> ir.Value:
+def _pack(graph: ir.Graph, node: ir.Node, sources: Sequence[Projection]) -> ir.Value:
     x, heads, parts = sources[0][0], node.attributes["num_heads"].as_int(), len(sources)
     rows, width = c.size(sources[0][1], 0), c.size(sources[0][1], 1)
     assert rows is not None
@@ -81,3 +94,30 @@ def _pack(graph: ir.Graph, node: ir.Node, sources: Sequence[tuple[ir.Value, ir.V
         split.outputs[0].shape = ir.Shape([*list(x.shape)[:2], heads, parts, width // heads])
     graph.insert_before(node, [product, split])
     return split.outputs[0]
+
+
+def _case(
+    name: str, body: str, refused: str | None = None, products: int = 3, query: str = "q = MatMul (x, a)"
+) -> Case:
+    graph = f"""<ir_version: 10, opset_import: ["" : 21, "sd_ort" : 1]>
+        g (float[B,S,8] x, float[B,L,6] e, float[B,L,6] f, float[6,8] w) => (float[B,S,8] y)
+        <float[8,8] a, float[8,8] b, float[8,8] c, float[6,8] d, float[6,8] h, float[8] bias, float scale = {{0.4}}> {{
+            {query}
+            {body}
+            y = sd_ort.MultiHeadAttention <num_heads = 2, scale = 0.45, unidirectional = 0> (q, k, v)
+        }}"""
+    return Case(name, graph, int(refused is None), {"MatMul": products}, refused, {"B": 2, "S": 5, "L": 3})
+
+
+_ALONE = "no product with a constant matrix that it alone reads"
+CASES = [
+    _case("self-attention", "k = MatMul (x, b)  v = MatMul (x, c)", products=1),
+    _case("text", "k = MatMul (e, d)  v = MatMul (e, h)", products=2),
+    _case("biased query", "k = MatMul (x, b)  v = MatMul (x, c)", None, 2, "p = MatMul (x, a)  q = Add (p, bias)"),
+    _case("two texts", "k = MatMul (e, d)  v = MatMul (f, h)", "two tensors"),
+    _case("biased key", "l = MatMul (e, d)  k = Add (l, bias)  v = MatMul (e, h)", _ALONE),
+    _case("a weight that is an input", "k = MatMul (e, w)  v = MatMul (e, h)", _ALONE),
+    _case("a key that is read again", "k = MatMul (e, d)  l = Relu (k)  v = MatMul (l, a)", _ALONE),
+]
+
+PASS = Pass("pack_qkv", pack_qkv, CASES)

@@ -13,11 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from math import ceil, floor
 
 import onnx_ir as ir
 
+from fusion_passes.lower import nhwc_layout
 from fusion_passes.operators.record import DOMAIN
+from fusion_passes.pass_ import Case, Outcome, Pass, rewrite_nodes
+from fusion_passes.rewriting import take_place
 from fusion_passes.shapes.facts import Facts
 from fusion_passes.shapes.infer import infer
 from fusion_passes.shapes.rules import repeats
@@ -46,26 +50,26 @@ ROUNDINGS: dict[str, Callable[[Fraction], int]] = {
 }
 
 
-def upsample_nearest(model: ir.Model) -> int:
-    """Rewrite the Resize nodes of `model` in place; returns how many."""
-    nodes = [node for node in model.graph if node.op_type == "Resize" and node.domain == ""]
-    facts = infer(model.graph) if nodes else Facts()
-    made = 0
-    for node in nodes:
-        times = repeats(node, facts)
-        if times is not None and _fits(node, times):
-            _replace(model.graph, node, *times[1:3])
-            made += 1
-    return made
+def upsample_nearest(model: ir.Model) -> Outcome:
+    """Rewrite the Resize nodes of `model` in place."""
+    resizes = any(node.op_type == "Resize" for node in model.graph)
+    facts = infer(model.graph) if resizes else Facts()
+    return rewrite_nodes(model, "upsample_nearest", "Resize", partial(_refuse, facts), partial(_rewrite, facts))
 
 
-def _fits(node: ir.Node, times: list[int]) -> bool:
-    x = node.inputs[0]
-    floats = x is not None and x.dtype in FLOATS
-    pictures = len(times) == 4 and times[0] == times[3] == 1
-    nearest = node.attributes.get_string("mode", "nearest") == "nearest" and not node.attributes.get_int("antialias", 0)
-    copies = nearest and all(_repeats_pixels(node, scale) for scale in times)
-    return floats and pictures and copies and max(times) > 1
+def _refuse(facts: Facts, node: ir.Node) -> str | None:
+    x, times = node.inputs[0], repeats(node, facts)
+    if times is None:
+        return "its scales are not whole numbers, 1 or more"
+    if x is None or x.dtype not in FLOATS:
+        return "its tensor is not of a floating point type"
+    if len(times) != 4 or not times[0] == times[3] == 1:
+        return "it scales something else than the axes in the middle of [N,H,W,C]"
+    if max(times) == 1:
+        return "it changes no size"
+    if node.attributes.get_string("mode", "nearest") != "nearest" or node.attributes.get_int("antialias", False):
+        return "it interpolates"
+    return None if all(_repeats_pixels(node, scale) for scale in times) else "it takes other pixels than the nearest"
 
 
 def _repeats_pixels(node: ir.Node, scale: int) -> bool:
@@ -77,12 +81,82 @@ def _repeats_pixels(node: ir.Node, scale: int) -> bool:
     return all(rounded(place(copy, scale)) == 0 for copy in (0, scale - 1))
 
 
-def _replace(graph: ir.Graph, node: ir.Node, scale_height: int, scale_width: int) -> None:
-    attributes = {"scale_height": scale_height, "scale_width": scale_width}
+def _rewrite(facts: Facts, graph: ir.Graph, node: ir.Node) -> None:
+    times = repeats(node, facts)
+    assert times is not None
+    attributes = {"scale_height": times[1], "scale_width": times[2]}
     new = ir.node("UpsampleNearest", [node.inputs[0]], attributes, domain=DOMAIN)
     new.metadata_props.update(node.metadata_props)
-    old, made = node.outputs[0], new.outputs[0]
-    made.name, made.type, made.shape = old.name, old.type, old.shape
-    graph.insert_before(node, new)
-    ir.convenience.replace_all_uses_with(old, made, replace_graph_outputs=True)
+    take_place(graph, node, new, node.outputs[0])
     graph.remove(node, safe=True)
+
+
+# The convolution brings the image into NHWC, and with it what reads it.
+_HEAD, _FLOOR = "s = Conv (x, p)", 'coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"'
+
+
+def _case(
+    name: str, mode: str, scales: str, refused: str | None = None, head: str = _HEAD, operands: str = "s, , times"
+) -> Case:
+    graph = f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N,8,H,W] x) => (float[O,P,Q,R] z)
+        <float[8,8,1,1] p, float[4] times = {{{scales}}}, float[2] halves = {{2, 2}}, int64[2] twice = {{2, 3}},
+         int64[2] more = {{6, 4}}, float[8] region = {{0, 0, 0.2, 0.2, 1, 1, 1.5, 0.8}}> {{
+            {head}
+            a = Resize <{mode}> ({operands})
+            z = Cast <to = 1> (a)
+        }}"""
+    fires = int(refused is None)
+    return Case(name, graph, fires, {"UpsampleNearest": fires, "Resize": 1 - fires}, refused, {"N": 2, "H": 6, "W": 4})
+
+
+def _sized(last: str) -> str:
+    sizes = "o = Shape <start = 0, end = 2> (s)  i = Shape <start = 2> (s)"
+    return f"{_HEAD}  {sizes}  {last}  w = Concat <axis = 0> (o, l)"
+
+
+def _rounded(coordinates: str, rounding: str) -> str:
+    return f'coordinate_transformation_mode = "{coordinates}", nearest_mode = "{rounding}"'
+
+
+_OTHER, _SCALES, _AXES = "other pixels", "whole numbers", "the axes in the middle"
+_POLICY = _FLOOR + ', keep_aspect_ratio_policy = "not_larger"'
+CASES = [
+    _case("decoder", _FLOOR, "1, 1, 2, 2"),
+    _case("down", _FLOOR, "1, 1, 3, 1"),
+    _case("across", _FLOOR, "1, 1, 1, 4"),
+    _case("defaults", 'mode = "nearest"', "1, 1, 2, 3"),
+    _case("half pixel", _rounded("half_pixel", "round_prefer_ceil"), "1, 1, 3, 2"),
+    _case("torch's half pixel", _rounded("pytorch_half_pixel", "round_prefer_floor"), "1, 1, 2, 5"),
+    _case("symmetric", _rounded("half_pixel_symmetric", "round_prefer_floor"), "1, 1, 2, 3"),
+    _case("asymmetric rounded", _rounded("asymmetric", "round_prefer_floor"), "1, 1, 2, 2"),
+    _case("sizes", _FLOOR, "1, 1, 1, 1", None, _sized("l = Mul (i, twice)"), "s, , , w"),
+    _case("channels last", _FLOOR, "1, 2, 2, 1", None, "", "x, , times"),
+    _case("asymmetric rounded, 3", _rounded("asymmetric", "round_prefer_floor"), "1, 1, 3, 3", _OTHER),
+    _case("other rounding", _rounded("asymmetric", "round_prefer_ceil"), "1, 1, 2, 2", _OTHER),
+    _case("ceil", _rounded("asymmetric", "ceil"), "1, 1, 2, 2", _OTHER),
+    _case("half pixel, floor", _rounded("half_pixel", "floor"), "1, 1, 2, 2", _OTHER),
+    _case("align corners", _rounded("align_corners", "floor"), "1, 1, 2, 2", _OTHER),
+    _case("linear", 'mode = "linear"', "1, 2, 2, 1", "interpolates", "", "x, , times"),
+    _case("cubic", 'mode = "cubic"', "1, 1, 2, 2", _AXES),
+    _case("fractional", _FLOOR, "1, 1, 1.5, 2", _SCALES),
+    _case("smaller", _FLOOR, "1, 1, 0.5, 0.5", _SCALES),
+    _case("channels", _FLOOR, "1, 2, 2, 2", _AXES),
+    _case("batch", _FLOOR, "2, 1, 2, 2", _AXES),
+    _case("nothing", _FLOOR, "1, 1, 1, 1", "changes no size"),
+    _case("NCHW", _FLOOR, "1, 1, 2, 2", _AXES, "", "x, , times"),
+    _case("axes", _FLOOR + ", axes = [2, 3]", "1, 1, 1, 1", _SCALES, operands="s, , halves"),
+    _case("crop", _rounded("tf_crop_and_resize", "floor"), "1, 1, 2, 2", _AXES, operands="s, region, times"),
+    _case(
+        "sizes not proven",
+        _FLOOR,
+        "1, 1, 1, 1",
+        _SCALES,
+        _sized("l = Add (i, more)"),
+        "s, , , w",
+    ),
+    _case("sizes with a policy", _POLICY, "1, 1, 1, 1", _SCALES, _sized("l = Add (i, i)"), "s, , , w"),
+    _case("integers", _FLOOR, "1, 2, 2, 1", "floating point", "s = Cast <to = 6> (x)"),
+]
+
+PASS = Pass("upsample_nearest", upsample_nearest, CASES, after=(nhwc_layout.PASS,))

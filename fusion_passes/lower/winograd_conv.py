@@ -9,23 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from fusion_passes import checks as c
 from fusion_passes.operators.record import DOMAIN
 from fusion_passes.pass_ import Case
-from fusion_passes.rule import Rule
+from fusion_passes.rule import Rule, rule_pass
 
 # Channels on both sides that fill the kernel's registers on any processor.
 LEAST_CHANNELS = 32
-
-
-def reference(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """x [N,C,H,W], weight [M,C,3,3], bias [M] -> [N,M,H,W]."""
-    padded = np.pad(x.astype(np.float64), ((0, 0), (0, 0), (1, 1), (1, 1)))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
-    return np.asarray(np.einsum("nchwij,mcij->nmhw", windows, weight) + bias[:, None, None])
 
 
 class WinogradConv(Rule):
@@ -95,3 +87,5 @@ CASES = [
         sizes=_SIZES,
     ),
 ]
+
+PASS = rule_pass("winograd_conv", RULES, CASES)

@@ -1,4 +1,4 @@
-"""Symbolic shape inference with data propagation, for the operators Stable Diffusion graphs consist of.
+"""Symbolic shape inference with data propagation: rules for what proofs need, ONNX's own inference for the rest.
 
 `infer(graph)` gives every value a shape in `Dim`s and follows small integer tensors (shape arithmetic) element by
 element. ONNX's own inference gives two unrelated unknowns to sizes that are equal, so it cannot prove that a Reshape
@@ -15,9 +15,13 @@ import onnx_ir as ir
 from fusion_passes.shapes.contents import ELEMENTS
 from fusion_passes.shapes.dims import Dim, constant, symbol
 from fusion_passes.shapes.facts import LIST_LIMIT, Facts, Shape, broadcast, product
-from fusion_passes.shapes.rules import BROADCAST, RULES, SAME_AS_FIRST_INPUT
-from fusion_passes.shapes.types import annotate_types
+from fusion_passes.shapes.indexing import INDEXING
+from fusion_passes.shapes.rules import BROADCAST, RULES, SAME_AS_FIRST_INPUT, reshape
+from fusion_passes.shapes.standard import STANDARD, infer_node
+from fusion_passes.shapes.types import annotate_types, is_known, opset
+from fusion_passes.shapes.windows import WINDOWS
 
+TABLE = {**RULES, **INDEXING, **WINDOWS}
 MULTIPLES = "sd_ort.multiples"  # key of graph.meta: what the graph, as it was first seen, forces sizes to be
 
 
@@ -42,14 +46,15 @@ def annotate(graph: ir.Graph) -> Facts:
     return facts
 
 
-def _infer(graph: ir.Graph, facts: Facts) -> Facts:
+def _infer(graph: ir.Graph, facts: Facts, version: int | None = None) -> Facts:
+    version = version or opset(graph)
     for value in [*graph.inputs, *graph.initializers.values()]:
         _declare(value, facts)
     for node in graph:
         for operand in node.inputs:
             if operand is not None and operand not in facts.shapes and operand.const_value is not None:
                 _declare(operand, facts)
-        _infer_node(node, facts)
+        _infer_node(node, facts, version)
     return facts
 
 
@@ -99,7 +104,7 @@ def _size(name: str, facts: Facts) -> Dim:
     return symbol(name) if multiple == 1 else symbol(f"({name}/{multiple})") * constant(multiple)
 
 
-def _infer_node(node: ir.Node, facts: Facts) -> None:
+def _infer_node(node: ir.Node, facts: Facts, version: int) -> None:
     if node.op_type == "Constant":
         value = node.outputs[0]
         tensor = ir.convenience.get_const_tensor(value)
@@ -107,7 +112,7 @@ def _infer_node(node: ir.Node, facts: Facts) -> None:
             value.const_value = tensor
             _declare(value, facts)
         return
-    for output, shape in zip(node.outputs, _shapes(node, facts) or (), strict=False):
+    for output, shape in zip(node.outputs, _shapes(node, facts, version) or (), strict=False):
         if shape is not None:
             facts.shapes[output] = shape
     elements = ELEMENTS.get(node.op_type)
@@ -120,13 +125,43 @@ def _infer_node(node: ir.Node, facts: Facts) -> None:
         facts.elements[node.outputs[0]] = known
 
 
-def _shapes(node: ir.Node, facts: Facts) -> Sequence[Shape | None] | None:
+def _shapes(node: ir.Node, facts: Facts, version: int) -> Sequence[Shape | None] | None:
+    if not is_known(node):
+        return None
+    if node.op_type == "If" and node.domain in STANDARD:
+        return _branches(node, facts, version)
     inputs = [facts.shapes.get(v) if v is not None else None for v in node.inputs]
-    if node.op_type in SAME_AS_FIRST_INPUT:
-        return [inputs[0]]
+    known = _by_rule(node, inputs, facts)
+    if known is None or all(shape is None for shape in known):
+        known = [shape for shape, _ in infer_node(node, facts, version)]
+    return known
+
+
+def _by_rule(node: ir.Node, inputs: list[Shape | None], facts: Facts) -> Sequence[Shape | None] | None:
     if node.op_type in BROADCAST:
         return None if any(s is None for s in inputs) else [broadcast([s for s in inputs if s is not None], facts)]
-    rule = RULES.get(node.op_type)
-    if rule is None or not inputs or inputs[0] is None:
+    if node.op_type == "Reshape":
+        return reshape(node, facts)
+    if not inputs or inputs[0] is None:
         return None
-    return rule(node, facts)
+    if node.op_type in SAME_AS_FIRST_INPUT:
+        return [inputs[0]]
+    rule = TABLE.get(node.op_type)
+    return None if rule is None else rule(node, facts)
+
+
+def _branches(node: ir.Node, facts: Facts, version: int) -> list[Shape | None] | None:
+    """Both branches of an If: where they agree on a size it is that, else one of its own."""
+    sides = []
+    for name in ("then_branch", "else_branch"):
+        body = node.attributes[name].as_graph()
+        _infer(body, facts, version)
+        sides.append([facts.shapes.get(value) for value in body.outputs])
+    merged: list[Shape | None] = []
+    for output, a, b in zip(node.outputs, *sides, strict=True):
+        if a is None or b is None or len(a) != len(b):
+            merged.append(None)
+        else:
+            sizes = enumerate(zip(a, b, strict=True))
+            merged.append(tuple(x if x == y else symbol(f"{output.name}_{i}") for i, (x, y) in sizes))
+    return merged

@@ -13,10 +13,11 @@ SAME_AS_FIRST_INPUT = frozenset(
     "Abs BiasAdd Cast Ceil Celu Clip Cos Dropout Elu Erf Exp FastGelu Floor Gelu GroupNorm GroupNormalization "
     "HardSigmoid HardSwish Identity InstanceNormalization IsInf IsNaN LayerNormalization LeakyRelu Log LogSoftmax Mish "
     "Neg Not PRelu QuickGelu Reciprocal Relu RMSNormalization Round Selu Sigmoid Sign Silu Sin Softmax Softplus "
-    "Softsign Sqrt Swish Tanh ThresholdedRelu Trilu".split()
+    "Softsign Sqrt Swish Tanh ThresholdedRelu".split()
 )
 BROADCAST = frozenset(
-    "Add And Div Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mod Mul Or Pow Sub Where Xor".split()
+    "Add And BitShift BitwiseAnd BitwiseOr BitwiseXor Div Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mod "
+    "Mul Or Pow Sub Where Xor".split()
 )
 
 
@@ -54,11 +55,14 @@ def _matmul(node: ir.Node, facts: Facts) -> list[Shape] | None:
 
 def reshape(node: ir.Node, facts: Facts) -> list[Shape] | None:
     """The shape of a Reshape, with a size of its own where -1 stands for an unknown one."""
-    x = shape_of(node, 0, facts)
+    x = facts.shapes.get(node.inputs[0]) if node.inputs[0] else None
     target = facts.elements.get(node.inputs[1]) if node.inputs[1] else None
     if target is None:
         return None
     keep_zero = node.attributes.get_int("allowzero", 0)
+    if x is None:  # the target says the rank, and every size but those that are taken from the input
+        taken = {-1} if keep_zero else {-1, 0}
+        return [tuple(symbol(f"{node.outputs[0].name}_{i}") if d.value in taken else d for i, d in enumerate(target))]
     dims = [x[i] if d.value == 0 and not keep_zero and i < len(x) else d for i, d in enumerate(target)]
     if constant(-1) in dims:
         hole = dims.index(constant(-1))
@@ -237,8 +241,11 @@ def _range(node: ir.Node, facts: Facts) -> list[Shape] | None:
 def _reduce(node: ir.Node, facts: Facts) -> list[Shape] | None:
     x = shape_of(node, 0, facts)
     axes = ints_of(node, 1, facts) or node.attributes.get_ints("axes")
-    if axes is None:
+    if axes is None and (
+        any(v is not None for v in node.inputs[1:]) or node.attributes.get_int("noop_with_empty_axes", 0)
+    ):
         return None
+    axes = range(len(x)) if axes is None else axes
     gone = {axis_of(a, len(x)) for a in axes}
     keep = node.attributes.get_int("keepdims", 1)
     return [tuple(constant(1) if i in gone else d for i, d in enumerate(x) if keep or i not in gone)]
@@ -306,11 +313,12 @@ def _upsample_nearest(node: ir.Node, facts: Facts) -> list[Shape] | None:
 
 
 RULES: dict[str, Callable[[ir.Node, Facts], Sequence[Shape | None] | None]] = {
-    "ArgMax": _argmax, "Attention": _attention, "BiasSplitGelu": _half, "Concat": _concat,
+    "ArgMax": _argmax, "ArgMin": _argmax, "Attention": _attention, "BiasSplitGelu": _half, "Concat": _concat,
     "ConstantOfShape": _constant_of_shape, "Conv": _conv, "Expand": _expand, "Gather": _gather, "Gemm": _gemm,
     "LinearAdd": _matmul, "MatMul": _matmul, "MultiHeadAttention": _multi_head, "NhwcConv": _nhwc_conv, "Pad": _pad,
-    "Range": _range, "ReduceMax": _reduce, "ReduceMean": _reduce, "ReduceSum": _reduce, "Reshape": reshape,
-    "Resize": _resize, "ScaledDotProductAttention": _attention, "Shape": _shape_of,
+    "Range": _range, "ReduceL1": _reduce, "ReduceL2": _reduce, "ReduceLogSum": _reduce, "ReduceLogSumExp": _reduce,
+    "ReduceMax": _reduce, "ReduceMean": _reduce, "ReduceMin": _reduce, "ReduceProd": _reduce, "ReduceSum": _reduce,
+    "ReduceSumSquare": _reduce, "Resize": _resize, "ScaledDotProductAttention": _attention, "Shape": _shape_of,
     "SkipGroupNorm": _sum_and_normal, "SkipLayerNormalization": _sum_and_normal, "Slice": _slice, "Split": _split,
     "Squeeze": _squeeze, "Transpose": _transpose, "Unsqueeze": _unsqueeze,
     "UpsampleNearest": _upsample_nearest, "WinogradConv": _winograd_conv,

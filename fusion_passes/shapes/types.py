@@ -4,28 +4,63 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from fusion_passes.operators.record import DOMAIN
+from fusion_passes.shapes.facts import Facts
 from fusion_passes.shapes.rules import BROADCAST, RULES, SAME_AS_FIRST_INPUT
+from fusion_passes.shapes.standard import STANDARD, infer_node
 
 # Other operators whose result is of the type of their first input.
 AS_FIRST_INPUT = frozenset(
     "CumSum GatherElements GatherND RandomNormalLike ReduceMin ReduceProd ReduceSumSquare ScaledDotProductAttention "
     "ScatterElements ScatterND Sum Tile Unique".split()
 )
+# Operators of ONNX Runtime's own domain that mean what the fused operators of that name do.
+CONTRIB = frozenset(
+    "BiasAdd BiasSplitGelu FastGelu Gelu GroupNorm MultiHeadAttention NhwcConv QuickGelu SkipGroupNorm "
+    "SkipLayerNormalization".split()
+)
 BOOLEAN = frozenset("And Equal Greater GreaterOrEqual IsInf IsNaN Less LessOrEqual Not Or Xor".split())
 
 
-def annotate_types(graph: ir.Graph) -> None:
+def is_known(node: ir.Node) -> bool:
+    """Whether an operator means what its name says here: a name in another's domain may be anything."""
+    contrib = node.domain == "com.microsoft" and node.op_type in CONTRIB
+    return node.domain in STANDARD or node.domain == DOMAIN or contrib
+
+
+def opset(graph: ir.Graph) -> int:
+    """The opset whose operators the graph is written in."""
+    return graph.opset_imports.get("", graph.opset_imports.get("ai.onnx", 21))
+
+
+def annotate_types(graph: ir.Graph, version: int | None = None) -> None:
     """Element types of all values: exporters leave some out, and a rule that compares them must not guess."""
+    version = version or opset(graph)
     for value in graph.initializers.values():
         if value.const_value is not None:
             value.type = ir.TensorType(value.const_value.dtype)
     for node in graph:
-        inputs = [v.dtype for v in node.inputs if v is not None]
-        for index, output in enumerate(node.outputs):
-            if output.dtype is None:
-                dtype = ir.DataType.FLOAT if is_statistic(node, index) else _result_type(node, inputs)
-                if dtype is not None:
-                    output.dtype = dtype
+        if is_known(node) and any(output.dtype is None for output in node.outputs):
+            _annotate_outputs(node, version)
+
+
+def _annotate_outputs(node: ir.Node, version: int) -> None:
+    inputs = [v.dtype for v in node.inputs if v is not None]
+    found: list[ir.DataType | None] = []
+    if node.op_type == "If":
+        body = node.attributes["then_branch"].as_graph()
+        annotate_types(body, version)
+        found = [value.dtype for value in body.outputs]
+    else:
+        found = [
+            ir.DataType.FLOAT if is_statistic(node, i) else _result_type(node, inputs) for i in range(len(node.outputs))
+        ]
+    if None in found and None not in inputs:
+        known = [dtype for _, dtype in infer_node(node, Facts(), version)]
+        found = [mine or theirs for mine, theirs in zip(found, known or found, strict=True)]
+    for output, dtype in zip(node.outputs, found, strict=True):
+        if output.dtype is None and dtype is not None:
+            output.dtype = dtype
 
 
 def is_statistic(node: ir.Node, index: int) -> bool:
@@ -34,7 +69,7 @@ def is_statistic(node: ir.Node, index: int) -> bool:
 
 
 def _result_type(node: ir.Node, inputs: list[ir.DataType | None]) -> ir.DataType | None:
-    if node.op_type in ("Shape", "ArgMax", "Size"):
+    if node.op_type in ("Shape", "ArgMax", "ArgMin", "Size"):
         return ir.DataType.INT64
     if node.op_type == "Cast":
         return ir.DataType(node.attributes["to"].as_int())

@@ -25,9 +25,7 @@ from sd_ort.family.checkpoints import PresetSource, _class, _class_name, compone
 from sd_ort.family.modules import wrap
 from sd_ort.family.signatures import MODEL_OF
 
-UNTOUCHED = (
-    1 << 20
-)  # elements; most of a larger parameter stays as allocated: no exporter compares those
+UNTOUCHED = 1 << 20  # elements; most of a larger parameter stays as allocated: no exporter compares those
 
 
 def main() -> None:

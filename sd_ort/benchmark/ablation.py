@@ -5,71 +5,58 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from fusion_passes.lower.take_apart import take_apart
+
 if TYPE_CHECKING:
     from sd_ort.optimize.targets import Target
 
 
 @dataclass(frozen=True)
 class Step:
-    """One row of the ablation: its label, and what is switched on from here on.
+    """One row of the ablation: its label, and the passes of the target, by name, that run from here on.
 
-    `fusions`: modules of fusion_passes. `layout`, `pack`, `norm`: NHWC, packed projections, GroupNorm as one node.
+    `rest`: every fusion of the target, whatever its name.
     """
 
     label: str
-    fusions: tuple[str, ...] = ()
-    layout: bool = False
-    pack: bool = False
-    norm: bool = False
+    passes: tuple[str, ...] = ()
     rest: bool = False
 
 
-# The order of ONNX Runtime's report on Stable Diffusion.
+# The order of ONNX Runtime's report on Stable Diffusion. What the op library brings has no step: the whole target has.
 ABLATION = {
-    "none": Step("nothing fused"),
+    "none": Step("nothing fused", ("take_apart", "standard_attention")),
     "mha": Step("+ MultiHeadAttention", ("multi_head_attention",)),
-    "nhwc": Step("+ NHWC convolution", layout=True),
-    "norm": Step("+ GroupNorm", norm=True),
+    "nhwc": Step("+ NHWC convolution", ("nhwc_layout",)),
+    "norm": Step("+ GroupNorm", ("group_norm",)),
     "gelu": Step("+ BiasSplitGelu", ("bias_split_gelu",)),
-    "qkv": Step("+ packed QKV", pack=True),
+    "qkv": Step("+ packed QKV", ("pack_qkv",)),
     "skip": Step("+ BiasAdd, SkipLayerNorm", ("bias_add", "skip_layer_normalization")),
     "all": Step("+ SkipGroupNorm, QuickGelu", ("skip_group_norm", "quick_gelu"), rest=True),
 }
 
 
 def ablation_steps(target: Target) -> dict[str, Target]:
-    """Step -> the target as far as that step: what comes later is left out. Steps that change nothing are absent.
+    """Step -> the target as far as that step: a slice of its passes. Steps that change nothing are absent.
 
     All steps use the provider's own kernels: what the op library brings is left out, and the whole target has it.
     Before the step "norm" a GroupNorm node is made and taken apart again, since a lone GroupNormalization has no
-    kernel on most providers, while its parts have.
+    kernel on most providers, while its parts have; so is an attention that no fusion took.
     """
     from sd_ort.optimize.targets import CUDA_CONTRIB
 
-    bare = replace(
-        target,
-        contrib=CUDA_CONTRIB if target.name == "cuda" else target.contrib,
-        fold_bias=False,
-        linear_add=False,
-        layer_norm=False,
-        upsample=False,
-        winograd=False,
-    )
+    contrib = CUDA_CONTRIB if target.name == "cuda" else target.contrib
     steps: dict[str, Target] = {}
-    off = {fusion for step in ABLATION.values() for fusion in step.fusions}
-    layout, pack, norm = "NCHW", False, False
+    on: set[str] = set()
     for name, step in ABLATION.items():
-        off -= set(step.fusions)
-        layout = target.layout if step.layout else layout
-        pack, norm = pack or step.pack, norm or step.norm
-        expand = target.expand | {"ScaledDotProductAttention"} | (frozenset() if norm else {"GroupNorm"})
-        made = replace(
-            bare,
-            layout=layout,
-            pack=pack and target.pack,
-            expand=target.expand if step.rest else frozenset(expand),
-            leave=target.leave | off,
-        )
+        on |= set(step.passes)
+        passes = tuple(each for each in target.passes if each.name in on)
+        if "group_norm" not in on:
+            passes = (take_apart("ScaledDotProductAttention", "GroupNorm"), *passes)
+        elif not step.rest:
+            passes = (take_apart("ScaledDotProductAttention"), *passes)
+        fusions = tuple(each for each in target.fusions if step.rest or each.name in on)
+        made = replace(target, passes=passes, fusions=fusions, contrib=contrib)
         if made not in steps.values():
             steps[name] = made
     return steps

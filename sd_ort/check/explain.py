@@ -10,20 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import onnx_ir as ir
 
 import fusion_passes
 from fusion_passes import DOMAIN
-from fusion_passes.lower import nhwc_layout
-from fusion_passes.rule import refusals
+from fusion_passes.pass_ import Outcome
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.graphs import hoist
 from sd_ort.graphs.scopes import scope
-from sd_ort.optimize.targets import TARGETS
+from sd_ort.optimize.targets import TARGETS, Target
 
 REACH = 8  # nodes between what is left and the end of the match that refused it
 
@@ -44,14 +42,18 @@ LEFT: Mapping[str, tuple[str, str]] = {
     "Transpose": ("transposes", "the layout changes here"),
     "Shape": ("", "a size that is only known at run time"),
 }
+# Of these, what lowering makes and removes as it changes the layout.
+MOVED = frozenset({"Transpose", "Shape"})
+REASON = "sd_ort.reason"  # in a node's metadata, here in memory only
 
 
 def explain(path: Path, components: list[str] | None = None) -> dict[str, Any]:
     """Sites and operator counts of a pipeline folder, or of one `model.onnx`, by component.
 
     An entry has: before, after (operator -> number of nodes), fused (operator -> number), left (operator -> number),
-    sites (list of component sites: scope, op, fused, reason or None, value), target and not_lowered (of an optimized
-    folder), note. Raises InputError for what is neither, and for an optimized folder whose source is gone.
+    sites (list of component sites: scope, op, fused, reason or None, value), lowered (pass of the target -> rewrote:
+    what -> number, left: list of scope, op, reason, value), target and not_lowered (of an optimized folder), note.
+    Raises InputError for what is neither, and for an optimized folder whose source is gone.
     """
     if path.is_file():
         return {"components": {path.parent.name: _component(path, None, {})}}
@@ -80,10 +82,10 @@ def _component(source: Path, optimized: Path | None, manifest: Mapping[str, Any]
         raise InputError(f"{source} is not an ONNX model: give a pipeline folder or a model.onnx.") from error
     target = TARGETS.get(manifest.get("options", {}).get("target", ""))
     before = Counter(node.op_type for node in model.graph)
-    fusion_passes.canonicalize(model)
-    fusion_passes.fuse(model, *([target.leave] if target is not None else []))
-    if target is not None and target.layout == "NHWC":
-        nhwc_layout.to_nhwc(model)
+    refused = fusion_passes.canonicalize(model)
+    refused |= fusion_passes.fuse(model, fusion_passes.FUSIONS if target is None else target.fusions)
+    _mark(model, refused)
+    lowered = {} if target is None else _lower(model, target)
     found = sites(model)
     after = _nodes(optimized) if optimized is not None else list(model.graph)
     counts = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in after)
@@ -93,6 +95,7 @@ def _component(source: Path, optimized: Path | None, manifest: Mapping[str, Any]
         "fused": dict(Counter(site["op"] for site in found if site["fused"]).most_common()),
         "left": dict(Counter(site["op"] for site in found if not site["fused"]).most_common()),
         "sites": found,
+        "lowered": lowered,
     }
     if optimized is not None:
         mine = manifest["components"][optimized.parent.name]
@@ -115,32 +118,48 @@ def _nodes(path: Path) -> list[ir.Node]:
 
 def sites(model: ir.Model) -> list[dict[str, Any]]:
     """The sites of a fused model in graph order: fused nodes, and operators of `LEFT` with the reason for each."""
-    old = fusion_passes.why_not_fused(model)
-    refused = {} if old else _refusals(model)
     found = []
     for node in model.graph:
-        left = LEFT.get(node.op_type)
-        if left is None and node.domain != DOMAIN:
+        reason = LEFT[node.op_type][1] if node.op_type in MOVED else node.metadata_props.get(REASON)
+        is_fused = reason is None and (node.domain == DOMAIN or node.op_type in LEFT)
+        if reason is None and not is_fused:
             continue
-        reason = None if left is None else old or _reason(node, left, refused)
-        site = {"scope": scope(node), "op": node.op_type, "fused": left is None, "reason": reason}
+        site = {"scope": scope(node), "op": node.op_type, "fused": is_fused, "reason": reason}
         found.append({**site, "value": node.outputs[0].name})
     return found
 
 
-def _refusals(model: ir.Model) -> dict[str, list[tuple[ir.Node, str]]]:
-    """Fusion -> (node at the end of a match, why it was refused)."""
-    modules: tuple[ModuleType, ...] = (*fusion_passes.CANONICAL, *fusion_passes.FUSIONS)
-    return {
-        module.__name__.rpartition(".")[2]: [(node, reason) for _, node, reason in refusals(model, module.RULES)]
-        for module in modules
-    }
+def _mark(model: ir.Model, refused: Mapping[str, Outcome]) -> None:
+    """Note at every node of `LEFT` why it was left: lowering hands the note on to what takes the node's place."""
+    old = fusion_passes.why_not_fused(model)
+    for node in model.graph:
+        if node.op_type in LEFT and node.op_type not in MOVED:
+            node.metadata_props[REASON] = old or _reason(node, refused)
 
 
-def _reason(node: ir.Node, left: tuple[str, str], refused: Mapping[str, list[tuple[ir.Node, str]]]) -> str:
-    fusion, usual = left
+def _reason(node: ir.Node, refused: Mapping[str, Outcome]) -> str:
+    fusion, usual = LEFT[node.op_type]
     behind = _downstream(node)
-    return next((reason for end, reason in refused.get(fusion, ()) if end in behind), usual)
+    refusals = refused.get(fusion, Outcome()).refused
+    return next((refusal.reason for refusal in refusals if refusal.node in behind), usual)
+
+
+def _lower(model: ir.Model, target: Target) -> dict[str, Any]:
+    """Run the target's passes; by pass: how often it rewrote what, and the sites that it left.
+
+    What is taken apart stays one site here: it was left for a reason.
+    """
+    lowered = {}
+    for each in target.passes:
+        if each.name == "take_apart":
+            continue
+        outcome = each.run(model)
+        left = [
+            {"scope": scope(one.node), "op": one.node.op_type, "reason": one.reason, "value": one.node.outputs[0].name}
+            for one in outcome.refused
+        ]
+        lowered[each.name] = {"rewrote": dict(outcome.counts), "left": left}
+    return lowered
 
 
 def _downstream(node: ir.Node) -> set[ir.Node]:

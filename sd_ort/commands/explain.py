@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,26 @@ def grouped(entry: dict[str, Any]) -> list[str]:
         scopes = list(dict.fromkeys(s["scope"] or s["value"] for s in left if (s["op"], s["reason"]) == (op, reason)))
         named = ", ".join(scopes[:SHOWN]) + (", ..." if len(scopes) > SHOWN else "")
         lines.append(f"  left: {count} {op}: {reason} ({named})")
-    return lines
+    return lines + list(lowered(entry))
+
+
+def lowered(entry: dict[str, Any]) -> Iterator[str]:
+    """What each pass of the target rewrote, and how many sites it left for which reason."""
+    for name, done in entry["lowered"].items():
+        rewrote = ", ".join(f"{count} {what}" for what, count in done["rewrote"].items() if count)
+        yield f"  {name}: {rewrote or 'nothing to rewrite'}"
+        for (op, reason), count in Counter((site["op"], site["reason"]) for site in done["left"]).most_common():
+            yield f"    left: {count} {op}: {reason}"
 
 
 def every_site(entry: dict[str, Any]) -> list[str]:
-    """One line a site."""
-    return [
+    """One line a site, and one for each that a pass of the target left."""
+    lines = [
         f"  {site['op']:28}{site['scope'] or site['value']}{'' if site['fused'] else '  LEFT: ' + site['reason']}"
         for site in entry["sites"]
+    ]
+    return lines + [
+        f"  {site['op']:28}{site['scope'] or site['value']}  {name}: {site['reason']}"
+        for name, done in entry["lowered"].items()
+        for site in done["left"]
     ]

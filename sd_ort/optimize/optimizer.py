@@ -18,28 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-import onnx_ir.passes.common as common
 
 import fusion_passes
 from fusion_passes import DOMAIN
-from fusion_passes.lower import (
-    fold_bias,
-    layer_norm,
-    linear_add,
-    nhwc_layout,
-    pack_qkv,
-    standard_attention,
-    upsample_nearest,
-    winograd_conv,
-)
 from fusion_passes.operators import bodies
-from fusion_passes.rule import apply
+from fusion_passes.pass_ import counts, run_all
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.graphs import hoist
 from sd_ort.graphs.save import CONTRIB, save
 from sd_ort.optimize import calibration, precision
-from sd_ort.optimize.targets import TARGETS, Target
+from sd_ort.optimize.targets import TARGETS, Target, default_target
 
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
@@ -50,12 +39,15 @@ COUNTED = (
 Report = Callable[[str], None]
 REWRITING = threading.Lock()
 
+# Targets whose providers keep a hoisted UNet's results on the device.
+HOISTING = ("cuda", "rocm")
+
 
 def optimize(
     source: Path,
     output: Path,
     *,
-    target: str = "portable",
+    target: str | None = None,
     dtype: str = "float32",
     components: list[str] | None = None,
     calibrate: bool | None = None,
@@ -65,13 +57,17 @@ def optimize(
 ) -> dict[str, Any]:
     """Fuse every component of the pipeline folder `source` into the folder `output`, and return its manifest.
 
-    target: a name in `TARGETS`. dtype: "float32", "float16" or "bfloat16". calibrate: whether float16 conversion runs
-    each component to find what must stay in float32 (None: the components that are small enough), on made-up inputs or
-    on the recorded `inputs` (see `family.inputs`). hoisted: split the UNet into a graph that runs once a prompt, one
-    that runs once a schedule and one that runs every step (see `graphs.hoist`); None: in float16 for a GPU. An `output` that was made from the same
-    input with the same options and is intact is left as it is. Raises InputError for a source that cannot be read and
+    target: a name in `TARGETS`; None: what the installed ONNX Runtime wheel drives. dtype: "float32", "float16" or
+    "bfloat16". calibrate: whether float16 conversion runs each component to find what must stay in float32 (None: the
+    components that are small enough), on made-up inputs or on the recorded `inputs` (see `family.inputs`). hoisted:
+    split the UNet into a graph that runs once a prompt, one that runs once a schedule and one that runs every step
+    (see `graphs.hoist`); None: in float16 for the targets in `HOISTING`. An `output` that was made from the same input
+    with the same options and is intact is left as it is. Raises InputError for a source that cannot be read and
     OutputError when the output cannot be written; then nothing is left behind.
     """
+    if target is None:
+        target, why = default_target()
+        report(f"target {target}: {why}.")
     if target not in TARGETS:
         raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
     if dtype != "float16" and (calibrate or inputs):
@@ -83,7 +79,7 @@ def optimize(
             raise InputError(f"{source} has no component {', '.join(missing)}: it has {', '.join(names)}.")
         names = components
     if hoisted is None:
-        hoisted = dtype == "float16" and TARGETS[target].hoists and hoist.PARTS["step"] in names
+        hoisted = dtype == "float16" and target in HOISTING and hoist.PARTS["step"] in names
     if hoisted and hoist.PARTS["step"] not in names:
         raise InputError("--hoist splits the UNet: take it into --component, or leave out --hoist.")
     if hoist.is_hoisted(source):
@@ -177,10 +173,10 @@ def optimize_component(
     before = sum(1 for _ in model.graph)
     with REWRITING:
         _go_on(stopped)
-        rules = fusion_passes.canonicalize(model)
+        canonical = fusion_passes.canonicalize(model)
         not_fused = fusion_passes.why_not_fused(model)
-        rules += fusion_passes.fuse(model, leave=target.leave)
-        lowered = lower_layout(model, target)
+        fused = fusion_passes.fuse(model, target.fusions)
+        lowered = run_all(model, target.passes)
     output.parent.mkdir(parents=True, exist_ok=True)
     measured = calibration.Calibration("")
     if dtype == "float16":
@@ -195,40 +191,13 @@ def optimize_component(
     return {
         "nodes_before": before,
         "nodes": sum(nodes.values()),
-        "rules": {name: count for name, count in {**rules, **lowered}.items() if count},
+        "rules": counts(canonical, fused, lowered),
         "counts": {op: nodes[op] for op in COUNTED if nodes[op]},
         "not_lowered": kept,
         **({"not_fused": not_fused} if not_fused else {}),
         **({"hoisted": {name: len(part.graph) for name, part in parts.items()}} if hoisted else {}),
         **({"calibration": measured.note, "float32_sites": measured.sites} if dtype == "float16" else {}),
     }
-
-
-def lower_layout(model: ir.Model, target: Target) -> dict[str, int]:
-    """Take apart what the target never runs, then its layout and packing; returns counts by pass."""
-    counts: dict[str, int] = {}
-    parts = [node for node in model.graph if node.domain == DOMAIN and node.op_type in target.expand]
-    if parts:
-        bodies.attach(model, parts)
-        common.InlinePass()(model)
-        fusion_passes.canonicalize_shapes(model)
-    if target.standard_attention is not None:
-        counts["standard_attention"] = standard_attention.to_standard_attention(model, target.standard_attention)
-    if target.winograd:
-        counts["winograd_conv"] = apply(model, winograd_conv.RULES)
-    if target.layout == "NHWC":
-        counts["nhwc_layout"] = nhwc_layout.to_nhwc(model)
-    if target.fold_bias:
-        counts["fold_bias"] = fold_bias.fold_bias(model)
-    if target.pack:
-        counts.update(pack_qkv.pack_qkv(model))
-    if target.linear_add:
-        counts["linear_add"] = linear_add.linear_add(model)
-    if target.upsample:
-        counts["upsample_nearest"] = upsample_nearest.upsample_nearest(model)
-    if target.layer_norm:
-        counts["layer_norm"] = layer_norm.layer_norm(model)
-    return counts
 
 
 def lower_operators(model: ir.Model, target: Target) -> list[str]:

@@ -1,9 +1,9 @@
 """What each execution provider runs: one table a target, read by `optimize` when it lowers fused nodes.
 
-A fused node goes to the first of these that holds: ONNX Runtime's own kernel (`contrib`, domain com.microsoft) when
-its limits allow this node, our operator (domain `sd_ort`, a kernel of the library or else the function body that the
-model carries), or its parts (`expand`). Limits are those measured on onnxruntime 1.31.1 (CPU, CUDA) and read from the
-sources of onnxruntime-rocm 1.22.2.post3 and MIGraphX EP 1.27.1.
+A target runs its passes; then a fused node goes to ONNX Runtime's own kernel (`contrib`, domain com.microsoft) when its
+limits allow this node, else it is our operator (domain `sd_ort`, a kernel of the library or else the function body that
+the model carries). Limits are those measured on onnxruntime 1.31.1 (CPU, CUDA) and read from the sources of
+onnxruntime-rocm 1.22.2.post3 and MIGraphX EP 1.27.1.
 """
 
 from __future__ import annotations
@@ -13,7 +13,21 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from fusion_passes import FUSIONS
 from fusion_passes import checks as c
+from fusion_passes.lower import (
+    fold_bias,
+    layer_norm,
+    linear_add,
+    nhwc_layout,
+    pack_qkv,
+    upsample_nearest,
+    winograd_conv,
+)
+from fusion_passes.lower.standard_attention import standard_attention
+from fusion_passes.lower.take_apart import take_apart
+from fusion_passes.pass_ import Pass
+from sd_ort.runtime.wheels import WHEELS, installed_wheels
 
 Limit = Callable[[ir.Node], str | None]
 
@@ -34,15 +48,17 @@ def _cuda_gelu_width(node: ir.Node) -> str | None:
     return None if width in (2560, 5120, 6144, 10240, 12288) else f"its kernel has no width {width}"
 
 
-def _short_keys(node: ir.Node) -> bool:
-    """Attentions whose keys are few, as far as a graph with dynamic sizes tells: other keys than queries (text), or
-    heads of 160 and more, which Stable Diffusion has at its coarsest levels. There onnxruntime 1.31's CPU kernel of
-    ai.onnx Attention beats that of MultiHeadAttention, whose blocks pay for long sequences (results/cpu_unet_sd15.md).
+def _long_keys(node: ir.Node) -> str | None:
+    """Why an attention keeps onnxruntime 1.31's kernel of MultiHeadAttention on the CPU, whose blocks pay for long
+    sequences: that of ai.onnx Attention is the faster one where keys are few (results/cpu_unet_sd15.md). As far as a
+    graph with dynamic sizes tells, those are other keys than queries (text), or heads of 160 and more, which Stable
+    Diffusion has at its coarsest levels.
     """
     query, key, size = c.dims(node.inputs[0]), c.dims(node.inputs[1]), _head_size(node)
     if query is None or key is None or size is None:
-        return False
-    return query[1] != key[1] or size >= 160
+        return "its sizes are unknown"
+    few = query[1] != key[1] or size >= 160
+    return None if few else "with as many keys as queries the kernel of MultiHeadAttention is faster"
 
 
 def _head_size(node: ir.Node) -> int | None:
@@ -74,32 +90,22 @@ def _no_bias_input(node: ir.Node) -> str | None:
 
 @dataclass(frozen=True)
 class Target:
-    """One execution provider: its layout, and for each fused operator the limit of the provider's own kernel.
+    """One execution provider: the passes that it runs, and for each fused operator the limit of the provider's kernel.
 
-    Operators absent from `contrib` run as `sd_ort` operators, unless `expand` names them: those are taken apart again.
-    `fold_bias` moves biases into what reads the sums (`layout` NHWC only); `linear_add` makes matrix products, and
-    convolutions of one pixel, LinearAdd; `layer_norm` gives LayerNormalization our kernel; `upsample` makes Resize
-    UpsampleNearest. `leave` names fusions (modules of fusion_passes) that are not applied at all. `standard_attention`
-    picks the attentions that become ai.onnx Attention; `winograd` makes 3 x 3 convolutions WinogradConv, whose only
-    kernel is for CPUs. `float32_inputs` are inputs (operator, index) that stay in fp32 in a half precision model.
+    `fusions`, then `passes`, the lowerings, run in this order. Operators absent from `contrib` run as `sd_ort`
+    operators. `float32_inputs` are inputs (operator, index) that stay in fp32 in a half precision model.
     """
 
     name: str
-    layout: str = "NCHW"
-    pack: bool = False
-    fold_bias: bool = False
-    linear_add: bool = False
-    layer_norm: bool = False
-    upsample: bool = False
+    passes: tuple[Pass, ...] = ()
     contrib: Mapping[str, Limit] = field(default_factory=dict)
-    expand: frozenset[str] = frozenset()
-    leave: frozenset[str] = frozenset()
-    standard_attention: Callable[[ir.Node], bool] | None = None
-    winograd: bool = False
+    fusions: tuple[Pass, ...] = FUSIONS
     float32_inputs: frozenset[tuple[str, int]] = frozenset()
 
 
 _FP32_AFFINE = frozenset({("GroupNorm", 1), ("GroupNorm", 2), ("SkipGroupNorm", 1), ("SkipGroupNorm", 2)})
+
+_NO_SDPA = take_apart("ScaledDotProductAttention")  # no provider has a kernel for it
 
 PORTABLE = Target("portable")
 
@@ -107,10 +113,8 @@ PORTABLE = Target("portable")
 # and than the parts when there is no library (results/cpu_unet_sd15.md); attention is the other way round.
 CPU = Target(
     "cpu",
+    passes=(_NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS),
     contrib={"QuickGelu": _any, "MultiHeadAttention": _any},
-    expand=frozenset({"ScaledDotProductAttention"}),
-    standard_attention=_short_keys,
-    winograd=True,
 )
 
 # Every kernel that the CUDA provider has for fused operators.
@@ -128,34 +132,32 @@ CUDA_CONTRIB: Mapping[str, Limit] = {
 # Of these, what beats ours on an H200 (results/gpu_step.md).
 CUDA = Target(
     "cuda",
-    layout="NHWC",
-    pack=True,
-    fold_bias=True,
-    linear_add=True,
-    layer_norm=True,
-    upsample=True,
+    passes=(
+        _NO_SDPA,
+        nhwc_layout.PASS,
+        fold_bias.PASS,
+        pack_qkv.PASS,
+        linear_add.PASS,
+        upsample_nearest.PASS,
+        layer_norm.PASS,
+    ),
     contrib={
         **{name: CUDA_CONTRIB[name] for name in ("NhwcConv", "QuickGelu", "SkipLayerNormalization")},
         "MultiHeadAttention": _narrow_heads,
     },
-    expand=frozenset({"ScaledDotProductAttention"}),
     float32_inputs=_FP32_AFFINE,
 )
 
 ROCM = Target(
     "rocm",
-    layout="NHWC",
-    pack=True,
-    fold_bias=True,
-    upsample=True,
+    passes=(_NO_SDPA, nhwc_layout.PASS, fold_bias.PASS, pack_qkv.PASS, upsample_nearest.PASS),
     contrib={**CUDA_CONTRIB, "MultiHeadAttention": _no_bias_input},
-    expand=frozenset({"ScaledDotProductAttention"}),
     float32_inputs=_FP32_AFFINE,
 )
 
 MIGRAPHX = Target(
     "migraphx",
-    layout="NHWC",
+    passes=(_NO_SDPA, nhwc_layout.PASS),
     contrib={
         "GroupNorm": _any,
         "SkipLayerNormalization": _any,
@@ -163,8 +165,16 @@ MIGRAPHX = Target(
         "NhwcConv": _any,
         "QuickGelu": _any,
     },
-    expand=frozenset({"ScaledDotProductAttention"}),
-    leave=frozenset({"skip_group_norm", "bias_add", "bias_split_gelu"}),
+    fusions=tuple(each for each in FUSIONS if each.name not in {"skip_group_norm", "bias_add", "bias_split_gelu"}),
 )
 
 TARGETS: Mapping[str, Target] = {t.name: t for t in (PORTABLE, CPU, CUDA, ROCM, MIGRAPHX)}
+
+
+def default_target() -> tuple[str, str]:
+    """The target of what the installed ONNX Runtime wheel drives, `portable` without one; and why, for a user."""
+    wheels = installed_wheels()
+    for wheel in wheels:
+        if (name := WHEELS[wheel]) is not None:
+            return name, f"{wheel} is installed (--target portable makes a folder for any ONNX runtime)"
+    return PORTABLE.name, f"{' and '.join(wheels) or 'no onnxruntime wheel'} is installed (--target names another)"

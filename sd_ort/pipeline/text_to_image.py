@@ -489,7 +489,9 @@ class StableDiffusionPipeline:
                 {name: value.numpy() for name, value in told.items()},
                 schedule,
                 guidance=request.guidance,
-                draws=np.stack([self._noise(request).numpy() for _ in range(schedule.draws)]) if schedule.draws else None,
+                draws=np.stack([self._noise(request).numpy() for _ in range(schedule.draws)])
+                if schedule.draws
+                else None,
                 channels=None if channels is None else channels.numpy(),
                 kept=kept,
                 decode=(factor.numpy(), mean.numpy()) if whole and not self.models.low_memory else None,

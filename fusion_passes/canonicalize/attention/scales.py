@@ -1,0 +1,167 @@
+"""Scales of attention scores: all of them move behind the product of query and key, and become one.
+
+MatMul(q * a, kT * b) / c                     =>  MatMul(q, kT) * (a*b/c)
+a Softmax between Casts from half precision to float32 and back  =>  the Softmax
+SDPA of heads split from q * s                =>  SDPA of heads split from q, scale * s
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript.rewriter.pattern import Var
+
+from fusion_passes import checks as c
+from fusion_passes.operators.record import DOMAIN
+from fusion_passes.pass_ import Case
+from fusion_passes.rewriting import unique
+from fusion_passes.rule import Rule, rule_pass
+
+
+def feeds_softmax(value: ir.Value, depth: int = 4) -> bool:
+    """Whether a value is read only by a Softmax, or on the way to one through scaling, masking and reshaping."""
+    readers = c.users(value)
+    if depth == 0 or len(readers) != 1 or value.is_graph_output():
+        return False
+    if readers[0].op_type == "Softmax":
+        return True
+    return readers[0].op_type in ("Mul", "Div", "Add", "Reshape", "Cast") and feeds_softmax(
+        readers[0].outputs[0], depth - 1
+    )
+
+
+def _number(op: Any, number: float, like: ir.Value, out: ir.Value) -> Any:
+    dtype = like.dtype or ir.DataType.FLOAT
+    return op.initializer(ir.tensor(np.array(number, dtype.numpy())), name=unique(out, "scale"))
+
+
+class ScaledQuery(Rule):
+    """MatMul(q * s, kT) => MatMul(q, kT) * s"""
+
+    def pattern(self, op: Any, x: Any, y: Any, s: Any) -> Any:
+        return op.MatMul(op.Mul(x, s), y, _outputs=["out"])
+
+    def refuse(self, s: ir.Value, out: ir.Value, **_: Any) -> str | None:
+        if not feeds_softmax(out):
+            return "not the scores of an attention"
+        return None if c.scalar(s) is not None else "the scale is not one constant number"
+
+    def rewrite(self, op: Any, x: ir.Value, y: ir.Value, s: ir.Value, out: ir.Value) -> Any:
+        return op.Mul(op.MatMul(x, y), _number(op, c.scalar(s) or 0.0, out, out))
+
+
+class ScaledKey(ScaledQuery):
+    """MatMul(q, kT * s) => MatMul(q, kT) * s"""
+
+    def pattern(self, op: Any, x: Any, y: Any, s: Any) -> Any:
+        return op.MatMul(x, op.Mul(y, s), _outputs=["out"])
+
+
+class MergeScales(Rule):
+    """(x * a) * b => x * (a*b); a Div counts as a product with the inverse."""
+
+    def pattern(self, op: Any, x: Any, a: Any, b: Any) -> Any:
+        return op.Mul(op.Mul(x, a), b, _outputs=["out"])
+
+    def refuse(self, a: ir.Value, b: ir.Value, out: ir.Value, **_: Any) -> str | None:
+        if not feeds_softmax(out):
+            return "not the scores of an attention"
+        return None if c.scalar(a) is not None and c.scalar(b) is not None else "a scale is not one constant number"
+
+    def rewrite(self, op: Any, x: ir.Value, a: ir.Value, b: ir.Value, out: ir.Value) -> Any:
+        return op.Mul(x, _number(op, (c.scalar(a) or 0.0) * (c.scalar(b) or 0.0), x, out))
+
+
+class DivisionIsScale(Rule):
+    """scores / s => scores * (1/s)"""
+
+    def pattern(self, op: Any, x: Any, s: Any) -> Any:
+        return op.Div(x, s, _outputs=["out"])
+
+    def refuse(self, s: ir.Value, out: ir.Value, **_: Any) -> str | None:
+        if not c.scalar(s):
+            return "the divisor is not one constant number"
+        return None if feeds_softmax(out) else "not the scores of an attention"
+
+    def rewrite(self, op: Any, x: ir.Value, s: ir.Value, out: ir.Value) -> Any:
+        return op.Mul(x, _number(op, 1 / (c.scalar(s) or math.nan), x, out))
+
+
+class SoftmaxInFloat32(Rule):
+    """Cast(Softmax(Cast(x, float32))) => Softmax(x) for x in half precision: kernels sum in float32 all the same."""
+
+    def pattern(self, op: Any, x: Any) -> Any:
+        return op.Cast(op.Softmax(op.Cast(x, _outputs=["wide"]), _outputs=["weights"]), _outputs=["out"])
+
+    def refuse(self, x: ir.Value, wide: ir.Value, out: ir.Value, **_: Any) -> str | None:
+        halves = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+        if x.dtype not in halves or wide.dtype != ir.DataType.FLOAT or out.dtype != x.dtype:
+            return "the Casts do not widen half precision and narrow it again"
+        return None
+
+    def rewrite(self, op: Any, x: ir.Value, weights: ir.Value, **_: Any) -> Any:
+        node = weights.producer()
+        assert node is not None
+        return op.Softmax(x, axis=node.attributes.get_int("axis", -1))
+
+
+class ScaledProjection(Rule):
+    """SDPA(Transpose(Reshape(q * s)), k, v; scale) => SDPA(Transpose(Reshape(q)), k, v; scale * s)"""
+
+    def pattern(self, op: Any, q: Any, s: Any, shape: Any, k: Any, v: Any) -> Any:
+        heads = op.Transpose(op.Reshape(op.Mul(q, s, _outputs=["scaled"]), shape), _outputs=["query"])
+        mask = Var("mask", can_match_none=True)
+        return op.ScaledDotProductAttention(heads, k, v, mask, _domain=DOMAIN, _outputs=["out"])
+
+    def refuse(self, q: ir.Value, s: ir.Value, scaled: ir.Value, **_: Any) -> str | None:
+        if c.scalar(s) is None or not c.same_shape(q, scaled):
+            return "the scale is not one constant number"
+        return None
+
+    def rewrite(
+        self, op: Any, q: ir.Value, s: ir.Value, shape: ir.Value, k: ir.Value, v: ir.Value, query: ir.Value,
+        out: ir.Value, mask: ir.Value | None, **_: Any,
+    ) -> Any:  # fmt: skip
+        node = out.producer()
+        assert node is not None
+        heads = op.Transpose(op.Reshape(q, shape), perm=c.perm(query))
+        attributes = {name: a.value for name, a in node.attributes.items()}
+        attributes["scale"] = attributes["scale"] * (c.scalar(s) or 0.0)
+        inputs = [heads, k, v] + ([] if mask is None else [mask])
+        return op.ScaledDotProductAttention(*inputs, _domain=DOMAIN, **attributes)
+
+
+RULES = (SoftmaxInFloat32, DivisionIsScale, ScaledQuery, ScaledKey, MergeScales)
+AFTER = (ScaledProjection,)  # of a ScaledDotProductAttention
+
+
+def _graph(body: str) -> str:
+    return f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[B,2,S,4] q, float[B,2,L,4] k) => (float[B,2,S,L] y)
+        <float a = {{0.7}}, float b = {{0.6}}, float[2,1,1] h, float r = {{2.0}}> {{
+            kt = Transpose <perm = [0, 1, 3, 2]> (k)
+            {body}
+        }}"""
+
+
+def _case(name: str, body: str, fires: int = 1, refused: str | None = None, **ops: int) -> Case:
+    return Case(name, _graph(body), fires, ops, refused, sizes={"B": 2, "S": 5, "L": 3})
+
+
+_END = "y = Softmax <axis = -1> (c)"
+CASES = [
+    _case("on the query", f"s = Mul (q, a)  c = MatMul (s, kt)  {_END}", Mul=1),
+    _case("on both", f"s = Mul (q, a)  t = Mul (kt, b)  c = MatMul (s, t)  {_END}", fires=3, Mul=1),
+    _case("a division", f"m = MatMul (q, kt)  c = Div (m, r)  {_END}", Div=0, Mul=1),
+    _case("scale a head", f"s = Mul (q, h)  c = MatMul (s, kt)  {_END}", 0, "one constant"),
+    _case("division by a scale a head", f"m = MatMul (q, kt)  c = Div (m, h)  {_END}", 0, "divisor"),
+    _case("no attention", "s = Mul (q, a)  c = MatMul (s, kt)  y = Relu (c)", 0, "not the scores"),
+    _case(
+        "scores read twice", "s = Mul (q, a)  c = MatMul (s, kt)  w = Softmax (c)  y = Add (w, c)", 0, "not the scores"
+    ),
+]
+
+PASS = rule_pass("attention_scales", RULES, CASES)

@@ -1,0 +1,173 @@
+"""A torch module as an ONNX graph, by torch's dynamo exporter or its TorchScript one, in one form."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sd_ort.core.folder import MODEL
+from sd_ort.family.signatures import Signature, join_axis, split_axis
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+# What each exporter of torch 2.13 can write and we test. Dynamo's own opset is 18; later ones add Gelu (20),
+# GroupNormalization (21) and Attention (23).
+OPSETS = {"dynamo": (18, 20, 21, 23), "torchscript": (17, 20)}
+DEFAULT_OPSET = 20
+
+# Upper bounds torch.export is told, and the graphs do not enforce. 63 is where diffusers' upsampling starts to ask
+# for a contiguous tensor, which is nothing in ONNX.
+LIMITS = {"batch": 63, "sequence": 4096, "height": 4096, "width": 4096}
+
+# Node metadata to keep: where in the model a node comes from. The rest is stack traces with paths of this machine.
+KEPT_METADATA = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy")
+
+
+def export_dynamo(
+    module: torch.nn.Module, args: Sequence[torch.Tensor], signature: Signature, opset: int, scratch: Path
+) -> ir.Model:
+    """The module as an ONNX graph, through torch.export. Weights are borrowed from the module, not copied."""
+    shapes = dynamic_shapes(module, signature)
+    captured = torch.export.export(module, tuple(args), dynamic_shapes=shapes, strict=False)
+    with without_slow_rule():
+        program = torch.onnx.export(
+            captured,
+            dynamo=True,
+            input_names=[t.name for t in signature.inputs],
+            output_names=[t.name for t in signature.outputs],
+            opset_version=opset,
+            verbose=False,
+        )
+    assert program is not None
+    return program.model
+
+
+@contextlib.contextmanager
+def without_slow_rule() -> Iterator[None]:
+    """Switch off one rule of onnxscript's optimizer: two slices as a Split, which no graph of ours has.
+
+    To find the second slice it walks the whole graph at every node: 22 of the 26 s that optimizing a small SD 1.5 UNet
+    of 4700 nodes takes, and more with the square of the nodes.
+    """
+    from onnxscript.rewriter.rules.common import slice_split_rule
+
+    rule: Any = slice_split_rule
+    rule.try_rewrite = lambda *arguments, **options: None
+    try:
+        yield
+    finally:
+        del rule.try_rewrite
+
+
+def dynamic_shapes(module: torch.nn.Module, signature: Signature) -> tuple[Any, ...]:
+    """`signature`'s axes as torch.export wants them: tied symbols as multiples of one Dim.
+
+    A UNet's height is declared as 8 times a Dim: then the sizes at every level are whole by construction, and the
+    graph has no rounding arithmetic.
+    """
+    from torch.export import Dim
+
+    dims: dict[str, Any] = {}
+
+    def dim(axis: str) -> Any:
+        symbol, times, divisor = split_axis(axis)
+        unit = signature.multiples.get(symbol, 1)
+        base = dims.setdefault(symbol, Dim(f"_{symbol}", max=(LIMITS | signature.limits)[symbol]))
+        count = unit * times // divisor
+        return base if count == 1 else count * base
+
+    shapes = [{i: dim(axis) for i, axis in t.dynamic_axes.items()} for t in signature.inputs]
+    named = len([p for p in _parameters(module) if p.kind != p.VAR_POSITIONAL])
+    return (*shapes[:named], tuple(shapes[named:])) if len(shapes) > named else tuple(shapes)
+
+
+def _parameters(module: torch.nn.Module) -> list[Any]:
+    return list(inspect.signature(module.forward).parameters.values())
+
+
+def export_torchscript(
+    module: torch.nn.Module, args: Sequence[torch.Tensor], signature: Signature, opset: int, scratch: Path
+) -> ir.Model:
+    """The module as an ONNX graph, through the TorchScript tracer. Writes to `scratch`, where the weights stay."""
+    import onnx_ir as ir
+
+    path = scratch / MODEL
+    torch.onnx.export(
+        module,
+        tuple(args),
+        str(path),
+        dynamo=False,
+        dynamic_axes={t.name: t.dynamic_axes for t in (*signature.inputs, *signature.outputs)},
+        input_names=[t.name for t in signature.inputs],
+        output_names=[t.name for t in signature.outputs],
+        opset_version=opset,
+    )
+    return ir.load(path)
+
+
+EXPORTERS = {"dynamo": export_dynamo, "torchscript": export_torchscript}
+
+
+def tidy(model: ir.Model, signature: Signature) -> None:
+    """Name all axes after `signature`, drop the wrapper's prefix from the weights, and all but KEPT_METADATA."""
+    import onnx_ir as ir
+
+    graph = model.graph
+    symbols = axis_symbols(graph.inputs, signature)
+    for node in graph.all_nodes():
+        for key in [key for key in node.metadata_props if key not in KEPT_METADATA]:
+            del node.metadata_props[key]
+        for value in node.outputs:
+            value.metadata_props.clear()
+            if value.shape is not None:
+                sizes = [d if isinstance(d, int) else rename(d.value, symbols) for d in value.shape]
+                value.shape = ir.Shape(sizes)
+    tensors = [*signature.inputs, *signature.outputs]
+    for value, tensor in zip([*graph.inputs, *graph.outputs], tensors, strict=True):
+        value.shape = ir.Shape(tensor.axes)
+        value.metadata_props.clear()
+    for value in list(graph.initializers.values()):
+        value.name = (value.name or "").removeprefix("model.")
+        value.metadata_props.clear()
+    graph.metadata_props.clear()
+    model.metadata_props.clear()
+    model.producer_name, model.producer_version = "sd-ort", version("sd-ort")
+
+
+def axis_symbols(inputs: Sequence[ir.Value], signature: Signature) -> dict[str, str]:
+    """The exporter's symbol -> ours, from the graph's inputs: `8*s26` at axis `height` gives {"s26": "height/8"}.
+
+    Empty for the TorchScript exporter, which uses our names.
+    """
+    symbols = {}
+    for value, tensor in zip(inputs, signature.inputs, strict=True):
+        assert value.shape is not None
+        for i, axis in tensor.dynamic_axes.items():
+            if str(value.shape[i]) == axis:
+                continue
+            factor, symbol = re.fullmatch(r"(?:(\d+)\*)?(\w+)", str(value.shape[i])).groups()  # type: ignore[union-attr]
+            name, times, divisor = split_axis(axis)
+            symbols[symbol] = join_axis(name, times, divisor * int(factor or 1))
+    return symbols
+
+
+def rename(axis: str | None, symbols: Mapping[str, str]) -> str | None:
+    """A size in the exporter's symbols, in ours: with s26 = height/8, `4*s26` is `height/2`. None is unknown."""
+    if axis is None:
+        return None
+    if match := re.fullmatch(r"(?:(\d+)\*)?(\w+)", axis):
+        factor, symbol = match.groups()
+        if symbol in symbols:
+            name, times, divisor = split_axis(symbols[symbol])
+            return join_axis(name, times * int(factor or 1), divisor)
+    ours = {symbol: f"({name})" if "/" in name else name for symbol, name in symbols.items()}
+    return re.sub(r"[A-Za-z_]\w*", lambda m: ours.get(m[0], m[0]), axis)

@@ -1,0 +1,120 @@
+"""Shapes and opsets of operators that Stable Diffusion has not: one without a rule costs one value, never the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+import fusion_passes
+from fusion_passes.canonicalize import opset
+from fusion_passes.shapes.infer import annotate
+
+HEADER = '<ir_version: 8, opset_import: ["" : {version}{more}]>\n'
+
+
+def shape(body: str, version: int = 17, more: str = "", inputs: str = "float[B,8,H,W] x") -> str:
+    """The inferred shape of `y`, as text."""
+    text = HEADER.format(version=version, more=more) + f"g ({inputs}) => (float y) {{ {body} }}"
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    facts = annotate(model.graph)
+    found = facts.shapes.get(next(v for node in model.graph for v in node.outputs if v.name == "y"))
+    return "unknown" if found is None else ", ".join(map(str, found))
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("y = AveragePool <kernel_shape = [2, 2], strides = [2, 2]> (x)", "B, 8, floor((H)/2), floor((W)/2)"),
+        ("y = MaxPool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (x)", "B, 8, H, W"),
+        ("y = GlobalAveragePool (x)", "B, 8, 1, 1"),
+        ("r = Constant <value_ints = [1, 2, 1, 1]> ()  y = Tile (x, r)", "B, 16, H, W"),
+        ("s = Shape (x)  y = Tile (x, s)", "B*B, 64, H*H, W*W"),
+        ('y = Einsum <equation = "bchw->bhwc"> (x)', "B, H, W, 8"),
+        ('y = Einsum <equation = "bchw,bdhw->bcd"> (x, x)', "B, 8, 8"),
+        ("i = Constant <value_ints = [0, 0]> ()  y = GatherND (x, i)", "H, W"),
+        ("y = Trilu (x)", "B, 8, H, W"),
+        ("a = Constant <value_int = 1> ()  y = CumSum (x, a)", "B, 8, H, W"),
+        ("k = Constant <value_ints = [3]> ()  y, i = TopK <axis = 1> (x, k)", "B, 3, H, W"),
+        ("y = DepthToSpace <blocksize = 2> (x)", "B, 2, 2*H, 2*W"),
+        ("y = ReduceL2 <axes = [1]> (x)", "B, 1, H, W"),
+        ("y = Flatten (x)", "B, 8*H*W"),
+        # no rule of ours, ONNX's own inference
+        ("y = LpNormalization (x)", "B, 8, H, W"),
+        ("l = Constant <value_int = 9> ()  y = HannWindow (l)", "9"),
+        # a size of its own where nobody can tell, and what is behind it still has a shape
+        ("r = Constant <value_ints = [-1, 4]> ()  z = other.Op (x)  y = Reshape (z, r)", "y_0, 4"),
+        ("z = other.Conv (x)  y = Relu (z)", "unknown"),
+    ],
+)  # fmt: skip
+def test_shape_of_an_operator(body: str, expected: str) -> None:
+    assert shape(body, more=', "other" : 1') == expected
+
+
+def test_branches_of_an_if_keep_the_sizes_they_share() -> None:
+    body = """c = Constant <value = bool {1}> ()
+        y = If (c) <then_branch = a () => (float t) { t = Relu (x) }, else_branch = b () => (float e) {
+            two = Constant <value_ints = [1, 1, 2, 1]> ()  e = Tile (x, two) }>"""
+    assert shape(body) == "B, 8, y_2, W"
+
+
+def changed() -> Iterator[tuple[str, int]]:
+    """Every standard operator and opset at which its definition is another than at `OPSET`."""
+    for name in sorted({s.name for s in onnx.defs.get_all_schemas() if s.domain == ""}):
+        for version in range(opset.OLDEST, opset.NEWEST + 1):
+            then, now = opset.schema(name, version), opset.schema(name, opset.OPSET)
+            if then is not None and now is not None and then.since_version != now.since_version:
+                yield name, version
+
+
+def test_every_standard_operator_whose_definition_changed_is_known() -> None:
+    known = opset.WIDENED | opset.REPLACED | opset.CHANGED.keys() | {"AveragePool", "BatchNormalization"}
+    assert {name for name, version in changed() if version < opset.OPSET} <= known
+
+
+NUMBERS = {
+    "GridSample": (16, 'y = GridSample <mode = "bilinear"> (x, grid)'),
+    "ReduceMin": (17, "y = ReduceMin <axes = [2, 3]> (x)"),
+    "ReduceProd of all": (17, "y = ReduceProd <keepdims = 0> (x)"),
+    "DFT": (17, "y = DFT <axis = 2> (x)"),
+    "AveragePool": (18, "y = AveragePool <kernel_shape = [2, 2], strides = [2, 2], ceil_mode = 1> (x)"),
+    "an operator in a branch": (17, """c = Constant <value = bool {1}> ()
+        y = If (c) <then_branch = a () => (float t) { t = ReduceMax <axes = [1]> (x) },
+                    else_branch = b () => (float e) { e = Relu (x) }>"""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_node_raised_to_another_opset_computes_what_it_did(name: str) -> None:
+    version, body = NUMBERS[name]
+    text = (
+        HEADER.format(version=version, more="")
+        + f"""g (float[2,3,5,2] x, float[2,4,4,2] grid) => (float y) {{ {body} }}"""
+    )
+    source = onnx.parser.parse_model(text)
+    source.graph.output[0].type.tensor_type.ClearField("shape")
+    model = ir.from_proto(source)
+    fusion_passes.canonicalize(model)
+    assert model.graph.opset_imports[""] == opset.OPSET
+    feeds = {
+        "x": np.random.default_rng(0).normal(size=(2, 3, 5, 2)),
+        "grid": np.random.default_rng(1).uniform(-1, 1, (2, 4, 4, 2)),
+    }
+    feeds = {key: array.astype(np.float32) for key, array in feeds.items()}
+    want, got = (
+        ort.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, feeds)[0]
+        for m in (source, ir.to_proto(model))
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_what_cannot_be_raised_is_named() -> None:
+    body = "y = AveragePool <kernel_shape = [2, 2], ceil_mode = 1, count_include_pad = 1, pads = [1, 1, 0, 0]> (x)"
+    text = HEADER.format(version=17, more="") + f"g (float[B,8,H,W] x) => (float y) {{ {body} }}"
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    fusion_passes.canonicalize(model)
+    assert "its AveragePool may mean something else" in (fusion_passes.why_not_fused(model) or "")
