@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Raw exports without weights, to be filled on a machine that has no exporter: `weightless_graphs.py OUT sd15 sdxl`.
+"""Raw exports without weights, to be filled on a machine that has no exporter: `weightless_graphs.py OUT sd15 demo`.
 
 Writes OUT/<preset>.<component>.onnx.xz, some 100 kB each, in the form that `bench_gpu.py --graphs` and `plain_call.py`
 take: weights are references named after the preset's parameters. Large parameters are hardly touched here, so the
@@ -20,8 +20,9 @@ import onnx_ir as ir
 import torch
 
 from sd_ort.core.quiet import quiet
-from sd_ort.export.exporter import DEFAULT_OPSET, NOISY, TRACE, example, export_dynamo, tidy
-from sd_ort.family.checkpoints import PresetSource, _class, _class_name, component_signature, is_sdxl
+from sd_ort.export.exporter import NOISY, TRACE, example
+from sd_ort.export.tracing import DEFAULT_OPSET, export_dynamo, tidy
+from sd_ort.family.checkpoints import Source, _class, _class_name, component_signature, is_sdxl, open_source
 from sd_ort.family.modules import wrap
 from sd_ort.family.signatures import MODEL_OF
 
@@ -35,7 +36,7 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for preset in options.presets:
-        source = PresetSource(preset, 0)
+        source = open_source("demo", None, False, 0) if preset == "demo" else open_source(None, preset, True, 0)
         components = [*(n for n in source.configs if n != "vae"), "vae_encoder", "vae_decoder"]
         for component in components:
             out = options.out / f"{preset}.{component}.onnx.xz"
@@ -45,7 +46,7 @@ def main() -> None:
             gc.collect()
 
 
-def graph(source: PresetSource, component: str) -> onnx.ModelProto:
+def graph(source: Source, component: str) -> onnx.ModelProto:
     """One component as `sd-ort export` writes it, its parameters as external data of no file."""
     model = unfilled(source.configs[MODEL_OF.get(component, component)])
     config = dict(model.config) if hasattr(model, "save_config") else model.config.to_dict()

@@ -9,6 +9,7 @@ for the picture alone.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from sd_ort.family.schedule import LinearSchedule
     from sd_ort.runtime.components import Components
     from sd_ort.runtime.session import Model
+    from sd_ort.runtime.stream import Stream
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -86,6 +88,7 @@ class DeviceLoop:
         """Nothing is opened yet."""
         self.models = models
         self.wait = False  # wait for every call: slower, the same pictures
+        self.step_seconds: float | None = None  # of the last drawing, on the device: its steps' mean
         self.kept: OrderedDict[Any, Buffers] = OrderedDict()
         self.graphs: dict[Any, Any] = {}
 
@@ -198,23 +201,35 @@ class Buffers:
         steps.give(drawing)
         for part in steps.before:
             part.run(wait)
-        stream = self.loop.models.stream if drawing.progress and not wait else None
-        count = len(drawing.schedule.timesteps)
-        if stream is not None:
-            stream.reserve(count)
+        stream, count = self.loop.models.stream, len(drawing.schedule.timesteps)
         with step_bar(range(count), drawing.progress) as bar:
-            for number in bar if stream is None else range(count):
-                steps.unet.run(wait)
-                steps.between.run(wait)
-                if stream is not None:
-                    stream.record(number)
+            if stream is None:
+                started = time.perf_counter()
+                for _ in bar:
+                    steps.unet.run(wait)
+                    steps.between.run(wait)
+                self.loop.step_seconds = (time.perf_counter() - started) / count
+            else:
+                self._queue(steps, stream, count, wait)
             for part in ends:
                 part.run(wait)
-            for number in range(count) if stream is not None else ():
-                stream.wait(number)  # all is queued: this only moves the bar
-                bar.update()
+            if stream is not None and drawing.progress:
+                for number in range(count):  # all is queued: this only moves the bar
+                    stream.wait(number + 1)
+                    bar.update()
         last.run()
+        if stream is not None:
+            self.loop.step_seconds = stream.seconds(0, count) / count
         return self._read(drawing, [*ends, last])
+
+    def _queue(self, steps: Steps, stream: Stream, count: int, wait: bool) -> None:
+        """All steps, an event before them and one behind each."""
+        stream.reserve(count + 1)
+        stream.record(0)
+        for number in range(count):
+            steps.unet.run(wait)
+            steps.between.run(wait)
+            stream.record(number + 1)
 
     def _steps(self, drawing: Drawing) -> Steps:
         """The buffers for as many steps, draws and inputs as this drawing has."""
@@ -313,23 +328,23 @@ class Steps:
         """Run the time graph for all steps at once; the UNet's inputs that change with the step, and their dtypes."""
         loop, prompt = buffers.loop, buffers.prompt
         assert prompt is not None
-        time = loop.models["unet_time"]
+        model = loop.models["unet_time"]
         feed = {}
-        told = {name: np.dtype(time.dtype(name)) for name in time.inputs if name != "timestep"}
+        told = {name: np.dtype(model.dtype(name)) for name in model.inputs if name != "timestep"}
         if told:
             row = loop.value(np.tile(np.arange(self.rows), states))
             values = {identifier(name): prompt.outputs[name] for name in told} | {"row": row}
             spread = loop.graph(device_graphs.spread, tuple(told.items()), values)
             self.before.append(spread)
             feed = {name: spread.outputs[f"every_{identifier(name)}"] for name in told}
-        dtype = time.dtype("timestep")
+        dtype = model.dtype("timestep")
         self.time_input = loop.value(self.arrays["rows_timesteps"].astype(dtype))
         self.time_dtype = dtype
-        bound = loop.bind(time, {**feed, "timestep": self.time_input})
+        bound = loop.bind(model, {**feed, "timestep": self.time_input})
         self.before.append(bound)
         self.values["place"] = loop.value(np.arange(states * self.rows).reshape(states, self.rows))
         by_step = {}
-        for output in time.session.get_outputs():
+        for output in model.session.get_outputs():
             every = bound.outputs[output.name]
             by_step[output.name] = np.dtype(DTYPES[output.type])
             if output.name not in buffers.values:

@@ -174,8 +174,8 @@ class StableDiffusionPipeline:
         image of a batch after the other. `safety_checker`: black out what the folder's safety checker flags, if it
         has one. `device_loop`: keep latents, guidance and scheduler on the device (see `pipeline.device_loop`); None
         for doing so on a GPU. `graph`: capture the UNet's runs as CUDA or HIP graphs; None for where the provider can,
-        with a warning for what it cannot; False for never; True fails where it cannot. `session_options`: those of `runtime.session.create_session` (threads, allow_fallback,
-        tuning, library, portable, profile).
+        with a warning for what it cannot; False for never; True fails where it cannot. `session_options`: those of
+        `runtime.session.create_session` (threads, allow_fallback, tuning, library, portable, profile).
 
         Raises InputError for a folder, component or scheduler that cannot be used, ProviderError for a provider that
         is not installed or not really used.
@@ -483,15 +483,14 @@ class StableDiffusionPipeline:
         checked = self.safety_checker and "safety_checker" in self.models
         whole = request.output_type == "pil" and not (checked or self.vae_tiling or self.vae_slicing)
         mean, factor = latent_scale(self.vae_config)
+        draws = [self._noise(request).numpy() for _ in range(schedule.draws)]
         made = self.device.run(
             Drawing(
                 latents.numpy(),
                 {name: value.numpy() for name, value in told.items()},
                 schedule,
                 guidance=request.guidance,
-                draws=np.stack([self._noise(request).numpy() for _ in range(schedule.draws)])
-                if schedule.draws
-                else None,
+                draws=np.stack(draws) if draws else None,
                 channels=None if channels is None else channels.numpy(),
                 kept=kept,
                 decode=(factor.numpy(), mean.numpy()) if whole and not self.models.low_memory else None,

@@ -16,7 +16,6 @@ from sd_ort.runtime.wheels import needed_libraries, runtime
 
 # Runtime library -> prefix of its functions; cudaStream_t and hipStream_t are pointers, all functions return 0 or fail.
 RUNTIMES = {"libcudart": "cuda", "libamdhip64": "hip"}
-WITHOUT_TIMING = 2  # cudaEventDisableTiming, hipEventDisableTiming
 
 
 class Stream:
@@ -43,7 +42,7 @@ class Stream:
         """Have `count` events ready."""
         while len(self.events) < count:
             event = ctypes.c_void_p()
-            self._call("EventCreateWithFlags", ctypes.byref(event), WITHOUT_TIMING)
+            self._call("EventCreate", ctypes.byref(event))
             self.events.append(event)
 
     def record(self, number: int) -> None:
@@ -53,6 +52,12 @@ class Stream:
     def wait(self, number: int) -> None:
         """Return when all is done that was queued before event `number`."""
         self._call("EventSynchronize", self.events[number])
+
+    def seconds(self, first: int, last: int) -> float:
+        """Time on the device between two events, both of them past."""
+        milliseconds = ctypes.c_float()
+        self._call("EventElapsedTime", ctypes.byref(milliseconds), self.events[first], self.events[last])
+        return milliseconds.value / 1e3
 
 
 def open_stream(provider: str, device: int = 0) -> Stream | None:
