@@ -40,6 +40,9 @@ COUNTED = (
 Report = Callable[[str], None]
 REWRITING = threading.Lock()
 
+# Targets whose providers keep a hoisted UNet's results on the device.
+HOISTING = ("cuda", "rocm")
+
 
 def optimize(
     source: Path,
@@ -50,17 +53,17 @@ def optimize(
     components: list[str] | None = None,
     calibrate: bool | None = None,
     inputs: Path | None = None,
-    hoisted: bool = False,
+    hoisted: bool | None = None,
     report: Report = lambda line: None,
 ) -> dict[str, Any]:
     """Fuse every component of the pipeline folder `source` into the folder `output`, and return its manifest.
 
     target: a name in `TARGETS`; None: what the installed ONNX Runtime wheel drives. dtype: "float32", "float16" or
-    "bfloat16". calibrate: whether float16 conversion runs
-    each component to find what must stay in float32 (None: the components that are small enough), on made-up inputs or
-    on the recorded `inputs` (see `family.inputs`). hoisted: split the UNet into a graph that runs once a prompt, one
-    that runs once a schedule and one that runs every step (see `graphs.hoist`). An `output` that was made from the same
-    input with the same options and is intact is left as it is. Raises InputError for a source that cannot be read and
+    "bfloat16". calibrate: whether float16 conversion runs each component to find what must stay in float32 (None: the
+    components that are small enough), on made-up inputs or on the recorded `inputs` (see `family.inputs`). hoisted:
+    split the UNet into a graph that runs once a prompt, one that runs once a schedule and one that runs every step
+    (see `graphs.hoist`); None: in float16 for the targets in `HOISTING`. An `output` that was made from the same input
+    with the same options and is intact is left as it is. Raises InputError for a source that cannot be read and
     OutputError when the output cannot be written; then nothing is left behind.
     """
     if target is None:
@@ -77,6 +80,8 @@ def optimize(
         if missing:
             raise InputError(f"{source} has no component {', '.join(missing)}: it has {', '.join(names)}.")
         names = components
+    if hoisted is None:
+        hoisted = dtype == "float16" and target in HOISTING and hoist.PARTS["step"] in names
     if hoisted and hoist.PARTS["step"] not in names:
         raise InputError("--hoist splits the UNet: take it into --component, or leave out --hoist.")
     if hoist.is_hoisted(source):
