@@ -99,6 +99,12 @@ class FolderSource:
         parts += [tree_hash(self.folder / name) for name in CONFIG_FOLDERS]
         return hashlib.sha256("".join([json.dumps(self.index, sort_keys=True), *parts]).encode()).hexdigest()
 
+    def weight_files(self, model: str) -> list[Path]:
+        """The files that `load` reads a model's weights from."""
+        folder, options = self.folder_of(model), _weights(self.folder_of(model))
+        found = sorted(folder.glob("*.safetensors" if options["use_safetensors"] else "*.bin"))
+        return [path for path in found if (".fp16" in path.name) == (options["variant"] is not None)]
+
     def folder_of(self, model: str) -> Path:
         return self.controlnet if model == "controlnet" and self.controlnet else self.folder / model
 

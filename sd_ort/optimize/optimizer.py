@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import onnx_ir as ir
 
 import fusion_passes
-from fusion_passes import DOMAIN
+from fusion_passes import DOMAIN, recipes
 from fusion_passes.operators import bodies
 from fusion_passes.pass_ import counts, run_all
 from sd_ort.core import folder
@@ -92,6 +92,7 @@ def optimize(
     if _is_done(output, manifest):
         report(f"{output} is up to date.")
         return folder.read_manifest(output)
+    described = folder.read_manifest(source).get("components", {})
     with folder.staged(output) as work:
         folder.copy_configs(source, work)
 
@@ -106,6 +107,7 @@ def optimize(
                 inputs=inputs,
                 hoisted=hoisted and name == hoist.PARTS["step"],
                 stopped=stopped,
+                known=described.get(name, {}).get("weights"),
             )
             entry["seconds"] = round(time.perf_counter() - started, 2)
             config = source / name / "config.json"
@@ -159,12 +161,16 @@ def optimize_component(
     inputs: Path | None = None,
     hoisted: bool = False,
     stopped: threading.Event | None = None,
+    known: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Optimize one `model.onnx` into another; returns counts by rule and by operator. Options as for `optimize`.
+
+    known: the recipes of the source's weights (see `fusion_passes.recipes`); without, they are made of its own names.
 
     Raises CancelledError soon after another thread set `stopped`; the output is then incomplete.
     """
     model = ir.load(source)
+    recipes.begin(model, known)
     before = sum(1 for _ in model.graph)
     with REWRITING:
         _go_on(stopped)
@@ -189,6 +195,7 @@ def optimize_component(
         "rules": counts(canonical, fused, lowered),
         "counts": {op: nodes[op] for op in COUNTED if nodes[op]},
         "not_lowered": kept,
+        "weights": recipes.dump(recipes.collect(parts.values() or [model])),
         **({"not_fused": not_fused} if not_fused else {}),
         **({"hoisted": {name: len(part.graph) for name, part in parts.items()}} if hoisted else {}),
         **({"calibration": measured.note, "float32_sites": measured.sites} if dtype == "float16" else {}),
