@@ -86,7 +86,7 @@ def _fill(template: Path, source: Source, output: Path, options: dict[str, Any],
         "versions": {"sd-ort": version("sd-ort")},
         "options": options | {"template": template.stem},
     }
-    with folder.staged(output) as work:
+    with folder.staged(output, *source.folders) as work:
         source.write_configs(work)
         manifest["components"] = templates.fill(template, lambda model, names: reader(source, model, names), work)
         folder.write_manifest(work, manifest)
