@@ -87,6 +87,22 @@ def evaluate(recipe: Recipe, read: Callable[[str], np.ndarray]) -> np.ndarray:
     return np.ascontiguousarray(OPERATIONS[operation](argument, *(evaluate(part, read) for part in parts)))
 
 
+def change(recipe: Recipe, changes: Mapping[str, np.ndarray]) -> np.ndarray | None:
+    """How much a weight changes when the tensors it reads change by `changes`, in float32; None when none does.
+
+    All operations are linear but for the cast's rounding, which is left to whoever adds the result to the weight. What
+    is interleaved or added is of one shape, so a tensor without a change counts as zeros of its neighbor's.
+    """
+    if isinstance(recipe, str):
+        return changes.get(recipe)
+    operation, argument, *parts = recipe
+    made = [change(part, changes) for part in parts]
+    known = next((part for part in made if part is not None), None)
+    if known is None or operation == "cast":
+        return known
+    return OPERATIONS[operation](argument, *(np.zeros_like(known) if part is None else part for part in made))
+
+
 def dump(recipes: Mapping[str, Recipe]) -> dict[str, str]:
     """Recipes as they are stored: a name as it is, others as JSON."""
     return {n: r if isinstance(r, str) else json.dumps(r, separators=(",", ":")) for n, r in recipes.items()}

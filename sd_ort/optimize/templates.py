@@ -180,7 +180,7 @@ def _made(tensor: onnx.TensorProto, recipe: recipes.Recipe, read: Read) -> np.nd
         numbers = recipes.evaluate(recipe, read)
     except (ValueError, np.exceptions.AxisError) as error:
         raise InputError(
-            f"{', '.join(recipes.sources(recipe))} of the checkpoint have other shapes: {error}."
+            f"{', '.join(recipes.sources(recipe))} of the checkpoint do not fit its config: {error}."
         ) from error
     if list(numbers.shape) != list(tensor.dims):
         what = f"{', '.join(recipes.sources(recipe))} make {list(numbers.shape)}, not {list(tensor.dims)}"

@@ -37,6 +37,7 @@ from sd_ort.family.signatures import default_latents, latent_multiple, levels, t
 from sd_ort.pipeline import safety, tiling
 from sd_ort.pipeline.denoiser import Control, Denoiser
 from sd_ort.pipeline.device_loop import DeviceLoop
+from sd_ort.pipeline.lora import LoraMethods
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.providers import provider_named, warn_once
 from sd_ort.runtime.session import Model
@@ -111,7 +112,7 @@ class Request:
         return len(self.prompts) * self.images_a_prompt
 
 
-class StableDiffusionPipeline:
+class StableDiffusionPipeline(LoraMethods):
     """Text to image with SD 1.x, 2.x and SDXL pipeline folders. Make one with `from_pretrained`."""
 
     # Classes in a model_index.json that can be run: diffusers' and Optimum's names.
@@ -196,6 +197,10 @@ class StableDiffusionPipeline:
         for name in needed if not low_memory else ():
             models[name]  # opened now, so that the first image takes no longer than the second
         return pipeline
+
+    def reopen(self) -> None:
+        """Let go of captured graphs and buffers of sessions that were closed."""
+        self.device = DeviceLoop(self.models, provider_named(self.models.provider).device)
 
     @property
     def unet(self) -> Model:

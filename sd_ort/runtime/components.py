@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import check_component, components
@@ -35,6 +37,7 @@ class Components(MutableMapping[str, Model]):
         self.low_memory = low_memory
         self.options = session_options
         self.opened: dict[str, Model] = {}
+        self.weights: dict[str, Mapping[str, np.ndarray]] = {}
         check_provider(provider, allow_fallback=bool(session_options.get("allow_fallback")))
 
     def require(self, *names: str) -> None:
@@ -54,8 +57,15 @@ class Components(MutableMapping[str, Model]):
                 for other in [other for other in self.opened if other not in keep]:
                     del self.opened[other]
                 gc.collect()
-            self.opened[name] = load(self.folder, name, self.provider, **self.options)
+            weights = self.weights.get(name)
+            self.opened[name] = load(self.folder, name, self.provider, weights=weights, **self.options)
         return self.opened[name]
+
+    def replace_weights(self, weights: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """From now on open components with these initializers (by component) instead of those in their files."""
+        for name in {*self.weights, *weights}:
+            self.opened.pop(name, None)
+        self.weights = dict(weights)
 
     def __setitem__(self, name: str, model: Model) -> None:
         self.opened[name] = model
