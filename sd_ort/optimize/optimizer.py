@@ -21,7 +21,7 @@ import onnx_ir as ir
 import fusion_passes
 from fusion_passes import CONTRIB, DOMAIN, OPERATORS, recipes
 from fusion_passes.operators import bodies
-from fusion_passes.pass_ import counts, run_all
+from fusion_passes.pass_ import run_all, totals
 from sd_ort.core import folder
 from sd_ort.core.errors import STOPPABLE, InputError
 from sd_ort.core.paths import output_path
@@ -202,7 +202,7 @@ def optimize_component(
     return {
         "nodes_before": before,
         "nodes": sum(nodes.values()),
-        "rules": counts(canonical, fused, lowered),
+        "rules": totals(canonical, fused, lowered),
         "counts": {op: nodes[op] for op in COUNTED if nodes[op]},
         "not_lowered": kept,
         "weights": recipes.dump(recipes.collect(parts.values() or [model])),
