@@ -15,13 +15,14 @@ from typing import Any
 
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
-from sd_ort.export.exporter import DEFAULT_OPSET, choose, export
+from sd_ort.export.exporter import choose, export
+from sd_ort.export.tracing import DEFAULT_OPSET
 from sd_ort.family.checkpoints import FileOptions, Source, open_source
 from sd_ort.family.weights import reader
 from sd_ort.graphs import hoist
 from sd_ort.optimize import templates
-from sd_ort.optimize.optimizer import default_target, optimize
-from sd_ort.optimize.targets import TARGETS
+from sd_ort.optimize.optimizer import optimize
+from sd_ort.optimize.targets import TARGETS, default_target
 
 Report = Callable[[str], None]
 

@@ -109,8 +109,8 @@ def command(
         allow_fallback=allow_fallback,
     )
     strengths = [lora_strength(lora) for lora in loras]
-    for number, (path, _) in enumerate(strengths):
-        pipeline.load_lora_weights(path, f"lora{number}")
+    for number, (lora, _) in enumerate(strengths):
+        pipeline.load_lora_weights(lora, f"lora{number}")
     if strengths:
         pipeline.set_adapters([f"lora{i}" for i in range(len(strengths))], [strength for _, strength in strengths])
     settings = {

@@ -126,7 +126,7 @@ def export_component(source: Source, component: str, folder: Path, options: Opti
         args = [example(t, TRACE, config, seed + 1) for t in signature.inputs]
         graph = _to_onnx(module, args, signature, options, scratch, component)
         tidy(graph, signature)
-        tensors = module.model.state_dict()
+        tensors = model.state_dict()  # without what wrapping took away
         recipes, equal = dump(origins(graph, tensors)), [list(pair) for pair in equal_tensors(tensors)]
         nodes = len(graph.graph)
         ir.save(graph, folder / MODEL, external_data=DATA, alignment=ALIGNMENT)

@@ -49,13 +49,14 @@ def _from_module(source: Source, model: str) -> Read:
 def _from_files(source: Source, model: str, names: list[str]) -> Read | None:
     if not isinstance(source, FolderSource):
         return None
-    entries = {}
+    entries: dict[str, tuple[Path, dict]] = {}
     for path in source.weight_files(model):
         if path.suffix != ".safetensors":
             return None
         entries |= {name: (path, entry) for name, entry in _entries(path).items()}
     found = {name: next((other for other in _spellings(name) if other in entries), None) for name in names}
-    if None in found.values() or any(entry["dtype"] not in DTYPES for _, entry in entries.values() if "dtype" in entry):
+    foreign = any(entry["dtype"] not in DTYPES for _, entry in entries.values())
+    if foreign or None in found.values():
         return None
 
     def read(name: str) -> np.ndarray:

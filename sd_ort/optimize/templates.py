@@ -84,7 +84,7 @@ def store(name: str, optimized: Path, exported: Mapping[str, Any]) -> str | None
                     return f"weights of the {part} are made in a way that no recipe says"
                 archive.write(model, f"{part}/{folder.MODEL}")
                 data = io.BytesIO()
-                np.savez(data, **constants)
+                np.savez(data, allow_pickle=False, **constants)
                 archive.writestr(f"{part}/{CONSTANTS}", data.getvalue())
                 path = model.with_name(folder.DATA)
                 kept["data"][part] = path.stat().st_size if path.is_file() else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,14 @@ class PipelineOutput:
 
     images: Any
     nsfw_content_detected: list[bool] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Unpacks as diffusers' tuple does: images, flags."""
+        return iter((self.images, self.nsfw_content_detected))
+
+    def __getitem__(self, key: int | str) -> Any:
+        """`output[0]` and `output["images"]`, as of diffusers' output."""
+        return getattr(self, key) if isinstance(key, str) else tuple(self)[key]
 
 
 @dataclass
