@@ -21,7 +21,7 @@ import onnx_ir as ir
 import fusion_passes
 from fusion_passes import CONTRIB, DOMAIN, OPERATORS
 from fusion_passes.operators import bodies
-from fusion_passes.pass_ import counts, run_all
+from fusion_passes.pass_ import run_all, totals
 from sd_ort.core import folder
 from sd_ort.core.errors import STOPPABLE, InputError
 from sd_ort.core.paths import output_path
@@ -197,7 +197,7 @@ def optimize_component(
     return {
         "nodes_before": before,
         "nodes": sum(nodes.values()),
-        "rules": counts(canonical, fused, lowered),
+        "rules": totals(canonical, fused, lowered),
         "counts": {op: nodes[op] for op in COUNTED if nodes[op]},
         "not_lowered": kept,
         **({"not_fused": not_fused} if not_fused else {}),
