@@ -15,7 +15,7 @@ from fusion_passes.canonicalize import (
     splits,
     transposes,
 )
-from fusion_passes.canonicalize.attention import operator, scales
+from fusion_passes.canonicalize.attention import batched, operator, scales
 from fusion_passes.canonicalize.facts import fix_channels, fold, reshape_targets
 from fusion_passes.canonicalize.operand_order import order_operands
 from fusion_passes.canonicalize.opset import OPSET, declare_opset, why_not_fused
@@ -34,6 +34,7 @@ CANONICAL: tuple[Pass, ...] = (
     transposes.PASS,
     scales.PASS,
     attention.PASS,
+    batched.PASS,
 )
 
 
@@ -61,6 +62,7 @@ def canonicalize(model: ir.Model) -> dict[str, Outcome]:
     while sum(_run(model, each, done) for each in (transposes.PASS, scales.PASS, splits.PASS)):
         pass
     _run(model, attention.PASS, done)
+    _run(model, batched.PASS, done)
     apply(model, scales.AFTER)
     while sum(_run(model, each, done) for each in (transposes.PASS, splits.PASS)):
         pass

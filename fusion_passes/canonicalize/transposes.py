@@ -64,6 +64,8 @@ class FlattenSpatial(Rule):
         before, after = c.dims(x), c.dims(flat)
         if before is None or after is None or len(before) != 4 or len(after) != 3 or before[:2] != after[:2]:
             return "the Reshape does not flatten the two spatial axes"
+        if c.perm(x) == [0, 2, 1, 3]:
+            return "it merges heads, and flattens no image"
         return None if isinstance(before[1], int) else "the number of channels is unknown"
 
     def rewrite(self, op: Any, x: ir.Value, flat: ir.Value, **_: Any) -> Any:
@@ -87,6 +89,8 @@ class UnflattenSpatial(Rule):
             return "the batch may be another behind the Reshape"
         if source is not None and source.op_type == "Shape" and c.same_shape(out, source.inputs[0]):
             return None
+        if any(reader.op_type == "Transpose" for reader in c.users(out)):
+            return "what it makes is transposed again: heads, and no image"
         known = c.is_constant(shape) and isinstance(after[1], int)
         return None if known else "the shape is not that of the tensor it is taken from"
 
