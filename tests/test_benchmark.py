@@ -288,6 +288,7 @@ def test_ratios_are_taken_round_by_round(report: dict[str, Any]) -> None:
         expected = [a / b for a, b in zip(first[times]["values"], torch[times]["values"], strict=True)]
         assert torch[ratios]["values"] == pytest.approx(expected)
         assert torch[ratios]["median"] == pytest.approx(median(expected))
+        assert torch[ratios]["of_medians"] == pytest.approx(first[times]["median"] / torch[times]["median"])
         assert first[ratios]["values"] == [1, 1, 1]
 
 

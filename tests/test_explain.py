@@ -107,7 +107,7 @@ def test_bad_input_is_refused(source: Path, optimized: Path, tmp_path: Path) -> 
 def test_extracted_subgraph_runs_and_gives_the_same_numbers(optimized: Path, source: Path, tmp_path: Path) -> None:
     """Between two values of the attention, function bodies of the portable target included."""
     portable = tmp_path / "portable"
-    optimize(source, portable)
+    optimize(source, portable, target="portable")
     model = onnx.load(portable / "vae_decoder" / folder.MODEL)
     attention = next(node for node in model.graph.node if node.op_type == "MultiHeadAttention")
     norm = next(node for node in model.graph.node if node.op_type == "SkipGroupNorm")

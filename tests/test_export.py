@@ -444,11 +444,6 @@ def test_checkpoint_without_a_weight(sd_ort, checkpoint, tmp_path, model, weight
     assert weight in refused(sd_ort, tmp_path, copy, tmp_path / "out", "--component", component)
 
 
-def test_single_file(sd_ort, tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    assert "from_single_file" in refused(sd_ort, tmp_path, tmp_path / "model.safetensors", tmp_path / "out")
-
-
 def test_hub_id_without_network(tmp_path):
     offline = "import os; os.environ['HF_HUB_OFFLINE'] = '1'"
     process = start_cli("nobody-here/no-such-model", tmp_path / "out", first=offline)

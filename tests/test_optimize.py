@@ -18,6 +18,7 @@ import pytest
 from fusion_passes.lower import nhwc_layout, pack_qkv
 from sd_ort.core import folder
 from sd_ort.optimize import optimizer as stage
+from sd_ort.optimize import targets
 from sd_ort.optimize.optimizer import optimize, optimize_component
 from sd_ort.optimize.targets import TARGETS, Target
 
@@ -78,7 +79,7 @@ def fused_unet(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> C
 
 
 def test_counts_and_manifest(tiny_export: Path, tmp_path: Path) -> None:
-    manifest = optimize(tiny_export, tmp_path / "out")
+    manifest = optimize(tiny_export, tmp_path / "out", target="portable")
     counts = {name: entry["counts"] for name, entry in manifest["components"].items()}
     assert counts["unet"] == UNET | {"Conv": 98, "Transpose": counts["unet"]["Transpose"]}
     assert counts["text_encoder"]["MultiHeadAttention"] == 12
@@ -91,6 +92,19 @@ def test_counts_and_manifest(tiny_export: Path, tmp_path: Path) -> None:
     options = manifest["options"]
     assert (options["target"], options["dtype"], options["components"]) == ("portable", "float32", list(counts))
     assert sorted(p.name for p in (tmp_path / "out/unet").iterdir()) == ["config.json", "model.onnx", "model.onnx.data"]
+
+
+@pytest.mark.parametrize(("wheels", "target"), [
+    ({"onnxruntime": "1.31.1"}, "cpu"), ({"onnxruntime-gpu": "1.31.1"}, "cuda"), ({"onnxruntime-rocm": "1"}, "rocm"),
+    ({"onnxruntime-migraphx": "1"}, "migraphx"), ({"onnxruntime-directml": "1"}, "portable"), ({}, "portable"),
+])  # fmt: skip
+def test_default_target_is_what_the_wheel_drives(
+    monkeypatch: pytest.MonkeyPatch, wheels: dict[str, str], target: str
+) -> None:
+    monkeypatch.setattr(targets, "installed_wheels", lambda: wheels)
+    name, why = targets.default_target()
+    assert name == target
+    assert next(iter(wheels), "no onnxruntime wheel") in why
 
 
 @pytest.mark.parametrize("target", ["cuda", "rocm", "migraphx"])
@@ -150,7 +164,9 @@ def test_operators_without_a_half_type_stay_in_float32(tmp_path: Path, dtype: st
 
 def test_second_run_does_nothing(tiny_copy: Path, tmp_path: Path, sd_ort: Cli) -> None:
     out = tmp_path / "out"
-    assert sd_ort("optimize", tiny_copy, out)[0] == 0
+    code, text, _ = sd_ort("optimize", tiny_copy, out)
+    assert code == 0
+    assert text.startswith("target cpu: onnxruntime is installed")
     written = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()}
     code, text, _ = sd_ort("optimize", tiny_copy, out)
     assert code == 0

@@ -18,6 +18,11 @@ from sd_ort.family.presets import PRESETS
 @click.option("--opset", type=int, default=20, show_default=True, help="ONNX opset: 18, 20, 21, 23 (dynamo), 17, 20.")
 @click.option("--exporter", default="dynamo", show_default=True, help="torch's exporter: dynamo or torchscript.")
 @click.option("--controlnet", metavar="MODEL", help="Export a ControlNet along: a diffusers folder or a hub id.")
+@click.option("--config", metavar="MODEL", help="Diffusers folder or hub id of the family of a MODEL in one file.")
+@click.option("--vae", type=click.Path(path_type=Path), help="Take the VAE of this file instead of the MODEL's.")
+@click.option(
+    "--unsafe-pickle", is_flag=True, help="Read .ckpt and .bin files, as weights alone; only if you trust them."
+)
 @click.option("--component", "components", multiple=True, help="Export only this component; can be repeated.")
 def command(
     paths: tuple[str, ...],
@@ -27,20 +32,24 @@ def command(
     opset: int,
     exporter: str,
     controlnet: str | None,
+    config: str | None,
+    vae: Path | None,
+    unsafe_pickle: bool,
     components: tuple[str, ...],
 ) -> None:
     """Turn MODEL into an ONNX pipeline folder OUT.
 
-    MODEL is `demo` (a small model that comes with sd-ort), a folder saved by diffusers, or a hub id such as
-    stable-diffusion-v1-5/stable-diffusion-v1-5. Each component is exported in fp32 with dynamic batch, height, width
-    and sequence length, and compared with torch before the next is loaded. OUT is written whole or not at all, and
-    left alone when it already holds the same export.
+    MODEL is `demo` (a small model that comes with sd-ort), a checkpoint in one .safetensors file, a folder saved by
+    diffusers, or a hub id such as stable-diffusion-v1-5/stable-diffusion-v1-5. Each component is exported in fp32 with
+    dynamic batch, height, width and sequence length, and compared with torch before the next is loaded. OUT is written
+    whole or not at all, and left alone when it already holds the same export.
     """
     if len(paths) != (2 if preset is None else 1):
         given = "MODEL and OUT" if preset is None else "only OUT, since --preset names the model"
         raise InputError(f"give {given}: see `sd-ort export --help`.")
 
     from sd_ort.export.exporter import export
+    from sd_ort.family.checkpoints import FileOptions
 
     manifest = export(
         paths[0] if preset is None else None,
@@ -52,6 +61,7 @@ def command(
         seed=seed,
         components=components or None,
         controlnet=controlnet,
+        files=FileOptions(config, vae, unsafe_pickle),
         progress=lambda line: click.echo(line, err=True),
     )
     click.echo(table(manifest))

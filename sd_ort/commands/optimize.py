@@ -10,7 +10,10 @@ import click
 @click.command()
 @click.argument("source", metavar="IN", type=click.Path(path_type=Path))
 @click.argument("output", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--target", default="portable", show_default=True, help="portable, cpu, cuda, rocm or migraphx.")
+@click.option(
+    "--target",
+    help="cpu, cuda, rocm, migraphx or portable [default: what the installed onnxruntime wheel drives].",
+)
 @click.option("--float16", "dtype", flag_value="float16", help="Weights and tensors in float16.")
 @click.option("--bfloat16", "dtype", flag_value="bfloat16", help="Weights and tensors in bfloat16.")
 @click.option(
@@ -26,7 +29,7 @@ import click
 def command(
     source: Path,
     output: Path,
-    target: str,
+    target: str | None,
     dtype: str | None,
     calibrate: bool | None,
     inputs: Path | None,
@@ -35,8 +38,9 @@ def command(
 ) -> None:
     """Fuse the pipeline folder IN for a target and write it to OUT.
 
-    The default target `portable` runs on any ONNX runtime: each fused operator carries its meaning as a model-local
-    function, and a registered operator library takes over where it has a kernel.
+    The default target is what the installed ONNX Runtime wheel drives. `portable` runs on any ONNX runtime: each fused
+    operator carries its meaning as a model-local function, and a registered operator library takes over where it has a
+    kernel.
     """
     from sd_ort.optimize.optimizer import COUNTED, optimize
 

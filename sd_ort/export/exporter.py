@@ -28,9 +28,10 @@ import torch
 from sd_ort.core.errors import InputError, OutputError, VerificationError, first_line
 from sd_ort.core.files import code_hash, read_json
 from sd_ort.core.folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
+from sd_ort.core.paths import output_path
 from sd_ort.core.quiet import quiet
 from sd_ort.export.tracing import DEFAULT_OPSET, EXPORTERS, OPSETS, tidy
-from sd_ort.family.checkpoints import Source, component_signature, is_sdxl, open_source
+from sd_ort.family.checkpoints import FileOptions, Source, component_signature, is_sdxl, open_source
 from sd_ort.family.modules import wrap
 from sd_ort.family.signatures import MODEL_OF, Config, Signature, Tensor, size
 from sd_ort.runtime.providers import CPU_EP
@@ -227,14 +228,15 @@ def export(
     seed: int = 0,
     components: Sequence[str] | None = None,
     controlnet: str | None = None,
+    files: FileOptions = FileOptions(),  # noqa: B008 (frozen)
     progress: Progress = lambda message: None,
 ) -> dict[str, Any]:
     """Export a pipeline to the folder `out` and return its manifest.
 
-    `model`: "demo", a diffusers folder or a hub id; or None with `preset` and `random_weights`, made from `seed`.
-    `components`: export only these. `controlnet`: a diffusers folder or hub id of a ControlNet to export along, with
-    the residual inputs in the UNet. `progress` is called with one line at each step. Nothing is done
-    when `out` already holds the same export.
+    `model`: "demo", a checkpoint in one file (with `files`), a diffusers folder or a hub id; or None with `preset` and
+    `random_weights`, made from `seed`. `components`: export only these. `controlnet`: a diffusers folder or hub id of a
+    ControlNet to export along, with the residual inputs in the UNet. `progress` is called with one line at each step.
+    Nothing is done when `out` already holds the same export.
 
     Raises InputError for a source or option that cannot be used, OutputError when `out` cannot be written,
     VerificationError when a component's numbers differ from torch's. Nothing is left behind then.
@@ -244,7 +246,10 @@ def export(
     if opset not in OPSETS[exporter]:
         choices = ", ".join(map(str, OPSETS[exporter]))
         raise InputError(f"opset {opset} is not supported by the {exporter} exporter: choose one of {choices}.")
-    source = open_source(model, preset, random_weights, seed, controlnet)
+    source = open_source(model, preset, random_weights, seed, controlnet, files)
+    if source.about:
+        progress(source.about)
+    out = output_path(out, *source.folders)
     names = choose(source, components)
     manifest: dict[str, Any] = {
         "stage": "export",
@@ -258,7 +263,7 @@ def export(
     if all(previous.get(key) == value for key, value in manifest.items()) and is_intact(out, previous):
         progress(f"{out} is up to date.")
         return previous
-    with staged(out) as work:
+    with staged(out, *source.folders) as work:
         source.write_configs(work)
         done = {}
         for i, name in enumerate(names, 1):

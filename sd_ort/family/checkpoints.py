@@ -21,10 +21,10 @@ import torch
 
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.files import read_json
-from sd_ort.core.folder import CONFIG_FOLDERS, MODEL, copy_configs, tree_hash
+from sd_ort.core.folder import CONFIG_FOLDERS, MODEL, copy_configs, read_index, tree_hash
 from sd_ort.core.quiet import no_progress_bars
 from sd_ort.family import presets, signatures
-from sd_ort.family.hub import download_model, download_pipeline
+from sd_ort.family.hub import download_configs, download_model, download_pipeline
 from sd_ort.family.presets import PRESETS
 from sd_ort.family.random_weights import fill_random, write_byte_tokenizer
 from sd_ort.family.signatures import Config, Signature
@@ -53,6 +53,14 @@ class Source(Protocol):
     def random_weights(self) -> bool:
         """Whether the weights are made up."""
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where its files lie."""
+
+    @property
+    def about(self) -> str:
+        """What was found out about it, to be told; empty when the user named all of it."""
+
     def load(self, model: str) -> torch.nn.Module:
         """One model of the pipeline, in fp32 and eval mode."""
 
@@ -72,7 +80,8 @@ CLASSES = {
 MODELS = ("text_encoder", "text_encoder_2", "unet", "controlnet", "vae")
 
 
-def _class(name: str) -> Any:
+def model_class(name: str) -> Any:
+    """A class of CLASSES by its name."""
     return getattr(importlib.import_module(CLASSES[name]), name)
 
 
@@ -86,12 +95,17 @@ class FolderSource:
     configs: dict[str, Config]
     controlnet: Path | None = None
     random_weights: bool = False
+    about: str = ""
 
     @cached_property
     def hash(self) -> str:
         parts = [tree_hash(self.folder_of(model)) for model in self.configs]
         parts += [tree_hash(self.folder / name) for name in CONFIG_FOLDERS]
         return hashlib.sha256("".join([json.dumps(self.index, sort_keys=True), *parts]).encode()).hexdigest()
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (self.folder, *([self.controlnet] if self.controlnet else []))
 
     def folder_of(self, model: str) -> Path:
         return self.controlnet if model == "controlnet" and self.controlnet else self.folder / model
@@ -103,7 +117,7 @@ class FolderSource:
         loaded: torch.nn.Module
         try:
             with no_progress_bars():
-                loaded, keys = _class(name).from_pretrained(str(folder), output_loading_info=True, **options)
+                loaded, keys = model_class(name).from_pretrained(str(folder), output_loading_info=True, **options)
         except Exception as error:  # safetensors, torch, json and both libraries each raise their own kinds
             raise InputError(f"{folder} cannot be loaded as {name}: {first_line(error)}") from error
         if missing := sorted(keys["missing_keys"]):  # both libraries would make values up and only warn
@@ -132,6 +146,8 @@ class PresetSource:
     name: str
     seed: int
     random_weights: bool = True
+    folders: tuple[Path, ...] = ()
+    about: str = ""
 
     @property
     def preset(self) -> presets.Preset:
@@ -164,7 +180,7 @@ class PresetSource:
 
     def load(self, model: str) -> torch.nn.Module:
         config = self.configs[model]
-        cls = _class(_class_name(config))
+        cls = model_class(_class_name(config))
         made = cls(cls.config_class(**config)) if "model_type" in config else cls.from_config(config)
         fill_random(made, self.seed + zlib.crc32(model.encode()))
         return made.eval()
@@ -184,10 +200,39 @@ def _class_name(config: Config) -> str:
     return str(config.get("_class_name") or config["architectures"][0])
 
 
+@dataclass(frozen=True)
+class FileOptions:
+    """What goes with a checkpoint in one file (see `single_file`).
+
+    config: a diffusers folder or hub id of its family. vae: a file or diffusers folder with another VAE. unsafe_pickle:
+    whether files that may run code when they are read are taken.
+    """
+
+    config: str | None = None
+    vae: Path | None = None
+    unsafe_pickle: bool = False
+
+
 def open_source(
-    model: str | None, preset: str | None, random_weights: bool, seed: int, controlnet: str | None = None
+    model: str | None,
+    preset: str | None,
+    random_weights: bool,
+    seed: int,
+    controlnet: str | None = None,
+    files: FileOptions = FileOptions(),  # noqa: B008 (frozen)
 ) -> Source:
     """The source the user named. Raises InputError, saying what to give instead, for anything that cannot be one."""
+    source = _open_source(model, preset, random_weights, seed, controlnet, files)
+    if files.vae is None:
+        return source
+    from sd_ort.family.single_file import swap_vae
+
+    return swap_vae(source, files.vae, files.unsafe_pickle)
+
+
+def _open_source(
+    model: str | None, preset: str | None, random_weights: bool, seed: int, controlnet: str | None, files: FileOptions
+) -> Source:
     if preset is not None:
         if preset not in PRESETS:
             raise InputError(f"unknown preset {preset!r}: choose one of {', '.join(PRESETS)}.")
@@ -199,7 +244,18 @@ def open_source(
     if random_weights:
         raise InputError(f"--random-weights needs a --preset: choose one of {', '.join(PRESETS)}.")
     if model is None:
-        raise InputError("no model given: name `demo`, a diffusers folder, a hub id, or a --preset.")
+        raise InputError("no model given: name `demo`, a checkpoint file, a diffusers folder, a hub id, or a --preset.")
+    if Path(model).is_file():
+        from sd_ort.family.single_file import open_file
+
+        if controlnet is not None:
+            raise InputError(
+                "--controlnet goes with a diffusers folder or a hub id, not with a checkpoint in one file."
+            )
+        config = None if files.config is None else _locate(files.config, download_configs)
+        return open_file(Path(model), config, files.unsafe_pickle)
+    if files.config is not None:
+        raise InputError(f"--config goes with a checkpoint in one file: {model} has its own configs.")
     source = open_folder(model, _locate(model, download_pipeline))
     return with_controlnet(source, _locate(controlnet, download_model)) if controlnet is not None else source
 
@@ -212,19 +268,20 @@ def _locate(model: str, download: Callable[[str], Path]) -> Path:
         return MODEL_DIR
     path = Path(model)
     if path.is_file():
-        raise InputError(
-            f"{path} is a file: save it as a folder with diffusers' from_single_file(FILE).save_pretrained(DIR)."
-        )
+        raise InputError(f"{path} is a file: give a diffusers folder or a hub id here.")
     if path.exists():
         return path
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not path.parent.exists():
         return download(model)
-    raise InputError(f"{model} does not exist: give `demo`, a diffusers folder, a hub id (owner/name), or a --preset.")
+    raise InputError(
+        f"{model} does not exist: give `demo`, a checkpoint file, a diffusers folder, a hub id (owner/name), "
+        "or a --preset."
+    )
 
 
 def open_folder(name: str, folder: Path) -> FolderSource:
     """Check that `folder` is a diffusers pipeline of a family we know. Raises InputError when it is not."""
-    index = read_json(folder / "model_index.json", f"{folder} is no diffusers pipeline")
+    index = read_index(folder, "diffusers pipeline")
     configs = {}
     for model in MODELS:
         library, cls = (index.get(model) or (None, None))[:2]

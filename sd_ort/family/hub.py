@@ -23,6 +23,13 @@ def download_model(hub_id: str) -> Path:
     return _fetch(hub_id, lambda: snapshot_download(hub_id, allow_patterns=["config.json", "*model.safetensors"]))
 
 
+def download_configs(hub_id: str) -> Path:
+    """Fetch the configs, scheduler and tokenizers of a pipeline, no weights. Raises InputError when that fails."""
+    from huggingface_hub import snapshot_download
+
+    return _fetch(hub_id, lambda: snapshot_download(hub_id, allow_patterns=["*.json", "*/*.json", "*/merges.txt"]))
+
+
 def _fetch(hub_id: str, download: Callable[[], str]) -> Path:
     try:
         with quiet("diffusers", "huggingface_hub"):  # the bars of the download stay

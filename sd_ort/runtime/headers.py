@@ -2,103 +2,156 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
+import hashlib
 import os
+import re
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from sd_ort.runtime.library import BuildError, cache_folder
 
 HEADER = "onnxruntime_c_api.h"
-
-# Any headers from 1.21 on do: the library asks for the C API of 1.22 at most.
-_RELEASE = "https://github.com/microsoft/onnxruntime/releases/download/v1.22.0/onnxruntime-linux-x64-1.22.0.tgz"
+_RAW = "https://raw.githubusercontent.com/microsoft/onnxruntime/v1.23.2/include/onnxruntime/core/session/"
 _NPM_PACKAGE = "com.github.asus4.onnxruntime@0.4.9"
+Files = dict[str, bytes]
 
 
-def find_headers(given: Path | None = None, say: Callable[[str], None] = lambda line: None) -> Path:
+@dataclass(frozen=True)
+class _Source:
+    """Where headers can be had: the C API they are of, how, and the SHA-256 of each, without which none is used."""
+
+    name: str
+    api: int
+    fetch: Callable[[], Files]
+    sha256: Mapping[str, str]
+
+
+def find_headers(given: Path | None = None, say: Callable[[str], None] = lambda line: None, api: int = 21) -> Path:
     """The folder of onnxruntime_c_api.h: the given one, the system's, one downloaded before, or one downloaded now.
+
+    `api`: the oldest C API that will do; the operator library asks for that of 1.22 at most. What is downloaded is
+    checked against the hashes below; the given folder and the system's are trusted.
 
     Raises BuildError when a given folder lacks the header, or no source has it.
     """
-    given = given or (Path(os.environ["ORT_INCLUDE_DIR"]) if "ORT_INCLUDE_DIR" in os.environ else None)
+    given = given or (Path(os.environ["ORT_INCLUDE_DIR"]) if os.environ.get("ORT_INCLUDE_DIR") else None)
     if given is not None:
-        found = _folder_of_header([given])
+        found = _folder_of_header([given], api)
         if found is None:
-            raise BuildError(f"{given} has no {HEADER}; give the include folder of ONNX Runtime")
+            raise BuildError(f"{given} has no {HEADER} of API {api} or later; give the include folder of ONNX Runtime")
         return found
-    cached = cache_folder() / "ort-headers"
-    found = _folder_of_header([Path("/usr/include/onnxruntime"), Path("/usr/local/include/onnxruntime"), cached])
+    found = _folder_of_header([Path("/usr/include/onnxruntime"), Path("/usr/local/include/onnxruntime")], api)
     if found is not None:
         return found
+    sources = [source for source in _sources() if source.api >= api]
+    for source in sources:
+        cached = _cached(source)
+        if (
+            cached.is_dir()
+            and _unlike_pinned(source, {path.name: path.read_bytes() for path in cached.iterdir()}) is None
+        ):
+            return cached
     tried = []
-    for source, fetch in (("GitHub release", _from_release), ("Debian", _from_debian), ("npm", _from_npm)):
-        say(f"fetching ONNX Runtime's headers ({source}) ...")
+    for source in sources:
+        say(f"fetching ONNX Runtime's headers ({source.name}) ...")
         try:
-            files = fetch()
+            files = source.fetch()
         except _FetchError as error:
-            tried.append(f"{source}: {error}")
+            tried.append(f"{source.name}: {error}")
             continue
-        _save_headers(files, cached)
-        return cached
+        if wrong := _unlike_pinned(source, files):
+            tried.append(f"{source.name}: {wrong} is not the file that sd-ort knows")
+            continue
+        return _save(source, files)
     raise BuildError(
         f"ONNX Runtime's headers cannot be fetched ({'; '.join(tried)}); unpack its release archive and give --headers"
     )
+
+
+def _sources() -> tuple[_Source, ...]:
+    """All sources. Each hash was taken from the file that the source served in November 2026; GitHub's, which serves
+    the release's own files, from a copy of the release archive."""
+    return (
+        _Source("GitHub", 23, _from_github, {
+            HEADER: "b4ae51ff9037cba610f85a787b2dfbfcfb99aa7499cdefc5c6fdb4e62c9647ab",
+            "onnxruntime_ep_c_api.h": "b92778f50c36ecdf53d0344e0129a78b306afed653f81bba8a9597e3e6e9546f",
+        }),
+        _Source("Debian", 21, _from_debian, {
+            HEADER: "7783e9664bdb0b1b36145b5c8587dd1bc9a399aa000edf2e3dd03003cafc6882",
+        }),
+        _Source("npm", 29, _from_npm, {
+            HEADER: "acc0cf4b3f28d39339c76770d76164bb7a0637dc89f5fde764b4017b632f6743",
+            "onnxruntime_ep_c_api.h": "e6c986c9e98583f8113b2c6bc3864814883b806d501cf24da4d239c45753e235",
+            "onnxruntime_error_code.h": "5ce3b054e798eced8d14f5b86e98692fd33470463f96194ce0700a2d53dd8721",
+        }),
+    )  # fmt: skip
 
 
 class _FetchError(Exception):
     """This source does not have the headers now."""
 
 
-def _folder_of_header(roots: Iterable[Path]) -> Path | None:
+def _folder_of_header(roots: Iterable[Path], api: int) -> Path | None:
     for root in roots:
         for folder in (root, root / "include", root / "onnxruntime", root / "include/onnxruntime"):
-            if (folder / HEADER).is_file():
-                return folder
+            header = folder / HEADER
+            if header.is_file():
+                version = re.search(
+                    r"^#define ORT_API_VERSION (\d+)", header.read_text("utf-8", "replace"), re.MULTILINE
+                )
+                if version and int(version[1]) >= api:
+                    return folder
     return None
 
 
-def _save_headers(files: dict[str, bytes], folder: Path) -> None:
+def _unlike_pinned(source: _Source, files: Files) -> str | None:
+    """The first file that is missing or not what is pinned; None when all are."""
+    for name, sha256 in source.sha256.items():
+        if hashlib.sha256(files.get(name, b"")).hexdigest() != sha256:
+            return name
+    return None
+
+
+def _cached(source: _Source) -> Path:
+    return cache_folder() / "ort-headers" / str(source.api)
+
+
+def _save(source: _Source, files: Files) -> Path:
+    """Put the pinned files into the cache, whole or not at all; returns their folder."""
+    folder = _cached(source)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as work:
         new = Path(work) / "headers"
         new.mkdir()
-        for name, content in files.items():
-            (new / name).write_bytes(content)
-        if not folder.is_dir():
+        for name in source.sha256:
+            (new / name).write_bytes(files[name])
+        shutil.rmtree(folder, ignore_errors=True)  # one that is not what is pinned
+        with contextlib.suppress(OSError):  # another process saved the same
             new.rename(folder)
+    return folder
 
 
-def _headers_of_tar(archive: tarfile.TarFile) -> dict[str, bytes]:
+def _from_github() -> Files:
     files = {}
-    for member in archive.getmembers():
-        path = Path(member.name)
-        if member.isfile() and path.suffix == ".h" and path.name.startswith("onnxruntime_"):
-            content = archive.extractfile(member)
-            assert content is not None
-            files[path.name] = content.read()
-    if HEADER not in files:
-        raise _FetchError(f"the archive has no {HEADER}")
+    try:
+        for name in (HEADER, "onnxruntime_ep_c_api.h"):
+            with urllib.request.urlopen(_RAW + name, timeout=10) as response:
+                files[name] = response.read()
+    except (urllib.error.URLError, OSError) as error:
+        raise _FetchError(getattr(error, "reason", None) or error) from error
     return files
 
 
-def _from_release() -> dict[str, bytes]:
-    try:
-        with urllib.request.urlopen(_RELEASE, timeout=10) as response:
-            data = response.read()
-        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-            return _headers_of_tar(archive)
-    except (urllib.error.URLError, OSError, tarfile.TarError) as error:
-        raise _FetchError(getattr(error, "reason", None) or error) from error
-
-
-def _from_debian() -> dict[str, bytes]:
+def _from_debian() -> Files:
     """From trixie's libonnxruntime-dev, through apt with a sources list of its own made from the machine's."""
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         raise _FetchError("apt-get is not here")
@@ -140,7 +193,7 @@ def _lines_of(path: str) -> list[str]:
     return Path(path).read_text().splitlines() if Path(path).is_file() else []
 
 
-def _from_npm() -> dict[str, bytes]:
+def _from_npm() -> Files:
     if shutil.which("npm") is None:
         raise _FetchError("npm is not here")
     with tempfile.TemporaryDirectory() as work:
@@ -148,4 +201,10 @@ def _from_npm() -> dict[str, bytes]:
         if subprocess.run(command, cwd=work, capture_output=True, check=False).returncode != 0:
             raise _FetchError(f"npm pack {_NPM_PACKAGE} failed")
         with tarfile.open(next(Path(work).glob("*.tgz"))) as archive:
-            return _headers_of_tar(archive)
+            headers = [member for member in archive.getmembers() if member.isfile() and member.name.endswith(".h")]
+            contents = {Path(member.name).name: archive.extractfile(member) for member in headers}
+            return {name: file.read() for name, file in contents.items() if file is not None}
+
+
+if __name__ == "__main__":  # for CMake
+    print(find_headers(say=lambda line: print(line, file=sys.stderr)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
-from sd_ort.core.folder import MODEL, check_component
+from sd_ort.core.folder import MODEL, check_component, read_manifest
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.providers import (
     CPU_EP,
@@ -75,16 +76,23 @@ def create_session(
         _check_overloads(model_path, onnxruntime.__version__)
         if entry.device != "cpu" and not portable:
             warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
+        elif not portable and read_manifest(model_path.parent.parent).get("stage") == "optimize":
+            warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
     if provider.startswith(PLUGIN):
         devices = plugin_devices(Path(provider.removeprefix(PLUGIN)))
         options.add_provider_for_devices(devices, dict(provider_options or {}))
+        options.enable_mem_pattern = False  # ONNX Runtime does not look whether a plugin had memory for its one buffer
         providers = []  # those of the options; ONNX Runtime adds the CPU
     else:
         providers = _providers(entry, tuning, graph, provider_options or {})
     try:
-        session = onnxruntime.InferenceSession(str(model_path), options, providers=providers)
+        # A plugin that refuses its options would be replaced by the CPU.
+        fallback = {"enable_fallback": 0} if provider.startswith(PLUGIN) else {}
+        session = onnxruntime.InferenceSession(str(model_path), options, providers=providers, **fallback)
     except Exception as error:  # pybind's exceptions share no base class but Exception
-        raise InputError(f"ONNX Runtime refuses {model_path}: {first_line(error)}") from error
+        # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
+        reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if provider.startswith(PLUGIN) else ""
+        raise InputError(f"ONNX Runtime refuses {model_path}: {reason or first_line(error)}") from error
     if entry.ep not in session.get_providers():
         _refuse(
             f"ONNX Runtime dropped the {provider} provider and would run on the CPU: check that {entry.needs} is "
@@ -96,6 +104,27 @@ def create_session(
 
         results.attach(session, entry.ep, _ops_path(library, portable), tuning, onnxruntime.__version__)
     return session
+
+
+def check_opens(path: Path) -> None:
+    """Raise InputError unless ONNX Runtime takes the graph at `path`: operators, inputs, types and shapes.
+
+    Nothing is optimized and weights stay on disk, so this takes a fraction of a second. A kernel that the CPU lacks is
+    no fault: another provider may have it.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        return
+    onnxruntime = runtime()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    try:
+        onnxruntime.InferenceSession(str(path), options, providers=[CPU_EP])
+    except Exception as error:  # pybind's exceptions share no base class but Exception
+        if type(error).__name__ != "NotImplemented":
+            reason = " ".join(str(error).split())[:300]
+            raise InputError(f"{path.parent.name} is a graph that ONNX Runtime refuses: {reason}") from error
 
 
 def _session_options(provider: str, threads: int | None, profile: Path | None) -> Any:

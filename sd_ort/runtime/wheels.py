@@ -14,15 +14,16 @@ from sd_ort.core.errors import ProviderError
 if TYPE_CHECKING:
     pass
 
-# All of these install the same package `onnxruntime` and overwrite each other's files.
-WHEELS = (
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "onnxruntime-rocm",
-    "onnxruntime-migraphx",
-    "onnxruntime-directml",
-    "onnxruntime-openvino",
-)
+# The provider that each wheel is installed for, by name; None for one that sd-ort does not drive. All of them install
+# the same package `onnxruntime` and overwrite each other's files.
+WHEELS = {
+    "onnxruntime": "cpu",
+    "onnxruntime-gpu": "cuda",
+    "onnxruntime-rocm": "rocm",
+    "onnxruntime-migraphx": "migraphx",
+    "onnxruntime-directml": None,
+    "onnxruntime-openvino": None,
+}
 
 
 def runtime() -> Any:

@@ -1,0 +1,379 @@
+"""Checkpoints in one file, as Stable Diffusion was first published (LDM names), through diffusers' own mapping.
+
+Such a file holds weights and nothing else: what it is must be read off its tensors' names and shapes, and configs,
+scheduler and tokenizer come from a diffusers folder of the same family (`config`), by default the one that diffusers
+takes from the hub. What the file lacks (a VAE, text encoders) is taken from that folder too, where it has weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.folder import CONFIG_FOLDERS, sha256
+from sd_ort.core.quiet import quiet
+from sd_ort.family.checkpoints import FolderSource, Source, model_class, open_folder
+from sd_ort.family.hub import download_configs
+from sd_ort.family.signatures import Config
+
+Tensors = dict[str, torch.Tensor]
+
+# diffusers' names of the families that sd-ort runs, in words.
+FAMILIES = {
+    "v1": "Stable Diffusion 1.x",
+    "v2": "Stable Diffusion 2.x",
+    "xl_base": "Stable Diffusion XL",
+    "xl_refiner": "Stable Diffusion XL refiner",
+    "inpainting": "Stable Diffusion 1.x inpainting",
+    "inpainting_v2": "Stable Diffusion 2.x inpainting",
+    "xl_inpaint": "Stable Diffusion XL inpainting",
+}
+# What the names of a model's tensors begin with. SDXL's first encoder is a CLIP of transformers, its second one of
+# OpenCLIP; the refiner has that one alone, in the first place.
+PREFIXES = {
+    "unet": ("model.diffusion_model.",),
+    "vae": ("first_stage_model.", "vae."),
+    "text_encoder": ("cond_stage_model.", "conditioner.embedders.0.transformer."),
+    "text_encoder_2": ("conditioner.embedders.1.model.", "conditioner.embedders.0.model."),
+}
+# Width of the text that a UNet attends to -> family, where diffusers, which looks for one layer's or an encoder's name,
+# sees a v1 or an inpainting of v1.
+WIDTHS = {
+    ("v1", 1024): "v2",
+    ("v1", 2048): "xl_base",
+    ("v1", 1280): "xl_refiner",
+    ("inpainting", 1024): "inpainting_v2",
+    ("inpainting", 2048): "xl_inpaint",
+}
+UNET_INPUT = "model.diffusion_model.input_blocks.0.0.weight"
+CROSS = "attn2.to_k.weight"
+PICKLES = (".ckpt", ".bin", ".pt", ".pth")
+# Prefixes of text encoders in OpenCLIP's names, which pack query, key and value in one matrix.
+OPEN_CLIP = ("cond_stage_model.model.", "conditioner.embedders.1.model.", "conditioner.embedders.0.model.")
+
+
+@dataclass(frozen=True)
+class SingleFileSource:
+    """A checkpoint in one file; `base` is the diffusers folder of its family. Weights are loaded into fp32."""
+
+    name: str
+    file: Path
+    about: str
+    base: FolderSource
+    held: frozenset[str]  # the models whose weights are in the file
+    unsafe_pickle: bool = False
+    random_weights: bool = field(default=False, init=False)
+
+    @property
+    def index(self) -> Config:
+        return self.base.index | {"safety_checker": [None, None], "requires_safety_checker": False}
+
+    @property
+    def configs(self) -> dict[str, Config]:
+        return self.base.configs
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (self.file, *self.base.folders)
+
+    @cached_property
+    def hash(self) -> str:
+        files = [self.file, *(p for name in CONFIG_FOLDERS for p in sorted((self.base.folder / name).glob("*")))]
+        files += [p for name in self.configs for p in _weights(self.base, name) if name not in self.held]
+        parts = [json.dumps([self.index, self.configs], sort_keys=True), *(sha256(file) for file in files)]
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+    def load(self, model: str) -> torch.nn.Module:
+        if model not in self.held:
+            return self.base.load(model)
+        return load_model(self.file, model, self.base, self.unsafe_pickle)
+
+    def write_configs(self, out: Path) -> None:
+        self.base.write_configs(out)
+        (out / "model_index.json").write_text(json.dumps(self.index, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class SwappedVae:
+    """Another source with the VAE of a file: LDM names with or without prefix, or diffusers' names."""
+
+    source: Source
+    base: FolderSource
+    file: Path
+    unsafe_pickle: bool = False
+
+    @property
+    def index(self) -> Config:
+        return self.source.index
+
+    @property
+    def configs(self) -> dict[str, Config]:
+        return self.source.configs
+
+    @property
+    def random_weights(self) -> bool:
+        return self.source.random_weights
+
+    @property
+    def about(self) -> str:
+        return self.source.about
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (self.file, *self.source.folders)
+
+    def write_configs(self, out: Path) -> None:
+        self.source.write_configs(out)
+
+    @property
+    def name(self) -> str:
+        return f"{self.source.name} with {self.file}"
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256((self.source.hash + sha256(self.file)).encode()).hexdigest()
+
+    def load(self, model: str) -> torch.nn.Module:
+        return (
+            load_model(self.file, "vae", self.base, self.unsafe_pickle) if model == "vae" else self.source.load(model)
+        )
+
+
+def open_file(path: Path, config: Path | None = None, unsafe_pickle: bool = False) -> SingleFileSource:
+    """The checkpoint in the file `path`. `config`: a diffusers folder of its family, else the hub's.
+
+    Raises InputError, saying what the file is and what to do, for anything but a whole checkpoint of our families.
+    """
+    tensors = shapes(path, unsafe_pickle)
+    family = recognize(path, tensors)
+    base = open_folder(str(config), config) if config else _family_folder(path, family)
+    held = frozenset(name for name in base.configs if _own(tensors, name))
+    for name in base.configs:
+        if name in held:
+            _convert(path, name, base, _own(tensors, name))  # shapes alone: half a checkpoint is told at once
+        elif not _weights(base, name):
+            what, option = ("VAE", "--vae FILE or ") if name == "vae" else (name.replace("_", " "), "")
+            raise InputError(f"{path} has no {what}: give {option}a whole diffusers folder of its family as --config.")
+    about = f"{path.name}: {FAMILIES[family]}, {_types(path)}" + "".join(
+        f", {name} from {base.folder}" for name in base.configs if name not in held
+    )
+    return SingleFileSource(str(path), path, about, base, held, unsafe_pickle)
+
+
+def swap_vae(source: Source, file: Path, unsafe_pickle: bool = False) -> SwappedVae:
+    """`source` with the VAE in `file`. Raises InputError when that holds no VAE of the source's config."""
+    base = source.base if isinstance(source, SingleFileSource) else source
+    if not isinstance(base, FolderSource):
+        raise InputError("--vae goes with a checkpoint, not with a preset: its weights are made up.")
+    tensors = _own(shapes(file, unsafe_pickle), "vae")
+    if not any(name.endswith("decoder.conv_in.weight") for name in tensors):
+        raise InputError(f"{file} holds no VAE: give a file with the weights of an AutoencoderKL.")
+    _convert(file, "vae", base, tensors)
+    return SwappedVae(source, base, file, unsafe_pickle)
+
+
+def load_model(file: Path, model: str, base: FolderSource, unsafe_pickle: bool = False) -> torch.nn.Module:
+    """One model of a file, in fp32 and eval mode. Raises InputError for weights that are missing, NaN or infinite."""
+    loaded = _convert(file, model, base, read(file, PREFIXES[model], unsafe_pickle))
+    broken = [name for name, tensor in loaded.state_dict().items() if not torch.isfinite(tensor).all()]
+    if broken:
+        raise InputError(f"{file}: {len(broken)} weights of its {model} hold NaN or infinity, such as {broken[0]}.")
+    return loaded.eval()
+
+
+# --- Reading --------------------------------------------------------------------------------------------------------
+
+
+def shapes(path: Path, unsafe_pickle: bool = False) -> Tensors:
+    """The tensors of a file without their numbers (on torch's meta device). Raises InputError for a broken file."""
+    if path.suffix in PICKLES:
+        return {name: tensor.to("meta") for name, tensor in _unpickle(path, unsafe_pickle).items()}
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            return {name: torch.empty(part.get_shape(), device="meta") for name, part in parts.items()}
+    except Exception as error:  # SafetensorError is no OSError, and a file of another kind fails in more ways
+        raise InputError(f"{path} is truncated or no safetensors file ({first_line(error)}): get it again.") from error
+
+
+def read(path: Path, prefixes: Iterable[str], unsafe_pickle: bool = False) -> Tensors:
+    """The tensors of a file whose names begin with one of `prefixes`, all when none does; in the type they have."""
+    if path.suffix in PICKLES:
+        return _select(_unpickle(path, unsafe_pickle), tuple(prefixes))
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in _select(dict.fromkeys(file.keys()), tuple(prefixes))}
+
+
+def _unpickle(path: Path, allowed: bool) -> Tensors:
+    if not allowed:
+        raise InputError(
+            f"{path} is a pickle, which can run any code when it is read: get the .safetensors file, or pass "
+            "--unsafe-pickle if you trust it."
+        )
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # pickle, zip files and torch raise their own kinds
+        raise InputError(f"{path} cannot be read as weights alone: {first_line(error)}") from error
+    content = content.get("state_dict", content) if isinstance(content, dict) else {}
+    return {name: tensor for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
+
+
+def _select(tensors: Mapping[str, Any], prefixes: tuple[str, ...]) -> dict[str, Any]:
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
+    return own or dict(tensors)
+
+
+def _own(tensors: Tensors, model: str) -> Tensors:
+    prefixes = PREFIXES.get(model, ())
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
+    return own or (dict(tensors) if model == "vae" and UNET_INPUT not in tensors else {})
+
+
+def _types(path: Path) -> str:
+    """The element types of a safetensors file, from the largest part to the smallest."""
+    if path.suffix in PICKLES:
+        return "pickle"
+    header = json.loads(_header(path))
+    sizes: dict[str, int] = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            sizes[entry["dtype"]] = sizes.get(entry["dtype"], 0) + end - begin
+    return " and ".join(sorted(sizes, key=lambda dtype: -sizes[dtype])[:2])
+
+
+def _header(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(int.from_bytes(file.read(8), "little"))
+
+
+# --- Which model it is ----------------------------------------------------------------------------------------------
+
+
+def recognize(path: Path, tensors: Tensors) -> str:
+    """diffusers' name of the family of a whole checkpoint, a key of FAMILIES. Raises InputError that names others."""
+    from diffusers.loaders.single_file_utils import infer_diffusers_model_type
+
+    if other := _other_kind(tensors):
+        raise InputError(f"{path} is {other}.")
+    family = infer_diffusers_model_type(tensors)
+    width = next((t.shape[-1] for n, t in tensors.items() if n.startswith("model.") and n.endswith(CROSS)), 0)
+    family = WIDTHS.get((family, width), family)
+    if family == "v1" and UNET_INPUT not in tensors:  # what diffusers calls all that it does not know
+        raise InputError(
+            f"{path} holds no Stable Diffusion UNet (it has {len(tensors)} tensors, such as "
+            f"{next(iter(tensors), 'none')}): give a whole checkpoint."
+        )
+    if family not in FAMILIES or UNET_INPUT not in tensors:
+        raise InputError(f"{path} is a {family} model: sd-ort runs {', '.join(FAMILIES.values())}.")
+    channels = tensors[UNET_INPUT].shape[1]
+    if channels not in (4, 9):
+        raise InputError(f"{path} has a UNet of {channels} input channels: sd-ort runs 4, and 9 for inpainting.")
+    if any(name.endswith((".scale_weight", "scaled_fp8")) for name in tensors):
+        raise InputError(f"{path} has fp8 weights with scales beside them: get the file in fp16 or plain fp8.")
+    return family
+
+
+def _other_kind(tensors: Tensors) -> str | None:
+    """What a file is that is no whole checkpoint, and what to do with it, or None."""
+    names = list(tensors)
+
+    def has(*parts: str) -> bool:
+        return any(part in name for name in names for part in parts)
+
+    if has("lora_down", "lora_up", "lora_A", "lora_B", "lora.down", "lora.up", "hada_w1", "lokr_w1", "dora_scale"):
+        return "a LoRA, which goes on top of a model: draw with it as `sd-ort generate --model DIR --lora FILE`"
+    if has("control_model.", "controlnet_cond_embedding", "input_hint_block"):
+        return "a ControlNet: give its diffusers folder to `sd-ort export MODEL OUT --controlnet DIR`"
+    if has("emb_params", "string_to_param") or {"clip_l", "clip_g"} & set(names):
+        return "a textual inversion embedding, not a model: load it with a pipeline's load_textual_inversion"
+    if has("joint_blocks.", "double_blocks.", "double_stream", "single_blocks.", "adaLN_modulation"):
+        return "a diffusion transformer (DiT): sd-ort runs models with a UNet, Stable Diffusion 1.x, 2.x and XL"
+    if UNET_INPUT in tensors:
+        return None
+    if has("decoder.conv_in.weight"):
+        return "a VAE, not a whole model: give it with --vae beside one"
+    if has("down_blocks.0.resnets.0."):
+        return "a UNet alone, with diffusers' names: give the whole diffusers folder it belongs to"
+    if has("text_model.encoder.layers.", "resblocks."):
+        return "a text encoder, not a whole model: give the checkpoint it belongs to"
+    return None
+
+
+def _family_folder(path: Path, family: str) -> FolderSource:
+    """The folder of configs that diffusers takes for this family, from the hub or its cache."""
+    from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS
+
+    hub_id = str(DIFFUSERS_DEFAULT_PIPELINE_PATHS[family]["pretrained_model_name_or_path"])
+    try:
+        return open_folder(hub_id, download_configs(hub_id))
+    except InputError as error:
+        raise InputError(
+            f"{path} is a {FAMILIES[family]} checkpoint in one file, which has no tokenizer and no configs, and "
+            f"{hub_id} cannot be fetched for them: give a diffusers folder of that family as --config."
+        ) from error
+
+
+# --- To diffusers' modules ------------------------------------------------------------------------------------------
+
+
+def _weights(base: FolderSource, model: str) -> list[Path]:
+    folder = base.folder_of(model)
+    return sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+
+
+def _convert(path: Path, model: str, base: FolderSource, tensors: Tensors) -> torch.nn.Module:
+    """A model of `base`'s config with the weights `tensors`, in fp32; with meta tensors, on the meta device.
+
+    Raises InputError when weights are missing or of other shapes than the config's.
+    """
+    from accelerate import init_empty_weights
+
+    cls, folder, config = model_class(base.index[model][1]), base.folder_of(model), base.configs[model]
+    with init_empty_weights(), quiet("diffusers", "transformers"):
+        loaded = cls(cls.config_class(**config)) if "model_type" in config else cls.from_config(config)
+    wanted = {name: list(tensor.shape) for name, tensor in loaded.state_dict().items()}
+    try:
+        with quiet("diffusers"):
+            made = {name: tensor for name, tensor in _map(loaded, config, tensors).items() if name in wanted}
+    except Exception as error:  # diffusers checks little: a file that does not fit fails in its own ways
+        raise InputError(f"the {model} in {path} does not fit the config in {folder}: {first_line(error)}") from error
+    if missing := [name for name in wanted if name not in made]:
+        raise InputError(f"{path} lacks {len(missing)} weights of its {model}, such as {missing[0]}: get it again.")
+    if wrong := [name for name in wanted if list(made[name].shape) != wanted[name]]:
+        there = list(made[wrong[0]].shape)
+        raise InputError(
+            f"the {model} in {path} does not fit the config in {folder}: {wrong[0]} is {there}, not {wanted[wrong[0]]}."
+        )
+    loaded.load_state_dict({name: made[name].float() for name in wanted}, assign=True)
+    return loaded
+
+
+def _map(model: torch.nn.Module, config: Config, tensors: Tensors) -> Tensors:
+    """`tensors` under the names of `model`, a diffusers or transformers module, by diffusers' mapping."""
+    from diffusers.loaders import single_file_model as models
+    from diffusers.loaders import single_file_utils as encoders
+
+    name = type(model).__name__
+    if name in models.SINGLE_FILE_LOADABLE_CLASSES:
+        if model.state_dict().keys() <= tensors.keys():
+            return tensors
+        mapped = models.SINGLE_FILE_LOADABLE_CLASSES[name]["checkpoint_mapping_fn"](tensors, config=model.config)
+    elif prefix := next((p for p in OPEN_CLIP if any(key.startswith(p) for key in tensors)), None):
+        mapped = encoders.convert_open_clip_checkpoint(model, tensors, prefix=prefix)
+    else:
+        mapped = encoders.convert_ldm_clip_checkpoint(tensors)
+    own = model.state_dict().keys()
+    return {key if key in own else key.removeprefix("text_model."): tensor for key, tensor in mapped.items()}
