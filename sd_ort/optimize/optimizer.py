@@ -11,7 +11,7 @@ import importlib.metadata
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,11 @@ COUNTED = (
     *(operator.name for operator in OPERATORS if operator.counted),
     *("Attention", "LayerNormalization", "Conv", "Transpose"),
 )
+# What exporters make attention and group normalization from, by the name that a user knows.
+SITES = {
+    "attentions": ("Softmax", "Attention"),
+    "group normalizations": ("InstanceNormalization", "GroupNormalization"),
+}
 Report = Callable[[str], None]
 REWRITING = threading.Lock()
 
@@ -173,12 +178,13 @@ def optimize_component(
     Raises CancelledError soon after another thread set `stopped`; the output is then incomplete.
     """
     model = load(source)
-    before = sum(1 for _ in model.graph)
+    before = Counter(node.op_type for node in model.graph)
     _go_on(stopped)
     with REWRITING:
         canonical = fusion_passes.canonicalize(model)
         not_fused = fusion_passes.why_not_fused(model)
         fused = fusion_passes.fuse(model, target.fusions)
+        few = why_few(before, Counter(node.op_type for node in model.graph))
         lowered = run_all(model, target.passes)
     _go_on(stopped)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -194,15 +200,30 @@ def optimize_component(
         save(part, output.parent.with_name(name) / output.name, lambda: _go_on(stopped))
     nodes = Counter(node.op_type for part in (parts.values() or [model]) for node in part.graph)
     return {
-        "nodes_before": before,
+        "nodes_before": before.total(),
         "nodes": sum(nodes.values()),
         "rules": totals(canonical, fused, lowered),
         "counts": {op: nodes[op] for op in COUNTED if nodes[op]},
         "not_lowered": kept,
         **({"not_fused": not_fused} if not_fused else {}),
+        **({"few": few} if few else {}),
         **({"hoisted": {name: len(part.graph) for name, part in parts.items()}} if hoisted else {}),
         **({"calibration": measured.note, "float32_sites": measured.sites} if dtype == "float16" else {}),
     }
+
+
+def why_few(before: Mapping[str, int], after: Mapping[str, int]) -> str | None:
+    """What was fused where that is less than half of what looks like attention, or like normalization; else None.
+
+    `before`, `after`: operators of the source and of the fused graph. An attention is a Softmax or an Attention, a
+    normalization of groups what exporters make it from.
+    """
+    few = []
+    for name, operators in SITES.items():
+        there, left = (sum(counts.get(op, 0) for op in operators) for counts in (before, after))
+        if left > there / 2:
+            few.append(f"{max(there - left, 0)} of {there} {name}")
+    return ", ".join(few) or None
 
 
 def lower_operators(model: ir.Model, target: Target) -> list[str]:
