@@ -9,7 +9,7 @@ onnxruntime-rocm 1.22.2.post3 and MIGraphX EP 1.27.1.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
@@ -178,7 +178,12 @@ MIGRAPHX = Target(
     fusions=tuple(each for each in FUSIONS if each.name not in {"skip_group_norm", "bias_add", "bias_split_gelu"}),
 )
 
-TARGETS: Mapping[str, Target] = {t.name: t for t in (PORTABLE, CPU, CUDA, ROCM, MIGRAPHX)}
+# Our own provider (custom_ops/provider): operators of domains `sd_ort` and ai.onnx only, since contrib schemas are not
+# shared with plugins; each fused one has its kernel there.
+HIP = Target("hip", passes=CUDA.passes, float32_inputs=_FLOAT32_INPUTS)
+GPU = replace(HIP, name="gpu")
+
+TARGETS: Mapping[str, Target] = {t.name: t for t in (PORTABLE, CPU, CUDA, ROCM, MIGRAPHX, HIP, GPU)}
 
 
 def default_target() -> tuple[str, str]:
