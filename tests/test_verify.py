@@ -133,9 +133,8 @@ def test_comparing_nothing_is_no_success(source: Path, tmp_path: Path) -> None:
     assert verify(tmp_path / "a", tmp_path / "b", inputs=tmp_path / "runs.npz")["passed"]
 
 
-@pytest.mark.parametrize("target", ["portable", "migraphx"])
-def test_bfloat16_is_valid_and_right(source: Path, tmp_path: Path, target: str) -> None:
-    optimize(source, tmp_path / "out", dtype="bfloat16", target=target)
+def test_bfloat16_is_valid_and_right(source: Path, tmp_path: Path) -> None:
+    optimize(source, tmp_path / "out", dtype="bfloat16", target="portable")
     onnx.checker.check_model(str(tmp_path / "out" / "vae_decoder" / folder.MODEL), full_check=True)
     result = verify(source, tmp_path / "out", portable=True)
     assert any("rounded to bfloat16" in note for note in result["notes"])

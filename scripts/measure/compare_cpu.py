@@ -3,9 +3,9 @@
     sd-ort export --preset sd15 --random-weights --component unet EXPORT
     sd-ort export --preset sd15 --random-weights --component unet --exporter torchscript --opset 17 EXPORT17
     pip install '.[openvino]'
-    python scripts/compare_cpu.py EXPORT EXPORT17 --threads 2
+    python scripts/measure/compare_cpu.py EXPORT EXPORT17 --threads 2
 
-writes results/cpu_unet_sd15.{json,md}. Instead of a folder a graph of scripts/make_graph_fixtures.py will do
+writes results/cpu_unet_sd15.{json,md}. Instead of a folder a graph of scripts/fixtures/make_graph_fixtures.py will do
 (GRAPH.onnx.xz, weights left out): it gets random weights of the right scale, the same in every run.
 
 Every engine is a process of its own, which gives its peak resident memory. All are open at once and take turns, step
@@ -34,7 +34,7 @@ import numpy as np
 
 from sd_ort.runtime.library import library_path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 MODEL = "unet/model.onnx"
 BATCH = 2
@@ -278,7 +278,7 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"# One step of {result['model']}'s UNet on the CPU",
         "",
-        f"Measured by `scripts/compare_cpu.py` at commit {result['commit']} with {result['threads']} threads on "
+        f"Measured by `scripts/measure/compare_cpu.py` at commit {result['commit']}, {result['threads']} threads on "
         f"{machine['cpu']} ({machine['cores']} cores, {machine['memory_GB']} GB), {machine['system']}, "
         + ", ".join(f"{name} {number}" for name, number in result["versions"].items())
         + f". {result['weights']}. One step in float32, batch {BATCH}; medians of "

@@ -1,6 +1,6 @@
 """Fused against unfused: the error of every component of every family, at two shapes, in each precision.
 
-    python scripts/fusion_errors.py EXPORT... [--dtypes float32 float16 bfloat16] [--target cuda] [--resume]
+    python scripts/measure/fusion_errors.py EXPORT... [--dtypes float32 float16 bfloat16] [--target cuda] [--resume]
 
 EXPORT are folders of `sd-ort export` (tiny presets have random, distinct, non-zero weights). Each is optimized and
 compared with itself unfused and in float32 on made-up inputs (`sd-ort verify`; two batches and aspect ratios); GPU
@@ -27,7 +27,7 @@ from sd_ort.core import folder
 from sd_ort.optimize.optimizer import optimize, optimize_component
 from sd_ort.optimize.targets import TARGETS
 
-RESULTS = Path(__file__).parent.parent / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "results"
 KEYS = ("export", "component", "target", "dtype")
 
 
@@ -68,7 +68,7 @@ def table(result: dict[str, Any]) -> str:
     limits = {row["dtype"]: row["tolerance"] for row in rows}
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     lines = [
-        f"Written at commit {about['commit']} by `scripts/fusion_errors.py`; {versions}.",
+        f"Written at commit {about['commit']} by `scripts/measure/fusion_errors.py`; {versions}.",
         "",
         "Largest relative error |fused - unfused| / |unfused| (L2 norms) over all outputs and two shapes ("
         + "; ".join(rows[0]["runs"])
