@@ -2,7 +2,7 @@
 """A component's raw export without its weights, for bench_gpu_step.py --graph: some 20 kB instead of gigabytes.
 
     sd-ort export --preset sd15 --random-weights --component unet EXPORT
-    python scripts/make_step_graph.py sd15 EXPORT unet sd15.unet.onnx.xz
+    python scripts/measure/make_step_graph.py sd15 EXPORT unet sd15.unet.onnx.xz
 
 Every initializer that holds a parameter is renamed to <parameter>, or <parameter>.T where the exporter transposed it,
 and keeps its shape; other constants stay. Exporters fold weights under names of their own, so parameters are told by
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from sd_ort.core import folder
 from sd_ort.family.checkpoints import open_source

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The custom operators at Stable Diffusion's shapes, float16: GB/s or TFLOP/s beside ONNX Runtime, torch and the limit.
 
-    python scripts/bench_ops.py --arch sm_90 --out results/ops_sm_90.md
+    python scripts/measure/bench_ops.py --arch sm_90 --out results/ops_sm_90.md
 
 Columns, microseconds a call: "tuned" is the candidate that the library's tuner chose and "default" the one without
 tuning; "ORT" is ONNX Runtime's own CUDA kernel of the com.microsoft operator, if there is one (for attention with its
@@ -26,7 +26,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
@@ -355,7 +355,7 @@ def main() -> None:
         f"# Operators on {torch.cuda.get_device_name()} ({options.arch}), float16",
         "",
         f"Library {library.c.sd_ort_build_hash().decode()}; torch {torch.__version__}{onnxruntime_version()}. "
-        f"Copy of 2 GiB: {peak:.0f} GB/s, read and written. Microseconds a call, by scripts/bench_ops.py.",
+        f"Copy of 2 GiB: {peak:.0f} GB/s, read and written. Microseconds a call, by scripts/measure/bench_ops.py.",
         "",
     ]
     tables = {

@@ -1,6 +1,6 @@
 """What `sd-ort optimize --float16` takes for all components of a full-size pipeline: seconds, CPU seconds, memory.
 
-    python scripts/measure_optimize.py WORK [--presets sd15 sdxl] [--target cuda]
+    python scripts/measure/measure_optimize.py WORK [--presets sd15 sdxl] [--target cuda]
 
 makes WORK/<preset> first, where it is missing: the exporter's real graph, weights drawn from N(0, 0.02) while they are
 written, so that a pipeline is made that would not fit into memory (disk: 4.3 GB for sd15, 14 GB for sdxl, half of that
@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parent.parent
-sys.path += [str(ROOT / "tests"), str(ROOT / "scripts")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests"))
 BLOCK = 1 << 24  # random numbers drawn at once; weights are cut from it, from another place each
 
 

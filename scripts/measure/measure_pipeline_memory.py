@@ -3,7 +3,7 @@
 Each case runs in a process of its own; its peak is the highest resident set the kernel saw. The tiled decode is of
 `--decode` x `--decode` pixels and random latents. Writes JSON.
 
-    python scripts/measure_pipeline_memory.py FOLDER --out results/pipeline_memory.json
+    python scripts/measure/measure_pipeline_memory.py FOLDER --out results/pipeline_memory.json
 """
 
 from __future__ import annotations

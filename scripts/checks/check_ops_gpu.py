@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs every candidate of every custom GPU operator over every case, against NumPy float64, on this machine's GPU.
 
-    python scripts/check_ops_gpu.py --arch sm_90 --log results/ops_check_sm_90.txt
-    compute-sanitizer --tool memcheck python scripts/check_ops_gpu.py --arch sm_90 --one-case
+    python scripts/checks/check_ops_gpu.py --arch sm_90 --log results/ops_check_sm_90.txt
+    compute-sanitizer --tool memcheck python scripts/checks/check_ops_gpu.py --arch sm_90 --one-case
 
 Exits with 1 when a candidate fails. The large shapes that are timed are checked in float16, and only up to --limit
 elements: NumPy takes minutes for more. Needs NumPy, ml_dtypes, CMake and nvcc or a ROCm install.
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from custom_ops import GPU_OPERATORS, gpu
 from custom_ops.op import Case, Operator, load

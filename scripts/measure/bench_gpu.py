@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """SD 1.5, SD 2.1 and SDXL, full size and with random weights, on one GPU: every engine, and the ablation.
 
-    python scripts/bench_gpu.py sd15 sd21 sdxl --provider cuda --out results
+    python scripts/measure/bench_gpu.py sd15 sd21 sdxl --provider cuda --out results
 
 For each model, stage by stage:
 
@@ -32,7 +32,7 @@ from typing import Any
 import onnx
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from sd_ort.benchmark import contenders, recipes, runner  # noqa: E402

@@ -4,7 +4,7 @@ Where ROCm is missing, a session on such a provider must fail and name the libra
 there, the session must really use the provider. ONNX Runtime itself would go on with the CPU and say nothing. Writes
 results/provider_wheels.json. Needs the network once: 150 MB, kept in ~/.cache/sd-ort/wheels.
 
-    python scripts/check_provider_wheels.py [--out results/provider_wheels.json]
+    python scripts/checks/check_provider_wheels.py [--out results/provider_wheels.json]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path.home() / ".cache" / "sd-ort" / "wheels"
 # What sd_ort.runtime.session imports, beside the wheel under test.
 NEEDS = ("numpy", "onnx", "ml-dtypes")

@@ -1,7 +1,7 @@
 """Fusion side by side: ours, onnxruntime.transformers and onnxscript on the same graphs, each in its own process.
 
-    python scripts/compare_fusion.py [--exports DIR]     the tiny presets: same topology as the full models, less width
-    python scripts/compare_fusion.py --folder EXPORT     the components of one exported folder, any size
+    python scripts/measure/compare_fusion.py [--exports DIR]     the tiny presets: the full models' topology, less width
+    python scripts/measure/compare_fusion.py --folder EXPORT     the components of one exported folder, any size
 
 The tiny presets are the graphs committed in tests/graphs and the folders DIR/<preset>-<exporter>-<opset>, which
 --export makes where they are missing (every family, every exporter and opset: two hours). With --resume the peers' rows
@@ -31,7 +31,7 @@ from fusion_passes.lower import nhwc_layout, pack_qkv
 from sd_ort.benchmark import peers
 from sd_ort.runtime import machine
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
 COUNTED = (
     "MultiHeadAttention", "GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd", "SkipLayerNormalization",
@@ -198,7 +198,7 @@ def table(result: dict[str, Any]) -> str:
         + ", ".join(f"{name} {number}" for name, number in about["versions"].items())
         + ".",
         "",
-        "Nodes left in the optimized graph, by `scripts/compare_fusion.py`; s is wall time on a shared machine, "
+        "Nodes left in the optimized graph, by `scripts/measure/compare_fusion.py`; s is wall time, shared machine, "
         "CPU s the time of all threads. The graphs have the topology of the full models at small width (but for those "
         "of a --folder); components that are those of another family are not repeated. `ours`: every fusion in the GPU "
         "layout, before what a target adds. `ort best`: onnxruntime.transformers with every Stable Diffusion fusion on "

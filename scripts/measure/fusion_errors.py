@@ -1,6 +1,6 @@
 """Fused against unfused: the error of every component of every family, at two shapes, in each precision.
 
-    python scripts/fusion_errors.py EXPORT... [--dtypes float32 float16 bfloat16] [--target cuda] [--resume]
+    python scripts/measure/fusion_errors.py EXPORT... [--dtypes float32 float16 bfloat16] [--target cuda] [--resume]
 
 EXPORT are folders of `sd-ort export` (tiny presets have random, distinct, non-zero weights). Each is optimized and
 compared with itself unfused and in float32 on made-up inputs (`sd-ort verify`; two batches and aspect ratios); GPU
@@ -27,7 +27,7 @@ from sd_ort.core import folder
 from sd_ort.optimize.optimizer import optimize, optimize_component
 from sd_ort.optimize.targets import TARGETS
 
-RESULTS = Path(__file__).parent.parent / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "results"
 KEYS = ("export", "component", "target", "dtype")
 
 
@@ -68,7 +68,7 @@ def table(result: dict[str, Any]) -> str:
     limits = {row["dtype"]: row["tolerance"] for row in rows}
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     lines = [
-        f"Written at commit {about['commit']} by `scripts/fusion_errors.py`; {versions}.",
+        f"Written at commit {about['commit']} by `scripts/measure/fusion_errors.py`; {versions}.",
         "",
         "Largest relative error |fused - unfused| / |unfused| (L2 norms) over all outputs and two shapes ("
         + "; ".join(rows[0]["runs"])
@@ -97,11 +97,12 @@ def cell(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("exports", nargs="+", type=Path)
-    parser.add_argument("--dtypes", nargs="*", default=["float32", "float16", "bfloat16"])
+    parser.add_argument("--dtypes", nargs="*", help="precisions (all that the target has)")
     parser.add_argument("--target", default="cuda")
     parser.add_argument("--work", type=Path, help="where optimized folders are put for a moment")
     parser.add_argument("--resume", action="store_true", help="keep the rows there are")
     options = parser.parse_args()
+    options.dtypes = options.dtypes or TARGETS[options.target].dtypes
     path = RESULTS / "fusion_errors.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if options.resume and path.is_file() else []
     done = {tuple(row[key] for key in KEYS) for row in rows}

@@ -117,7 +117,7 @@ def main() -> int:
     report: dict[str, Any] = {
         "kind": "demo_fidelity",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["scripts/evaluate_demo.py", *sys.argv[1:]]),
+        "command": " ".join(["scripts/measure/evaluate_demo.py", *sys.argv[1:]]),
         "commit": machine.commit(),
         "machine": machine.machine(),
         "versions": machine.versions(),

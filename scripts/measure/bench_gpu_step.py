@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """One model call on a GPU (a denoising step, a VAE decode): sd-ort beside torch.compile, timed in turn in one process.
 
-    python scripts/bench_gpu_step.py --preset sd15 --batch 2 --size 64 --out results/gpu_step
-    python scripts/bench_gpu_step.py --preset sd15 --component vae_decoder --batch 1 --size 64 --out results/gpu_step
+    python scripts/measure/bench_gpu_step.py --preset sd15 --batch 2 --size 64 --out results/gpu_step
+    python scripts/measure/bench_gpu_step.py --preset sd15 --component vae_decoder --batch 1 --out results/gpu_step
 
 writes <out>/<preset>_<component>_b<batch>_<size>.json. Weights are random, made on the GPU, the same for all
 engines; `size` is the latent's edge. Every engine runs float16 from device buffers to device buffers; errors are those
 of the outputs against torch in float32 (TF32 off). Rounds of calls take turns between the engines, so that a change of
 the machine's clocks meets all of them; a ratio is the median of the rounds' ratios.
 
---graph FILE takes a raw export without weights (scripts/make_step_graph.py) instead of exporting again, which takes
+--graph FILE takes a raw export without weights (make_step_graph.py) instead of exporting again, which takes
 a minute or two. --variants names sessions to compare, see VARIANTS; --profile adds each one's time by kernel class.
 """
 
@@ -36,7 +36,7 @@ import torch
 
 from sd_ort.runtime.library import CUDA_LIBRARY, library_path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from sd_ort.core import folder
 from sd_ort.core.errors import SdOrtError

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""The tables of results/gpu_step.md from what scripts/bench_gpu_step.py measured.
+"""The tables of results/gpu_step.md from what scripts/measure/bench_gpu_step.py measured.
 
-    python scripts/gpu_step_table.py results/gpu_step --out results/gpu_step.md
+    python scripts/measure/gpu_step_table.py results/gpu_step --out results/gpu_step.md
 
 Standard library only.
 """
@@ -17,7 +17,8 @@ from typing import Any
 PEER = "torch.compile"
 HEAD = """# A model call on a GPU, by lever
 
-Made by `scripts/gpu_step_table.py` from `{folder}/`, one file a run of `scripts/bench_gpu_step.py` (commands below).
+Made by `scripts/measure/gpu_step_table.py` from `{folder}/`, one file a run of
+`scripts/measure/bench_gpu_step.py` (commands below).
 Random weights. float16; every engine from device buffers to device buffers, under a CUDA graph. `queued`: ms a call of
 calls queued behind one another; `call`: ms of one on an idle GPU, launch and wait included; medians of seven rounds in
 which the engines take turns in one process, ratios to torch.compile (reduce-overhead, channels last) round by round.
@@ -30,14 +31,14 @@ TAIL = """
 ## Again
 
     sd-ort build-ops --cuda sm_90
-    python scripts/bench_gpu_step.py --preset sd15 --batch 2 --size 64 --profile 30
-    python scripts/bench_gpu_step.py --preset sd15 --batch 16 --size 64 --calls 6 --variants 1,5,7,8 --profile 30
-    python scripts/bench_gpu_step.py --preset sdxl --batch 2 --size 128 --calls 8 --variants 1,5,7,8 --profile 60
-    python scripts/bench_gpu_step.py --component vae_decoder --batch 1 --size 64 --variants 1,2,3,4,5 --profile 30
-    python scripts/bench_gpu_step.py --component vae_decoder --batch 1 --size 128 --variants 1,3,5 --profile 30
-    python scripts/gpu_step_table.py results/gpu_step --out results/gpu_step.md
+    scripts/measure/bench_gpu_step.py --preset sd15 --batch 2 --size 64 --profile 30
+    scripts/measure/bench_gpu_step.py --preset sd15 --batch 16 --size 64 --calls 6 --variants 1,5,7,8 --profile 30
+    scripts/measure/bench_gpu_step.py --preset sdxl --batch 2 --size 128 --calls 8 --variants 1,5,7,8 --profile 60
+    scripts/measure/bench_gpu_step.py --component vae_decoder --batch 1 --size 64 --variants 1,2,3,4,5 --profile 30
+    scripts/measure/bench_gpu_step.py --component vae_decoder --batch 1 --size 128 --variants 1,3,5 --profile 30
+    python scripts/measure/gpu_step_table.py results/gpu_step --out results/gpu_step.md
 
-With --graph and a file of scripts/make_step_graph.py the GPU machine is spared the export, as in these runs.
+With --graph and a file of scripts/measure/make_step_graph.py the GPU machine is spared the export, as in these runs.
 """
 CLASSES = (
     "convolution", "matrix product", "attention", "group norm", "layer norm", "gelu", "concat, resize, transpose",
@@ -53,7 +54,7 @@ def main() -> None:
     options = parser.parse_args()
     runs = sorted((json.loads(path.read_text()) for path in options.folder.glob("*.json")), key=order)
     if not runs:
-        raise SystemExit(f"{options.folder} has no results: run scripts/bench_gpu_step.py first")
+        raise SystemExit(f"{options.folder} has no results: run scripts/measure/bench_gpu_step.py first")
     lines = [HEAD.format(folder=options.folder), *summary(runs)]
     for run in runs:
         lines += ["", f"## {title(run)}", "", *waterfall(run), "", *classes(run)]

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Writes results/ops_amd_resources.md: registers, LDS, spills and occupancy of every kernel on every AMD architecture.
 
-    python scripts/amd_resources.py
+    python scripts/amd/amd_resources.py
 
-Needs ROCm, or on Debian scripts/install_hip_toolchain.sh.
+Needs ROCm, or on Debian scripts/amd/install_hip_toolchain.sh.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from custom_ops import code_objects
 from sd_ort.runtime import build
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ARCHS = ("gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
 
 

@@ -139,7 +139,7 @@ def main() -> int:
     rows += tiled_rows(made["plain"], prompts, given.steps)
     report = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["scripts/compare_variants.py", *sys.argv[1:]]),
+        "command": " ".join(["scripts/measure/compare_variants.py", *sys.argv[1:]]),
         "commit": machine.commit(),
         "machine": machine.machine(),
         "versions": machine.versions(),

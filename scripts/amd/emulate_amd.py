@@ -2,7 +2,7 @@
 """Runs the AMD code objects instruction by instruction on the host, against NumPy; writes results/ops_amd_emulated.md.
 
     git clone https://github.com/tinygrad/tinygrad /tmp/tinygrad
-    python scripts/emulate_amd.py --tinygrad /tmp/tinygrad [--arch gfx1100 ...] [--op BiasAdd ...] [--dtype float16 ...]
+    python scripts/amd/emulate_amd.py --tinygrad /tmp/tinygrad [--arch gfx1100 ...] [--op BiasAdd ...] [--dtype ...]
 
 tinygrad's emulator (test/mockgpu/amd/emu.py) executes RDNA3, RDNA4 and CDNA machine code from AMD's own pseudocode of
 each instruction. Everything a launch needs comes from kernels.json (custom_ops/README.md describes it), as for anyone
@@ -37,14 +37,14 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from custom_ops import GPU_OPERATORS
 from custom_ops.gpu import Guarded, HostMemory
 from custom_ops.op import DTYPES, Array, Operator, draw, load, nmse, nmse_limit
 from sd_ort.runtime import build, library
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ARCHS = ("gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
 RESULTS = ROOT / "results/ops_amd_emulated.md"
 # The emulator's names of the instruction sets.
@@ -404,7 +404,8 @@ def table(listing: dict, outcomes: list[Outcome], emulator: str) -> str:
     lines = [
         "# The AMD code objects, emulated",
         "",
-        "Written by `scripts/emulate_amd.py`: machine code of each architecture, executed instruction by instruction",
+        "Written by `scripts/amd/emulate_amd.py`: machine code of each architecture, executed instruction by "
+        "instruction",
         "on the host, launched from kernels.json, compared with NumPy in float64. Every tensor and the workspace lie",
         "between guard bytes; outputs hold NaN, the workspace 0xff and unused registers a pattern before a launch.",
         "",
