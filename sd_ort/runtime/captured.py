@@ -61,6 +61,12 @@ class GraphModel(Model):
         return self.bound[key]
 
 
+def place(device: str) -> dict[str, Any]:
+    """A device's name as ONNX Runtime's OrtValue takes it: "cpu" and "cuda", or "gpu:VENDOR" of a plugin provider."""
+    kind, _, vendor = device.partition(":")
+    return {"device_type": kind, "device_id": 0, **({"vendor_id": int(vendor)} if vendor else {})}
+
+
 class BoundShapes:
     """Input and output OrtValues at fixed device addresses for one set of shapes, and the graph captured over them."""
 
@@ -69,17 +75,18 @@ class BoundShapes:
     def __init__(self, session: ort.InferenceSession, feed: Mapping[str, np.ndarray], device: str, number: int) -> None:
         self.session = session
         value = runtime().OrtValue
-        self.inputs = {name: value.ortvalue_from_numpy(array, device, 0) for name, array in feed.items()}
+        self.inputs = {name: value.ortvalue_from_numpy(array, **place(device)) for name, array in feed.items()}
         self.binding = session.io_binding()
         for name, bound in self.inputs.items():
             self.binding.bind_ortvalue_input(name, bound)
         names = [output.name for output in session.get_outputs()]
         for name in names:
-            self.binding.bind_output(name, device)
+            # An output of unknown shape cannot be bound to a plugin's memory; the CPU's tells the shape as well.
+            self.binding.bind_output(name, "cpu" if ":" in device else device)
         self._run(self.UNCAPTURED)
         sizes = zip(names, session.get_outputs(), self.binding.get_outputs(), strict=True)
         self.outputs = {
-            name: value.ortvalue_from_shape_and_type(made.shape(), DTYPES[declared.type], device, 0)
+            name: value.ortvalue_from_shape_and_type(made.shape(), DTYPES[declared.type], **place(device))
             for name, declared, made in sizes
         }
         self.binding.clear_binding_outputs()
