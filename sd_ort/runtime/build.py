@@ -204,7 +204,7 @@ def _cxx_compiler() -> str:
 
 
 def find_hip_compiler() -> HipCompiler:
-    """A clang that compiles HIP: $HIPCXX, a ROCm install's, or Debian's (scripts/install_hip_toolchain.sh).
+    """A clang that compiles HIP: $HIPCXX, a ROCm install's, or Debian's (scripts/amd/install_hip_toolchain.sh).
 
     Raises BuildError naming what is missing.
     """
@@ -219,5 +219,6 @@ def find_hip_compiler() -> HipCompiler:
     if debian_clang and (tree / "amdgcn").is_dir():
         return HipCompiler(debian_clang, (f"--rocm-path={tree}",))
     raise BuildError(
-        "no HIP compiler: install ROCm (or set ROCM_PATH or HIPCXX), or on Debian run scripts/install_hip_toolchain.sh"
+        "no HIP compiler: install ROCm (or set ROCM_PATH or HIPCXX), or on Debian run "
+        "scripts/amd/install_hip_toolchain.sh"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from sd_ort.runtime.providers import (
     provider_named,
     warn_once,
 )
-from sd_ort.runtime.wheels import runtime
+from sd_ort.runtime.wheels import ERRORS_ONLY, runtime
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -129,7 +130,7 @@ def check_opens(path: Path) -> None:
 
 def _session_options(provider: str, threads: int | None, profile: Path | None) -> Any:
     options = runtime().SessionOptions()
-    options.log_severity_level = 3  # errors only: the warnings are about the exporter's unused initializers
+    options.log_severity_level = ERRORS_ONLY
     if provider == "cpu":
         # It would keep one more block from the second step on, of a whole step: 100 MB for SD 1.5 at 256 x 256.
         options.enable_mem_pattern = False
@@ -188,8 +189,10 @@ def _check_overloads(model_path: Path, version: str) -> None:
 class Model:
     """One ONNX component as a function of NumPy arrays: floating inputs are cast to the dtypes the graph declares."""
 
-    def __init__(self, session: ort.InferenceSession) -> None:
+    def __init__(self, session: ort.InferenceSession, lock: AbstractContextManager[Any] | None = None) -> None:
+        """`lock`: held while the session runs, where sessions that share a stream must not run at once."""
         self.session = session
+        self.lock = lock or nullcontext()
         self.inputs = {i.name: i for i in session.get_inputs()}
         self.outputs = [o.name for o in session.get_outputs()]
 
@@ -205,7 +208,8 @@ class Model:
             )
         feed = {name: np.ascontiguousarray(array, self.dtype(name)) for name, array in arrays.items()}
         try:
-            results = self.session.run(None, feed)
+            with self.lock:
+                results = self.session.run(None, feed)
         except Exception as error:  # pybind's exceptions share no base class but Exception
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
             raise SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}") from error
@@ -222,3 +226,11 @@ class Model:
 def load(folder: Path, component: str, provider: str = "cpu", **options: Any) -> Model:
     """Open one component of a pipeline folder; options as for `create_session`."""
     return Model(create_session(Path(folder) / component / MODEL, provider, **options))
+
+
+def open_graph(graph: bytes, provider: str, provider_options: Mapping[str, str] | None = None) -> Any:
+    """A session on a small graph of our own, a serialized ONNX model, beside a component's on the same provider."""
+    onnxruntime = runtime()
+    options = _session_options(provider, None, None)
+    wanted = _providers(provider_named(provider), False, False, provider_options or {})
+    return onnxruntime.InferenceSession(graph, options, providers=wanted)
