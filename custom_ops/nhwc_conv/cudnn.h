@@ -66,7 +66,7 @@ class Cudnn {
   static constexpr int kPackIds = 1000, kPackPointers = 1001, kPackWorkspace = 1003;
   static constexpr int kFloat = 0, kHalf = 2, kBFloat16 = 9;
   static constexpr int64_t kX = 1, kFilters = 2, kY = 3, kBias = 4, kSkip = 5, kProduct = 6, kBiased = 7;
-  static constexpr int kWanted = 8;                            // plans a shape
+  static constexpr int kWanted = 8;                             // plans a shape
   static constexpr int64_t kWorkspaceLimit = int64_t{1} << 30;  // bytes
 
   // A backend descriptor; remembers whether everything asked of it went well.
@@ -109,13 +109,12 @@ class Cudnn {
     }
     if (library == nullptr) return;
     int (*create_handle)(void**) = nullptr;
-    const bool found = find(library, "cudnnCreate", create_handle) && find(library, "cudnnSetStream", set_stream_) &&
-                       find(library, "cudnnBackendCreateDescriptor", create_) &&
-                       find(library, "cudnnBackendDestroyDescriptor", destroy_) &&
-                       find(library, "cudnnBackendSetAttribute", set_) &&
-                       find(library, "cudnnBackendGetAttribute", get_) &&
-                       find(library, "cudnnBackendFinalize", finalize_) &&
-                       find(library, "cudnnBackendExecute", execute_);
+    const bool found =
+        find(library, "cudnnCreate", create_handle) && find(library, "cudnnSetStream", set_stream_) &&
+        find(library, "cudnnBackendCreateDescriptor", create_) &&
+        find(library, "cudnnBackendDestroyDescriptor", destroy_) && find(library, "cudnnBackendSetAttribute", set_) &&
+        find(library, "cudnnBackendGetAttribute", get_) && find(library, "cudnnBackendFinalize", finalize_) &&
+        find(library, "cudnnBackendExecute", execute_);
     if (!found || create_handle(&handle_) != 0) handle_ = nullptr;
   }
 
