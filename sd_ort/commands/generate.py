@@ -32,6 +32,7 @@ import click
 @click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ... [default: the model's].")
 @click.option("--provider", default="cpu", show_default=True, help="cpu, cuda, rocm, migraphx, or plugin:LIBRARY.")
 @click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")
+@click.option("--graph/--no-graph", default=None, help="Capture the UNet as a GPU graph [default: where it can be].")
 @click.option("--low-memory", is_flag=True, help="Keep one component in memory at a time.")
 @click.option("--vae-tiling", is_flag=True, help="Decode large images in overlapping tiles.")
 @click.option("--vae-slicing", is_flag=True, help="Decode the images of a batch one by one.")
@@ -59,6 +60,7 @@ def command(
     scheduler: str | None,
     provider: str,
     allow_fallback: bool,
+    graph: bool | None,
     low_memory: bool,
     vae_tiling: bool,
     vae_slicing: bool,
@@ -75,7 +77,10 @@ def command(
     """
     from sd_ort.core.errors import InputError, OutputError
     from sd_ort.core.folder import MERGED, components
+    from sd_ort.pipeline.arguments import check_numbers, check_seeds, check_text
 
+    check_text([prompt, negative or ""])
+    check_numbers(height, width, num_images, guidance=guidance, strength=strength)
     if image is None and (mask is not None or strength is not None):
         raise InputError("--mask and --strength change a picture: give it with --image.")
     pictures = {"image": image, "mask_image": mask, "control_image": control_image}
@@ -83,6 +88,7 @@ def command(
     components(folder)  # a wrong folder is said before the seconds that importing torch takes
     guidance = default_guidance(folder) if guidance is None else guidance
     first = random.randrange(2**31) if seed is None else seed
+    check_seeds(first, num_images)
     seeds = range(first, first + num_images)
     paths = image_paths(out, prompt, seeds)
     if not overwrite and (taken := [path for path in paths if path.exists()]):
@@ -102,6 +108,7 @@ def command(
         folder,
         provider,
         scheduler,
+        graph=graph,
         low_memory=low_memory,
         vae_tiling=vae_tiling,
         vae_slicing=vae_slicing,

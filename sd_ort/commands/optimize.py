@@ -29,7 +29,12 @@ from sd_ort.core.folder import MODEL
 @click.option(
     "--inputs", type=click.Path(path_type=Path), help="Calibrate on recorded runs: an .npz of component/input[/run]."
 )
-@click.option("--hoist", "hoisted", is_flag=True, help="Run the prompt's and the schedule's part of the UNet once.")
+@click.option(
+    "--hoist/--no-hoist",
+    "hoisted",
+    default=None,
+    help="Run the prompt's and the schedule's part of the UNet once [default: with --float16 on cuda and rocm].",
+)
 @click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
 @click.option("--config", metavar="MODEL", help="Diffusers folder or hub id of the family of an IN in one file.")
 @click.option("--vae", type=click.Path(path_type=Path), help="Take the VAE of this file instead of the checkpoint's.")
@@ -41,7 +46,7 @@ def command(
     dtype: str | None,
     calibrate: bool | None,
     inputs: Path | None,
-    hoisted: bool,
+    hoisted: bool | None,
     components: tuple[str, ...],
     config: str | None,
     vae: Path | None,
@@ -86,6 +91,8 @@ def command(
     for name, entry in entries.items():
         if "not_fused" in entry:
             click.echo(f"{name}: not fused: {entry['not_fused']}.")
+        if "few" in entry:
+            click.echo(f"{name}: only {entry['few']} fused; `sd-ort explain {output}` says why.", err=True)
         for reason in entry["not_lowered"]:
             click.echo(f"{name}: {reason}; they run as sd_ort operators.")
         if "hoisted" in entry:

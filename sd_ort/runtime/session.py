@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ from sd_ort.runtime.providers import (
     provider_named,
     warn_once,
 )
-from sd_ort.runtime.wheels import runtime
+from sd_ort.runtime.wheels import ERRORS_ONLY, runtime
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -85,7 +87,7 @@ def create_session(
             warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
     if provider.startswith(PLUGIN):
         devices = plugin_devices(Path(provider.removeprefix(PLUGIN)))
-        options.add_provider_for_devices(devices, dict(provider_options or {}))
+        options.add_provider_for_devices(devices, _chosen(entry, tuning, graph, provider_options or {}))
         options.enable_mem_pattern = False  # ONNX Runtime does not look whether a plugin had memory for its one buffer
         providers = []  # those of the options; ONNX Runtime adds the CPU
     else:
@@ -132,9 +134,22 @@ def check_opens(path: Path) -> None:
             raise InputError(f"{path.parent.name} is a graph that ONNX Runtime refuses: {reason}") from error
 
 
+@contextmanager
+def blaming(path: Path) -> Iterator[None]:
+    """While a graph is rewritten: an error whose cause is the model at `path`, since ONNX Runtime refuses it too, is an
+    InputError that says why. Others go on: they are bugs."""
+    try:
+        yield
+    except (SdOrtError, CancelledError):
+        raise
+    except Exception:
+        check_opens(path)
+        raise
+
+
 def _session_options(provider: str, threads: int | None, profile: Path | None) -> Any:
     options = runtime().SessionOptions()
-    options.log_severity_level = 3  # errors only: the warnings are about the exporter's unused initializers
+    options.log_severity_level = ERRORS_ONLY
     if provider == "cpu":
         # It would keep one more block from the second step on, of a whole step: 100 MB for SD 1.5 at 256 x 256.
         options.enable_mem_pattern = False
@@ -150,8 +165,11 @@ def _providers(entry: Provider, tuning: bool, graph: bool, more: Mapping[str, st
     """What ONNX Runtime is asked for: the provider with its options, and the CPU for what it lacks."""
     if entry.ep == CPU_EP or entry.ep not in runtime().get_available_providers():
         return [CPU_EP]
-    chosen = {**entry.options, **(entry.tuning if tuning else {}), **((entry.graph if graph else None) or {}), **more}
-    return [(entry.ep, chosen), CPU_EP]
+    return [(entry.ep, _chosen(entry, tuning, graph, more)), CPU_EP]
+
+
+def _chosen(entry: Provider, tuning: bool, graph: bool, more: Mapping[str, str]) -> dict[str, str]:
+    return {**entry.options, **(entry.tuning if tuning else {}), **((entry.graph if graph else None) or {}), **more}
 
 
 def _ops_path(library: Path | None, portable: bool) -> Path | None:
@@ -190,8 +208,10 @@ def _check_overloads(model_path: Path, version: str) -> None:
 class Model:
     """One ONNX component as a function of NumPy arrays: floating inputs are cast to the dtypes the graph declares."""
 
-    def __init__(self, session: ort.InferenceSession) -> None:
+    def __init__(self, session: ort.InferenceSession, lock: AbstractContextManager[Any] | None = None) -> None:
+        """`lock`: held while the session runs, where sessions that share a stream must not run at once."""
         self.session = session
+        self.lock = lock or nullcontext()
         self.inputs = {i.name: i for i in session.get_inputs()}
         self.outputs = [o.name for o in session.get_outputs()]
 
@@ -207,7 +227,8 @@ class Model:
             )
         feed = {name: np.ascontiguousarray(array, self.dtype(name)) for name, array in arrays.items()}
         try:
-            results = self.session.run(None, feed)
+            with self.lock:
+                results = self.session.run(None, feed)
         except Exception as error:  # pybind's exceptions share no base class but Exception
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
             raise SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}") from error
@@ -224,3 +245,11 @@ class Model:
 def load(folder: Path, component: str, provider: str = "cpu", **options: Any) -> Model:
     """Open one component of a pipeline folder; options as for `create_session`."""
     return Model(create_session(Path(folder) / component / MODEL, provider, **options))
+
+
+def open_graph(graph: bytes, provider: str, provider_options: Mapping[str, str] | None = None) -> Any:
+    """A session on a small graph of our own, a serialized ONNX model, beside a component's on the same provider."""
+    onnxruntime = runtime()
+    options = _session_options(provider, None, None)
+    wanted = _providers(provider_named(provider), False, False, provider_options or {})
+    return onnxruntime.InferenceSession(graph, options, providers=wanted)
