@@ -11,7 +11,7 @@ import importlib.metadata
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import onnx_ir as ir
 
 import fusion_passes
-from fusion_passes import CONTRIB, DOMAIN, OPERATORS
+from fusion_passes import CONTRIB, DOMAIN, OPERATORS, recipes
 from fusion_passes.operators import bodies
 from fusion_passes.pass_ import run_all, totals
 from sd_ort.core import folder
@@ -30,13 +30,18 @@ from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
 from sd_ort.optimize import calibration, precision
 from sd_ort.optimize.targets import TARGETS, Target, default_target
-from sd_ort.runtime.session import check_opens
+from sd_ort.runtime.session import blaming, check_opens
 
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
     *(operator.name for operator in OPERATORS if operator.counted),
     *("Attention", "LayerNormalization", "Conv", "Transpose"),
 )
+# What exporters make attention and group normalization from, by the name that a user knows.
+SITES = {
+    "attentions": ("Softmax", "Attention"),
+    "group normalizations": ("InstanceNormalization", "GroupNormalization"),
+}
 Report = Callable[[str], None]
 REWRITING = threading.Lock()
 
@@ -104,21 +109,24 @@ def optimize(
     if _is_done(output, manifest):
         report(f"{output} is up to date.")
         return folder.read_manifest(output)
+    described = folder.read_manifest(source).get("components", {})
     with folder.staged(output, source) as work:
         folder.copy_configs(source, work, names)
 
         def make(name: str, stopped: threading.Event) -> None:
             started = time.perf_counter()
-            entry = optimize_component(
-                paths[name],
-                work / name / folder.MODEL,
-                TARGETS[target],
-                dtype,
-                calibrate=calibrate,
-                inputs=inputs,
-                hoisted=hoisted and name == hoist.PARTS["step"],
-                stopped=stopped,
-            )
+            with blaming(paths[name]):
+                entry = optimize_component(
+                    paths[name],
+                    work / name / folder.MODEL,
+                    TARGETS[target],
+                    dtype,
+                    calibrate=calibrate,
+                    inputs=inputs,
+                    hoisted=hoisted and name == hoist.PARTS["step"],
+                    stopped=stopped,
+                    known=described.get(name, {}).get("weights"),
+                )
             for written in hoist.PARTS.values() if "hoisted" in entry else [name]:
                 _go_on(stopped)
                 check_opens(work / written / folder.MODEL)
@@ -177,18 +185,23 @@ def optimize_component(
     inputs: Path | None = None,
     hoisted: bool = False,
     stopped: threading.Event | None = None,
+    known: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Optimize one `model.onnx` into another; returns counts by rule and by operator. Options as for `optimize`.
+
+    known: the recipes of the source's weights (see `fusion_passes.recipes`); without, they are made of its own names.
 
     Raises CancelledError soon after another thread set `stopped`; the output is then incomplete.
     """
     model = load(source)
-    before = sum(1 for _ in model.graph)
+    recipes.begin(model, known)
+    before = Counter(node.op_type for node in model.graph)
     _go_on(stopped)
     with REWRITING:
         canonical = fusion_passes.canonicalize(model)
         not_fused = fusion_passes.why_not_fused(model)
         fused = fusion_passes.fuse(model, target.fusions)
+        few = why_few(before, Counter(node.op_type for node in model.graph))
         lowered = run_all(model, target.passes)
     _go_on(stopped)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -207,15 +220,31 @@ def optimize_component(
         save(part, output.parent.with_name(name) / output.name, lambda: _go_on(stopped))
     nodes = Counter(node.op_type for part in (parts.values() or [model]) for node in part.graph)
     return {
-        "nodes_before": before,
+        "nodes_before": before.total(),
         "nodes": sum(nodes.values()),
         "rules": totals(canonical, fused, lowered),
         "counts": {op: nodes[op] for op in COUNTED if nodes[op]},
         "not_lowered": kept,
+        "weights": recipes.dump(recipes.collect(parts.values() or [model])),
         **({"not_fused": not_fused} if not_fused else {}),
+        **({"few": few} if few else {}),
         **({"hoisted": {name: len(part.graph) for name, part in parts.items()}} if hoisted else {}),
         **({"calibration": measured.note, "float32_sites": measured.sites} if measured else {}),
     }
+
+
+def why_few(before: Mapping[str, int], after: Mapping[str, int]) -> str | None:
+    """What was fused where that is less than half of what looks like attention, or like normalization; else None.
+
+    `before`, `after`: operators of the source and of the fused graph. An attention is a Softmax or an Attention, a
+    normalization of groups what exporters make it from.
+    """
+    few = []
+    for name, operators in SITES.items():
+        there, left = (sum(counts.get(op, 0) for op in operators) for counts in (before, after))
+        if left > there / 2:
+            few.append(f"{max(there - left, 0)} of {there} {name}")
+    return ", ".join(few) or None
 
 
 def lower_operators(model: ir.Model, target: Target) -> list[str]:
