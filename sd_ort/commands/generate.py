@@ -75,7 +75,10 @@ def command(
     """
     from sd_ort.core.errors import InputError, OutputError
     from sd_ort.core.folder import MERGED, components
+    from sd_ort.pipeline.arguments import check_numbers, check_seeds, check_text
 
+    check_text([prompt, negative or ""])
+    check_numbers(height, width, num_images, guidance=guidance, strength=strength)
     if image is None and (mask is not None or strength is not None):
         raise InputError("--mask and --strength change a picture: give it with --image.")
     pictures = {"image": image, "mask_image": mask, "control_image": control_image}
@@ -83,6 +86,7 @@ def command(
     components(folder)  # a wrong folder is said before the seconds that importing torch takes
     guidance = default_guidance(folder) if guidance is None else guidance
     first = random.randrange(2**31) if seed is None else seed
+    check_seeds(first, num_images)
     seeds = range(first, first + num_images)
     paths = image_paths(out, prompt, seeds)
     if not overwrite and (taken := [path for path in paths if path.exists()]):

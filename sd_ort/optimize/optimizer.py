@@ -30,7 +30,7 @@ from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
 from sd_ort.optimize import calibration, precision
 from sd_ort.optimize.targets import TARGETS, Target, default_target
-from sd_ort.runtime.session import check_opens
+from sd_ort.runtime.session import blaming, check_opens
 
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
@@ -114,16 +114,17 @@ def optimize(
 
         def make(name: str, stopped: threading.Event) -> None:
             started = time.perf_counter()
-            entry = optimize_component(
-                paths[name],
-                work / name / folder.MODEL,
-                TARGETS[target],
-                dtype,
-                calibrate=calibrate,
-                inputs=inputs,
-                hoisted=hoisted and name == hoist.PARTS["step"],
-                stopped=stopped,
-            )
+            with blaming(paths[name]):
+                entry = optimize_component(
+                    paths[name],
+                    work / name / folder.MODEL,
+                    TARGETS[target],
+                    dtype,
+                    calibrate=calibrate,
+                    inputs=inputs,
+                    hoisted=hoisted and name == hoist.PARTS["step"],
+                    stopped=stopped,
+                )
             for written in hoist.PARTS.values() if "hoisted" in entry else [name]:
                 _go_on(stopped)
                 check_opens(work / written / folder.MODEL)

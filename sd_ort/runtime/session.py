@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +127,19 @@ def check_opens(path: Path) -> None:
         if type(error).__name__ != "NotImplemented":
             reason = " ".join(str(error).split())[:300]
             raise InputError(f"{path.parent.name} is a graph that ONNX Runtime refuses: {reason}") from error
+
+
+@contextmanager
+def blaming(path: Path) -> Iterator[None]:
+    """While a graph is rewritten: an error whose cause is the model at `path`, since ONNX Runtime refuses it too, is an
+    InputError that says why. Others go on: they are bugs."""
+    try:
+        yield
+    except (SdOrtError, CancelledError):
+        raise
+    except Exception:
+        check_opens(path)
+        raise
 
 
 def _session_options(provider: str, threads: int | None, profile: Path | None) -> Any:
