@@ -103,6 +103,13 @@ class FolderSource:
         parts += [tree_hash(self.folder / name) for name in CONFIG_FOLDERS]
         return hashlib.sha256("".join([json.dumps(self.index, sort_keys=True), *parts]).encode()).hexdigest()
 
+    def weight_files(self, model: str) -> list[Path]:
+        """The files that `load` reads a model's weights from."""
+        folder, options = self.folder_of(model), _weights(self.folder_of(model))
+        found = sorted(folder.glob("*.safetensors" if options["use_safetensors"] else "*.bin"))
+        kept = [path for path in found if (".fp16" in path.name) == (options["variant"] is not None)]
+        return [path for path in kept if not path.name.count(".non_ema.")]
+
     @property
     def folders(self) -> tuple[Path, ...]:
         return (self.folder, *([self.controlnet] if self.controlnet else []))

@@ -19,7 +19,7 @@ from typing import Any
 import onnx_ir as ir
 
 import fusion_passes
-from fusion_passes import CONTRIB, DOMAIN, OPERATORS
+from fusion_passes import CONTRIB, DOMAIN, OPERATORS, recipes
 from fusion_passes.operators import bodies
 from fusion_passes.pass_ import run_all, totals
 from sd_ort.core import folder
@@ -109,6 +109,7 @@ def optimize(
     if _is_done(output, manifest):
         report(f"{output} is up to date.")
         return folder.read_manifest(output)
+    described = folder.read_manifest(source).get("components", {})
     with folder.staged(output, source) as work:
         folder.copy_configs(source, work, names)
 
@@ -124,6 +125,7 @@ def optimize(
                     inputs=inputs,
                     hoisted=hoisted and name == hoist.PARTS["step"],
                     stopped=stopped,
+                    known=described.get(name, {}).get("weights"),
                 )
             for written in hoist.PARTS.values() if "hoisted" in entry else [name]:
                 _go_on(stopped)
@@ -183,12 +185,16 @@ def optimize_component(
     inputs: Path | None = None,
     hoisted: bool = False,
     stopped: threading.Event | None = None,
+    known: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Optimize one `model.onnx` into another; returns counts by rule and by operator. Options as for `optimize`.
+
+    known: the recipes of the source's weights (see `fusion_passes.recipes`); without, they are made of its own names.
 
     Raises CancelledError soon after another thread set `stopped`; the output is then incomplete.
     """
     model = load(source)
+    recipes.begin(model, known)
     before = Counter(node.op_type for node in model.graph)
     _go_on(stopped)
     with REWRITING:
@@ -219,6 +225,7 @@ def optimize_component(
         "rules": totals(canonical, fused, lowered),
         "counts": {op: nodes[op] for op in COUNTED if nodes[op]},
         "not_lowered": kept,
+        "weights": recipes.dump(recipes.collect(parts.values() or [model])),
         **({"not_fused": not_fused} if not_fused else {}),
         **({"few": few} if few else {}),
         **({"hoisted": {name: len(part.graph) for name, part in parts.items()}} if hoisted else {}),

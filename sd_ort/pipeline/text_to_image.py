@@ -11,7 +11,7 @@ import copy
 import inspect
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from sd_ort.pipeline import safety, tiling
 from sd_ort.pipeline.arguments import check_numbers, check_seeds, check_text
 from sd_ort.pipeline.denoiser import Control, Denoiser
 from sd_ort.pipeline.device_loop import DeviceLoop, Drawing, Kept, check_finite
+from sd_ort.pipeline.lora import LoraMethods
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import Model
@@ -62,6 +63,14 @@ class PipelineOutput:
 
     images: Any
     nsfw_content_detected: list[bool] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Unpacks as diffusers' tuple does: images, flags."""
+        return iter((self.images, self.nsfw_content_detected))
+
+    def __getitem__(self, key: int | str) -> Any:
+        """`output[0]` and `output["images"]`, as of diffusers' output."""
+        return getattr(self, key) if isinstance(key, str) else tuple(self)[key]
 
 
 @dataclass
@@ -114,7 +123,7 @@ class Request:
         return len(self.prompts) * self.images_a_prompt
 
 
-class StableDiffusionPipeline:
+class StableDiffusionPipeline(LoraMethods):
     """Text to image with SD 1.x, 2.x and SDXL pipeline folders. Make one with `from_pretrained`.
 
     One pipeline may be called in several threads: on a CPU they draw at once, on a GPU they take turns, since all
@@ -204,6 +213,10 @@ class StableDiffusionPipeline:
         for name in needed if not low_memory else ():
             models[name]  # opened now, so that the first image takes no longer than the second
         return pipeline
+
+    def reopen(self) -> None:
+        """Let go of captured graphs and buffers of sessions that were closed."""
+        self.device = DeviceLoop(self.models)
 
     @property
     def unet(self) -> Model:

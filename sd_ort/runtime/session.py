@@ -52,6 +52,7 @@ def create_session(
     library: Path | None = None,
     portable: bool = False,
     profile: Path | None = None,
+    weights: Mapping[str, np.ndarray] | None = None,
 ) -> ort.InferenceSession:
     """Open `<pipeline folder>/<component>/model.onnx` on a provider.
 
@@ -59,7 +60,8 @@ def create_session(
     provider is not really used. `tuning`: let the provider search for its fastest kernels. `graph`: capture runs as
     CUDA or HIP graphs; such a session runs only through `GraphModel`. `provider_options`: more options of the
     provider, over those of the table. `library`: custom-op library to register instead of the one found; `portable`:
-    register none. `profile`: file-name prefix of ONNX Runtime's profile.
+    register none. `profile`: file-name prefix of ONNX Runtime's profile. `weights`: numbers for initializers of the
+    data file, by name, instead of those in the file; of the same shape and type.
 
     Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
     installed, not loadable or silently dropped.
@@ -74,6 +76,9 @@ def create_session(
     if graph and entry.graph is None:
         raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
     options = _session_options(provider, threads, profile)
+    if weights:
+        values = [onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for a in weights.values()]
+        options.add_external_initializers(list(weights), values)
     if not _register_ops(options, library, portable):
         _check_overloads(model_path, onnxruntime.__version__)
         if entry.device != "cpu" and not portable:
