@@ -126,6 +126,7 @@ def test_named_engines(tmp_path: Path) -> None:
         "onnxscript",
         "torch-compile",
         "tensorrt",
+        "openvino-bf16",
     ]
     engines, _ = contenders.find_engines([folder], None, names, "cuda")
     assert [(e.label, e.engine, e.make, e.graph, e.variant) for e in engines] == [
@@ -139,6 +140,7 @@ def test_named_engines(tmp_path: Path) -> None:
         ("onnxscript fp16", "onnxruntime", ("onnxscript", "float16"), False, ""),
         ("torch.compile", "torch", (), False, "compile"),
         ("TensorRT fp16", "tensorrt", (), False, ""),
+        ("OpenVINO bf16", "openvino", (), False, "bfloat16"),
     ]
     with pytest.raises(InputError, match="unknown engine 'tpu': choose from raw, "):
         contenders.find_engines([folder], None, ["tpu"])
@@ -719,8 +721,8 @@ def test_doctor_without_onnxruntime(sd_ort: Cli, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture(scope="module")
 def evaluate() -> Any:
-    """scripts/evaluate_demo.py as a module."""
-    path = Path(__file__).resolve().parents[1] / "scripts" / "evaluate_demo.py"
+    """scripts/measure/evaluate_demo.py as a module."""
+    path = Path(__file__).resolve().parents[1] / "scripts" / "measure" / "evaluate_demo.py"
     spec = importlib.util.spec_from_file_location("evaluate_demo", path)
     assert spec is not None
     assert spec.loader is not None
