@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fusion_passes.canonicalize import CANONICAL, canonicalize, why_not_fused
 from fusion_passes.fuse import FUSIONS, fuse
-from fusion_passes.operators.record import DOMAIN
+from fusion_passes.operators import OPERATORS
+from fusion_passes.operators.record import CONTRIB, DOMAIN
 
-__all__ = ["CANONICAL", "DOMAIN", "FUSIONS", "canonicalize", "fuse", "why_not_fused"]
+__all__ = ["CANONICAL", "CONTRIB", "DOMAIN", "FUSIONS", "OPERATORS", "canonicalize", "fuse", "why_not_fused"]

@@ -80,7 +80,7 @@ def run_all(model: ir.Model, passes: Iterable[Pass]) -> dict[str, Outcome]:
     return done
 
 
-def counts(*runs: Mapping[str, Outcome]) -> dict[str, int]:
+def totals(*runs: Mapping[str, Outcome]) -> dict[str, int]:
     """How often what was rewritten in these runs, but for what never was."""
     total: Counter[str] = Counter()
     for outcome in (outcome for run in runs for outcome in run.values()):

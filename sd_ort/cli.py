@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import signal
 import sys
+import threading
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
-from sd_ort.core.errors import SdOrtError
+from sd_ort.core.errors import STOPPABLE, explained
 
 # Subcommand -> one line of help. Each lives in sd_ort/commands/<name>.py as `command`.
 COMMANDS = {
@@ -57,8 +60,11 @@ def _terminate(signum: int, frame: Any) -> None:
 
 
 def main() -> None:
-    """Entry point: user errors become one line on stderr and their exit code; Ctrl-C and SIGTERM exit with 130."""
+    """Entry point: every error becomes one line on stderr and an exit code; Ctrl-C and SIGTERM exit with 130."""
     signal.signal(signal.SIGTERM, _terminate)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files need not be text
     try:
         sys.exit(cli.main(standalone_mode=False))
     except click.exceptions.Exit as exit_:
@@ -66,11 +72,22 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except SdOrtError as error:
-        click.echo(f"sd-ort: {error}", err=True)
-        sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort) as interrupt:
         # A progress bar that no `with` closed yet is closed, and drawn once more, when its frame goes: before this.
         traceback.clear_frames(interrupt.__traceback__)
         click.echo("sd-ort: interrupted; no half-written output is left.", err=True)
-        sys.exit(130)
+        _leave(130)
+    except Exception as error:
+        if os.environ.get("SD_ORT_TRACEBACK"):
+            raise
+        line, code = explained(error)
+        click.echo(f"sd-ort: {line}", err=True)
+        sys.exit(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit, without waiting for threads that are still inside a library: Python would wait for each."""
+    if any(thread.name.startswith(STOPPABLE) for thread in threading.enumerate()):
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,13 @@ from fusion_passes.rewriting import constant
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.core.files import read_json
+from sd_ort.core.paths import output_path
 from sd_ort.family.conditioning import latent_scale, text_encoders
 from sd_ort.family.schedule import LinearSchedule, linear_schedule
 from sd_ort.family.schedulers import make_scheduler, set_timesteps
 from sd_ort.graphs import hoist, sampling_step
 from sd_ort.graphs.inline import inline
+from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
 
 FLOAT = ir.DataType.FLOAT
@@ -49,13 +50,14 @@ def merge(
     Raises InputError for a folder that is no text-to-image pipeline, for components of different opsets, and for a
     scheduler that is not linear; OutputError when `output` cannot be written, and then nothing is left behind.
     """
-    index = read_json(source / "model_index.json")
+    output_path(output, source)
+    index = folder.read_index(source)
     there = folder.components(source)
     names = [*text_encoders(index), "unet", "vae_decoder"]
     if "controlnet" in there or read_json(source / "unet" / "config.json").get("in_channels", 4) != 4:
         raise InputError(f"{source} draws from pictures: only a text-to-image pipeline can be merged.")
     names += [hoist.PARTS["prompt"], hoist.PARTS["time"]] if hoist.is_hoisted(source) else []
-    parts = {name: ir.load(folder.check_component(source, name)) for name in names}
+    parts = {name: load(folder.check_component(source, name)) for name in names}
     read = {str(value.name) for part in parts.values() for value in part.graph.inputs}
     if foreign := read & {"timestep_cond", "class_labels"}:
         raise InputError(
@@ -73,15 +75,12 @@ def merge(
         "options": {"steps": steps, "guidance": guidance, "scheduler": type(chosen).__name__},
         "components": {folder.MERGED: {"nodes": sum(1 for _ in model.graph.all_nodes()), "merged": names}},
     }
-    with folder.staged(output) as work:
-        folder.copy_configs(source, work)
+    with folder.staged(output, source) as work:
+        folder.copy_configs(source, work, names)
+        (work / "scheduler").mkdir(exist_ok=True)
         scheduler_config = work / "scheduler" / "scheduler_config.json"
         config = {**dict(chosen.config), "_class_name": type(chosen).__name__}
         scheduler_config.write_text(json.dumps(config, indent=2, default=str) + "\n")
-        for name in names:
-            if (source / name / "config.json").is_file():
-                (work / name).mkdir()
-                shutil.copy2(source / name / "config.json", work / name / "config.json")
         save(model, work / folder.MERGED / folder.MODEL)
         folder.write_manifest(work, manifest)
     report(f"Wrote {output}: {', '.join(names)} as one model.")

@@ -1,4 +1,4 @@
-"""Committed graphs without weights (scripts/make_graph_fixtures.py), made whole again with random numbers."""
+"""Committed graphs without weights (scripts/fixtures/make_graph_fixtures.py), made whole again with random numbers."""
 
 from __future__ import annotations
 

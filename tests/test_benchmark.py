@@ -288,6 +288,7 @@ def test_ratios_are_taken_round_by_round(report: dict[str, Any]) -> None:
         expected = [a / b for a, b in zip(first[times]["values"], torch[times]["values"], strict=True)]
         assert torch[ratios]["values"] == pytest.approx(expected)
         assert torch[ratios]["median"] == pytest.approx(median(expected))
+        assert torch[ratios]["of_medians"] == pytest.approx(first[times]["median"] / torch[times]["median"])
         assert first[ratios]["values"] == [1, 1, 1]
 
 
@@ -718,8 +719,8 @@ def test_doctor_without_onnxruntime(sd_ort: Cli, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture(scope="module")
 def evaluate() -> Any:
-    """scripts/evaluate_demo.py as a module."""
-    path = Path(__file__).resolve().parents[1] / "scripts" / "evaluate_demo.py"
+    """scripts/measure/evaluate_demo.py as a module."""
+    path = Path(__file__).resolve().parents[1] / "scripts" / "measure" / "evaluate_demo.py"
     spec = importlib.util.spec_from_file_location("evaluate_demo", path)
     assert spec is not None
     assert spec.loader is not None

@@ -180,7 +180,7 @@ def test_no_cache_is_emptied_and_all_memory_known_to_be_global(listing: dict, ar
 
 
 def test_emulation_says_what_it_needs(tmp_path: Path) -> None:
-    command = [sys.executable, str(library.SOURCES.parent / "scripts/emulate_amd.py"), "--tinygrad", str(tmp_path)]
+    command = [sys.executable, str(library.SOURCES.parent / "scripts/amd/emulate_amd.py"), "--tinygrad", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert run.stderr.startswith(f"{tmp_path} is no tinygrad checkout")
@@ -200,7 +200,7 @@ def formulas(entry: dict, launch: dict) -> Callable[[str], int]:
 
 
 def test_resources_table_is_current(kernels: list[dict]) -> None:
-    """results/ops_amd_resources.md is what this compiler makes of these sources; scripts/amd_resources.py writes it."""
+    """results/ops_amd_resources.md is what this compiler makes of these sources (scripts/amd/amd_resources.py)."""
     committed = (Path(__file__).parent.parent / "results/ops_amd_resources.md").read_text()
     assert kernel_names(committed) == kernel_names(code_objects.table(kernels))
 

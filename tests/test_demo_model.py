@@ -105,7 +105,7 @@ def test_unseen_prompts() -> None:
 
 @pytest.fixture(scope="module")
 def training():  # type: ignore[no-untyped-def]
-    path = Path(__file__).parents[1] / "scripts" / "train_demo_model.py"
+    path = Path(__file__).parents[1] / "scripts" / "fixtures" / "train_demo_model.py"
     spec = importlib.util.spec_from_file_location("train_demo_model", path)
     assert spec
     assert spec.loader

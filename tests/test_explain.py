@@ -57,6 +57,15 @@ def test_an_optimized_folder_shows_its_source_and_its_target(source: Path, optim
     assert after["after"]["com.microsoft.NhwcConv"] == 36
     assert after["left"]["Transpose"] == after["after"]["Transpose"] == 2
     assert any("even number of channels" in reason for reason in after["not_lowered"])
+    assert before["lowered"] == {}
+    assert after["lowered"]["nhwc_layout"] == {"rewrote": {"nhwc_layout": 36}, "left": []}
+    biases = after["lowered"]["fold_bias"]
+    assert {(site["op"], site["reason"]) for site in biases["left"]} >= {
+        ("NhwcConv", "NhwcConv reads the result, which adds no bias"),
+        ("Add", "no Reshape to an image alone reads the sum"),
+    }
+    assert biases["rewrote"]["fold_bias"] == 35
+    assert all(site["scope"] for site in biases["left"])
 
 
 def test_scopes_survive_optimization(optimized: Path) -> None:

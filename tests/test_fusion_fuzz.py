@@ -19,7 +19,7 @@ import fusion_passes
 from fusion_passes import DOMAIN
 from fusion_passes.lower import fold_bias, layer_norm, linear_add, nhwc_layout, pack_qkv, upsample_nearest
 from fusion_passes.operators import bodies
-from fusion_passes.pass_ import counts, run_all
+from fusion_passes.pass_ import run_all, totals
 
 NHWC = (nhwc_layout.PASS, fold_bias.PASS, pack_qkv.PASS, linear_add.PASS, upsample_nearest.PASS, layer_norm.PASS)
 C = 8  # channels, everywhere
@@ -259,6 +259,6 @@ def test_the_graphs_have_what_fusions_look_for() -> None:
     found: Counter[str] = Counter()
     for seed in SEEDS[::3]:
         model = ir.from_proto(Graph(seed).build())
-        found.update(counts(fusion_passes.canonicalize(model), fusion_passes.fuse(model)))
+        found.update(totals(fusion_passes.canonicalize(model), fusion_passes.fuse(model)))
     for name in ("multi_head_attention", "group_norm", "bias_split_gelu", "bias_add", "skip_layer_normalization"):
         assert found[name] > 1, found

@@ -12,31 +12,11 @@ import onnxruntime as ort
 import pytest
 
 import fusion_passes
-from fusion_passes.lower import (
-    fold_bias,
-    layer_norm,
-    linear_add,
-    nhwc_layout,
-    pack_qkv,
-    standard_attention,
-    take_apart,
-    upsample_nearest,
-    winograd_conv,
-)
 from fusion_passes.operators import bodies
 from fusion_passes.pass_ import Case, Outcome, Pass, run_all
+from sd_ort.optimize.targets import TARGETS
 
-LOWERINGS = (
-    take_apart.take_apart("GroupNorm", "ScaledDotProductAttention"),
-    standard_attention.standard_attention(lambda node: None),
-    winograd_conv.PASS,
-    nhwc_layout.PASS,
-    fold_bias.PASS,
-    pack_qkv.PASS,
-    linear_add.PASS,
-    upsample_nearest.PASS,
-    layer_norm.PASS,
-)
+LOWERINGS = tuple({each.name: each for target in TARGETS.values() for each in target.passes}.values())
 PASSES = (*fusion_passes.CANONICAL, *fusion_passes.FUSIONS, *LOWERINGS)
 ALL = [(each, case) for each in PASSES for case in each.cases]
 IDS = [f"{each.name}: {case.name}" for each, case in ALL]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -255,10 +257,77 @@ def test_device_loop(request: pytest.FixtureRequest, kind: str, arguments: dict[
 
 def test_device_loop_says_why_not(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
-    looped = StableDiffusionPipeline.from_pretrained(plain, scheduler="euler_ancestral", device_loop=True)
-    separate = StableDiffusionPipeline.from_pretrained(plain, scheduler="euler_ancestral")
+    clipping = make_scheduler(plain, "ddim")
+    clipping = type(clipping).from_config({**clipping.config, "clip_sample": True})
+    looped = StableDiffusionPipeline.from_pretrained(plain, scheduler=clipping, device_loop=True)
+    separate = StableDiffusionPipeline.from_pretrained(plain, scheduler=clipping)
     assert psnr(draw(looped), draw(separate)) > 100
-    assert "go through the host at every step: EulerAncestralDiscreteScheduler draws" in caplog.text
+    assert "go through the host at every step: DDIMScheduler draws random numbers or clips" in caplog.text
+
+
+# Schedulers that draw, and DDIM's eta; LCM's steps are those that it was distilled for.
+DRAWING = {
+    "euler_ancestral": {},
+    "lcm": {"original_inference_steps": 50, "timestep_scaling": 10.0},
+    "dpmsolver": {"algorithm_type": "sde-dpmsolver++"},
+    "ddim": {"clip_sample": False},
+    "ddpm": {"clip_sample": False},
+}
+
+
+@pytest.mark.parametrize("name", DRAWING)
+@pytest.mark.parametrize("seeds", [3, [3, 4]], ids=["one", "each"])
+def test_device_loop_draws_in_the_same_order(plain: Path, name: str, seeds: Any) -> None:
+    """A generator for all images or one an image: what the scheduler draws is what it draws on the host."""
+    scheduler = make_scheduler(plain, name)
+    config = {key: value for key, value in scheduler.config.items() if not key.startswith("_")}
+    scheduler = type(scheduler).from_config({**config, **DRAWING[name]})
+    images = {"num_images_per_prompt": len(seeds)} if isinstance(seeds, list) else {}
+    pictures = []
+    for looped in (False, True):
+        generator = [torch.Generator().manual_seed(seed) for seed in seeds] if images else seeds
+        arguments = {"generator": generator, "eta": 0.7 if name == "ddim" else 0.0, "num_inference_steps": 4}
+        pipeline = StableDiffusionPipeline.from_pretrained(plain, scheduler=scheduler, device_loop=looped)
+        pictures.append(draw(pipeline, **images, **arguments))
+        assert not looped or pipeline.device.kept, "the loop ran on the host"
+    assert psnr(*pictures) > 80
+
+
+def test_queued_equals_waited(half: Path, hoisted: Path) -> None:
+    """Byte for byte; on a GPU scripts/measure/plain_call.py checks the same."""
+    for folder in (half, hoisted):
+        looped = StableDiffusionPipeline.from_pretrained(folder, device_loop=True)
+        queued = draw(looped)
+        looped.device.wait = True
+        np.testing.assert_array_equal(draw(looped), queued)
+
+
+def test_schedules_are_remembered(plain: Path) -> None:
+    scheduler = make_scheduler(plain, "euler")
+    scheduler.set_timesteps(5)
+    first = linear_schedule(scheduler, scheduler.timesteps)
+    assert linear_schedule(copy.deepcopy(scheduler), scheduler.timesteps.clone()) is first
+    other = type(scheduler).from_config({**scheduler.config, "use_karras_sigmas": True})
+    other.set_timesteps(5)
+    for changed in (linear_schedule(other, other.timesteps), linear_schedule(scheduler, scheduler.timesteps[1:])):
+        assert changed.weights.shape != first.weights.shape or not np.allclose(changed.weights, first.weights)
+
+
+def test_threads_share_one_pipeline(plain: Path) -> None:
+    """Eight threads, three schedulers and several step counts: each picture is the one drawn alone."""
+    names = ("ddim", "pndm", "euler")
+    pipelines = {name: StableDiffusionPipeline.from_pretrained(plain, scheduler=name) for name in names}
+    jobs = [(name, 2 + number % 3, number) for number, name in enumerate([*pipelines] * 4)]
+
+    def one(job: tuple[str, int, int]) -> np.ndarray:
+        name, steps, seed = job
+        return draw(pipelines[name], num_inference_steps=steps, generator=seed)
+
+    alone = [one(job) for job in jobs]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(one, jobs))
+    for picture, expected in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(picture, expected)
 
 
 # --- Other commands on a hoisted folder -----------------------------------------------------------------------------

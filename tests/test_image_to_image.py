@@ -179,6 +179,30 @@ def test_control_image_without_a_controlnet(tiny_export: Path, picture: Image.Im
 # --- The command ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("scheduler", ["euler", "pndm", "ddim"])
+def test_on_the_device(tiny_export: Path, picture: Image.Image, mask: Image.Image, scheduler: str) -> None:
+    """Image to image, and inpainting whose mask keeps a picture, in the loop on the device as on the host."""
+    tasks = ((StableDiffusionImg2ImgPipeline, {}), (StableDiffusionInpaintPipeline, {"mask_image": mask}))
+    for cls, more in tasks:
+        pictures = []
+        for looped in (False, True):
+            pipeline = cls.from_pretrained(tiny_export, scheduler=scheduler, device_loop=looped)
+            arguments = {**SETTINGS, "image": picture, "strength": 0.8, "progress": False, **more}
+            pictures.append(pipeline(**arguments, generator=1).images)
+            assert bool(pipeline.device.kept) == looped
+        assert psnr(pictures[1], pictures[0]) > 80
+
+
+def test_inpainting_unet_on_the_device(inpaint_export: Path, picture: Image.Image, mask: Image.Image) -> None:
+    """A UNet of nine channels sees mask and picture behind the latents."""
+    pictures = []
+    for looped in (False, True):
+        pipeline = StableDiffusionInpaintPipeline.from_pretrained(inpaint_export, device_loop=looped)
+        pictures.append(pipeline(**SETTINGS, image=picture, mask_image=mask, generator=1, progress=False).images)
+        assert bool(pipeline.device.kept) == looped
+    assert psnr(pictures[1], pictures[0]) > 80
+
+
 def test_generate_from_a_picture(
     sd_ort: Callable[..., tuple[int, str, str]], tiny_export: Path, tmp_path: Path, picture: Image.Image, mask: Any
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "scripts" / "check_provider_wheels.py"
+SCRIPT = ROOT / "scripts" / "checks" / "check_provider_wheels.py"
 
 
 def script() -> Any:

@@ -215,12 +215,14 @@ def test_two_wheels_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delitem(sys.modules, "onnxruntime")
     monkeypatch.syspath_prepend(tmp_path)
     assert wheels.installed_wheels() == {"onnxruntime": "1.31.1", "onnxruntime-rocm": "1.22.2"}
+    wheels.runtime.cache_clear()
     with pytest.raises(ProviderError, match="pip uninstall -y onnxruntime onnxruntime-rocm"):
         wheels.runtime()
 
 
 def test_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    wheels.runtime.cache_clear()
     with pytest.raises(ProviderError, match=r"pip install 'sd-ort\[cpu\]'"):
         wheels.runtime()
 

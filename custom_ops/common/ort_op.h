@@ -75,6 +75,22 @@ class Attributes {
     check(ort_api->KernelInfoGetAttribute_int64(info_, name, &value));
     return value;
   }
+  std::vector<int64_t> integers(const char* name, std::vector<int64_t> absent) const {
+    size_t count = 0;
+    ignore(ort_api->KernelInfoGetAttributeArray_int64(info_, name, nullptr, &count));
+    if (count == 0) return absent;
+    std::vector<int64_t> values(count);
+    check(ort_api->KernelInfoGetAttributeArray_int64(info_, name, values.data(), &count));
+    return values;
+  }
+  std::string text(const char* name, const std::string& absent) const {
+    size_t bytes = 0;
+    ignore(ort_api->KernelInfoGetAttribute_string(info_, name, nullptr, &bytes));
+    if (bytes == 0) return absent;
+    std::string value(bytes, '\0');
+    check(ort_api->KernelInfoGetAttribute_string(info_, name, value.data(), &bytes));
+    return value.c_str();  // without the zero at its end
+  }
 
  private:
   static bool ignore(OrtStatus* status) {
@@ -227,6 +243,8 @@ class Tensors {
     if (memory_ == nullptr) check(ort_api->GetTensorMemoryInfo(value, &memory_));
     void* data = nullptr;
     check(ort_api->GetTensorMutableData(value, &data));
+    const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
+    require(data != nullptr || empty, "there is no more device memory for an output");  // ONNX Runtime does not check
     return data;
   }
 
@@ -247,6 +265,7 @@ class Workspace {
     if (bytes == 0) return;
     check(ort_api->KernelContext_GetAllocator(context, memory, &allocator_));
     check(ort_api->AllocatorAlloc(allocator_, bytes, &data_));
+    require(data_ != nullptr, "there is no more device memory for a kernel's workspace");
   }
   ~Workspace() {
     if (data_ != nullptr) ort_api->ReleaseStatus(ort_api->AllocatorFree(allocator_, data_));

@@ -7,7 +7,11 @@
 #include <vector>
 
 #include "common/check.h"
+#if defined(SD_ORT_HOST_VENDOR)
+#include "common/vendors/host.h"
+#else
 #include "common/gpu.h"
+#endif
 
 namespace sd_ort {
 namespace {
@@ -186,7 +190,9 @@ const char* try_candidate(const GpuOp& op, int candidate, const void* params, co
 std::string gpu_arch() {
   int device = 0;
   if (SD_ORT_GPU_NAME(GetDevice)(&device) != gpuSuccess) return "";
-#if SD_ORT_HIP
+#if defined(SD_ORT_HOST_VENDOR)
+  return "host";
+#elif SD_ORT_HIP
   hipDeviceProp_t properties;
   if (hipGetDeviceProperties(&properties, device) != hipSuccess) return "";
   const std::string name = properties.gcnArchName;  // with features: gfx90a:sramecc+:xnack-

@@ -18,7 +18,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from fusion_passes import checks as c
-from fusion_passes.operators.record import DOMAIN
+from fusion_passes.operators import BY_NAME
+from fusion_passes.operators.record import DOMAIN, Operator
 from fusion_passes.pass_ import Case, Outcome, Pass, Refusal
 from fusion_passes.rewriting import constant, derived
 from fusion_passes.shapes.facts import Facts
@@ -67,8 +68,9 @@ class _Walk:
             return None
         if node.op_type == "Conv":
             return self._conv(node) if c.rank(node.inputs[0]) == 4 else "it does not read [N,C,H,W]"
-        if node.op_type in ("GroupNorm", "SkipGroupNorm") and c.rank(node.inputs[0]) == 4:
-            self._group_norm(node)
+        fused = BY_NAME.get(node.op_type)
+        if fused is not None and fused.images and c.rank(node.inputs[0]) == 4:
+            self._fused(node, fused)
             return None
         if not any(v in self.twins for v in node.inputs if v is not None) or c.rank(node.outputs[0]) != 4:
             return None
@@ -163,16 +165,14 @@ class _Walk:
         self.outcome.counts["nhwc_layout"] += 1
         return None
 
-    def _group_norm(self, node: ir.Node) -> None:
-        x, gamma, beta = node.inputs[:3]
-        assert x is not None
+    def _fused(self, node: ir.Node, operator: Operator) -> None:
         attributes = {name: a.value for name, a in node.attributes.items()} | {"channels_last": 1}
-        inputs: list[ir.Value | None] = [self.twin(x, node), gamma, beta]
-        if node.op_type == "SkipGroupNorm":
-            skip = node.inputs[3]
-            assert skip is not None
-            is_column = c.size(skip, 2) == c.size(skip, 3) == 1
-            inputs += [self._column(skip, node) if is_column else self.twin(skip, node), *node.inputs[4:]]
+        inputs = list(node.inputs)
+        for index in operator.images:
+            image = inputs[index]
+            assert image is not None
+            is_column = index > 0 and c.size(image, 2) == c.size(image, 3) == 1  # a skip of one number a channel
+            inputs[index] = self._column(image, node) if is_column else self.twin(image, node)
         self.replace(node, node.op_type, inputs, attributes, DOMAIN)
 
     def _column(self, value: ir.Value, before: ir.Node) -> ir.Value:

@@ -30,18 +30,18 @@ def take_apart(*op_types: str) -> Pass:
     return Pass("take_apart", run, CASES)
 
 
-def _graph(line: str, weights: str) -> str:
-    return f"""<ir_version: 10, opset_import: ["" : 21]>
-        g (float[N,8,H,W] x) => (float[N,8,H,W] y) <{weights}> {{ {line} }}"""
+def _graph(line: str) -> str:
+    return f"""<ir_version: 10, opset_import: ["" : 21, "sd_ort" : 1]>
+        g (float[B,2,S,4] q, float[B,2,L,4] k) => (float[B,2,S,4] y) {{ {line} }}"""
 
 
-_SIZES = {"N": 2, "H": 3, "W": 5}
+_SIZES = {"B": 2, "S": 5, "L": 3}
 CASES = [
     Case(
-        "normalization",
-        _graph("y = GroupNormalization <num_groups = 2> (x, w, b)", "float[8] w, float[8] b"),
-        ops={"GroupNorm": 0, "InstanceNormalization": 1},
+        "attention",
+        _graph("y = sd_ort.ScaledDotProductAttention <scale = 0.3, is_causal = 0> (q, k, k)"),
+        ops={"ScaledDotProductAttention": 0, "MatMul": 2, "Softmax": 1},
         sizes=_SIZES,
     ),
-    Case("nothing fused", _graph("y = Relu (x)", "float[8] w"), fires=0, ops={"Relu": 1}, sizes=_SIZES),
+    Case("nothing fused", _graph("y = Relu (q)"), fires=0, ops={"Relu": 1}, sizes=_SIZES),
 ]

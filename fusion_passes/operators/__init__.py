@@ -1,1 +1,37 @@
-"""Fused operators: what each one means."""
+"""Fused operators: one record each, and the list of them, in the order of the table of what was fused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fusion_passes.operators import (
+    bias_add,
+    bias_split_gelu,
+    group_norm,
+    linear_add,
+    multi_head_attention,
+    nhwc_conv,
+    quick_gelu,
+    scaled_dot_product_attention,
+    skip_group_norm,
+    skip_layer_normalization,
+    upsample_nearest,
+    winograd_conv,
+)
+from fusion_passes.operators.record import Operator
+
+OPERATORS: tuple[Operator, ...] = (
+    multi_head_attention.OPERATOR,
+    group_norm.OPERATOR,
+    skip_group_norm.OPERATOR,
+    bias_split_gelu.OPERATOR,
+    bias_add.OPERATOR,
+    skip_layer_normalization.OPERATOR,
+    quick_gelu.OPERATOR,
+    upsample_nearest.OPERATOR,
+    nhwc_conv.OPERATOR,
+    winograd_conv.OPERATOR,
+    linear_add.OPERATOR,
+    scaled_dot_product_attention.OPERATOR,
+)
+BY_NAME: Mapping[str, Operator] = {operator.name: operator for operator in OPERATORS}

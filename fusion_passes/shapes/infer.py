@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from fusion_passes.operators import OPERATORS
 from fusion_passes.shapes.contents import ELEMENTS
 from fusion_passes.shapes.dims import Dim, constant, symbol
 from fusion_passes.shapes.facts import LIST_LIMIT, Facts, Shape, broadcast, product
@@ -21,7 +22,7 @@ from fusion_passes.shapes.standard import STANDARD, infer_node
 from fusion_passes.shapes.types import annotate_types, is_known, opset
 from fusion_passes.shapes.windows import WINDOWS
 
-TABLE = {**RULES, **INDEXING, **WINDOWS}
+TABLE = {**RULES, **INDEXING, **WINDOWS, **{operator.name: operator.shape for operator in OPERATORS}}
 MULTIPLES = "sd_ort.multiples"  # key of graph.meta: what the graph, as it was first seen, forces sizes to be
 
 

@@ -10,9 +10,9 @@ from fusion_passes.shapes.dims import Dim, constant, symbol
 from fusion_passes.shapes.facts import Facts, Shape, axis_of, broadcast, ints_of, quotient, shape_of
 
 SAME_AS_FIRST_INPUT = frozenset(
-    "Abs BiasAdd Cast Ceil Celu Clip Cos Dropout Elu Erf Exp FastGelu Floor Gelu GroupNorm GroupNormalization "
+    "Abs Cast Ceil Celu Clip Cos Dropout Elu Erf Exp FastGelu Floor Gelu GroupNormalization "
     "HardSigmoid HardSwish Identity InstanceNormalization IsInf IsNaN LayerNormalization LeakyRelu Log LogSoftmax Mish "
-    "Neg Not PRelu QuickGelu Reciprocal Relu RMSNormalization Round Selu Sigmoid Sign Silu Sin Softmax Softplus "
+    "Neg Not PRelu Reciprocal Relu RMSNormalization Round Selu Sigmoid Sign Silu Sin Softmax Softplus "
     "Softsign Sqrt Swish Tanh ThresholdedRelu".split()
 )
 BROADCAST = frozenset(
@@ -46,7 +46,8 @@ def _gemm(node: ir.Node, facts: Facts) -> list[Shape] | None:
     return [(rows, b[0] if node.attributes.get_int("transB", 0) else b[1])]
 
 
-def _matmul(node: ir.Node, facts: Facts) -> list[Shape] | None:
+def matmul(node: ir.Node, facts: Facts) -> list[Shape] | None:
+    """The shape of a matrix product, batches broadcast."""
     a, b = shape_of(node, 0, facts), facts.shapes.get(node.inputs[1]) if node.inputs[1] else None
     if b is None or len(a) < 2 or len(b) < 2:
         return None
@@ -242,7 +243,7 @@ def _reduce(node: ir.Node, facts: Facts) -> list[Shape] | None:
     x = shape_of(node, 0, facts)
     axes = ints_of(node, 1, facts) or node.attributes.get_ints("axes")
     if axes is None and (
-        any(v is not None for v in node.inputs[1:]) or node.attributes.get_int("noop_with_empty_axes", 0)
+        any(v is not None for v in node.inputs[1:]) or node.attributes.get_int("noop_with_empty_axes", False)
     ):
         return None
     axes = range(len(x)) if axes is None else axes
@@ -263,7 +264,8 @@ def _constant_of_shape(node: ir.Node, facts: Facts) -> list[Shape] | None:
     return None if target is None else [tuple(target)]
 
 
-def _attention(node: ir.Node, facts: Facts) -> list[Shape] | None:
+def attention(node: ir.Node, facts: Facts) -> list[Shape] | None:
+    """The shape of an attention over [B,H,S,D]: the query's, with the width of the value."""
     q = shape_of(node, 0, facts)
     v = facts.shapes.get(node.inputs[2]) if node.inputs[2] else None
     if v is None or len(q) != len(v):
@@ -271,55 +273,11 @@ def _attention(node: ir.Node, facts: Facts) -> list[Shape] | None:
     return [(*q[:-1], v[-1])]
 
 
-def _sum_and_normal(node: ir.Node, facts: Facts) -> list[Shape | None]:
-    """SkipGroupNorm and SkipLayerNormalization: the normalized tensor first, the sum last."""
-    x = shape_of(node, 0, facts)
-    return [x, *[None] * (len(node.outputs) - 2), x]
-
-
-def _half(node: ir.Node, facts: Facts) -> list[Shape]:
-    x = shape_of(node, 0, facts)
-    return [(*x[:-1], x[-1] // 2)]
-
-
-def _multi_head(node: ir.Node, facts: Facts) -> list[Shape] | None:
-    q = shape_of(node, 0, facts)
-    value = node.inputs[2] if len(node.inputs) > 2 else None
-    v = facts.shapes.get(value) if value is not None else None
-    if len(q) == 5:  # packed [B,S,N,3,D]
-        return [(q[0], q[1], q[2] * q[4])]
-    return [q if v is None else (q[0], q[1], v[2])]
-
-
-def _nhwc_conv(node: ir.Node, facts: Facts) -> list[Shape] | None:
-    x, weight = shape_of(node, 0, facts), facts.shapes.get(node.inputs[1]) if node.inputs[1] else None
-    if weight is None or len(x) != 4:
-        return None
-    kernel, strides = node.attributes.get_ints("kernel_shape"), node.attributes.get_ints("strides") or [1, 1]
-    pads, dilations = node.attributes.get_ints("pads") or [0] * 4, node.attributes.get_ints("dilations") or [1, 1]
-    kernel = kernel or [d.value or 1 for d in weight[1:3]]
-    reach = [pads[i] + pads[i + 2] - dilations[i] * (kernel[i] - 1) - 1 for i in range(2)]
-    return [(x[0], *((x[1 + i] + constant(reach[i])) // strides[i] + constant(1) for i in range(2)), weight[0])]
-
-
-def _winograd_conv(node: ir.Node, facts: Facts) -> list[Shape] | None:
-    x, weight = shape_of(node, 0, facts), facts.shapes.get(node.inputs[1]) if node.inputs[1] else None
-    return None if weight is None or len(x) != 4 else [(x[0], weight[0], *x[2:])]
-
-
-def _upsample_nearest(node: ir.Node, facts: Facts) -> list[Shape] | None:
-    x, times = shape_of(node, 0, facts), [node.attributes[f"scale_{side}"].as_int() for side in ("height", "width")]
-    return [(x[0], x[1] * constant(times[0]), x[2] * constant(times[1]), x[3])] if len(x) == 4 else None
-
-
 RULES: dict[str, Callable[[ir.Node, Facts], Sequence[Shape | None] | None]] = {
-    "ArgMax": _argmax, "ArgMin": _argmax, "Attention": _attention, "BiasSplitGelu": _half, "Concat": _concat,
+    "ArgMax": _argmax, "ArgMin": _argmax, "Attention": attention, "Concat": _concat,
     "ConstantOfShape": _constant_of_shape, "Conv": _conv, "Expand": _expand, "Gather": _gather, "Gemm": _gemm,
-    "LinearAdd": _matmul, "MatMul": _matmul, "MultiHeadAttention": _multi_head, "NhwcConv": _nhwc_conv, "Pad": _pad,
-    "Range": _range, "ReduceL1": _reduce, "ReduceL2": _reduce, "ReduceLogSum": _reduce, "ReduceLogSumExp": _reduce,
-    "ReduceMax": _reduce, "ReduceMean": _reduce, "ReduceMin": _reduce, "ReduceProd": _reduce, "ReduceSum": _reduce,
-    "ReduceSumSquare": _reduce, "Resize": _resize, "ScaledDotProductAttention": _attention, "Shape": _shape_of,
-    "SkipGroupNorm": _sum_and_normal, "SkipLayerNormalization": _sum_and_normal, "Slice": _slice, "Split": _split,
-    "Squeeze": _squeeze, "Transpose": _transpose, "Unsqueeze": _unsqueeze,
-    "UpsampleNearest": _upsample_nearest, "WinogradConv": _winograd_conv,
+    "MatMul": matmul, "Pad": _pad, "Range": _range, "ReduceL1": _reduce, "ReduceL2": _reduce, "ReduceLogSum": _reduce,
+    "ReduceLogSumExp": _reduce, "ReduceMax": _reduce, "ReduceMean": _reduce, "ReduceMin": _reduce,
+    "ReduceProd": _reduce, "ReduceSum": _reduce, "ReduceSumSquare": _reduce, "Resize": _resize, "Shape": _shape_of,
+    "Slice": _slice, "Split": _split, "Squeeze": _squeeze, "Transpose": _transpose, "Unsqueeze": _unsqueeze,
 }  # fmt: skip

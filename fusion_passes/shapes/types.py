@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes.operators.record import DOMAIN
+from fusion_passes.operators import BY_NAME
+from fusion_passes.operators.record import CONTRIB, DOMAIN
 from fusion_passes.shapes.facts import Facts
 from fusion_passes.shapes.rules import BROADCAST, RULES, SAME_AS_FIRST_INPUT
 from fusion_passes.shapes.standard import STANDARD, infer_node
 
 # Other operators whose result is of the type of their first input.
 AS_FIRST_INPUT = frozenset(
-    "CumSum GatherElements GatherND RandomNormalLike ReduceMin ReduceProd ReduceSumSquare ScaledDotProductAttention "
+    "CumSum GatherElements GatherND RandomNormalLike ReduceMin ReduceProd ReduceSumSquare "
     "ScatterElements ScatterND Sum Tile Unique".split()
 )
 # Operators of ONNX Runtime's own domain that mean what the fused operators of that name do.
-CONTRIB = frozenset(
-    "BiasAdd BiasSplitGelu FastGelu Gelu GroupNorm MultiHeadAttention NhwcConv QuickGelu SkipGroupNorm "
-    "SkipLayerNormalization".split()
-)
+IN_CONTRIB = BY_NAME.keys() | {"FastGelu", "Gelu"}
 BOOLEAN = frozenset("And Equal Greater GreaterOrEqual IsInf IsNaN Less LessOrEqual Not Or Xor".split())
 
 
 def is_known(node: ir.Node) -> bool:
     """Whether an operator means what its name says here: a name in another's domain may be anything."""
-    contrib = node.domain == "com.microsoft" and node.op_type in CONTRIB
-    return node.domain in STANDARD or node.domain == DOMAIN or contrib
+    return node.domain in (*STANDARD, DOMAIN) or (node.domain == CONTRIB and node.op_type in IN_CONTRIB)
 
 
 def opset(graph: ir.Graph) -> int:
@@ -65,7 +62,8 @@ def _annotate_outputs(node: ir.Node, version: int) -> None:
 
 def is_statistic(node: ir.Node, index: int) -> bool:
     """Whether an output is a normalization's mean or inverse deviation, which are float32 whatever the input is."""
-    return index in (1, 2) and node.op_type in ("LayerNormalization", "SkipLayerNormalization")
+    operator = BY_NAME.get(node.op_type)
+    return index in ((1, 2) if node.op_type == "LayerNormalization" else operator.statistics if operator else ())
 
 
 def _result_type(node: ir.Node, inputs: list[ir.DataType | None]) -> ir.DataType | None:
@@ -80,5 +78,5 @@ def _result_type(node: ir.Node, inputs: list[ir.DataType | None]) -> ir.DataType
         return tensor.dtype if tensor is not None else ir.DataType.FLOAT
     if node.op_type == "Where" and len(inputs) > 1:
         return inputs[1]
-    as_first = node.op_type in SAME_AS_FIRST_INPUT | BROADCAST | AS_FIRST_INPUT or node.op_type in RULES
+    as_first = node.op_type in SAME_AS_FIRST_INPUT | BROADCAST | AS_FIRST_INPUT | RULES.keys() | BY_NAME.keys()
     return inputs[0] if inputs and as_first else None

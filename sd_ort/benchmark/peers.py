@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_ort.core import folder
+from sd_ort.graphs.load import load
 
 if TYPE_CHECKING:
     pass
@@ -67,7 +68,7 @@ def optimize_by_onnxscript(source: Path, out: Path, dtype: str = "float32") -> N
     import onnxscript.optimizer
     from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
-    model = ir.load(source)
+    model = load(source)
     onnxscript.optimizer.optimize(model)
     made, _ = optimize_for_ort(model)
     if dtype != "float16":

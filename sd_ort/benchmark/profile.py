@@ -26,6 +26,7 @@ from sd_ort.benchmark.worker import Worker
 from sd_ort.core import files
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.folder import MODEL
+from sd_ort.graphs.load import load
 from sd_ort.graphs.scopes import scope
 from sd_ort.runtime.device import Meter
 
@@ -231,10 +232,8 @@ def site_names(path: Path) -> dict[str, str]:
 
     ONNX Runtime names some nodes it makes after the value they make, as in `conv2d_nchwc`.
     """
-    import onnx_ir as ir
-
     names: dict[str, str] = {}
-    for node in ir.load(path).graph:
+    for node in load(path).graph:
         if found := scope(node):
             names |= {str(output.name): found for output in node.outputs} | {str(node.name): found}
     return {name: found for name, found in names.items() if name not in ("", "None")}

@@ -14,15 +14,13 @@ does to Python's path. A recipe is a tuple of words that also names the folder:
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
@@ -95,8 +93,7 @@ def _make_component(recipe: Recipe, raw: Path, out: Path, component: str) -> Non
     try:
         target = scratch / component / folder.MODEL
         target.parent.mkdir()
-        with _turn(raw / component, out.parent / f".{component}.lock"):
-            RECIPES[recipe[0]](Task(raw, component, target, out.parent), *recipe[1:])
+        RECIPES[recipe[0]](Task(raw, component, target, out.parent), *recipe[1:])
         shutil.copy2(raw / component / "config.json", target.parent)
         (target.parent / SECONDS).write_text(f"{time.perf_counter() - start:.2f}\n")
         others = [path for path in scratch.iterdir() if (path / folder.MODEL).is_file() and path != target.parent]
@@ -111,23 +108,6 @@ def _make_component(recipe: Recipe, raw: Path, out: Path, component: str) -> Non
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-@contextmanager
-def _turn(component: Path, lock: Path) -> Iterator[None]:
-    """Wait for the others that make something of the same component, if it is small enough to be calibrated.
-
-    Calibration links to the raw weights, and onnx refuses a file with several links for as long as it lasts.
-    """
-    from sd_ort.optimize.calibration import SIZE_LIMIT
-
-    data = component / folder.DATA
-    if not data.is_file() or data.stat().st_size > SIZE_LIMIT:
-        yield
-        return
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _ours(task: Task, target: str, dtype: str, step: str = "") -> None:
     from sd_ort.optimize.optimizer import optimize_component
     from sd_ort.optimize.targets import TARGETS
@@ -139,12 +119,11 @@ def _ours(task: Task, target: str, dtype: str, step: str = "") -> None:
 
 def _raw(task: Task, dtype: str) -> None:
     """The export as it is, its weights and tensors in `dtype`."""
-    import onnx_ir as ir
-
+    from sd_ort.graphs.load import load
     from sd_ort.graphs.save import save
     from sd_ort.optimize import calibration, precision
 
-    model = ir.load(task.source)
+    model = load(task.source)
     keep = calibration.calibrate(model, task.source, task.out.parent).nodes if dtype == "float16" else set()
     precision.convert(model, dtype, keep=keep)
     save(model, task.out)

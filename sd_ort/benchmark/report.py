@@ -15,7 +15,7 @@ from typing import Any
 
 from sd_ort.benchmark import plot
 from sd_ort.benchmark.record import FORMAT
-from sd_ort.benchmark.tables import COLUMNS
+from sd_ort.benchmark.tables import COLUMNS, faster, ratio_note
 from sd_ort.benchmark.worker import image_name
 from sd_ort.core import files
 from sd_ort.core.errors import InputError
@@ -115,7 +115,8 @@ def _about(report: Row) -> str:
 
 
 def _benchmark(report: Row) -> str:
-    return _charts(report, report["engines"]) + _scaling(report["engines"]) + _table(report["engines"])
+    rows = report["engines"]
+    return _charts(report, rows) + _scaling(rows) + _table(rows) + f"<p class=about>{escape(ratio_note(report))}</p>"
 
 
 def _ablation(report: Row) -> str:
@@ -132,13 +133,13 @@ def _ablation(report: Row) -> str:
 
 
 def _charts(report: Row, rows: Sequence[Row]) -> str:
-    """For each batch size: time an image (or a call), and memory."""
+    """For each batch size: time per image (or per call), and memory."""
     parts = []
     for batch in report["settings"]["batches"]:
         ran = [row for row in rows if row["batch"] == batch and "step_ms" in row]
         if not ran:
             continue
-        key, unit, name = ("image_s", "s", "an image") if "image_s" in ran[0] else ("step_ms", "ms", "a call")
+        key, unit, name = ("image_s", "s", "per image") if "image_s" in ran[0] else ("step_ms", "ms", "per call")
         parts.append(f"<h3>Time {name}, batch {batch}: median, line from fastest to slowest</h3>")
         parts.append(plot.bars([_time_bar(row, key, unit) for row in ran]))
         for prefix, where in (("device_", "device"), ("", "host")):
@@ -150,9 +151,7 @@ def _charts(report: Row, rows: Sequence[Row]) -> str:
 
 def _time_bar(row: Row, key: str, unit: str) -> plot.Bar:
     times = row[key]
-    ratio = row.get("image_speedup" if key == "image_s" else "step_speedup")
-    faster = f"  {ratio['median']:.2f}x" if ratio else ""
-    text = f"{times['median']:.3g} {unit}{faster}"
+    text = f"{times['median']:.3g} {unit}  {faster(row).partition(' (')[0].removeprefix('-')}"
     return plot.Bar(row["label"], times["median"], text, colour(row), times["min"], times["max"])
 
 

@@ -85,7 +85,7 @@ def to_table(report: dict[str, Any]) -> str:
     for name, *numbers in lines:
         padded = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
         table.append("  ".join([name.ljust(widths[0]), *padded]))
-    return "\n".join([*table, *failures, *report["notes"]])
+    return "\n".join([*table, *failures, *filter(None, [ratio_note(report)]), *report["notes"]])
 
 
 def _number(row: dict[str, Any], key: str, form: str, unit: str = "") -> str:
@@ -94,9 +94,30 @@ def _number(row: dict[str, Any], key: str, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
-def _faster(row: dict[str, Any]) -> str:
+def faster(row: dict[str, Any]) -> str:
+    """A row's speed-up and its spread; no number where the rounds do not even agree on which is faster."""
     ratio = row.get("image_speedup", row.get("step_speedup"))
-    return f"{ratio['median']:.2f}x ({ratio['min']:.2f}-{ratio['max']:.2f})" if ratio else "-"
+    if not ratio:
+        return "-"
+    if ratio["min"] == ratio["max"] == 1:
+        return "1.00x"  # the baseline itself
+    spread = f"({ratio['min']:.2f}-{ratio['max']:.2f})"
+    if ratio["min"] < 1 < ratio["max"]:
+        return f"no difference measured {spread}"
+    return (
+        f"{ratio.get('of_medians', ratio['median']):.2f}x {spread}"  # before November 2026 there was the median alone
+    )
+
+
+def ratio_note(report: dict[str, Any]) -> str:
+    """What the column `faster` is, in one line; nothing when no engine ran."""
+    if report["baseline"] is None:
+        return ""
+    what = "a call" if report["settings"]["component"] else "an image"
+    return (
+        f"faster: {report['baseline']}'s median time of {what} over the row's; in brackets the lowest and highest "
+        "ratio of a round."
+    )
 
 
 def _error(row: dict[str, Any]) -> str:
@@ -110,7 +131,7 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("dtype", lambda row: row.get("precision", "-")),
     ("step", lambda row: _number(row, "step_ms", ".2f", " ms")),
     ("image", lambda row: _number(row, "image_s", ".3f", " s")),
-    ("faster (spread)", _faster),
+    ("faster (spread)", faster),
     ("host memory", lambda row: _number(row, "peak_memory_MB", ".0f", " MB")),
     ("device memory", lambda row: _number(row, "device_peak_memory_MB", ".0f", " MB")),
     ("energy", lambda row: _number(row, "energy_J", ".2f", " J")),

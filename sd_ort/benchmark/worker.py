@@ -185,8 +185,10 @@ def difference(case: Case, baseline: Case) -> dict[str, Any]:
 
 
 def speedup(times: Sequence[float], baseline: Sequence[float]) -> dict[str, Any]:
-    """How often faster than the baseline, round by round: baseline / time of the same round, and its spread."""
-    return metrics.summary([base / own for base, own in zip(baseline, times, strict=False)])
+    """How often faster than the baseline: `of_medians`, the two medians' ratio, and the summary of the ratios of each
+    round, in which both ran. Where all rounds were measured `of_medians` lies within that spread."""
+    paired = metrics.summary([base / own for base, own in zip(baseline, times, strict=False)])
+    return {"of_medians": median(baseline) / median(times), **paired}
 
 
 def is_tuned(engine: Engine, provider: str) -> bool:

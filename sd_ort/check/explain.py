@@ -20,6 +20,7 @@ from fusion_passes.pass_ import Outcome
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.graphs import hoist
+from sd_ort.graphs.load import load
 from sd_ort.graphs.scopes import scope
 from sd_ort.optimize.targets import TARGETS, Target
 
@@ -68,7 +69,7 @@ def explain(path: Path, components: list[str] | None = None) -> dict[str, Any]:
         if manifest.get("stage") != "optimize":
             entries[name] = _component(model, None, {})
             continue
-        source = Path(manifest["source"]["folder"])
+        source = Path(manifest.get("source", {}).get("folder") or path)
         if not (source / name / folder.MODEL).is_file():
             raise InputError(f"{path} was made from {source}, which is gone: restore it, or explain another export.")
         entries[name] = _component(folder.check_component(source, name), model, manifest)
@@ -76,10 +77,7 @@ def explain(path: Path, components: list[str] | None = None) -> dict[str, Any]:
 
 
 def _component(source: Path, optimized: Path | None, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        model = ir.load(source)
-    except Exception as error:  # protobuf's errors share no base class with onnx_ir's
-        raise InputError(f"{source} is not an ONNX model: give a pipeline folder or a model.onnx.") from error
+    model = load(source)
     target = TARGETS.get(manifest.get("options", {}).get("target", ""))
     before = Counter(node.op_type for node in model.graph)
     refused = fusion_passes.canonicalize(model)
@@ -113,7 +111,7 @@ def _nodes(path: Path) -> list[ir.Node]:
     """The nodes of an optimized component; of a hoisted UNet those of its three graphs."""
     root, component = path.parent.parent, path.parent.name
     parts = hoist.PARTS.values() if component == hoist.PARTS["step"] and hoist.is_hoisted(root) else [component]
-    return [node for part in parts for node in ir.load(root / part / folder.MODEL).graph]
+    return [node for part in parts for node in load(root / part / folder.MODEL).graph]
 
 
 def sites(model: ir.Model) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sd_ort.core import folder
+from sd_ort.core import folder, onnx_file
 from sd_ort.core.errors import InputError, OutputError
 
 if TYPE_CHECKING:
@@ -32,10 +32,11 @@ def extract(path: Path, component: str, start: Sequence[str], end: Sequence[str]
     if output.exists():
         raise OutputError(f"{output} exists: remove it or choose another name.")
     model_path = folder.check_component(path, component)
-    model = onnx.load(model_path, load_external_data=False)
+    model = onnx_file.read(model_path)
     cut = _cut(model, start, end)
     _bring_functions(model, cut)
-    onnx.load_external_data_for_model(cut, str(model_path.parent))
+    for tensor in cut.graph.initializer:
+        onnx_file.embed(tensor)
     weights = sum(tensor.ByteSize() for tensor in cut.graph.initializer)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

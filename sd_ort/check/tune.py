@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import onnx_ir as ir
-
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.family.inputs import component_config, pixels_a_latent, random_inputs
 from sd_ort.family.signatures import default_latents
+from sd_ort.graphs.load import load
 from sd_ort.runtime import tuning
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.providers import provider_named
@@ -105,7 +104,7 @@ def run_shapes(
     model: Model, directory: Path, component: str, sizes: Sequence[dict[str, int]], say: Callable[[str], None]
 ) -> None:
     """Run a component once at each size, on made-up numbers."""
-    inputs = list(ir.load(directory / component / folder.MODEL).graph.inputs)
+    inputs = list(load(directory / component / folder.MODEL).graph.inputs)
     config = component_config(directory, component)
     for size in sizes:
         say(f"{component}: {' '.join(f'{key} {number}' for key, number in size.items())}")

@@ -21,6 +21,7 @@ from sd_ort.core.errors import InputError, VerificationError
 from sd_ort.family.inputs import SIZES, Arrays, component_config, random_inputs, recorded_inputs
 from sd_ort.graphs import hoist
 from sd_ort.graphs.cpu_emulation import cpu_twin, half_type, loads_on_cpu
+from sd_ort.graphs.load import load
 from sd_ort.runtime.session import Model, create_session
 
 KNOWN = (*folder.COMPONENTS, "controlnet")
@@ -63,7 +64,7 @@ def verify(
             notes.append(f"{name}: NOT compared, since its inputs are not known: record some for --inputs.")
             continue
         with _whole(optimized, name, notes) as path, _runnable(path, provider, portable, notes) as runnable:
-            model = ir.load(path)
+            model = load(path)
             feeds = _feeds(source, name, model, inputs, sizes, seed)
             expected = _run(folder.check_component(source, name), [feed for _, feed in feeds])
             actual = _run(runnable, [feed for _, feed in feeds], provider, portable)
@@ -131,7 +132,7 @@ def _feeds(
 ) -> list[tuple[str, Arrays]]:
     """(description, arrays) of each run, with numbers that the optimized inputs can hold: both get the same."""
     config = component_config(source, name)
-    graph_inputs = list(ir.load(source / name / folder.MODEL).graph.inputs)
+    graph_inputs = list(load(source / name / folder.MODEL).graph.inputs)
     runs = []
     for size in sizes if name in KNOWN else ():
         arrays = random_inputs(name, graph_inputs, config, size, seed)
@@ -182,6 +183,6 @@ def _runnable(path: Path, provider: str, portable: bool, notes: list[str]) -> It
         return
     with cpu_twin(path) as (twin, done):
         notes += [f"{path.parent.name}: {note}." for note in done]
-        if loads_on_cpu(ir.load(path)):
+        if loads_on_cpu(load(path)):
             create_session(path, portable=portable)
         yield twin

@@ -58,7 +58,8 @@ def grouped(entry: dict[str, Any]) -> list[str]:
 def lowered(entry: dict[str, Any]) -> Iterator[str]:
     """What each pass of the target rewrote, and how many sites it left for which reason."""
     for name, done in entry["lowered"].items():
-        rewrote = ", ".join(f"{count} {what}" for what, count in done["rewrote"].items() if count)
+        made = {"rewritten" if what == name else what: count for what, count in done["rewrote"].items() if count}
+        rewrote = ", ".join(f"{count} {what}" for what, count in made.items())
         yield f"  {name}: {rewrote or 'nothing to rewrite'}"
         for (op, reason), count in Counter((site["op"], site["reason"]) for site in done["left"]).most_common():
             yield f"    left: {count} {op}: {reason}"

@@ -31,6 +31,7 @@ import click
 @click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ... [default: the model's].")
 @click.option("--provider", default="cpu", show_default=True, help="cpu, cuda, rocm, migraphx, or plugin:LIBRARY.")
 @click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")
+@click.option("--graph/--no-graph", default=None, help="Capture the UNet as a GPU graph [default: where it can be].")
 @click.option("--low-memory", is_flag=True, help="Keep one component in memory at a time.")
 @click.option("--vae-tiling", is_flag=True, help="Decode large images in overlapping tiles.")
 @click.option("--vae-slicing", is_flag=True, help="Decode the images of a batch one by one.")
@@ -57,6 +58,7 @@ def command(
     scheduler: str | None,
     provider: str,
     allow_fallback: bool,
+    graph: bool | None,
     low_memory: bool,
     vae_tiling: bool,
     vae_slicing: bool,
@@ -100,6 +102,7 @@ def command(
         folder,
         provider,
         scheduler,
+        graph=graph,
         low_memory=low_memory,
         vae_tiling=vae_tiling,
         vae_slicing=vae_slicing,

@@ -24,7 +24,12 @@ import click
 @click.option(
     "--inputs", type=click.Path(path_type=Path), help="Calibrate on recorded runs: an .npz of component/input[/run]."
 )
-@click.option("--hoist", "hoisted", is_flag=True, help="Run the prompt's and the schedule's part of the UNet once.")
+@click.option(
+    "--hoist/--no-hoist",
+    "hoisted",
+    default=None,
+    help="Run the prompt's and the schedule's part of the UNet once [default: with --float16 on cuda and rocm].",
+)
 @click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
 def command(
     source: Path,
@@ -33,7 +38,7 @@ def command(
     dtype: str | None,
     calibrate: bool | None,
     inputs: Path | None,
-    hoisted: bool,
+    hoisted: bool | None,
     components: tuple[str, ...],
 ) -> None:
     """Fuse the pipeline folder IN for a target and write it to OUT.

@@ -1,5 +1,9 @@
 """Errors a user can mend: the CLI prints their message on one line and exits with their code. Others are bugs."""
 
+# Name prefix of threads that an interrupt does not wait for: what they write is removed, and the process ends.
+STOPPABLE = "sd-ort-stoppable"
+BUG = 70  # exit code of what nobody foresaw (sysexits.h: EX_SOFTWARE)
+
 
 class SdOrtError(Exception):
     """Base of all errors whose message tells the user what to do."""
@@ -35,3 +39,19 @@ def first_line(error: BaseException) -> str:
     """The first non-empty line of an error's message, cut to 300 characters, or its type when it has none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__
+
+
+def explained(error: Exception) -> tuple[str, int]:
+    """One line that says what to do, and the exit code, for any error: the one place that knows families of them."""
+    text = first_line(error)
+    if isinstance(error, SdOrtError):
+        return " ".join(str(error).split()), error.exit_code
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'a file'} cannot be read or written: {error.strerror}.", OutputError.exit_code
+    if isinstance(error, MemoryError) or any(sign in text for sign in OUT_OF_MEMORY):
+        return "not enough memory: choose a smaller size or batch, --low-memory or --vae-tiling.", SdOrtError.exit_code
+    return f"a bug in sd-ort, please report it: {type(error).__name__}: {text} (SD_ORT_TRACEBACK=1 shows where)", BUG
+
+
+# What torch, NumPy and ONNX Runtime say when an allocation fails.
+OUT_OF_MEMORY = ("can't allocate memory", "Unable to allocate", "bad_alloc", "bad allocation", "Failed to allocate")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import InputError, OutputError, first_line
+
+JSON_LIMIT = 64 << 20  # bytes: the largest met, a tokenizer.json, has 4 MB
 
 
 def write_text(path: Path, text: str) -> None:
@@ -54,14 +60,92 @@ def code_hash(*packages: Path) -> str:
 
 
 def read_json(path: Path, otherwise: str | None = None) -> dict[str, Any]:
-    """A JSON object from a file. Raises InputError when it is broken, or missing: then for the reason `otherwise`."""
+    """A JSON object from a file: the one reader of JSON that others wrote, since it may be broken in any way.
+
+    Raises InputError when it is broken or larger than JSON_LIMIT, or missing: then for the reason `otherwise`.
+    """
     try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError as error:
+        if path.stat().st_size > JSON_LIMIT or not path.is_file():
+            raise InputError(f"{path} is no file of at most {JSON_LIMIT >> 20} MiB: get it, or export it, again.")
+        content = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError) as error:
         reason = f"{otherwise}: {path} is missing." if otherwise else f"{path} is missing: export the pipeline again."
         raise InputError(reason) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read ({first_line(error)}): get it, or export it, again.") from error
     if not isinstance(content, dict):
         raise InputError(f"{path} is not a JSON object: get it, or export it, again.")
     return content
+
+
+def mismatch(value: Any, like: Any, where: str = "") -> str | None:
+    """Where a JSON value is not as `like` says, or None.
+
+    `like`: a type or several; a predicate; [like of every entry]; {key: like}, where keys may be absent and the key
+    `str` stands for all others. None and absent are the same. Booleans are no numbers.
+    """
+    if isinstance(like, dict):
+        if not isinstance(value, dict):
+            return where or "the whole"
+        inner = ((str(key), entry, like.get(key, like.get(str))) for key, entry in value.items())
+        found = (mismatch(entry, kind, key) for key, entry, kind in inner if kind is not None and entry is not None)
+    elif isinstance(like, list):
+        if not isinstance(value, list):
+            return where
+        found = (mismatch(entry, like[0], where) for entry in value)
+    elif isinstance(like, type):
+        return None if isinstance(value, like) and (like is bool or not isinstance(value, bool)) else where
+    else:
+        return None if like(value) else where
+    return next((f"{where}.{wrong}" if where and wrong != where else wrong for wrong in found if wrong), None)
+
+
+@contextmanager
+def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
+    """A folder `parent`/.`name`.partial-... that is gone on leaving, unless it was moved, whatever happens.
+
+    Those that killed processes left are removed first: each is locked for as long as its process lives. Raises
+    OutputError when it cannot be made.
+    """
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(parent, f".{name}.partial-")
+        work, lock = _locked_folder(parent, f".{name}.partial-")
+    except OSError as error:
+        raise OutputError(f"cannot write to {parent}: {error.strerror}.") from error
+    try:
+        yield work
+    finally:
+        for _ in range(5):  # a thread that is told to stop may write a last file meanwhile
+            if work.exists():
+                shutil.rmtree(work, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_leftovers(parent: Path, prefix: str) -> None:
+    """Remove folders in `parent` whose name starts with `prefix` and whose process is gone."""
+    for path in [path for path in parent.iterdir() if path.name.startswith(prefix)]:
+        with suppress(OSError):
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
+    """A new folder and the descriptor that locks it; again when another took it for a leftover before it was locked."""
+    while True:
+        work = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        with suppress(OSError):
+            lock = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if work.is_dir():
+                    return work, lock
+            except BlockingIOError:
+                pass
+            except OSError:  # a file system without locks: nothing is taken for a leftover there
+                return work, lock
+            os.close(lock)

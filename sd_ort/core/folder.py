@@ -10,15 +10,16 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sd_ort.core import onnx_file
 from sd_ort.core.errors import InputError, OutputError
+from sd_ort.core.files import mismatch, read_json, scratch_folder
+from sd_ort.core.paths import inside, output_path
 
 MANIFEST = "sd_ort.json"
 FORMAT = 1
@@ -27,6 +28,19 @@ DATA = "model.onnx.data"
 MERGED = "pipeline"  # the one component of a folder that `sd-ort merge` wrote
 COMPONENTS = ("text_encoder", "text_encoder_2", "unet", "vae_encoder", "vae_decoder")
 CONFIG_FOLDERS = ("scheduler", "tokenizer", "tokenizer_2", "feature_extractor")
+# All that diffusers and transformers read there; a folder may hold anything beside.
+CONFIG_FILES = (
+    "scheduler_config.json", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "preprocessor_config.json",
+)  # fmt: skip
+_MANIFEST_LIKE = {
+    "stage": str,
+    "source": {"model": str, "folder": str, "random_weights": bool},
+    "versions": dict,
+    "options": {"target": str, "dtype": str, "exporter": str, "opset": int, "seed": int, "components": [str]},
+    "components": {str: {"not_lowered": [str], "float32_sites": [dict], "calibration": str}},
+    "files": {str: {str: lambda entry: isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys()}},
+}
 
 
 def sha256(path: Path) -> str:
@@ -67,12 +81,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         return {}
-    try:
-        manifest = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({error}): export or optimize again.") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    manifest = read_json(path)
+    if manifest.get("format") != FORMAT:
         raise InputError(f"{path} has another format than this sd-ort reads: export or optimize again.")
+    if wrong := mismatch(manifest, _MANIFEST_LIKE):
+        raise InputError(f"{path} is damaged at {wrong!r}: export or optimize again.")
     return manifest
 
 
@@ -90,85 +103,81 @@ def is_intact(folder: Path, manifest: dict[str, Any]) -> bool:
     for component, files in manifest.get("files", {}).items():
         for name, expected in files.items():
             path = folder / component / name
-            if not path.is_file() or path.stat().st_size != expected["bytes"] or sha256(path) != expected["sha256"]:
+            if not path.is_file() or path.stat().st_size != expected["bytes"]:
+                return False
+            if sha256(path) != expected["sha256"]:
                 return False
     return bool(manifest.get("files"))
 
 
+def read_index(folder: Path, kind: str = "pipeline folder") -> dict[str, Any]:
+    """The model_index.json of a pipeline folder: part -> [library, class]. Raises InputError when it is broken."""
+    path = folder / "model_index.json"
+    index = read_json(path, f"{folder} is no {kind}")
+    parts = [*COMPONENTS, *CONFIG_FOLDERS, "vae", "controlnet", "safety_checker"]
+    like = {"_class_name": str, **dict.fromkeys(parts, _is_library_and_class)}
+    if wrong := mismatch(index, like):
+        raise InputError(f"{path} is damaged at {wrong!r}: get it, or export it, again.")
+    return index
+
+
+def _is_library_and_class(entry: Any) -> bool:
+    return isinstance(entry, list) and len(entry) == 2 and all(name is None or isinstance(name, str) for name in entry)
+
+
 def check_component(folder: Path, component: str) -> Path:
-    """Path of a component's `model.onnx`, once the model parses and its external data lies whole within its folder.
+    """Path of a component's `model.onnx`, once all of it and of its external data is there and well (`onnx_file.read`).
 
-    Raises InputError for a truncated or foreign file, and for external data that is missing, too short, or whose
-    location leaves the component's folder (a model from the internet must not read other files).
+    Raises InputError for a file that is truncated, broken or foreign, or that leads out of the pipeline folder: a model
+    from the internet must not read other files.
     """
-    import onnx
-    from google.protobuf.message import DecodeError
-
     path = folder / component / MODEL
-    if not path.is_file():
-        raise InputError(f"{path} is missing: export the pipeline again.")
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except DecodeError as error:
-        raise InputError(f"{path} is truncated or not an ONNX model: export it again.") from error
-    if not model.graph.node:
-        raise InputError(f"{path} is truncated or empty: export it again.")
+    inside(path, folder)
+    onnx_file.read(path)
     recorded = read_manifest(folder).get("files", {}).get(component, {}).get(MODEL)
     if recorded and recorded["bytes"] != path.stat().st_size:
         raise InputError(f"{path} is truncated or was changed since it was written: export it again.")
-    root = path.parent.resolve()
-    for tensor in model.graph.initializer:
-        if tensor.data_location != onnx.TensorProto.EXTERNAL:
-            continue
-        entry = {e.key: e.value for e in tensor.external_data}
-        data = (root / entry.get("location", "")).resolve()
-        if root not in data.parents:
-            raise InputError(f"{path} refers to data outside its folder ({entry.get('location')}): do not trust it.")
-        if not data.is_file():
-            raise InputError(f"{data} is missing: {MODEL} keeps its weights there; copy both or export again.")
-        if int(entry.get("offset", 0)) + int(entry.get("length", 0)) > data.stat().st_size:
-            raise InputError(f"{data} is truncated: copy or export it again.")
     return path
 
 
-def copy_configs(source: Path, target: Path) -> None:
-    """Copy the scheduler, tokenizers and index of a pipeline, but no weights."""
-    shutil.copy2(source / "model_index.json", target / "model_index.json")
-    for name in CONFIG_FOLDERS:
-        if (source / name).is_dir():
-            shutil.copytree(source / name, target / name)
+def copy_configs(source: Path, target: Path, components: Iterable[str] = ()) -> None:
+    """Copy a pipeline's index, scheduler and tokenizers, and the config.json of `components`, but no weights.
+
+    Of each folder the files that a pipeline needs and no others. Raises InputError for one that is a link to a file
+    elsewhere: it could be anything on this machine.
+    """
+    wanted = ["model_index.json", *(f"{name}/{file}" for name in CONFIG_FOLDERS for file in CONFIG_FILES)]
+    for name in (*wanted, *(f"{component}/config.json" for component in components)):
+        if (source / name).is_file():
+            (target / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(inside(source / name, source), target / name)
 
 
 @contextmanager
-def staged(output: Path) -> Iterator[Path]:
+def staged(output: Path, *sources: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `output` that replaces it on success and vanishes on any error or interrupt.
 
-    Raises OutputError when `output` exists and was not written by sd-ort, or when the disk is full.
+    `sources`: folders that it is made from. Raises OutputError when `output` is one of them, holds one or lies in one,
+    when it exists and was not written by sd-ort, or when the disk is full.
     """
-    output = Path(os.path.abspath(output))
+    output = output_path(output, *sources)
     if output.exists() and not (output / MANIFEST).is_file() and (not output.is_dir() or any(output.iterdir())):
         raise OutputError(f"{output} exists and was not written by sd-ort: choose another folder or remove it.")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
-    except OSError as error:
-        raise OutputError(f"cannot write to {output.parent}: {error.strerror}.") from error
-    try:
-        yield work
-        work.chmod(0o755)
-        if output.exists():
-            old = work.with_name(work.name + "-old")
-            output.rename(old)
-            work.rename(output)
-            shutil.rmtree(old)
-        else:
-            work.rename(output)
+        with scratch_folder(output.parent, output.name) as work:
+            yield work
+            work.chmod(0o755)
+            if output.exists():
+                old = work.with_name(work.name + "-old")
+                output.rename(old)
+                work.rename(output)
+                shutil.rmtree(old)
+            else:
+                work.rename(output)
     except OSError as error:
         if _is_full(error):
             raise OutputError(f"no space left for {output}: free some disk space and run it again.") from error
         raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _is_full(error: OSError) -> bool:

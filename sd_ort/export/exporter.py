@@ -28,6 +28,7 @@ import torch
 from sd_ort.core.errors import InputError, OutputError, VerificationError, first_line
 from sd_ort.core.files import code_hash, read_json
 from sd_ort.core.folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
+from sd_ort.core.paths import output_path
 from sd_ort.core.quiet import quiet
 from sd_ort.export.tracing import DEFAULT_OPSET, EXPORTERS, OPSETS, tidy
 from sd_ort.family.checkpoints import FileOptions, Source, component_signature, is_sdxl, open_source
@@ -248,6 +249,7 @@ def export(
     source = open_source(model, preset, random_weights, seed, controlnet, files)
     if source.about:
         progress(source.about)
+    out = output_path(out, *source.folders)
     names = choose(source, components)
     manifest: dict[str, Any] = {
         "stage": "export",
@@ -261,7 +263,7 @@ def export(
     if all(previous.get(key) == value for key, value in manifest.items()) and is_intact(out, previous):
         progress(f"{out} is up to date.")
         return previous
-    with staged(out) as work:
+    with staged(out, *source.folders) as work:
         source.write_configs(work)
         done = {}
         for i, name in enumerate(names, 1):

@@ -21,7 +21,7 @@ import torch
 
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.files import read_json
-from sd_ort.core.folder import CONFIG_FOLDERS, MODEL, copy_configs, tree_hash
+from sd_ort.core.folder import CONFIG_FOLDERS, MODEL, copy_configs, read_index, tree_hash
 from sd_ort.core.quiet import no_progress_bars
 from sd_ort.family import presets, signatures
 from sd_ort.family.hub import download_configs, download_model, download_pipeline
@@ -52,6 +52,10 @@ class Source(Protocol):
     @property
     def random_weights(self) -> bool:
         """Whether the weights are made up."""
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where its files lie."""
 
     @property
     def about(self) -> str:
@@ -99,6 +103,10 @@ class FolderSource:
         parts += [tree_hash(self.folder / name) for name in CONFIG_FOLDERS]
         return hashlib.sha256("".join([json.dumps(self.index, sort_keys=True), *parts]).encode()).hexdigest()
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (self.folder, *([self.controlnet] if self.controlnet else []))
+
     def folder_of(self, model: str) -> Path:
         return self.controlnet if model == "controlnet" and self.controlnet else self.folder / model
 
@@ -138,6 +146,7 @@ class PresetSource:
     name: str
     seed: int
     random_weights: bool = True
+    folders: tuple[Path, ...] = ()
     about: str = ""
 
     @property
@@ -272,7 +281,7 @@ def _locate(model: str, download: Callable[[str], Path]) -> Path:
 
 def open_folder(name: str, folder: Path) -> FolderSource:
     """Check that `folder` is a diffusers pipeline of a family we know. Raises InputError when it is not."""
-    index = read_json(folder / "model_index.json", f"{folder} is no diffusers pipeline")
+    index = read_index(folder, "diffusers pipeline")
     configs = {}
     for model in MODELS:
         library, cls = (index.get(model) or (None, None))[:2]

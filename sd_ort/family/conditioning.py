@@ -62,6 +62,7 @@ def token_ids(tokenizer: Any, prompts: Sequence[str], length: int) -> np.ndarray
     for prompt, ids in zip(prompts, tokenizer(list(prompts), verbose=False).input_ids, strict=True):
         if len(ids) > length:  # the last kept token is the end mark
             lost = tokenizer.decode(ids[length - 1 : -1])
-            log.warning("the prompt %r… is cut after %d tokens; not drawn: %r", prompt[:40], length - 2, lost)
+            shown = lost if len(lost) <= 200 else lost[:200] + "…"
+            log.warning("the prompt %r… is cut after %d tokens; not drawn: %r", prompt[:40], length - 2, shown)
     tokens = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="np")
     return np.asarray(tokens.input_ids, np.int64)

@@ -80,6 +80,10 @@ class SingleFileSource:
     def configs(self) -> dict[str, Config]:
         return self.base.configs
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (self.file, *self.base.folders)
+
     @cached_property
     def hash(self) -> str:
         files = [self.file, *(p for name in CONFIG_FOLDERS for p in sorted((self.base.folder / name).glob("*")))]
@@ -121,6 +125,10 @@ class SwappedVae:
     @property
     def about(self) -> str:
         return self.source.about
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        return (self.file, *self.source.folders)
 
     def write_configs(self, out: Path) -> None:
         self.source.write_configs(out)

@@ -8,8 +8,6 @@ result of every operator to the half type.
 
 from __future__ import annotations
 
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,20 +17,17 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from fusion_passes import DOMAIN
-from fusion_passes.operators import bodies
+from fusion_passes import CONTRIB, DOMAIN
+from fusion_passes.operators import BY_NAME, OPERATORS, bodies
 from fusion_passes.shapes.infer import annotate
 from sd_ort.core.folder import DATA, MODEL
+from sd_ort.graphs.load import load
 
-CONTRIB = "com.microsoft"
-# Fused operators for which ONNX Runtime 1.31's CPU provider has no kernel; MultiHeadAttention lacks the packed forms.
-NOT_ON_CPU = frozenset({"GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd", "NhwcConv"})
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 # Operators whose results are some of their inputs' numbers: nothing to round.
 EXACT = frozenset(
-    "Concat Expand Gather Identity Pad Relu Reshape Resize Slice Split Squeeze Transpose Unsqueeze UpsampleNearest "
-    "Where".split()
-)
+    "Concat Expand Gather Identity Pad Relu Reshape Resize Slice Split Squeeze Transpose Unsqueeze Where".split()
+) | {operator.name for operator in OPERATORS if operator.exact}
 ROUNDING = "sd_ort.rounding"
 # Veltkamp's splitting (Dekker 1971): (2^s + 1)x - ((2^s + 1)x - x) keeps 24 - s bits of a float32. Numbers below the
 # smallest normal float16 round to multiples of 2^-24: adding 0.75 = 1.5 * 2^-1 leaves no finer bits.
@@ -68,7 +63,7 @@ def cpu_twin(path: Path) -> Iterator[tuple[Path, list[str]]]:
     That is `path` itself where nothing has to be done. A twin lies beside the component's folder until the context is
     left; it takes float32 where the original takes a half type.
     """
-    model = ir.load(path)
+    model = load(path)
     notes = []
     foreign = sorted({node.op_type for node in model.graph if _not_on_cpu(node)})
     if foreign:
@@ -84,11 +79,7 @@ def cpu_twin(path: Path) -> Iterator[tuple[Path, list[str]]]:
     with tempfile.TemporaryDirectory(prefix=f".{path.parent.name}.twin-", dir=path.parent.parent) as scratch:
         twin = Path(scratch) / path.parent.name / MODEL
         twin.parent.mkdir()
-        if half is None:
-            for data in path.parent.iterdir():
-                if data.is_file() and data.name != MODEL:
-                    link_or_copy(data, twin.parent / data.name)
-        ir.save(model, twin, external_data=None if half is None else DATA)
+        ir.save(model, twin, external_data=DATA)
         yield twin, notes
 
 
@@ -130,10 +121,8 @@ def round_to_half(model: ir.Model, half: ir.DataType) -> None:
 
 
 def _not_on_cpu(node: ir.Node) -> bool:
-    if node.domain != CONTRIB:
-        return False
-    packed = node.op_type == "MultiHeadAttention" and (len(node.inputs) < 3 or node.inputs[2] is None)
-    return packed or node.op_type in NOT_ON_CPU
+    operator = BY_NAME.get(node.op_type) if node.domain == CONTRIB else None
+    return operator is not None and not operator.on_cpu(node)
 
 
 def _to_function_bodies(model: ir.Model) -> None:
@@ -189,11 +178,3 @@ def _retype_attributes(node: ir.Node, half: ir.DataType) -> None:
     tensor = node.attributes.get_tensor("value") if node.op_type in ("ConstantOfShape", "Constant") else None
     if tensor is not None and tensor.dtype == half:
         node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(tensor.numpy().astype(np.float32)))
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """A hard link where the file system allows one: weights are gigabytes."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

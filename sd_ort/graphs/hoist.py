@@ -22,6 +22,7 @@ from fusion_passes.rewriting import constant
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import MODEL
 from sd_ort.graphs.inline import inline, subgraphs
+from sd_ort.graphs.load import load
 
 PROMPT_INPUTS = frozenset({"encoder_hidden_states", "text_embeds", "time_ids", "timestep_cond", "class_labels"})
 TIMESTEP = "timestep"
@@ -64,7 +65,7 @@ def split(model: ir.Model) -> dict[str, ir.Model]:
 
 def join(folder: Path) -> ir.Model:
     """The UNet of a hoisted pipeline folder as the one graph it was before, to verify it. Weights stay on disk."""
-    parts = {name: ir.load(folder / component / MODEL) for name, component in PARTS.items()}
+    parts = {name: load(folder / component / MODEL) for name, component in PARTS.items()}
     step = parts["step"]
     named = {str(v.name): v for part in parts.values() for v in part.graph.inputs}
     made = {str(v.name) for part in parts.values() for v in part.graph.outputs}

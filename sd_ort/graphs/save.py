@@ -9,10 +9,9 @@ from pathlib import Path
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes import DOMAIN
+from fusion_passes import CONTRIB, DOMAIN
 from sd_ort.core import folder
 
-CONTRIB = "com.microsoft"
 IR_VERSION = 10  # what canonical opset 21 and functions with overloads need; folders of old exporters have less
 
 

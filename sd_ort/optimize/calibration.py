@@ -26,7 +26,6 @@ from fusion_passes.shapes.types import is_statistic
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.family.inputs import Arrays, component_config, random_inputs, recorded_inputs
-from sd_ort.graphs.cpu_emulation import link_or_copy
 
 # A value stays in float32 when it came within this factor of the type's largest number: other prompts and noise move
 # the extremes of an activation by a small factor (VAE decoders, other seeds: below 2).
@@ -92,8 +91,8 @@ def calibrate(
 def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str, float]:
     """Largest magnitude, over `feeds`, of every float32 value that a node of `model` makes and another reads, by name.
 
-    NaN counts as infinite. Writes a copy of the graph below `scratch`, and of the weights that lowering changed, and
-    removes it again.
+    NaN counts as infinite. Writes a copy of the model below `scratch`, weights included, and removes it again: links to
+    the source's weights would be seen by others who read it meanwhile.
     """
     from sd_ort.runtime.session import Model, create_session
 
@@ -105,8 +104,7 @@ def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str
     with tempfile.TemporaryDirectory(prefix=".calibration-", dir=scratch) as work:
         path = Path(work) / "component" / folder.MODEL
         path.parent.mkdir()
-        _borrow_weights(copy, path.parent)
-        ir.save(copy, path)
+        ir.save(copy, path, external_data=folder.DATA)
         run = Model(create_session(path, "cpu", portable=True))
         for feed in feeds:
             outputs = run(**feed)
@@ -132,28 +130,6 @@ def _add_ranges(model: ir.Model) -> list[str]:
         graph.outputs.append(highest.outputs[0])
         names.append(str(value.name))
     return names
-
-
-def _borrow_weights(model: ir.Model, target: Path) -> None:
-    """Let `model` find in `target` the files its weights lie in; weights that are computed are written there."""
-    computed = []
-    for value in model.graph.initializers.values():
-        tensor = value.const_value
-        if isinstance(tensor, ir.LazyTensor):
-            computed.append(value)
-        if isinstance(tensor, ir.ExternalTensor):
-            here = target / tensor.location
-            if not here.exists():
-                here.parent.mkdir(parents=True, exist_ok=True)
-                link_or_copy(Path(tensor.path), here)
-            value.const_value = ir.ExternalTensor(
-                tensor.location, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=str(value.name),
-                base_dir=target,
-            )  # fmt: skip
-    tensors = [value.const_value for value in computed if value.const_value is not None]
-    written = ir.external_data.convert_tensors_to_external(tensors, target, "computed.data")
-    for value, tensor in zip(computed, written, strict=True):
-        value.const_value = tensor
 
 
 def _why_not(source: Path, wanted: bool | None, recorded: bool) -> str | None:

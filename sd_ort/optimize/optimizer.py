@@ -8,7 +8,6 @@ in globals of the rewriter; while one component is rewritten another is run for 
 from __future__ import annotations
 
 import importlib.metadata
-import shutil
 import threading
 import time
 from collections import Counter
@@ -20,24 +19,29 @@ from typing import Any
 import onnx_ir as ir
 
 import fusion_passes
-from fusion_passes import DOMAIN
+from fusion_passes import CONTRIB, DOMAIN, OPERATORS
 from fusion_passes.operators import bodies
-from fusion_passes.pass_ import counts, run_all
+from fusion_passes.pass_ import run_all, totals
 from sd_ort.core import folder
-from sd_ort.core.errors import InputError
+from sd_ort.core.errors import STOPPABLE, InputError
+from sd_ort.core.paths import output_path
 from sd_ort.graphs import hoist
-from sd_ort.graphs.save import CONTRIB, save
+from sd_ort.graphs.load import load
+from sd_ort.graphs.save import save
 from sd_ort.optimize import calibration, precision
 from sd_ort.optimize.targets import TARGETS, Target, default_target
+from sd_ort.runtime.session import check_opens
 
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
-    "MultiHeadAttention", "Attention", "GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd",
-    "SkipLayerNormalization", "LayerNormalization", "QuickGelu", "UpsampleNearest", "NhwcConv", "WinogradConv", "Conv",
-    "Transpose",
-)  # fmt: skip
+    *(operator.name for operator in OPERATORS if operator.counted),
+    *("Attention", "LayerNormalization", "Conv", "Transpose"),
+)
 Report = Callable[[str], None]
 REWRITING = threading.Lock()
+
+# Targets whose providers keep a hoisted UNet's results on the device.
+HOISTING = ("cuda", "rocm")
 
 
 def optimize(
@@ -49,17 +53,17 @@ def optimize(
     components: list[str] | None = None,
     calibrate: bool | None = None,
     inputs: Path | None = None,
-    hoisted: bool = False,
+    hoisted: bool | None = None,
     report: Report = lambda line: None,
 ) -> dict[str, Any]:
     """Fuse every component of the pipeline folder `source` into the folder `output`, and return its manifest.
 
     target: a name in `TARGETS`; None: what the installed ONNX Runtime wheel drives. dtype: "float32", "float16" or
-    "bfloat16". calibrate: whether float16 conversion runs
-    each component to find what must stay in float32 (None: the components that are small enough), on made-up inputs or
-    on the recorded `inputs` (see `family.inputs`). hoisted: split the UNet into a graph that runs once a prompt, one
-    that runs once a schedule and one that runs every step (see `graphs.hoist`). An `output` that was made from the same
-    input with the same options and is intact is left as it is. Raises InputError for a source that cannot be read and
+    "bfloat16". calibrate: whether float16 conversion runs each component to find what must stay in float32 (None: the
+    components that are small enough), on made-up inputs or on the recorded `inputs` (see `family.inputs`). hoisted:
+    split the UNet into a graph that runs once a prompt, one that runs once a schedule and one that runs every step
+    (see `graphs.hoist`); None: in float16 for the targets in `HOISTING`. An `output` that was made from the same input
+    with the same options and is intact is left as it is. Raises InputError for a source that cannot be read and
     OutputError when the output cannot be written; then nothing is left behind.
     """
     if target is None:
@@ -69,12 +73,15 @@ def optimize(
         raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
     if dtype != "float16" and (calibrate or inputs):
         raise InputError(f"calibration is for --float16: {dtype} has the range of float32, so leave it out.")
+    output = output_path(output, source)
     names = folder.components(source)
     if components:
         missing = [name for name in components if name not in names]
         if missing:
             raise InputError(f"{source} has no component {', '.join(missing)}: it has {', '.join(names)}.")
         names = components
+    if hoisted is None:
+        hoisted = dtype == "float16" and target in HOISTING and hoist.PARTS["step"] in names
     if hoisted and hoist.PARTS["step"] not in names:
         raise InputError("--hoist splits the UNet: take it into --component, or leave out --hoist.")
     if hoist.is_hoisted(source):
@@ -92,8 +99,8 @@ def optimize(
     if _is_done(output, manifest):
         report(f"{output} is up to date.")
         return folder.read_manifest(output)
-    with folder.staged(output) as work:
-        folder.copy_configs(source, work)
+    with folder.staged(output, source) as work:
+        folder.copy_configs(source, work, names)
 
         def make(name: str, stopped: threading.Event) -> None:
             started = time.perf_counter()
@@ -107,10 +114,10 @@ def optimize(
                 hoisted=hoisted and name == hoist.PARTS["step"],
                 stopped=stopped,
             )
+            for written in hoist.PARTS.values() if "hoisted" in entry else [name]:
+                _go_on(stopped)
+                check_opens(work / written / folder.MODEL)
             entry["seconds"] = round(time.perf_counter() - started, 2)
-            config = source / name / "config.json"
-            if config.is_file():
-                shutil.copy2(config, work / name / "config.json")
             manifest["components"][name] = entry
             report(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
 
@@ -133,16 +140,22 @@ def _manifest(source: Path, names: list[str], options: dict[str, Any]) -> dict[s
 
 
 def _two_at_a_time(make: Callable[[str, threading.Event], None], names: Iterable[str]) -> None:
-    """Call make(name, stopped) for all names in two threads; an error or interrupt sets `stopped` and is raised."""
+    """Call make(name, stopped) for all names in two threads; an error or interrupt sets `stopped` and is raised.
+
+    An interrupt is raised at once. The threads may still be inside a library, for seconds; they write nothing after it.
+    """
     stopped = threading.Event()
-    with ThreadPoolExecutor(2) as pool:
-        try:
-            for done in as_completed([pool.submit(make, name, stopped) for name in names]):
-                done.result()
-        except BaseException:
-            stopped.set()
-            pool.shutdown(cancel_futures=True)
-            raise
+    pool = ThreadPoolExecutor(2, thread_name_prefix=STOPPABLE)
+    running = [pool.submit(make, name, stopped) for name in names]
+    interrupted = True
+    try:
+        for done in as_completed(running):
+            interrupted = done.exception() is None
+            done.result()
+        interrupted = False
+    finally:
+        stopped.set()
+        pool.shutdown(wait=not interrupted, cancel_futures=True)
 
 
 def _size(model: Path) -> int:
@@ -164,14 +177,15 @@ def optimize_component(
 
     Raises CancelledError soon after another thread set `stopped`; the output is then incomplete.
     """
-    model = ir.load(source)
+    model = load(source)
     before = sum(1 for _ in model.graph)
+    _go_on(stopped)
     with REWRITING:
-        _go_on(stopped)
         canonical = fusion_passes.canonicalize(model)
         not_fused = fusion_passes.why_not_fused(model)
         fused = fusion_passes.fuse(model, target.fusions)
         lowered = run_all(model, target.passes)
+    _go_on(stopped)
     output.parent.mkdir(parents=True, exist_ok=True)
     measured = calibration.Calibration("")
     if dtype == "float16":
@@ -180,13 +194,14 @@ def optimize_component(
         precision.convert(model, dtype, keep=measured.nodes, float32_inputs=target.float32_inputs)
     kept = lower_operators(model, target)
     parts = {hoist.PARTS[name]: part for name, part in hoist.split(model).items()} if hoisted else {}
+    _go_on(stopped)
     for name, part in (parts or {output.parent.name: model}).items():
         save(part, output.parent.with_name(name) / output.name, lambda: _go_on(stopped))
     nodes = Counter(node.op_type for part in (parts.values() or [model]) for node in part.graph)
     return {
         "nodes_before": before,
         "nodes": sum(nodes.values()),
-        "rules": counts(canonical, fused, lowered),
+        "rules": totals(canonical, fused, lowered),
         "counts": {op: nodes[op] for op in COUNTED if nodes[op]},
         "not_lowered": kept,
         **({"not_fused": not_fused} if not_fused else {}),

@@ -9,11 +9,11 @@ onnxruntime-rocm 1.22.2.post3 and MIGraphX EP 1.27.1.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
-from fusion_passes import FUSIONS
+from fusion_passes import FUSIONS, OPERATORS
 from fusion_passes import checks as c
 from fusion_passes.lower import (
     fold_bias,
@@ -103,7 +103,7 @@ class Target:
     float32_inputs: frozenset[tuple[str, int]] = frozenset()
 
 
-_FP32_AFFINE = frozenset({("GroupNorm", 1), ("GroupNorm", 2), ("SkipGroupNorm", 1), ("SkipGroupNorm", 2)})
+_FLOAT32_INPUTS = frozenset((operator.name, i) for operator in OPERATORS for i in operator.float32_inputs)
 
 _NO_SDPA = take_apart("ScaledDotProductAttention")  # no provider has a kernel for it
 
@@ -145,14 +145,14 @@ CUDA = Target(
         **{name: CUDA_CONTRIB[name] for name in ("NhwcConv", "QuickGelu", "SkipLayerNormalization")},
         "MultiHeadAttention": _narrow_heads,
     },
-    float32_inputs=_FP32_AFFINE,
+    float32_inputs=_FLOAT32_INPUTS,
 )
 
 ROCM = Target(
     "rocm",
     passes=(_NO_SDPA, nhwc_layout.PASS, fold_bias.PASS, pack_qkv.PASS, upsample_nearest.PASS),
     contrib={**CUDA_CONTRIB, "MultiHeadAttention": _no_bias_input},
-    float32_inputs=_FP32_AFFINE,
+    float32_inputs=_FLOAT32_INPUTS,
 )
 
 MIGRAPHX = Target(
@@ -168,7 +168,12 @@ MIGRAPHX = Target(
     fusions=tuple(each for each in FUSIONS if each.name not in {"skip_group_norm", "bias_add", "bias_split_gelu"}),
 )
 
-TARGETS: Mapping[str, Target] = {t.name: t for t in (PORTABLE, CPU, CUDA, ROCM, MIGRAPHX)}
+# Our own provider (custom_ops/provider): operators of domains `sd_ort` and ai.onnx only, since contrib schemas are not
+# shared with plugins; each fused one has its kernel there.
+HIP = Target("hip", passes=CUDA.passes, float32_inputs=_FLOAT32_INPUTS)
+GPU = replace(HIP, name="gpu")
+
+TARGETS: Mapping[str, Target] = {t.name: t for t in (PORTABLE, CPU, CUDA, ROCM, MIGRAPHX, HIP, GPU)}
 
 
 def default_target() -> tuple[str, str]:

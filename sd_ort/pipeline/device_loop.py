@@ -1,209 +1,374 @@
-"""The sampling loop on the device: between two UNet calls nothing is copied to the host.
+"""Drawing on the device: from the prompt's embeddings to the bytes of the picture nothing is copied to the host.
 
-The UNet reads and writes buffers with fixed addresses. Guidance, the scheduler (a matrix, see `family.schedule`) and
-the next step's input are one small ONNX graph, which runs on the same provider and writes into the UNet's own input
-buffers; the step's number lies on the device too. So a step is two calls without arguments, and the UNet's may be
-the replay of a captured graph (`session.GraphModel`).
+All components read and write buffers with fixed addresses, each the next one's input, and all sessions share one
+stream. Guidance, the scheduler (a matrix, see `family.schedule`) and the next step's input are one small ONNX graph
+between two UNet calls (`graphs.device_graphs`); the step's number lies on the device too. So a step is two calls
+without arguments, the UNet's mostly the replay of a captured graph, all steps are queued at once, and the host waits
+for the picture alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx_ir as ir
 
+from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.progress import step_bar
-from sd_ort.graphs import sampling_step
-from sd_ort.graphs.inline import inline
-from sd_ort.runtime.captured import BoundShapes, GraphModel
-from sd_ort.runtime.session import Model
+from sd_ort.graphs import device_graphs
+from sd_ort.graphs.device_graphs import Between, identifier
+from sd_ort.runtime.captured import UNCAPTURED, BoundShapes, GraphModel
+from sd_ort.runtime.session import DTYPES, open_graph
 from sd_ort.runtime.wheels import runtime
 
 if TYPE_CHECKING:
     from sd_ort.family.schedule import LinearSchedule
-    from sd_ort.pipeline.denoiser import Denoiser
+    from sd_ort.runtime.components import Components
+    from sd_ort.runtime.session import Model
+    from sd_ort.runtime.stream import Stream
 
-Arrays = dict[str, np.ndarray]
-OPSET = 18
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass
+class Kept:
+    """What an inpainting mask keeps: `picture` and `noise` (B, C, h, w), and of both the factors before each step and
+    after the last, (T + 1,); `mask` (B, 1, h, w) is 1 where to draw and 0 elsewhere, nothing between. All float32."""
+
+    picture: np.ndarray
+    noise: np.ndarray
+    mask: np.ndarray
+    picture_factors: np.ndarray
+    noise_factors: np.ndarray
+
+    def after_step(self, latents: np.ndarray, index: int) -> np.ndarray:
+        """`latents` after step `index`, the picture put back outside the mask."""
+        back = self.picture_factors[index + 1] * self.picture + self.noise_factors[index + 1] * self.noise
+        return (1 - self.mask) * back + self.mask * latents
+
+
+@dataclass
+class Drawing:
+    """What one call draws.
+
+    `latents` (B, C, h, w), float32, as the first step takes them. `conditioning`: the UNet's inputs by name beside
+    sample and timestep, of 2B rows with `guidance` (negative first), of B with None. `draws` (S, B, C, h, w): the
+    random numbers of `schedule`. `channels` (B, C', h, w): behind the latents' channels, unscaled. `decode`: (factor,
+    mean) of the VAE's latents, for pictures; None for latents.
+    """
+
+    latents: np.ndarray
+    conditioning: Arrays
+    schedule: LinearSchedule
+    guidance: float | None = None
+    draws: np.ndarray | None = None
+    channels: np.ndarray | None = None
+    kept: Kept | None = None
+    decode: tuple[np.ndarray, np.ndarray] | None = None
+    progress: bool = False
+
+    @property
+    def rows(self) -> int:
+        return len(self.latents) * (1 if self.guidance is None else 2)
 
 
 class DeviceLoop:
-    """Runs all steps of a linear schedule. `device`: ONNX Runtime's name for the memory, "cuda" (AMD too) or "cpu"."""
+    """Runs all steps of a linear schedule, on a GPU or, to test it, on the host.
 
-    def __init__(self, models: Mapping[str, Model], device: str) -> None:
-        """Nothing is opened yet. Buffers are kept from one `run` to the next while shapes stay the same."""
-        self.models = models
-        self.device = device
-        self.bound: tuple[Any, BoundShapes] | None = None
-        self.glue: dict[Any, tuple[Any, Any]] = {}
-
-    def run(
-        self,
-        latents: np.ndarray,
-        denoiser: Denoiser,
-        schedule: LinearSchedule,
-        guidance: float | None,
-        progress: bool = False,
-    ) -> np.ndarray:
-        """Latents (B, C, h, w), float32, as the first step takes them -> as the last step leaves them.
-
-        `denoiser` holds the UNet's other inputs, of 2B rows with `guidance` (negative first), of B with None.
-        """
-        unet = self.models["unet"]
-        rows = len(latents) * (1 if guidance is None else 2)
-        by_step = {name: np.concatenate([v, v[-1:]]) for name, v in denoiser.by_step.items()}
-        feed = {"sample": np.zeros((rows, *latents.shape[1:])), "timestep": np.zeros(1), **denoiser.fixed}
-        feed |= {name: values[0] for name, values in by_step.items()}
-        bound = self._bind(unet, {name: np.ascontiguousarray(feed[name], unet.dtype(name)) for name in unet.inputs})
-
-        constants = _constants(schedule, guidance)
-        constants |= {f"every.{name}": values.astype(unet.dtype(name)) for name, values in by_step.items()}
-        values = {name: self._value(array) for name, array in constants.items()}
-        values["latents"] = self._value(np.zeros_like(latents))
-        if "timestep" not in bound.inputs:
-            values["timestep"] = self._value(np.zeros(1, np.float32))
-        values |= {"noise": bound.outputs["out_sample"], **bound.inputs}
-
-        steps = len(schedule.timesteps)
-        history = np.zeros((steps + 1, *latents.shape), np.float32)
-        history[0] = latents
-        # Two of each: a step reads one and writes the other. Bindings do not keep host arrays alive, this frame does.
-        states = [self._value(history), self._value(np.zeros_like(history))]
-        numbers = [self._value(np.array([0], np.int64)), self._value(np.array([0], np.int64))]
-        start, step = self._sessions(unet, guidance is not None, list(by_step))
-        first = self._binding(start, {**values, "history": states[0], "index": numbers[0]})
-        turns = []
-        for old, new in ((0, 1), (1, 0)):
-            read = {"history": states[old], "index": numbers[old]}
-            written = {"history_out": states[new], "index_out": numbers[new]}
-            turns.append(self._binding(step, {**values, **read, **written}))
-        start.run_with_iobinding(first)
-        with step_bar(range(steps), progress) as bar:
-            for number in bar:
-                bound.run()
-                step.run_with_iobinding(turns[number % 2])
-        result: np.ndarray = values["latents"].numpy()
-        return result.copy()  # on the CPU it is a view of the buffer
-
-    # --- Buffers ----------------------------------------------------------------------------------------------------
-
-    def _value(self, array: np.ndarray) -> Any:
-        return runtime().OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self.device, 0)
-
-    def _bind(self, unet: Model, feed: Arrays) -> BoundShapes:
-        """The UNet's buffers for inputs of these shapes, holding `feed`."""
-        key = (id(unet), *((name, array.shape) for name, array in feed.items()))
-        if isinstance(unet, GraphModel):
-            bound = unet.bind(feed)
-        elif self.bound is not None and self.bound[0] == key:
-            bound = self.bound[1]
-        else:
-            self.bound = None  # the old buffers go before the new ones come
-            bound = BoundShapes(unet.session, feed, self.device, 0)
-            self.bound = key, bound
-        for name, array in feed.items():
-            bound.inputs[name].update_inplace(array)
-        return bound
-
-    def _binding(self, session: Any, values: Mapping[str, Any]) -> Any:
-        binding = session.io_binding()
-        for value in session.get_inputs():
-            binding.bind_ortvalue_input(value.name, values[value.name])
-        for value in session.get_outputs():
-            binding.bind_ortvalue_output(value.name, values[value.name])
-        return binding
-
-    # --- The graphs between two UNet calls --------------------------------------------------------------------------
-
-    def _sessions(self, unet: Model, guided: bool, by_step: list[str]) -> tuple[Any, Any]:
-        """(the graph before the first step, the graph after each step), on the UNet's provider."""
-        key = (id(unet), guided)
-        if key not in self.glue:
-            dtypes = {name: ir.DataType.from_numpy(np.dtype(unet.dtype(name))) for name in ("sample", *by_step)}
-            models = [glue(dtypes, guided, record=record) for record in (False, True)]
-            first, last = (self._open(model, unet.session) for model in models)
-            self.glue = {key: (first, last)}
-        return self.glue[key]
-
-    def _open(self, model: ir.Model, unet: Any) -> Any:
-        onnxruntime = runtime()
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        given = unet.get_provider_options()
-        wanted = []
-        for name in unet.get_providers():
-            kept = {key: value for key, value in given.get(name, {}).items() if key == "device_id"}
-            if given.get(name, {}).get("has_user_compute_stream") == "1":
-                kept["user_compute_stream"] = given[name]["user_compute_stream"]
-            wanted.append((name, kept))
-        return onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=wanted)
-
-
-def _constants(schedule: LinearSchedule, guidance: float | None) -> Arrays:
-    """What the graphs read of a schedule, with one entry more than steps: the input of a step that is not made."""
-    constants = {
-        "weights": schedule.weights,
-        "scales": np.append(schedule.scales, schedule.scales[-1:]),
-        "timesteps": np.append(schedule.timesteps, schedule.timesteps[-1:]),
-    }
-    return constants if guidance is None else {**constants, "guidance": np.array([guidance], np.float32)}
-
-
-def glue(dtypes: Mapping[str, ir.DataType], guided: bool, *, record: bool) -> ir.Model:
-    """The graph between two UNet calls; without `record`, the one before the first.
-
-    `dtypes`: those of the UNet's input `sample`, which its output shares, and of inputs that change with the step
-    beside it. Inputs: history, index, weights, scales, timesteps, `every.<name>` (T + 1, ...) of each such input, and
-    to record noise [, guidance]. Outputs: latents, sample, timestep, each `<name>`, and history_out, index_out.
+    Buffers and captured graphs of the last `KEPT` kinds of drawing (sizes, number of rows, conditioning) are kept.
     """
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="glue")
-    model = ir.Model(graph, ir_version=10)
-    shapes: dict[str, tuple[list[Any], ir.DataType]] = {
-        "history": (["t1", "b", "c", "h", "w"], ir.DataType.FLOAT),
-        "index": ([1], ir.DataType.INT64),
-        "weights": (["t1", "t1"], ir.DataType.FLOAT),
-        "scales": (["t1"], ir.DataType.FLOAT),
-        "timesteps": (["t1"], ir.DataType.FLOAT),
-    }
-    if record:
-        shapes["noise"] = ["rows", "c", "h", "w"], dtypes["sample"]
-        if guided:
-            shapes["guidance"] = [1], ir.DataType.FLOAT
-    values = {name: ir.Value(name=name, shape=ir.Shape(s), type=ir.TensorType(t)) for name, (s, t) in shapes.items()}
-    graph.inputs.extend(values.values())
-    outputs: dict[str, ir.Value] = {}
 
-    def call(text: str, prefix: str, **inputs: ir.Value) -> dict[str, ir.Value]:
-        return inline(model, sampling_step.graph(text, OPSET), inputs, f"{prefix}.")
+    KEPT = 4
 
-    def node(op: str, inputs: list[ir.Value], dtype: ir.DataType, **attributes: Any) -> ir.Value:
-        made = ir.node(op, inputs, attributes)
-        made.outputs[0].name, made.outputs[0].type = f"{op}.{len(graph)}", ir.TensorType(dtype)
-        graph.append(made)
-        return made.outputs[0]
+    def __init__(self, models: Components) -> None:
+        """Nothing is opened yet."""
+        self.models = models
+        self.wait = False  # wait for every call: slower, the same pictures
+        self.step_seconds: float | None = None  # of the last drawing, on the device: its steps' mean
+        self.kept: OrderedDict[Any, Buffers] = OrderedDict()
+        self.graphs: dict[Any, Any] = {}
 
-    history, index = values["history"], values["index"]
-    if record:
-        noise = node("Cast", [values["noise"]], ir.DataType.FLOAT, to=int(ir.DataType.FLOAT))
-        if guided:
-            noise = call(sampling_step.GUIDE, "guide", noise=noise, guidance=values["guidance"])["guided"]
-        outputs |= call(sampling_step.RECORD, "record", noise=noise, history=history, index=index)
-        history, index = outputs["history_out"], outputs["index_out"]
-    outputs |= call(sampling_step.LATENTS, "latents", history=history, index=index, weights=values["weights"])
-    told = {"scales": values["scales"], "timesteps": values["timesteps"], "index": index}
-    outputs |= call(sampling_step.INPUT, "input", latents=outputs["latents"], **told)
-    if guided:
-        outputs["sample"] = call(sampling_step.TWICE, "twice", sample=outputs["sample"])["rows"]
-    outputs["sample"] = node("Cast", [outputs["sample"]], dtypes["sample"], to=int(dtypes["sample"]))
-    for name, dtype in dtypes.items():
-        if name != "sample":
-            every = ir.Value(name=f"every.{name}", type=ir.TensorType(dtype))
-            graph.inputs.append(every)
-            scalar = node("Squeeze", [index], ir.DataType.INT64)
-            outputs[name] = node("Gather", [every, scalar], dtype, axis=0)
-    for name, value in outputs.items():
-        value.name = name
-        graph.outputs.append(value)
-    return model
+    def run(self, drawing: Drawing) -> np.ndarray:
+        """Latents (B, C, h, w) float32 as the last step leaves them, or with `decode` pictures (B, H, W, 3) uint8.
+
+        One thread draws at a time. Raises SdOrtError for numbers that are not finite, naming the component that made
+        them, and when ONNX Runtime fails.
+        """
+        with self.models.lock:
+            try:
+                buffers = self._buffers(drawing)
+            except SdOrtError as error:
+                self.kept.clear()
+                self.models.without_graph("unet", error)
+                buffers = self._buffers(drawing)
+            try:
+                return buffers.draw(drawing)
+            finally:
+                if self.models.low_memory:
+                    self.kept.clear()
+
+    def _buffers(self, drawing: Drawing) -> Buffers:
+        told = tuple((name, value.shape) for name, value in sorted(drawing.conditioning.items()))
+        channels = None if drawing.channels is None else drawing.channels.shape
+        key = (id(self.models["unet"]), drawing.latents.shape, drawing.rows, told, channels)
+        buffers = self.kept.pop(key, None)
+        if buffers is None:
+            if len(self.kept) == self.KEPT:
+                self.kept.popitem(last=False)[1].release()
+            buffers = Buffers(self, drawing)
+        self.kept[key] = buffers
+        return buffers
+
+    def value(self, array: Any) -> Any:
+        """An array on the device."""
+        return runtime().OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self.models.device, 0)
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """Memory on the device."""
+        return runtime().OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, self.models.device, 0)
+
+    def bind(self, model: Model, feed: Mapping[str, Any], outputs: Mapping[str, Any] | None = None) -> BoundShapes:
+        """A component over buffers, captured where its session captures."""
+        number = model.number() if isinstance(model, GraphModel) else UNCAPTURED
+        return BoundShapes(model.session, {n: feed[n] for n in model.inputs}, self.models.device, number, outputs)
+
+    def graph(self, make: Callable[[Any], bytes], key: Any, values: Mapping[str, Any]) -> BoundShapes:
+        """The small graph `make(key)` over buffers; its session is opened once."""
+        name = (make.__name__, key)
+        if name not in self.graphs:
+            options = self.models.options["provider_options"]
+            kept = {k: v for k, v in options.items() if k in ("device_id", "user_compute_stream")}
+            self.graphs[name] = open_graph(make(key), self.models.provider if kept else "cpu", kept)
+        session = self.graphs[name]
+        read = {value.name: values[value.name] for value in session.get_inputs()}
+        written = {v.name: values[v.name] for v in session.get_outputs() if v.name in values}
+        return BoundShapes(session, read, self.models.device, UNCAPTURED, written)
+
+
+class Buffers:
+    """The components over the buffers of one kind of drawing, whatever its schedule."""
+
+    def __init__(self, loop: DeviceLoop, drawing: Drawing) -> None:
+        self.loop = loop
+        unet = loop.models["unet"]
+        self.given: dict[tuple[str, np.dtype], Any] = {}
+        self.values: dict[str, Any] = {}
+        if "unet_prompt" in loop.models:
+            model = loop.models["unet_prompt"]
+            feed = {name: self._give(name, drawing.conditioning, model.dtype(name)) for name in model.inputs}
+            self.prompt: BoundShapes | None = loop.bind(model, feed)
+            self.values |= self.prompt.outputs
+        else:
+            self.prompt = None
+        shape = list(drawing.latents.shape)
+        shape[1] += 0 if drawing.channels is None else drawing.channels.shape[1]
+        sample = np.zeros((drawing.rows, *shape[1:]), unet.dtype("sample"))
+        self.values["sample"] = loop.value(sample)
+        if "timestep" in unet.inputs:
+            self.values["timestep"] = loop.value(np.zeros((1,), unet.dtype("timestep")))
+        for name in unet.inputs:
+            if name not in self.values and name in drawing.conditioning:
+                self.values[name] = self._give(name, drawing.conditioning, unet.dtype(name))
+        self.values["latents"] = loop.value(np.zeros_like(drawing.latents))
+        self.steps: tuple[Any, Steps] | None = None
+        self.unet: BoundShapes | None = None
+        self.ends: dict[bool, list[BoundShapes]] = {}
+
+    def _give(self, name: str, conditioning: Arrays, dtype: Any) -> Any:
+        """The device's copy of a conditioning input, which every drawing renews. Raises InputError without one."""
+        if name not in conditioning:
+            raise InputError(f"the UNet reads {name}, which this pipeline does not give: export it with sd-ort.")
+        key = name, np.dtype(dtype)
+        if key not in self.given:
+            self.given[key] = self.loop.value(conditioning[name].astype(dtype))
+        return self.given[key]
+
+    def release(self) -> None:
+        """Give the captured graphs back."""
+        if self.unet is not None:
+            self.unet.release()
+
+    def draw(self, drawing: Drawing) -> np.ndarray:
+        """As `DeviceLoop.run`."""
+        for (name, dtype), value in self.given.items():
+            value.update_inplace(np.ascontiguousarray(drawing.conditioning[name], dtype))
+        steps, wait = self._steps(drawing), self.loop.wait
+        *ends, last = self._ends(drawing.decode)
+        steps.give(drawing)
+        for part in steps.before:
+            part.run(wait)
+        stream, count = self.loop.models.stream, len(drawing.schedule.timesteps)
+        with step_bar(range(count), drawing.progress) as bar:
+            if stream is None:
+                started = time.perf_counter()
+                for _ in bar:
+                    steps.unet.run(wait)
+                    steps.between.run(wait)
+                self.loop.step_seconds = (time.perf_counter() - started) / count
+            else:
+                self._queue(steps, stream, count, wait)
+            for part in ends:
+                part.run(wait)
+            if stream is not None and drawing.progress:
+                for number in range(count):  # all is queued: this only moves the bar
+                    stream.wait(number + 1)
+                    bar.update()
+        last.run()
+        if stream is not None:
+            self.loop.step_seconds = stream.seconds(0, count) / count
+        return self._read(drawing, [*ends, last])
+
+    def _queue(self, steps: Steps, stream: Stream, count: int, wait: bool) -> None:
+        """All steps, an event before them and one behind each."""
+        stream.reserve(count + 1)
+        stream.record(0)
+        for number in range(count):
+            steps.unet.run(wait)
+            steps.between.run(wait)
+            stream.record(number + 1)
+
+    def _steps(self, drawing: Drawing) -> Steps:
+        """The buffers for as many steps, draws and inputs as this drawing has."""
+        flags = drawing.guidance is not None, drawing.kept is not None
+        key = drawing.schedule.weights.shape, *flags
+        if self.steps is None or self.steps[0] != key:
+            self.steps = None  # the old buffers go before the new ones come
+            self.steps = key, Steps(self, drawing)
+        return self.steps[1]
+
+    def _ends(self, decode: tuple[np.ndarray, np.ndarray] | None) -> list[BoundShapes]:
+        """What follows the last step: finish and, for pictures, the VAE decoder and its bytes."""
+        pictures = decode is not None
+        if pictures not in self.ends:
+            loop = self.loop
+            factor, mean = decode or (np.ones((1, 1, 1, 1), np.float32), np.zeros((1, 1, 1, 1), np.float32))
+            values = {"latents": self.values["latents"], "factor": loop.value(factor), "mean": loop.value(mean)}
+            vae = loop.models["vae_decoder"] if pictures else None
+            dtype = np.dtype(np.float32 if vae is None else vae.dtype("latent_sample"))
+            ends = [loop.graph(device_graphs.finish, dtype, values)]
+            if vae is not None:
+                ends.append(loop.bind(vae, {"latent_sample": ends[0].outputs["latent_sample"]}))
+                sample = ends[1].outputs["sample"]
+                given = DTYPES[next(o.type for o in vae.session.get_outputs() if o.name == "sample")]
+                ends.append(loop.graph(device_graphs.picture, np.dtype(given), {"sample": sample}))
+            self.ends[pictures] = ends
+        return self.ends[pictures]
+
+    def _read(self, drawing: Drawing, ends: list[BoundShapes]) -> np.ndarray:
+        """Latents or pictures, once all is done; checked."""
+        check_finite(ends[0].outputs["latents_check"].numpy(), "unet")
+        if drawing.decode is None:
+            made: np.ndarray = self.values["latents"].numpy()
+        else:
+            check_finite(ends[-1].outputs["image_check"].numpy(), "vae_decoder")
+            made = ends[-1].outputs["image"].numpy()
+        return made.copy()  # on the CPU it is a view of the buffer
+
+
+class Steps:
+    """The buffers and graphs of a schedule: `before` runs once a drawing, then `unet` and `between` in turn."""
+
+    def __init__(self, buffers: Buffers, drawing: Drawing) -> None:
+        loop, self.schedule = buffers.loop, drawing.schedule
+        self.before = [buffers.prompt] if buffers.prompt is not None else []
+        unet = buffers.loop.models["unet"]
+        columns, states = drawing.schedule.weights.shape[::-1]
+        self.rows = drawing.rows
+        self.arrays = self._arrays(drawing)
+        self.values = buffers.values | {name: loop.value(array) for name, array in self.arrays.items()}
+        self.values["history"] = self.values["history_out"] = loop.empty((columns, *drawing.latents.shape), np.float32)
+        self.values["index"] = self.values["index_out"] = loop.value(np.zeros(1, np.int64))
+        by_step: dict[str, np.dtype] = {}
+        if buffers.prompt is not None:
+            by_step = self._time(buffers, states)
+        timestep = np.dtype(unet.dtype("timestep")) if "timestep" in unet.inputs else None
+        what = Between(
+            np.dtype(unet.dtype("sample")),
+            timestep,
+            tuple(by_step.items()),
+            guided=drawing.guidance is not None,
+            draws=drawing.draws is not None,
+            channels=drawing.channels is not None,
+            kept=drawing.kept is not None,
+        )
+        self.before.append(loop.graph(device_graphs.between, replace(what, first=True), self.values))
+        if buffers.unet is None:
+            buffers.unet = loop.bind(unet, buffers.values)
+        self.unet = buffers.unet
+        self.values["noise"] = self.unet.outputs["out_sample"]
+        self.between = loop.graph(device_graphs.between, what, self.values)
+
+    def _arrays(self, drawing: Drawing) -> dict[str, np.ndarray]:
+        """What the graphs read from the host, with one entry more than steps: the input of a step that is not made."""
+        schedule = drawing.schedule
+        timesteps = np.append(schedule.timesteps, schedule.timesteps[-1:])
+        arrays = {
+            "weights": schedule.weights,
+            "scales": np.append(schedule.scales, schedule.scales[-1:]),
+            "timesteps": timesteps,
+            "rows_timesteps": np.repeat(timesteps, self.rows),
+            "start": drawing.latents,
+        }
+        if drawing.guidance is not None:
+            arrays["guidance"] = np.array([drawing.guidance], np.float32)
+        if drawing.draws is not None:
+            arrays["draws"] = drawing.draws
+        if drawing.channels is not None:
+            arrays["channels"] = drawing.channels
+        if (kept := drawing.kept) is not None:
+            arrays |= {"picture": kept.picture, "picture_noise": kept.noise, "mask": kept.mask}
+            arrays |= {"kept_picture": kept.picture_factors, "kept_noise": kept.noise_factors}
+        return {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}
+
+    def _time(self, buffers: Buffers, states: int) -> dict[str, np.dtype]:
+        """Run the time graph for all steps at once; the UNet's inputs that change with the step, and their dtypes."""
+        loop, prompt = buffers.loop, buffers.prompt
+        assert prompt is not None
+        model = loop.models["unet_time"]
+        feed = {}
+        told = {name: np.dtype(model.dtype(name)) for name in model.inputs if name != "timestep"}
+        if told:
+            row = loop.value(np.tile(np.arange(self.rows), states))
+            values = {identifier(name): prompt.outputs[name] for name in told} | {"row": row}
+            spread = loop.graph(device_graphs.spread, tuple(told.items()), values)
+            self.before.append(spread)
+            feed = {name: spread.outputs[f"every_{identifier(name)}"] for name in told}
+        dtype = model.dtype("timestep")
+        self.time_input = loop.value(self.arrays["rows_timesteps"].astype(dtype))
+        self.time_dtype = dtype
+        bound = loop.bind(model, {**feed, "timestep": self.time_input})
+        self.before.append(bound)
+        self.values["place"] = loop.value(np.arange(states * self.rows).reshape(states, self.rows))
+        by_step = {}
+        for output in model.session.get_outputs():
+            every = bound.outputs[output.name]
+            by_step[output.name] = np.dtype(DTYPES[output.type])
+            if output.name not in buffers.values:
+                shape = [self.rows, *every.shape()[1:]]
+                buffers.values[output.name] = loop.empty(shape, by_step[output.name])
+            self.values[f"every_{identifier(output.name)}"] = every
+            self.values[identifier(output.name)] = buffers.values[output.name]
+        return by_step
+
+    def give(self, drawing: Drawing) -> None:
+        """Copy to the device what this drawing has of its own; the schedule only when it is another one."""
+        arrays = self._arrays(drawing)
+        for name, array in arrays.items():
+            if name in self.values and not np.array_equal(array, self.arrays[name]):
+                self.values[name].update_inplace(array)
+                if name == "rows_timesteps" and hasattr(self, "time_input"):
+                    self.time_input.update_inplace(array.astype(self.time_dtype))
+        self.arrays = arrays
+
+
+def check_finite(numbers: np.ndarray, component: str) -> None:
+    """Raise SdOrtError when some of a component's results are NaN or infinite: they would be a black picture."""
+    if not np.isfinite(numbers).all():
+        raise SdOrtError(
+            f"the {component} gave numbers that are not finite (NaN or infinite), and no picture: optimize it again "
+            "without --float16 or with --calibrate, or take a lower guidance scale."
+        )

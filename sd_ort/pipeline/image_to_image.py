@@ -5,6 +5,7 @@ Random numbers are drawn in diffusers' order: the VAE encoder's, then the noise.
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -17,8 +18,8 @@ from PIL import Image
 from sd_ort.core.errors import InputError
 from sd_ort.family.conditioning import latent_scale
 from sd_ort.family.schedulers import set_timesteps
+from sd_ort.pipeline.device_loop import Kept
 from sd_ort.pipeline.text_to_image import (
-    AfterStep,
     Generator,
     PipelineOutput,
     Prompt,
@@ -69,13 +70,13 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         )  # fmt: skip
         conditioning = self._condition(request)
         pixels = self.image_processor.preprocess(image, *size).float()
-        timesteps = self._timesteps(request.steps, strength)
+        timesteps = self._timesteps(request, strength)
         control = self._control(request, control_image, controlnet_conditioning_scale, len(timesteps))
         if isinstance(request.generator, list):  # each image has numbers of its own
             pixels = self._for_batch(pixels, request, "images")
         start = self._for_batch(self.encode_image(pixels, request.generator), request, "images")
-        noisy = self._add_noise(start, self._noise(request), timesteps)
-        return self._finish(self._denoise(noisy, timesteps, conditioning, request, control), request)
+        noisy = self._add_noise(start, self._noise(request), timesteps, request)
+        return self._sample(noisy, timesteps, conditioning, request, control)
 
     def encode_image(self, pixels: torch.Tensor, generator: Any) -> torch.Tensor:
         """Images (B, 3, H, W) in -1..1 -> latents (B, C, h, w) as the scheduler takes them, drawn from the VAE's
@@ -105,22 +106,25 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
             log.info("the image of %dx%d pixels is resized to %dx%d.", *first.size, own_width, own_height)
         return height or own_height, width or own_width
 
-    def _timesteps(self, steps: int, strength: float) -> torch.Tensor:
+    def _timesteps(self, request: Request, strength: float) -> torch.Tensor:
         """The last `strength` of the schedule. Raises InputError when nothing of it is left."""
         if not 0 < strength <= 1:
             raise InputError(f"strength {strength} is not above 0 and at most 1.")
-        set_timesteps(self.scheduler, steps)
+        scheduler, steps = request.scheduler, request.steps
+        set_timesteps(scheduler, steps)
         kept = int(steps * strength)
         if kept < 1:
             raise InputError(f"{steps} steps at strength {strength} leave none to draw: raise one of them.")
-        start = (steps - kept) * self.scheduler.order
-        if hasattr(self.scheduler, "set_begin_index"):
-            self.scheduler.set_begin_index(start)
-        timesteps: torch.Tensor = self.scheduler.timesteps[start:]
+        start = (steps - kept) * scheduler.order
+        if hasattr(scheduler, "set_begin_index"):
+            scheduler.set_begin_index(start)
+        timesteps: torch.Tensor = scheduler.timesteps[start:]
         return timesteps
 
-    def _add_noise(self, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        noisy: torch.Tensor = self.scheduler.add_noise(latents, noise, timesteps[:1].repeat(len(latents)))
+    def _add_noise(
+        self, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor, request: Request
+    ) -> torch.Tensor:
+        noisy: torch.Tensor = request.scheduler.add_noise(latents, noise, timesteps[:1].repeat(len(latents)))
         return noisy
 
 
@@ -156,7 +160,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         conditioning = self._condition(request)
         pixels = self.image_processor.preprocess(image, *size).float()
         mask = self._mask(mask_image, size)
-        timesteps = self._timesteps(request.steps, strength)
+        timesteps = self._timesteps(request, strength)
         blends = self.unet_config.get("in_channels", 4) == self.latent_channels
 
         start = None
@@ -164,17 +168,18 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
             start = self._for_batch(self.encode_image(pixels, request.generator), request, "images")
         noise = self._noise(request)
         if start is None or strength == 1:
-            latents = noise * self.scheduler.init_noise_sigma
+            latents = noise * request.scheduler.init_noise_sigma
         else:
-            latents = self._add_noise(start, noise, timesteps)
+            latents = self._add_noise(start, noise, timesteps, request)
         small = self._for_batch(self._shrink(mask, request), request, "masks")
         if blends:
             assert start is not None
-            after = self._restore(start, noise, small, timesteps)
-            return self._finish(self._denoise(latents, timesteps, conditioning, request, after_step=after), request)
+            factors = noise_factors(request.scheduler, timesteps)
+            kept = Kept(start.numpy(), noise.numpy(), small.numpy(), *factors)
+            return self._sample(latents, timesteps, conditioning, request, kept=kept)
         masked = self.encode_image(pixels * (mask < 0.5), request.generator)
         channels = torch.cat([small, self._for_batch(masked, request, "images")], 1)
-        return self._finish(self._denoise(latents, timesteps, conditioning, request, channels=channels), request)
+        return self._sample(latents, timesteps, conditioning, request, channels=channels)
 
     def _check_unet(self) -> None:
         channels = self.unet_config.get("in_channels", 4)
@@ -191,14 +196,16 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     def _shrink(self, mask: torch.Tensor, request: Request) -> torch.Tensor:
         return torch.nn.functional.interpolate(mask, size=self._latent_shape(request)[2:])
 
-    def _restore(
-        self, start: torch.Tensor, noise: torch.Tensor, mask: torch.Tensor, timesteps: torch.Tensor
-    ) -> AfterStep:
-        """After a step, outside the mask the latents are the picture's, as noisy as the next step expects."""
 
-        def after(latents: torch.Tensor, index: int) -> torch.Tensor:
-            last = index == len(timesteps) - 1
-            kept = start if last else self.scheduler.add_noise(start, noise, timesteps[index + 1 : index + 2])
-            return (1 - mask) * kept + mask * latents
-
-        return after
+def noise_factors(scheduler: Any, timesteps: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Factors (T + 1,) of picture and noise in a picture as noisy as each step expects it; after the last, 1 and 0."""
+    probe, one, none = copy.deepcopy(scheduler), torch.ones(1, 1), torch.zeros(1, 1)
+    first = getattr(probe, "begin_index", None) or 0
+    factors = []
+    for index in range(len(timesteps)):
+        if hasattr(probe, "_step_index"):
+            probe._step_index = first + index  # schedulers that count their steps look the noise up by that
+        time = timesteps[index : index + 1]
+        factors.append([float(probe.add_noise(one, none, time)), float(probe.add_noise(none, one, time))])
+    picture, noise = np.array([*factors, [1.0, 0.0]], np.float32).T
+    return picture, noise

@@ -31,8 +31,9 @@ class MergedPipeline(StableDiffusionPipeline):
         model = self.models[MERGED]
         # Inputs with a default: ONNX Runtime lists them apart.
         model.inputs |= {value.name: value for value in model.session.get_overridable_initializers()}
-        set_timesteps(self.scheduler, request.steps)
-        schedule = linear_schedule(self.scheduler, self.scheduler.timesteps, float(self.scheduler.init_noise_sigma))
+        set_timesteps(request.scheduler, request.steps)
+        scheduler = request.scheduler
+        schedule = linear_schedule(scheduler, scheduler.timesteps, float(scheduler.init_noise_sigma))
         feed: dict[str, Any] = {
             "latents": self._noise(request, latents).numpy(),
             "timesteps": schedule.timesteps,

@@ -7,6 +7,7 @@ image on every provider and precision, and the image that diffusers draws from t
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import re
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
+from PIL import Image
 
 from sd_ort.core.errors import InputError
 from sd_ort.core.files import read_json
@@ -36,9 +38,9 @@ from sd_ort.family.schedulers import make_scheduler, set_timesteps
 from sd_ort.family.signatures import default_latents, latent_multiple, levels, time_ids_split
 from sd_ort.pipeline import safety, tiling
 from sd_ort.pipeline.denoiser import Control, Denoiser
-from sd_ort.pipeline.device_loop import DeviceLoop
+from sd_ort.pipeline.device_loop import DeviceLoop, Drawing, Kept, check_finite
 from sd_ort.runtime.components import Components
-from sd_ort.runtime.providers import provider_named, warn_once
+from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import Model
 
 log = logging.getLogger("sd_ort")
@@ -47,9 +49,6 @@ Generator = torch.Generator | Sequence[torch.Generator | int] | int | None
 
 # Called as callback(pipeline, step index, timestep, {"latents": Tensor}); may return {"latents": replacement}.
 StepCallback = Callable[[Any, int, Any, dict[str, torch.Tensor]], dict[str, torch.Tensor] | None]
-
-# Called as after_step(latents (B, C, h, w), step index); returns the latents to go on with.
-AfterStep = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 @dataclass
@@ -90,6 +89,7 @@ class Request:
     """The arguments that all pipelines take, checked: `batch` images of `height` x `width` pixels.
 
     `guidance` is None where nothing is guided, `told_guidance` the scale that a distilled UNet (LCM) is told instead.
+    `scheduler` is this call's own: schedulers keep state, and a pipeline may draw in several threads.
     """
 
     prompts: list[str]
@@ -104,6 +104,7 @@ class Request:
     output_type: str
     callback: StepCallback | None
     progress: bool
+    scheduler: Any
     told_guidance: float | None = None
 
     @property
@@ -112,7 +113,11 @@ class Request:
 
 
 class StableDiffusionPipeline:
-    """Text to image with SD 1.x, 2.x and SDXL pipeline folders. Make one with `from_pretrained`."""
+    """Text to image with SD 1.x, 2.x and SDXL pipeline folders. Make one with `from_pretrained`.
+
+    One pipeline may be called in several threads: on a CPU they draw at once, on a GPU they take turns, since all
+    sessions and captured graphs share one stream and its buffers.
+    """
 
     # Classes in a model_index.json that can be run: diffusers' and Optimum's names.
     KINDS = re.compile(r"(StableDiffusion(XL)?(ControlNet)?|LatentConsistencyModel)(Img2Img|Inpaint)?Pipeline$")
@@ -135,9 +140,8 @@ class StableDiffusionPipeline:
         self.models = models
         self.scheduler = scheduler
         self.vae_tiling, self.vae_slicing, self.safety_checker = vae_tiling, vae_slicing, safety_checker
-        device = provider_named(models.provider).device
-        self.device_loop = device != "cpu" if device_loop is None else device_loop
-        self.device = DeviceLoop(models, device)
+        self.device_loop = models.device != "cpu" if device_loop is None else device_loop
+        self.device = DeviceLoop(models)
         self.unet_config = read_json(folder / "unet" / "config.json")
         self.vae_config = read_json(folder / "vae_decoder" / "config.json")
         self.vae_scale_factor = 2 ** (levels(self.vae_config) - 1)
@@ -159,6 +163,7 @@ class StableDiffusionPipeline:
         vae_slicing: bool = False,
         safety_checker: bool = True,
         device_loop: bool | None = None,
+        graph: bool | None = None,
         **session_options: Any,
     ) -> Any:
         """Load a pipeline folder on a provider ("cpu", "cuda", "rocm", "migraphx").
@@ -168,14 +173,15 @@ class StableDiffusionPipeline:
         `vae_tiling`: encode and decode images larger than the model's own in overlapping tiles; `vae_slicing`: one
         image of a batch after the other. `safety_checker`: black out what the folder's safety checker flags, if it
         has one. `device_loop`: keep latents, guidance and scheduler on the device (see `pipeline.device_loop`); None
-        for doing so on a GPU. `session_options`: those of `runtime.session.create_session` (threads, allow_fallback,
-        tuning, library, portable, profile).
+        for doing so on a GPU. `graph`: capture the UNet's runs as CUDA or HIP graphs; None for where the provider can,
+        with a warning for what it cannot; False for never; True fails where it cannot. `session_options`: those of
+        `runtime.session.create_session` (threads, allow_fallback, tuning, library, portable, profile).
 
         Raises InputError for a folder, component or scheduler that cannot be used, ProviderError for a provider that
         is not installed or not really used.
         """
         folder = Path(folder)
-        models = Components(folder, provider, low_memory=low_memory, **session_options)
+        models = Components(folder, provider, low_memory=low_memory, graph=graph, **session_options)
         index = read_json(folder / "model_index.json")
         kind = str(index.get("_class_name", ""))
         if not cls.KINDS.search(kind):
@@ -266,12 +272,11 @@ class StableDiffusionPipeline:
     def _draw(self, request: Request, latents: Any, control_image: Any, control_scale: float) -> PipelineOutput:
         """Text to image; what is not in `request` as `__call__` got it."""
         conditioning = self._condition(request)
-        set_timesteps(self.scheduler, request.steps)
-        timesteps = self.scheduler.timesteps
+        set_timesteps(request.scheduler, request.steps)
+        timesteps = request.scheduler.timesteps
         control = self._control(request, control_image, control_scale, len(timesteps))
-        noise = self._noise(request, latents)
-        drawn = self._denoise(noise * self.scheduler.init_noise_sigma, timesteps, conditioning, request, control)
-        return self._finish(drawn, request)
+        noise = self._noise(request, latents) * request.scheduler.init_noise_sigma
+        return self._sample(noise, timesteps, conditioning, request, control)
 
     # --- Text -------------------------------------------------------------------------------------------------------
 
@@ -288,6 +293,7 @@ class StableDiffusionPipeline:
             tokens = token_ids(tokenizer, prompts, text_length(self.folder, name, tokenizer))
             outputs = self.models[name](input_ids=tokens)
             hidden.append(_float(outputs["hidden_states" if self.is_xl else "last_hidden_state"]))
+            check_finite(hidden[-1].numpy(), name)
             if "text_embeds" in outputs:
                 added["text_embeds"] = _float(outputs["text_embeds"])
         if self.is_xl:
@@ -357,6 +363,7 @@ class StableDiffusionPipeline:
         if request.output_type == "latent":
             return PipelineOutput(latents)
         images, flags = self.decode(latents), None
+        check_finite(images.numpy(), "vae_decoder")
         if self.safety_checker and "safety_checker" in self.models:
             pixels = (images / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy()
             checked, flags = safety.check(self.models["safety_checker"], self.folder, pixels)
@@ -401,7 +408,7 @@ class StableDiffusionPipeline:
         scale = guidance if guidance > 1 and told is None else None
         return Request(
             prompts, negative, images, height, width, steps, scale, eta, drawn_from, output_type, callback, progress,
-            told,
+            copy.deepcopy(self.scheduler), told,
         )  # fmt: skip
 
     def _check_unet(self) -> None:
@@ -448,7 +455,7 @@ class StableDiffusionPipeline:
     # --- Sampling ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _denoise(
+    def _sample(
         self,
         latents: torch.Tensor,
         timesteps: torch.Tensor,
@@ -457,24 +464,57 @@ class StableDiffusionPipeline:
         control: Control | None = None,
         *,
         channels: torch.Tensor | None = None,
-        after_step: AfterStep | None = None,
-    ) -> torch.Tensor:
-        """The sampling loop. With guidance the UNet sees 2B rows: negative, then positive.
+        kept: Kept | None = None,
+    ) -> PipelineOutput:
+        """From the first latents to what the caller asked for, on the device or on the host.
 
         `channels` (B, C', h, w) go behind the latents' channels, unscaled: the mask and the masked picture of an
-        inpainting UNet. `after_step(latents, index)` may change the latents after each step.
+        inpainting UNet. `kept`: what every step leaves of a picture.
         """
         told = {"encoder_hidden_states": conditioning.embeddings, **conditioning.added}
-        denoiser = Denoiser(self.models, told, timesteps, control)
-        if channels is None and after_step is None and control is None:
-            schedule = self._device_schedule(request, timesteps)
-            if schedule is not None:
-                drawn = self.device.run(latents.numpy(), denoiser, schedule, request.guidance, request.progress)
-                return torch.from_numpy(drawn)
-        options = self._step_options(request)
+        schedule = None if control is not None else self._device_schedule(request, timesteps)
+        if schedule is None:
+            denoiser = Denoiser(self.models, told, timesteps, control)
+            drawn = self._denoise(latents, timesteps, denoiser, request, channels, kept)
+            check_finite(drawn.numpy(), "unet")
+            return self._finish(drawn, request)
+        if "controlnet" in self.models:
+            raise InputError("this UNet was exported for a ControlNet: give a control_image (--control-image).")
+        checked = self.safety_checker and "safety_checker" in self.models
+        whole = request.output_type == "pil" and not (checked or self.vae_tiling or self.vae_slicing)
+        mean, factor = latent_scale(self.vae_config)
+        draws = [self._noise(request).numpy() for _ in range(schedule.draws)]
+        made = self.device.run(
+            Drawing(
+                latents.numpy(),
+                {name: value.numpy() for name, value in told.items()},
+                schedule,
+                guidance=request.guidance,
+                draws=np.stack(draws) if draws else None,
+                channels=None if channels is None else channels.numpy(),
+                kept=kept,
+                decode=(factor.numpy(), mean.numpy()) if whole and not self.models.low_memory else None,
+                progress=request.progress,
+            )
+        )
+        if made.dtype == np.uint8:
+            return PipelineOutput([Image.fromarray(picture) for picture in made])
+        return self._finish(torch.from_numpy(made), request)
+
+    def _denoise(
+        self,
+        latents: torch.Tensor,
+        timesteps: torch.Tensor,
+        denoiser: Denoiser,
+        request: Request,
+        channels: torch.Tensor | None,
+        kept: Kept | None,
+    ) -> torch.Tensor:
+        """The sampling loop on the host. With guidance the UNet sees 2B rows: negative, then positive."""
+        scheduler, options = request.scheduler, self._step_options(request)
         with step_bar(timesteps, request.progress) as bar:
             for index, timestep in enumerate(bar):
-                sample = self.scheduler.scale_model_input(latents, timestep)
+                sample = scheduler.scale_model_input(latents, timestep)
                 if channels is not None:
                     sample = torch.cat([sample, channels], 1)
                 if request.guidance is None:
@@ -482,9 +522,9 @@ class StableDiffusionPipeline:
                 else:
                     negative, positive = denoiser(index, torch.cat([sample, sample])).chunk(2)
                     noise = negative + request.guidance * (positive - negative)
-                latents = self.scheduler.step(noise, timestep, latents, **options).prev_sample
-                if after_step is not None:
-                    latents = after_step(latents, index)
+                latents = scheduler.step(noise, timestep, latents, **options).prev_sample
+                if kept is not None:
+                    latents = torch.from_numpy(kept.after_step(latents.numpy(), index))
                 if request.callback is not None:
                     changed = request.callback(self, index, timestep, {"latents": latents}) or {}
                     latents = changed.get("latents", latents)
@@ -492,17 +532,17 @@ class StableDiffusionPipeline:
 
     def _device_schedule(self, request: Request, timesteps: torch.Tensor) -> LinearSchedule | None:
         """What the loop on the device needs of the scheduler; None where the loop has to run on the host."""
-        if not self.device_loop or request.callback is not None or request.eta:
+        if not self.device_loop or request.callback is not None:
             return None
         try:
-            return linear_schedule(self.scheduler, timesteps)
+            return linear_schedule(request.scheduler, timesteps, eta=request.eta, draws=True)
         except InputError as error:
             warn_once(f"latents go through the host at every step: {error}")
             return None
 
     def _step_options(self, request: Request) -> dict[str, Any]:
         """What this scheduler's step takes of `eta` (DDIM) and `generator` (ancestral and SDE schedulers)."""
-        takes = inspect.signature(self.scheduler.step).parameters
+        takes = inspect.signature(request.scheduler.step).parameters
         options = {"eta": request.eta, "generator": request.generator}
         return {name: value for name, value in options.items() if name in takes}
 

@@ -20,7 +20,18 @@ from pathlib import Path
 
 from sd_ort.core.errors import OutputError
 from sd_ort.runtime.headers import find_headers
-from sd_ort.runtime.library import CUDA_LIBRARY, HIP_LIBRARY, LIBRARY, SOURCES, BuildError, cache_folder, sources_hash
+from sd_ort.runtime.library import (
+    CUDA_LIBRARY,
+    HIP_LIBRARY,
+    LIBRARY,
+    PROVIDER_LIBRARIES,
+    SOURCES,
+    BuildError,
+    cache_folder,
+    sources_hash,
+)
+
+PROVIDER_API = 29  # the C API that custom_ops/provider is written against: graph capture, memory devices
 
 
 def build(
@@ -29,11 +40,13 @@ def build(
     cuda: Sequence[str] = (),
     headers: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
+    provider: bool = False,
 ) -> Path:
     """Builds the library, or finds it in the cache; returns the path of libsd_ort_ops.so.
 
     `hip` are AMD architectures (gfx90a), `cuda` NVIDIA ones (sm_90). Without `cpu` only the GPU library is built (the
     GPU checks need no ONNX Runtime) and its path is returned. `headers` is the folder of onnxruntime_c_api.h.
+    `provider` also builds the execution provider of each vendor, and with `cpu` its stand-in on the host, for tests.
 
     Raises BuildError when a compiler or the headers are missing, or compiling fails; the message says what to do.
     """
@@ -42,6 +55,8 @@ def build(
     options = _Options(cpu=cpu, cmake=_need("cmake", "install it: pip install cmake"), cxx=_cxx_compiler())
     if cpu:
         options.headers = find_headers(headers, say)
+    if provider:
+        options.provider_headers = find_headers(headers, say, api=PROVIDER_API)
     if hip:
         options.hip_archs = tuple(hip)
         options.hip = find_hip_compiler()
@@ -81,6 +96,7 @@ class _Options:
     cmake: str
     cxx: str
     headers: Path | None = None
+    provider_headers: Path | None = None
     hip_archs: tuple[str, ...] = ()
     hip: HipCompiler | None = None
     cuda_archs: tuple[str, ...] = ()
@@ -89,7 +105,13 @@ class _Options:
     def hash(self) -> str:
         """Of the sources, the compilers' versions and the architectures."""
         digest = hashlib.sha256(sources_hash(self.cpu).encode())
-        for part in (*map(_version, self.compilers()), self.hip_archs, self.cuda_archs, self.cpu):
+        for part in (
+            *map(_version, self.compilers()),
+            self.hip_archs,
+            self.cuda_archs,
+            self.cpu,
+            bool(self.provider_headers),
+        ):
             digest.update(repr(part).encode())
         return digest.hexdigest()[:16]
 
@@ -104,6 +126,8 @@ class _Options:
         }
         if self.headers:
             values["ORT_INCLUDE_DIR"] = str(self.headers)
+        if self.provider_headers:
+            values["PROVIDER_INCLUDE_DIR"] = str(self.provider_headers)
         if self.hip:
             values["HIP_ARCHS"] = ";".join(self.hip_archs)
             values["HIP_COMPILER"] = self.hip.path
@@ -125,7 +149,7 @@ def _compile(options: _Options, folder: Path) -> None:
         _run([options.cmake, "--build", work, "--parallel"], "compiling failed")
         done = Path(work) / "done"
         done.mkdir()
-        for name in (LIBRARY, HIP_LIBRARY, CUDA_LIBRARY):
+        for name in (LIBRARY, HIP_LIBRARY, CUDA_LIBRARY, *PROVIDER_LIBRARIES.values()):
             if (Path(work) / name).is_file():
                 shutil.move(Path(work) / name, done / name)
         record = {
@@ -180,7 +204,7 @@ def _cxx_compiler() -> str:
 
 
 def find_hip_compiler() -> HipCompiler:
-    """A clang that compiles HIP: $HIPCXX, a ROCm install's, or Debian's (scripts/install_hip_toolchain.sh).
+    """A clang that compiles HIP: $HIPCXX, a ROCm install's, or Debian's (scripts/amd/install_hip_toolchain.sh).
 
     Raises BuildError naming what is missing.
     """
@@ -195,5 +219,6 @@ def find_hip_compiler() -> HipCompiler:
     if debian_clang and (tree / "amdgcn").is_dir():
         return HipCompiler(debian_clang, (f"--rocm-path={tree}",))
     raise BuildError(
-        "no HIP compiler: install ROCm (or set ROCM_PATH or HIPCXX), or on Debian run scripts/install_hip_toolchain.sh"
+        "no HIP compiler: install ROCm (or set ROCM_PATH or HIPCXX), or on Debian run "
+        "scripts/amd/install_hip_toolchain.sh"
     )

@@ -1,8 +1,9 @@
-"""Runs that are captured once as a CUDA or HIP graph and replayed over buffers at fixed addresses."""
+"""Runs over buffers at fixed addresses, captured once as a CUDA or HIP graph and replayed where that is possible."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,19 +15,24 @@ from sd_ort.runtime.wheels import runtime
 if TYPE_CHECKING:
     import onnxruntime as ort
 
+UNCAPTURED = -1  # ONNX Runtime's annotation for a run that neither captures nor replays
+
 
 class GraphModel(Model):
     """A component whose runs are captured: fixed device buffers and one CUDA or HIP graph for each set of input shapes.
 
     Made from a session opened with `graph=True`. A call copies its inputs into the buffers, replays the graph and
-    copies the outputs out. For more control, `bind` gives the buffers themselves. At most `SHAPES` sets of shapes are
-    kept; then the oldest one's buffers are dropped (its graph stays with the session).
+    copies the outputs out. For more control, `bind` gives the buffers themselves. Memory is bounded: at most `SHAPES`
+    sets of shapes have buffers and a graph, then the one not used for longest gives way; with an ONNX Runtime that
+    cannot release graphs (before 1.27), shapes after the first `SHAPES` run uncaptured.
     """
 
     SHAPES = 8
 
-    def __init__(self, session: ort.InferenceSession, device: str = "cuda") -> None:
-        super().__init__(session)
+    def __init__(
+        self, session: ort.InferenceSession, device: str = "cuda", lock: AbstractContextManager[Any] | None = None
+    ) -> None:
+        super().__init__(session, lock)
         self.device = device
         self.bound: dict[tuple[Any, ...], BoundShapes] = {}
         self.captured = 0
@@ -36,15 +42,12 @@ class GraphModel(Model):
         if arrays.keys() != self.inputs.keys():
             return super().__call__(**arrays)  # which refuses
         feed = {name: np.ascontiguousarray(array, self.dtype(name)) for name, array in arrays.items()}
-        bound = self.bind(feed)
-        for name, array in feed.items():
-            bound.inputs[name].update_inplace(array)
-        try:
+        with self.lock:
+            bound = self.bind(feed)
+            for name, array in feed.items():
+                bound.inputs[name].update_inplace(array)
             bound.run()
-        except Exception as error:  # pybind's exceptions share no base class but Exception
-            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
-            raise SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}") from error
-        return {name: value.numpy() for name, value in bound.outputs.items()}
+            return {name: value.numpy() for name, value in bound.outputs.items()}
 
     def bind(self, feed: Mapping[str, np.ndarray]) -> BoundShapes:
         """The buffers and the graph for inputs of the shapes and dtypes of `feed`, whose numbers the inputs get.
@@ -53,52 +56,89 @@ class GraphModel(Model):
         outputs' shapes are known, and then for the capture.
         """
         key = tuple((name, array.shape) for name, array in sorted(feed.items()))
-        if key not in self.bound:
+        bound = self.bound.pop(key, None)
+        if bound is None:
             if len(self.bound) == self.SHAPES:
-                del self.bound[next(iter(self.bound))]
-            self.bound[key] = BoundShapes(self.session, feed, self.device, self.captured)
-            self.captured += 1
-        return self.bound[key]
+                self.bound.pop(next(iter(self.bound))).release()
+            bound = BoundShapes(self.session, feed, self.device, self.number())
+        self.bound[key] = bound
+        return bound
+
+    def number(self) -> int:
+        """The annotation of the next graph, or UNCAPTURED when there must be no more of them."""
+        if self.captured >= self.SHAPES and not hasattr(self.session, "release_captured_graph"):
+            return UNCAPTURED
+        self.captured += 1
+        return self.captured - 1
 
 
 class BoundShapes:
     """Input and output OrtValues at fixed device addresses for one set of shapes, and the graph captured over them."""
 
-    UNCAPTURED = -1  # ONNX Runtime's annotation for a run that neither captures nor replays
-
-    def __init__(self, session: ort.InferenceSession, feed: Mapping[str, np.ndarray], device: str, number: int) -> None:
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        feed: Mapping[str, Any],
+        device: str,
+        number: int = UNCAPTURED,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`feed`: for every input an array, which is copied, or an OrtValue on `device`, which is taken as it is and
+        may be another run's output. `number`: the graph's annotation, UNCAPTURED for none. `outputs`: OrtValues that
+        some outputs are written to; the others get their own. Raises SdOrtError when ONNX Runtime fails.
+        """
         self.session = session
+        self.number = number
         value = runtime().OrtValue
-        self.inputs = {name: value.ortvalue_from_numpy(array, device, 0) for name, array in feed.items()}
+        self.inputs = {
+            name: value.ortvalue_from_numpy(given, device, 0) if isinstance(given, np.ndarray) else given
+            for name, given in feed.items()
+        }
+        self.outputs = dict(outputs or {})
         self.binding = session.io_binding()
         for name, bound in self.inputs.items():
             self.binding.bind_ortvalue_input(name, bound)
-        names = [output.name for output in session.get_outputs()]
-        for name in names:
-            self.binding.bind_output(name, device)
-        self._run(self.UNCAPTURED)
-        sizes = zip(names, session.get_outputs(), self.binding.get_outputs(), strict=True)
-        self.outputs = {
-            name: value.ortvalue_from_shape_and_type(made.shape(), DTYPES[declared.type], device, 0)
-            for name, declared, made in sizes
-        }
-        self.binding.clear_binding_outputs()
-        for name, bound in self.outputs.items():
-            self.binding.bind_ortvalue_output(name, bound)
-        self.number = number
+        declared = {output.name: output.type for output in session.get_outputs()}
+        missing = [name for name in declared if name not in self.outputs]
+        self.waiting, self.queued = (_options(number, wait) for wait in (True, False))
+        if missing:
+            for name in declared:
+                self.binding.bind_output(name, device)
+            self._run(_options(UNCAPTURED, True))
+            made = dict(zip(declared, self.binding.get_outputs(), strict=True))
+            for name in missing:
+                dtype = DTYPES[declared[name]]
+                self.outputs[name] = value.ortvalue_from_shape_and_type(made[name].shape(), dtype, device, 0)
+            self.binding.clear_binding_outputs()
+        for name in declared:
+            self.binding.bind_ortvalue_output(name, self.outputs[name])
         self.run()
 
     def run(self, wait: bool = True) -> None:
         """Run over the buffers, by replay once the graph is captured.
 
-        Returns when the outputs are there or, without `wait`, when the run is queued on the session's own stream: the
-        next `run` follows it, and whatever else reads the outputs must come after a `run` that waits.
+        Returns when the outputs are there or, without `wait`, when the run is queued on the session's stream: what is
+        run next on that stream follows it, and the host may read once something on it was waited for. Raises
+        SdOrtError when ONNX Runtime fails.
         """
-        self._run(self.number, wait)
+        self._run(self.waiting if wait else self.queued)
 
-    def _run(self, number: int, wait: bool = True) -> None:
-        options = runtime().RunOptions()
-        options.add_run_config_entry("gpu_graph_id", str(number))
-        if not wait:
-            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        self.session.run_with_iobinding(self.binding, options)
+    def release(self) -> None:
+        """Give the captured graph back. The buffers go with this object."""
+        if self.number != UNCAPTURED and hasattr(self.session, "release_captured_graph"):
+            self.session.release_captured_graph(self.number)
+
+    def _run(self, options: Any) -> None:
+        try:
+            self.session.run_with_iobinding(self.binding, options)
+        except Exception as error:  # pybind's exceptions share no base class but Exception
+            shapes = ", ".join(f"{name} {list(value.shape())}" for name, value in self.inputs.items())
+            raise SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}") from error
+
+
+def _options(number: int, wait: bool) -> Any:
+    options = runtime().RunOptions()
+    options.add_run_config_entry("gpu_graph_id", str(number))
+    if not wait:
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return options

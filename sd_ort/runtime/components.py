@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import threading
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from sd_ort.core.errors import InputError
-from sd_ort.core.folder import check_component, components
-from sd_ort.runtime.providers import check_provider
-from sd_ort.runtime.session import Model, load
+from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
+from sd_ort.core.folder import MODEL, check_component, components
+from sd_ort.runtime.captured import GraphModel
+from sd_ort.runtime.providers import check_provider, provider_named, warn_once
+from sd_ort.runtime.session import Model, create_session
+from sd_ort.runtime.stream import open_stream
 
 # Components that take turns at every step: with --low-memory they stay in memory together.
 TOGETHER = frozenset({"unet", "controlnet"})
+
+# Components that are captured as graphs. Measured on an H200, SD 1.5: the UNet gains 0.7 ms a step; the VAE nothing.
+CAPTURED = frozenset({"unet", "controlnet"})
 
 
 class Components(MutableMapping[str, Model]):
     """Name -> `Model` of a folder's components. A component that is assigned takes the place of the folder's.
 
-    `low_memory`: opening one drops the others, so that only one is in memory (see `TOGETHER`).
+    `low_memory`: opening one drops the others, so that only one is in memory (see `TOGETHER`). `graph`: capture the
+    runs of those in `CAPTURED` as graphs; None for where the provider can, with one warning for what it cannot capture.
+    On a GPU all sessions share the stream `stream`, and `lock` is held while one of them runs: threads take turns. On
+    a CPU there is no stream, and sessions run at once.
     """
 
     def __init__(
-        self, folder: Path, provider: str = "cpu", *, low_memory: bool = False, **session_options: Any
+        self,
+        folder: Path,
+        provider: str = "cpu",
+        *,
+        low_memory: bool = False,
+        graph: bool | None = None,
+        **session_options: Any,
     ) -> None:
         """`session_options`: those of `sd_ort.runtime.session.create_session`.
 
-        Raises InputError for a folder that holds no pipeline, ProviderError for a provider that is not installed.
+        Raises InputError for a folder that holds no pipeline, ProviderError for a provider that is not installed, or
+        that captures no graphs with `graph`.
         """
         self.folder = folder
         self.names = components(folder)
@@ -36,6 +53,17 @@ class Components(MutableMapping[str, Model]):
         self.options = session_options
         self.opened: dict[str, Model] = {}
         check_provider(provider, allow_fallback=bool(session_options.get("allow_fallback")))
+        entry = provider_named(provider)
+        if graph and entry.graph is None:
+            raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
+        given: dict[str, str] = dict(session_options.get("provider_options") or {})
+        self.stream = None if "user_compute_stream" in given else open_stream(provider, int(given.get("device_id", 0)))
+        if self.stream is not None:
+            given["user_compute_stream"] = str(self.stream.handle)
+        self.options["provider_options"] = given
+        self.device = entry.device if self.stream is not None or "user_compute_stream" in given else "cpu"
+        self.graph = graph
+        self.lock: Any = threading.RLock() if self.device != "cpu" else contextlib.nullcontext()
 
     def require(self, *names: str) -> None:
         """Check that components are there and whole, before minutes go into the others. Raises InputError."""
@@ -54,8 +82,33 @@ class Components(MutableMapping[str, Model]):
                 for other in [other for other in self.opened if other not in keep]:
                     del self.opened[other]
                 gc.collect()
-            self.opened[name] = load(self.folder, name, self.provider, **self.options)
+            self.opened[name] = self._open(name)
         return self.opened[name]
+
+    def _open(self, name: str) -> Model:
+        path = self.folder / name / MODEL
+        if self.device != "cpu" and self.graph is not False and name in CAPTURED:
+            try:
+                session = create_session(path, self.provider, graph=True, **self.options)
+                return GraphModel(session, self.device, self.lock)
+            except InputError as error:
+                self._cannot_capture(name, error)
+        return Model(create_session(path, self.provider, **self.options), self.lock)
+
+    def without_graph(self, name: str, error: SdOrtError) -> None:
+        """Open a component again, uncaptured, after `error` in captured runs; raises `error` if it was not captured."""
+        if not isinstance(self.opened.get(name), GraphModel):
+            raise error
+        self._cannot_capture(name, error)
+        del self.opened[name]
+        gc.collect()
+        self.opened[name] = Model(create_session(self.folder / name / MODEL, self.provider, **self.options), self.lock)
+
+    def _cannot_capture(self, name: str, error: SdOrtError) -> None:
+        """Warn, or raise `error` when capturing was asked for."""
+        if self.graph:
+            raise error
+        warn_once(f"{name} runs uncaptured, slower, since it cannot be captured as a graph: {first_line(error)}")
 
     def __setitem__(self, name: str, model: Model) -> None:
         self.opened[name] = model

@@ -1,4 +1,7 @@
-"""The compiled operator library: where builds lie, and which of them fits the present sources."""
+"""The compiled operator library: where builds lie, and which of them fits the present sources.
+
+A wheel carries one with CPU kernels beside the sources it was made of; `sd-ort build-ops` puts others into the cache.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ SOURCES = Path(__file__).resolve().parents[2] / "custom_ops"
 LIBRARY = "libsd_ort_ops.so"
 HIP_LIBRARY = "libsd_ort_hip.so"
 CUDA_LIBRARY = "libsd_ort_cuda.so"
+# The execution provider, by the vendor whose devices it drives; `host` is for tests.
+PROVIDER_LIBRARIES = {vendor: f"libsd_ort_ep_{vendor}.so" for vendor in ("hip", "cuda", "host")}
 
 
 class BuildError(InputError):
@@ -24,14 +29,19 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sd-ort"
 
 
-def library_path() -> Path | None:
-    """The newest library built from the present sources, or None. Runs no compiler and no Python import of ORT."""
+def library_path(name: str = LIBRARY) -> Path | None:
+    """The newest library of this name built from the present sources, else the one that the wheel brought, or None.
+
+    Runs no compiler and no Python import of ORT.
+    """
     builds = []
     for record in (cache_folder() / "ops").glob("*/build.json"):
-        library = record.parent / LIBRARY
+        library = record.parent / name
         if json.loads(record.read_text())["sources"] == sources_hash() and library.is_file():
             builds.append((record.stat().st_mtime, library))
-    return max(builds)[1] if builds else None
+    if builds:
+        return max(builds)[1]
+    return SOURCES / name if (SOURCES / name).is_file() else None
 
 
 # What the GPU libraries are not made of.

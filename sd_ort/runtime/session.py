@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
-from sd_ort.core.folder import MODEL, check_component
+from sd_ort.core.folder import MODEL, check_component, read_manifest
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.providers import (
     CPU_EP,
@@ -22,7 +24,7 @@ from sd_ort.runtime.providers import (
     provider_named,
     warn_once,
 )
-from sd_ort.runtime.wheels import runtime
+from sd_ort.runtime.wheels import ERRORS_ONLY, runtime
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -75,16 +77,23 @@ def create_session(
         _check_overloads(model_path, onnxruntime.__version__)
         if entry.device != "cpu" and not portable:
             warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
+        elif not portable and read_manifest(model_path.parent.parent).get("stage") == "optimize":
+            warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
     if provider.startswith(PLUGIN):
         devices = plugin_devices(Path(provider.removeprefix(PLUGIN)))
         options.add_provider_for_devices(devices, dict(provider_options or {}))
+        options.enable_mem_pattern = False  # ONNX Runtime does not look whether a plugin had memory for its one buffer
         providers = []  # those of the options; ONNX Runtime adds the CPU
     else:
         providers = _providers(entry, tuning, graph, provider_options or {})
     try:
-        session = onnxruntime.InferenceSession(str(model_path), options, providers=providers)
+        # A plugin that refuses its options would be replaced by the CPU.
+        fallback = {"enable_fallback": 0} if provider.startswith(PLUGIN) else {}
+        session = onnxruntime.InferenceSession(str(model_path), options, providers=providers, **fallback)
     except Exception as error:  # pybind's exceptions share no base class but Exception
-        raise InputError(f"ONNX Runtime refuses {model_path}: {first_line(error)}") from error
+        # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
+        reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if provider.startswith(PLUGIN) else ""
+        raise InputError(f"ONNX Runtime refuses {model_path}: {reason or first_line(error)}") from error
     if entry.ep not in session.get_providers():
         _refuse(
             f"ONNX Runtime dropped the {provider} provider and would run on the CPU: check that {entry.needs} is "
@@ -98,9 +107,30 @@ def create_session(
     return session
 
 
+def check_opens(path: Path) -> None:
+    """Raise InputError unless ONNX Runtime takes the graph at `path`: operators, inputs, types and shapes.
+
+    Nothing is optimized and weights stay on disk, so this takes a fraction of a second. A kernel that the CPU lacks is
+    no fault: another provider may have it.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        return
+    onnxruntime = runtime()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    try:
+        onnxruntime.InferenceSession(str(path), options, providers=[CPU_EP])
+    except Exception as error:  # pybind's exceptions share no base class but Exception
+        if type(error).__name__ != "NotImplemented":
+            reason = " ".join(str(error).split())[:300]
+            raise InputError(f"{path.parent.name} is a graph that ONNX Runtime refuses: {reason}") from error
+
+
 def _session_options(provider: str, threads: int | None, profile: Path | None) -> Any:
     options = runtime().SessionOptions()
-    options.log_severity_level = 3  # errors only: the warnings are about the exporter's unused initializers
+    options.log_severity_level = ERRORS_ONLY
     if provider == "cpu":
         # It would keep one more block from the second step on, of a whole step: 100 MB for SD 1.5 at 256 x 256.
         options.enable_mem_pattern = False
@@ -156,8 +186,10 @@ def _check_overloads(model_path: Path, version: str) -> None:
 class Model:
     """One ONNX component as a function of NumPy arrays: floating inputs are cast to the dtypes the graph declares."""
 
-    def __init__(self, session: ort.InferenceSession) -> None:
+    def __init__(self, session: ort.InferenceSession, lock: AbstractContextManager[Any] | None = None) -> None:
+        """`lock`: held while the session runs, where sessions that share a stream must not run at once."""
         self.session = session
+        self.lock = lock or nullcontext()
         self.inputs = {i.name: i for i in session.get_inputs()}
         self.outputs = [o.name for o in session.get_outputs()]
 
@@ -173,7 +205,8 @@ class Model:
             )
         feed = {name: np.ascontiguousarray(array, self.dtype(name)) for name, array in arrays.items()}
         try:
-            results = self.session.run(None, feed)
+            with self.lock:
+                results = self.session.run(None, feed)
         except Exception as error:  # pybind's exceptions share no base class but Exception
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
             raise SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}") from error
@@ -190,3 +223,11 @@ class Model:
 def load(folder: Path, component: str, provider: str = "cpu", **options: Any) -> Model:
     """Open one component of a pipeline folder; options as for `create_session`."""
     return Model(create_session(Path(folder) / component / MODEL, provider, **options))
+
+
+def open_graph(graph: bytes, provider: str, provider_options: Mapping[str, str] | None = None) -> Any:
+    """A session on a small graph of our own, a serialized ONNX model, beside a component's on the same provider."""
+    onnxruntime = runtime()
+    options = _session_options(provider, None, None)
+    wanted = _providers(provider_named(provider), False, False, provider_options or {})
+    return onnxruntime.InferenceSession(graph, options, providers=wanted)

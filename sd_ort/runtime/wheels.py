@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import struct
+from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sd_ort.core.errors import ProviderError
-
-if TYPE_CHECKING:
-    pass
 
 # The provider that each wheel is installed for, by name; None for one that sd-ort does not drive. All of them install
 # the same package `onnxruntime` and overwrite each other's files.
@@ -26,8 +24,17 @@ WHEELS = {
 }
 
 
+# ONNX Runtime's severity: its warnings are about plugins that nobody asked for, and what exporters leave behind.
+ERRORS_ONLY = 3
+
+
+@cache
 def runtime() -> Any:
-    """The module `onnxruntime`. Raises ProviderError when it is absent, or when two of its wheels lie in one folder."""
+    """The module `onnxruntime`, which from then on says errors only.
+
+    Looked for once a process: reading all wheels' metadata takes a millisecond. Raises ProviderError when it is
+    absent, or when two of its wheels lie in one folder.
+    """
     if importlib.util.find_spec("onnxruntime") is None:
         raise ProviderError("onnxruntime is not installed: pip install 'sd-ort[cpu]' (or [cuda], [rocm], [migraphx]).")
     wheels = installed_wheels()
@@ -39,6 +46,7 @@ def runtime() -> Any:
         )
     import onnxruntime
 
+    onnxruntime.set_default_logger_severity(ERRORS_ONLY)
     return onnxruntime
 
 

@@ -43,17 +43,18 @@ def _session_options(engine: Engine, settings: Settings) -> dict[str, Any]:
 
 
 def open_pipeline(engine: Engine, settings: Settings) -> Opened:
-    """Our pipeline on an ONNX folder; every UNet call is timed."""
+    """Our pipeline on an ONNX folder, as `from_pretrained` gives it: ours with all that it does of itself.
+
+    Where all steps are queued on the device, a step's time is their mean there; else every UNet call is timed.
+    """
     from sd_ort.pipeline.text_to_image import StableDiffusionPipeline
 
     if engine.engine == "tensorrt":
         raise SdOrtError("TensorRT is measured on one component: use --component.")
     options = _session_options(engine, settings)
-    pipeline = StableDiffusionPipeline.from_pretrained(engine.directory, settings.provider, **options)
-    if engine.graph:
-        path, device = Path(engine.directory) / "unet" / MODEL, providers.provider_named(settings.provider).device
-        captured = session.create_session(path, settings.provider, graph=True, **options)
-        pipeline.models["unet"] = captured.GraphModel(captured, device)
+    ours = engine.stage == "optimize" or engine.make[:1] == ("ours",)
+    graph = True if engine.graph else None if ours else False
+    pipeline = StableDiffusionPipeline.from_pretrained(engine.directory, settings.provider, graph=graph, **options)
     for name in ("text_encoder", "text_encoder_2", "unet_prompt", "unet_time", "unet", "vae_decoder"):
         if name in pipeline.models:
             assert pipeline.models[name]  # opened now, so that this is time to load
@@ -62,9 +63,11 @@ def open_pipeline(engine: Engine, settings: Settings) -> Opened:
 
     def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
         seconds.clear()
+        pipeline.device.step_seconds = None
         drawn = pipeline(**pipeline_arguments(settings, batch, prompts, seed), progress=False).images
         images = np.stack([np.asarray(image) for image in drawn])
-        return Batch(list(seconds), images.shape[1:3], images)
+        mean = pipeline.device.step_seconds
+        return Batch([mean] if mean is not None else list(seconds), images.shape[1:3], images)
 
     return Opened(run, _precision(unet))
 

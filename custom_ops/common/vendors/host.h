@@ -1,0 +1,183 @@
+// The host in the place of a GPU, under the names that common/gpu.h gives HIP and CUDA: device memory is host memory, a
+// launch runs at once or, on a stream that captures, is recorded, and a graph is what was recorded. As on a GPU, a
+// stream that captures runs nothing and cannot be waited for.
+#pragma once
+
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "common/cpu.h"
+
+#define SD_ORT_HOST 1
+#define SD_ORT_HIP 0
+#define SD_ORT_GPU_NAME(name) host##name
+#define SD_ORT_DEVICE inline
+
+namespace sd_ort {
+
+enum hostError_t {
+  hostSuccess = 0,
+  hostErrorInvalidValue = 1,
+  hostErrorMemoryAllocation = 2,
+  hostErrorStreamCaptureUnsupported = 900,
+};
+
+inline const char* hostGetErrorString(hostError_t error) {
+  switch (error) {
+    case hostSuccess:
+      return "no error";
+    case hostErrorMemoryAllocation:
+      return "out of memory";
+    case hostErrorStreamCaptureUnsupported:
+      return "operation not permitted when stream is capturing";
+    default:
+      return "invalid argument";
+  }
+}
+inline hostError_t hostGetLastError() { return hostSuccess; }
+
+struct HostGraph {
+  std::vector<std::function<void()>> launches;
+};
+using hostGraph_t = HostGraph*;
+using hostGraphExec_t = HostGraph*;
+
+struct HostStream {
+  HostGraph* capturing = nullptr;
+
+  // Runs `work` now, or records it.
+  void launch(std::function<void()> work) {
+    capturing == nullptr ? work() : capturing->launches.push_back(std::move(work));
+  }
+};
+using hostStream_t = HostStream*;
+
+struct HostEvent {
+  std::chrono::steady_clock::time_point when;
+};
+using hostEvent_t = HostEvent*;
+
+enum hostMemcpyKind { hostMemcpyHostToDevice, hostMemcpyDeviceToHost, hostMemcpyDeviceToDevice, hostMemcpyDefault };
+enum hostStreamCaptureMode { hostStreamCaptureModeRelaxed };
+enum hostStreamCaptureStatus { hostStreamCaptureStatusNone, hostStreamCaptureStatusActive };
+constexpr unsigned hostStreamNonBlocking = 1, hostEventDisableTiming = 2, hostHostMallocDefault = 0;
+
+// The one device: its memory is what malloc gives.
+struct hostDeviceProp {
+  const char* name = "host";
+  size_t totalGlobalMem = size_t{16} << 30;
+};
+inline hostError_t hostGetDeviceCount(int* count) { return *count = 1, hostSuccess; }
+inline hostError_t hostGetDevice(int* device) { return *device = 0, hostSuccess; }
+inline hostError_t hostSetDevice(int device) { return device == 0 ? hostSuccess : hostErrorInvalidValue; }
+inline hostError_t hostGetDeviceProperties(hostDeviceProp* properties, int) { return *properties = {}, hostSuccess; }
+inline hostError_t hostDriverGetVersion(int* version) { return *version = 0, hostSuccess; }
+inline hostError_t hostRuntimeGetVersion(int* version) { return *version = 0, hostSuccess; }
+inline hostError_t hostDeviceSynchronize() { return hostSuccess; }
+
+inline hostError_t hostMalloc(void** data, size_t bytes) {
+  *data = bytes > hostDeviceProp().totalGlobalMem ? nullptr : std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  return *data == nullptr ? hostErrorMemoryAllocation : hostSuccess;
+}
+inline hostError_t hostFree(void* data) { return std::free(data), hostSuccess; }
+inline hostError_t hostHostMalloc(void** data, size_t bytes, unsigned) { return hostMalloc(data, bytes); }
+inline hostError_t hostHostFree(void* data) { return hostFree(data); }
+inline hostError_t hostMemGetInfo(size_t* available, size_t* total) {
+  *available = *total = hostDeviceProp().totalGlobalMem;
+  return hostSuccess;
+}
+
+inline hostError_t hostMemcpy(void* to, const void* from, size_t bytes, hostMemcpyKind) {
+  return std::memcpy(to, from, bytes), hostSuccess;
+}
+inline hostError_t hostMemcpyAsync(void* to, const void* from, size_t bytes, hostMemcpyKind, hostStream_t stream) {
+  stream->launch([=] { std::memcpy(to, from, bytes); });
+  return hostSuccess;
+}
+inline hostError_t hostMemsetAsync(void* to, int value, size_t bytes, hostStream_t stream) {
+  stream->launch([=] { std::memset(to, value, bytes); });
+  return hostSuccess;
+}
+
+inline hostError_t hostStreamCreateWithFlags(hostStream_t* stream, unsigned) {
+  return *stream = new HostStream, hostSuccess;
+}
+inline hostError_t hostStreamDestroy(hostStream_t stream) { return delete stream, hostSuccess; }
+inline hostError_t hostStreamSynchronize(hostStream_t stream) {
+  return stream->capturing == nullptr ? hostSuccess : hostErrorStreamCaptureUnsupported;
+}
+inline hostError_t hostStreamWaitEvent(hostStream_t, hostEvent_t, unsigned) { return hostSuccess; }
+
+inline hostError_t hostEventCreateWithFlags(hostEvent_t* event, unsigned) {
+  return *event = new HostEvent{}, hostSuccess;
+}
+inline hostError_t hostEventCreate(hostEvent_t* event) { return hostEventCreateWithFlags(event, 0); }
+inline hostError_t hostEventDestroy(hostEvent_t event) { return delete event, hostSuccess; }
+inline hostError_t hostEventRecord(hostEvent_t event, hostStream_t stream) {
+  stream->launch([=] { event->when = std::chrono::steady_clock::now(); });
+  return hostSuccess;
+}
+inline hostError_t hostEventSynchronize(hostEvent_t) { return hostSuccess; }
+inline hostError_t hostEventElapsedTime(float* milliseconds, hostEvent_t begin, hostEvent_t end) {
+  *milliseconds = std::chrono::duration<float, std::milli>(end->when - begin->when).count();
+  return hostSuccess;
+}
+
+inline hostError_t hostStreamBeginCapture(hostStream_t stream, hostStreamCaptureMode) {
+  if (stream->capturing != nullptr) return hostErrorStreamCaptureUnsupported;
+  return stream->capturing = new HostGraph, hostSuccess;
+}
+inline hostError_t hostStreamEndCapture(hostStream_t stream, hostGraph_t* graph) {
+  if (stream->capturing == nullptr) return hostErrorInvalidValue;
+  return *graph = std::exchange(stream->capturing, nullptr), hostSuccess;
+}
+inline hostError_t hostStreamIsCapturing(hostStream_t stream, hostStreamCaptureStatus* status) {
+  *status = stream->capturing == nullptr ? hostStreamCaptureStatusNone : hostStreamCaptureStatusActive;
+  return hostSuccess;
+}
+inline hostError_t hostGraphInstantiate(hostGraphExec_t* made, hostGraph_t graph, unsigned long long) {
+  return *made = new HostGraph(*graph), hostSuccess;
+}
+inline hostError_t hostGraphDestroy(hostGraph_t graph) { return delete graph, hostSuccess; }
+inline hostError_t hostGraphExecDestroy(hostGraphExec_t graph) { return delete graph, hostSuccess; }
+inline hostError_t hostGraphLaunch(hostGraphExec_t graph, hostStream_t stream) {
+  for (const auto& launch : graph->launches) stream->launch(launch);
+  return hostSuccess;
+}
+
+using gpuStream_t = hostStream_t;
+using gpuEvent_t = hostEvent_t;
+using gpuError_t = hostError_t;
+constexpr gpuError_t gpuSuccess = hostSuccess;
+
+using half_t = SD_ORT_ISA::Half;
+struct bf16_t {
+  uint16_t bits;
+};
+using SD_ORT_ISA::to_float;
+inline float to_float(bf16_t x) {
+  const uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+template <class T>
+T from_float(float x) {
+  return SD_ORT_ISA::from_float<T>(x);
+}
+template <>
+inline bf16_t from_float<bf16_t>(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((bits >> 16) | 0x40u)};  // keep NaN a NaN
+  return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};                  // to nearest even
+}
+
+}  // namespace sd_ort

@@ -1,0 +1,52 @@
+#include "provider/assignment.h"
+
+#include <set>
+
+#include "provider/kernel.h"
+
+namespace sd_ort {
+namespace {
+
+// Whether the node computes integers from what is on the host already. Constants are on either side.
+bool is_shape_arithmetic(const Node& node, const std::set<std::string>& on_host) {
+  bool reads_shapes = false;
+  for (const NodeValue& input : node.inputs) {
+    if (!input.there || input.is_constant) continue;
+    if (on_host.count(input.name) == 0) return false;
+    reads_shapes = true;
+  }
+  for (const NodeValue& output : node.outputs) {
+    if (output.there && !is_integer(output.type)) return false;
+  }
+  return reads_shapes;
+}
+
+}  // namespace
+
+Assignment assign(const OrtGraph* graph, OrtEpGraphSupportInfo* support) {
+  size_t count = 0;
+  check(ort_api->Graph_GetNumNodes(graph, &count));
+  std::vector<const OrtNode*> nodes(count);
+  check(ort_api->Graph_GetNodes(graph, nodes.data(), count));
+  Assignment assignment;
+  std::set<std::string> on_host;
+  for (const OrtNode* each : nodes) {
+    const Node node(each);
+    const KernelSpec* spec = find_spec(node);
+    const bool arithmetic = is_shape_arithmetic(node, on_host);
+    if (arithmetic || (spec != nullptr && spec->host_output)) {
+      for (const NodeValue& output : node.outputs) on_host.insert(output.name);
+    }
+    if (spec == nullptr || arithmetic) continue;
+    if (const char* reason = spec->refuses == nullptr ? nullptr : spec->refuses(node)) {
+      assignment.refused.push_back(node.op_type + " '" + node.name + "': " + reason);
+      continue;
+    }
+    const OrtKernelDef* found = nullptr;
+    check(ep_api->EpGraphSupportInfo_LookUpKernel(support, each, &found));
+    if (found != nullptr) assignment.taken.push_back(each);
+  }
+  return assignment;
+}
+
+}  // namespace sd_ort

@@ -1,0 +1,20 @@
+// Which nodes of a graph the provider takes.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "provider/node.h"
+
+namespace sd_ort {
+
+struct Assignment {
+  std::vector<const OrtNode*> taken;
+  std::vector<std::string> refused;  // "Conv 'conv_1': reason", of operators that the provider has
+};
+
+// Nodes with a kernel, but for shape arithmetic: integers computed from shapes and constants alone stay on the host,
+// where ONNX Runtime's own kernels compute them and what they are for (Reshape, Expand) reads them.
+Assignment assign(const OrtGraph* graph, OrtEpGraphSupportInfo* support);
+
+}  // namespace sd_ort

@@ -1,0 +1,179 @@
+#include "provider/device.h"
+
+#include <stdexcept>
+
+#include "provider/vendor.h"
+
+namespace sd_ort::device {
+namespace {
+
+void check(gpuError_t error, const char* what) {
+  if (error == gpuSuccess) return;
+  (void)SD_ORT_GPU_NAME(GetLastError)();
+  throw std::runtime_error(std::string(what) + ": " + SD_ORT_GPU_NAME(GetErrorString)(error));
+}
+
+gpuStream_t of(Stream stream) { return static_cast<gpuStream_t>(stream); }
+gpuEvent_t of_event(Event event) { return static_cast<gpuEvent_t>(event); }
+
+auto kind(Copy direction) {
+  return direction == Copy::kToDevice ? SD_ORT_GPU_NAME(MemcpyHostToDevice)
+         : direction == Copy::kToHost ? SD_ORT_GPU_NAME(MemcpyDeviceToHost)
+                                      : SD_ORT_GPU_NAME(MemcpyDeviceToDevice);
+}
+
+}  // namespace
+
+#if SD_ORT_HOST
+const char* const kProvider = "SdOrtHost";
+const char* const kMemory = "SdOrtHost";
+const uint32_t kVendorId = 0x1D05;
+const char* const kVendor = "sd-ort";
+const bool kHasBFloat16 = false;
+#elif SD_ORT_HIP
+const char* const kProvider = "SdOrtHip";
+const char* const kMemory = "SdOrtHip";
+const uint32_t kVendorId = 0x1002;
+const char* const kVendor = "AMD";
+const bool kHasBFloat16 = true;
+#else
+const char* const kProvider = "SdOrtCuda";
+const char* const kMemory = "SdOrtCuda";
+const uint32_t kVendorId = 0x10DE;
+const char* const kVendor = "NVIDIA";
+const bool kHasBFloat16 = true;
+#endif
+
+int count() {
+  int devices = 0;
+  const bool found = SD_ORT_GPU_NAME(GetDeviceCount)(&devices) == gpuSuccess;
+  (void)SD_ORT_GPU_NAME(GetLastError)();
+  return found ? devices : 0;
+}
+
+Properties properties(int device) {
+#if SD_ORT_HOST
+  hostDeviceProp found;
+#elif SD_ORT_HIP
+  hipDeviceProp_t found;
+#else
+  cudaDeviceProp found;
+#endif
+  check(SD_ORT_GPU_NAME(GetDeviceProperties)(&found, device), "the device's properties cannot be read");
+  return {found.name, found.totalGlobalMem};
+}
+
+void use(int device) { check(SD_ORT_GPU_NAME(SetDevice)(device), "the device cannot be used"); }
+
+size_t free_memory() {
+  size_t available = 0, total = 0;
+  check(SD_ORT_GPU_NAME(MemGetInfo)(&available, &total), "the device's free memory cannot be read");
+  return available;
+}
+
+void* allocate(size_t bytes) noexcept {
+  void* data = nullptr;
+  if (SD_ORT_GPU_NAME(Malloc)(&data, bytes) == gpuSuccess) return data;
+  (void)SD_ORT_GPU_NAME(GetLastError)();
+  return nullptr;
+}
+
+void release(void* data) noexcept { (void)SD_ORT_GPU_NAME(Free)(data); }
+
+void* allocate_pinned(size_t bytes) noexcept {
+  void* data = nullptr;
+#if SD_ORT_HOST || SD_ORT_HIP
+  const bool made = SD_ORT_GPU_NAME(HostMalloc)(&data, bytes, SD_ORT_GPU_NAME(HostMallocDefault)) == gpuSuccess;
+#else
+  const bool made = cudaHostAlloc(&data, bytes, cudaHostAllocDefault) == cudaSuccess;
+#endif
+  if (made) return data;
+  (void)SD_ORT_GPU_NAME(GetLastError)();
+  return nullptr;
+}
+
+void release_pinned(void* data) noexcept {
+#if SD_ORT_HOST || SD_ORT_HIP
+  (void)SD_ORT_GPU_NAME(HostFree)(data);
+#else
+  (void)cudaFreeHost(data);
+#endif
+}
+
+Stream create_stream() {
+  gpuStream_t stream = nullptr;
+  check(SD_ORT_GPU_NAME(StreamCreateWithFlags)(&stream, SD_ORT_GPU_NAME(StreamNonBlocking)), "no stream can be made");
+  return stream;
+}
+
+void destroy_stream(Stream stream) noexcept { (void)SD_ORT_GPU_NAME(StreamDestroy)(of(stream)); }
+
+void wait(Stream stream) { check(SD_ORT_GPU_NAME(StreamSynchronize)(of(stream)), "the device failed"); }
+
+void wait_for_all() { check(SD_ORT_GPU_NAME(DeviceSynchronize)(), "the device failed"); }
+
+bool is_capturing(Stream stream) {
+  SD_ORT_GPU_NAME(StreamCaptureStatus) status;
+  check(SD_ORT_GPU_NAME(StreamIsCapturing)(of(stream), &status), "the stream cannot be asked whether it captures");
+  return status == SD_ORT_GPU_NAME(StreamCaptureStatusActive);
+}
+
+void copy(void* to, const void* from, size_t bytes, Copy direction, Stream stream) {
+  if (bytes == 0 || to == from) return;
+  check(SD_ORT_GPU_NAME(MemcpyAsync)(to, from, bytes, kind(direction), of(stream)), "a copy failed");
+}
+
+void copy_now(void* to, const void* from, size_t bytes, Copy direction) {
+  if (bytes == 0 || to == from) return;
+  wait_for_all();
+  check(SD_ORT_GPU_NAME(Memcpy)(to, from, bytes, kind(direction)), "a copy failed");
+}
+
+Event create_event() {
+  gpuEvent_t event = nullptr;
+  check(SD_ORT_GPU_NAME(EventCreateWithFlags)(&event, SD_ORT_GPU_NAME(EventDisableTiming)), "no event can be made");
+  return event;
+}
+
+void destroy_event(Event event) noexcept { (void)SD_ORT_GPU_NAME(EventDestroy)(of_event(event)); }
+
+void record(Event event, Stream stream) {
+  check(SD_ORT_GPU_NAME(EventRecord)(of_event(event), of(stream)), "an event cannot be recorded");
+}
+
+void wait_in_stream(Stream stream, Event event) {
+  check(SD_ORT_GPU_NAME(StreamWaitEvent)(of(stream), of_event(event), 0), "a stream cannot wait for an event");
+}
+
+void wait_on_host(Event event) { check(SD_ORT_GPU_NAME(EventSynchronize)(of_event(event)), "the device failed"); }
+
+// Relaxed: a kernel library may allocate for itself while another thread or this one captures.
+void begin_capture(Stream stream) {
+  check(SD_ORT_GPU_NAME(StreamBeginCapture)(of(stream), SD_ORT_GPU_NAME(StreamCaptureModeRelaxed)),
+        "the stream cannot begin to capture");
+}
+
+Graph end_capture(Stream stream) {
+  SD_ORT_GPU_NAME(Graph_t) graph = nullptr;
+  SD_ORT_GPU_NAME(GraphExec_t) made = nullptr;
+  check(SD_ORT_GPU_NAME(StreamEndCapture)(of(stream), &graph), "the run could not be captured");
+#if SD_ORT_HOST
+  const gpuError_t error = hostGraphInstantiate(&made, graph, 0);
+#else
+  const gpuError_t error = SD_ORT_GPU_NAME(GraphInstantiateWithFlags)(&made, graph, 0);
+#endif
+  (void)SD_ORT_GPU_NAME(GraphDestroy)(graph);
+  check(error, "the captured run cannot be made a graph");
+  return made;
+}
+
+void launch(Graph graph, Stream stream) {
+  check(SD_ORT_GPU_NAME(GraphLaunch)(static_cast<SD_ORT_GPU_NAME(GraphExec_t)>(graph), of(stream)),
+        "the captured run cannot be replayed");
+}
+
+void destroy_graph(Graph graph) noexcept {
+  (void)SD_ORT_GPU_NAME(GraphExecDestroy)(static_cast<SD_ORT_GPU_NAME(GraphExec_t)>(graph));
+}
+
+}  // namespace sd_ort::device

@@ -1,0 +1,57 @@
+// The device as the provider sees it: memory, streams, events and captured graphs, the same for every vendor. Plain
+// C++: device.cc alone includes HIP or CUDA. What fails throws std::runtime_error with the vendor's message.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace sd_ort::device {
+
+using Stream = void*;
+using Event = void*;
+using Graph = void*;
+
+extern const char* const kProvider;  // the execution provider's name: SdOrtHip, SdOrtCuda, SdOrtHost
+extern const char* const kMemory;    // the name of its memory
+extern const uint32_t kVendorId;     // PCI vendor id; 0x1D05, which no GPU has, for the host
+extern const char* const kVendor;    // and its name
+extern const bool kHasBFloat16;      // whether sd_ort's kernels take bfloat16
+enum class Copy { kToDevice, kToHost, kOnDevice };
+
+struct Properties {
+  std::string name;
+  size_t memory;  // bytes
+};
+
+int count();  // 0 where there is no device or no driver
+Properties properties(int device);
+void use(int device);  // for the calling thread
+size_t free_memory();
+
+void* allocate(size_t bytes) noexcept;  // null when there is no more
+void release(void* data) noexcept;
+void* allocate_pinned(size_t bytes) noexcept;
+void release_pinned(void* data) noexcept;
+
+Stream create_stream();
+void destroy_stream(Stream stream) noexcept;
+void wait(Stream stream);
+void wait_for_all();
+bool is_capturing(Stream stream);
+
+void copy(void* to, const void* from, size_t bytes, Copy direction, Stream stream);  // ordered in the stream
+void copy_now(void* to, const void* from, size_t bytes, Copy direction);             // after all that is queued
+
+Event create_event();
+void destroy_event(Event event) noexcept;
+void record(Event event, Stream stream);
+void wait_in_stream(Stream stream, Event event);
+void wait_on_host(Event event);
+
+void begin_capture(Stream stream);
+Graph end_capture(Stream stream);
+void launch(Graph graph, Stream stream);
+void destroy_graph(Graph graph) noexcept;
+
+}  // namespace sd_ort::device

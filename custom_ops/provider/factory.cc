@@ -1,0 +1,133 @@
+#include "provider/factory.h"
+
+#include "provider/allocator.h"
+#include "provider/device.h"
+#include "provider/kernel.h"
+#include "provider/options.h"
+#include "provider/provider.h"
+
+namespace sd_ort {
+namespace {
+
+OrtMemoryInfo* create_memory_info(const std::string& name, int device, OrtDeviceMemoryType type) {
+  OrtMemoryInfo* made = nullptr;
+  check(ort_api->CreateMemoryInfo_V2(name.c_str(), OrtMemoryInfoDeviceType_GPU, device::kVendorId,
+                                     static_cast<uint32_t>(device), type, 256, OrtDeviceAllocator, &made));
+  return made;
+}
+
+}  // namespace
+
+Factory::Factory() : OrtEpFactory{} {
+  for (int device = 0; device < device::count(); ++device) {
+    memory_.push_back(
+        {create_memory_info(device::kMemory, device, OrtDeviceMemoryType_DEFAULT),
+         create_memory_info(std::string(device::kMemory) + "Pinned", device, OrtDeviceMemoryType_HOST_ACCESSIBLE)});
+  }
+  registry_ = create_registry();
+  ort_version_supported = ORT_API_VERSION;
+  set_names();
+  set_makers();
+}
+
+Factory::~Factory() {
+  ep_api->ReleaseKernelRegistry(registry_);
+  for (const Memory& memory : memory_) {
+    ort_api->ReleaseMemoryInfo(memory.device);
+    ort_api->ReleaseMemoryInfo(memory.pinned);
+  }
+}
+
+void Factory::set_names() {
+  GetName = [](const OrtEpFactory*) noexcept { return device::kProvider; };
+  GetVendor = [](const OrtEpFactory*) noexcept { return "sd-ort"; };
+  GetVendorId = [](const OrtEpFactory*) noexcept { return device::kVendorId; };
+  GetVersion = [](const OrtEpFactory*) noexcept { return "0.1.0"; };
+  GetSupportedDevices = [](OrtEpFactory* self, const OrtHardwareDevice* const* hardware, size_t count,
+                           OrtEpDevice** devices, size_t most, size_t* found) noexcept {
+    return guarded([&] { *found = of(self).list_devices(hardware, count, devices, most); });
+  };
+}
+
+void Factory::set_makers() {
+  CreateEp = [](OrtEpFactory* self, const OrtHardwareDevice* const*, const OrtKeyValuePairs* const*, size_t,
+                const OrtSessionOptions* session, const OrtLogger* logger,
+                OrtEp** ep) noexcept { return guarded([&] { *ep = of(self).create(session, logger); }); };
+  ReleaseEp = [](OrtEpFactory*, OrtEp* ep) noexcept { delete static_cast<Provider*>(ep); };
+  CreateAllocator = [](OrtEpFactory*, const OrtMemoryInfo* memory, const OrtKeyValuePairs*,
+                       OrtAllocator** allocator) noexcept {
+    return guarded([&] {
+      const OrtMemoryDevice* device = ep_api->MemoryInfo_GetMemoryDevice(memory);
+      if (ep_api->MemoryDevice_GetMemoryType(device) == OrtDeviceMemoryType_HOST_ACCESSIBLE) {
+        *allocator = new PinnedAllocator(memory);
+      } else {
+        const int ordinal = static_cast<int>(ep_api->MemoryDevice_GetDeviceId(device));
+        *allocator = new DeviceAllocator(memory, std::make_shared<Pool>(ordinal, SIZE_MAX));
+      }
+    });
+  };
+  ReleaseAllocator = [](OrtEpFactory*, OrtAllocator* allocator) noexcept {
+    const OrtMemoryDevice* device = ep_api->MemoryInfo_GetMemoryDevice(allocator->Info(allocator));
+    if (ep_api->MemoryDevice_GetMemoryType(device) == OrtDeviceMemoryType_HOST_ACCESSIBLE) {
+      delete static_cast<PinnedAllocator*>(allocator);
+    } else {
+      delete static_cast<DeviceAllocator*>(allocator);
+    }
+  };
+  CreateDataTransfer = [](OrtEpFactory* self, OrtDataTransferImpl** transfer) noexcept -> OrtStatus* {
+    *transfer = &of(self).transfer_;
+    return nullptr;
+  };
+  IsStreamAware = [](const OrtEpFactory*) noexcept { return true; };
+  CreateSyncStreamForDevice = [](OrtEpFactory*, const OrtMemoryDevice*, const OrtKeyValuePairs*,
+                                 OrtSyncStreamImpl** stream) noexcept -> OrtStatus* {
+    *stream = nullptr;  // streams are the sessions'
+    return nullptr;
+  };
+}
+
+// The vendor's GPUs that ONNX Runtime found, in its order, which is taken for the driver's; where it found none (a
+// virtual machine hides them, or the device is the host itself) the driver's devices all go by the name of the CPU.
+size_t Factory::list_devices(const OrtHardwareDevice* const* hardware, size_t count, OrtEpDevice** devices,
+                             size_t most) {
+  std::vector<const OrtHardwareDevice*> found;
+  const OrtHardwareDevice* cpu = nullptr;
+  for (size_t i = 0; i < count; ++i) {
+    const OrtHardwareDeviceType type = ort_api->HardwareDevice_Type(hardware[i]);
+    if (type == OrtHardwareDeviceType_CPU) cpu = hardware[i];
+    if (type == OrtHardwareDeviceType_GPU && ort_api->HardwareDevice_VendorId(hardware[i]) == device::kVendorId) {
+      found.push_back(hardware[i]);
+    }
+  }
+  size_t listed = 0;
+  for (size_t ordinal = 0; ordinal < memory_.size() && listed < most; ++ordinal) {
+    const OrtHardwareDevice* shown = ordinal < found.size() ? found[ordinal] : cpu;
+    if (shown != nullptr) devices[listed++] = describe(shown, static_cast<int>(ordinal));
+  }
+  return listed;
+}
+
+OrtEpDevice* Factory::describe(const OrtHardwareDevice* hardware, int ordinal) {
+  const device::Properties properties = device::properties(ordinal);
+  Owned<OrtKeyValuePairs> metadata(ort_api->ReleaseKeyValuePairs), options(ort_api->ReleaseKeyValuePairs);
+  ort_api->CreateKeyValuePairs(metadata.out());
+  ort_api->CreateKeyValuePairs(options.out());
+  ort_api->AddKeyValuePair(metadata.get(), "device", properties.name.c_str());
+  ort_api->AddKeyValuePair(metadata.get(), "device_id", std::to_string(ordinal).c_str());
+  ort_api->AddKeyValuePair(metadata.get(), "memory", std::to_string(properties.memory).c_str());
+  OrtEpDevice* made = nullptr;
+  check(ep_api->CreateEpDevice(this, hardware, metadata.get(), options.get(), &made));
+  check(ep_api->EpDevice_AddAllocatorInfo(made, memory_[ordinal].device));
+  check(ep_api->EpDevice_AddAllocatorInfo(made, memory_[ordinal].pinned));
+  return made;
+}
+
+OrtEp* Factory::create(const OrtSessionOptions* session, const OrtLogger* logger) {
+  const Options options = read_options(session, device::kProvider);
+  require(static_cast<size_t>(options.device_id) < memory_.size(),
+          "option device_id is " + std::to_string(options.device_id) + ", and there are " +
+              std::to_string(memory_.size()) + " devices");
+  return new Provider(options, registry_, memory_[options.device_id].device, logger);
+}
+
+}  // namespace sd_ort

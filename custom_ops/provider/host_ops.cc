@@ -1,0 +1,51 @@
+// The operators on the host vendor: behind each GPU launch stands the operator's CPU kernel, queued on the stream.
+#include <cmath>
+
+#include "bindings.h"
+#include "common/tunable.h"
+#include "nhwc_conv/binding.h"
+#include "provider/vendor.h"
+#include "softmax/op.h"
+
+namespace sd_ort {
+namespace {
+
+void run_in_turn(void*, Parallel::Body body, size_t count, void* context) {
+  for (size_t i = 0; i < count; ++i) body(context, i);
+}
+
+// Made by a function: GCC 12 breaks on the nested braces.
+template <class Binding>
+Candidate<typename Binding::Params> candidate() {
+  using Params = typename Binding::Params;
+  const auto supports = [](const Params& params) { return params.dtype != DType::kBFloat16; };
+  const auto run = [](const Params& params, void*, void* stream) -> const char* {
+    static_cast<HostStream*>(stream)->launch([params] { Binding::cpu(params, Parallel(run_in_turn, nullptr)); });
+    return nullptr;
+  };
+  return {"cpu", supports, run};
+}
+
+template <class Binding>
+const GpuOp& host_op() {
+  static const TunableOp<typename Binding::Params> op(Binding::kName, {candidate<Binding>()});
+  return op;
+}
+
+}  // namespace
+
+// Which attention launches between two products, and the host's does not.
+const GpuOp& softmax_gpu() {
+  static const TunableOp<SoftmaxParams> op("Softmax", {});
+  return op;
+}
+
+#define SD_ORT_OPERATOR(folder, name) \
+  const GpuOp& folder##_gpu() { return host_op<name##Binding>(); }
+#define SD_ORT_CPU_OPERATOR(folder, name)
+#define SD_ORT_GPU_OPERATOR(folder, name)
+#include "operators.txt"
+
+const GpuOp& nhwc_conv_gpu() { return host_op<NhwcConvBinding>(); }
+
+}  // namespace sd_ort

@@ -1,0 +1,112 @@
+#include "provider/kernel.h"
+
+#include <cstring>
+
+#include "provider/device.h"
+
+namespace sd_ort {
+namespace {
+
+// A kernel takes every version of its operator up to this one; refuses() says which it does not.
+constexpr int kAnyVersion = 1000;
+
+void add(OrtKernelRegistry* registry, const KernelSpec& spec) {
+  Owned<OrtKernelDefBuilder> builder(ep_api->ReleaseKernelDefBuilder);
+  Owned<OrtKernelDef> definition(ep_api->ReleaseKernelDef);
+  check(ep_api->CreateKernelDefBuilder(builder.out()));
+  check(ep_api->KernelDefBuilder_SetDomain(builder.get(), spec.domain));
+  check(ep_api->KernelDefBuilder_SetOperatorType(builder.get(), spec.op_type));
+  check(ep_api->KernelDefBuilder_SetSinceVersion(builder.get(), 1, kAnyVersion));
+  check(ep_api->KernelDefBuilder_SetExecutionProvider(builder.get(), device::kProvider));
+  for (int index : spec.host_inputs) {
+    check(ep_api->KernelDefBuilder_SetInputMemType(builder.get(), index, OrtMemTypeCPUInput));
+  }
+  if (spec.host_output) check(ep_api->KernelDefBuilder_SetOutputMemType(builder.get(), 0, OrtMemTypeCPUOutput));
+  if (spec.in_place) {
+    const int first = 0;
+    check(ep_api->KernelDefBuilder_AddInputOutputAliases(builder.get(), &first, &first, 1));
+  }
+  check(ep_api->KernelDefBuilder_Build(builder.get(), definition.out()));
+  const auto create = [](void* state, const OrtKernelInfo* info, OrtKernelImpl** kernel) noexcept {
+    return guarded([&] { *kernel = static_cast<const KernelSpec*>(state)->make(info).release(); });
+  };
+  check(ep_api->KernelRegistry_AddKernel(registry, definition.get(), create, const_cast<KernelSpec*>(&spec)));
+}
+
+}  // namespace
+
+Call::Call(OrtKernelContext* context) : context_(context), tensors_(context) {
+  check(ort_api->KernelContext_GetGPUComputeStream(context, &stream_));
+  check(ort_api->KernelContext_GetInputCount(context, &inputs_));
+  check(ort_api->KernelContext_GetOutputCount(context, &outputs_));
+}
+
+std::vector<int64_t> Call::integers(size_t index) const {
+  const Tensor tensor = input(index);
+  if (!tensor) return {};
+  const int64_t count = tensor.size();
+  if (tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32) {
+    const int32_t* from = static_cast<const int32_t*>(tensor.data);
+    return {from, from + count};
+  }
+  require(tensor.type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, "expected int32 or int64 numbers");
+  const int64_t* from = static_cast<const int64_t*>(tensor.data);
+  return {from, from + count};
+}
+
+Kernel::Kernel() : OrtKernelImpl{} {
+  ort_version_supported = ORT_API_VERSION;
+  Compute = [](OrtKernelImpl* self, OrtKernelContext* context) noexcept {
+    return guarded([&] {
+      Call call(context);
+      static_cast<Kernel*>(self)->compute(call);
+    });
+  };
+  Release = [](OrtKernelImpl* self) noexcept { delete static_cast<Kernel*>(self); };
+}
+
+void launched(const char* error) {
+  if (error != nullptr) throw std::runtime_error(error);
+}
+
+const KernelSpecs& kernel_specs() {
+  static const KernelSpecs all = [] {
+    KernelSpecs specs;
+    add_sd_ort_kernels(specs);
+    add_product_kernels(specs);
+    add_elementwise_kernels(specs);
+    add_movement_kernels(specs);
+    add_shape_kernels(specs);
+    add_reduction_kernels(specs);
+    return specs;
+  }();
+  return all;
+}
+
+const KernelSpec* find_spec(const Node& node) {
+  for (const KernelSpec& spec : kernel_specs()) {
+    if (node.op_type == spec.op_type && node.domain == spec.domain) return &spec;
+  }
+  return nullptr;
+}
+
+OrtKernelRegistry* create_registry() {
+  OrtKernelRegistry* registry = nullptr;
+  check(ep_api->CreateKernelRegistry(&registry));
+  for (const KernelSpec& spec : kernel_specs()) add(registry, spec);
+  return registry;
+}
+
+int64_t count_of(const std::vector<int64_t>& shape) {
+  int64_t count = 1;
+  for (int64_t size : shape) count *= size;
+  return count;
+}
+
+int64_t axis_of(int64_t axis, size_t rank) {
+  const int64_t counted = axis < 0 ? axis + static_cast<int64_t>(rank) : axis;
+  require(counted >= 0 && counted < static_cast<int64_t>(rank), "axis " + std::to_string(axis) + " is out of range");
+  return counted;
+}
+
+}  // namespace sd_ort

@@ -1,0 +1,129 @@
+#include "provider/pool.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "provider/device.h"
+
+namespace sd_ort {
+namespace {
+
+constexpr size_t kAlignment = 256;
+constexpr size_t kSegment = 2 << 20;    // least bytes asked of the driver
+constexpr size_t kLarge = 32 << 20;     // blocks from here on get a segment of their very size
+constexpr size_t kRemainder = 1 << 10;  // a smaller rest stays with its block
+
+size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
+
+}  // namespace
+
+Pool::~Pool() {
+  for (const auto& [address, block] : blocks_) {
+    if (block.starts_segment) device::release(address);
+  }
+}
+
+void* Pool::allocate(size_t bytes) noexcept {
+  if (bytes == 0 || bytes > SIZE_MAX - kSegment) return nullptr;
+  try {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    bytes = round_up(bytes, kAlignment);
+    void* data = take(bytes);
+    if (data == nullptr && grow(bytes)) data = take(bytes);
+    return data;
+  } catch (...) {  // no memory for the books
+    return nullptr;
+  }
+}
+
+// The smallest free block that is large enough.
+void* Pool::take(size_t bytes) {
+  const auto found = free_.lower_bound({bytes, nullptr});
+  if (found == free_.end()) return nullptr;
+  const auto block = blocks_.find(found->second);
+  free_.erase(found);
+  split(block, bytes);
+  block->second.used = true;
+  in_use_ += block->second.bytes;
+  most_in_use_ = std::max(most_in_use_, in_use_);
+  return block->first;
+}
+
+void Pool::split(Blocks::iterator block, size_t bytes) {
+  const size_t rest = block->second.bytes - bytes;
+  if (rest < kRemainder) return;
+  block->second.bytes = bytes;
+  blocks_.emplace(block->first + bytes, Block{rest, false, false});
+  free_.insert({rest, block->first + bytes});
+}
+
+bool Pool::grow(size_t bytes) {
+  const size_t segment = bytes >= kLarge ? bytes : round_up(bytes, kSegment);
+  device::use(device_);
+  if (segment > limit_ - std::min(limit_, reserved_)) shrink_locked();
+  if (segment > limit_ - std::min(limit_, reserved_)) return false;
+  void* data = device::allocate(segment);
+  if (data == nullptr) {
+    shrink_locked();
+    data = device::allocate(segment);
+  }
+  if (data == nullptr) return false;
+  reserved_ += segment;
+  blocks_.emplace(static_cast<char*>(data), Block{segment, false, true});
+  free_.insert({segment, static_cast<char*>(data)});
+  return true;
+}
+
+void Pool::release(void* data) noexcept {
+  if (data == nullptr) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto block = blocks_.find(static_cast<char*>(data));
+  if (block == blocks_.end() || !block->second.used) return;
+  in_use_ -= block->second.bytes;
+  block->second.used = false;
+  if (!block->second.starts_segment && !std::prev(block)->second.used) block = merge(std::prev(block), block);
+  const auto next = std::next(block);
+  if (next != blocks_.end() && !next->second.starts_segment && !next->second.used) block = merge(block, next);
+  free_.insert({block->second.bytes, block->first});
+}
+
+// Two neighbours of one segment, each free or about to be; neither is in free_ afterwards.
+Pool::Blocks::iterator Pool::merge(Blocks::iterator left, Blocks::iterator right) {
+  free_.erase({left->second.bytes, left->first});
+  free_.erase({right->second.bytes, right->first});
+  left->second.bytes += right->second.bytes;
+  blocks_.erase(right);
+  return left;
+}
+
+void Pool::shrink() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  shrink_locked();
+}
+
+void Pool::shrink_locked() {
+  if (keeps_all_) return;
+  for (auto block = blocks_.begin(); block != blocks_.end();) {
+    const auto next = std::next(block);
+    const bool whole = block->second.starts_segment && (next == blocks_.end() || next->second.starts_segment);
+    if (whole && !block->second.used) {
+      device::release(block->first);
+      reserved_ -= block->second.bytes;
+      free_.erase({block->second.bytes, block->first});
+      blocks_.erase(block);
+    }
+    block = next;
+  }
+}
+
+void Pool::keep_all() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  keeps_all_ = true;
+}
+
+Pool::Statistics Pool::statistics() const noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return {in_use_, most_in_use_, reserved_, limit_};
+}
+
+}  // namespace sd_ort

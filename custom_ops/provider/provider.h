@@ -1,0 +1,40 @@
+// A session's execution provider: one device, one stream, one pool, and the runs captured over them.
+#pragma once
+
+#include <memory>
+
+#include "provider/graphs.h"
+#include "provider/options.h"
+#include "provider/ort.h"
+#include "provider/pool.h"
+
+namespace sd_ort {
+
+class Provider : public OrtEp {
+ public:
+  // `registry` and `memory` (of the device) are the factory's.
+  Provider(const Options& options, const OrtKernelRegistry* registry, const OrtMemoryInfo* memory,
+           const OrtLogger* logger);
+  ~Provider();
+  Provider(const Provider&) = delete;
+  Provider& operator=(const Provider&) = delete;
+
+ private:
+  static Provider& of(OrtEp* self) { return *static_cast<Provider*>(self); }
+  static const Provider& of(const OrtEp* self) { return *static_cast<const Provider*>(self); }
+
+  void set_functions();
+  void set_graph_functions();
+  void take_nodes(const OrtGraph* graph, OrtEpGraphSupportInfo* support) const;
+  void log(const std::string& message) const;
+
+  const Options options_;
+  const OrtKernelRegistry* registry_;
+  const OrtMemoryInfo* memory_;
+  const OrtLogger* logger_;
+  std::shared_ptr<Pool> pool_;
+  device::Stream stream_;
+  std::unique_ptr<Graphs> graphs_;
+};
+
+}  // namespace sd_ort

@@ -1,0 +1,93 @@
+// The operators of domain `sd_ort`: their bindings (an op folder's binding.h) over the GPU launches.
+#include "bindings.h"  // made by CMake: the binding.h of every operator in operators.txt
+#include "nhwc_conv/binding.h"
+#include "provider/device.h"
+#include "provider/kernels/kernels.h"
+#include "provider/run_op.h"
+
+namespace sd_ort {
+
+#define SD_ORT_OPERATOR(folder, name) const GpuOp& folder##_gpu();
+#define SD_ORT_CPU_OPERATOR(folder, name)
+#define SD_ORT_GPU_OPERATOR(folder, name)
+#include "operators.txt"
+const GpuOp& nhwc_conv_gpu();
+
+namespace {
+
+DType dtype_of(const OrtKernelInfo* info) {
+  Owned<OrtTypeInfo> type(ort_api->ReleaseTypeInfo);
+  check(ort_api->KernelInfo_GetInputTypeInfo(info, 0, type.out()));
+  const OrtTensorTypeAndShapeInfo* tensor = nullptr;
+  check(ort_api->CastTypeInfoToTensorInfo(type.get(), &tensor));
+  Tensor named;
+  check(ort_api->GetTensorElementType(tensor, &named.type));
+  return named.dtype();
+}
+
+template <class Binding, const GpuOp& (*op)()>
+class BoundKernel : public Kernel {
+ public:
+  explicit BoundKernel(const OrtKernelInfo* info) : attributes_(Binding::attributes(Attributes(info))) {
+    attributes_.dtype = dtype_of(info);
+  }
+
+  void compute(Call& call) const override {
+    auto params = attributes_;
+    Binding::bind(call.tensors(), params);
+    run_op(op(), &params, call);
+  }
+
+ private:
+  typename Binding::Params attributes_;
+};
+
+// Inputs of the binding's type T must all have one type that the kernels take.
+template <class Binding>
+const char* refuses_types(const Node& node) {
+  const auto type = node.input(0).type;
+  if (!is_float(type)) return "X is neither float32, float16 nor bfloat16";
+  if (type == ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16 && !device::kHasBFloat16) return "this device has no bfloat16";
+  size_t index = 0;
+  for (const Port& port : Binding::kInputs) {
+    const NodeValue& input = node.input(index++);
+    if (!input.there && !port.optional) return "an input is missing";
+    if (input.there && port.type == Port::kT && input.type != type) return "its inputs differ in type";
+  }
+  if (node.has("auto_pad") && node.text("auto_pad", "NOTSET") != "NOTSET") return "its padding is automatic";
+  return nullptr;
+}
+
+class QuickGelu : public Kernel {
+ public:
+  explicit QuickGelu(const OrtKernelInfo* info) : alpha_(Attributes(info).real("alpha", 1.702f)) {}
+
+  void compute(Call& call) const override {
+    const Tensor x = call.input(0);
+    void* y = call.output(0, x.shape);
+    launched(unary(Unary::kQuickGelu, x.dtype(), x.data, y, x.size(), alpha_, call.stream()));
+  }
+
+ private:
+  float alpha_;
+};
+
+const char* refuses_quick_gelu(const Node& node) {
+  return is_float(node.input(0).type) ? nullptr : "X is neither float32, float16 nor bfloat16";
+}
+
+}  // namespace
+
+void add_sd_ort_kernels(KernelSpecs& specs) {
+#define SD_ORT_OPERATOR(folder, name)                                                                     \
+  specs.push_back({"sd_ort", name##Binding::kName, make_kernel<BoundKernel<name##Binding, folder##_gpu>>, \
+                   refuses_types<name##Binding>});
+#define SD_ORT_CPU_OPERATOR(folder, name)
+#define SD_ORT_GPU_OPERATOR(folder, name)
+#include "operators.txt"
+  specs.push_back({"sd_ort", NhwcConvBinding::kName, make_kernel<BoundKernel<NhwcConvBinding, nhwc_conv_gpu>>,
+                   refuses_types<NhwcConvBinding>});
+  specs.push_back({"sd_ort", "QuickGelu", make_kernel<QuickGelu>, refuses_quick_gelu});
+}
+
+}  // namespace sd_ort

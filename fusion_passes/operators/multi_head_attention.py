@@ -1,0 +1,75 @@
+"""MultiHeadAttention(query, key, value, -, -, mask?; num_heads, scale): attention of several heads on [B,S,N*D].
+
+query alone may be packed QKV [B,S,N,3,D], key packed KV [B,L,N,2,D].
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from fusion_passes.operators.parts import attend, attention_form, has
+from fusion_passes.operators.record import Operator
+from fusion_passes.shapes.facts import Facts, Shape, shape_of
+
+
+def body(node: ir.Node) -> tuple[str, str]:
+    """Its form and its meaning in standard ONNX."""
+    mask = has(node, 5)
+    packed = "qkv" if len(node.inputs) < 2 or node.inputs[1] is None else "kv" if not has(node, 2) else ""
+    inputs = {"qkv": "query", "kv": "query, key", "": "query, key, value"}[packed]
+    if mask:
+        inputs = "query, key, value, bias, key_padding_mask, attention_bias"
+    split = """
+        heads_number = Constant <value_int: int = @num_heads> ()
+        rest = Constant <value_ints = [-1]> ()
+        kept = Constant <value_ints = [0, 0]> ()
+        heads_vector = Reshape (heads_number, rest)
+        split = Concat <axis = 0> (kept, heads_vector, rest)"""
+    if packed == "qkv":  # [B,S,N,3,D]
+        parts = """
+            q5, k5, v5 = Split <axis = 3, num_outputs = 3> (query)
+            three = Constant <value_ints = [3]> ()
+            q4 = Squeeze (q5, three)  k4 = Squeeze (k5, three)  v4 = Squeeze (v5, three)"""
+    elif packed == "kv":  # [B,L,N,2,D]
+        parts = """
+            k5, v5 = Split <axis = 3, num_outputs = 2> (key)
+            three = Constant <value_ints = [3]> ()
+            q4 = Reshape (query, split)  k4 = Squeeze (k5, three)  v4 = Squeeze (v5, three)"""
+    else:
+        parts = "q4 = Reshape (query, split)  k4 = Reshape (key, split)  v4 = Reshape (value, split)"
+    body = f"""({inputs}) => (output) {{
+        {split}
+        {parts}
+        qh = Transpose <perm = [0, 2, 1, 3]> (q4)
+        kh = Transpose <perm = [0, 2, 1, 3]> (k4)
+        vh = Transpose <perm = [0, 2, 1, 3]> (v4)
+        {attend("qh", "kh", "vh", node, "attention_bias" if mask else "")}
+        merged = Transpose <perm = [0, 2, 1, 3]> (heads)
+        flat = Constant <value_ints = [0, 0, -1]> ()
+        output = Reshape (merged, flat)
+    }}"""
+    return "_".join(word for word in (attention_form(node, mask), packed) if word), body
+
+
+def shape(node: ir.Node, facts: Facts) -> list[Shape] | None:
+    """The shape of the output, or None when it is not known."""
+    q = shape_of(node, 0, facts)
+    value = node.inputs[2] if len(node.inputs) > 2 else None
+    v = facts.shapes.get(value) if value is not None else None
+    if len(q) == 5:  # packed [B,S,N,3,D]
+        return [(q[0], q[1], q[2] * q[4])]
+    return [q if v is None else (q[0], q[1], v[2])]
+
+
+def is_unpacked(node: ir.Node) -> bool:
+    """Whether value is an input of its own: ONNX Runtime's CPU kernel takes no packed ones."""
+    return has(node, 2)
+
+
+OPERATOR = Operator(
+    "MultiHeadAttention",
+    shape,
+    body,
+    ("num_heads", "scale", "unidirectional"),
+    on_cpu=is_unpacked,
+)

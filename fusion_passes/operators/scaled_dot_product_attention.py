@@ -1,0 +1,29 @@
+"""ScaledDotProductAttention(Q, K, V, mask?; scale) = softmax(Q K^T * scale + mask) V (Vaswani et al., 2017).
+
+Q [B,H,S,D], K [B,H,L,D], V [B,H,L,E].
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from fusion_passes.operators.parts import attend, attention_form, has
+from fusion_passes.operators.record import Operator
+from fusion_passes.shapes.rules import attention
+
+
+def body(node: ir.Node) -> tuple[str, str]:
+    """Its form and its meaning in standard ONNX."""
+    mask = has(node, 3)
+    inputs = "Q, K, V, mask" if mask else "Q, K, V"
+    body = f"({inputs}) => (Y) {{ {attend('Q', 'K', 'V', node, 'mask' if mask else '')} Y = Identity (heads) }}"
+    return attention_form(node, mask), body
+
+
+OPERATOR = Operator(
+    "ScaledDotProductAttention",
+    attention,
+    body,
+    ("scale", "is_causal"),
+    counted=False,
+)

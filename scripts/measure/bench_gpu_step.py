@@ -1,0 +1,435 @@
+#!/usr/bin/env python3
+"""One model call on a GPU (a denoising step, a VAE decode): sd-ort beside torch.compile, timed in turn in one process.
+
+    python scripts/measure/bench_gpu_step.py --preset sd15 --batch 2 --size 64 --out results/gpu_step
+    python scripts/measure/bench_gpu_step.py --preset sd15 --component vae_decoder --batch 1 --out results/gpu_step
+
+writes <out>/<preset>_<component>_b<batch>_<size>.json. Weights are random, made on the GPU, the same for all
+engines; `size` is the latent's edge. Every engine runs float16 from device buffers to device buffers; errors are those
+of the outputs against torch in float32 (TF32 off). Rounds of calls take turns between the engines, so that a change of
+the machine's clocks meets all of them; a ratio is the median of the rounds' ratios.
+
+--graph FILE takes a raw export without weights (make_step_graph.py) instead of exporting again, which takes
+a minute or two. --variants names sessions to compare, see VARIANTS; --profile adds each one's time by kernel class.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import lzma
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+
+from sd_ort.runtime.library import CUDA_LIBRARY, library_path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from sd_ort.core import folder
+from sd_ort.core.errors import SdOrtError
+from sd_ort.family.checkpoints import open_source
+from sd_ort.family.modules import wrap
+from sd_ort.family.presets import PRESETS
+from sd_ort.family.signatures import MODEL_OF
+from sd_ort.graphs import hoist
+from sd_ort.optimize.optimizer import optimize_component
+from sd_ort.optimize.targets import CUDA, CUDA_CONTRIB
+from sd_ort.runtime import captured, machine, session
+
+ROUNDS = 7
+
+# Kernels by what they do, first match first. The names are those of cuDNN, cuBLAS, ONNX Runtime, torch and ours.
+CLASSES = (
+    ("attention", r"flash|fmha|attention|sdpa|_mha|Q.*K.*V.*Kernel|AddBiasUnpack|AddBiasTranspose"),
+    ("group norm", r"group_?norm|groupNorm"),
+    ("layer norm", r"layer_?norm|LayerNorm"),
+    ("gelu", r"gelu"),
+    ("convolution", r"conv|wgrad|fprop|implicit|xmma.*(nhwc|indexed)|nhwcAddPadding|nchwToNhwc|nhwcToNchw|cudnn"),
+    ("matrix product", r"gemm|nvjet|cutlass|splitK|cublas|triton_tem"),
+    ("concat, resize, transpose", r"[Cc]oncat|[Rr]esize|[Uu]psample|[Tt]ranspose|[Uu]pSample"),
+    ("memset, memcpy", r"[Mm]emset|[Mm]emcpy"),
+    ("element-wise", r""),
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A session: what differs from the cuda target, whether the UNet is hoisted (what depends on prompt and time alone
+    runs once, untimed), and whether the op library tunes its kernels when it first runs."""
+
+    target: Mapping[str, Any] = field(default_factory=dict)
+    hoist: bool = False
+    tune: bool = False
+
+
+_OUR_ATTENTION = {name: limit for name, limit in CUDA.contrib.items() if name != "MultiHeadAttention"}
+
+
+def _without(*names: str) -> dict[str, Any]:
+    return {"passes": tuple(each for each in CUDA.passes if each.name not in names)}
+
+
+_OURS = ("linear_add", "layer_norm", "upsample_nearest")
+# Each adds to the one before: a waterfall. The fifth is the cuda target as it is.
+VARIANTS = {
+    "1 contrib operators": Variant({**_without(*_OURS, "fold_bias"), "contrib": CUDA_CONTRIB}),
+    "2 + convolution biases folded": Variant({**_without(*_OURS), "contrib": CUDA_CONTRIB}),
+    "3 + our GroupNorm, gates, BiasAdd, attention of wide heads": Variant(_without(*_OURS)),
+    "4 + our LayerNormalization, UpsampleNearest": Variant(_without("linear_add")),
+    "5 + LinearAdd": Variant(),
+    "6 + hoisting": Variant(hoist=True),
+    "7 + tuning": Variant(hoist=True, tune=True),
+    "8 + our attention": Variant({"contrib": _OUR_ATTENTION}, hoist=True, tune=True),
+}
+
+
+@dataclass
+class Engine:
+    """One way to make the step: `run()` makes one call, `output()` is what the last finished call made."""
+
+    name: str
+    run: Callable[[], Any]  # returns when the call is queued
+    output: Callable[[], torch.Tensor]
+    ready_s: float  # from the model in memory or on disk to the first timed call
+
+
+# ---- The model
+
+
+def random_module(preset: str, component: str, seed: int = 0) -> torch.nn.Module:
+    """The component with weights as `family.random_weights.fill_random` draws them, but made on the GPU, in float32."""
+    config = PRESETS[preset].models[MODEL_OF.get(component, component)]
+    import diffusers
+
+    made = getattr(diffusers, config["_class_name"])
+    with torch.device("cuda"):
+        module = made.from_config(config)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
+            else:
+                parameter.normal_(float(name.endswith("weight")), 0.1, generator=generator)
+    return module.eval()
+
+
+def random_inputs(preset: str, component: str, batch: int, size: int) -> dict[str, torch.Tensor]:
+    """Float32 inputs on the GPU, named as the graph's."""
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    if component == "vae_decoder":
+        return {"latent_sample": normal(batch, 4, size, size) / 0.18215}
+    config = PRESETS[preset].models["unet"]
+    inputs = {
+        "sample": normal(batch, config["in_channels"], size, size),
+        "timestep": torch.tensor([500.0], device="cuda"),
+        "encoder_hidden_states": normal(batch, 77, config["cross_attention_dim"]),
+    }
+    if "addition_time_embed_dim" in config:
+        edge = 8.0 * size
+        inputs["text_embeds"] = normal(batch, 1280)
+        inputs["time_ids"] = torch.tensor([[edge, edge, 0, 0, edge, edge]] * batch, device="cuda")
+    return inputs
+
+
+def write_raw(graph: Path, parameters: Mapping[str, torch.Tensor], out: Path) -> None:
+    """The raw export `graph`, whose weights are references by name, with the numbers of `parameters` (name, name.T)."""
+    model = onnx.load_from_string(lzma.decompress(graph.read_bytes()))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with (out.parent / folder.DATA).open("wb") as data:
+        for tensor in model.graph.initializer:
+            if tensor.data_location != onnx.TensorProto.EXTERNAL:
+                continue
+            value = parameters[tensor.name.removesuffix(".T")]
+            value = value.T if tensor.name.endswith(".T") else value
+            data.seek(-data.tell() % 65536, 1)
+            place = {"location": folder.DATA, "offset": data.tell(), "length": 4 * value.numel()}
+            data.write(value.contiguous().cpu().numpy().tobytes())
+            del tensor.external_data[:]
+            for key, entry in place.items():
+                tensor.external_data.add(key=key, value=str(entry))
+    out.write_bytes(model.SerializeToString())
+
+
+def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> None:
+    """The same by exporting the wrapped module now."""
+    import onnx_ir as ir
+
+    from sd_ort.export import exporter, tracing
+    from sd_ort.family import checkpoints
+
+    source = open_source(None, preset, True, 0)
+    config = PRESETS[preset].models[MODEL_OF.get(component, component)]
+    signature = checkpoints.component_signature(source, component, config)
+    arguments = [exporter.example(t, exporter.TRACE, config, 0) for t in signature.inputs]
+    with torch.no_grad():
+        made = tracing.export_dynamo(net.cpu(), arguments, signature, tracing.DEFAULT_OPSET, out.parent)
+    tracing.tidy(made, signature)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    ir.save(made, out, external_data=folder.DATA)
+    net.cuda()
+
+
+# ---- Engines
+
+
+def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], which: list[str]) -> list[Engine]:
+    """torch in float16, channels last: eager under a CUDA graph, and torch.compile with its own graphs.
+
+    Converts `net` in place.
+    """
+    net.half()
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    arguments = [half(name, value) for name, value in inputs.items()]
+    arguments = [a.to(memory_format=torch.channels_last) if a.ndim == 4 else a for a in arguments]
+    engines = []
+    if "eager" in which:
+        started = time.perf_counter()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                net(*arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = net(*arguments)
+        engines.append(Engine("torch eager, CUDA graph", graph.replay, lambda: made, time.perf_counter() - started))
+    if "compile" in which:
+        started = time.perf_counter()
+        compiled = torch.compile(net, mode="reduce-overhead", fullgraph=True)
+        last: list[torch.Tensor] = []
+
+        def run() -> None:
+            last[:] = [compiled(*arguments)]
+
+        for _ in range(3):
+            run()
+        torch.cuda.synchronize()
+        engines.append(Engine("torch.compile", run, lambda: last[0], time.perf_counter() - started))
+    return engines
+
+
+def half(name: str, value: torch.Tensor) -> torch.Tensor:
+    """An input as the float16 models take it: the timestep stays in float32."""
+    return value if name == "timestep" else value.half()
+
+
+def ort_engine(
+    number: int, variant: Variant, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size
+) -> tuple[Callable[[], Any], Callable[[], torch.Tensor]]:
+    """How to queue a call of a captured session of the variant, made from the raw export, and to read its output."""
+    path = raw.parents[2] / f"variant-{number}" / raw.parent.name / folder.MODEL
+    started = time.perf_counter()
+    hoisted = variant.hoist and path.parent.name == hoist.PARTS["step"]
+    target = replace(CUDA, **variant.target)
+    made = optimize_component(raw, path, target, "float16", calibrate=False, hoisted=hoisted)
+    print(f"  optimized in {time.perf_counter() - started:.1f} s: {made['counts']}", flush=True)
+    library = library_path()
+    if library is None:
+        raise SystemExit("build the op library first: sd-ort build-ops --cuda sm_90")
+    ctypes.CDLL(str(library.parent / CUDA_LIBRARY)).sd_ort_enable_tuning(int(variant.tune))
+    feeds = {key: half(key, value).cpu().numpy() for key, value in inputs.items()}
+    if hoisted:
+        feeds["timestep"] = np.repeat(feeds["timestep"], len(feeds["sample"]))
+        for name in ("prompt", "time"):
+            part = path.parent.with_name(hoist.PARTS[name]) / path.name
+            once = session.Model(session.create_session(part, "cuda"))
+            feeds |= once(**{key: feeds[key] for key in once.inputs})
+    model = captured.GraphModel(session.create_session(path, "cuda", graph=True))
+    bound = model.bind({key: feeds[key] for key in model.inputs})
+    (value,) = bound.outputs.values()
+    assert tuple(value.shape()) == tuple(shape)
+    return lambda: bound.run(wait=False), lambda: torch.from_numpy(value.numpy())
+
+
+# ---- Timing
+
+
+def time_rounds(engines: list[Engine], count: int) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds a call by engine, a number a round: `device` of `count` calls queued behind one another, `call` the
+    median of half as many single calls on an idle GPU, launch and wait included."""
+    times: dict[str, dict[str, list[float]]] = {e.name: {"device": [], "call": []} for e in engines}
+    for engine in engines:
+        for _ in range(count // 2):
+            engine.run()
+    torch.cuda.synchronize()
+    for _ in range(ROUNDS):
+        for engine in engines:
+            started = time.perf_counter()
+            for _ in range(count):
+                engine.run()
+            torch.cuda.synchronize()
+            times[engine.name]["device"].append((time.perf_counter() - started) * 1e3 / count)
+            calls = []
+            for _ in range(count // 2):
+                started = time.perf_counter()
+                engine.run()
+                torch.cuda.synchronize()
+                calls.append((time.perf_counter() - started) * 1e3)
+            times[engine.name]["call"].append(statistics.median(calls))
+    return times
+
+
+def profile(engine: Engine, calls: int = 5, show: int = 0) -> dict[str, Any]:
+    """Milliseconds a call by kernel class, the number of kernels, and the kernels themselves."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(calls):
+            engine.run()
+        torch.cuda.synchronize()
+    kernels: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for event in profiler.events():
+        if event.device_type == torch.profiler.DeviceType.CUDA:
+            kernels[event.name] += event.device_time_total / calls / 1e3
+            counts[event.name] += 1
+    classes: Counter[str] = Counter()
+    for name, spent in kernels.items():
+        classes[next(label for label, pattern in CLASSES if re.search(pattern, name))] += spent
+    for name, spent in kernels.most_common(show):
+        print(f"  {spent:7.3f} ms x{counts[name] / calls:5.1f}  {name[:130]}", flush=True)
+    return {
+        "kernels_ms": sum(kernels.values()),
+        "kernels": sum(counts.values()) / calls,
+        "classes_ms": dict(classes.most_common()),
+        "top": [[round(t, 4), counts[n] / calls, n[:160]] for n, t in kernels.most_common(60)],
+    }
+
+
+def limits() -> dict[str, float]:
+    """This GPU's float16 matrix product in TFLOP/s and device-to-device copy in GB/s (read and written)."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.float16) for _ in range(2))
+    source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
+    to = torch.empty_like(source)
+
+    def seconds(run: Callable[[], Any]) -> float:
+        for _ in range(3):
+            run()
+        begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        begin.record()
+        for _ in range(10):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e4
+
+    return {
+        "matrix_tflops": 2 * 8192**3 / seconds(lambda: torch.matmul(a, b)) / 1e12,
+        "copy_gbs": 2 * source.numel() / seconds(lambda: to.copy_(source)) / 1e9,
+    }
+
+
+def operations(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """TFLOP of one call, by torch's operator."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        net(*inputs.values())
+    return {str(op): round(count / 1e12, 4) for op, count in counter.get_flop_counts()["Global"].items()}
+
+
+def relative_error(made: torch.Tensor, reference: torch.Tensor) -> float:
+    """Norm of the difference over the norm of the reference."""
+    reference = reference.double().cpu()
+    return float((made.double().cpu() - reference).norm() / reference.norm())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="sd15", choices=sorted(PRESETS))
+    parser.add_argument("--component", default="unet", choices=("unet", "vae_decoder"))
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--size", type=int, default=64, help="edge of the latent")
+    parser.add_argument("--graph", type=Path, help="raw export without weights")
+    parser.add_argument("--variants", default="all", help="numbers of VARIANTS, as 1,2,5")
+    parser.add_argument("--calls", type=int, default=20, help="calls a round")
+    parser.add_argument("--peers", default="compile", help="of eager, compile; empty for none")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/sd_ort_step"))
+    parser.add_argument("--out", type=Path, default=Path("results/gpu_step"))
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="profile, and print the N longest kernels")
+    options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    begun = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"[{time.perf_counter() - begun:6.1f} s] {text}", flush=True)
+
+    sdxl = "addition_embed_type" in PRESETS[options.preset].models["unet"]
+    name = f"{options.preset}_{options.component}_b{options.batch}_{options.size}"
+    with torch.inference_mode():
+        module = random_module(options.preset, options.component)
+        inputs = random_inputs(options.preset, options.component, options.batch, options.size)
+        net = wrap(options.component, module, sdxl, False)
+        reference = net(*inputs.values()).clone()
+        flops = operations(net, inputs)
+        say(f"torch {torch.__version__}, float32 reference {tuple(reference.shape)}, TFLOP {flops}")
+        raw = options.work / options.preset / "raw" / options.component / folder.MODEL
+        if options.graph:
+            write_raw(options.graph, module.state_dict(), raw)
+        else:
+            export_raw(options.preset, options.component, net, raw)
+        say("raw export")
+        peers = torch_engines(net, inputs, options.peers.split(","))
+        say("peers ready")
+        engines = list(peers)
+        for number, (label, variant) in enumerate(VARIANTS.items(), 1):
+            if options.variants != "all" and str(number) not in options.variants.split(","):
+                continue
+            started = time.perf_counter()
+            try:
+                run, output = ort_engine(number, variant, raw, inputs, reference.shape)
+            except SdOrtError as error:
+                say(f"{label} FAILED: {error}")
+                continue
+            engines.append(Engine(label, run, output, time.perf_counter() - started))
+            say(f"{label} ready in {engines[-1].ready_s:.1f} s")
+            gc.collect()
+        times = time_rounds(engines, options.calls)
+        say("timed")
+        rows = []
+        base = times[peers[-1].name] if peers else None
+        for engine in engines:
+            engine.run()
+            torch.cuda.synchronize()
+            row: dict[str, Any] = {"engine": engine.name, "ready_s": round(engine.ready_s, 1)}
+            for kind, values in times[engine.name].items():
+                row[f"{kind}_ms"] = statistics.median(values)
+                if base is not None:
+                    row[f"{kind}_ratio"] = statistics.median(a / b for a, b in zip(values, base[kind], strict=True))
+            row["error"] = relative_error(engine.output(), reference)
+            rows.append(row)
+            say("ROW " + json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}))
+            if options.profile:
+                row["profile"] = profile(engine, show=options.profile)
+                say(f"  {row['profile']['kernels']:.0f} kernels, {row['profile']['kernels_ms']:.3f} ms: "
+                    f"{ {k: round(v, 3) for k, v in row['profile']['classes_ms'].items()} }")  # fmt: skip
+        result = {
+            "preset": options.preset, "component": options.component, "batch": options.batch, "size": options.size,
+            "machine": machine.machine(), "versions": machine.versions(), "limits": limits(), "tflop": flops,
+            "rows": rows,
+        }  # fmt: skip
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        say(f"limits {result['limits']}")
+
+
+if __name__ == "__main__":
+    np.set_printoptions(precision=4)
+    main()

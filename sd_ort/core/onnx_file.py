@@ -1,0 +1,342 @@
+"""ONNX files, which nobody trusts: read as a whole, and checked before anything uses them.
+
+What passes has one meaning and bounded work: every tensor, in functions and subgraphs too, has the bytes its shape asks
+for and lies where it may; every value is made once and before it is read; every operator of ONNX is one that its opset
+has, with attributes of the right types; functions do not call themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sd_ort.core.errors import InputError
+from sd_ort.core.paths import inside
+
+if TYPE_CHECKING:
+    import onnx
+
+# Generous bounds of what a file can ask for: the largest graph met, SDXL merged, has 12,000 nodes and 600 inputs.
+FILE_LIMIT = (1 << 31) - 1  # bytes: a protobuf's own limit; larger weights are external
+NODE_LIMIT = 100_000  # nodes, once all functions are put in place of their calls
+ARITY_LIMIT = 10_000  # inputs or outputs of one node
+TENSOR_LIMIT = 1 << 40  # bytes of one tensor
+
+
+class _Refusal(Exception):
+    """Why a model is refused; `read` says where."""
+
+
+def read(path: Path) -> onnx.ModelProto:
+    """The model at `path`, checked; the locations of its external data are absolute paths, which need no more checks.
+
+    External data must lie in the folder of `path` (see `paths.inside`). Raises InputError, which says what is wrong.
+    """
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        if path.stat().st_size > FILE_LIMIT:
+            raise _Refusal("is larger than 2 GiB, which no ONNX model can be: keep its weights in a file beside it")
+        model = onnx.ModelProto.FromString(path.read_bytes())
+        if not model.graph.node:
+            raise _Refusal("is truncated or empty: export it again")
+        _check_model(model)
+        for tensor in _tensors(model):
+            _check_tensor(tensor, path.parent)
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing: export the pipeline again.") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+    except DecodeError as error:
+        raise InputError(f"{path} is truncated or not an ONNX model: export it again.") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} holds a name that is no text: export it again.") from error
+    except _Refusal as error:
+        raise InputError(f"{path} {error}.") from error
+    return model
+
+
+# --- Tensors --------------------------------------------------------------------------------------------------------
+
+
+def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor of a model: weights, constants and attributes, those in subgraphs and functions included."""
+    graphs = [model.graph]
+    for info in model.training_info:
+        graphs += [info.initialization, info.algorithm]
+    for graph in graphs:
+        yield from _tensors_of_graph(graph)
+    for function in model.functions:
+        yield from _tensors_of_attributes(function.attribute_proto)
+        yield from _tensors_of_nodes(function.node)
+
+
+def _tensors_of_graph(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    yield from _tensors_of_nodes(graph.node)
+
+
+def _tensors_of_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+    for node in nodes:
+        yield from _tensors_of_attributes(node.attribute)
+
+
+def _tensors_of_attributes(attributes: Iterable[onnx.AttributeProto]) -> Iterator[onnx.TensorProto]:
+    for attribute in attributes:
+        if attribute.HasField("t"):
+            yield attribute.t
+        yield from attribute.tensors
+        for sparse in (*([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []),
+                       *attribute.sparse_tensors):  # fmt: skip
+            yield from (sparse.values, sparse.indices)
+        for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+            yield from _tensors_of_graph(graph)
+
+
+def _check_tensor(tensor: onnx.TensorProto, home: Path) -> None:
+    """Raise _Refusal unless the tensor's data are as long as its shape says; make an external location absolute."""
+    import onnx
+
+    what = f"has a tensor {tensor.name!r}"
+    bits = _bits(tensor.data_type)
+    if bits is None:
+        raise _Refusal(f"{what} of a type that is no number ({_type_name(tensor.data_type)}): export it again")
+    if any(size < 0 for size in tensor.dims):
+        raise _Refusal(f"{what} of a negative size: export it again")
+    count, size = math.prod(tensor.dims), _size(tensor)
+    if size > TENSOR_LIMIT:
+        raise _Refusal(f"{what} of {size:.1e} bytes, more than any model has: do not trust it")
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        _check_external(tensor, size, home)
+    elif tensor.HasField("raw_data"):
+        if len(tensor.raw_data) != size:
+            raise _Refusal(f"{what} with {len(tensor.raw_data)} bytes where its shape asks for {size}: export it again")
+    else:
+        held = sum(len(getattr(tensor, field)) for field in _TYPED)
+        parts = 2 if tensor.data_type in (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128) else 1
+        packed = size if bits < 8 else count * parts
+        if held != packed:
+            raise _Refusal(f"{what} with {held} numbers where its shape asks for {packed}: export it again")
+
+
+_TYPED = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
+
+
+def _check_external(tensor: onnx.TensorProto, size: int, home: Path) -> None:
+    entries = {entry.key: entry for entry in tensor.external_data}
+    location = entries["location"].value if "location" in entries else ""
+    data = inside(home / location, home) if location else None
+    if data is None or not data.is_file():
+        raise _Refusal(f"keeps weights where no file is, {location} is missing: copy both or export again")
+    offset, length = (_number(entries[key].value) if key in entries else None for key in ("offset", "length"))
+    if length is not None and length != size:
+        raise _Refusal(f"says {length} bytes of {tensor.name!r}, whose shape asks for {size}: export it again")
+    if (offset or 0) + size > data.stat().st_size:
+        raise _Refusal(f"needs more of {data} than there is, it is truncated: copy or export it again")
+    entries["location"].value = str(data)
+
+
+def embed(tensor: onnx.TensorProto) -> None:
+    """Put a tensor's external data, of a model that `read` gave, into the tensor itself."""
+    import onnx
+
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    with open(entries["location"], "rb") as file:
+        file.seek(int(entries.get("offset", 0)))
+        tensor.raw_data = file.read(_size(tensor))
+    tensor.ClearField("external_data")
+    tensor.data_location = onnx.TensorProto.DEFAULT
+
+
+def _size(tensor: onnx.TensorProto) -> int:
+    """Bytes that a tensor's numbers take."""
+    return -(-math.prod(tensor.dims) * (_bits(tensor.data_type) or 0) // 8)
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise _Refusal(f"says where its weights lie with {text[:20]!r}, which is no number: export it again")
+    return int(text)
+
+
+@cache
+def _bits(data_type: int) -> int | None:
+    """Bits of an element, or None for what is no number."""
+    import onnx_ir as ir
+
+    try:
+        dtype = ir.DataType(data_type)
+        return None if dtype in (ir.DataType.UNDEFINED, ir.DataType.STRING) else dtype.bitwidth
+    except (ValueError, TypeError):
+        return None
+
+
+def _type_name(data_type: int) -> str:
+    import onnx
+
+    return next((name for name, number in onnx.TensorProto.DataType.items() if number == data_type), str(data_type))
+
+
+# --- Graphs ---------------------------------------------------------------------------------------------------------
+
+Key = tuple[str, str, str]  # domain, name and overload of a function
+Scopes = tuple[set[str], ...]  # names of values, those of the outermost graph first
+
+
+def _check_model(model: onnx.ModelProto) -> None:
+    import onnx
+
+    opsets = _opsets(model.opset_import)
+    if "" not in opsets:
+        raise _Refusal("names no ONNX opset: export it again")
+    if not 1 <= opsets[""] <= onnx.defs.onnx_opset_version():
+        raise _Refusal(f"is of ONNX opset {opsets['']}; known are 1 to {onnx.defs.onnx_opset_version()}")
+    functions: dict[Key, onnx.FunctionProto] = {}
+    for function in model.functions:
+        key = (function.domain, function.name, function.overload)
+        if key in functions:
+            raise _Refusal(f"defines the function {function.name!r} twice: export it again")
+        functions[key] = function
+    if not model.graph.output:
+        raise _Refusal("has no outputs: export it again")
+    for value in (*model.graph.input, *model.graph.output):
+        _check_value(value)
+    _check_graph(model.graph, (), _Context(opsets, functions))
+    for function in functions.values():
+        _check_function(function, functions)
+    _check_work(model, functions)
+
+
+class _Context:
+    """What a node may call: operators by opset, and functions."""
+
+    def __init__(self, opsets: dict[str, int], functions: dict[Key, onnx.FunctionProto]) -> None:
+        self.opsets, self.functions = opsets, functions
+
+
+def _opsets(imports: Any) -> dict[str, int]:
+    return {"" if entry.domain == "ai.onnx" else entry.domain: entry.version for entry in imports}
+
+
+def _check_value(value: onnx.ValueInfoProto) -> None:
+    kind = value.type
+    if not kind.HasField("tensor_type") or _bits(kind.tensor_type.elem_type) is None:
+        raise _Refusal(f"has an input or output {value.name!r} that is no tensor of numbers: export it again")
+    if any(size.dim_value < 0 for size in kind.tensor_type.shape.dim):
+        raise _Refusal(f"has an input or output {value.name!r} of a negative size: export it again")
+
+
+def _check_graph(graph: onnx.GraphProto, outer: Scopes, context: _Context) -> None:
+    """Every value is made once, and before it is read; `outer`: values of the graphs around this one."""
+    inputs = [value.name for value in graph.input]
+    weights = [tensor.name for tensor in graph.initializer] + [t.values.name for t in graph.sparse_initializer]
+    for names in (inputs, weights):
+        if len(set(names)) < len(names):
+            raise _Refusal("has two inputs, or two weights, of one name: export it again")
+    scopes = _check_nodes(graph.node, {*inputs, *weights}, outer, context)
+    if lost := [value.name for value in graph.output if not _is_made(value.name, scopes)]:
+        raise _Refusal(f"has an output {lost[0]!r} that nothing makes: export it again")
+
+
+def _check_nodes(nodes: Iterable[onnx.NodeProto], made: set[str], outer: Scopes, context: _Context) -> Scopes:
+    """The names of `outer`, and `made` with what the nodes make; raises _Refusal for a node that cannot be run."""
+    scopes = (*outer, made)
+    for node in nodes:
+        if max(len(node.input), len(node.output)) > ARITY_LIMIT:
+            raise _Refusal(f"has a {node.op_type} with more than {ARITY_LIMIT} inputs or outputs: do not trust it")
+        for name in filter(None, node.input):
+            if not _is_made(name, scopes):
+                raise _Refusal(f"has a {node.op_type} that reads {name!r}, which nothing before it makes: export again")
+        _check_operator(node, context)
+        for graph in _subgraphs(node):
+            _check_graph(graph, scopes, context)
+        for name in filter(None, node.output):
+            if _is_made(name, scopes):
+                raise _Refusal(f"makes the value {name!r} twice: export it again")
+            made.add(name)
+    return scopes
+
+
+def _is_made(name: str, scopes: Scopes) -> bool:
+    return any(name in scope for scope in scopes)
+
+
+def _subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _check_function(function: onnx.FunctionProto, functions: dict[Key, onnx.FunctionProto]) -> None:
+    context = _Context(_opsets(function.opset_import), functions)
+    scopes = _check_nodes(function.node, set(function.input), (), context)
+    if lost := [name for name in function.output if not _is_made(name, scopes)]:
+        raise _Refusal(f"has a function {function.name!r} whose output {lost[0]!r} nothing makes: export it again")
+
+
+def _check_operator(node: onnx.NodeProto, context: _Context) -> None:
+    """Whether ONNX has the operator, and its attributes and number of inputs are those of the schema."""
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    if (node.domain, node.op_type, node.overload) in context.functions:
+        return
+    if domain not in context.opsets:
+        raise _Refusal(f"calls {node.op_type!r} of the domain {domain!r}, which it does not import: export it again")
+    if domain:
+        return  # another's operators: ONNX Runtime knows them or refuses them
+    schema = _schema(node.op_type, context.opsets[""])
+    if schema is None:
+        raise _Refusal(f"calls {node.op_type!r}, which ONNX opset {context.opsets['']} does not have: export it again")
+    types, required, least, most = schema
+    if not least <= len(node.input) <= most:
+        raise _Refusal(f"has a {node.op_type} with {len(node.input)} inputs: export it again")
+    for attribute in node.attribute:
+        if types.get(attribute.name) != attribute.type:
+            raise _Refusal(f"has a {node.op_type} whose attribute {attribute.name!r} is wrong: export it again")
+    if missing := required - {attribute.name for attribute in node.attribute}:
+        raise _Refusal(f"has a {node.op_type} without its attribute {min(missing)!r}: export it again")
+
+
+@cache
+def _schema(op: str, opset: int) -> tuple[dict[str, int], set[str], int, int] | None:
+    """(attribute -> type, required attributes, least and most inputs) of an operator, or None."""
+    import onnx
+
+    try:
+        schema = onnx.defs.get_schema(op, opset, "")
+    except onnx.defs.SchemaError:
+        return None
+    types = {name: int(attribute.type.value) for name, attribute in schema.attributes.items()}
+    required = {name for name, attribute in schema.attributes.items() if attribute.required}
+    return types, required, schema.min_input, schema.max_input
+
+
+def _check_work(model: onnx.ModelProto, functions: dict[Key, onnx.FunctionProto]) -> None:
+    """Functions call no one that calls them, and put in place of their calls give NODE_LIMIT nodes at most."""
+    calls = {key: list(_calls(function.node)) for key, function in functions.items()}
+    sizes: dict[Key, int] = {}
+    try:
+        for key in TopologicalSorter({key: set(calls[key]) & functions.keys() for key in calls}).static_order():
+            sizes[key] = sum(1 + sizes.get(call, 0) for call in calls[key])
+    except CycleError as error:
+        raise _Refusal(f"has a function {error.args[1][0][1]!r} that calls itself: do not trust it") from error
+    total = sum(1 + sizes.get(call, 0) for call in _calls(model.graph.node))
+    if max([total, *sizes.values()]) > NODE_LIMIT:
+        raise _Refusal(f"holds more than {NODE_LIMIT:,} nodes: no component of Stable Diffusion does")
+
+
+def _calls(nodes: Iterable[onnx.NodeProto]) -> Iterator[Key]:
+    """What the nodes call, those in subgraphs included."""
+    for node in nodes:
+        yield node.domain, node.op_type, node.overload
+        for graph in _subgraphs(node):
+            yield from _calls(graph.node)

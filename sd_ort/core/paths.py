@@ -1,0 +1,52 @@
+"""Where paths really lead: the one place that decides what a model folder may read and where an output may lie."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sd_ort.core.errors import InputError, OutputError
+
+# Bytes of a file's name that file systems take, less what a temporary sibling's name adds.
+NAME_LIMIT = 255 - 32
+
+
+def real(path: Path) -> Path:
+    """`path` absolute, without links and `..`; what does not exist is taken as it is written."""
+    return Path(os.path.realpath(path))
+
+
+def inside(path: Path, root: Path) -> Path:
+    """Where `path` leads, which must lie in the folder `root`, whatever links are followed.
+
+    The Hugging Face hub's cache keeps files in `<model>/blobs` and links to them from `<model>/snapshots/<revision>`:
+    a root in a snapshot may read those blobs too. Raises InputError for a path that leads anywhere else.
+    """
+    try:
+        found, home = real(path), real(root)
+    except ValueError as error:  # a zero byte in a name that a file gave
+        raise InputError(f"{root} names a file that cannot exist: do not trust it.") from error
+    snapshots = (parent for parent in (home, *home.parents) if parent.parent.name == "snapshots")
+    blobs = [snapshot.parent.parent / "blobs" for snapshot in snapshots]
+    if not any(allowed in found.parents for allowed in (home, *blobs)):
+        raise InputError(f"{path} leads outside its folder to {found}: do not trust it, or put the file itself there.")
+    return found
+
+
+def output_path(output: Path, *sources: Path) -> Path:
+    """Where an output that replaces `output` will lie, links followed.
+
+    Raises OutputError when it is one of the folders `sources`, holds one or lies in one: writing would destroy or
+    change the input. Also for a name that no file system takes.
+    """
+    try:
+        found = real(output)
+        found.exists()
+    except OSError as error:
+        raise OutputError(f"{str(output)[:80]} cannot be written: {error.strerror}. Choose another name.") from error
+    if len(os.fsencode(found.name)) > NAME_LIMIT:
+        raise OutputError(f"{found.name[:40]}… is too long a name: choose one of at most {NAME_LIMIT} bytes.")
+    for source in map(real, sources):
+        if found == source or found in source.parents or source in found.parents:
+            raise OutputError(f"{output} and {source} are one folder, or one lies in the other: choose another OUT.")
+    return found

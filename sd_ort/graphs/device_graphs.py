@@ -1,0 +1,210 @@
+"""The small graphs that run on the device between components, so that nothing goes through the host.
+
+    spread     rows of one prompt -> rows of all steps, for the time graph of a hoisted UNet
+    between    between two UNet calls: guidance, the scheduler (a matrix, see `family.schedule`), the next input
+    finish     the last latents -> what the VAE decoder takes
+    picture    what the VAE decoder gives -> bytes
+
+`between` may write its `history` and `index` over those it reads: each is read by one node alone. Sums over history
+are elementwise products and a ReduceSum, not a MatMul, which GPUs compute in TF32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+OPSET = 18
+TYPES = {"float32": "float", "float16": "float16", "int64": "int64", "int32": "int32"}
+
+
+def _type(dtype: np.dtype | type) -> str:
+    return TYPES[np.dtype(dtype).name]
+
+
+def _cast(dtype: np.dtype | type) -> str:
+    return f"Cast <to = {onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))}>"
+
+
+def _model(inputs: list[str], outputs: list[str], lines: list[str]) -> bytes:
+    head = f'<ir_version: 10, opset_import: ["" : {OPSET}]>\n'
+    text = f"{head}device ({', '.join(inputs)}) => ({', '.join(outputs)}) {{\n" + "\n".join(lines) + "\n}"
+    made: bytes = onnx.parser.parse_model(text).SerializeToString()
+    return made
+
+
+def identifier(name: str) -> str:
+    """What `spread` and `between` call an input `name` of the UNet: exporters' names may hold any character."""
+    return "v_" + "".join(c if c.isalnum() else f"_{ord(c)}_" for c in name)
+
+
+def spread(dtypes: tuple[tuple[str, np.dtype], ...]) -> bytes:
+    """Inputs: each name (rows, ...), and `row` (N,) int64. Outputs: every_<name> (N, ...), the rows as `row` says."""
+    named = [(identifier(name), _type(dtype)) for name, dtype in dtypes]
+    lines = [f"every_{name} = Gather <axis = 0> ({name}, row)" for name, _ in named]
+    inputs = ["int64[n] row", *(f"{dtype}[] {name}" for name, dtype in named)]
+    return _model(inputs, [f"{dtype}[] every_{name}" for name, dtype in named], lines)
+
+
+@dataclass(frozen=True)
+class Between:
+    """What `between` does, beside the schedule.
+
+    `sample`: dtype of the UNet's input and output. `timestep`: dtype of its input of that name, None where a hoisted
+    UNet has none. `by_step`: dtypes of other inputs that change with the step. `first`: before the first step, with
+    nothing predicted yet. `guided`: classifier-free guidance of 2B rows. `draws`: whether the schedule has random
+    numbers. `channels`: whether constant channels go behind the latents'. `kept`: whether a mask keeps a picture.
+    """
+
+    sample: np.dtype
+    timestep: np.dtype | None
+    by_step: tuple[tuple[str, np.dtype], ...] = ()
+    first: bool = False
+    guided: bool = True
+    draws: bool = False
+    channels: bool = False
+    kept: bool = False
+
+
+def between(what: Between) -> bytes:
+    """The graph between two UNet calls.
+
+    Inputs, B images of (C, h, w) latents, T steps, S draws, float32 where no other type is named:
+        history (1 + T + S, B, C, h, w): first latents, predictions, draws;  index (1,) int64: steps made
+        weights (T + 1, 1 + T + S);  scales, timesteps (T + 1,);  place (T + 1, rows) int64, every_<name> (.., ...)
+        before the first step: start (B, C, h, w), draws (S, B, C, h, w); else noise (rows, C, h, w) in the UNet's type,
+        guidance (1,), and with `kept` picture, picture_noise (B, C, h, w), mask (B, 1, h, w), kept_picture and
+        kept_noise (T + 1,): outside the mask the latents of step i are kept_picture[i] picture + kept_noise[i] noise
+        with `channels`: channels (B, C', h, w)
+    Outputs: history_out, index_out, latents (B, C, h, w), sample (rows, C + C', h, w), timestep (1,), each <name>.
+    """
+    inputs = ["float[n,b,c,h,w] history", "int64[1] index", "float[t1,n] weights", "float[t1] scales"]
+    outputs = ["float[n,b,c,h,w] history_out", "int64[1] index_out", "float[b,c,h,w] latents"]
+    front = ["front = Constant <value_ints = [0]> ()", "one = Constant <value_ints = [1]> ()"]
+    lines = front + (_start(what, inputs) if what.first else _record(what, inputs))
+    lines += [
+        "row = Gather <axis = 0> (weights, index_out)",
+        "column_shape = Constant <value_ints = [-1, 1, 1, 1, 1]> ()",
+        "column = Reshape (row, column_shape)",
+        "parts = Mul (history_out, column)",
+    ]
+    if what.kept and not what.first:
+        inputs += ["float[b,c,h,w] picture", "float[b,c,h,w] picture_noise", "float[b,1,h,w] mask"]
+        inputs += ["float[t1] kept_picture", "float[t1] kept_noise"]
+        lines += [
+            "drawn = ReduceSum <keepdims = 0> (parts, front)",
+            "picture_factor = Gather <axis = 0> (kept_picture, index_out)",
+            "noise_factor = Gather <axis = 0> (kept_noise, index_out)",
+            "picture_part = Mul (picture, picture_factor)",
+            "noise_part = Mul (picture_noise, noise_factor)",
+            "kept = Add (picture_part, noise_part)",
+            "whole = Constant <value = float[1] {1.0}> ()",
+            "outside = Sub (whole, mask)",
+            "kept_part = Mul (outside, kept)",
+            "drawn_part = Mul (mask, drawn)",
+            "latents = Add (kept_part, drawn_part)",
+        ]
+    else:
+        lines.append("latents = ReduceSum <keepdims = 0> (parts, front)")
+    lines += ["scale = Gather <axis = 0> (scales, index_out)", "scaled = Mul (latents, scale)"]
+    rows = "scaled"
+    if what.channels:
+        inputs.append("float[b,k,h,w] channels")
+        lines.append("wide = Concat <axis = 1> (scaled, channels)")
+        rows = "wide"
+    if what.guided:
+        lines.append(f"twice = Concat <axis = 0> ({rows}, {rows})")
+        rows = "twice"
+    lines.append(f"sample = {_cast(what.sample)} ({rows})")
+    outputs.append(f"{_type(what.sample)}[] sample")
+    if what.timestep is not None:
+        inputs.append("float[t1] timesteps")
+        outputs.append(f"{_type(what.timestep)}[] timestep")
+        lines += ["time = Gather <axis = 0> (timesteps, index_out)", f"timestep = {_cast(what.timestep)} (time)"]
+    if what.by_step:
+        inputs.append("int64[t1,rows] place")
+        lines += ["scalar = Squeeze (index_out, front)", "places = Gather <axis = 0> (place, scalar)"]
+    for name, dtype in what.by_step:
+        inputs.append(f"{_type(dtype)}[] every_{identifier(name)}")
+        outputs.append(f"{_type(dtype)}[] {identifier(name)}")
+        lines.append(f"{identifier(name)} = Gather <axis = 0> (every_{identifier(name)}, places)")
+    return _model(inputs, outputs, lines)
+
+
+def _start(what: Between, inputs: list[str]) -> list[str]:
+    """history_out and index_out before the first step: the first latents, zeros for the predictions, the draws."""
+    inputs.append("float[b,c,h,w] start")
+    parts = "first, later"
+    if what.draws:
+        inputs.append("float[s,b,c,h,w] draws")
+        parts += ", draws"
+    return [
+        "states = Shape <start = 0, end = 1> (weights)",
+        "steps = Sub (states, one)",
+        "image = Shape (start)",
+        "shape = Concat <axis = 0> (steps, image)",
+        "later = ConstantOfShape (shape)",
+        "first = Unsqueeze (start, front)",
+        f"history_out = Concat <axis = 0> ({parts})",
+        "index_out = Sub (index, index)",
+    ]
+
+
+def _record(what: Between, inputs: list[str]) -> list[str]:
+    """history_out and index_out after a step: its prediction, guided, takes its place."""
+    inputs.append(f"{_type(what.sample)}[rows,c,h,w] noise")
+    lines = ["prediction = Cast <to = 1> (noise)"]
+    if what.guided:
+        inputs.append("float[1] guidance")
+        lines = [
+            "wide_noise = Cast <to = 1> (noise)",
+            "negative, positive = Split <axis = 0, num_outputs = 2> (wide_noise)",
+            "difference = Sub (positive, negative)",
+            "push = Mul (guidance, difference)",
+            "prediction = Add (negative, push)",
+        ]
+    return [
+        *lines,
+        "update = Unsqueeze (prediction, front)",
+        "index_out = Add (index, one)",
+        "where = Unsqueeze (index_out, one)",
+        "history_out = ScatterND (history, where, update)",
+    ]
+
+
+def finish(dtype: np.dtype) -> bytes:
+    """latents (B, C, h, w), factor and mean (1, C or 1, 1, 1), float32 -> latent_sample in `dtype`, and latents_check,
+    a scalar: 0, or NaN when a latent is not finite."""
+    lines = [
+        "scaled = Mul (latents, factor)",
+        "shifted = Add (scaled, mean)",
+        f"latent_sample = {_cast(dtype)} (shifted)",
+        "rest = Sub (latents, latents)",
+        "latents_check = ReduceSum <keepdims = 0> (rest)",
+    ]
+    inputs = ["float[b,c,h,w] latents", "float[one,k,one,one] factor", "float[one,k,one,one] mean"]
+    return _model(inputs, [f"{_type(dtype)}[] latent_sample", "float latents_check"], lines)
+
+
+def picture(dtype: np.dtype) -> bytes:
+    """sample (B, 3, H, W) in `dtype`, about -1..1 -> image (B, H, W, 3) uint8, rounded as diffusers rounds, and
+    image_check, a scalar: 0, or NaN when a pixel is not finite."""
+    lines = [
+        "half = Constant <value = float {0.5}> ()",
+        "zero = Constant <value = float {0.0}> ()",
+        "one = Constant <value = float {1.0}> ()",
+        "white = Constant <value = float {255.0}> ()",
+        "wide = Cast <to = 1> (sample)",
+        "rest = Sub (wide, wide)",
+        "image_check = ReduceSum <keepdims = 0> (rest)",
+        "halved = Mul (wide, half)",
+        "shifted = Add (halved, half)",
+        "clipped = Clip (shifted, zero, one)",
+        "bright = Mul (clipped, white)",
+        "rounded = Round (bright)",
+        f"bytes = Cast <to = {onnx.TensorProto.UINT8}> (rounded)",
+        "image = Transpose <perm = [0, 2, 3, 1]> (bytes)",
+    ]
+    return _model([f"{_type(dtype)}[b,c,h,w] sample"], ["uint8[] image", "float image_check"], lines)

@@ -1,0 +1,84 @@
+"""Every fused operator has one record; its function body computes what the kernels' reference does."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from custom_ops import op
+from fusion_passes import DOMAIN, OPERATORS
+from fusion_passes.operators import BY_NAME, bodies
+from fusion_passes.operators.record import Operator
+
+# Folders of custom_ops by the operator that they have kernels for. The others' bodies are one standard operator, or
+# two, whose numbers the cases of their fusions compare.
+KERNELS = {
+    "BiasAdd": "bias_add",
+    "BiasSplitGelu": "bias_split_gelu",
+    "GroupNorm": "group_norm",
+    "LinearAdd": "linear_add",
+    "MultiHeadAttention": "multi_head_attention",
+    "SkipGroupNorm": "skip_group_norm",
+    "SkipLayerNormalization": "skip_layer_norm",
+    "UpsampleNearest": "upsample_nearest",
+    "WinogradConv": "winograd_conv",
+}
+
+
+def fused(operator: Operator, kernel: op.Operator, case: op.Case) -> bool:
+    """Whether fusions make nodes of a case's form: kernels take more of them."""
+    given = set(case.inputs)
+    images = all(len(case.inputs[kernel.inputs[i]]) == 4 for i in operator.images)
+    if operator.name == "MultiHeadAttention":
+        return not {"bias", "key_padding_mask"} & given
+    if operator.name == "SkipLayerNormalization":
+        return "beta" in given
+    return images and ("bias" not in given or case.attributes.get("channels_last", 1) == 1)
+
+
+def small(case: op.Case) -> bool:
+    """Whether a case takes no time here."""
+    elements = [int(np.prod(shape)) for shape in case.inputs.values()]
+    return not case.benchmark and case.values == "normal" and min(elements) > 0 and sum(elements) < 50_000
+
+
+def cases() -> list[tuple[Operator, op.Operator, op.Case]]:
+    found = []
+    for name, folder in KERNELS.items():
+        kernel = op.load(folder)
+        operator = BY_NAME[name]
+        found += [(operator, kernel, case) for case in kernel.cases if small(case) and fused(operator, kernel, case)]
+    return found
+
+
+@pytest.mark.parametrize(("operator", "kernel", "case"), cases(), ids=lambda x: getattr(x, "name", ""))
+def test_the_body_is_the_kernels_reference(operator: Operator, kernel: op.Operator, case: op.Case) -> None:
+    arrays = op.draw(kernel, case, "float32")
+    names = [name if name in arrays else "" for name in kernel.inputs]
+    while not names[-1]:
+        names.pop()
+    defaults: dict[str, int | float] = {"channels_last": 1, "unidirectional": 0, "scale": 0.3, "epsilon": 1e-5}
+    attributes = {name: case.attributes.get(name, defaults.get(name)) for name in operator.attributes}
+    assert None not in attributes.values()
+    node = onnx.helper.make_node(operator.name, names, list(kernel.outputs), domain=DOMAIN, **attributes)
+    wanted = kernel.reference(arrays, attributes)
+    infos = [
+        [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, a.shape) for name, a in values.items()]
+        for values in (arrays, wanted)
+    ]
+    graph = onnx.helper.make_graph([node], "g", *infos)
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid(DOMAIN, 1)]
+    model = ir.from_proto(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10))
+    bodies.attach(model, list(model.graph))
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    for got, (name, want) in zip(session.run(list(wanted), arrays), wanted.items(), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max(), err_msg=name)
+
+
+def test_records() -> None:
+    assert len(BY_NAME) == len(OPERATORS)
+    assert {operator.name for operator in OPERATORS if operator.images} == {"GroupNorm", "SkipGroupNorm"}
+    assert all("channels_last" in operator.attributes for operator in OPERATORS if operator.images)

@@ -1,0 +1,242 @@
+"""Our execution provider on the host vendor: whole components, captured runs, threads, faults."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import graph_fixtures
+import numpy as np
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+
+from sd_ort.core.errors import InputError
+from sd_ort.core.folder import MODEL
+from sd_ort.optimize.optimizer import optimize_component
+from sd_ort.optimize.targets import TARGETS
+from sd_ort.runtime import build
+from sd_ort.runtime.library import PROVIDER_LIBRARIES
+from sd_ort.runtime.providers import plugin_devices
+from sd_ort.runtime.session import Model, create_session
+
+VENDOR = 0x1D05  # of the host vendor's memory
+SIZES = {"batch": 2, "height": 16, "width": 16, "sequence": 77, "height*8": 64, "width*8": 64}
+BOUND = {"float32": 1e-5, "float16": 1e-2}  # largest difference over the largest number
+COMPONENTS = [
+    "sd15-tiny-dynamo-20.unet",
+    "sd15-tiny-dynamo-20.vae_decoder",
+    "sd15-tiny-dynamo-20.vae_encoder",
+    "sd15-tiny-dynamo-20.text_encoder",
+]
+# What ONNX Runtime keeps on the CPU: arithmetic on shapes, and the text encoder's on token ids and positions.
+SHAPES = {"Concat", "Gather", "Unsqueeze", "Squeeze", "Slice", "Range", "Add", "Mul"}
+TOKENS = {"ArgMax", "LessOrEqual", "Expand", "Cast", "Trilu", "Equal"}
+
+
+@pytest.fixture(scope="session")
+def provider() -> str:
+    library = build.build(cpu=True, provider=True)
+    return f"plugin:{library.with_name(PROVIDER_LIBRARIES['host'])}"
+
+
+def session_of(
+    model: Path | bytes, provider: str, options: Mapping[str, str] | None = None, profile: Path | None = None
+) -> ort.InferenceSession:
+    settings = ort.SessionOptions()
+    settings.log_severity_level = 4
+    settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    if profile is not None:
+        settings.enable_profiling, settings.profile_file_prefix = True, str(profile)
+    settings.add_provider_for_devices(plugin_devices(Path(provider.removeprefix("plugin:"))), dict(options or {}))
+    settings.enable_mem_pattern = False  # as sessions of the package: its one large buffer is not checked for null
+    return ort.InferenceSession(model if isinstance(model, bytes) else str(model), settings, enable_fallback=0)
+
+
+def placed(session: ort.InferenceSession) -> dict[str, Counter[str]]:
+    """Operators by provider, from ONNX Runtime's own assignment."""
+    found: dict[str, Counter[str]] = {}
+    for part in session.get_provider_graph_assignment_info():
+        found.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
+    return found
+
+
+def made_up(session: ort.InferenceSession, sizes: Mapping[str, int] = SIZES) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(7)
+    arrays = {}
+    for given in session.get_inputs():
+        shape = [size if isinstance(size, int) else sizes[size] for size in given.shape]
+        if given.type == "tensor(int64)":
+            arrays[given.name] = np.arange(np.prod(shape)).reshape(shape) % 500 + 1
+        else:
+            arrays[given.name] = random.normal(size=shape).astype(np.float32)
+    return arrays
+
+
+def as_declared(session: ort.InferenceSession, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    model = Model(session)
+    return {name: array.astype(model.dtype(name)) for name, array in arrays.items()}
+
+
+def relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.abs(got.astype(np.float64) - wanted).max() / np.abs(wanted).max())
+
+
+@cache
+def lowered(folder: Path, name: str, dtype: str) -> Path:
+    """The component, fused and lowered for our provider."""
+    component = name.rsplit(".", 1)[1]
+    raw = folder / name / "raw"
+    if not raw.is_dir():
+        graph_fixtures.make_folder(raw, name)
+    made = folder / name / dtype / component / MODEL
+    optimize_component(raw / component / MODEL, made, TARGETS["gpu"], dtype, calibrate=False)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    return tmp_path_factory.mktemp("provider")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_whole_component(provider: str, folder: Path, name: str, dtype: str) -> None:
+    model = lowered(folder, name, dtype)
+    raw = ort.InferenceSession(str(folder / name / "raw" / model.parent.name / MODEL))
+    session = session_of(model, provider)
+    arrays = made_up(raw)
+    wanted = raw.run(None, arrays)
+    for got, right in zip(session.run(None, as_declared(session, arrays)), wanted, strict=True):
+        assert relative_error(got, right) < BOUND[dtype]
+    elsewhere = set(placed(session).get("CPUExecutionProvider", ()))
+    assert elsewhere <= SHAPES | (TOKENS if "text_encoder" in name else set())
+    if "text_encoder" not in name:
+        assert not [op for op in placed(session)["SdOrtHost"] if op.startswith("Memcpy")]
+
+
+def test_changing_shapes(provider: str, folder: Path) -> None:
+    name = COMPONENTS[0]
+    session = session_of(lowered(folder, name, "float32"), provider)
+    raw = ort.InferenceSession(str(folder / name / "raw" / "unet" / MODEL))
+    for size, batch in ((8, 1), (16, 2), (8, 3), (16, 1)):
+        arrays = made_up(raw, {**SIZES, "height": size, "width": 2 * size, "batch": batch})
+        assert relative_error(session.run(None, arrays)[0], raw.run(None, arrays)[0]) < BOUND["float32"]
+
+
+class Bound:
+    """Inputs and an output of a session at fixed addresses."""
+
+    def __init__(self, session: ort.InferenceSession, arrays: Mapping[str, np.ndarray], number: int) -> None:
+        self.session, self.number = session, number
+        make = ort.OrtValue.ortvalue_from_numpy
+        self.inputs = {name: make(array, "gpu", 0, VENDOR) for name, array in arrays.items()}
+        self.output = make(np.zeros_like(arrays["sample"]), "gpu", 0, VENDOR)
+        self.binding = session.io_binding()
+        for name, value in self.inputs.items():
+            self.binding.bind_ortvalue_input(name, value)
+        self.binding.bind_ortvalue_output(session.get_outputs()[0].name, self.output)
+
+    def run(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        for name, array in arrays.items():
+            self.inputs[name].update_inplace(array)
+        options = ort.RunOptions()
+        options.add_run_config_entry("gpu_graph_id", str(self.number))
+        self.session.run_with_iobinding(self.binding, options)
+        return np.array(self.output.numpy())
+
+
+def test_captured_runs(provider: str, folder: Path, tmp_path: Path) -> None:
+    """Two shapes, each captured and replayed on new numbers: ONNX Runtime runs a kernel twice a shape, not more."""
+    model = lowered(folder, COMPONENTS[0], "float16")
+    plain = session_of(model, provider)
+    session = session_of(model, provider, {"graph": "1"}, tmp_path / "profile")
+    for number, size in enumerate((16, 8)):
+        sizes = {**SIZES, "height": size, "width": size}
+        arrays = as_declared(plain, made_up(plain, sizes))
+        bound = Bound(session, arrays, number)
+        for scale in (1, 2, -1):
+            arrays["sample"] = (arrays["sample"] * scale).astype(np.float16)
+            np.testing.assert_array_equal(bound.run(arrays), plain.run(None, arrays)[0])
+    events = json.loads(Path(session.end_profiling()).read_text())
+    norms = [e for e in events if e.get("cat") == "Node" and e.get("args", {}).get("op_name") == "GroupNorm"]
+    assert len(norms) == 2 * 2 * placed(session)["SdOrtHost"]["GroupNorm"]
+
+
+def test_two_sessions_two_threads(provider: str, folder: Path) -> None:
+    model = lowered(folder, COMPONENTS[0], "float32")
+    sessions = [session_of(model, provider) for _ in range(2)]
+    arrays = [made_up(sessions[0], {**SIZES, "batch": batch}) for batch in (1, 2)]
+    wanted = [sessions[0].run(None, each)[0] for each in arrays]
+    wrong: list[str] = []
+
+    def work(thread: int) -> None:
+        for turn in range(4):
+            which, session = (thread + turn) % 2, sessions[turn % 2]
+            if not np.array_equal(session.run(None, arrays[which])[0], wanted[which]):
+                wrong.append(f"thread {thread}, turn {turn}")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speed": "1"}, "there is no option 'speed'"),
+        ({"graph": "yes"}, "option graph must be a number of 0 to 1, not 'yes'"),
+        ({"device_id": "7"}, "option device_id is 7, and there are 1 devices"),
+        ({"memory_limit": "-1"}, "option memory_limit must be a number"),
+    ],
+)
+def test_wrong_options(provider: str, options: dict[str, str], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        session_of(small("Sigmoid"), provider, options)
+
+
+def test_no_more_memory(provider: str, folder: Path) -> None:
+    """A limit that the weights fit in, and a large image does not; the session goes on with a small one."""
+    session = session_of(
+        lowered(folder, "sd15-tiny-dynamo-20.vae_decoder", "float32"), provider, {"memory_limit": "20000000"}
+    )
+    small_image, large = ({**SIZES, "batch": 1, "height": size, "width": size} for size in (4, 64))
+    wanted = session.run(None, made_up(session, small_image))[0]
+    with pytest.raises(Exception, match=r"[Aa]lloc|memory"):
+        session.run(None, made_up(session, large))
+    np.testing.assert_array_equal(session.run(None, made_up(session, small_image))[0], wanted)
+
+
+def small(op_type: str, **attributes: Any) -> bytes:
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, "n"])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph([helper.make_node(op_type, ["x"], ["y"], **attributes)], "small", [x], [y])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10).SerializeToString()
+
+
+def test_unsupported_node_is_left_to_the_cpu(provider: str) -> None:
+    """Softmax over another axis than the last has no kernel of ours; the result is right all the same."""
+    x = np.random.default_rng(0).normal(size=(2, 5)).astype(np.float32)
+    for axis, where in ((-1, "SdOrtHost"), (0, "CPUExecutionProvider")):
+        session = session_of(small("Softmax", axis=axis), provider)
+        assert placed(session)[where]["Softmax"] == 1
+        weights = np.exp(x) / np.exp(x).sum(axis, keepdims=True)
+        np.testing.assert_allclose(session.run(None, {"x": x})[0], weights, rtol=1e-6)
+
+
+def test_session_of_the_package(provider: str, folder: Path) -> None:
+    """`plugin:PATH` names the provider in the package's own sessions."""
+    model = lowered(folder, COMPONENTS[0], "float32")
+    (model.parent.parent / "model_index.json").write_text("{}")
+    session = create_session(model, provider)
+    assert session.get_providers()[0] == "SdOrtHost"
+    with pytest.raises(InputError, match="there is no option 'speed'"):
+        create_session(model, provider, provider_options={"speed": "1"})

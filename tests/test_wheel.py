@@ -1,0 +1,80 @@
+"""The wheel: it carries the compiled library, draws where there is no compiler, and is made without one too."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from sd_ort.optimize.optimizer import optimize
+
+ROOT = Path(__file__).parent.parent
+PIP_WHEEL = ["-m", "pip", "wheel", "-v", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
+
+
+def programs(folder: Path, *names: str) -> str:
+    """A PATH of nothing but these programs."""
+    folder.mkdir()
+    for name in names:
+        if found := shutil.which(name):
+            (folder / name).symlink_to(found)
+    return str(folder)
+
+
+def run(*command: object, **environment: str) -> str:
+    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "CXX", "CC")}
+    result = subprocess.run(
+        [*map(str, command)], env=kept | environment, cwd=environment["TMPDIR"], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, *PIP_WHEEL, "--wheel-dir", work / "made", ROOT, TMPDIR=str(work))
+    return next((work / "made").iterdir())
+
+
+@pytest.fixture
+def installed(wheel: Path, tmp_path: Path) -> Path:
+    """A fresh environment's `bin`: the wheel installed, its dependencies read from this one's site-packages."""
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", TMPDIR=str(tmp_path))
+    python = tmp_path / "venv/bin/python"
+    pip = ["-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--disable-pip-version-check"]
+    run(sys.executable, *pip, wheel, TMPDIR=str(tmp_path))
+    (site,) = (tmp_path / "venv/lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python.parent
+
+
+def test_the_wheel_draws_with_its_own_library(installed: Path, tiny_export: Path, tmp_path: Path) -> None:
+    assert list((installed.parent / "lib").glob("python*/site-packages/custom_ops/libsd_ort_ops.so"))
+    optimize(tiny_export, tmp_path / "fused", components=["text_encoder", "unet", "vae_decoder"])
+    bare = {"PATH": programs(tmp_path / "empty"), "TMPDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    bare |= {"OMP_NUM_THREADS": "1"}
+    findings = json.loads(run(installed / "sd-ort", "doctor", "--json", **bare))
+    assert Path(findings["op_library"]).is_relative_to(installed.parent)
+    size = ["--height", 64, "--width", 64, "--steps", 1]
+    out = tmp_path / "a.png"
+    said = run(installed / "sd-ort", "generate", "a cat", "--model", tmp_path / "fused", *size, "--out", out, **bare)
+    assert "no op library" not in said
+    assert out.is_file()
+
+
+def test_a_machine_without_a_compiler_gets_a_wheel_and_one_line(tmp_path: Path) -> None:
+    tools = programs(tmp_path / "bin", "cmake", "ninja", "make")
+    said = run(sys.executable, *PIP_WHEEL, "--wheel-dir", tmp_path / "made", ROOT, PATH=tools, TMPDIR=str(tmp_path))
+    (made,) = (tmp_path / "made").iterdir()
+    assert made.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(made).namelist() if name.endswith(".so")]
+    assert "without its operator library" in said
+    assert "run `sd-ort build-ops`" in said
