@@ -40,12 +40,12 @@ class GpuOp {
 };
 
 // Params has `std::string signature() const` and `std::vector<Output> outputs() const`. `default_name` names the
-// candidate that runs a call untuned.
+// candidate that runs a call untuned; none: candidate 0.
 template <class Params>
 class TunableOp : public GpuOp {
  public:
   TunableOp(const char* name, std::vector<Candidate<Params>> candidates,
-            std::function<std::string(const Params&)> default_name)
+            std::function<std::string(const Params&)> default_name = nullptr)
       : name_(name), candidates_(std::move(candidates)), default_name_(std::move(default_name)) {}
 
   const char* name() const override { return name_; }
@@ -64,7 +64,7 @@ class TunableOp : public GpuOp {
   std::string signature(const void* params) const override { return cast(params).signature(); }
   std::vector<Output> outputs(const void* params) const override { return cast(params).outputs(); }
   int default_candidate(const void* params) const override {
-    const std::string name = default_name_(cast(params));
+    const std::string name = default_name_ ? default_name_(cast(params)) : "";
     for (int i = 0; i < candidate_count(); ++i) {
       if (candidates_[i].name == name) return i;
     }

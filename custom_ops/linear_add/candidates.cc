@@ -22,9 +22,9 @@ Candidate<LinearAddParams> library_candidate(int number) {
 }
 
 std::vector<Candidate<LinearAddParams>> candidates() {
-  std::vector<Candidate<LinearAddParams>> all = {
-      {"plain", [](const LinearAddParams&) { return true; },
-       [](const LinearAddParams& p, void*, void* stream) { return linear_add_launch(p, stream); }}};
+  std::vector<Candidate<LinearAddParams>> all;
+  all.push_back({"plain", [](const LinearAddParams&) { return true; },
+                 [](const LinearAddParams& p, void*, void* stream) { return linear_add_launch(p, stream); }});
   for (int number = 0; number < kAlgorithms; ++number) all.push_back(library_candidate(number));
   return all;
 }

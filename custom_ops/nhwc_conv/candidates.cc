@@ -6,8 +6,10 @@ namespace sd_ort {
 namespace {
 
 std::vector<Candidate<NhwcConvParams>> candidates() {
-  return {{"plain", [](const NhwcConvParams&) { return true; },
-           [](const NhwcConvParams& p, void*, void* stream) { return nhwc_conv_launch(p, stream); }}};
+  std::vector<Candidate<NhwcConvParams>> all;  // filled one by one: GCC 12 breaks on nested braces
+  all.push_back({"plain", [](const NhwcConvParams&) { return true; },
+                 [](const NhwcConvParams& p, void*, void* stream) { return nhwc_conv_launch(p, stream); }});
+  return all;
 }
 
 }  // namespace

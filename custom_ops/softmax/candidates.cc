@@ -13,23 +13,28 @@ bool takes_vectors(const SoftmaxParams& p) {
 
 bool is_held(const SoftmaxParams& p) { return p.columns <= SoftmaxConfig::kMostHeld; }
 
+std::vector<Candidate<SoftmaxParams>> candidates() {
+  using Params = SoftmaxParams;
+  std::vector<Candidate<Params>> all;
+  all.push_back({"plain", [](const Params&) { return true; },
+                 [](const Params& p, void*, void* stream) { return softmax_launch(p, {false, false}, stream); }});
+  all.push_back({"three_reads", takes_vectors,
+                 [](const Params& p, void*, void* stream) { return softmax_launch(p, {false, true}, stream); }});
+  all.push_back({"in_registers", is_held,
+                 [](const Params& p, void*, void* stream) { return softmax_launch(p, softmax_default(p), stream); }});
+  return all;
+}
+
+std::string default_name(const SoftmaxParams& p) {
+  return is_held(p) ? "in_registers" : takes_vectors(p) ? "three_reads" : "plain";
+}
+
 }  // namespace
 
 SoftmaxConfig softmax_default(const SoftmaxParams& p) { return {is_held(p), takes_vectors(p)}; }
 
 const GpuOp& softmax_gpu() {
-  using Params = SoftmaxParams;
-  static const TunableOp<Params> op(
-      "Softmax",
-      {{"plain", [](const Params&) { return true; },
-        [](const Params& p, void*, void* stream) { return softmax_launch(p, {false, false}, stream); }},
-       {"three_reads", takes_vectors,
-        [](const Params& p, void*, void* stream) { return softmax_launch(p, {false, true}, stream); }},
-       {"in_registers", is_held,
-        [](const Params& p, void*, void* stream) { return softmax_launch(p, softmax_default(p), stream); }}},
-      [](const Params& p) { return is_held(p)         ? "in_registers"
-                                   : takes_vectors(p) ? "three_reads"
-                                                      : "plain"; });
+  static const TunableOp<SoftmaxParams> op("Softmax", candidates(), default_name);
   return op;
 }
 
