@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from sd_ort.core.folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.runtime import build
+from sd_ort.runtime.captured import GraphModel
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
-from sd_ort.runtime.providers import plugin_devices
+from sd_ort.runtime.providers import plugin_devices, provider_named
 from sd_ort.runtime.session import Model, create_session
 
 VENDOR = 0x1D05  # of the host vendor's memory
@@ -100,7 +101,7 @@ def lowered(folder: Path, name: str, dtype: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("provider")
 
 
@@ -240,3 +241,16 @@ def test_session_of_the_package(provider: str, folder: Path) -> None:
     assert session.get_providers()[0] == "SdOrtHost"
     with pytest.raises(InputError, match="there is no option 'speed'"):
         create_session(model, provider, provider_options={"speed": "1"})
+
+
+def test_captured_by_the_package(provider: str, folder: Path) -> None:
+    """`GraphModel` on our provider's memory: tuned, two shapes, the same numbers as uncaptured."""
+    model = lowered(folder, COMPONENTS[0], "float16")
+    (model.parent.parent / "model_index.json").write_text("{}")
+    plain = Model(create_session(model, provider, portable=True))
+    session = create_session(model, provider, portable=True, graph=True, tuning=True)
+    graph = GraphModel(session, provider_named(provider).device)
+    for size in (16, 8, 16):
+        arrays = made_up(plain.session, {**SIZES, "height": size, "width": size})
+        for name, array in graph(**arrays).items():
+            np.testing.assert_array_equal(array, plain(**arrays)[name])

@@ -183,6 +183,6 @@ def _runnable(path: Path, provider: str, portable: bool, notes: list[str]) -> It
         return
     with cpu_twin(path) as (twin, done):
         notes += [f"{path.parent.name}: {note}." for note in done]
-        if loads_on_cpu(load(path)):
+        if twin != path and loads_on_cpu(load(path)):
             create_session(path, portable=portable)
         yield twin

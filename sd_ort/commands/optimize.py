@@ -68,6 +68,8 @@ def command(
     for name, entry in entries.items():
         if "not_fused" in entry:
             click.echo(f"{name}: not fused: {entry['not_fused']}.")
+        if "few" in entry:
+            click.echo(f"{name}: only {entry['few']} fused; `sd-ort explain {output}` says why.", err=True)
         for reason in entry["not_lowered"]:
             click.echo(f"{name}: {reason}; they run as sd_ort operators.")
         if "hoisted" in entry:

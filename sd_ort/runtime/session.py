@@ -81,7 +81,7 @@ def create_session(
             warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
     if provider.startswith(PLUGIN):
         devices = plugin_devices(Path(provider.removeprefix(PLUGIN)))
-        options.add_provider_for_devices(devices, dict(provider_options or {}))
+        options.add_provider_for_devices(devices, _chosen(entry, tuning, graph, provider_options or {}))
         options.enable_mem_pattern = False  # ONNX Runtime does not look whether a plugin had memory for its one buffer
         providers = []  # those of the options; ONNX Runtime adds the CPU
     else:
@@ -146,8 +146,11 @@ def _providers(entry: Provider, tuning: bool, graph: bool, more: Mapping[str, st
     """What ONNX Runtime is asked for: the provider with its options, and the CPU for what it lacks."""
     if entry.ep == CPU_EP or entry.ep not in runtime().get_available_providers():
         return [CPU_EP]
-    chosen = {**entry.options, **(entry.tuning if tuning else {}), **((entry.graph if graph else None) or {}), **more}
-    return [(entry.ep, chosen), CPU_EP]
+    return [(entry.ep, _chosen(entry, tuning, graph, more)), CPU_EP]
+
+
+def _chosen(entry: Provider, tuning: bool, graph: bool, more: Mapping[str, str]) -> dict[str, str]:
+    return {**entry.options, **(entry.tuning if tuning else {}), **((entry.graph if graph else None) or {}), **more}
 
 
 def _ops_path(library: Path | None, portable: bool) -> Path | None:
