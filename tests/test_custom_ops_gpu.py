@@ -30,7 +30,7 @@ def emulations(run_folder: Path) -> dict[str, GpuLibrary]:
     load_blas_lt(run_folder)
     jobs = [(source, device) for device in DEVICES.values() for source in gpu_sources()]
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(lambda job: compile_object(*job, run_folder), jobs))
+        objects = list(pool.map(lambda job: compile_object(job[0], job[1], run_folder), jobs))
     return {
         name: GpuLibrary(
             link(
