@@ -13,9 +13,10 @@ from fusion_passes.canonicalize import (
     layer_normalization,
     slices,
     splits,
+    sums,
     transposes,
 )
-from fusion_passes.canonicalize.attention import batched, operator, scales
+from fusion_passes.canonicalize.attention import batched, joined, operator, scales
 from fusion_passes.canonicalize.facts import fix_channels, fold, reshape_targets
 from fusion_passes.canonicalize.operand_order import order_operands
 from fusion_passes.canonicalize.opset import OPSET, declare_opset, why_not_fused
@@ -31,10 +32,12 @@ CANONICAL: tuple[Pass, ...] = (
     gelu.PASS,
     layer_normalization.PASS,
     splits.PASS,
+    sums.PASS,
     transposes.PASS,
     scales.PASS,
     attention.PASS,
     batched.PASS,
+    joined.PASS,
 )
 
 
@@ -61,8 +64,10 @@ def canonicalize(model: ir.Model) -> dict[str, Outcome]:
         _run(model, layer_normalization.PASS, done)
     while sum(_run(model, each, done) for each in (transposes.PASS, scales.PASS, splits.PASS)):
         pass
+    _run(model, sums.PASS, done)
     _run(model, attention.PASS, done)
     _run(model, batched.PASS, done)
+    _run(model, joined.PASS, done)
     apply(model, scales.AFTER)
     while sum(_run(model, each, done) for each in (transposes.PASS, splits.PASS)):
         pass

@@ -159,7 +159,7 @@ class _Walk:
         shape = c.dims(weight)
         assert shape is not None
         sizes = [int(shape[axis]) for axis in TO_NHWC]
-        moved = derived(self.graph, f"{weight.name}.{node.outputs[0].name}.nhwc", [weight], sizes, _channels_last)
+        moved = derived(self.graph, f"{weight.name}.{node.outputs[0].name}.nhwc", [weight], sizes, "transpose", TO_NHWC)
         # Kernels and the function body want every attribute, whether it is the default or not.
         defaults = {"dilations": [1, 1], "group": 1, "kernel_shape": sizes[1:3], "strides": [1, 1]}
         attributes = defaults | {name: a.value for name, a in node.attributes.items()}
@@ -204,7 +204,7 @@ class _Walk:
                 inputs.append(value)
             elif c.is_constant(value) and shape is not None and len(shape) == 3 and shape[1:] == [1, 1]:
                 name = f"{node.outputs[0].name}.{value.name}.row"
-                inputs.append(derived(self.graph, name, [value], [int(shape[0])], lambda a: a.reshape(-1)))
+                inputs.append(derived(self.graph, name, [value], [int(shape[0])], "reshape", [-1]))
             elif shape is not None and len(shape) == 4 and shape[2:] == [1, 1] and isinstance(shape[1], int):
                 inputs.append(self._column(value, node))
             elif shape is not None and len(shape) == 4:
@@ -265,10 +265,6 @@ class _Walk:
             made.outputs[0].shape = like.shape and ir.Shape([like.shape[0], 1, *(like.shape[i] for i in (2, 3, 1))])
             self.graph.insert_before(node, made)
         self.replace(node, "Squeeze", [pooled.outputs[0], axis], {})
-
-
-def _channels_last(weight: np.ndarray) -> np.ndarray:
-    return weight.transpose(TO_NHWC)
 
 
 def _case(name: str, body: str, fires: int = 1, refused: str | None = None, extra: str = "", **ops: int) -> Case:

@@ -2,10 +2,11 @@
 
     python scripts/measure/fusion_foreign.py [NAME ...]
 
-For every graph of tests/graphs/foreign (made by scripts/make_foreign_graphs.py, weights random): attentions and group
-normalizations fused of those that are there, nodes and Transposes for every target, and the relative error of the
-portable and of the channels-last graph against the source at two shapes, float32, ONNX Runtime's CPU provider. Beside
-them the nodes that onnxscript's optimizer and ONNX Runtime's own (level 2, CPU) leave.
+For every graph of tests/graphs/foreign (made by scripts/fixtures/make_foreign_graphs.py, weights random): attentions
+and group normalizations that became one node, of those that are there (a target may take a ScaledDotProductAttention
+apart again, where its heads are not split and merged by Reshape and Transpose), nodes and Transposes for every target,
+and the relative error of the portable and of the channels-last graph against the source at two shapes, float32, ONNX
+Runtime's CPU provider. Beside them the nodes that onnxscript's optimizer and ONNX Runtime's own (extended, CPU) leave.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 import onnx_ir as ir
 
 import fusion_passes
-from fusion_passes import CONTRIB, DOMAIN, OPERATORS
+from fusion_passes import CONTRIB, DOMAIN, OPERATORS, recipes
 from fusion_passes.operators import bodies
 from fusion_passes.pass_ import run_all, totals
 from sd_ort.core import folder
@@ -30,7 +30,7 @@ from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
 from sd_ort.optimize import calibration, precision
 from sd_ort.optimize.targets import TARGETS, Target, default_target
-from sd_ort.runtime.session import check_opens
+from sd_ort.runtime.session import blaming, check_opens
 
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
@@ -109,21 +109,24 @@ def optimize(
     if _is_done(output, manifest):
         report(f"{output} is up to date.")
         return folder.read_manifest(output)
+    described = folder.read_manifest(source).get("components", {})
     with folder.staged(output, source) as work:
         folder.copy_configs(source, work, names)
 
         def make(name: str, stopped: threading.Event) -> None:
             started = time.perf_counter()
-            entry = optimize_component(
-                paths[name],
-                work / name / folder.MODEL,
-                TARGETS[target],
-                dtype,
-                calibrate=calibrate,
-                inputs=inputs,
-                hoisted=hoisted and name == hoist.PARTS["step"],
-                stopped=stopped,
-            )
+            with blaming(paths[name]):
+                entry = optimize_component(
+                    paths[name],
+                    work / name / folder.MODEL,
+                    TARGETS[target],
+                    dtype,
+                    calibrate=calibrate,
+                    inputs=inputs,
+                    hoisted=hoisted and name == hoist.PARTS["step"],
+                    stopped=stopped,
+                    known=described.get(name, {}).get("weights"),
+                )
             for written in hoist.PARTS.values() if "hoisted" in entry else [name]:
                 _go_on(stopped)
                 check_opens(work / written / folder.MODEL)
@@ -182,12 +185,16 @@ def optimize_component(
     inputs: Path | None = None,
     hoisted: bool = False,
     stopped: threading.Event | None = None,
+    known: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Optimize one `model.onnx` into another; returns counts by rule and by operator. Options as for `optimize`.
+
+    known: the recipes of the source's weights (see `fusion_passes.recipes`); without, they are made of its own names.
 
     Raises CancelledError soon after another thread set `stopped`; the output is then incomplete.
     """
     model = load(source)
+    recipes.begin(model, known)
     before = Counter(node.op_type for node in model.graph)
     _go_on(stopped)
     with REWRITING:
@@ -218,6 +225,7 @@ def optimize_component(
         "rules": totals(canonical, fused, lowered),
         "counts": {op: nodes[op] for op in COUNTED if nodes[op]},
         "not_lowered": kept,
+        "weights": recipes.dump(recipes.collect(parts.values() or [model])),
         **({"not_fused": not_fused} if not_fused else {}),
         **({"few": few} if few else {}),
         **({"hoisted": {name: len(part.graph) for name, part in parts.items()}} if hoisted else {}),

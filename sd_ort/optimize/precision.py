@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from fusion_passes import recipes
 from fusion_passes.canonicalize.opset import OPSET
 from fusion_passes.rewriting import read
 from fusion_passes.shapes.types import is_statistic
@@ -161,18 +161,16 @@ def _half_tensor(name: str, value: ir.Value, half: ir.DataType) -> ir.Value:
     assert source is not None
 
     def evaluate() -> ir.Tensor:
-        return ir.Tensor(to_half(read(source), half.numpy()), dtype=half, name=name)
+        return ir.Tensor(to_half(read(source), half), dtype=half, name=name)
 
     tensor = ir.LazyTensor(evaluate, dtype=half, shape=ir.Shape(source.shape.numpy()), name=name)
-    return ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(half))
+    new = ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(half))
+    return recipes.note(new, "cast", half.name, [value])
 
 
-def to_half(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Round to `dtype`, clamping finite numbers to its finite range: a mask of -3.4e38 must not become -infinity."""
-    limit = float(ml_dtypes.finfo(dtype).max)
-    if numbers.size and (np.max(numbers) > limit or np.min(numbers) < -limit):
-        numbers = np.where(np.isfinite(numbers), np.clip(numbers, -limit, limit), numbers)
-    return np.ascontiguousarray(numbers.astype(dtype))
+def to_half(numbers: np.ndarray, half: ir.DataType) -> np.ndarray:
+    """Round to `half`, clamping finite numbers to its finite range."""
+    return np.asarray(recipes.cast(half.name, numbers), order="C")
 
 
 def _convert_attributes(node: ir.Node, half: ir.DataType) -> None:
@@ -185,7 +183,7 @@ def _convert_attributes(node: ir.Node, half: ir.DataType) -> None:
         tensor = node.attributes.get_tensor("value")
         if tensor is None or tensor.dtype == FLOAT:
             numbers = np.zeros(1, np.float32) if tensor is None else tensor.numpy()
-            node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(to_half(numbers, half.numpy()), dtype=half))
+            node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(to_half(numbers, half), dtype=half))
 
 
 def _insert_casts(graph: ir.Graph, half: ir.DataType, float32: set[ir.Node]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ def create_session(
     library: Path | None = None,
     portable: bool = False,
     profile: Path | None = None,
+    weights: Mapping[str, np.ndarray] | None = None,
 ) -> ort.InferenceSession:
     """Open `<pipeline folder>/<component>/model.onnx` on a provider.
 
@@ -58,7 +60,8 @@ def create_session(
     provider is not really used. `tuning`: let the provider search for its fastest kernels. `graph`: capture runs as
     CUDA or HIP graphs; such a session runs only through `GraphModel`. `provider_options`: more options of the
     provider, over those of the table. `library`: custom-op library to register instead of the one found; `portable`:
-    register none. `profile`: file-name prefix of ONNX Runtime's profile.
+    register none. `profile`: file-name prefix of ONNX Runtime's profile. `weights`: numbers for initializers of the
+    data file, by name, instead of those in the file; of the same shape and type.
 
     Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
     installed, not loadable or silently dropped.
@@ -73,6 +76,9 @@ def create_session(
     if graph and entry.graph is None:
         raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
     options = _session_options(provider, threads, profile)
+    if weights:
+        values = [onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for a in weights.values()]
+        options.add_external_initializers(list(weights), values)
     if not _register_ops(options, library, portable):
         _check_overloads(model_path, onnxruntime.__version__)
         if entry.device != "cpu" and not portable:
@@ -126,6 +132,19 @@ def check_opens(path: Path) -> None:
         if type(error).__name__ != "NotImplemented":
             reason = " ".join(str(error).split())[:300]
             raise InputError(f"{path.parent.name} is a graph that ONNX Runtime refuses: {reason}") from error
+
+
+@contextmanager
+def blaming(path: Path) -> Iterator[None]:
+    """While a graph is rewritten: an error whose cause is the model at `path`, since ONNX Runtime refuses it too, is an
+    InputError that says why. Others go on: they are bugs."""
+    try:
+        yield
+    except (SdOrtError, CancelledError):
+        raise
+    except Exception:
+        check_opens(path)
+        raise
 
 
 def _session_options(provider: str, threads: int | None, profile: Path | None) -> Any:

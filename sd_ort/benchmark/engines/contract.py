@@ -204,7 +204,8 @@ def component_call(engine: Engine, settings: Settings, batch: int) -> Call:
     import onnx_ir as ir
 
     from sd_ort.family import signatures
-    from sd_ort.family.inputs import component_config, pixels_a_latent, random_inputs
+    from sd_ort.family.configs import component_config
+    from sd_ort.family.inputs import pixels_a_latent, random_inputs
 
     assert settings.component is not None
     name, folder = settings.component, Path(engine.raw or engine.directory)

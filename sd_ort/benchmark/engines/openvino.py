@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sd_ort.benchmark.engines.contract import Batch, Engine, Opened, Settings, component_call
-from sd_ort.core.errors import InputError, SdOrtError, first_line
+from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.folder import MODEL
 
 PRECISIONS = {"float32": ("f32", "fp32"), "bfloat16": ("bf16", "bf16")}
@@ -35,9 +35,12 @@ def compile_model(path: Path, precision: str, threads: int | None) -> Any:
     if threads:
         options["INFERENCE_NUM_THREADS"] = str(threads)
     try:
-        return core.compile_model(core.read_model(path), "CPU", options)
+        return core.compile_model(core.read_model(path.resolve()), "CPU", options)  # it refuses weights behind a link
     except Exception as error:  # openvino's exceptions share no base class but Exception
-        raise SdOrtError(f"OpenVINO refuses {path}: {first_line(error)}") from error
+        reason = [line.strip() for line in str(error).splitlines() if line.strip()][
+            -1:
+        ]  # its own source lines are first
+        raise SdOrtError(f"OpenVINO refuses {path}: {''.join(reason)[:300]}") from error
 
 
 def open_pipeline(engine: Engine, settings: Settings) -> Opened:
