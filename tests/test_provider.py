@@ -272,5 +272,5 @@ def test_compiles_for_amd(tmp_path: Path) -> None:
     host = [*SOURCES.glob("provider/*.cc"), SOURCES / "nhwc_conv/candidates.cc"]
     host = [path for path in host if path.name not in ("device.cc", "host_ops.cc")]
     for command in ([*common, "-x", "hip", *archs, *kernels, device], [*common, "-x", "c++", *host]):
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr[:2000]
