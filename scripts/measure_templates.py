@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -43,7 +44,8 @@ def checkpoint(preset: str, seed: int, folder: Path) -> Path:
     source = PresetSource(preset, seed)
     source.write_configs(folder)
     for name in source.configs:
-        source.load(name).half().save_pretrained(folder / name)
+        model: Any = source.load(name)
+        model.half().save_pretrained(folder / name)
     return folder
 
 

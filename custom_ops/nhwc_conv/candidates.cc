@@ -1,4 +1,4 @@
-// The ways to run NhwcConv: what cuDNN proposes, its favourite first (not on AMD), and our plain kernel.
+// The ways to run NhwcConv: our plain kernel, and what cuDNN proposes, its favourite first (not on AMD).
 #include "common/tunable.h"
 #include "nhwc_conv/op.h"
 #if !defined(__HIP_PLATFORM_AMD__)
@@ -22,19 +22,28 @@ Candidate<NhwcConvParams> library_candidate(int number) {
 #endif
 
 std::vector<Candidate<NhwcConvParams>> candidates() {
-  std::vector<Candidate<NhwcConvParams>> all;
+  std::vector<Candidate<NhwcConvParams>> all;  // filled one by one: GCC 12 breaks on nested braces
+  all.push_back({"plain", [](const NhwcConvParams&) { return true; },
+                 [](const NhwcConvParams& p, void*, void* stream) { return nhwc_conv_launch(p, stream); }});
 #if !defined(__HIP_PLATFORM_AMD__)
   for (int number = 0; number < kPlans; ++number) all.push_back(library_candidate(number));
 #endif
-  all.push_back({"plain", [](const NhwcConvParams&) { return true; },
-                 [](const NhwcConvParams& p, void*, void* stream) { return nhwc_conv_launch(p, stream); }});
   return all;
+}
+
+// The library's favourite, where it takes the convolution.
+std::string default_name([[maybe_unused]] const NhwcConvParams& p) {
+#if !defined(__HIP_PLATFORM_AMD__)
+  const Candidate<NhwcConvParams> favourite = library_candidate(0);
+  if (favourite.is_supported(p)) return favourite.name;
+#endif
+  return "plain";
 }
 
 }  // namespace
 
 const GpuOp& nhwc_conv_gpu() {
-  static const TunableOp<NhwcConvParams> op("NhwcConv", candidates());
+  static const TunableOp<NhwcConvParams> op("NhwcConv", candidates(), default_name);
   return op;
 }
 

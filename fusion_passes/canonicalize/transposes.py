@@ -99,7 +99,7 @@ class UnflattenSpatial(Rule):
         if source is not None and source.op_type == "Shape":
             target = op.Shape(op.Transpose(source.inputs[0], perm=[0, 2, 3, 1]))
         else:
-            _, channels, *sides = c.ints(shape) or []
+            channels, *sides = (c.ints(shape) or [])[1:]
             channels = channels if channels > 0 else c.size(out, 1) or 1
             target = op.initializer(ir.tensor([0, *sides, channels], dtype=ir.DataType.INT64), name=unique(out, "nhwc"))
         return op.Transpose(op.Reshape(x, target), perm=[0, 3, 1, 2])

@@ -36,6 +36,7 @@ DTYPES = {
     "tensor(float16)": np.float16,
     "tensor(int64)": np.int64,
     "tensor(int32)": np.int32,
+    "tensor(uint8)": np.uint8,
     "tensor(bool)": np.bool_,
 }
 

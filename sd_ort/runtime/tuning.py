@@ -11,7 +11,6 @@ Only the file logic and the op library's C functions are here; `sd_ort.check.tun
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import hashlib
 import json
@@ -24,6 +23,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Protocol
 
+from custom_ops.libraries import GpuLibrary
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.files import mismatch, read_json, write_text
 from sd_ort.runtime.library import CUDA_LIBRARY, HIP_LIBRARY
@@ -65,16 +65,15 @@ class Source(Protocol):
 
 
 class GpuOps:
-    """The C functions of libsd_ort_cuda.so or libsd_ort_hip.so (custom_ops/gpu_library.cc)."""
+    """Tuning's part of libsd_ort_cuda.so or libsd_ort_hip.so (custom_ops/interface.h)."""
 
     def __init__(self, library: Path) -> None:
         """Raises TuningError when the library cannot be loaded."""
         try:
-            self.c = ctypes.CDLL(str(library))
-        except OSError as error:
+            self.library = GpuLibrary(library)
+        except (OSError, AttributeError) as error:
             raise TuningError(f"{library} cannot be loaded ({error}): build it again with sd-ort build-ops.") from error
-        for name in ("gpu_arch", "gpu_versions", "build_hash", "tuning_results"):
-            getattr(self.c, f"sd_ort_{name}").restype = ctypes.c_char_p
+        self.c = self.library.c
 
     def validators(self) -> dict[str, str]:
         names = {"arch": "gpu_arch", "driver": "gpu_versions", "library": "build_hash"}
@@ -82,8 +81,7 @@ class GpuOps:
 
     def results(self) -> Operators:
         operators: Operators = {}
-        for line in self.c.sd_ort_tuning_results().decode().splitlines():
-            operator, signature, candidate, own, default = line.split("\t")
+        for operator, signature, candidate, own, default in self.library.tuning_results():
             result = {"candidate": candidate, "microseconds": float(own), "default_microseconds": float(default)}
             operators.setdefault(operator, {})[signature] = result
         return operators
