@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from custom_ops import GPU_OPERATORS
-from custom_ops.op import Argument, Launch, load
+from custom_ops.op import Argument, Launch, Struct, load
 from custom_ops.recorded_launches import case_entries, record
 
 COPY = Path(__file__).resolve().parent / "kernels.json"
@@ -61,8 +61,7 @@ def write(library: Path, folder: Path, build_hash: str) -> None:
     for old in objects.glob("*.co"):
         old.unlink()
     kernels = describe(extract(library, objects))
-    types = {entry["symbol"]: [(a["name"], a["type"]) for a in entry["arguments"]] for entry in kernels}
-    calls = record(library, types)
+    calls = record(library, {entry["symbol"]: entry["arguments"] for entry in kernels})
     for entry in kernels:
         entry["operators"] = sorted({call["operator"] for call in calls if launches(call, entry["symbol"])})
     listing = {
@@ -281,8 +280,9 @@ def _entry(
         "computes": launch.computes,
         "template": values,
         "arguments": [
-            _argument(f"{path}: {name}", compiled, argument)
-            for compiled, argument in zip(metadata["args"], launch.arguments, strict=True)
+            field
+            for place, (compiled, argument) in enumerate(zip(metadata["args"], launch.arguments, strict=True))
+            for field in _fields(f"{path}: {name}", place, compiled, argument)
         ],
         "kernarg_bytes": int(metadata["kernarg_segment_size"]),
         "sizes": dict(launch.sizes),
@@ -308,25 +308,48 @@ def _template_value(text: str) -> str | int | bool:
     return int(text) if text.isdigit() else text
 
 
-def _argument(where: str, compiled: dict, argument: Argument) -> dict[str, object]:
-    """What the compiler (name: value) and the Launch know of an argument. Raises ValueError when they disagree."""
-    pointer = argument.type.endswith("*")
-    entry = {"name": argument.name, "type": argument.type}
-    place = {"offset": int(compiled["offset"]), "size": int(compiled["size"])}
-    if place["size"] != (8 if pointer else _SIZES[argument.type]) or pointer != (
-        compiled["value_kind"] == "global_buffer"
-    ):
-        raise ValueError(f"{where}: argument {argument.name} is no {argument.type}")
-    if not pointer:
-        return {**entry, **place, "meaning": argument.meaning}
-    return {
-        **entry,
-        **place,
+def _fields(where: str, place: int, compiled: dict, argument: Argument | Struct) -> Iterator[dict[str, object]]:
+    """The entries of the kernel's argument number `place`: one, or a struct's fields.
+
+    `compiled` is what the compiler knows of it. Raises ValueError when it and the Launch disagree.
+    """
+    offset, size = int(compiled["offset"]), int(compiled["size"])
+    if isinstance(argument, Argument):
+        pointer = argument.type.endswith("*")
+        if size != _size(argument) or pointer != (compiled["value_kind"] == "global_buffer"):
+            raise ValueError(f"{where}: argument {argument.name} is no {argument.type}")
+        yield _entry_of(argument, place, offset)
+        return
+    end, largest = offset, 1
+    for field in argument.fields:
+        largest = max(largest, _size(field))
+        end += -end % _size(field)
+        yield _entry_of(field, place, end)
+        end += _size(field)
+    if size != end - offset + -end % largest:
+        raise ValueError(f"{where}: {argument.name} has {size} bytes, its fields {end - offset}")
+
+
+def _size(argument: Argument) -> int:
+    return 8 if argument.type.endswith("*") else _SIZES[argument.type]
+
+
+def _entry_of(argument: Argument, place: int, offset: int) -> dict[str, object]:
+    entry = {
+        "name": argument.name,
+        "type": argument.type,
+        "parameter": place,
+        "offset": offset,
+        "size": _size(argument),
+        "meaning": argument.meaning,
+    }
+    if not argument.type.endswith("*"):
+        return entry
+    return entry | {
         "access": "read" if argument.type.startswith("const") else "write",
         "elements": argument.elements,
         "alignment": argument.alignment,
         "optional": argument.optional,
-        "meaning": argument.meaning,
     }
 
 

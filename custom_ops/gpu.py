@@ -1,4 +1,4 @@
-"""Calls the GPU library's candidates directly, through its C interface, and checks them against NumPy.
+"""Checks the GPU library's candidates against NumPy: every one on every case, between guard bytes.
 
 The library is libsd_ort_cuda.so or libsd_ort_hip.so, or in tests an emulation of it on the host. No ONNX Runtime.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from custom_ops.libraries import GpuLibrary
 from custom_ops.op import DTYPES, Array, Case, Operator, draw, nmse, nmse_limit
 
 # Bytes before and after every buffer; a write there is out of bounds. 0 leaves that to a memory checker, which sees
@@ -116,68 +116,6 @@ class _DeviceBuffer:
         data = np.empty(self._size, np.uint8)
         self._copy(ctypes.c_void_p(data.ctypes.data), self._pointer, 2)
         return data
-
-
-class GpuLibrary:
-    """The C interface of custom_ops/gpu_library.cc."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.c = c = ctypes.CDLL(str(path))
-        for name in (
-            "op_name",
-            "candidate_name",
-            "run",
-            "signature",
-            "tune",
-            "tuning_results",
-            "gpu_arch",
-            "build_hash",
-        ):
-            getattr(c, f"sd_ort_{name}").restype = ctypes.c_char_p
-        c.sd_ort_workspace_bytes.restype = ctypes.c_size_t
-        c.sd_ort_find_op.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
-        c.sd_ort_workspace_bytes.argtypes = c.sd_ort_is_supported.argtypes = [
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_void_p,
-        ]
-        c.sd_ort_run.argtypes = [ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 3]
-        c.sd_ort_choose.argtypes = c.sd_ort_tune.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
-        c.sd_ort_signature.argtypes = [ctypes.c_int, ctypes.c_void_p]
-
-    def operator(self, name: str, params: ctypes.Structure) -> int:
-        """The operator's number. Raises LookupError when its name or the size of its Params is unknown."""
-        number = int(self.c.sd_ort_find_op(name.encode(), ctypes.sizeof(params)))
-        if number < 0:
-            raise LookupError(f"{self.path} has no {name} with {ctypes.sizeof(params)} bytes of parameters")
-        return number
-
-    def candidates(self, operator: int) -> list[str]:
-        count = self.c.sd_ort_candidate_count(operator)
-        return [self.c.sd_ort_candidate_name(operator, i).decode() for i in range(count)]
-
-    def is_supported(self, operator: int, candidate: int, params: ctypes.Structure) -> bool:
-        return bool(self.c.sd_ort_is_supported(operator, candidate, ctypes.addressof(params)))
-
-    def workspace_bytes(self, operator: int, candidate: int, params: ctypes.Structure) -> int:
-        return int(self.c.sd_ort_workspace_bytes(operator, candidate, ctypes.addressof(params)))
-
-    def run(self, operator: int, candidate: int, params: ctypes.Structure, workspace: int, stream: int = 0) -> None:
-        """Launches. Raises RuntimeError with the library's message."""
-        error = self.c.sd_ort_run(operator, candidate, ctypes.addressof(params), workspace, stream)
-        if error is not None:
-            raise RuntimeError(error.decode())
-
-    def tune(self, operator: int, params: ctypes.Structure, stream: int = 0) -> None:
-        """Measures the candidates of a call. Raises RuntimeError when the default fails."""
-        error = self.c.sd_ort_tune(operator, ctypes.addressof(params), stream)
-        if error is not None:
-            raise RuntimeError(error.decode())
-
-    def tuning_results(self) -> list[list[str]]:
-        """Operator, signature, candidate, microseconds, the default's microseconds; of what was measured so far."""
-        return [line.split("\t") for line in self.c.sd_ort_tuning_results().decode().splitlines()]
 
 
 class Guarded:

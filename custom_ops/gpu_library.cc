@@ -67,6 +67,7 @@ SD_ORT_EXPORT const char* sd_ort_run(int op, int candidate, const void* params, 
   return at(op).run(candidate, params, workspace, stream);
 }
 
+SD_ORT_EXPORT int sd_ort_default_candidate(int op, const void* params) { return at(op).default_candidate(params); }
 SD_ORT_EXPORT int sd_ort_choose(int op, const void* params, void* stream) {
   return Tuner::instance().choose(at(op), params, stream);
 }

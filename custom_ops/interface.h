@@ -33,6 +33,7 @@ const char* sd_ort_op_name(int op);
 /* The operator's number, or -1 when the library has none of this name with Params of this size. */
 int sd_ort_find_op(const char* name, size_t params_size);
 
+/* Candidate 0 is the plainest kernel: it takes every call, and the others are held to its results. */
 int sd_ort_candidate_count(int op);
 const char* sd_ort_candidate_name(int op, int candidate);
 int sd_ort_is_supported(int op, int candidate, const void* params);
@@ -40,6 +41,9 @@ int sd_ort_is_supported(int op, int candidate, const void* params);
 size_t sd_ort_workspace_bytes(int op, int candidate, const void* params);
 /* Launches on the stream; allocates nothing and waits for nothing. */
 const char* sd_ort_run(int op, int candidate, const void* params, void* workspace, void* stream);
+
+/* The candidate that runs a call which was never measured; it supports the call. */
+int sd_ort_default_candidate(int op, const void* params);
 
 /* The candidate to run: the tuned one, or the default. With tuning on, an unknown signature is tuned here, on this
  * call's own buffers (its outputs are overwritten). -1 when no candidate supports the call. */

@@ -1,8 +1,8 @@
 """What the Python side of an operator looks like: its cases, its Params as the C code lays them out, its kernels.
 
-An operator's `cases` module defines NAME, INPUTS, OUTPUTS, PARAMETERS, params(), output_shapes() and CASES (without
-params() when it has no GPU kernel), its `reference` module defines reference(), and its `launches` module LAUNCHES
-(only where the folder has kernels); `load` gives all as one `Operator`. Imports only NumPy.
+An operator's `cases` module defines NAME, INPUTS, OUTPUTS, PARAMETERS, params(), output_shapes() and CASES, its
+`reference` module reference(), and its `launches` module LAUNCHES (only where the folder has kernels); `load` gives all
+as one `Operator`. Imports only NumPy.
 """
 
 from __future__ import annotations
@@ -65,17 +65,25 @@ class Argument:
 
 
 @dataclass(frozen=True)
+class Struct:
+    """One argument of a kernel that is a plain C struct, given field by field: numbers, at their natural alignment."""
+
+    name: str
+    fields: tuple[Argument, ...]
+
+
+@dataclass(frozen=True)
 class Launch:
     """How to run one kernel of a code object by hand: everything but the addresses.
 
     `block`, `grid`, `lds_bytes` (of dynamic LDS) and what `requires` lists are Python expressions over the template
-    parameters (`template` names them in order), the arguments (a pointer as None or not), `sizes` (those that are no
-    argument, each with its meaning), `itemsize` (bytes of T) and ceil().
+    parameters (`template` names them in order), the arguments (a pointer as None or not, a struct's fields by their own
+    names), `sizes` (those that are no argument, each with its meaning), `itemsize` (bytes of T) and ceil().
     """
 
     computes: str
     template: tuple[str, ...]
-    arguments: tuple[Argument, ...]
+    arguments: tuple[Argument | Struct, ...]
     block: str
     grid: tuple[str, str, str]
     lds_bytes: str = "0"
@@ -118,7 +126,7 @@ def load(folder: str) -> Operator:
         parameters=frozenset(cases.PARAMETERS),
         cases=tuple(cases.CASES),
         launches=_launches(folder),
-        params=getattr(cases, "params", _no_params),
+        params=cases.params,
         output_shapes=cases.output_shapes,
         reference=reference.reference,
         integers=getattr(cases, "INTEGERS", {}),
@@ -131,10 +139,6 @@ def _launches(folder: str) -> Mapping[str, Launch]:
         return {}  # no kernel of its own
     launches: Mapping[str, Launch] = importlib.import_module(f"custom_ops.{folder}.launches").LAUNCHES
     return launches
-
-
-def _no_params(case: Case, dtype: str, address: Mapping[str, int]) -> ctypes.Structure:
-    raise NotImplementedError("an operator for CPUs alone is called through ONNX Runtime")
 
 
 def draw(operator: Operator, case: Case, dtype: str, seed: int = 0) -> dict[str, Array]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from custom_ops import GPU_OPERATORS
-from custom_ops.gpu import GpuLibrary
+from custom_ops.libraries import GpuLibrary
 from custom_ops.op import Case, Operator, load
 
 RECORDER = Path(__file__).resolve().parent / "launch_recorder.cc"
@@ -57,8 +57,8 @@ def _case_entry(operator: Operator, case: Case) -> dict:
     }
 
 
-def record(library: Path, types: Mapping[str, list[tuple[str, str]]]) -> list[dict]:
-    """The entries `calls` of kernels.json. `types` gives the names and C types of each symbol's arguments.
+def record(library: Path, arguments_of: Mapping[str, list[dict]]) -> list[dict]:
+    """The entries `calls` of kernels.json. `arguments_of` gives each symbol's entries `arguments` there.
 
     Loads the recorder for good: launches of this process go nowhere afterwards. Raises FileNotFoundError without a C++
     compiler, RuntimeError when the library refuses a call that it says it supports.
@@ -68,7 +68,7 @@ def record(library: Path, types: Mapping[str, list[tuple[str, str]]]) -> list[di
 
     def report(symbol: bytes, sizes: Sequence[int], lds_bytes: int, arguments: Sequence[int]) -> None:
         launch = {"symbol": symbol.decode(), "grid": sizes[:3], "block": sizes[3:6], "dynamic_lds_bytes": lds_bytes}
-        launches.append(launch | {"arguments": _arguments(types[symbol.decode()], names, arguments)})
+        launches.append(launch | {"arguments": _arguments(arguments_of[symbol.decode()], names, arguments)})
 
     callback = _Report(report)
     _load_recorder().report_launches_to(callback)
@@ -105,15 +105,21 @@ def _candidates(
     yield from made
 
 
-def _arguments(types: list[tuple[str, str]], names: list[str], arguments: Sequence[int]) -> dict[str, object]:
-    """The values behind a launch's addresses; a pointer as [tensor, offset in bytes], or None."""
+def _arguments(entries: list[dict], names: list[str], addresses: Sequence[int]) -> dict[str, object]:
+    """The values of a launch's arguments, each kernel parameter at its address; a pointer as [tensor, offset] or None.
+
+    A struct's fields lie behind its first one, as far as their offsets say.
+    """
     values: dict[str, object] = {}
-    for place, (name, kind) in enumerate(types):
-        value = _C_TYPES.get(kind, ctypes.c_uint64).from_address(arguments[place]).value
-        if kind.endswith("*"):
+    begins: dict[int, int] = {}
+    for entry in entries:
+        begin = begins.setdefault(entry["parameter"], entry["offset"])
+        address = addresses[entry["parameter"]] + entry["offset"] - begin
+        value = _C_TYPES.get(entry["type"], ctypes.c_uint64).from_address(address).value
+        if entry["type"].endswith("*"):
             tensor, offset = value >> _SHIFT, value & ((1 << _SHIFT) - 1)
             value = [names[tensor - 1], offset] if tensor else None
-        values[name] = value
+        values[entry["name"]] = value
     return values
 
 

@@ -5,10 +5,13 @@ Those come one at a time, so that no more than one is ever in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+
+from fusion_passes.recipes import OPERATIONS, note
 
 
 def read(tensor: ir.TensorProtocol) -> np.ndarray:
@@ -34,21 +37,26 @@ def constant(graph: ir.Graph, name: str, numbers: np.ndarray | Sequence[int]) ->
 
 
 def derived(
-    graph: ir.Graph, name: str, sources: Sequence[ir.Value], shape: Sequence[int], make: Callable[..., np.ndarray]
+    graph: ir.Graph, name: str, sources: Sequence[ir.Value], shape: Sequence[int], operation: str, argument: Any = None
 ) -> ir.Value:
-    """A new initializer `name` of `shape` and the sources' dtype: make(*arrays of the sources), evaluated on saving."""
+    """A new initializer `name` of `shape` and the sources' dtype, made from them on saving; its recipe is kept.
+
+    operation, argument: one of `recipes.OPERATIONS`.
+    """
     tensors = [ir.convenience.get_const_tensor(source) for source in sources]
     kept = [tensor for tensor in tensors if tensor is not None]
     assert len(kept) == len(tensors), "derived() needs constants"
     dtype = kept[0].dtype
 
     def evaluate() -> ir.Tensor:
-        return ir.Tensor(np.ascontiguousarray(make(*(read(t) for t in kept))), dtype=dtype, name=name)
+        return ir.Tensor(
+            np.ascontiguousarray(OPERATIONS[operation](argument, *(read(t) for t in kept))), dtype=dtype, name=name
+        )
 
     tensor = ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape), name=name)
     value = ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(dtype))
     graph.register_initializer(value)
-    return value
+    return note(value, operation, argument, sources)
 
 
 def unique(value: ir.Value | None, suffix: str) -> str:

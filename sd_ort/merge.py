@@ -22,9 +22,9 @@ import onnx_ir as ir
 from fusion_passes.rewriting import constant
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
-from sd_ort.core.files import read_json
 from sd_ort.core.paths import output_path
 from sd_ort.family.conditioning import latent_scale, text_encoders
+from sd_ort.family.configs import component_config
 from sd_ort.family.schedule import LinearSchedule, linear_schedule
 from sd_ort.family.schedulers import make_scheduler, set_timesteps
 from sd_ort.graphs import hoist, sampling_step
@@ -54,7 +54,7 @@ def merge(
     index = folder.read_index(source)
     there = folder.components(source)
     names = [*text_encoders(index), "unet", "vae_decoder"]
-    if "controlnet" in there or read_json(source / "unet" / "config.json").get("in_channels", 4) != 4:
+    if "controlnet" in there or component_config(source, "unet", required=True).get("in_channels", 4) != 4:
         raise InputError(f"{source} draws from pictures: only a text-to-image pipeline can be merged.")
     names += [hoist.PARTS["prompt"], hoist.PARTS["time"]] if hoist.is_hoisted(source) else []
     parts = {name: load(folder.check_component(source, name)) for name in names}
@@ -66,7 +66,7 @@ def merge(
     chosen = make_scheduler(source, scheduler)
     set_timesteps(chosen, steps)
     schedule = linear_schedule(chosen, chosen.timesteps, float(chosen.init_noise_sigma))
-    model = _Merger(parts, read_json(source / "vae_decoder" / "config.json"), schedule, guidance).model
+    model = _Merger(parts, component_config(source, "vae_decoder", required=True), schedule, guidance).model
     before = folder.read_manifest(source)
     manifest = {
         "stage": "merge",

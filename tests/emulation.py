@@ -1,13 +1,17 @@
-"""GPU kernels compiled for the host against tests/gpu_emulator; an object serves all tests and workers of a run."""
+"""GPU kernels compiled for the host against tests/gpu_emulator; an object serves all tests and runs."""
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
+import hashlib
+import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 from custom_ops import GPU_OPERATORS
+from sd_ort.runtime import library
 
 ROOT = Path(__file__).parent.parent
 # What the emulator stands in for: waves of 64 lanes (CDNA), and of 32 with different matrix instructions.
@@ -17,9 +21,11 @@ DEVICES = {
     "rdna4": ["-D__HIP_PLATFORM_AMD__", "-D__GFX12__"],
     "nvidia": [],
 }
+COMPILER = "clang++-19"
+FOLDERS = (ROOT / "tests/gpu_emulator", ROOT / "custom_ops")
 FLAGS = [
     *("-x", "c++", "-std=c++17", "-O1", "-fPIC", "-DSD_ORT_EMULATED", '-DSD_ORT_BUILD_HASH="emulated"'),
-    *(f"-I{ROOT / 'tests/gpu_emulator'}", f"-I{ROOT / 'custom_ops'}"),
+    *(f"-I{folder}" for folder in FOLDERS),
 ]
 
 
@@ -31,24 +37,53 @@ def gpu_sources() -> list[Path]:
     return [path for path in sorted(own) if path.name != "cpu.cc"] + shared
 
 
+@cache
+def included(source: Path) -> frozenset[Path]:
+    """The source, and every file of ours that it includes, directly or not."""
+    found = {source}
+    for name in re.findall(r'^#include "(.+)"$', source.read_text(), re.MULTILINE):
+        for path in (source.parent / name, *(folder / name for folder in FOLDERS)):
+            if path.is_file() and path != source:
+                found |= included(path.resolve())
+                break
+    return frozenset(found)
+
+
 def compile_object(source: Path, device: str, folder: Path) -> Path:
-    """The object file of a C++ or HIP source in `folder`, compiled by the first who asks for it."""
-    to = folder / f"{device}_{source.parent.parent.name}_{source.parent.name}_{source.name}.o"
-    return build_once(to, [*FLAGS, *DEVICES[device], "-c", str(source)])
+    """The object file of a C++ or HIP source, compiled by the first who asks for it; kept in ~/.cache/sd-ort.
+
+    A source in `folder`, which a test brings along, is compiled there.
+    """
+    options = [*FLAGS, *DEVICES[device], "-c", str(source)]
+    if source.is_relative_to(folder):
+        return build_once(folder / f"{device}_{source.name}.o", options)
+    digest = hashlib.sha256(repr((compiler_version(), FLAGS[:-2], DEVICES[device])).encode())
+    for path in sorted(included(source)):
+        digest.update(path.read_bytes())
+    kept = library.cache_folder() / "emulated"
+    kept.mkdir(parents=True, exist_ok=True)
+    return build_once(kept / f"{digest.hexdigest()[:32]}.o", options)
+
+
+@cache
+def compiler_version() -> str:
+    return subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout
 
 
 def build_once(to: Path, options: list[str]) -> Path:
-    """`to`, made by clang with these options by the first who asks for it."""
+    """`to`, made by clang with these options by the first who asks for it; whole or not at all."""
     with to.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not to.is_file():
-            subprocess.run(["clang++-19", *options, "-o", str(to)], check=True)
+            unfinished = to.with_suffix(".unfinished")
+            subprocess.run([COMPILER, *options, "-o", str(unfinished)], check=True)
+            unfinished.replace(to)
     return to
 
 
 def link(objects: list[Path], library: Path) -> Path:
     """A shared library of objects."""
-    subprocess.run(["clang++-19", "-shared", *map(str, objects), "-o", str(library)], check=True)
+    subprocess.run([COMPILER, "-shared", *map(str, objects), "-o", str(library)], check=True)
     return library
 
 

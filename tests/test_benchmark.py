@@ -126,6 +126,7 @@ def test_named_engines(tmp_path: Path) -> None:
         "onnxscript",
         "torch-compile",
         "tensorrt",
+        "openvino-bf16",
     ]
     engines, _ = contenders.find_engines([folder], None, names, "cuda")
     assert [(e.label, e.engine, e.make, e.graph, e.variant) for e in engines] == [
@@ -139,6 +140,7 @@ def test_named_engines(tmp_path: Path) -> None:
         ("onnxscript fp16", "onnxruntime", ("onnxscript", "float16"), False, ""),
         ("torch.compile", "torch", (), False, "compile"),
         ("TensorRT fp16", "tensorrt", (), False, ""),
+        ("OpenVINO bf16", "openvino", (), False, "bfloat16"),
     ]
     with pytest.raises(InputError, match="unknown engine 'tpu': choose from raw, "):
         contenders.find_engines([folder], None, ["tpu"])

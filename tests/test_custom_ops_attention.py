@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from emulation import DEVICES, ROOT, compile_object, link
 
 from custom_ops.gpu import Guarded, HostMemory
 from custom_ops.multi_head_attention.reference import reference
-from custom_ops.op import DTYPES, Case, draw, load, nmse, nmse_limit
+from custom_ops.op import DTYPES, Array, Case, draw, load, nmse, nmse_limit
 
 OPERATOR = load("multi_head_attention")
 CASES = [case for case in OPERATOR.cases if not case.benchmark]
@@ -45,8 +46,9 @@ def compile_text(folder: Path, text: str, device: str) -> Path:
 @pytest.fixture(scope="module", params=DEVICES)
 def library(request: pytest.FixtureRequest, run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     own = tmp_path_factory.mktemp(request.param)
-    kernels = (ROOT / "custom_ops/multi_head_attention/kernels").glob("*.hip")
-    objects = [compile_object(kernel, request.param, run_folder) for kernel in kernels]
+    folder = ROOT / "custom_ops/multi_head_attention"
+    sources = [*folder.glob("kernels/*.hip"), folder / "plan.cc"]
+    objects = [compile_object(source, request.param, run_folder) for source in sources]
     loaded = ctypes.CDLL(str(link([*objects, compile_text(own, SOURCE, request.param)], own / "attention.so")))
     loaded.run.restype = ctypes.c_char_p
     return loaded
@@ -55,6 +57,14 @@ def library(request: pytest.FixtureRequest, run_folder: Path, tmp_path_factory: 
 def emulate(library: ctypes.CDLL, case: Case, dtype: str, kernel: str, shift: int = 0) -> float | None:
     """NMSE against NumPy, None when the kernel refuses the call; `shift` elements off alignment."""
     arrays = draw(OPERATOR, case, dtype)
+    result = attend(library, case, dtype, kernel, arrays, shift)
+    return None if result is None else nmse(result, reference(arrays, case.attributes)["output"])
+
+
+def attend(
+    library: ctypes.CDLL, case: Case, dtype: str, kernel: str, arrays: dict[str, Array], shift: int = 0
+) -> Array | None:
+    """The output for inputs `arrays`, None when the kernel refuses the call."""
     memory, itemsize = HostMemory(), DTYPES[dtype][1].itemsize
     inputs = {name: Guarded(memory, array, shift * itemsize) for name, array in arrays.items()}
     shape = OPERATOR.output_shapes(case)["output"]
@@ -67,7 +77,7 @@ def emulate(library: ctypes.CDLL, case: Case, dtype: str, kernel: str, shift: in
     assert error is None, error
     result, whole = output.read()
     assert whole, "wrote out of bounds"
-    return nmse(result, reference(arrays, case.attributes)["output"])
+    return result
 
 
 def check(library: ctypes.CDLL, kernel: str, dtype: str) -> int:
@@ -122,6 +132,30 @@ def test_hidden_rows_are_zero(library: ctypes.CDLL, kernel: str) -> None:
     error = emulate(library, case, "float16", kernel)
     assert error is not None
     assert error < nmse_limit(case, "float16")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("place", ["query", "key", "value", "attention_bias", "scale"])
+def test_nan_stays_nan(library: ctypes.CDLL, kernel: str, place: str) -> None:
+    """Where arithmetic makes NaN of one, there and nowhere else; rows with a mask and without, a negative scale."""
+    name = "2x2x33x70x40-bias21" if place == "attention_bias" else "2x2x64x77x40-kv" if place == "value" else ""
+    case = next(case for case in CASES if case.name.startswith(name or "2x2x33x70x40-bias21"))
+    dtype = "float32" if kernel == "plain" else "bfloat16"
+    arrays = draw(OPERATOR, case, dtype)
+    if place == "value":
+        arrays["key"][0, 5, 1, 1, 7] = np.nan  # packed: the values' part
+    elif place == "scale":
+        case = replace(case, attributes=case.attributes | {"scale": float("nan")})
+    else:
+        arrays[place].reshape(-1)[arrays[place].size // 3] = np.nan
+    result = attend(library, case, dtype, kernel, arrays)
+    if result is None:
+        assert (kernel == "short_keys" and "x70" not in case.name) or "warpgroup" in kernel
+        return
+    wanted = np.isnan(reference(arrays, case.attributes)["output"])
+    assert wanted.any()
+    assert place == "scale" or not wanted.all()
+    assert (np.isnan(result) == wanted).all()
 
 
 LAYOUTS = """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import graph_fixtures
@@ -12,7 +14,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from custom_ops import CPU_OPERATORS
-from custom_ops.op import DTYPES, Case, Operator, draw, load, nmse, nmse_limit
+from custom_ops.libraries import CpuLibrary, ParallelFor
+from custom_ops.op import DTYPES, Array, Case, Operator, draw, load, nmse, nmse_limit
 from sd_ort.core.folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
@@ -182,6 +185,96 @@ def test_bad_values_stay_visible(library: Path) -> None:
         y = session(one_node_model(operator, case, inputs, "float32"), library).run(None, inputs)[0]
         assert np.isnan(y[..., :8]).all()
         assert np.isfinite(y[..., 8:]).all()
+
+
+def run_directly(
+    library: Path, operator: Operator, case: Case, dtype: str, inputs: dict[str, Array]
+) -> dict[str, Array]:
+    """The outputs of a call through the C interface; outputs hold a pattern before."""
+    outputs = {name: np.full(shape, 77, DTYPES[dtype][1]) for name, shape in operator.output_shapes(case).items()}
+    address = {name: array.ctypes.data for name, array in (inputs | outputs).items()}
+    CpuLibrary(library).run(operator.name, operator.params(case, dtype, address))
+    return outputs
+
+
+# NaN by its bits: as arithmetic makes it, and with all bits set, whose low ones could be taken for an exponent's.
+NANS = {"float32": (0x7FC00000, 0xFFFFFFFF), "float16": (0x7E00, 0xFFFF)}
+
+
+@pytest.mark.parametrize("dtype", NANS)
+@pytest.mark.parametrize("place", ["query", "key", "value", "attention_bias", "scale"])
+@pytest.mark.parametrize("name", ["2x2x33x70x40-bias21", "1x2x40x90x64-hidden_rows-bias11"])
+def test_nan_stays_nan_in_attention(name: str, place: str, dtype: str, library: Path) -> None:
+    """Where arithmetic makes NaN of one, there and nowhere else; other rows with all keys hidden stay zero."""
+    operator = load("multi_head_attention")
+    case = next(case for case in operator.cases if case.name == name)
+    for bits in NANS[dtype]:
+        inputs = draw(operator, case, dtype)
+        if place == "scale":
+            case = replace(case, attributes=case.attributes | {"scale": float("nan")})
+        else:
+            unsigned = inputs[place].reshape(-1).view(f"u{inputs[place].itemsize}")
+            unsigned[unsigned.size // 3] = bits
+        wanted = operator.reference(inputs, case.attributes)["output"]
+        got = run_directly(library, operator, case, dtype, inputs)["output"]
+        assert np.isnan(wanted).any()
+        assert (np.isnan(got) == np.isnan(wanted)).all()
+        finite = ~np.isnan(wanted)
+        assert nmse(got[finite], wanted[finite]) < nmse_limit(case, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"X": (1, 2, 4, 0), "W": (3, 2, 3, 3), "B": (3,)},
+        {"X": (1, 2, 0, 4), "W": (3, 2, 3, 3), "B": (3,)},
+        {"X": (0, 2, 4, 4), "W": (3, 2, 3, 3), "B": (3,)},
+        {"X": (1, 2, 4, 4), "W": (0, 2, 3, 3), "B": (0,)},
+        {"X": (1, 0, 5, 4), "W": (3, 0, 3, 3), "B": (3,)},  # no channels: Y is the bias
+    ],
+)
+def test_empty_convolutions(inputs: dict[str, tuple[int, ...]], dtype: str, library: Path) -> None:
+    operator = load("winograd_conv")
+    case = Case("", inputs)
+    arrays = draw(operator, case, dtype)
+    y = session(one_node_model(operator, case, arrays, dtype), library).run(None, arrays)[0]
+    n, _, h, w = inputs["X"]
+    assert (y == np.broadcast_to(arrays["B"].reshape(1, -1, 1, 1), (n, inputs["B"][0], h, w))).all()
+
+
+HUGE = 2**62
+EMPTY = [
+    ("LinearAdd", "linear_add", {"rows": HUGE, "inner": 4}),
+    ("BiasAdd", "bias_add", {"channels": HUGE}),
+    ("BiasSplitGelu", "bias_split_gelu", {"half": HUGE}),
+    ("UpsampleNearest", "upsample_nearest", {"rows": HUGE, "width": HUGE, "scale_height": 1, "scale_width": 1}),
+    ("WinogradConv", "winograd_conv", {"batch": HUGE, "height": HUGE, "channels": HUGE, "filter_count": 3}),
+    ("GroupNorm", "group_norm", {"batch": HUGE, "channels": 8, "groups": 8, "channels_last": 1}),
+    ("GroupNorm", "group_norm", {"batch": HUGE, "channels": 8, "groups": 8}),
+    ("MultiHeadAttention", "multi_head_attention", {"batch": HUGE, "heads": 8, "kv_sequence": HUGE, "head_size": 8}),
+]
+
+
+@pytest.mark.parametrize(("name", "folder", "sizes"), EMPTY)
+def test_no_work_for_nothing(name: str, folder: str, sizes: dict[str, int], library: Path) -> None:
+    """An empty tensor may have an axis of 2^62: no loop over it, and no product of such."""
+    params = importlib.import_module(f"custom_ops.{folder}.cases").Params(**sizes)
+    started: list[int] = []
+
+    def parallel_for(pool: object, body: object, count: int, context: object) -> None:
+        started.append(count)
+
+    CpuLibrary(library).run(name, params, ParallelFor(parallel_for))
+    assert sum(started) == 0
+
+
+def test_c_interface_refuses_what_it_does_not_know(library: Path) -> None:
+    params = load("bias_add").params(load("bias_add").cases[0], "float32", dict.fromkeys(("X", "bias", "skip", "Y"), 0))
+    with pytest.raises(LookupError, match="has no BiasSub with 56 bytes"):
+        CpuLibrary(library).run("BiasSub", params)
+    with pytest.raises(LookupError, match="has no GroupNorm with 56 bytes"):
+        CpuLibrary(library).run("GroupNorm", params)
 
 
 @pytest.mark.parametrize("empty", [(0, 4, 4, 16), (2, 0, 4, 16)])

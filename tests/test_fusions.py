@@ -77,14 +77,12 @@ def run_pass(each: Pass, model: ir.Model) -> tuple[Outcome, str, str]:
         return done, before, graph_of(model)
     fusion_passes.canonicalize(model)
     if each in fusion_passes.FUSIONS:
-        done = {}
-        for fusion in fusion_passes.FUSIONS:
-            if fusion == each:
-                before = graph_of(model)
-            done |= run_all(model, [fusion])
-            if fusion == each:
-                after = graph_of(model)
-        return done[each.name], before, after
+        place = fusion_passes.FUSIONS.index(each)
+        run_all(model, fusion_passes.FUSIONS[:place])
+        before = graph_of(model)
+        outcome, after = each.run(model), graph_of(model)
+        run_all(model, fusion_passes.FUSIONS[place + 1 :])
+        return outcome, before, after
     fusion_passes.fuse(model)
     run_all(model, each.after)
     before = graph_of(model)

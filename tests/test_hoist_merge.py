@@ -74,7 +74,9 @@ def hoisted(tiny_export: Path, work: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def half(tiny_export: Path, work: Path) -> Path:
-    optimize(tiny_export, work / "half", components=PARTS, dtype="float16", hoisted=True, calibrate=False)
+    optimize(
+        tiny_export, work / "half", target="portable", components=PARTS, dtype="float16", hoisted=True, calibrate=False
+    )
     return work / "half"
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,16 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
+from custom_ops import CPU_OPERATORS
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.runtime import build
-from sd_ort.runtime.library import PROVIDER_LIBRARIES
-from sd_ort.runtime.providers import plugin_devices
+from sd_ort.runtime.captured import GraphModel
+from sd_ort.runtime.headers import find_headers
+from sd_ort.runtime.library import PROVIDER_LIBRARIES, SOURCES
+from sd_ort.runtime.providers import plugin_devices, provider_named
 from sd_ort.runtime.session import Model, create_session
 
 VENDOR = 0x1D05  # of the host vendor's memory
@@ -100,7 +104,7 @@ def lowered(folder: Path, name: str, dtype: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("provider")
 
 
@@ -240,3 +244,33 @@ def test_session_of_the_package(provider: str, folder: Path) -> None:
     assert session.get_providers()[0] == "SdOrtHost"
     with pytest.raises(InputError, match="there is no option 'speed'"):
         create_session(model, provider, provider_options={"speed": "1"})
+
+
+def test_captured_by_the_package(provider: str, folder: Path) -> None:
+    """`GraphModel` on our provider's memory: tuned, two shapes, the same numbers as uncaptured."""
+    model = lowered(folder, COMPONENTS[0], "float16")
+    (model.parent.parent / "model_index.json").write_text("{}")
+    plain = Model(create_session(model, provider, portable=True))
+    session = create_session(model, provider, portable=True, graph=True, tuning=True)
+    graph = GraphModel(session, provider_named(provider).device)
+    for size in (16, 8, 16):
+        arrays = made_up(plain.session, {**SIZES, "height": size, "width": size})
+        for name, array in graph(**arrays).items():
+            np.testing.assert_array_equal(array, plain(**arrays)[name])
+
+
+def test_compiles_for_amd(tmp_path: Path) -> None:
+    """Kernels for five architectures, and the host code, as a build for AMD compiles them; no code is made of them."""
+    compiler = build.find_hip_compiler()
+    (tmp_path / "bindings.h").write_text("".join(f'#include "{op}/binding.h"\n' for op in CPU_OPERATORS))
+    headers = find_headers(api=build.PROVIDER_API)
+    common = [compiler.path, *compiler.flags, "-fsyntax-only", "-std=c++17", "-D__HIP_PLATFORM_AMD__", "-Werror=all"]
+    common += ['-DSD_ORT_BUILD_HASH=""', f"-I{SOURCES}", f"-I{headers}", f"-I{tmp_path}"]
+    kernels = [*SOURCES.glob("provider/kernels/*.hip"), *SOURCES.glob("nhwc_conv/kernels/*.hip")]
+    archs = [f"--offload-arch={arch}" for arch in ("gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")]
+    device = SOURCES / "provider/device.cc"
+    host = [*SOURCES.glob("provider/*.cc"), SOURCES / "nhwc_conv/candidates.cc"]
+    host = [path for path in host if path.name not in ("device.cc", "host_ops.cc")]
+    for command in ([*common, "-x", "hip", *archs, *kernels, device], [*common, "-x", "c++", *host]):
+        result = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr[:2000]

@@ -160,7 +160,7 @@ def drop_operators(record: dict[str, Any]) -> str:
     [
         (lambda record: "{", "cannot be read"),
         (lambda record: json.dumps({**record, "format": 0}), "has format 0, this version reads 1"),
-        (lambda record: "[]", "has format list"),
+        (lambda record: "[]", "cannot be read"),
         (drop_operators, "is no tuning file"),
         (lambda record: json.dumps({**record, "operators": {"GroupNorm": {"a": 1}}}), "is no tuning file"),
     ],

@@ -19,7 +19,7 @@ from sd_ort.core import folder
 from sd_ort.core.errors import InputError, VerificationError
 from sd_ort.family import inputs
 from sd_ort.graphs import cpu_emulation
-from sd_ort.optimize import calibration
+from sd_ort.optimize import calibration, precision
 from sd_ort.optimize.optimizer import optimize, optimize_component
 from sd_ort.optimize.targets import TARGETS
 
@@ -133,13 +133,38 @@ def test_comparing_nothing_is_no_success(source: Path, tmp_path: Path) -> None:
     assert verify(tmp_path / "a", tmp_path / "b", inputs=tmp_path / "runs.npz")["passed"]
 
 
-@pytest.mark.parametrize("target", ["portable", "cuda"])
-def test_bfloat16_is_valid_and_right(source: Path, tmp_path: Path, target: str) -> None:
-    optimize(source, tmp_path / "out", dtype="bfloat16", target=target)
+def test_bfloat16_is_valid_and_right(source: Path, tmp_path: Path) -> None:
+    optimize(source, tmp_path / "out", dtype="bfloat16", target="portable")
     onnx.checker.check_model(str(tmp_path / "out" / "vae_decoder" / folder.MODEL), full_check=True)
     result = verify(source, tmp_path / "out", portable=True)
     assert any("rounded to bfloat16" in note for note in result["notes"])
     assert all(1e-4 < row["relative_error"] < 2.4e-2 for row in result["rows"])
+
+
+@pytest.mark.parametrize(("dtype", "worst"), [("float16", 1e-3), ("bfloat16", 8e-3)])
+def test_target_cpu_stores_halves_and_computes_in_float32(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, worst: float
+) -> None:
+    monkeypatch.setattr(precision, "STORED", 100)
+    optimize(source, tmp_path / "out", dtype=dtype, target="cpu")
+    path = tmp_path / "out" / "vae_decoder" / folder.MODEL
+    onnx.checker.check_model(str(path), full_check=True)
+    model = ir.load(path)
+    stored = {v.name for v in model.graph.initializers.values() if v.dtype == precision.HALF[dtype]}
+    assert len(stored) == 2  # the weights of the 3 x 3 convolutions
+    assert {n.inputs[0].name for n in model.graph if n.op_type == "Cast" and n.inputs[0] is not None} == stored
+    assert {v.dtype for v in (*model.graph.inputs, *model.graph.outputs)} == {ir.DataType.FLOAT}
+    result = verify(source, tmp_path / "out", portable=True)
+    check(result)
+    assert all(1e-5 < row["relative_error"] < worst for row in result["rows"])
+
+
+def test_what_a_target_cannot_do_in_half_precision_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="target cuda has kernels without bfloat16"):
+        optimize(source, tmp_path / "out", dtype="bfloat16", target="cuda")
+    with pytest.raises(InputError, match="target cpu computes in float32"):
+        optimize(source, tmp_path / "out", dtype="float16", target="cpu", calibrate=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_folders_without_a_common_component_are_refused(source: Path, tmp_path: Path) -> None:
@@ -173,7 +198,7 @@ def test_overflowing_site_stays_in_float32(tmp_path: Path, target: str) -> None:
 
 
 def test_nothing_is_kept_where_nothing_overflows(source: Path, tmp_path: Path) -> None:
-    manifest = optimize(source, tmp_path / "out", dtype="float16")
+    manifest = optimize(source, tmp_path / "out", target="portable", dtype="float16")
     entry = manifest["components"]["vae_decoder"]
     assert entry["float32_sites"] == []
     assert "0 of" in entry["calibration"]
@@ -194,7 +219,7 @@ def test_calibration_switched_off_or_too_large_says_so(
     assert "of" in forced["calibration"]
     assert "exceed" in forced["calibration"]
     with pytest.raises(InputError, match="calibration is for --float16"):
-        optimize(source, tmp_path / "out", calibrate=True)
+        optimize(source, tmp_path / "out", target="portable", calibrate=True)
 
 
 def test_made_up_prompts_start_and_end() -> None:

@@ -26,7 +26,7 @@ struct BiasAddBinding {
     require(x.shape.size() >= 1 && skip.shape == x.shape, "BiasAdd: skip must have the shape of X");
     params.channels = x.shape.back();
     require(bias.has_shape({params.channels}), "BiasAdd: bias must have as many elements as the last axis of X");
-    params.rows = params.channels == 0 ? 0 : x.size() / params.channels;
+    params.rows = x.rows();
     params.x = x.data;
     params.bias = bias.data;
     params.skip = skip.data;

@@ -1,12 +1,16 @@
-// The ways to run BiasAdd: blocks of three sizes. The first takes any shape.
+// The ways to run BiasAdd: an element a thread, and 16 bytes a thread in blocks of three sizes.
 #include "bias_add/op.h"
 #include "common/tunable.h"
 
 namespace sd_ort {
 namespace {
 
+bool takes_vectors(const BiasAddParams& p) {
+  return p.channels * size_of(p.dtype) % 16 == 0 && are_aligned<16>(p.x, p.bias, p.skip, p.y);
+}
+
 Candidate<BiasAddParams> candidate(const char* name, BiasAddConfig config) {
-  return {name, [config](const BiasAddParams& p) { return bias_add_supports(p, config); },
+  return {name, [config](const BiasAddParams& p) { return !config.vectors || takes_vectors(p); },
           [config](const BiasAddParams& p, void*, void* stream) { return bias_add_launch(p, config, stream); }};
 }
 
@@ -14,7 +18,10 @@ Candidate<BiasAddParams> candidate(const char* name, BiasAddConfig config) {
 
 const GpuOp& bias_add_gpu() {
   static const TunableOp<BiasAddParams> op(
-      "BiasAdd", {candidate("block_256", {256}), candidate("block_128", {128}), candidate("block_512", {512})});
+      "BiasAdd",
+      {candidate("plain", {false, 256}), candidate("block_256", {true, 256}), candidate("block_128", {true, 128}),
+       candidate("block_512", {true, 512})},
+      [](const BiasAddParams& p) { return takes_vectors(p) ? "block_256" : "plain"; });
   return op;
 }
 

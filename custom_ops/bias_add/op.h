@@ -21,10 +21,10 @@ struct BiasAddParams {
 };
 
 struct BiasAddConfig {
-  int block;  // threads: 128, 256 or 512. 256 takes any shape, the others rows of whole 16-byte vectors
+  bool vectors;  // 16 bytes an access, for which takes_vectors(); else an element
+  int block;     // threads: 128, 256 or 512; 256 by elements
 };
 
-bool bias_add_supports(const BiasAddParams& params, const BiasAddConfig& config);
 const char* bias_add_launch(const BiasAddParams& params, const BiasAddConfig& config, void* stream);
 
 }  // namespace sd_ort

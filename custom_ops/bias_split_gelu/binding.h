@@ -30,7 +30,7 @@ struct BiasSplitGeluBinding {
     require(!x.shape.empty() && x.shape.back() % 2 == 0, "BiasSplitGelu: the last axis of X must be even");
     require(bias.has_shape({x.shape.back()}), "BiasSplitGelu: bias must have as many elements as the last axis of X");
     params.half = x.shape.back() / 2;
-    params.rows = params.half == 0 ? 0 : x.size() / x.shape.back();
+    params.rows = x.rows();
     params.x = x.data;
     params.bias = bias.data;
     std::vector<int64_t> shape = x.shape;

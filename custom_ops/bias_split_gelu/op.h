@@ -21,10 +21,10 @@ struct BiasSplitGeluParams {
 };
 
 struct BiasSplitGeluConfig {
-  int block;  // threads: 128, 256 or 512. 256 takes any shape, the others rows of whole 16-byte vectors
+  bool vectors;  // 16 bytes an access, for which takes_vectors(); else an element
+  int block;     // threads: 128, 256 or 512; 256 by elements
 };
 
-bool bias_split_gelu_supports(const BiasSplitGeluParams& params, const BiasSplitGeluConfig& config);
 const char* bias_split_gelu_launch(const BiasSplitGeluParams& params, const BiasSplitGeluConfig& config, void* stream);
 
 }  // namespace sd_ort

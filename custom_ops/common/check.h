@@ -1,6 +1,7 @@
 // How code here reports what went wrong. Host code only.
 #pragma once
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -9,6 +10,13 @@ namespace sd_ort {
 // Bindings check shapes and types with require(); the message reaches the user through ONNX Runtime's exception.
 inline void require(bool condition, const std::string& message) {
   if (!condition) throw std::invalid_argument(message);
+}
+
+// a * b of sizes; refused where that is no size.
+inline int64_t multiply_sizes(int64_t a, int64_t b) {
+  int64_t product = 0;
+  require(!__builtin_mul_overflow(a, b, &product), "a tensor would have more than 2^63 elements along an axis");
+  return product;
 }
 
 }  // namespace sd_ort

@@ -68,5 +68,27 @@ __device__ inline void wait_for_copies_but() {
 #endif
 }
 
+#if !defined(SD_ORT_EMULATED)
+// Host: whether the device runs a kernel in clusters of `cluster` blocks.
+inline bool runs_cluster(const void* kernel, int cluster, int threads, int lds_bytes) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(cluster);
+  launch.blockDim = dim3(threads);
+  launch.dynamicSmemBytes = lds_bytes;
+  launch.attrs = &attribute;
+  launch.numAttrs = 1;
+  int clusters = 0;
+  const bool runs =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, lds_bytes) == cudaSuccess &&
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
+      cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch) == cudaSuccess && clusters > 0;
+  (void)cudaGetLastError();
+  return runs;
+}
+#endif
+
 }  // namespace sd_ort
 #endif

@@ -7,13 +7,19 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/op.h"
+
 #if defined(__HIP__) || defined(__HIPCC__) || defined(__HIP_PLATFORM_AMD__)
 #define SD_ORT_HIP 1
+#define SD_ORT_HAS_CLUSTERS 0
+#define SD_ORT_HAS_WARPGROUPS 0
 #include <hip/hip_runtime.h>
 // hip_runtime.h declares the stream, event and launch functions; half needs no header, clang has _Float16.
 #define SD_ORT_GPU_NAME(name) hip##name
 #else
 #define SD_ORT_HIP 0
+#define SD_ORT_HAS_CLUSTERS 1
+#define SD_ORT_HAS_WARPGROUPS 1
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -255,12 +261,41 @@ const char* launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 block
 }
 #endif
 
-// Host: whether every pointer (null included) is a multiple of kBytes.
-template <size_t kBytes, class... Pointers>
-bool are_aligned(Pointers... pointers) {
-  return ((reinterpret_cast<uintptr_t>(pointers) % kBytes == 0) && ...);
+// Host: function(Type<T>()) for the element type of a number.
+template <class T>
+struct Type {
+  using type = T;
+};
+template <class F>
+const char* with_type(DType dtype, F&& function) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return function(Type<float>());
+    case DType::kFloat16:
+      return function(Type<half_t>());
+    default:
+      return function(Type<bf16_t>());
+  }
 }
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Host: function(Access<T, kVec>()) for an element type and the bytes of an access: one element to 16 bytes.
+template <class T, int kElements>
+struct Access {
+  using type = T;
+  static constexpr int kVec = kElements;
+};
+template <class F>
+const char* with_vectors(DType dtype, int bytes, F&& function) {
+  return with_type(dtype, [&](auto type) -> const char* {
+    using T = typename decltype(type)::type;
+    if (bytes == sizeof(T)) return function(Access<T, 1>());
+    if (bytes == 2 * sizeof(T)) return function(Access<T, 2>());
+    if (bytes == 4 * sizeof(T)) return function(Access<T, 4>());
+    if constexpr (sizeof(T) == 2) {
+      if (bytes == 8 * sizeof(T)) return function(Access<T, 8>());
+    }
+    return "no access of this size";
+  });
+}
 
 }  // namespace sd_ort

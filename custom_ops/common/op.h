@@ -26,6 +26,14 @@ struct Output {
   DType dtype;
 };
 
+// Whether every pointer (null included) is a multiple of kBytes.
+template <size_t kBytes, class... Pointers>
+bool are_aligned(Pointers... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) % kBytes == 0) && ...);
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // A thread pool: parallel(count, body) runs body(i) for every i in [0, count) and returns when all are done.
 class Parallel {
  public:

@@ -184,11 +184,17 @@ struct Tensor {
   bool has_shape(std::initializer_list<int64_t> wanted) const {
     return shape.size() == wanted.size() && std::equal(shape.begin(), shape.end(), wanted.begin());
   }
+  // Elements; of an empty tensor the other sizes may be any, and their product too large.
   int64_t size() const {
     int64_t count = 1;
+    for (int64_t dim : shape) {
+      if (dim == 0) return 0;
+    }
     for (int64_t dim : shape) count *= dim;
     return count;
   }
+  // Vectors along the last axis; 0 of an empty tensor.
+  int64_t rows() const { return size() == 0 ? 0 : size() / shape.back(); }
   DType dtype() const {
     switch (type) {
       case ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT:

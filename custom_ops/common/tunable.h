@@ -20,7 +20,8 @@ struct Candidate {
   std::function<size_t(const Params&)> workspace_bytes = [](const Params&) { return size_t{0}; };
 };
 
-// An operator with its parameter type erased: `params` points to the operator's Params.
+// An operator with its parameter type erased: `params` points to the operator's Params. Candidate 0 is the plainest
+// kernel: it takes every call, and the tuner holds the others to its results.
 class GpuOp {
  public:
   virtual ~GpuOp() = default;
@@ -34,15 +35,18 @@ class GpuOp {
   // The key of a tuning result: two calls with one signature have one best candidate.
   virtual std::string signature(const void* params) const = 0;
   virtual std::vector<Output> outputs(const void* params) const = 0;
+  // The candidate that runs a call which was never measured; it supports the call, where any does.
+  virtual int default_candidate(const void* params) const = 0;
 };
 
-// Params has `std::string signature() const` and `std::vector<Output> outputs() const`.
-// Candidates are tried in order: the first supported one is the default.
+// Params has `std::string signature() const` and `std::vector<Output> outputs() const`. `default_name` names the
+// candidate that runs a call untuned; none: candidate 0.
 template <class Params>
 class TunableOp : public GpuOp {
  public:
-  TunableOp(const char* name, std::vector<Candidate<Params>> candidates)
-      : name_(name), candidates_(std::move(candidates)) {}
+  TunableOp(const char* name, std::vector<Candidate<Params>> candidates,
+            std::function<std::string(const Params&)> default_name = nullptr)
+      : name_(name), candidates_(std::move(candidates)), default_name_(std::move(default_name)) {}
 
   const char* name() const override { return name_; }
   size_t params_size() const override { return sizeof(Params); }
@@ -59,12 +63,20 @@ class TunableOp : public GpuOp {
   }
   std::string signature(const void* params) const override { return cast(params).signature(); }
   std::vector<Output> outputs(const void* params) const override { return cast(params).outputs(); }
+  int default_candidate(const void* params) const override {
+    const std::string name = default_name_ ? default_name_(cast(params)) : "";
+    for (int i = 0; i < candidate_count(); ++i) {
+      if (candidates_[i].name == name) return i;
+    }
+    return 0;
+  }
 
  private:
   static const Params& cast(const void* params) { return *static_cast<const Params*>(params); }
 
   const char* name_;
   std::vector<Candidate<Params>> candidates_;
+  std::function<std::string(const Params&)> default_name_;
 };
 
 }  // namespace sd_ort

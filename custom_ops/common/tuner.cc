@@ -157,11 +157,32 @@ const char* measure(const GpuOp& op, int candidate, const void* params, void* wo
   return nullptr;
 }
 
-int first_supported(const GpuOp& op, const void* params) {
-  for (int i = 0; i < op.candidate_count(); ++i) {
-    if (op.is_supported(i, params)) return i;
+// Candidate 0's outputs, which the others are held to.
+const char* run_oracle(const GpuOp& op, const void* params, const std::vector<Output>& outputs, gpuStream_t stream,
+                       Copies& wanted) {
+  if (!op.is_supported(0, params)) return "candidate 0 does not support the call";
+  const Buffer workspace(op.workspace_bytes(0, params));
+  SD_ORT_RETURN_ERROR(workspace.error());
+  SD_ORT_RETURN_ERROR(spoil_outputs(outputs, stream));
+  SD_ORT_RETURN_ERROR(op.run(0, params, workspace.data(), stream));
+  return copy_outputs(outputs, stream, wanted);
+}
+
+// Runs a candidate on fresh outputs and times it; a message when it fails, or is faster than `best` and wrong.
+const char* try_candidate(const GpuOp& op, int candidate, const void* params, const std::vector<Output>& outputs,
+                          const Copies& wanted, gpuStream_t stream, double best, double& microseconds) {
+  const Buffer workspace(op.workspace_bytes(candidate, params));
+  SD_ORT_RETURN_ERROR(workspace.error());
+  SD_ORT_RETURN_ERROR(spoil_outputs(outputs, stream));
+  SD_ORT_RETURN_ERROR(op.run(candidate, params, workspace.data(), stream));
+  SD_ORT_RETURN_ERROR(measure(op, candidate, params, workspace.data(), stream, best, microseconds));
+  if (microseconds >= best) return nullptr;
+  Copies got;
+  SD_ORT_RETURN_ERROR(copy_outputs(outputs, stream, got));
+  for (size_t k = 0; k < outputs.size(); ++k) {
+    if (!wanted[k].empty() && !agree(got[k], wanted[k], outputs[k].count, outputs[k].dtype)) return "wrong results";
   }
-  return -1;
+  return nullptr;
 }
 
 }  // namespace
@@ -221,42 +242,35 @@ int Tuner::choose(const GpuOp& op, const void* params, void* stream) {
     tune_now = enabled_ && found == results_.end();
   }
   if (tune_now && tune(op, params, stream).empty()) return choose(op, params, stream);
-  return first_supported(op, params);
+  const int fallback = op.default_candidate(params);
+  return op.is_supported(fallback, params) ? fallback : op.is_supported(0, params) ? 0 : -1;
 }
 
 std::string Tuner::tune(const GpuOp& op, const void* params, void* stream_) {
   const auto stream = static_cast<gpuStream_t>(stream_);
   const std::vector<Output> outputs = op.outputs(params);
-  const int fallback = first_supported(op, params);
-  if (fallback < 0) return std::string(op.name()) + ": no candidate supports the call";
+  Copies wanted;
+  const char* error = run_oracle(op, params, outputs, stream, wanted);
+  if (error != nullptr) return std::string(op.name()) + ": " + op.candidate_name(0) + " fails: " + error;
 
+  // The default first: what is hopeless beside it is run once only.
+  const int fallback = op.default_candidate(params);
+  std::vector<int> order = {fallback};
+  for (int i = 0; i < op.candidate_count(); ++i) {
+    if (i != fallback) order.push_back(i);
+  }
   Result best;
-  Copies wanted, got;
-  for (int i = fallback; i < op.candidate_count(); ++i) {
+  best.microseconds = INFINITY;
+  for (int i : order) {
     if (!op.is_supported(i, params)) continue;
-    const Buffer workspace(op.workspace_bytes(i, params));
     double microseconds = 0;
-    const char* error = workspace.error();
-    if (error == nullptr) error = spoil_outputs(outputs, stream);
-    if (error == nullptr) error = op.run(i, params, workspace.data(), stream);
-    if (error == nullptr && i == fallback) error = copy_outputs(outputs, stream, wanted);
-    const double limit = i == fallback ? INFINITY : best.microseconds;
-    if (error == nullptr) error = measure(op, i, params, workspace.data(), stream, limit, microseconds);
-    if (error != nullptr && i == fallback) return std::string(op.name()) + ": the default candidate fails: " + error;
-    if (error != nullptr || microseconds >= limit) continue;
-    if (i == fallback) {
-      best.default_microseconds = microseconds;
-    } else {  // it would win: do its outputs agree?
-      if (copy_outputs(outputs, stream, got) != nullptr) continue;
-      bool all = true;
-      for (size_t k = 0; k < outputs.size(); ++k) {
-        all = all && (wanted[k].empty() || agree(got[k], wanted[k], outputs[k].count, outputs[k].dtype));
-      }
-      if (!all) continue;
-    }
+    error = try_candidate(op, i, params, outputs, wanted, stream, best.microseconds, microseconds);
+    if (i == fallback) best.default_microseconds = microseconds;
+    if (error != nullptr || microseconds >= best.microseconds) continue;
     best.candidate = i;
     best.microseconds = microseconds;
   }
+  if (best.candidate < 0) return std::string(op.name()) + ": no candidate could be timed";
   const std::string signature = op.signature(params);
   char times[64];
   std::snprintf(times, sizeof(times), "%.2f\t%.2f", best.microseconds, best.default_microseconds);

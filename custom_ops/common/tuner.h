@@ -27,8 +27,8 @@ class Tuner {
   // The candidate for a call, -1 when none supports it. Tunes first when enabled and the signature is new.
   int choose(const GpuOp& op, const void* params, void* stream);
 
-  // Runs every supported candidate on the call's own buffers; those whose output agrees with the default's are timed
-  // and the fastest is kept. Returns a message when the default itself fails.
+  // Runs every supported candidate on the call's own buffers, the default first; the fastest whose output agrees with
+  // that of candidate 0 is kept. Returns a message when candidate 0 fails.
   std::string tune(const GpuOp& op, const void* params, void* stream);
 
   // A line a result: operator, signature, candidate, microseconds, the default's microseconds.

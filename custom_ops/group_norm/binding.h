@@ -28,7 +28,7 @@ inline void bind_group_norm(Tensors& tensors, GroupNormParams& params) {
   params.channels = params.channels_last ? x.shape.back() : x.shape[1];
   require(params.channels > 0 && params.channels % params.groups == 0,
           "GroupNorm: groups must divide the number of channels");
-  params.spatial = params.batch == 0 ? 0 : x.size() / params.batch / params.channels;
+  params.spatial = x.size() == 0 ? 0 : x.size() / params.batch / params.channels;
   require(gamma.has_shape({params.channels}) && beta.has_shape({params.channels}),
           "GroupNorm: gamma and beta must have one element a channel");
   params.affine_dtype = gamma.dtype();

@@ -1,4 +1,4 @@
-// The ways to run GroupNorm and SkipGroupNorm. The first takes any shape; the one-read kernels take groups that fit in
+// The ways to run GroupNorm and SkipGroupNorm. The first takes any call; the one-read kernels take groups that fit in
 // registers, clusters of blocks (NVIDIA, compute capability 9) any group, best those that fit in their LDS.
 #include "common/tunable.h"
 #include "group_norm/op.h"
@@ -18,15 +18,17 @@ std::vector<Candidate<GroupNormParams>> candidates() {
   return all;
 }
 
+std::string default_name(const GroupNormParams& p) { return group_norm_default(p).name(); }
+
 }  // namespace
 
 const GpuOp& group_norm_gpu() {
-  static const TunableOp<GroupNormParams> op("GroupNorm", candidates());
+  static const TunableOp<GroupNormParams> op("GroupNorm", candidates(), default_name);
   return op;
 }
 
 const GpuOp& skip_group_norm_gpu() {
-  static const TunableOp<GroupNormParams> op("SkipGroupNorm", candidates());
+  static const TunableOp<GroupNormParams> op("SkipGroupNorm", candidates(), default_name);
   return op;
 }
 

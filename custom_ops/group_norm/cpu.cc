@@ -312,7 +312,7 @@ class GroupNorm {
 
 template <class T>
 void run(const GroupNormParams& params, const Parallel& parallel) {
-  if (params.batch * params.spatial == 0) return;
+  if (params.batch == 0 || params.spatial == 0) return;
   const GroupNorm<T> op(params);
   params.channels_last ? op.channels_last(parallel) : op.channels_first(parallel);
 }

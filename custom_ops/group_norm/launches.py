@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from custom_ops.op import Argument, Launch
 
 _COMPUTES = (
@@ -11,8 +13,10 @@ _COMPUTES = (
 )
 _LAST = "(batch, spatial, channels), contiguous"
 _FIRST = "(batch, channels, spatial), contiguous"
+_EITHER = "(batch, spatial, channels) or, channels_last = 0, (batch, channels, spatial), contiguous"
 _WHOLE = "batch * spatial * channels"
 _VECTOR = "kVec * itemsize"
+_ELEMENT = "itemsize"
 _AFFINE = ("channels", "4 if affine_is_float else itemsize")
 
 
@@ -133,6 +137,26 @@ LAUNCHES = {
             _ACTIVATION,
             _EPSILON,
         ),
+    ),
+    "group_norm_plain_kernel": Launch(
+        computes=f"{_COMPUTES}; of either layout, an element at a time, a block a group",
+        template=("T",),
+        arguments=(
+            *(replace(argument, alignment=_ELEMENT) for argument in _inputs(_EITHER)[:2]),
+            *_inputs(_EITHER)[2:],
+            *_GAMMA_BETA,
+            replace(_Y, alignment=_ELEMENT),
+            replace(_SUM, alignment=_ELEMENT),
+            _IS_FLOAT,
+            *_SIZES,
+            Argument("channels_last", "int32", "1: x is (batch, spatial, channels); 0: (batch, channels, spatial)"),
+            _ACTIVATION,
+            _EPSILON,
+        ),
+        block="256",
+        grid=("channels // channels_per_group", "batch", "1"),
+        sizes=_BATCH,
+        requires=("channels % channels_per_group == 0",),
     ),
     "group_norm_channels_first_kernel": Launch(
         computes=f"{_COMPUTES}; channels first, a block a group",

@@ -41,9 +41,9 @@ struct GroupNormParams {
   }
 };
 
-// Which kernel and how it is cut; see kernels/.
+// Which kernel, and what it is compiled or told to use; see kernels/.
 struct GroupNormConfig {
-  enum Kernel { kDefault, kOneRead, kTwoReads, kCluster } kernel;
+  enum Kernel { kPlain, kTwoReads, kChannelsFirst, kOneRead, kCluster } kernel;
   int block = 0;             // one read, cluster: threads
   int registers = 0;         // one read: registers a thread that hold the group
   int groups_per_block = 0;  // one read
@@ -52,10 +52,12 @@ struct GroupNormConfig {
 
   std::string name() const {
     switch (kernel) {
-      case kDefault:
-        return "default";
+      case kPlain:
+        return "plain";
       case kTwoReads:
         return "two_reads";
+      case kChannelsFirst:
+        return "channels_first";
       case kOneRead:
         return "one_read_" + std::to_string(block) + "x" + std::to_string(registers) + "_g" +
                std::to_string(groups_per_block);
@@ -66,11 +68,44 @@ struct GroupNormConfig {
   }
 };
 
-// All that this build of the kernels takes, the default first.
+// How a call is cut up, from its shape and a configuration (plan.cc).
+struct GroupNormPlan {
+  static constexpr int kTwoReadBlock = 256, kMaxGroupsPerBlock = 64, kMaxClusterGroups = 32;  // what kernels hold
+
+  int vector_bytes = 0;  // of an access; 0: impossible
+  int groups_per_block = 0;
+  int block = 0;             // one read, cluster: threads
+  int registers = 0;         // one read
+  int chunks = 0;            // two reads
+  int pixels_per_chunk = 0;  // two reads; cluster: a block's
+  int cluster = 0;           // cluster: blocks
+  int held = 0;              // cluster: items a thread keeps in LDS
+};
+
+// Accesses of so many bytes that fill `registers`.
+constexpr int group_norm_items(int registers, int vector_bytes) {
+  return vector_bytes >= 4 ? registers * 4 / vector_bytes : registers;
+}
+
+// ---- plan.cc
+
+// All that this build of the kernels takes, the plainest first, and which of them runs a call that was never measured.
 std::vector<GroupNormConfig> group_norm_configs();
+GroupNormConfig group_norm_default(const GroupNormParams& params);
 bool group_norm_supports(const GroupNormParams& params, const GroupNormConfig& config);
 size_t group_norm_workspace(const GroupNormParams& params, const GroupNormConfig& config);
 const char* group_norm_launch(const GroupNormParams& params, const GroupNormConfig& config, void* workspace,
                               void* stream);
+
+// ---- kernels/, a launcher each
+
+const char* group_norm_plain(const GroupNormParams& params, void* stream);
+const char* group_norm_two_reads(const GroupNormParams& params, const GroupNormPlan& plan, void* workspace,
+                                 void* stream);
+const char* group_norm_channels_first(const GroupNormParams& params, const GroupNormPlan& plan, void* stream);
+const char* group_norm_one_read(const GroupNormParams& params, const GroupNormPlan& plan, void* stream);
+const char* group_norm_cluster(const GroupNormParams& params, const GroupNormPlan& plan, void* stream);
+bool group_norm_has_clusters();    // whether this library was built with them
+int group_norm_largest_cluster();  // of the current device, in blocks; 0: none
 
 }  // namespace sd_ort

@@ -30,8 +30,6 @@ struct LinearAddBinding {
             "LinearAdd: W must be (K, N), K the last axis of X");
     params.inner = weight.shape[0];
     params.columns = weight.shape[1];
-    params.rows = 1;
-    for (size_t i = 0; i + 1 < x.shape.size(); ++i) params.rows *= x.shape[i];
     std::vector<int64_t> shape = x.shape;
     shape.back() = params.columns;
     require(!bias || bias.has_shape({params.columns}), "LinearAdd: bias must have one element a column of W");
@@ -41,6 +39,7 @@ struct LinearAddBinding {
     params.bias = bias.data;
     params.skip = skip.data;
     params.y = tensors.output(0, shape);
+    params.rows = Tensor{params.y, shape}.rows();  // X is empty where K is 0, but Y is not
   }
 
   static void cpu(const Params& params, const Parallel& parallel) { linear_add_cpu(params, parallel); }

@@ -1,5 +1,5 @@
-// The ways to run LinearAdd: the algorithms that cuBLASLt or hipBLASLt proposes, its favourite first, and our plain
-// kernel.
+// The ways to run LinearAdd: our plain kernel, and the algorithms that cuBLASLt or hipBLASLt proposes, its favourite
+// first.
 #include "common/blas_lt.h"
 #include "common/tunable.h"
 #include "linear_add/op.h"
@@ -23,16 +23,22 @@ Candidate<LinearAddParams> library_candidate(int number) {
 
 std::vector<Candidate<LinearAddParams>> candidates() {
   std::vector<Candidate<LinearAddParams>> all;
-  for (int number = 0; number < kAlgorithms; ++number) all.push_back(library_candidate(number));
   all.push_back({"plain", [](const LinearAddParams&) { return true; },
                  [](const LinearAddParams& p, void*, void* stream) { return linear_add_launch(p, stream); }});
+  for (int number = 0; number < kAlgorithms; ++number) all.push_back(library_candidate(number));
   return all;
+}
+
+// The library's favourite, where it takes the call.
+std::string default_name(const LinearAddParams& p) {
+  const Candidate<LinearAddParams> favourite = library_candidate(0);
+  return favourite.is_supported(p) ? favourite.name : "plain";
 }
 
 }  // namespace
 
 const GpuOp& linear_add_gpu() {
-  static const TunableOp<LinearAddParams> op("LinearAdd", candidates());
+  static const TunableOp<LinearAddParams> op("LinearAdd", candidates(), default_name);
   return op;
 }
 

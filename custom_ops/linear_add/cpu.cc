@@ -44,6 +44,7 @@ void tile(const LinearAddParams& p, int64_t row, int64_t rows, int64_t column, i
 
 template <class T>
 void run(const LinearAddParams& p, const Parallel& parallel) {
+  if (p.columns == 0) return;
   parallel((p.rows + kRows - 1) / kRows, [&](size_t task) {
     const int64_t row = static_cast<int64_t>(task) * kRows;
     const int64_t rows = p.rows - row < kRows ? p.rows - row : kRows;

@@ -81,11 +81,13 @@ struct MultiHeadAttentionBinding {
 
  private:
   static HeadsView separate(const Tensor& tensor, const Params& params) {
+    if (tensor.size() == 0) return {tensor.data, 0, 0, 0};
     return {tensor.data, tensor.shape[1] * tensor.shape[2], tensor.shape[2], params.head_size};
   }
 
   // Part `part` of a tensor (batch, sequence, heads, parts, head_size).
   static HeadsView packed(const Tensor& tensor, const Params& params, int64_t part) {
+    if (tensor.size() == 0) return {tensor.data, 0, 0, 0};
     const int64_t parts = tensor.shape[3], row = params.heads * parts * params.head_size;
     const int64_t offset = part * params.head_size * static_cast<int64_t>(size_of(tensor.dtype()));
     return {static_cast<const char*>(tensor.data) + offset, tensor.shape[1] * row, row, parts * params.head_size};

@@ -1,4 +1,4 @@
-// The ways to run MultiHeadAttention on a GPU, and the default by head size and number of blocks.
+// The ways to run MultiHeadAttention on a GPU: our kernels, and products of a BLAS library with our softmax between.
 #include <algorithm>
 
 #include "common/blas_lt.h"
@@ -11,9 +11,6 @@ namespace sd_ort {
 namespace {
 
 using Kernel = MultiHeadAttentionKernel;
-
-// Blocks under which large tiles leave much of a large GPU idle.
-constexpr int64_t kManyBlocks = 400;
 
 // Wide heads as two products of cuBLASLt or hipBLASLt with a softmax between: some queries at a time, so that their
 // scores stay few. Our kernels hold 64 queries' output of such a head in the registers of a whole block, and run at a
@@ -53,7 +50,7 @@ class Products {
         for (int64_t row = 0; row < p_.sequence; row += rows_) {
           const int64_t rows = std::min(rows_, p_.sequence - row);
           SD_ORT_RETURN_ERROR(library.run(scores(batch, head, row, rows, scores_at), 0, workspace, stream));
-          SD_ORT_RETURN_ERROR(softmax_launch({p_.dtype, scores_at, weights_at, rows, p_.kv_sequence}, stream));
+          SD_ORT_RETURN_ERROR(normalise(scores_at, weights_at, rows, stream));
           SD_ORT_RETURN_ERROR(library.run(sums(batch, head, row, rows, weights_at), 0, workspace, stream));
         }
       }
@@ -69,6 +66,11 @@ class Products {
   const char* at(const HeadsView& view, int64_t batch, int64_t head, int64_t row) const {
     const int64_t element = batch * view.batch_stride + head * view.head_stride + row * view.row_stride;
     return static_cast<const char*>(view.data) + element * static_cast<int64_t>(size_of(p_.dtype));
+  }
+
+  const char* normalise(const void* scores, void* weights, int64_t rows, void* stream) const {
+    const SoftmaxParams softmax = {p_.dtype, scores, weights, rows, p_.kv_sequence};
+    return softmax_launch(softmax, softmax_default(softmax), stream);
   }
 
   BlasLt::Product scores(int64_t batch, int64_t head, int64_t row, int64_t rows, void* to) const {
@@ -123,39 +125,42 @@ Candidate<MultiHeadAttentionParams> products(const char* name, int64_t scores_by
       [=](const Params& p) { return Products(p, scores_bytes).workspace_bytes(); }};
 }
 
-Kernel default_kernel(const MultiHeadAttentionParams& p) {
-  const bool many = (p.sequence + 127) / 128 * p.heads * p.batch >= kManyBlocks;
-  const Kernel warpgroups = many ? Kernel::kTwoWarpgroups : Kernel::kWarpgroup;
-  const Kernel waves = many ? Kernel::kLarge : Kernel::kSmall;
-  for (Kernel kernel : {Kernel::kShort, warpgroups, waves, Kernel::kLarge}) {
-    if (multi_head_attention_supports(p, kernel)) return kernel;
+constexpr struct {
+  const char* name;
+  Kernel kernel;
+} kKernels[] = {{"plain", Kernel::kPlain},         {"large_tiles", Kernel::kLarge},
+                {"small_tiles", Kernel::kSmall},   {"short_keys", Kernel::kShort},
+                {"warpgroup", Kernel::kWarpgroup}, {"two_warpgroups", Kernel::kTwoWarpgroups}};
+
+constexpr int64_t kScoresBytes = 128 << 20, kScoresInCacheBytes = 24 << 20;
+
+std::vector<Candidate<MultiHeadAttentionParams>> candidates() {
+  using Params = MultiHeadAttentionParams;
+  std::vector<Candidate<Params>> all;
+  for (const auto& [name, kernel] : kKernels) {
+    all.push_back({name, [kernel = kernel](const Params& p) { return multi_head_attention_supports(p, kernel); },
+                   [kernel = kernel](const Params& p, void*, void* stream) {
+                     return multi_head_attention_launch(p, kernel, stream);
+                   }});
   }
-  return Kernel::kPlain;
+  all.push_back(products("products", kScoresBytes));
+  all.push_back(products("products_in_cache", kScoresInCacheBytes));
+  return all;
 }
 
-Candidate<MultiHeadAttentionParams> candidate(const char* name, Kernel kernel) {
-  return {name, [kernel](const MultiHeadAttentionParams& p) { return multi_head_attention_supports(p, kernel); },
-          [kernel](const MultiHeadAttentionParams& p, void*, void* stream) {
-            return multi_head_attention_launch(p, kernel, stream);
-          }};
+std::string default_name(const MultiHeadAttentionParams& p) {
+  if (Products(p, kScoresBytes).supported()) return "products";
+  const Kernel best = multi_head_attention_default(p);
+  for (const auto& [name, kernel] : kKernels) {
+    if (kernel == best) return name;
+  }
+  return "plain";
 }
 
 }  // namespace
 
 const GpuOp& multi_head_attention_gpu() {
-  static const TunableOp<MultiHeadAttentionParams> op(
-      "MultiHeadAttention", {products("products", 128 << 20),
-                             products("products_in_cache", 24 << 20),
-                             {"default", [](const MultiHeadAttentionParams&) { return true; },
-                              [](const MultiHeadAttentionParams& p, void*, void* stream) {
-                                return multi_head_attention_launch(p, default_kernel(p), stream);
-                              }},
-                             candidate("large_tiles", Kernel::kLarge),
-                             candidate("small_tiles", Kernel::kSmall),
-                             candidate("short_keys", Kernel::kShort),
-                             candidate("warpgroup", Kernel::kWarpgroup),
-                             candidate("two_warpgroups", Kernel::kTwoWarpgroups),
-                             candidate("plain", Kernel::kPlain)});
+  static const TunableOp<MultiHeadAttentionParams> op("MultiHeadAttention", candidates(), default_name);
   return op;
 }
 

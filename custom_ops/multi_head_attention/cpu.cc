@@ -39,7 +39,8 @@ Floats exp2_negative(Floats x) {
   p = p * r + splat(2.4022651e-1f);
   p = p * r + splat(6.9314718e-1f);
   p = p * r + splat(1.f);
-  return (Floats)((Ints)p + ((Ints)shifted << 23));
+  const Floats power = (Floats)((Ints)p + ((Ints)shifted << 23));
+  return x == x ? power : x;  // the exponent's bits could make a number of NaN
 }
 
 // Matrices that are multiplied by rows lie in panels of kColumns columns, each panel contiguous: element (depth,
@@ -153,8 +154,14 @@ float weigh(float* scores, int64_t count, RowState& state) {
   for (int64_t i = kLanes; i < count; i += kLanes) maxima = larger(maxima, load(scores + i));
   const float largest = sd_ort::SD_ORT_ISA::largest(maxima);
   const float updated = largest > state.largest ? largest : state.largest;
-  if (updated == -INFINITY) {  // nothing to see yet
-    for (int64_t i = 0; i < count; i += kLanes) store(scores + i, splat(0.f));
+  if (updated == -INFINITY) {  // nothing to see yet, unless it is NaN, which no comparison finds
+    Floats zero_or_nan = splat(0.f);
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const Floats score = load(scores + i);
+      zero_or_nan = score == score ? zero_or_nan : score;
+      store(scores + i, splat(0.f));
+    }
+    state.sum += sum(zero_or_nan);
     return 1.f;
   }
   Floats total = splat(0.f);
@@ -176,7 +183,7 @@ void add_bias(float* scores, const T* bias, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const float value = to_float(bias[i]);
     const float scaled = value * kLog2E;
-    scores[i] = value == -INFINITY ? -INFINITY : scores[i] + (scaled < -FLT_MAX ? -FLT_MAX : scaled);
+    scores[i] += scaled < -FLT_MAX && value != -INFINITY ? -FLT_MAX : scaled;
   }
 }
 
@@ -260,9 +267,9 @@ void attend(const MultiHeadAttentionParams& p, int64_t batch, int64_t head, int6
 
 template <class T>
 void run(const MultiHeadAttentionParams& p, const Parallel& parallel) {
+  if (p.batch == 0 || p.heads == 0 || p.sequence == 0 || p.head_size == 0) return;
   const int64_t most = p.head_size > 128 ? kQueries / 2 : kQueries;  // the buffers stay in the second-level cache
   const int64_t blocks = (p.sequence + most - 1) / most, heads = p.batch * p.heads;
-  if (blocks * heads * p.head_size == 0) return;
   // Blocks of even size: 200 queries are 102 and 98, not 192 and 8.
   const int64_t queries = round_up((p.sequence + blocks - 1) / blocks, kRows);
   parallel(blocks * heads, [&](size_t task) {

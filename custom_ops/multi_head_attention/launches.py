@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from custom_ops.op import Argument, Launch
+from custom_ops.op import Argument, Launch, Struct
 
 _COMPUTES = (
     "for each batch and head: output = softmax(scale * query @ key^T + attention_bias) @ value, -infinity where causal "
@@ -19,7 +19,27 @@ def _view(name: str, rows: str, alignment: str) -> Argument:
     return Argument(name, "const T*", meaning, f"{strides} + head_size", alignment)
 
 
-def _arguments(alignment: str) -> tuple[Argument, ...]:
+_SHAPE = Struct(
+    "shape",
+    (
+        *(
+            Argument(f"{tensor}_{axis}_stride", "int64", f"elements from one {axis} of {tensor} to the next")
+            for tensor in ("query", "key", "value")
+            for axis in ("batch", "row", "head")
+        ),
+        Argument("bias_batch_stride", "int64", "of attention_bias; 0 where all batches share it"),
+        Argument("bias_head_stride", "int64", "of attention_bias; 0 where all heads share it"),
+        Argument("heads", "int32", "heads: blocks along y"),
+        Argument("sequence", "int32", "queries"),
+        Argument("kv_sequence", "int32", "keys and values, at least 1"),
+        Argument("head_size", "int32", "elements of a head's row"),
+        Argument("scale", "float", "of the scores, as 1 / sqrt(head_size)"),
+        Argument("causal", "int32", "1: query q sees keys 0 to q; 0: all"),
+    ),
+)
+
+
+def _arguments(alignment: str) -> tuple[Argument | Struct, ...]:
     return (
         _view("query", "sequence", alignment),
         _view("key", "kv_sequence", alignment),
@@ -39,19 +59,7 @@ def _arguments(alignment: str) -> tuple[Argument, ...]:
             "batch * sequence * heads * head_size",
             alignment,
         ),
-        Argument("heads", "int32", "heads: blocks along y"),
-        Argument("sequence", "int32", "queries"),
-        Argument("kv_sequence", "int32", "keys and values, at least 1"),
-        Argument("head_size", "int32", "elements of a head's row"),
-        *(
-            Argument(f"{tensor}_{axis}_stride", "int64", f"elements from one {axis} of {tensor} to the next")
-            for tensor in ("query", "key", "value")
-            for axis in ("batch", "row", "head")
-        ),
-        Argument("bias_batch_stride", "int64", "of attention_bias; 0 where all batches share it"),
-        Argument("bias_head_stride", "int64", "of attention_bias; 0 where all heads share it"),
-        Argument("scale", "float", "of the scores, as 1 / sqrt(head_size)"),
-        Argument("causal", "int32", "1: query q sees keys 0 to q; 0: all"),
+        _SHAPE,
     )
 
 

@@ -57,8 +57,27 @@ enum class MultiHeadAttentionKernel {
   kTwoWarpgroups,  // the same, 128 queries a block
 };
 
+// ---- plan.cc
+
+// What the kernels for some keys or heads alone take at most.
+struct MultiHeadAttentionLimits {
+  static constexpr int64_t kShortHead = 80, kShortKeys = 80, kWarpgroupHead = 128, kWideHead = 512;
+};
 bool multi_head_attention_supports(const MultiHeadAttentionParams& params, MultiHeadAttentionKernel kernel);
+// Which of our kernels runs a call that was never measured.
+MultiHeadAttentionKernel multi_head_attention_default(const MultiHeadAttentionParams& params);
 const char* multi_head_attention_launch(const MultiHeadAttentionParams& params, MultiHeadAttentionKernel kernel,
                                         void* stream);
+
+// ---- kernels/, a launcher each
+
+const char* attention_plain(const MultiHeadAttentionParams& params, void* stream);
+// kLarge, kSmall and kShort, of heads up to the number below.
+const char* attention_flash(const MultiHeadAttentionParams& params, MultiHeadAttentionKernel kernel, void* stream);
+int64_t attention_largest_flash_head();
+const char* attention_wide(const MultiHeadAttentionParams& params, void* stream);
+// `groups` warpgroups a block, 1 or 2; whether there are such for the current device.
+const char* attention_warpgroups(const MultiHeadAttentionParams& params, int groups, void* stream);
+bool attention_has_warpgroups();
 
 }  // namespace sd_ort

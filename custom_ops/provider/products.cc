@@ -53,18 +53,27 @@ Candidate<ProductParams> library_candidate(int number) {
 
 std::vector<Candidate<ProductParams>> candidates() {
   std::vector<Candidate<ProductParams>> all;
+  all.push_back({"plain", [](const ProductParams&) { return true; },
+                 [](const ProductParams& p, void*, void* stream) { return product_launch(p, stream); }});
 #if !defined(SD_ORT_HOST_VENDOR)
   for (int number = 0; number < kAlgorithms; ++number) all.push_back(library_candidate(number));
 #endif
-  all.push_back({"plain", [](const ProductParams&) { return true; },
-                 [](const ProductParams& p, void*, void* stream) { return product_launch(p, stream); }});
   return all;
+}
+
+// The library's favourite, where it takes the product.
+std::string default_name(const ProductParams& p) {
+#if !defined(SD_ORT_HOST_VENDOR)
+  const Candidate<ProductParams> favourite = library_candidate(0);
+  if (favourite.is_supported(p)) return favourite.name;
+#endif
+  return "plain";
 }
 
 }  // namespace
 
 const GpuOp& product_op() {
-  static const TunableOp<ProductParams> op("Product", candidates());
+  static const TunableOp<ProductParams> op("Product", candidates(), default_name);
   return op;
 }
 

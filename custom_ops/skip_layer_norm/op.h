@@ -33,10 +33,15 @@ struct SkipLayerNormParams {
 };
 
 struct SkipLayerNormConfig {
-  int lanes;  // threads a row: 8, 16, 32 or 256; 0 takes what suits the shape; -1 reads a row of any length twice
+  static constexpr int kBlock = 256;
+  int lanes;  // threads that hold a row: 8, 16, 32 or kBlock; 0: a row of any length is read twice
 };
 
-bool skip_layer_norm_supports(const SkipLayerNormParams& params, const SkipLayerNormConfig& config);
+// plan.cc: how many threads hold a row (0: none do), and how many vectors each of so many threads holds (0: they
+// cannot)
+int skip_layer_norm_lanes(const SkipLayerNormParams& params);
+int skip_layer_norm_items(const SkipLayerNormParams& params, int lanes);
+
 const char* skip_layer_norm_launch(const SkipLayerNormParams& params, const SkipLayerNormConfig& config, void* stream);
 
 }  // namespace sd_ort

@@ -19,6 +19,14 @@ struct SoftmaxParams {
   std::vector<Output> outputs() const { return {{weights, static_cast<size_t>(rows * columns), dtype}}; }
 };
 
-const char* softmax_launch(const SoftmaxParams& params, void* stream);
+struct SoftmaxConfig {
+  static constexpr int64_t kMostHeld = 16384;  // numbers that a block's registers hold
+  bool in_registers;                           // rows of up to kMostHeld numbers, read once; else three times
+  bool vectors;                                // 4 numbers an access; else one
+};
+
+// What suits a call: candidates.cc.
+SoftmaxConfig softmax_default(const SoftmaxParams& params);
+const char* softmax_launch(const SoftmaxParams& params, const SoftmaxConfig& config, void* stream);
 
 }  // namespace sd_ort

@@ -37,12 +37,12 @@ struct UpsampleNearestBinding {
   static void bind(Tensors& tensors, Params& params) {
     const Tensor x = tensors.input(0);
     require(x.shape.size() == 4, "UpsampleNearest: X must be (N, H, W, C)");
-    params.rows = x.shape[0] * x.shape[1];
+    params.rows = x.size() == 0 ? 0 : x.shape[0] * x.shape[1];
     params.width = x.shape[2];
     params.channels = x.shape[3];
     params.x = x.data;
-    params.y =
-        tensors.output(0, {x.shape[0], x.shape[1] * params.scale_height, x.shape[2] * params.scale_width, x.shape[3]});
+    params.y = tensors.output(0, {x.shape[0], multiply_sizes(x.shape[1], params.scale_height),
+                                  multiply_sizes(x.shape[2], params.scale_width), x.shape[3]});
   }
 
   static void cpu(const Params& params, const Parallel& parallel) { upsample_nearest_cpu(params, parallel); }
@@ -50,7 +50,7 @@ struct UpsampleNearestBinding {
  private:
   static Dim repeated(const Dim& dim, int64_t times) {
     if (times == 1) return dim;
-    return dim.known() ? Dim{dim.value * times, ""} : Dim{};
+    return dim.known() ? Dim{multiply_sizes(dim.value, times), ""} : Dim{};
   }
 };
 

@@ -26,10 +26,10 @@ struct UpsampleNearestParams {
 };
 
 struct UpsampleNearestConfig {
-  int block;  // threads: 128, 256 or 512. 256 takes any shape, the others pixels of whole 16-byte vectors
+  int vector_bytes;  // of an access: an element's to 16, which divide a pixel's bytes and the addresses
+  int block;         // threads: 256; 128 or 512 too with accesses of 16 bytes
 };
 
-bool upsample_nearest_supports(const UpsampleNearestParams& params, const UpsampleNearestConfig& config);
 const char* upsample_nearest_launch(const UpsampleNearestParams& params, const UpsampleNearestConfig& config,
                                     void* stream);
 

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Mapping
+
 import numpy as np
 
-from custom_ops.op import Array, Case, Shape
+from custom_ops.op import DTYPES, Array, Case, Shape
 
 NAME = "WinogradConv"
 INPUTS = ("X", "W", "B")
 OUTPUTS = ("Y",)
 PARAMETERS = ()
+
+
+class Params(ctypes.Structure):
+    """struct WinogradConvParams of op.h."""
+
+    _fields_ = (
+        ("dtype", ctypes.c_int32),
+        ("x", ctypes.c_void_p),
+        ("filters", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("batch", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+        ("height", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("filter_count", ctypes.c_int64),
+    )
+
+
+def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
+    """The call's Params; `address` maps input and output names to addresses."""
+    pointers = (address[name] for name in ("X", "W", "B", "Y"))
+    return Params(DTYPES[dtype][0], *pointers, *case.inputs["X"], case.inputs["B"][0])
 
 
 def output_shapes(case: Case) -> dict[str, Shape]:

@@ -152,6 +152,7 @@ class Convolution {
         channels(round_up(p.channels, kLanes)) {}
 
   void run(const Parallel& parallel) const {
+    if (p.batch == 0 || p.filter_count == 0 || p.height == 0 || p.width == 0) return;
     const int64_t rows = p.batch * tiles_down;
     const int64_t rows_at_once = kBlock < tiles_across ? 1 : kBlock / tiles_across;
     const int64_t blocks = divide_up(rows, rows_at_once);
@@ -244,6 +245,7 @@ class Convolution {
     const int64_t tiles = tiles_of(block), sums_stride = stride(block, kPanel);
     float* panel = scratch.get(kPositions * (panel_stride + sums_stride));
     float* sums = panel + kPositions * panel_stride;
+    if (channels == 0) memset(sums, 0, kPositions * sums_stride * sizeof(float));
     for (int64_t channel = 0; channel < channels; channel += kDepth) {
       const int64_t depth = depth_from(channel);
       transform_filters(filter, channel, depth, panel, panel_stride);

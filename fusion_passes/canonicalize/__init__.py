@@ -7,13 +7,16 @@ import onnx_ir.passes.common as common
 
 from fusion_passes.canonicalize import (
     attention,
+    einsum,
     gelu,
     group_normalization,
     layer_normalization,
     slices,
+    splits,
+    sums,
     transposes,
 )
-from fusion_passes.canonicalize.attention import operator, scales
+from fusion_passes.canonicalize.attention import batched, joined, operator, scales
 from fusion_passes.canonicalize.facts import fix_channels, fold, reshape_targets
 from fusion_passes.canonicalize.operand_order import order_operands
 from fusion_passes.canonicalize.opset import OPSET, declare_opset, why_not_fused
@@ -24,12 +27,17 @@ __all__ = ["CANONICAL", "canonicalize", "why_not_fused"]
 
 CANONICAL: tuple[Pass, ...] = (
     slices.PASS,
+    einsum.PASS,
     group_normalization.PASS,
     gelu.PASS,
     layer_normalization.PASS,
+    splits.PASS,
+    sums.PASS,
     transposes.PASS,
     scales.PASS,
     attention.PASS,
+    batched.PASS,
+    joined.PASS,
 )
 
 
@@ -48,16 +56,20 @@ def canonicalize(model: ir.Model) -> dict[str, Outcome]:
         return done
     order_operands(model)
     _run(model, slices.PASS, done)
+    _run(model, einsum.PASS, done)
     _run(model, group_normalization.PASS, done)
     _run(model, operator.PASS, done)
     if declare_opset(model) or model.graph.opset_imports[""] >= OPSET:
         _run(model, gelu.PASS, done)
         _run(model, layer_normalization.PASS, done)
-    while _run(model, transposes.PASS, done) + _run(model, scales.PASS, done):
+    while sum(_run(model, each, done) for each in (transposes.PASS, scales.PASS, splits.PASS)):
         pass
+    _run(model, sums.PASS, done)
     _run(model, attention.PASS, done)
+    _run(model, batched.PASS, done)
+    _run(model, joined.PASS, done)
     apply(model, scales.AFTER)
-    while _run(model, transposes.PASS, done):
+    while sum(_run(model, each, done) for each in (transposes.PASS, splits.PASS)):
         pass
     reshape_targets(model)
     return done

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from fusion_passes import checks as c
 from fusion_passes.operators.record import DOMAIN
 from fusion_passes.pass_ import Case
+from fusion_passes.recipes import note
 from fusion_passes.rewriting import unique
 from fusion_passes.rule import Rule, rule_pass
 
@@ -34,13 +35,20 @@ def flattens_positions(x: ir.Value | None, flat: ir.Value | None) -> bool:
     return before is not None and after is not None and len(after) == 3 < len(before) and before[:2] == after[:2]
 
 
-def _group_norm(
-    op: Any, x: ir.Value, gamma: np.ndarray, beta: np.ndarray, groups: int, epsilon: float, out: ir.Value
-) -> Any:
+def _affine(
+    op: Any, sources: list[ir.Value], numbers: list[np.ndarray], operation: str, arguments: list[Any], out: ir.Value
+) -> list[ir.Value]:
+    """gamma and beta [channels] as new initializers, made by a recipe's operation from `sources`."""
+    return [
+        note(op.initializer(ir.tensor(np.ascontiguousarray(a)), name=unique(out, name)), operation, argument, [source])
+        for name, a, argument, source in zip(("gamma", "beta"), numbers, arguments, sources, strict=True)
+    ]
+
+
+def _group_norm(op: Any, x: ir.Value, affine: list[ir.Value], groups: int, epsilon: float) -> Any:
     return op.GroupNorm(
         x,
-        op.initializer(ir.tensor(np.ascontiguousarray(gamma)), name=unique(out, "gamma")),
-        op.initializer(ir.tensor(np.ascontiguousarray(beta)), name=unique(out, "beta")),
+        *affine,
         groups=groups,
         epsilon=epsilon,
         activation=0,
@@ -90,7 +98,8 @@ class FromInstanceNormalization(Rule):
         assert gamma is not None
         assert beta is not None
         epsilon = node.attributes.get_float("epsilon", 1e-5)
-        return _group_norm(op, x, gamma.ravel(), beta.ravel(), c.size(grouped, 1) or 1, epsilon, out)
+        made = _affine(op, [weight, bias], [gamma.ravel(), beta.ravel()], "reshape", [[-1], [-1]], out)
+        return _group_norm(op, x, made, c.size(grouped, 1) or 1, epsilon)
 
 
 class FromGroupNormalization(Rule):
@@ -117,8 +126,11 @@ class FromGroupNormalization(Rule):
         assert node is not None
         assert channels is not None
         groups = node.attributes["num_groups"].as_int()
-        gamma, beta = (np.repeat(a, channels // a.size) for a in (c.constant(scale), c.constant(bias)) if a is not None)
-        return _group_norm(op, x, gamma, beta, groups, node.attributes.get_float("epsilon", 1e-5), out)
+        old = [a for a in (c.constant(scale), c.constant(bias)) if a is not None]
+        times = [channels // a.size for a in old]
+        repeated = [np.repeat(a, n) for a, n in zip(old, times, strict=True)]
+        made = _affine(op, [scale, bias], repeated, "repeat", times, out)
+        return _group_norm(op, x, made, groups, node.attributes.get_float("epsilon", 1e-5))
 
 
 class BeforeFlattening(Rule):

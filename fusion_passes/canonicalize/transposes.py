@@ -64,6 +64,8 @@ class FlattenSpatial(Rule):
         before, after = c.dims(x), c.dims(flat)
         if before is None or after is None or len(before) != 4 or len(after) != 3 or before[:2] != after[:2]:
             return "the Reshape does not flatten the two spatial axes"
+        if c.perm(x) == [0, 2, 1, 3]:
+            return "it merges heads, and flattens no image"
         return None if isinstance(before[1], int) else "the number of channels is unknown"
 
     def rewrite(self, op: Any, x: ir.Value, flat: ir.Value, **_: Any) -> Any:
@@ -81,17 +83,26 @@ class UnflattenSpatial(Rule):
 
     def refuse(self, x: ir.Value, shape: ir.Value, out: ir.Value, **_: Any) -> str | None:
         before, after, source = c.dims(x), c.dims(out), shape.producer()  # other Reshapes may read the same Shape
-        if before is None or after is None or len(before) != 3 or len(after) != 4 or before[::2] != after[:2]:
+        if before is None or after is None or len(before) != 3 or len(after) != 4 or before[2] != after[1]:
             return "the Reshape does not restore two spatial axes"
-        if source is None or source.op_type != "Shape" or not c.same_shape(out, source.inputs[0]):
-            return "the shape is not that of the tensor it is taken from"
-        return None
+        if before[0] != after[0]:
+            return "the batch may be another behind the Reshape"
+        if source is not None and source.op_type == "Shape" and c.same_shape(out, source.inputs[0]):
+            return None
+        if any(reader.op_type == "Transpose" for reader in c.users(out)):
+            return "what it makes is transposed again: heads, and no image"
+        known = c.is_constant(shape) and isinstance(after[1], int)
+        return None if known else "the shape is not that of the tensor it is taken from"
 
-    def rewrite(self, op: Any, x: ir.Value, shape: ir.Value, **_: Any) -> Any:
+    def rewrite(self, op: Any, x: ir.Value, shape: ir.Value, out: ir.Value, **_: Any) -> Any:
         source = shape.producer()
-        assert source is not None
-        like = op.Transpose(source.inputs[0], perm=[0, 2, 3, 1])
-        return op.Transpose(op.Reshape(x, op.Shape(like)), perm=[0, 3, 1, 2])
+        if source is not None and source.op_type == "Shape":
+            target = op.Shape(op.Transpose(source.inputs[0], perm=[0, 2, 3, 1]))
+        else:
+            channels, *sides = (c.ints(shape) or [])[1:]
+            channels = channels if channels > 0 else c.size(out, 1) or 1
+            target = op.initializer(ir.tensor([0, *sides, channels], dtype=ir.DataType.INT64), name=unique(out, "nhwc"))
+        return op.Transpose(op.Reshape(x, target), perm=[0, 3, 1, 2])
 
 
 RULES = (MergeTransposes, BatchedTranspose, FlattenSpatial, UnflattenSpatial)
@@ -119,7 +130,7 @@ CASES = [
     Case(
         "axes that are no heads",
         _HEADER
-        + """g (float[B,4,6,8] x) => (float[B,8,4,6] y) <int64[3] three = {0, 24, 8}, int64[4] four = {0, 8, 4, 6}> {
+        + """g (float[B,4,6,8] x) => (float[B,4,8,6] y) <int64[3] three = {0, 24, 8}, int64[4] four = {0, 4, 8, 6}> {
             a = Reshape (x, three)
             t = Transpose <perm = [0, 2, 1]> (a)
             y = Reshape (t, four)
@@ -168,8 +179,18 @@ CASES = [
             a = Transpose <perm = [0, 2, 1]> (x)
             y = Reshape (a, s)
         }""",
+        ops={"Transpose": 1, "Reshape": 1},
+        sizes={"B": 2, "L": 15, "W": 5},
+    ),
+    Case(
+        "spatial axes and a share of the channels",
+        _HEADER
+        + """g (float[B,L,8] x) => (float[B,4,6,W] y) <int64[4] s = {0, 4, 6, -1}> {
+            a = Transpose <perm = [0, 2, 1]> (x)
+            y = Reshape (a, s)
+        }""",
         fires=0,
-        refused="taken from",
+        refused="does not restore",
         sizes={"B": 2, "L": 15, "W": 5},
     ),
     Case(

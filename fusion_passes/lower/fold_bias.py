@@ -105,7 +105,7 @@ def _give(graph: ir.Graph, reader: ir.Node, index: int, bias: ir.Value) -> None:
     if there is not None:
         width = c.size(bias, 0)
         assert width is not None
-        bias = derived(graph, f"{reader.outputs[0].name}.bias", [there, bias], [width], lambda a, b: a + b)
+        bias = derived(graph, f"{reader.outputs[0].name}.bias", [there, bias], [width], "add")
     if len(reader.inputs) <= index:
         reader.resize_inputs(index + 1)
     reader.replace_input_with(index, bias)
@@ -122,7 +122,7 @@ def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value) -> None:
     assert width is not None
     others = [(reader, index) for reader, index in x.uses() if reader is not norm]  # may come before the norm
     name = f"{old.name}.bias"
-    row = derived(graph, f"{name}_row", [bias], [1, 1, 1, width], lambda a: a.reshape(1, 1, 1, width))
+    row = derived(graph, f"{name}_row", [bias], [1, 1, 1, width], "reshape", [1, 1, 1, width])
     batch = ir.node("Shape", [x], {"start": 0, "end": 1})
     shape = ir.node("Concat", [batch.outputs[0], constant(graph, f"{name}_width", [1, 1, width])], {"axis": 0})
     rows = ir.node("Expand", [row, shape.outputs[0]])

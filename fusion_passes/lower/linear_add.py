@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
 from fusion_passes import checks as c
@@ -153,11 +152,7 @@ def _matrix(graph: ir.Graph, node: ir.Node) -> ir.Value:
     filters, channels = c.size(weight, 0), c.size(weight, 3)
     assert filters is not None
     assert channels is not None
-
-    def matrix(a: np.ndarray) -> np.ndarray:
-        return a.reshape(filters, channels).T
-
-    return derived(graph, f"{node.outputs[0].name}.matrix", [weight], [channels, filters], matrix)
+    return derived(graph, f"{node.outputs[0].name}.matrix", [weight], [channels, filters], "matrix", filters)
 
 
 def _case(name: str, body: str, fires: int = 1, refused: str | None = None, **ops: int) -> Case:

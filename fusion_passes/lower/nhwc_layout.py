@@ -2,6 +2,7 @@
 
     Conv(x NCHW) => NhwcConv(x NHWC, weight [M,kH,kW,C/g])        GroupNorm, SkipGroupNorm => channels_last=1
     Add, Mul, Sigmoid, Concat, Resize, Pad between them           => the same node on NHWC tensors
+    AveragePool, MaxPool of [N,C,H,W]                             => the same in three dimensions of [N,1,H,W,C]
     Transpose(x, 0231) of a tensor that is NHWC by now            => nothing: [B,HW,C] is a Reshape of it
 
 One walk through the graph gives every tensor that can have one an NHWC twin. What still needs NCHW (graph outputs,
@@ -28,6 +29,7 @@ from fusion_passes.shapes.rules import repeats
 
 TO_NHWC, TO_NCHW = [0, 2, 3, 1], [0, 3, 1, 2]
 ELEMENTWISE = frozenset("Add Cast Clip Div Erf Gelu Mish Mul Relu Sigmoid Softplus Sub Swish Tanh".split())
+POOLS = frozenset({"AveragePool", "MaxPool"})
 
 
 def nhwc_layout(model: ir.Model) -> Outcome:
@@ -83,6 +85,9 @@ class _Walk:
             return self._resize(node)
         if node.op_type == "Pad":
             return self._pad(node)
+        if node.op_type in POOLS and len(node.outputs) == 1:
+            self._pool(node)
+            return None
         return f"{node.op_type} has no channels-last form here"
 
     def twin(self, value: ir.Value, before: ir.Node) -> ir.Value:
@@ -154,7 +159,7 @@ class _Walk:
         shape = c.dims(weight)
         assert shape is not None
         sizes = [int(shape[axis]) for axis in TO_NHWC]
-        moved = derived(self.graph, f"{weight.name}.{node.outputs[0].name}.nhwc", [weight], sizes, _channels_last)
+        moved = derived(self.graph, f"{weight.name}.{node.outputs[0].name}.nhwc", [weight], sizes, "transpose", TO_NHWC)
         # Kernels and the function body want every attribute, whether it is the default or not.
         defaults = {"dilations": [1, 1], "group": 1, "kernel_shape": sizes[1:3], "strides": [1, 1]}
         attributes = defaults | {name: a.value for name, a in node.attributes.items()}
@@ -199,7 +204,7 @@ class _Walk:
                 inputs.append(value)
             elif c.is_constant(value) and shape is not None and len(shape) == 3 and shape[1:] == [1, 1]:
                 name = f"{node.outputs[0].name}.{value.name}.row"
-                inputs.append(derived(self.graph, name, [value], [int(shape[0])], lambda a: a.reshape(-1)))
+                inputs.append(derived(self.graph, name, [value], [int(shape[0])], "reshape", [-1]))
             elif shape is not None and len(shape) == 4 and shape[2:] == [1, 1] and isinstance(shape[1], int):
                 inputs.append(self._column(value, node))
             elif shape is not None and len(shape) == 4:
@@ -239,9 +244,27 @@ class _Walk:
         self.replace(node, "Pad", [self.twin(x, node), value, *node.inputs[2:]], attributes)
         return None
 
-
-def _channels_last(weight: np.ndarray) -> np.ndarray:
-    return weight.transpose(TO_NHWC)
+    def _pool(self, node: ir.Node) -> None:
+        """A pool over positions is one over [H,W,C] with windows of one channel."""
+        x, y, name = node.inputs[0], node.outputs[0], node.outputs[0].name
+        assert x is not None
+        axis = constant(self.graph, f"{name}.nhwc_axis", [1])
+        volume = ir.node("Unsqueeze", [self.twin(x, node), axis])
+        attributes = {key: a.value for key, a in node.attributes.items()}
+        for key in ("kernel_shape", "strides", "dilations"):
+            if key in attributes:
+                attributes[key] = [*attributes[key], 1]
+        if "pads" in attributes:
+            top, left, bottom, right = attributes["pads"]
+            attributes["pads"] = [top, left, 0, bottom, right, 0]
+        pooled = ir.node(node.op_type, volume.outputs, attributes)
+        for made, like, suffix in ((volume, x, "volume"), (pooled, y, "pooled")):
+            made.metadata_props.update(node.metadata_props)
+            self._describe(made.outputs[0], like)
+            made.outputs[0].name = f"{name}.nhwc_{suffix}"
+            made.outputs[0].shape = like.shape and ir.Shape([like.shape[0], 1, *(like.shape[i] for i in (2, 3, 1))])
+            self.graph.insert_before(node, made)
+        self.replace(node, "Squeeze", [pooled.outputs[0], axis], {})
 
 
 def _case(name: str, body: str, fires: int = 1, refused: str | None = None, extra: str = "", **ops: int) -> Case:
@@ -264,6 +287,15 @@ CASES = [
     _case("beside the channels", f"{_CONV}  z = Concat <axis = 1> (a, x)", Concat=1, Transpose=2),
     _case("upsampling", f"{_CONV}  z = Resize <{_FLOOR}> (a, , twice)", Resize=1, Transpose=2),
     _case("a frame", f"{_CONV}  z = Pad (a, frame)", Pad=1, Transpose=2),
+    _case(
+        "average pool",
+        f"{_CONV}  z = AveragePool <kernel_shape = [2, 2], strides = [2, 2]> (a)",
+        AveragePool=1,
+        Transpose=2,
+    ),
+    _case(
+        "padded pool", f"{_CONV}  z = MaxPool <kernel_shape = [3, 3], pads = [1, 0, 1, 2]> (a)", MaxPool=1, Transpose=2
+    ),
     _case("weight that is an input", "z = Conv (x, w)", 0, "not constant", ", float[8,8,3,3] w", Conv=1, Transpose=0),
     _case("softmax over rows", f"{_CONV}  z = Softmax <axis = 3> (a)", 1, "Softmax has no", Transpose=2),
     _case("one number a column", f"{_CONV}  z = Mul (a, odd)", 1, "neither an image", Transpose=2),

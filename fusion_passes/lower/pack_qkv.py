@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
@@ -79,10 +78,7 @@ def _pack(graph: ir.Graph, node: ir.Node, sources: Sequence[Projection]) -> ir.V
     assert width is not None
     name = f"{node.outputs[0].name}.{'qkv' if parts == 3 else 'kv'}"
 
-    def interleave(*weights: np.ndarray) -> np.ndarray:
-        return np.stack([w.reshape(rows, heads, -1) for w in weights], axis=2).reshape(rows, -1)
-
-    weight = derived(graph, f"{name}_weight", [w for _, w in sources], [rows, parts * width], interleave)
+    weight = derived(graph, f"{name}_weight", [w for _, w in sources], [rows, parts * width], "interleave", heads)
     product = ir.node("MatMul", [x, weight])
     shape = constant(graph, f"{name}_shape", [0, 0, heads, parts, width // heads])
     split = ir.node("Reshape", [product.outputs[0], shape])

@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from custom_ops import GPU_OPERATORS, gpu
+from custom_ops.libraries import GpuLibrary
 from custom_ops.op import Case, Operator, load
 from sd_ort.runtime import build
 
@@ -33,7 +34,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=12_000_000, help="largest input checked, in elements")
     parser.add_argument("--operators", nargs="*", default=GPU_OPERATORS)
     options = parser.parse_args()
-    library = gpu.GpuLibrary(options.library or build.build_gpu(options.arch))
+    library = GpuLibrary(options.library or build.build_gpu(options.arch))
     memory = gpu.DeviceMemory()
     if options.one_case:
         gpu.guard_bytes = 0
@@ -70,7 +71,7 @@ def elements(case: Case) -> int:
     return max(prod(shape) for shape in case.inputs.values())
 
 
-def calls(library: gpu.GpuLibrary, operator: Operator, one_case: bool, limit: int) -> Iterator[tuple[Case, str, int]]:
+def calls(library: GpuLibrary, operator: Operator, one_case: bool, limit: int) -> Iterator[tuple[Case, str, int]]:
     """Case, dtype and how many elements its buffers lie off 16-byte alignment."""
     small = [case for case in operator.cases if not case.benchmark]
     if one_case:
@@ -86,7 +87,7 @@ def calls(library: gpu.GpuLibrary, operator: Operator, one_case: bool, limit: in
             yield case, "float16", 0
 
 
-def covering(library: gpu.GpuLibrary, operator: Operator, cases: list[Case]) -> Iterator[Case]:
+def covering(library: GpuLibrary, operator: Operator, cases: list[Case]) -> Iterator[Case]:
     """The largest case under 100 000 elements, and others until every candidate has met one that it takes."""
     met: set[int] = set()
     fitting = [case for case in cases if elements(case) < 100_000 and "float16" in case.dtypes]

@@ -46,8 +46,8 @@ from sd_ort.family.presets import PRESETS
 from sd_ort.family.signatures import MODEL_OF
 from sd_ort.graphs import hoist
 from sd_ort.optimize.optimizer import optimize_component
-from sd_ort.optimize.targets import CUDA, CUDA_CONTRIB
-from sd_ort.runtime import captured, machine, session
+from sd_ort.optimize.targets import CUDA, CUDA_CONTRIB, TARGETS
+from sd_ort.runtime import captured, machine, providers, session
 
 ROUNDS = 7
 
@@ -258,6 +258,32 @@ def ort_engine(
     return lambda: bound.run(wait=False), lambda: torch.from_numpy(value.numpy())
 
 
+def provider_engine(
+    library: Path, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size
+) -> tuple[Callable[[], Any], Callable[[], torch.Tensor]]:
+    """As `ort_engine`, on our own provider: hoisted, tuned, captured."""
+    provider = f"plugin:{library}"
+    path = raw.parents[2] / "provider" / raw.parent.name / folder.MODEL
+    hoisted = path.parent.name == hoist.PARTS["step"]
+    made = optimize_component(raw, path, TARGETS["gpu"], "float16", calibrate=False, hoisted=hoisted)
+    print(f"  optimized: {made['counts']}", flush=True)
+    feeds = {key: half(key, value).cpu().numpy() for key, value in inputs.items()}
+    if hoisted:
+        feeds["timestep"] = np.repeat(feeds["timestep"], len(feeds["sample"]))
+        for name in ("prompt", "time"):
+            part = path.parent.with_name(hoist.PARTS[name]) / path.name
+            once = session.Model(session.create_session(part, provider, portable=True))
+            feeds |= once(**{key: feeds[key] for key in once.inputs})
+    started = time.perf_counter()
+    opened = session.create_session(path, provider, graph=True, tuning=True, portable=True)
+    print(f"  session opened in {time.perf_counter() - started:.2f} s", flush=True)
+    model = captured.GraphModel(opened, providers.provider_named(provider).device)
+    bound = model.bind({key: feeds[key] for key in model.inputs})
+    (value,) = bound.outputs.values()
+    assert tuple(value.shape()) == tuple(shape)
+    return lambda: bound.run(wait=False), lambda: torch.from_numpy(value.numpy())
+
+
 # ---- Timing
 
 
@@ -359,6 +385,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64, help="edge of the latent")
     parser.add_argument("--graph", type=Path, help="raw export without weights")
     parser.add_argument("--variants", default="all", help="numbers of VARIANTS, as 1,2,5")
+    parser.add_argument("--provider", type=Path, help="libsd_ort_ep_cuda.so: measure our own provider too")
     parser.add_argument("--calls", type=int, default=20, help="calls a round")
     parser.add_argument("--peers", default="compile", help="of eager, compile; empty for none")
     parser.add_argument("--work", type=Path, default=Path("/tmp/sd_ort_step"))
@@ -401,6 +428,11 @@ def main() -> None:
             engines.append(Engine(label, run, output, time.perf_counter() - started))
             say(f"{label} ready in {engines[-1].ready_s:.1f} s")
             gc.collect()
+        if options.provider:
+            started = time.perf_counter()
+            run, output = provider_engine(options.provider, raw, inputs, reference.shape)
+            engines.append(Engine("SdOrtCuda", run, output, time.perf_counter() - started))
+            say(f"SdOrtCuda ready in {engines[-1].ready_s:.1f} s")
         times = time_rounds(engines, options.calls)
         say("timed")
         rows = []

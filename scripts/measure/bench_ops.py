@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from custom_ops.gpu import GpuLibrary
+from custom_ops.libraries import GpuLibrary
 from custom_ops.op import Case, Operator, load
 from sd_ort.runtime import build
 

@@ -2,7 +2,7 @@
 
     sd-ort export --preset sd15 --random-weights --component unet EXPORT
     sd-ort export --preset sd15 --random-weights --component unet --exporter torchscript --opset 17 EXPORT17
-    sd-ort build-ops --cpu
+    pip install '.[openvino]'
     python scripts/measure/compare_cpu.py EXPORT EXPORT17 --threads 2
 
 writes results/cpu_unet_sd15.{json,md}. Instead of a folder a graph of scripts/fixtures/make_graph_fixtures.py will do
@@ -78,7 +78,11 @@ def make_onnxscript(source: Path, out: Path) -> None:
 
 @dataclass(frozen=True)
 class Engine:
-    """A way to run the UNet: `model` names what `make` makes, `library` says whether the op library is registered."""
+    """A way to run the UNet: `model` names what `make` makes, `library` says whether the op library is registered.
+
+    `peer`: whether it is one of those that the fastest is chosen from; bfloat16 is beside the contest of float32.
+    `openvino`: run by OpenVINO, in this precision.
+    """
 
     name: str
     model: str
@@ -86,6 +90,7 @@ class Engine:
     library: bool = False
     torchscript: bool = False
     peer: bool = False
+    openvino: str = ""
 
 
 ENGINES = (
@@ -94,6 +99,8 @@ ENGINES = (
     Engine("ort fusions", "ort17", make_ort, torchscript=True, peer=True),
     Engine("ort fusions, same export", "ort", make_ort, peer=True),
     Engine("onnxscript", "onnxscript", make_onnxscript, peer=True),
+    Engine("OpenVINO", "raw", make_raw, peer=True, openvino="float32"),
+    Engine("OpenVINO, bfloat16", "raw", make_raw, openvino="bfloat16"),
     Engine("ours cpu, no library", "cpu", make_ours("cpu")),
     Engine("ours cpu", "cpu", make_ours("cpu"), library=True),
     Engine("ours portable, no library", "portable", make_ours("portable")),
@@ -101,10 +108,9 @@ ENGINES = (
 )
 
 
-def inputs(session: Any, edge: int) -> dict[str, np.ndarray]:
-    """Random inputs of the UNet, the same for every engine."""
+def inputs(context: int, edge: int) -> dict[str, np.ndarray]:
+    """Random inputs of the UNet, the same for every engine; `context`: elements of a token."""
     random = np.random.default_rng(edge)
-    context = next(i.shape[-1] for i in session.get_inputs() if i.name == "encoder_hidden_states")
     return {
         "sample": random.standard_normal((BATCH, 4, edge, edge)).astype(np.float32),
         "timestep": np.array([501], np.float32),
@@ -112,7 +118,19 @@ def inputs(session: Any, edge: int) -> dict[str, np.ndarray]:
     }
 
 
-def serve(model: str, threads: int, library: str, profile: str, pattern: str) -> None:
+Step = Callable[[dict[str, np.ndarray]], np.ndarray]
+
+
+def open_openvino(model: str, threads: int, precision: str) -> tuple[Step, int]:
+    """A function that runs a step, and the elements of a token."""
+    from sd_ort.benchmark.engines.openvino import compile_model
+
+    compiled = compile_model(Path(model), precision, threads)
+    context = compiled.input("encoder_hidden_states").partial_shape[2].get_length()
+    return lambda feed: np.array(compiled(feed)[0]), context
+
+
+def serve(model: str, threads: int, library: str, profile: str, pattern: str, openvino: str) -> None:
     """In an engine's process: open the model, then run a step for every line on stdin that holds a latent edge.
 
     Peers have ONNX Runtime's default options, ours are opened as `runtime.session` does: without a memory pattern.
@@ -120,6 +138,30 @@ def serve(model: str, threads: int, library: str, profile: str, pattern: str) ->
     Answers with a line of JSON: seconds of the step, MB of resident memory at its peak so far. The line
     "save EDGE FILE" writes the output.
     """
+    started = time.perf_counter()
+    session = None
+    if openvino:
+        step, context = open_openvino(model, threads, openvino)
+    else:
+        session = open_onnxruntime(model, threads, library, profile, pattern)
+        step = lambda feed: session.run(None, feed)[0]  # noqa: E731
+        context = next(i.shape[-1] for i in session.get_inputs() if i.name == "encoder_hidden_states")
+    answer({"open_s": time.perf_counter() - started})
+    for line in sys.stdin:
+        words = line.split()
+        save = words[0] == "save"
+        feed = inputs(context, int(words[1] if save else words[0]))
+        started = time.perf_counter()
+        output = step(feed)
+        seconds = time.perf_counter() - started
+        if save:
+            np.save(words[2], output)
+        answer({"s": seconds})
+    if session is not None and profile:
+        session.end_profiling()
+
+
+def open_onnxruntime(model: str, threads: int, library: str, profile: str, pattern: str) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -130,21 +172,7 @@ def serve(model: str, threads: int, library: str, profile: str, pattern: str) ->
         options.register_custom_ops_library(library)
     if profile:
         options.enable_profiling, options.profile_file_prefix = True, profile
-    started = time.perf_counter()
-    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    answer({"open_s": time.perf_counter() - started})
-    for line in sys.stdin:
-        words = line.split()
-        save = words[0] == "save"
-        feed = inputs(session, int(words[1] if save else words[0]))
-        started = time.perf_counter()
-        output = session.run(None, feed)[0]
-        seconds = time.perf_counter() - started
-        if save:
-            np.save(words[2], output)
-        answer({"s": seconds})
-    if profile:
-        session.end_profiling()
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def answer(values: dict[str, float]) -> None:
@@ -159,7 +187,7 @@ class Process:
         library = str(options.library) if engine.library else ""
         profile = str(options.profile / engine.name.replace(" ", "_")) if options.profile else ""
         command = [sys.executable, __file__, "--serve", str(model), str(options.threads), library, profile]
-        command.append("pattern" if engine.peer else "no pattern")
+        command += ["pattern" if engine.peer else "no pattern", engine.openvino]
         pinned = ["taskset", "-c", options.cpus] if options.cpus else []
         self.process = subprocess.Popen(pinned + command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -298,7 +326,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="folder for ONNX Runtime's profiles")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "cpu_unet_sd15")
     parser.add_argument("--make", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--serve", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=6, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         return serve(options.serve[0], int(options.serve[1]), *options.serve[2:])

@@ -97,11 +97,12 @@ def cell(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("exports", nargs="+", type=Path)
-    parser.add_argument("--dtypes", nargs="*", default=["float32", "float16", "bfloat16"])
+    parser.add_argument("--dtypes", nargs="*", help="precisions (all that the target has)")
     parser.add_argument("--target", default="cuda")
     parser.add_argument("--work", type=Path, help="where optimized folders are put for a moment")
     parser.add_argument("--resume", action="store_true", help="keep the rows there are")
     options = parser.parse_args()
+    options.dtypes = options.dtypes or TARGETS[options.target].dtypes
     path = RESULTS / "fusion_errors.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if options.resume and path.is_file() else []
     done = {tuple(row[key] for key in KEYS) for row in rows}

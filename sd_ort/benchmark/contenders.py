@@ -38,6 +38,8 @@ NAMES = (
     "onnxscript",
     *TORCH,
     "tensorrt",
+    "openvino",
+    "openvino-bf16",
 )
 
 
@@ -145,6 +147,9 @@ def _named(name: str, first: Engine, torch_engine: Sequence[Engine], provider: s
         return [replace(_made(raw, f"ORT optimizer {short}{graph}", ("ort", provider, dtype)), graph=bool(graph))]
     if kind == "onnxscript":
         return [_made(raw, f"onnxscript {short}", ("onnxscript", dtype))]
+    if kind == "openvino":
+        short, variant = ("bf16", "bfloat16") if words else ("fp32", "float32")
+        return [replace(raw, label=f"OpenVINO {short}", engine="openvino", variant=variant)]
     return [replace(raw, label="TensorRT fp16", engine="tensorrt")]
 
 

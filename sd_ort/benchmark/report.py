@@ -7,7 +7,6 @@ benchmark` writes (benchmark, ablation, mlperf, profile), whichever of them the 
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -18,7 +17,7 @@ from sd_ort.benchmark.record import FORMAT
 from sd_ort.benchmark.tables import COLUMNS, faster, ratio_note
 from sd_ort.benchmark.worker import image_name
 from sd_ort.core import files
-from sd_ort.core.errors import InputError
+from sd_ort.core.errors import InputError, first_line
 
 KINDS = ("benchmark", "ablation", "mlperf", "profile")
 PAGE = "report.html"
@@ -49,11 +48,8 @@ def read(folder: Path) -> dict[str, Row]:
 
 
 def _load(path: Path) -> Row:
-    try:
-        report = json.loads(path.read_text())
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON ({error}): run the benchmark again.") from error
-    if not isinstance(report, dict) or report.get("format") != FORMAT:
+    report = files.read_json(path)
+    if report.get("format") != FORMAT:
         raise InputError(f"{path} is of another version of sd-ort: run the benchmark again.")
     return report
 
@@ -63,7 +59,12 @@ def _load(path: Path) -> Row:
 
 def write(folder: Path) -> Path:
     """Write `folder`/report.html from the reports in it, and return its path. Raises InputError when it has none."""
-    files.write_text(folder / PAGE, page(read(folder), folder))
+    reports = read(folder)
+    try:
+        text = page(reports, folder)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:  # any of its hundred fields
+        raise InputError(f"{folder} holds a damaged report ({first_line(error)}): run the benchmark again.") from error
+    files.write_text(folder / PAGE, text)
     return folder / PAGE
 
 

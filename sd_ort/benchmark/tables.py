@@ -44,13 +44,14 @@ def to_csv(report: dict[str, Any]) -> str:
         if row["status"] != "ok" or "step_ms" not in row:
             continue
         on_device = "device_" if "device_first_run_memory_MB" in row else ""
+        version = versions.get(row["engine"], onnxruntime)
         key, scale = ("image_s", row["batch"]) if "image_s" in row else ("step_ms", 1e-3)
         writer.writerow(
             {
                 "model_name": " ".join(filter(None, (row["model"], settings["component"]))),
                 "directory": row["directory"],
                 "engine": row["engine"],
-                "version": versions.get("torch", "") if row["engine"] == "torch" else onnxruntime,
+                "version": version,
                 "provider": settings["provider"],
                 "disable_safety_checker": True,
                 "height": row["height"],

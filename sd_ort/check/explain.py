@@ -23,6 +23,7 @@ from sd_ort.graphs import hoist
 from sd_ort.graphs.load import load
 from sd_ort.graphs.scopes import scope
 from sd_ort.optimize.targets import TARGETS, Target
+from sd_ort.runtime.session import blaming
 
 REACH = 8  # nodes between what is left and the end of the match that refused it
 
@@ -57,7 +58,8 @@ def explain(path: Path, components: list[str] | None = None) -> dict[str, Any]:
     Raises InputError for what is neither, and for an optimized folder whose source is gone.
     """
     if path.is_file():
-        return {"components": {path.parent.name: _component(path, None, {})}}
+        with blaming(path):
+            return {"components": {path.parent.name: _component(path, None, {})}}
     manifest = folder.read_manifest(path) if path.is_dir() else {}
     names = [name for name in folder.components(path) if not _is_hoisted_part(path, name)]
     missing = [name for name in components or () if name not in names]
@@ -67,12 +69,15 @@ def explain(path: Path, components: list[str] | None = None) -> dict[str, Any]:
     for name in [name for name in names if not components or name in components]:
         model = folder.check_component(path, name)
         if manifest.get("stage") != "optimize":
-            entries[name] = _component(model, None, {})
+            with blaming(model):
+                entries[name] = _component(model, None, {})
             continue
         source = Path(manifest.get("source", {}).get("folder") or path)
         if not (source / name / folder.MODEL).is_file():
             raise InputError(f"{path} was made from {source}, which is gone: restore it, or explain another export.")
-        entries[name] = _component(folder.check_component(source, name), model, manifest)
+        raw = folder.check_component(source, name)
+        with blaming(raw):
+            entries[name] = _component(raw, model, manifest)
     return {"components": entries}
 
 

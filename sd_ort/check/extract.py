@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sd_ort.core import folder, onnx_file
 from sd_ort.core.errors import InputError, OutputError
+from sd_ort.runtime.session import blaming
 
 if TYPE_CHECKING:
     import onnx
@@ -33,7 +34,8 @@ def extract(path: Path, component: str, start: Sequence[str], end: Sequence[str]
         raise OutputError(f"{output} exists: remove it or choose another name.")
     model_path = folder.check_component(path, component)
     model = onnx_file.read(model_path)
-    cut = _cut(model, start, end)
+    with blaming(model_path):
+        cut = _cut(model, start, end)
     _bring_functions(model, cut)
     for tensor in cut.graph.initializer:
         onnx_file.embed(tensor)

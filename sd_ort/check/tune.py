@@ -11,7 +11,8 @@ from pathlib import Path
 
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError, ProviderError
-from sd_ort.family.inputs import component_config, pixels_a_latent, random_inputs
+from sd_ort.family.configs import component_config
+from sd_ort.family.inputs import pixels_a_latent, random_inputs
 from sd_ort.family.signatures import default_latents
 from sd_ort.graphs.load import load
 from sd_ort.runtime import tuning

@@ -18,7 +18,8 @@ import onnx_ir as ir
 
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError, VerificationError
-from sd_ort.family.inputs import SIZES, Arrays, component_config, random_inputs, recorded_inputs
+from sd_ort.family.configs import component_config
+from sd_ort.family.inputs import SIZES, Arrays, random_inputs, recorded_inputs
 from sd_ort.graphs import hoist
 from sd_ort.graphs.cpu_emulation import cpu_twin, half_type, loads_on_cpu
 from sd_ort.graphs.load import load
@@ -183,6 +184,6 @@ def _runnable(path: Path, provider: str, portable: bool, notes: list[str]) -> It
         return
     with cpu_twin(path) as (twin, done):
         notes += [f"{path.parent.name}: {note}." for note in done]
-        if loads_on_cpu(load(path)):
+        if twin != path and loads_on_cpu(load(path)):
             create_session(path, portable=portable)
         yield twin

@@ -91,6 +91,7 @@ def command(
       ort, onnxscript          their optimizers
       ours-graph, ort-graph    the same, UNet calls captured as a CUDA or HIP graph (ours-hoist-graph: both)
       torch, torch-channels-last, torch-compile, torch-graph, xformers, tensorrt
+      openvino, openvino-bf16  one component on the CPU
     """
     from sd_ort.benchmark import contenders, report, runner, tables
     from sd_ort.benchmark.engines.contract import Settings

@@ -28,6 +28,7 @@ import click
     help="How much noise covers --image [default: 0.8, 1 with --mask].",
 )
 @click.option("--control-image", type=click.Path(path_type=Path, dir_okay=False), help="What the ControlNet is shown.")
+@click.option("--lora", "loras", multiple=True, metavar="FILE[:STRENGTH]", help="A LoRA on top; can be repeated.")
 @click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ... [default: the model's].")
 @click.option("--provider", default="cpu", show_default=True, help="cpu, cuda, rocm, migraphx, or plugin:LIBRARY.")
 @click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")
@@ -55,6 +56,7 @@ def command(
     mask: Path | None,
     strength: float | None,
     control_image: Path | None,
+    loras: tuple[str, ...],
     scheduler: str | None,
     provider: str,
     allow_fallback: bool,
@@ -75,7 +77,10 @@ def command(
     """
     from sd_ort.core.errors import InputError, OutputError
     from sd_ort.core.folder import MERGED, components
+    from sd_ort.pipeline.arguments import check_numbers, check_seeds, check_text
 
+    check_text([prompt, negative or ""])
+    check_numbers(height, width, num_images, guidance=guidance, strength=strength)
     if image is None and (mask is not None or strength is not None):
         raise InputError("--mask and --strength change a picture: give it with --image.")
     pictures = {"image": image, "mask_image": mask, "control_image": control_image}
@@ -83,6 +88,7 @@ def command(
     components(folder)  # a wrong folder is said before the seconds that importing torch takes
     guidance = default_guidance(folder) if guidance is None else guidance
     first = random.randrange(2**31) if seed is None else seed
+    check_seeds(first, num_images)
     seeds = range(first, first + num_images)
     paths = image_paths(out, prompt, seeds)
     if not overwrite and (taken := [path for path in paths if path.exists()]):
@@ -109,6 +115,11 @@ def command(
         threads=threads,
         allow_fallback=allow_fallback,
     )
+    strengths = [lora_strength(lora) for lora in loras]
+    for number, (lora, _) in enumerate(strengths):
+        pipeline.load_lora_weights(lora, f"lora{number}")
+    if strengths:
+        pipeline.set_adapters([f"lora{i}" for i in range(len(strengths))], [strength for _, strength in strengths])
     settings = {
         "prompt": prompt,
         "negative_prompt": negative or "",
@@ -118,6 +129,7 @@ def command(
         "model": str(folder),
         **{name: str(path) for name, path in pictures.items() if path is not None},
         **({} if strength is None else {"strength": str(strength)}),
+        **({"loras": ", ".join(loras)} if loras else {}),
     }
     arguments = opened if strength is None else {**opened, "strength": strength}
     for start in range(0, num_images, batch):
@@ -144,6 +156,19 @@ def default_guidance(folder: Path) -> float:
     from sd_ort.core.folder import read_manifest
 
     return demo.GUIDANCE if read_manifest(folder).get("source", {}).get("model") == "demo" else 7.5
+
+
+def lora_strength(text: str) -> tuple[str, float]:
+    """FILE:0.8 -> (FILE, 0.8), FILE -> (FILE, 1.0). Raises InputError for a strength that is no number."""
+    from sd_ort.core.errors import InputError
+
+    path, colon, strength = text.rpartition(":")
+    if not colon or strength.endswith(".safetensors"):
+        return text, 1.0
+    try:
+        return path, float(strength)
+    except ValueError as error:
+        raise InputError(f"--lora {text}: {strength!r} is no strength; write FILE or FILE:0.8.") from error
 
 
 def open_picture(path: Path) -> object:

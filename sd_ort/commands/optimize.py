@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import click
+
+from sd_ort.core.errors import InputError
+from sd_ort.core.folder import MODEL
 
 
 @click.command()
@@ -31,6 +36,9 @@ import click
     help="Run the prompt's and the schedule's part of the UNet once [default: with --float16 on cuda and rocm].",
 )
 @click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
+@click.option("--config", metavar="MODEL", help="Diffusers folder or hub id of the family of an IN in one file.")
+@click.option("--vae", type=click.Path(path_type=Path), help="Take the VAE of this file instead of the checkpoint's.")
+@click.option("--unsafe-pickle", is_flag=True, help="Read .ckpt and .bin, as weights alone; only if you trust them.")
 def command(
     source: Path,
     output: Path,
@@ -40,8 +48,15 @@ def command(
     inputs: Path | None,
     hoisted: bool | None,
     components: tuple[str, ...],
+    config: str | None,
+    vae: Path | None,
+    unsafe_pickle: bool,
 ) -> None:
     """Fuse the pipeline folder IN for a target and write it to OUT.
+
+    IN is a folder that `sd-ort export` wrote, or a checkpoint as `export` takes it (a diffusers folder, a .safetensors
+    file, a hub id, `demo`). A checkpoint of an architecture that was optimized before with these options fills the
+    template kept from then, in seconds and without tracing; the first one is exported on the way.
 
     The default target is what the installed ONNX Runtime wheel drives. `portable` runs on any ONNX runtime: each fused
     operator carries its meaning as a model-local function, and a registered operator library takes over where it has a
@@ -49,17 +64,25 @@ def command(
     """
     from sd_ort.optimize.optimizer import COUNTED, optimize
 
-    manifest = optimize(
-        source,
-        output,
-        target=target,
-        dtype=dtype or "float32",
-        components=list(components) or None,
-        calibrate=calibrate,
-        inputs=inputs,
-        hoisted=hoisted,
-        report=click.echo,
-    )
+    options: dict[str, Any] = {
+        "target": target,
+        "dtype": dtype or "float32",
+        "components": list(components) or None,
+        "calibrate": calibrate,
+        "inputs": inputs,
+        "hoisted": hoisted,
+        "report": click.echo,
+    }
+    if is_checkpoint(source):
+        from sd_ort.family.checkpoints import FileOptions
+        from sd_ort.from_checkpoint import optimize_checkpoint
+
+        files = FileOptions(config, vae, unsafe_pickle)
+        manifest = optimize_checkpoint(str(source), output, files=files, **options)
+    else:
+        if config or vae or unsafe_pickle:
+            raise InputError(f"--config, --vae and --unsafe-pickle go with a checkpoint: {source} is none.")
+        manifest = optimize(source, output, **options)
     entries = manifest["components"]
     rows = [op for op in COUNTED if any(op in entry["counts"] for entry in entries.values())]
     click.echo(f"{'':26}" + "".join(f"{name:>16}" for name in entries))
@@ -68,6 +91,8 @@ def command(
     for name, entry in entries.items():
         if "not_fused" in entry:
             click.echo(f"{name}: not fused: {entry['not_fused']}.")
+        if "few" in entry:
+            click.echo(f"{name}: only {entry['few']} fused; `sd-ort explain {output}` says why.", err=True)
         for reason in entry["not_lowered"]:
             click.echo(f"{name}: {reason}; they run as sd_ort operators.")
         if "hoisted" in entry:
@@ -77,3 +102,11 @@ def command(
         for site in entry.get("float32_sites", ()):
             click.echo(f"    {site['max_abs']:>12.0f}  {site['op']:24}{site['value']}")
     click.echo(f"Wrote {output}")
+
+
+def is_checkpoint(source: Path) -> bool:
+    """Whether IN is what `sd-ort export` takes rather than what it writes."""
+    if source.is_dir():
+        return (source / "model_index.json").is_file() and not any(source.glob(f"*/{MODEL}"))
+    hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)) and not source.parent.exists()
+    return source.is_file() or str(source) == "demo" or bool(hub_id)

@@ -315,7 +315,7 @@ def _schema(op: str, opset: int) -> tuple[dict[str, int], set[str], int, int] | 
         schema = onnx.defs.get_schema(op, opset, "")
     except onnx.defs.SchemaError:
         return None
-    types = {name: int(attribute.type.value) for name, attribute in schema.attributes.items()}
+    types = {name: int(attribute.type) for name, attribute in schema.attributes.items()}
     required = {name for name, attribute in schema.attributes.items() if attribute.required}
     return types, required, schema.min_input, schema.max_input
 

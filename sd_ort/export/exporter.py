@@ -25,11 +25,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fusion_passes.recipes import dump
 from sd_ort.core.errors import InputError, OutputError, VerificationError, first_line
 from sd_ort.core.files import code_hash, read_json
 from sd_ort.core.folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
 from sd_ort.core.paths import output_path
 from sd_ort.core.quiet import quiet
+from sd_ort.export.origins import equal_tensors, origins
 from sd_ort.export.tracing import DEFAULT_OPSET, EXPORTERS, OPSETS, tidy
 from sd_ort.family.checkpoints import FileOptions, Source, component_signature, is_sdxl, open_source
 from sd_ort.family.modules import wrap
@@ -124,11 +126,13 @@ def export_component(source: Source, component: str, folder: Path, options: Opti
         args = [example(t, TRACE, config, seed + 1) for t in signature.inputs]
         graph = _to_onnx(module, args, signature, options, scratch, component)
         tidy(graph, signature)
+        tensors = model.state_dict()  # without what wrapping took away
+        recipes, equal = dump(origins(graph, tensors)), [list(pair) for pair in equal_tensors(tensors)]
         nodes = len(graph.graph)
         ir.save(graph, folder / MODEL, external_data=DATA, alignment=ALIGNMENT)
     for value in graph.graph.initializers.values():  # onnxscript's rules keep the last graph they saw: not its weights
         value.const_value = None
-    del model, module, args, outputs, graph
+    del model, module, args, outputs, graph, tensors
     shutil.rmtree(scratch)
     torch.compiler.reset()
     gc.collect()
@@ -143,6 +147,8 @@ def export_component(source: Source, component: str, folder: Path, options: Opti
         "nodes": nodes,
         "bytes": sum((folder / name).stat().st_size for name in (MODEL, DATA)),
         "seconds": round(time.perf_counter() - started, 1),
+        "weights": recipes,
+        **({"equal_weights": equal} if equal else {}),
     }
 
 

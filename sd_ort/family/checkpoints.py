@@ -20,10 +20,10 @@ from typing import Any, Protocol
 import torch
 
 from sd_ort.core.errors import InputError, first_line
-from sd_ort.core.files import read_json
 from sd_ort.core.folder import CONFIG_FOLDERS, MODEL, copy_configs, read_index, tree_hash
 from sd_ort.core.quiet import no_progress_bars
 from sd_ort.family import presets, signatures
+from sd_ort.family.configs import read_config
 from sd_ort.family.hub import download_configs, download_model, download_pipeline
 from sd_ort.family.presets import PRESETS
 from sd_ort.family.random_weights import fill_random, write_byte_tokenizer
@@ -102,6 +102,13 @@ class FolderSource:
         parts = [tree_hash(self.folder_of(model)) for model in self.configs]
         parts += [tree_hash(self.folder / name) for name in CONFIG_FOLDERS]
         return hashlib.sha256("".join([json.dumps(self.index, sort_keys=True), *parts]).encode()).hexdigest()
+
+    def weight_files(self, model: str) -> list[Path]:
+        """The files that `load` reads a model's weights from."""
+        folder, options = self.folder_of(model), _weights(self.folder_of(model))
+        found = sorted(folder.glob("*.safetensors" if options["use_safetensors"] else "*.bin"))
+        kept = [path for path in found if (".fp16" in path.name) == (options["variant"] is not None)]
+        return [path for path in kept if not path.name.count(".non_ema.")]
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -291,7 +298,7 @@ def open_folder(name: str, folder: Path) -> FolderSource:
             raise InputError(f"{folder} has a {model} of class {cls}; sd-ort exports {', '.join(CLASSES)}.")
         if (folder / model / MODEL).is_file():
             raise InputError(f"{folder} holds ONNX models already: give it to `sd-ort optimize`.")
-        configs[model] = read_json(folder / model / "config.json", f"{folder} lacks its {model}")
+        configs[model] = read_config(folder / model / "config.json", f"{folder} lacks its {model}")
     if "unet" not in configs:
         raise InputError(f"{folder} has no UNet: sd-ort exports Stable Diffusion 1.x, 2.x and XL pipelines.")
     for part in ("scheduler", "tokenizer", "tokenizer_2"):
@@ -316,7 +323,7 @@ def _check_unet(folder: Path, config: Config) -> None:
 
 def with_controlnet(source: FolderSource, folder: Path) -> FolderSource:
     """The pipeline with a ControlNet from another folder. Raises InputError when that is none, or not its size."""
-    config = read_json(folder / "config.json", f"{folder} is no ControlNet")
+    config = read_config(folder / "config.json", f"{folder} is no ControlNet")
     if config.get("_class_name") != "ControlNetModel":
         raise InputError(f"{folder} holds a {config.get('_class_name')}, not a ControlNetModel.")
     for key in ("cross_attention_dim", "block_out_channels"):

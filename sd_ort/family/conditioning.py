@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sd_ort.core.errors import InputError
-from sd_ort.core.files import read_json
+from sd_ort.core.errors import InputError, first_line
+from sd_ort.family.configs import component_config
 
 log = logging.getLogger("sd_ort")
 
@@ -38,8 +38,12 @@ def guidance_embedding(scale: float, width: int) -> torch.Tensor:
 
 def text_length(folder: Path, name: str, tokenizer: Any) -> int:
     """Tokens the text encoder `name` takes, usually 77."""
-    limit = read_json(folder / name / "config.json").get("max_position_embeddings", 77)
-    return min(int(tokenizer.model_max_length), int(limit))
+    limit = component_config(folder, name, required=True).get("max_position_embeddings", 77)
+    longest = tokenizer.model_max_length
+    length = min(longest, limit) if isinstance(longest, int | float) else 0
+    if length < 3:
+        raise InputError(f"{folder / name} takes {length} tokens, and its prompt needs 3: export the pipeline again.")
+    return int(length)
 
 
 def text_encoders(index: dict[str, Any]) -> list[str]:
@@ -53,8 +57,9 @@ def _tokenizer(folder: Path, name: str) -> Any:
 
     try:
         return CLIPTokenizer.from_pretrained(folder / name, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder / name} holds no CLIP tokenizer: export the pipeline again.") from error
+    except Exception as error:  # transformers and its Rust half each fail in their own ways
+        reason = first_line(error)
+        raise InputError(f"{folder / name} holds no CLIP tokenizer ({reason}): export the pipeline again.") from error
 
 
 def token_ids(tokenizer: Any, prompts: Sequence[str], length: int) -> np.ndarray:

@@ -7,7 +7,6 @@ time_ids are the sizes of a square image. The same seed gives the same numbers.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import onnx_ir as ir
 from fusion_passes import checks as c
 from sd_ort.core.errors import InputError
 from sd_ort.family import signatures
+from sd_ort.family.configs import component_config
 
 Arrays = dict[str, np.ndarray]
 
@@ -34,20 +34,6 @@ ALIASES: Mapping[str, signatures.Axis] = {
     "width_latent": "width", "latent_height": "height", "latent_width": "width",
 }  # fmt: skip
 SD_SCALING_FACTOR = 0.18215
-
-
-def component_config(folder: Path, component: str) -> dict[str, Any]:
-    """config.json of a component, or {} when its folder has none. Raises InputError for one that is no JSON object."""
-    path = folder / component / "config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON ({error}): copy it from the original model.") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{path} is not a JSON object: copy it from the original model.")
-    return config
 
 
 def pixels_a_latent(folder: Path) -> int:

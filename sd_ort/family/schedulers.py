@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from sd_ort.core.errors import InputError, first_line
-from sd_ort.core.files import read_json
+from sd_ort.family.configs import scheduler_config
+
+STEP_LIMIT = 5000  # denoising steps; a schedule as a matrix has their square
 
 
 def make_scheduler(folder: Path, scheduler: Any = None) -> Any:
@@ -18,8 +20,8 @@ def make_scheduler(folder: Path, scheduler: Any = None) -> Any:
     """
     if scheduler is not None and not isinstance(scheduler, str):
         return scheduler
-    config = read_json(folder / "scheduler" / "scheduler_config.json")
-    cls = scheduler_class(scheduler or config["_class_name"])
+    config = scheduler_config(folder)
+    cls = scheduler_class(config.get("_class_name", "") if scheduler is None else scheduler)
     try:
         _try_a_step(cls.from_config(config))
         return cls.from_config(config)
@@ -42,6 +44,8 @@ def _try_a_step(scheduler: Any) -> None:
 
 def set_timesteps(scheduler: Any, steps: int) -> None:
     """Raises InputError for a number of steps that the scheduler refuses, such as more than LCM was distilled for."""
+    if not 1 <= steps <= STEP_LIMIT:
+        raise InputError(f"{steps} steps are not between 1 and {STEP_LIMIT}.")
     try:
         scheduler.set_timesteps(steps)
     except ValueError as error:

@@ -87,7 +87,7 @@ class SingleFileSource:
     @cached_property
     def hash(self) -> str:
         files = [self.file, *(p for name in CONFIG_FOLDERS for p in sorted((self.base.folder / name).glob("*")))]
-        files += [p for name in self.configs for p in _weights(self.base, name) if name not in self.held]
+        files += [p for name in self.configs for p in self.base.weight_files(name) if name not in self.held]
         parts = [json.dumps([self.index, self.configs], sort_keys=True), *(sha256(file) for file in files)]
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
@@ -159,7 +159,7 @@ def open_file(path: Path, config: Path | None = None, unsafe_pickle: bool = Fals
     for name in base.configs:
         if name in held:
             _convert(path, name, base, _own(tensors, name))  # shapes alone: half a checkpoint is told at once
-        elif not _weights(base, name):
+        elif not base.weight_files(name):
             what, option = ("VAE", "--vae FILE or ") if name == "vae" else (name.replace("_", " "), "")
             raise InputError(f"{path} has no {what}: give {option}a whole diffusers folder of its family as --config.")
     about = f"{path.name}: {FAMILIES[family]}, {_types(path)}" + "".join(
@@ -327,11 +327,6 @@ def _family_folder(path: Path, family: str) -> FolderSource:
 
 
 # --- To diffusers' modules ------------------------------------------------------------------------------------------
-
-
-def _weights(base: FolderSource, model: str) -> list[Path]:
-    folder = base.folder_of(model)
-    return sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
 
 
 def _convert(path: Path, model: str, base: FolderSource, tensors: Tensors) -> torch.nn.Module:

@@ -90,8 +90,12 @@ def half_type(model: ir.Model) -> ir.DataType | None:
 
 
 def loads_on_cpu(model: ir.Model) -> bool:
-    """Whether the CPU provider has a kernel, or a function body, for every operator and the type of `model`."""
-    return half_type(model) != ir.DataType.BFLOAT16 and not any(_not_on_cpu(node) for node in model.graph)
+    """Whether the CPU provider has a kernel, or a function body, for every operator and the type of `model`.
+
+    It has no bfloat16 but that of weights which are cast at once.
+    """
+    bfloat16 = any(value.dtype == ir.DataType.BFLOAT16 for value in (*model.graph.inputs, *model.graph.outputs))
+    return not bfloat16 and not any(_not_on_cpu(node) for node in model.graph)
 
 
 def round_to_half(model: ir.Model, half: ir.DataType) -> None:

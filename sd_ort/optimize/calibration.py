@@ -25,7 +25,8 @@ from fusion_passes.operators import bodies
 from fusion_passes.shapes.types import is_statistic
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
-from sd_ort.family.inputs import Arrays, component_config, random_inputs, recorded_inputs
+from sd_ort.family.configs import component_config
+from sd_ort.family.inputs import Arrays, random_inputs, recorded_inputs
 
 # A value stays in float32 when it came within this factor of the type's largest number: other prompts and noise move
 # the extremes of an activation by a small factor (VAE decoders, other seeds: below 2).

@@ -11,7 +11,7 @@ import importlib.metadata
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import onnx_ir as ir
 
 import fusion_passes
-from fusion_passes import CONTRIB, DOMAIN, OPERATORS
+from fusion_passes import CONTRIB, DOMAIN, OPERATORS, recipes
 from fusion_passes.operators import bodies
 from fusion_passes.pass_ import run_all, totals
 from sd_ort.core import folder
@@ -30,13 +30,18 @@ from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
 from sd_ort.optimize import calibration, precision
 from sd_ort.optimize.targets import TARGETS, Target, default_target
-from sd_ort.runtime.session import check_opens
+from sd_ort.runtime.session import blaming, check_opens
 
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
     *(operator.name for operator in OPERATORS if operator.counted),
     *("Attention", "LayerNormalization", "Conv", "Transpose"),
 )
+# What exporters make attention and group normalization from, by the name that a user knows.
+SITES = {
+    "attentions": ("Softmax", "Attention"),
+    "group normalizations": ("InstanceNormalization", "GroupNormalization"),
+}
 Report = Callable[[str], None]
 REWRITING = threading.Lock()
 
@@ -59,18 +64,23 @@ def optimize(
     """Fuse every component of the pipeline folder `source` into the folder `output`, and return its manifest.
 
     target: a name in `TARGETS`; None: what the installed ONNX Runtime wheel drives. dtype: "float32", "float16" or
-    "bfloat16". calibrate: whether float16 conversion runs each component to find what must stay in float32 (None: the
-    components that are small enough), on made-up inputs or on the recorded `inputs` (see `family.inputs`). hoisted:
-    split the UNet into a graph that runs once a prompt, one that runs once a schedule and one that runs every step
-    (see `graphs.hoist`); None: in float16 for the targets in `HOISTING`. An `output` that was made from the same input
-    with the same options and is intact is left as it is. Raises InputError for a source that cannot be read and
-    OutputError when the output cannot be written; then nothing is left behind.
+    "bfloat16", one that the target has. calibrate: whether float16 conversion runs each component to find what must
+    stay in float32 (None: the components that are small enough), on made-up inputs or on the recorded `inputs` (see
+    `family.inputs`). hoisted: split the UNet into a graph that runs once a prompt, one that runs once a schedule and
+    one that runs every step (see `graphs.hoist`); None: in float16 for the targets in `HOISTING`. An `output` that was
+    made from the same input with the same options and is intact is left as it is. Raises InputError for a source that
+    cannot be read and OutputError when the output cannot be written; then nothing is left behind.
     """
     if target is None:
         target, why = default_target()
         report(f"target {target}: {why}.")
     if target not in TARGETS:
         raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
+    if dtype not in TARGETS[target].dtypes:
+        others = ", ".join(name for name, each in TARGETS.items() if dtype in each.dtypes)
+        raise InputError(f"target {target} has kernels without {dtype}: use --float16, or a target of {others}.")
+    if TARGETS[target].half_weights and (calibrate or inputs):
+        raise InputError(f"target {target} computes in float32, where nothing overflows: leave calibration out.")
     if dtype != "float16" and (calibrate or inputs):
         raise InputError(f"calibration is for --float16: {dtype} has the range of float32, so leave it out.")
     output = output_path(output, source)
@@ -99,21 +109,24 @@ def optimize(
     if _is_done(output, manifest):
         report(f"{output} is up to date.")
         return folder.read_manifest(output)
+    described = folder.read_manifest(source).get("components", {})
     with folder.staged(output, source) as work:
         folder.copy_configs(source, work, names)
 
         def make(name: str, stopped: threading.Event) -> None:
             started = time.perf_counter()
-            entry = optimize_component(
-                paths[name],
-                work / name / folder.MODEL,
-                TARGETS[target],
-                dtype,
-                calibrate=calibrate,
-                inputs=inputs,
-                hoisted=hoisted and name == hoist.PARTS["step"],
-                stopped=stopped,
-            )
+            with blaming(paths[name]):
+                entry = optimize_component(
+                    paths[name],
+                    work / name / folder.MODEL,
+                    TARGETS[target],
+                    dtype,
+                    calibrate=calibrate,
+                    inputs=inputs,
+                    hoisted=hoisted and name == hoist.PARTS["step"],
+                    stopped=stopped,
+                    known=described.get(name, {}).get("weights"),
+                )
             for written in hoist.PARTS.values() if "hoisted" in entry else [name]:
                 _go_on(stopped)
                 check_opens(work / written / folder.MODEL)
@@ -172,42 +185,66 @@ def optimize_component(
     inputs: Path | None = None,
     hoisted: bool = False,
     stopped: threading.Event | None = None,
+    known: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Optimize one `model.onnx` into another; returns counts by rule and by operator. Options as for `optimize`.
+
+    known: the recipes of the source's weights (see `fusion_passes.recipes`); without, they are made of its own names.
 
     Raises CancelledError soon after another thread set `stopped`; the output is then incomplete.
     """
     model = load(source)
-    before = sum(1 for _ in model.graph)
+    recipes.begin(model, known)
+    before = Counter(node.op_type for node in model.graph)
     _go_on(stopped)
     with REWRITING:
         canonical = fusion_passes.canonicalize(model)
         not_fused = fusion_passes.why_not_fused(model)
         fused = fusion_passes.fuse(model, target.fusions)
+        few = why_few(before, Counter(node.op_type for node in model.graph))
         lowered = run_all(model, target.passes)
     _go_on(stopped)
     output.parent.mkdir(parents=True, exist_ok=True)
-    measured = calibration.Calibration("")
-    if dtype == "float16":
+    measured = None
+    if dtype == "float16" and not target.half_weights:
         measured = calibration.calibrate(model, source, output.parent, wanted=calibrate, recorded=inputs)
-    if dtype != "float32":
-        precision.convert(model, dtype, keep=measured.nodes, float32_inputs=target.float32_inputs)
+    if dtype != "float32" and not target.half_weights:
+        keep = measured.nodes if measured else ()
+        precision.convert(model, dtype, keep=keep, float32_inputs=target.float32_inputs)
     kept = lower_operators(model, target)
     parts = {hoist.PARTS[name]: part for name, part in hoist.split(model).items()} if hoisted else {}
     _go_on(stopped)
     for name, part in (parts or {output.parent.name: model}).items():
+        if dtype != "float32" and target.half_weights:
+            precision.store_weights(part, dtype)
         save(part, output.parent.with_name(name) / output.name, lambda: _go_on(stopped))
     nodes = Counter(node.op_type for part in (parts.values() or [model]) for node in part.graph)
     return {
-        "nodes_before": before,
+        "nodes_before": before.total(),
         "nodes": sum(nodes.values()),
         "rules": totals(canonical, fused, lowered),
         "counts": {op: nodes[op] for op in COUNTED if nodes[op]},
         "not_lowered": kept,
+        "weights": recipes.dump(recipes.collect(parts.values() or [model])),
         **({"not_fused": not_fused} if not_fused else {}),
+        **({"few": few} if few else {}),
         **({"hoisted": {name: len(part.graph) for name, part in parts.items()}} if hoisted else {}),
-        **({"calibration": measured.note, "float32_sites": measured.sites} if dtype == "float16" else {}),
+        **({"calibration": measured.note, "float32_sites": measured.sites} if measured else {}),
     }
+
+
+def why_few(before: Mapping[str, int], after: Mapping[str, int]) -> str | None:
+    """What was fused where that is less than half of what looks like attention, or like normalization; else None.
+
+    `before`, `after`: operators of the source and of the fused graph. An attention is a Softmax or an Attention, a
+    normalization of groups what exporters make it from.
+    """
+    few = []
+    for name, operators in SITES.items():
+        there, left = (sum(counts.get(op, 0) for op in operators) for counts in (before, after))
+        if left > there / 2:
+            few.append(f"{max(there - left, 0)} of {there} {name}")
+    return ", ".join(few) or None
 
 
 def lower_operators(model: ir.Model, target: Target) -> list[str]:

@@ -93,7 +93,9 @@ class Target:
     """One execution provider: the passes that it runs, and for each fused operator the limit of the provider's kernel.
 
     `fusions`, then `passes`, the lowerings, run in this order. Operators absent from `contrib` run as `sd_ort`
-    operators. `float32_inputs` are inputs (operator, index) that stay in fp32 in a half precision model.
+    operators. `float32_inputs` are inputs (operator, index) that stay in fp32 in a half precision model. `dtypes` are
+    the precisions that its kernels take; with `half_weights` half precision is that of the weights at rest alone, which
+    are cast to float32 while a session is opened.
     """
 
     name: str
@@ -101,6 +103,8 @@ class Target:
     contrib: Mapping[str, Limit] = field(default_factory=dict)
     fusions: tuple[Pass, ...] = FUSIONS
     float32_inputs: frozenset[tuple[str, int]] = frozenset()
+    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
+    half_weights: bool = False
 
 
 _FLOAT32_INPUTS = frozenset((operator.name, i) for operator in OPERATORS for i in operator.float32_inputs)
@@ -115,7 +119,11 @@ CPU = Target(
     "cpu",
     passes=(_NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS),
     contrib={"QuickGelu": _any, "MultiHeadAttention": _any},
+    half_weights=True,  # its kernels compute half precision in float32, with casts around each
 )
+
+# onnxruntime's schema of com.microsoft NhwcConv, read at 1.31, takes no bfloat16.
+_NO_BFLOAT16 = ("float32", "float16")
 
 # Every kernel that the CUDA provider has for fused operators.
 CUDA_CONTRIB: Mapping[str, Limit] = {
@@ -146,6 +154,7 @@ CUDA = Target(
         "MultiHeadAttention": _narrow_heads,
     },
     float32_inputs=_FLOAT32_INPUTS,
+    dtypes=_NO_BFLOAT16,
 )
 
 ROCM = Target(
@@ -153,6 +162,7 @@ ROCM = Target(
     passes=(_NO_SDPA, nhwc_layout.PASS, fold_bias.PASS, pack_qkv.PASS, upsample_nearest.PASS),
     contrib={**CUDA_CONTRIB, "MultiHeadAttention": _no_bias_input},
     float32_inputs=_FLOAT32_INPUTS,
+    dtypes=_NO_BFLOAT16,
 )
 
 MIGRAPHX = Target(
@@ -166,6 +176,7 @@ MIGRAPHX = Target(
         "QuickGelu": _any,
     },
     fusions=tuple(each for each in FUSIONS if each.name not in {"skip_group_norm", "bias_add", "bias_split_gelu"}),
+    dtypes=_NO_BFLOAT16,
 )
 
 # Our own provider (custom_ops/provider): operators of domains `sd_ort` and ai.onnx only, since contrib schemas are not

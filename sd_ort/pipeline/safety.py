@@ -6,13 +6,13 @@ A folder that has a component `safety_checker` (inputs `clip_input` (B, 3, 224, 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from sd_ort.core.files import read_json
 from sd_ort.runtime.session import Model
 
 # CLIP's preprocessing, for a folder without feature_extractor/preprocessor_config.json.
@@ -45,4 +45,4 @@ def preprocess(image: np.ndarray, config: dict[str, Any]) -> np.ndarray:
 
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "feature_extractor" / "preprocessor_config.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}

@@ -11,7 +11,7 @@ import copy
 import inspect
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.files import read_json
+from sd_ort.core.folder import read_index
 from sd_ort.core.progress import step_bar
 from sd_ort.family.conditioning import (
     _tokenizer,
@@ -33,12 +33,15 @@ from sd_ort.family.conditioning import (
     text_length,
     token_ids,
 )
+from sd_ort.family.configs import component_config
 from sd_ort.family.schedule import LinearSchedule, linear_schedule
 from sd_ort.family.schedulers import make_scheduler, set_timesteps
 from sd_ort.family.signatures import default_latents, latent_multiple, levels, time_ids_split
 from sd_ort.pipeline import safety, tiling
+from sd_ort.pipeline.arguments import check_numbers, check_seeds, check_text
 from sd_ort.pipeline.denoiser import Control, Denoiser
 from sd_ort.pipeline.device_loop import DeviceLoop, Drawing, Kept, check_finite
+from sd_ort.pipeline.lora import LoraMethods
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import Model
@@ -60,6 +63,14 @@ class PipelineOutput:
 
     images: Any
     nsfw_content_detected: list[bool] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Unpacks as diffusers' tuple does: images, flags."""
+        return iter((self.images, self.nsfw_content_detected))
+
+    def __getitem__(self, key: int | str) -> Any:
+        """`output[0]` and `output["images"]`, as of diffusers' output."""
+        return getattr(self, key) if isinstance(key, str) else tuple(self)[key]
 
 
 @dataclass
@@ -112,7 +123,7 @@ class Request:
         return len(self.prompts) * self.images_a_prompt
 
 
-class StableDiffusionPipeline:
+class StableDiffusionPipeline(LoraMethods):
     """Text to image with SD 1.x, 2.x and SDXL pipeline folders. Make one with `from_pretrained`.
 
     One pipeline may be called in several threads: on a CPU they draw at once, on a GPU they take turns, since all
@@ -142,14 +153,14 @@ class StableDiffusionPipeline:
         self.vae_tiling, self.vae_slicing, self.safety_checker = vae_tiling, vae_slicing, safety_checker
         self.device_loop = models.device != "cpu" if device_loop is None else device_loop
         self.device = DeviceLoop(models)
-        self.unet_config = read_json(folder / "unet" / "config.json")
-        self.vae_config = read_json(folder / "vae_decoder" / "config.json")
+        self.unet_config = component_config(folder, "unet", required=True)
+        self.vae_config = component_config(folder, "vae_decoder", required=True)
         self.vae_scale_factor = 2 ** (levels(self.vae_config) - 1)
-        self.index = read_json(folder / "model_index.json")
+        self.index = read_index(folder)
         self.is_xl = self.unet_config.get("addition_embed_type") == "text_time"
         names = text_encoders(self.index)
         self.text_encoders = [(_tokenizer(folder, name.replace("text_encoder", "tokenizer")), name) for name in names]
-        self.image_processor = VaeImageProcessor(vae_scale_factor=self.vae_scale_factor)
+        self.image_processor = VaeImageProcessor(vae_scale_factor=self.vae_scale_factor, do_convert_rgb=True)
 
     @classmethod
     def from_pretrained(
@@ -182,7 +193,7 @@ class StableDiffusionPipeline:
         """
         folder = Path(folder)
         models = Components(folder, provider, low_memory=low_memory, graph=graph, **session_options)
-        index = read_json(folder / "model_index.json")
+        index = read_index(folder)
         kind = str(index.get("_class_name", ""))
         if not cls.KINDS.search(kind):
             raise InputError(f"{folder} holds a {kind or 'pipeline without a class'}: give a Stable Diffusion folder.")
@@ -202,6 +213,10 @@ class StableDiffusionPipeline:
         for name in needed if not low_memory else ():
             models[name]  # opened now, so that the first image takes no longer than the second
         return pipeline
+
+    def reopen(self) -> None:
+        """Let go of captured graphs and buffers of sessions that were closed."""
+        self.device = DeviceLoop(self.models)
 
     @property
     def unet(self) -> Model:
@@ -392,6 +407,9 @@ class StableDiffusionPipeline:
         """The arguments, checked; raises InputError for what does not fit together."""
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         factor = self.size_multiple
+        check_text(prompts)
+        check_text([negative] if isinstance(negative, str) else negative or [])
+        check_numbers(height, width, len(prompts) * images if images > 0 else 1, guidance_scale=guidance, eta=eta)
         if not prompts:
             raise InputError("no prompt was given: pass a string or a list of strings.")
         if height % factor or width % factor or height < factor or width < factor:
@@ -556,7 +574,12 @@ def _generators(given: Generator, batch: int) -> torch.Generator | list[torch.Ge
     if given is None or isinstance(given, torch.Generator):
         return given
     if isinstance(given, int):
-        return torch.Generator().manual_seed(given)
+        return _seeded(given)
     if len(given) != batch:
         raise InputError(f"{len(given)} generators for {batch} images: give one, or one per image.")
-    return [torch.Generator().manual_seed(each) if isinstance(each, int) else each for each in given]
+    return [_seeded(each) if isinstance(each, int) else each for each in given]
+
+
+def _seeded(seed: int) -> torch.Generator:
+    check_seeds(seed, 1)
+    return torch.Generator().manual_seed(seed)

@@ -11,10 +11,12 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -174,9 +176,20 @@ def _compile(options: _Options, folder: Path) -> None:
 
 
 def _run(command: Sequence[str], failure: str) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        output = result.stdout + result.stderr
+    """Run a build step. An interrupt ends it and the compilers it started, which are a process group of their own."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+    )
+    try:
+        output, _ = process.communicate()
+    except BaseException:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    if process.returncode != 0:
+        if "No space left on device" in output:
+            raise OutputError(f"no space left for {cache_folder()} or {tempfile.gettempdir()}: free some disk space.")
         lines = [line for line in output.splitlines() if "error" in line.lower()] or output.splitlines()[-1:]
         print(output, file=sys.stderr)
         raise BuildError(f"{failure}: {lines[0].strip() if lines else ' '.join(command)} (whole output above)")

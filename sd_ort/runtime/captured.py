@@ -72,6 +72,12 @@ class GraphModel(Model):
         return self.captured - 1
 
 
+def place(device: str) -> dict[str, Any]:
+    """A device's name as ONNX Runtime's OrtValue takes it: "cpu" and "cuda", or "gpu:VENDOR" of a plugin provider."""
+    kind, _, vendor = device.partition(":")
+    return {"device_type": kind, "device_id": 0, **({"vendor_id": int(vendor)} if vendor else {})}
+
+
 class BoundShapes:
     """Input and output OrtValues at fixed device addresses for one set of shapes, and the graph captured over them."""
 
@@ -91,7 +97,7 @@ class BoundShapes:
         self.number = number
         value = runtime().OrtValue
         self.inputs = {
-            name: value.ortvalue_from_numpy(given, device, 0) if isinstance(given, np.ndarray) else given
+            name: value.ortvalue_from_numpy(given, **place(device)) if isinstance(given, np.ndarray) else given
             for name, given in feed.items()
         }
         self.outputs = dict(outputs or {})
@@ -103,12 +109,13 @@ class BoundShapes:
         self.waiting, self.queued = (_options(number, wait) for wait in (True, False))
         if missing:
             for name in declared:
-                self.binding.bind_output(name, device)
+                # What has no shape yet cannot be bound to a plugin's memory; on the CPU it gets its shape as well.
+                self.binding.bind_output(name, "cpu" if ":" in device else device)
             self._run(_options(UNCAPTURED, True))
             made = dict(zip(declared, self.binding.get_outputs(), strict=True))
             for name in missing:
                 dtype = DTYPES[declared[name]]
-                self.outputs[name] = value.ortvalue_from_shape_and_type(made[name].shape(), dtype, device, 0)
+                self.outputs[name] = value.ortvalue_from_shape_and_type(made[name].shape(), dtype, **place(device))
             self.binding.clear_binding_outputs()
         for name in declared:
             self.binding.bind_ortvalue_output(name, self.outputs[name])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.folder import MODEL, check_component, components
@@ -52,6 +54,7 @@ class Components(MutableMapping[str, Model]):
         self.low_memory = low_memory
         self.options = session_options
         self.opened: dict[str, Model] = {}
+        self.weights: dict[str, Mapping[str, np.ndarray]] = {}
         check_provider(provider, allow_fallback=bool(session_options.get("allow_fallback")))
         entry = provider_named(provider)
         if graph and entry.graph is None:
@@ -86,14 +89,17 @@ class Components(MutableMapping[str, Model]):
         return self.opened[name]
 
     def _open(self, name: str) -> Model:
-        path = self.folder / name / MODEL
         if self.device != "cpu" and self.graph is not False and name in CAPTURED:
             try:
-                session = create_session(path, self.provider, graph=True, **self.options)
+                session = self._session(name, graph=True)
                 return GraphModel(session, self.device, self.lock)
             except InputError as error:
                 self._cannot_capture(name, error)
-        return Model(create_session(path, self.provider, **self.options), self.lock)
+        return Model(self._session(name), self.lock)
+
+    def _session(self, name: str, **more: Any) -> Any:
+        path, weights = self.folder / name / MODEL, self.weights.get(name)
+        return create_session(path, self.provider, weights=weights, **more, **self.options)
 
     def without_graph(self, name: str, error: SdOrtError) -> None:
         """Open a component again, uncaptured, after `error` in captured runs; raises `error` if it was not captured."""
@@ -102,13 +108,19 @@ class Components(MutableMapping[str, Model]):
         self._cannot_capture(name, error)
         del self.opened[name]
         gc.collect()
-        self.opened[name] = Model(create_session(self.folder / name / MODEL, self.provider, **self.options), self.lock)
+        self.opened[name] = Model(self._session(name), self.lock)
 
     def _cannot_capture(self, name: str, error: SdOrtError) -> None:
         """Warn, or raise `error` when capturing was asked for."""
         if self.graph:
             raise error
         warn_once(f"{name} runs uncaptured, slower, since it cannot be captured as a graph: {first_line(error)}")
+
+    def replace_weights(self, weights: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """From now on open components with these initializers (by component) instead of those in their files."""
+        for name in {*self.weights, *weights}:
+            self.opened.pop(name, None)
+        self.weights = dict(weights)
 
     def __setitem__(self, name: str, model: Model) -> None:
         self.opened[name] = model

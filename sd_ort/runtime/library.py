@@ -6,11 +6,12 @@ A wheel carries one with CPU kernels beside the sources it was made of; `sd-ort 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from sd_ort.core.errors import InputError
+from sd_ort.core.files import read_json
 
 SOURCES = Path(__file__).resolve().parents[2] / "custom_ops"
 LIBRARY = "libsd_ort_ops.so"
@@ -37,8 +38,9 @@ def library_path(name: str = LIBRARY) -> Path | None:
     builds = []
     for record in (cache_folder() / "ops").glob("*/build.json"):
         library = record.parent / name
-        if json.loads(record.read_text())["sources"] == sources_hash() and library.is_file():
-            builds.append((record.stat().st_mtime, library))
+        with suppress(InputError, OSError):  # a damaged record is a build that was not finished
+            if read_json(record).get("sources") == sources_hash() and library.is_file():
+                builds.append((record.stat().st_mtime, library))
     if builds:
         return max(builds)[1]
     return SOURCES / name if (SOURCES / name).is_file() else None

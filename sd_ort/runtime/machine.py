@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-PACKAGES = ("sd-ort", "torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript", "numpy")
+PACKAGES = ("sd-ort", "torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript", "numpy", "openvino")
 MEGABYTE = 2**20
 
 

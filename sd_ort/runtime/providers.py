@@ -74,6 +74,16 @@ PROVIDERS = {
     ),
 }
 
+# Our own (custom_ops/provider) by the name of its devices; PCI vendor ids tell their memory.
+OURS = {
+    ep: Provider(ep, "", tuning={"tuning": "1"}, graph={"graph": "1"}, device=f"gpu:{vendor}", needs=needs)
+    for ep, vendor, needs in (
+        ("SdOrtHip", 0x1002, "ROCm"),
+        ("SdOrtCuda", 0x10DE, "the CUDA driver"),
+        ("SdOrtHost", 0x1D05, "nothing"),
+    )
+}
+
 # `plugin:PATH` names the provider in a shared library of its own, which ONNX Runtime loads when asked to.
 PLUGIN = "plugin:"
 
@@ -81,7 +91,8 @@ PLUGIN = "plugin:"
 def provider_named(name: str) -> Provider:
     """The table's entry for a provider name, or one for a plugin. Raises ProviderError for a name that is neither."""
     if name.startswith(PLUGIN):
-        return Provider(plugin_devices(Path(name.removeprefix(PLUGIN)))[0].ep_name, "", needs="what it drives")
+        ep = plugin_devices(Path(name.removeprefix(PLUGIN)))[0].ep_name
+        return OURS[ep] if ep in OURS else Provider(ep, "", needs="what it drives")
     if name not in PROVIDERS:
         raise ProviderError(f"unknown provider {name!r}: choose one of {', '.join(PROVIDERS)}.")
     return PROVIDERS[name]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ DTYPES = {
     "tensor(float16)": np.float16,
     "tensor(int64)": np.int64,
     "tensor(int32)": np.int32,
+    "tensor(uint8)": np.uint8,
     "tensor(bool)": np.bool_,
 }
 
@@ -51,6 +53,7 @@ def create_session(
     library: Path | None = None,
     portable: bool = False,
     profile: Path | None = None,
+    weights: Mapping[str, np.ndarray] | None = None,
 ) -> ort.InferenceSession:
     """Open `<pipeline folder>/<component>/model.onnx` on a provider.
 
@@ -58,7 +61,8 @@ def create_session(
     provider is not really used. `tuning`: let the provider search for its fastest kernels. `graph`: capture runs as
     CUDA or HIP graphs; such a session runs only through `GraphModel`. `provider_options`: more options of the
     provider, over those of the table. `library`: custom-op library to register instead of the one found; `portable`:
-    register none. `profile`: file-name prefix of ONNX Runtime's profile.
+    register none. `profile`: file-name prefix of ONNX Runtime's profile. `weights`: numbers for initializers of the
+    data file, by name, instead of those in the file; of the same shape and type.
 
     Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
     installed, not loadable or silently dropped.
@@ -73,6 +77,9 @@ def create_session(
     if graph and entry.graph is None:
         raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
     options = _session_options(provider, threads, profile)
+    if weights:
+        values = [onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for a in weights.values()]
+        options.add_external_initializers(list(weights), values)
     if not _register_ops(options, library, portable):
         _check_overloads(model_path, onnxruntime.__version__)
         if entry.device != "cpu" and not portable:
@@ -81,7 +88,7 @@ def create_session(
             warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
     if provider.startswith(PLUGIN):
         devices = plugin_devices(Path(provider.removeprefix(PLUGIN)))
-        options.add_provider_for_devices(devices, dict(provider_options or {}))
+        options.add_provider_for_devices(devices, _chosen(entry, tuning, graph, provider_options or {}))
         options.enable_mem_pattern = False  # ONNX Runtime does not look whether a plugin had memory for its one buffer
         providers = []  # those of the options; ONNX Runtime adds the CPU
     else:
@@ -128,6 +135,19 @@ def check_opens(path: Path) -> None:
             raise InputError(f"{path.parent.name} is a graph that ONNX Runtime refuses: {reason}") from error
 
 
+@contextmanager
+def blaming(path: Path) -> Iterator[None]:
+    """While a graph is rewritten: an error whose cause is the model at `path`, since ONNX Runtime refuses it too, is an
+    InputError that says why. Others go on: they are bugs."""
+    try:
+        yield
+    except (SdOrtError, CancelledError):
+        raise
+    except Exception:
+        check_opens(path)
+        raise
+
+
 def _session_options(provider: str, threads: int | None, profile: Path | None) -> Any:
     options = runtime().SessionOptions()
     options.log_severity_level = ERRORS_ONLY
@@ -146,8 +166,11 @@ def _providers(entry: Provider, tuning: bool, graph: bool, more: Mapping[str, st
     """What ONNX Runtime is asked for: the provider with its options, and the CPU for what it lacks."""
     if entry.ep == CPU_EP or entry.ep not in runtime().get_available_providers():
         return [CPU_EP]
-    chosen = {**entry.options, **(entry.tuning if tuning else {}), **((entry.graph if graph else None) or {}), **more}
-    return [(entry.ep, chosen), CPU_EP]
+    return [(entry.ep, _chosen(entry, tuning, graph, more)), CPU_EP]
+
+
+def _chosen(entry: Provider, tuning: bool, graph: bool, more: Mapping[str, str]) -> dict[str, str]:
+    return {**entry.options, **(entry.tuning if tuning else {}), **((entry.graph if graph else None) or {}), **more}
 
 
 def _ops_path(library: Path | None, portable: bool) -> Path | None:

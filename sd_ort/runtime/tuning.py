@@ -11,7 +11,6 @@ Only the file logic and the op library's C functions are here; `sd_ort.check.tun
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import hashlib
 import json
@@ -24,8 +23,9 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Protocol
 
+from custom_ops.libraries import GpuLibrary
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.core.files import write_text
+from sd_ort.core.files import mismatch, read_json, write_text
 from sd_ort.runtime.library import CUDA_LIBRARY, HIP_LIBRARY
 
 log = logging.getLogger("sd_ort")
@@ -65,16 +65,15 @@ class Source(Protocol):
 
 
 class GpuOps:
-    """The C functions of libsd_ort_cuda.so or libsd_ort_hip.so (custom_ops/gpu_library.cc)."""
+    """Tuning's part of libsd_ort_cuda.so or libsd_ort_hip.so (custom_ops/interface.h)."""
 
     def __init__(self, library: Path) -> None:
         """Raises TuningError when the library cannot be loaded."""
         try:
-            self.c = ctypes.CDLL(str(library))
-        except OSError as error:
+            self.library = GpuLibrary(library)
+        except (OSError, AttributeError) as error:
             raise TuningError(f"{library} cannot be loaded ({error}): build it again with sd-ort build-ops.") from error
-        for name in ("gpu_arch", "gpu_versions", "build_hash", "tuning_results"):
-            getattr(self.c, f"sd_ort_{name}").restype = ctypes.c_char_p
+        self.c = self.library.c
 
     def validators(self) -> dict[str, str]:
         names = {"arch": "gpu_arch", "driver": "gpu_versions", "library": "build_hash"}
@@ -82,8 +81,7 @@ class GpuOps:
 
     def results(self) -> Operators:
         operators: Operators = {}
-        for line in self.c.sd_ort_tuning_results().decode().splitlines():
-            operator, signature, candidate, own, default = line.split("\t")
+        for operator, signature, candidate, own, default in self.library.tuning_results():
             result = {"candidate": candidate, "microseconds": float(own), "default_microseconds": float(default)}
             operators.setdefault(operator, {})[signature] = result
         return operators
@@ -126,22 +124,44 @@ def path_for(validators: Mapping[str, str]) -> Path:
 def read(path: Path) -> Record:
     """A file's content. Raises TuningError that says what is wrong with it."""
     try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise TuningError(f"{path} cannot be read ({error}): tune again with sd-ort tune.") from error
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        found = record.get("format") if isinstance(record, dict) else type(record).__name__
+        record = read_json(path)
+    except InputError as error:
+        raise TuningError(f"{path} cannot be read: tune again with sd-ort tune.") from error
+    if record.get("format") != FORMAT:
+        found = record.get("format")
         raise TuningError(f"{path} has format {found}, this version reads {FORMAT}: tune again with sd-ort tune.")
-    if not isinstance(record.get("validators"), dict) or not _is_results(record.get("operators")):
+    if not {"validators", "operators"} <= record.keys() or mismatch(record, _LIKE):
         raise TuningError(f"{path} is no tuning file: validators or operators are missing or damaged.")
     return record
 
 
-def _is_results(operators: Any) -> bool:
-    return isinstance(operators, dict) and all(
-        isinstance(results, dict) and all(isinstance(r, dict) and "candidate" in r for r in results.values())
-        for results in operators.values()
+def _is_result(result: Any) -> bool:
+    """A candidate, and the times that it and the default took when they were measured here."""
+    times = ("microseconds", "default_microseconds")
+    return (
+        isinstance(result, dict)
+        and isinstance(result.get("candidate"), str)
+        and all(isinstance(result.get(key, 0.0), int | float) for key in times)
+        and (not result.get(times[0]) or times[1] in result)
     )
+
+
+def _is_of_onnxruntime(entry: Any) -> bool:
+    return isinstance(entry, dict) and {"ep", "validators", "results"} <= entry.keys()
+
+
+_LIKE = {
+    "validators": lambda value: isinstance(value, dict) and all(isinstance(text, str) for text in value.values()),
+    "operators": lambda value: (
+        isinstance(value, dict)
+        and all(isinstance(results, dict) and all(map(_is_result, results.values())) for results in value.values())
+    ),
+    "onnxruntime": lambda value: (
+        isinstance(value, list)
+        and all(map(_is_of_onnxruntime, value))
+        and not mismatch(value, [{"ep": str, "validators": dict, "results": {str: dict}}])
+    ),
+}
 
 
 def check(path: Path, record: Record, validators: Mapping[str, str]) -> None:

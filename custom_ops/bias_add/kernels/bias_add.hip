@@ -33,14 +33,10 @@ const char* launch_kernel(const BiasAddParams& p, void* stream) {
                 static_cast<T*>(p.y), vectors, p.channels / kVec);
 }
 
-bool takes_vectors(const BiasAddParams& p) {
-  return p.channels * size_of(p.dtype) % 16 == 0 && are_aligned<16>(p.x, p.bias, p.skip, p.y);
-}
-
 template <class T>
 const char* launch_type(const BiasAddParams& p, const BiasAddConfig& config, void* stream) {
   constexpr int kWide = 16 / sizeof(T);
-  if (!takes_vectors(p)) return launch_kernel<T, 1, 256>(p, stream);
+  if (!config.vectors) return launch_kernel<T, 1, 256>(p, stream);
   if (config.block == 256) return launch_kernel<T, kWide, 256>(p, stream);
   if (config.block == 512) return launch_kernel<T, kWide, 512>(p, stream);
   return launch_kernel<T, kWide, 128>(p, stream);
@@ -48,19 +44,8 @@ const char* launch_type(const BiasAddParams& p, const BiasAddConfig& config, voi
 
 }  // namespace
 
-bool bias_add_supports(const BiasAddParams& p, const BiasAddConfig& config) {
-  return config.block == 256 || takes_vectors(p);
-}
-
 const char* bias_add_launch(const BiasAddParams& p, const BiasAddConfig& config, void* stream) {
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return launch_type<float>(p, config, stream);
-    case DType::kFloat16:
-      return launch_type<half_t>(p, config, stream);
-    default:
-      return launch_type<bf16_t>(p, config, stream);
-  }
+  return with_type(p.dtype, [&](auto type) { return launch_type<typename decltype(type)::type>(p, config, stream); });
 }
 
 }  // namespace sd_ort

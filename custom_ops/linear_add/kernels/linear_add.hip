@@ -34,14 +34,7 @@ const char* launch_type(const LinearAddParams& p, void* stream) {
 }  // namespace
 
 const char* linear_add_launch(const LinearAddParams& p, void* stream) {
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return launch_type<float>(p, stream);
-    case DType::kFloat16:
-      return launch_type<half_t>(p, stream);
-    default:
-      return launch_type<bf16_t>(p, stream);
-  }
+  return with_type(p.dtype, [&](auto type) { return launch_type<typename decltype(type)::type>(p, stream); });
 }
 
 }  // namespace sd_ort

@@ -11,7 +11,7 @@
 
 namespace sd_ort {
 
-constexpr int kBlock = 256;
+constexpr int kBlock = SkipLayerNormConfig::kBlock;
 
 template <class T, int kVec, int kLanes, int kItems>
 __global__ __launch_bounds__(kBlock) void skip_layer_norm_kernel(const T* x, const T* skip, const T* gamma,
@@ -120,12 +120,6 @@ namespace {
 template <class T>
 constexpr int kWide = 16 / sizeof(T);
 
-bool takes_vectors(const SkipLayerNormParams& p) {
-  return p.channels * size_of(p.dtype) % 16 == 0 && are_aligned<16>(p.x, p.skip, p.gamma, p.beta, p.bias, p.y, p.sum);
-}
-
-int64_t vectors_per_row(const SkipLayerNormParams& p) { return p.channels * size_of(p.dtype) / 16; }
-
 template <class T, int kLanes, int kItems>
 const char* launch_rows(const SkipLayerNormParams& p, void* stream) {
   return launch(skip_layer_norm_kernel<T, kWide<T>, kLanes, kItems>, dim3(ceil_div(p.rows, kBlock / kLanes)),
@@ -142,26 +136,6 @@ const char* launch_any(const SkipLayerNormParams& p, void* stream) {
                 p.epsilon);
 }
 
-// The fewest items with which `lanes` threads hold a row; 0 when none does. Rows of Stable Diffusion are 40, 80 and 160
-// vectors of half precision: 5 items of 8, 16 and 32 lanes.
-int items_for(const SkipLayerNormParams& p, int lanes) {
-  if (!takes_vectors(p)) return 0;
-  for (int items : {2, 5, 8}) {
-    if (lanes < 32 && items != 5) continue;
-    if (vectors_per_row(p) <= lanes * items) return items;
-  }
-  return 0;
-}
-
-// Few lanes keep all of them busy; few rows need many.
-int lanes_for(const SkipLayerNormParams& p) {
-  constexpr int64_t kThreadsToFill = 1 << 15;
-  for (int lanes : {8, 16, 32}) {
-    if (items_for(p, lanes) > 0 && p.rows * lanes >= kThreadsToFill) return lanes;
-  }
-  return kBlock;
-}
-
 template <class T, int kLanes>
 const char* launch_items(const SkipLayerNormParams& p, int items, void* stream) {
   if (items == 5) return launch_rows<T, kLanes, 5>(p, stream);
@@ -169,16 +143,15 @@ const char* launch_items(const SkipLayerNormParams& p, int items, void* stream) 
     if (items == 2) return launch_rows<T, kLanes, 2>(p, stream);
     if (items == 8) return launch_rows<T, kLanes, 8>(p, stream);
   }
-  return launch_any<T>(p, stream);
+  return "no instance of this size";
 }
 
 template <class T>
 const char* launch_type(const SkipLayerNormParams& p, const SkipLayerNormConfig& config, void* stream) {
-  if (p.rows * p.channels == 0) return nullptr;
-  if (p.rows > INT32_MAX || p.channels > INT32_MAX) return "more than 2^31 rows or channels";
-  const int lanes = config.lanes > 0 ? config.lanes : lanes_for(p);
-  const int items = config.lanes < 0 ? 0 : items_for(p, lanes);
-  switch (lanes) {
+  const int items = config.lanes == 0 ? 0 : skip_layer_norm_items(p, config.lanes);
+  switch (config.lanes) {
+    case 0:
+      return launch_any<T>(p, stream);
     case 8:
       return launch_items<T, 8>(p, items, stream);
     case 16:
@@ -192,19 +165,10 @@ const char* launch_type(const SkipLayerNormParams& p, const SkipLayerNormConfig&
 
 }  // namespace
 
-bool skip_layer_norm_supports(const SkipLayerNormParams& p, const SkipLayerNormConfig& config) {
-  return config.lanes <= 0 || items_for(p, config.lanes) > 0;
-}
-
 const char* skip_layer_norm_launch(const SkipLayerNormParams& p, const SkipLayerNormConfig& config, void* stream) {
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return launch_type<float>(p, config, stream);
-    case DType::kFloat16:
-      return launch_type<half_t>(p, config, stream);
-    default:
-      return launch_type<bf16_t>(p, config, stream);
-  }
+  if (p.rows == 0 || p.channels == 0) return nullptr;
+  if (p.rows > INT32_MAX || p.channels > INT32_MAX) return "more than 2^31 rows or channels";
+  return with_type(p.dtype, [&](auto type) { return launch_type<typename decltype(type)::type>(p, config, stream); });
 }
 
 }  // namespace sd_ort

@@ -83,35 +83,24 @@ __global__ __launch_bounds__(kSoftmaxBlock) void long_softmax_kernel(const float
 namespace {
 
 template <class T, int kVec>
-const char* launch_width(const SoftmaxParams& p, void* stream) {
-  constexpr int kFew = 8 / kVec, kMany = 32 / kVec;
-  const auto kernel = p.columns <= kSoftmaxBlock * kVec * kFew    ? softmax_kernel<T, kVec, kFew>
-                      : p.columns <= kSoftmaxBlock * kVec * kMany ? softmax_kernel<T, kVec, kMany>
-                                                                  : long_softmax_kernel<T, kVec>;
+const char* launch_width(const SoftmaxParams& p, bool in_registers, void* stream) {
+  constexpr int kFew = 8 / kVec, kMany = SoftmaxConfig::kMostHeld / kSoftmaxBlock / kVec;
+  const auto kernel = !in_registers                              ? long_softmax_kernel<T, kVec>
+                      : p.columns <= kSoftmaxBlock * kVec * kFew ? softmax_kernel<T, kVec, kFew>
+                                                                 : softmax_kernel<T, kVec, kMany>;
   return launch(kernel, dim3(p.rows), dim3(kSoftmaxBlock), 0, stream, static_cast<const float*>(p.scores),
                 static_cast<T*>(p.weights), p.columns);
 }
 
-template <class T>
-const char* launch_type(const SoftmaxParams& p, void* stream) {
-  constexpr int kVec = 4;
-  const bool wide =
-      p.columns % kVec == 0 && are_aligned<kVec * sizeof(float)>(p.scores) && are_aligned<kVec * sizeof(T)>(p.weights);
-  return wide ? launch_width<T, kVec>(p, stream) : launch_width<T, 1>(p, stream);
-}
-
 }  // namespace
 
-const char* softmax_launch(const SoftmaxParams& p, void* stream) {
-  if (p.rows * p.columns == 0) return nullptr;
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return launch_type<float>(p, stream);
-    case DType::kFloat16:
-      return launch_type<half_t>(p, stream);
-    default:
-      return launch_type<bf16_t>(p, stream);
-  }
+const char* softmax_launch(const SoftmaxParams& p, const SoftmaxConfig& config, void* stream) {
+  if (p.rows == 0 || p.columns == 0) return nullptr;
+  return with_type(p.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    return config.vectors ? launch_width<T, 4>(p, config.in_registers, stream)
+                          : launch_width<T, 1>(p, config.in_registers, stream);
+  });
 }
 
 }  // namespace sd_ort

@@ -39,43 +39,18 @@ const char* launch_kernel(const UpsampleNearestParams& p, void* stream) {
                 p.channels / kVec, p.scale_height, p.scale_width);
 }
 
-template <int kBytes>
-bool takes_vectors(const UpsampleNearestParams& p) {
-  return p.channels * size_of(p.dtype) % kBytes == 0 && are_aligned<kBytes>(p.x, p.y);
-}
-
-// With the widest vectors that the call takes, kVec elements at most.
-template <class T, int kVec>
-const char* launch_widest(const UpsampleNearestParams& p, void* stream) {
-  if constexpr (kVec > 1) {
-    if (!takes_vectors<kVec * sizeof(T)>(p)) return launch_widest<T, kVec / 2>(p, stream);
-  }
-  return launch_kernel<T, kVec, 256>(p, stream);
-}
-
-template <class T>
-const char* launch_type(const UpsampleNearestParams& p, const UpsampleNearestConfig& config, void* stream) {
-  constexpr int kWide = 16 / sizeof(T);
-  if (config.block == 256) return launch_widest<T, kWide>(p, stream);
-  if (config.block == 512) return launch_kernel<T, kWide, 512>(p, stream);
-  return launch_kernel<T, kWide, 128>(p, stream);
-}
-
 }  // namespace
 
-bool upsample_nearest_supports(const UpsampleNearestParams& p, const UpsampleNearestConfig& config) {
-  return config.block == 256 || takes_vectors<16>(p);
-}
-
 const char* upsample_nearest_launch(const UpsampleNearestParams& p, const UpsampleNearestConfig& config, void* stream) {
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return launch_type<float>(p, config, stream);
-    case DType::kFloat16:
-      return launch_type<half_t>(p, config, stream);
-    default:
-      return launch_type<bf16_t>(p, config, stream);
-  }
+  return with_vectors(p.dtype, config.vector_bytes, [&](auto access) {
+    using T = typename decltype(access)::type;
+    constexpr int kVec = decltype(access)::kVec;
+    if constexpr (kVec * sizeof(T) == 16) {
+      if (config.block == 128) return launch_kernel<T, kVec, 128>(p, stream);
+      if (config.block == 512) return launch_kernel<T, kVec, 512>(p, stream);
+    }
+    return launch_kernel<T, kVec, 256>(p, stream);
+  });
 }
 
 }  // namespace sd_ort

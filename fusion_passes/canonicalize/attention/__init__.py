@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from fusion_passes.canonicalize.attention import flat, operator, product
+from fusion_passes.canonicalize.attention import batched, flat, operator, product
 from fusion_passes.rule import rule_pass
 
-RULES = (*product.RULES, *flat.RULES, *operator.RULES)
-CASES = (*product.CASES, *flat.CASES, *operator.CASES)
+RULES = (*product.RULES, *flat.RULES, *operator.RULES, *batched.RULES)
+CASES = (*product.CASES, *flat.CASES, *operator.CASES, *batched.CASES)
 
 PASS = rule_pass("attention", RULES, CASES)

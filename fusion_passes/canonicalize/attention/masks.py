@@ -35,9 +35,14 @@ def why_not_batch(*shapes: list[int | str]) -> str | None:
     return None
 
 
-def why_not_mask(mask: ir.Value, q: ir.Value, k_sequence: int | str, v: ir.Value) -> str | None:
-    """Why a mask cannot be carried over, or None: each of its axes is 1 or that of the scores [B,H,S,L]."""
-    shape, query = c.dims(mask), c.dims(q)
+def why_not_mask(
+    mask: ir.Value, q: ir.Value, k_sequence: int | str, v: ir.Value, query: list[int | str] | None = None
+) -> str | None:
+    """Why a mask cannot be carried over, or None: each of its axes is 1 or that of the scores [B,H,S,L].
+
+    `query`: batch, heads and sequence, where `q` is not [B,H,S,D] itself.
+    """
+    shape, query = c.dims(mask), query or c.dims(q)
     if shape is None or query is None or not 1 <= len(shape) <= 4:
         return "the mask does not broadcast to [B,H,S,L]"
     scores = [*query[:3], k_sequence]

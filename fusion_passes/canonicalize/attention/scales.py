@@ -1,6 +1,7 @@
 """Scales of attention scores: all of them move behind the product of query and key, and become one.
 
-MatMul(q * a, kT * b) / c                     =>  MatMul(q, kT) * (a*b/c)
+MatMul(q * a, kT * b) / c                     =>  MatMul(q, kT) * (a*b/c), past Reshapes and Transposes of q and kT
+MatMul(v, Transpose(weights))                 =>  Transpose(MatMul(weights, Transpose(v)))
 a Softmax between Casts from half precision to float32 and back  =>  the Softmax
 SDPA of heads split from q * s                =>  SDPA of heads split from q, scale * s
 """
@@ -31,6 +32,16 @@ def feeds_softmax(value: ir.Value, depth: int = 4) -> bool:
     return readers[0].op_type in ("Mul", "Div", "Add", "Reshape", "Cast") and feeds_softmax(
         readers[0].outputs[0], depth - 1
     )
+
+
+def feeds_scores(value: ir.Value, depth: int = 4) -> bool:
+    """Whether a value is read only by the product of query and key, or on the way to it through other shapes."""
+    readers = c.users(value)
+    if depth == 0 or len(readers) != 1 or value.is_graph_output():
+        return False
+    if readers[0].op_type == "MatMul":
+        return feeds_softmax(readers[0].outputs[0])
+    return readers[0].op_type in ("Reshape", "Transpose") and feeds_scores(readers[0].outputs[0], depth - 1)
 
 
 def _number(op: Any, number: float, like: ir.Value, out: ir.Value) -> Any:
@@ -84,10 +95,56 @@ class DivisionIsScale(Rule):
     def refuse(self, s: ir.Value, out: ir.Value, **_: Any) -> str | None:
         if not c.scalar(s):
             return "the divisor is not one constant number"
-        return None if feeds_softmax(out) else "not the scores of an attention"
+        return None if feeds_softmax(out) or feeds_scores(out) else "not the scores of an attention"
 
     def rewrite(self, op: Any, x: ir.Value, s: ir.Value, out: ir.Value) -> Any:
         return op.Mul(x, _number(op, 1 / (c.scalar(s) or math.nan), x, out))
+
+
+class ScaleBehindReshape(Rule):
+    """Reshape(x * s) => Reshape(x) * s, on the way to the scores"""
+
+    def pattern(self, op: Any, x: Any, s: Any, shape: Any) -> Any:
+        return op.Reshape(op.Mul(x, s, _outputs=["scaled"]), shape, _outputs=["out"])
+
+    def refuse(self, x: ir.Value, s: ir.Value, scaled: ir.Value, out: ir.Value, **_: Any) -> str | None:
+        if not feeds_scores(out):
+            return "not on the way to the scores of an attention"
+        is_number = c.scalar(s) is not None and c.same_shape(x, scaled)
+        return None if is_number else "the scale is not one constant number"
+
+    def rewrite(self, op: Any, x: ir.Value, s: ir.Value, shape: ir.Value, out: ir.Value, **_: Any) -> Any:
+        return op.Mul(op.Reshape(x, shape), _number(op, c.scalar(s) or 0.0, out, out))
+
+
+class ScaleBehindTranspose(ScaleBehindReshape):
+    """Transpose(x * s) => Transpose(x) * s, on the way to the scores"""
+
+    def pattern(self, op: Any, x: Any, s: Any) -> Any:
+        return op.Transpose(op.Mul(x, s, _outputs=["scaled"]), _outputs=["out"])
+
+    def rewrite(self, op: Any, x: ir.Value, s: ir.Value, out: ir.Value, **_: Any) -> Any:
+        return op.Mul(op.Transpose(x, perm=c.perm(out)), _number(op, c.scalar(s) or 0.0, out, out))
+
+
+class WeightsFirst(Rule):
+    """MatMul(x, Transpose(weights)) => Transpose(MatMul(weights, Transpose(x))), both of the last two axes"""
+
+    def pattern(self, op: Any, x: Any, scores: Any) -> Any:
+        weights = op.Softmax(scores, _outputs=["weights"])
+        return op.MatMul(x, op.Transpose(weights, _outputs=["turned"]), _outputs=["out"])
+
+    def refuse(self, x: ir.Value, weights: ir.Value, turned: ir.Value, **_: Any) -> str | None:
+        axes = c.rank(weights) or 0
+        if axes < 3 or c.rank(x) != axes or c.perm(turned) != [*range(axes - 2), axes - 1, axes - 2]:
+            return "the weights are not transposed in their last two axes"
+        return None
+
+    def rewrite(self, op: Any, x: ir.Value, scores: ir.Value, weights: ir.Value, turned: ir.Value, **_: Any) -> Any:
+        node, perm = weights.producer(), c.perm(turned)
+        assert node is not None
+        again = op.Softmax(scores, axis=node.attributes.get_int("axis", -1))
+        return op.Transpose(op.MatMul(again, op.Transpose(x, perm=perm)), perm=perm)
 
 
 class SoftmaxInFloat32(Rule):
@@ -134,14 +191,24 @@ class ScaledProjection(Rule):
         return op.ScaledDotProductAttention(*inputs, _domain=DOMAIN, **attributes)
 
 
-RULES = (SoftmaxInFloat32, DivisionIsScale, ScaledQuery, ScaledKey, MergeScales)
+RULES = (
+    SoftmaxInFloat32,
+    DivisionIsScale,
+    ScaleBehindReshape,
+    ScaleBehindTranspose,
+    ScaledQuery,
+    ScaledKey,
+    MergeScales,
+    WeightsFirst,
+)
 AFTER = (ScaledProjection,)  # of a ScaledDotProductAttention
 
 
 def _graph(body: str) -> str:
     return f"""<ir_version: 10, opset_import: ["" : 21]>
-        g (float[B,2,S,4] q, float[B,2,L,4] k) => (float[B,2,S,L] y)
-        <float a = {{0.7}}, float b = {{0.6}}, float[2,1,1] h, float r = {{2.0}}> {{
+        g (float[B,2,S,4] q, float[B,2,L,4] k, float[B,S,8] flat) => (float[B,2,S,L] y)
+        <float a = {{0.7}}, float b = {{0.6}}, float[2,1,1] h, float[8] e, float r = {{2.0}},
+         int64[4] heads = {{0, 0, 2, 4}}> {{
             kt = Transpose <perm = [0, 1, 3, 2]> (k)
             {body}
         }}"""
@@ -151,11 +218,30 @@ def _case(name: str, body: str, fires: int = 1, refused: str | None = None, **op
     return Case(name, _graph(body), fires, ops, refused, sizes={"B": 2, "S": 5, "L": 3})
 
 
+_FLAT = "h4 = Reshape (s, heads)  t = Transpose <perm = [0, 2, 1, 3]> (h4)  c = MatMul (t, kt)"
 _END = "y = Softmax <axis = -1> (c)"
 CASES = [
     _case("on the query", f"s = Mul (q, a)  c = MatMul (s, kt)  {_END}", Mul=1),
     _case("on both", f"s = Mul (q, a)  t = Mul (kt, b)  c = MatMul (s, t)  {_END}", fires=3, Mul=1),
     _case("a division", f"m = MatMul (q, kt)  c = Div (m, r)  {_END}", Div=0, Mul=1),
+    _case(
+        "on the key, before its Transpose",
+        f"t = Mul (k, b)  u = Transpose <perm = [0, 1, 3, 2]> (t)  c = MatMul (q, u)  {_END}",
+        fires=2,
+        Mul=1,
+    ),
+    _case(
+        "on the query, before its heads are split",
+        f"s = Mul (flat, a)  {_FLAT}  {_END}",
+        fires=3,
+        Mul=1,
+    ),
+    _case(
+        "a scale a channel, before the heads are split",
+        f"s = Mul (flat, e)  {_FLAT}  {_END}",
+        0,
+        "one constant",
+    ),
     _case("scale a head", f"s = Mul (q, h)  c = MatMul (s, kt)  {_END}", 0, "one constant"),
     _case("division by a scale a head", f"m = MatMul (q, kt)  c = Div (m, h)  {_END}", 0, "divisor"),
     _case("no attention", "s = Mul (q, a)  c = MatMul (s, kt)  y = Relu (c)", 0, "not the scores"),

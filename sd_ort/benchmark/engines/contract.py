@@ -23,12 +23,13 @@ from sd_ort.runtime import machine
 
 @dataclass(frozen=True)
 class Engine:
-    """One contender: an ONNX folder run by "onnxruntime" or "tensorrt", or the `model` it came from, run by "torch".
+    """One contender: an ONNX folder run by "onnxruntime", "tensorrt" or "openvino", or the `model` it came from, run by
+    "torch".
 
     `model`: as given to `sd-ort export`, or with `random_weights` the preset whose weights `weights_seed` makes.
     `make`: how to make `directory` from `raw`, the raw export (see `benchmark.recipes`); () when it exists. `variant`:
-    how torch runs, "" for eager. `graph`: calls are captured once and replayed as a device graph. `library`: whether
-    the custom-op library is registered.
+    how torch runs, "" for eager, and the precision of OpenVINO. `graph`: calls are captured once and replayed as a
+    device graph. `library`: whether the custom-op library is registered.
     """
 
     label: str
@@ -96,7 +97,7 @@ class Opened:
     notes: list[str] = field(default_factory=list)
 
 
-# What each engine imports, beyond this module: Python's imports are not the engine's time to load.
+# What each engine imports beyond this module, first the one that opens it: imports are not its time to load.
 IMPORTS = {
     "torch": (
         "sd_ort.benchmark.engines.pytorch",
@@ -110,6 +111,7 @@ IMPORTS = {
     ),
 }
 IMPORTS["tensorrt"] = IMPORTS["onnxruntime"]
+IMPORTS["openvino"] = ("sd_ort.benchmark.engines.openvino",)
 
 _opened: Opened  # this process's engine, once `load` ran
 
@@ -130,9 +132,7 @@ def load(engine: Engine, settings: Settings) -> dict[str, Any]:
         torch.set_num_threads(settings.threads)
     if engine.engine == "torch" and settings.provider != "cpu" and torch.cuda.is_available():
         torch.cuda.init()
-    opener = importlib.import_module(
-        "sd_ort.benchmark.engines.pytorch" if engine.engine == "torch" else "sd_ort.benchmark.engines.ort"
-    )
+    opener = importlib.import_module(IMPORTS[engine.engine][0])
     base = machine.peak_memory_MB()
     start = time.perf_counter()
     _opened = portable(opener.open_component if settings.component else opener.open_pipeline, engine, settings)
@@ -204,7 +204,8 @@ def component_call(engine: Engine, settings: Settings, batch: int) -> Call:
     import onnx_ir as ir
 
     from sd_ort.family import signatures
-    from sd_ort.family.inputs import component_config, pixels_a_latent, random_inputs
+    from sd_ort.family.configs import component_config
+    from sd_ort.family.inputs import pixels_a_latent, random_inputs
 
     assert settings.component is not None
     name, folder = settings.component, Path(engine.raw or engine.directory)

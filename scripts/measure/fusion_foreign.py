@@ -1,0 +1,95 @@
+"""What the targets make of graphs that nobody tuned for: results/fusion_foreign.md.
+
+    python scripts/measure/fusion_foreign.py [NAME ...]
+
+For every graph of tests/graphs/foreign (made by scripts/fixtures/make_foreign_graphs.py, weights random): attentions
+and group normalizations that became one node, of those that are there (a target may take a ScaledDotProductAttention
+apart again, where its heads are not split and merged by Reshape and Transpose), nodes and Transposes for every target,
+and the relative error of the portable and of the channels-last graph against the source at two shapes, float32, ONNX
+Runtime's CPU provider. Beside them the nodes that onnxscript's optimizer and ONNX Runtime's own (extended, CPU) leave.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import foreign  # noqa: E402
+import onnx  # noqa: E402
+import onnx_ir as ir  # noqa: E402
+import onnxruntime as ort  # noqa: E402
+import onnxscript.optimizer  # noqa: E402
+
+from fusion_passes.lower import nhwc_layout  # noqa: E402
+from sd_ort.optimize.targets import PORTABLE, TARGETS, Target  # noqa: E402
+
+NHWC = Target("nhwc", passes=(nhwc_layout.PASS,))
+HEAD = ["graph", "nodes", "attention", "group norm", *TARGETS, "error", "onnxscript", "ORT level 2"]
+
+
+def onnxruntime_nodes(model: onnx.ModelProto) -> str:
+    """Nodes of the graph that ONNX Runtime makes for its CPU provider."""
+    with tempfile.TemporaryDirectory() as scratch:
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        options.optimized_model_filepath, options.log_severity_level = f"{scratch}/out.onnx", 4
+        ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return str(len(onnx.load(f"{scratch}/out.onnx").graph.node))
+
+
+def onnxscript_nodes(model: onnx.ModelProto) -> str:
+    """Nodes that onnxscript's optimizer leaves."""
+    made = ir.from_proto(model)
+    onnxscript.optimizer.optimize(made)
+    return str(len(made.graph))
+
+
+def attempt(measure, *arguments) -> str:  # type: ignore[no-untyped-def]
+    try:
+        return measure(*arguments)
+    except Exception as error:
+        return f"fails: {type(error).__name__}"
+
+
+def row(name: str) -> list[str]:
+    source = foreign.load(name)
+    before = foreign.operators(ir.from_proto(source))
+    sites = [sum(before[op] for op in ops) for ops in (foreign.ATTENTION, foreign.NORM)]
+    cells, fused, start = [], {}, foreign.canonical(source)
+    for target in TARGETS.values():
+        after = foreign.fuse(ir.from_proto(start), target)
+        fused[target.name] = after
+        cells.append(f"{after.total()} / {after['Transpose']}")
+    after = fused["portable"]
+    attention = after["MultiHeadAttention"] + after["ScaledDotProductAttention"]
+    norms = after["GroupNorm"] + after["SkipGroupNorm"]
+    error = attempt(lambda: f"{max(e for t in (PORTABLE, NHWC) for e in foreign.errors(source, start, t)):.0e}")
+    nodes = f"{before.total()} / {before['Transpose']}"
+    counts = [f"{found} of {there}" if there else "" for found, there in zip((attention, norms), sites, strict=True)]
+    return [name, nodes, *counts, *cells, error, attempt(onnxscript_nodes, source), attempt(onnxruntime_nodes, source)]
+
+
+def main() -> None:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in ("onnxruntime", "onnxscript", "onnx_ir"))
+    lines = ["# Foreign graphs", "", (__doc__ or "").split("\n\n")[2].replace("\n", " "), "",
+             f"Commit {commit.strip()}; {versions}. Nodes and Transposes as `nodes / Transposes`.", "",
+             " | ".join(HEAD), " | ".join("---" for _ in HEAD)]  # fmt: skip
+    for name in sys.argv[1:] or foreign.NAMES:
+        try:
+            lines.append(" | ".join(row(name)))
+        except Exception as error:
+            lines.append(f"{name} | fails: {type(error).__name__}: {str(error)[:200]}")
+        print(lines[-1], flush=True)
+    if len(sys.argv) < 2:
+        (ROOT / "results" / "fusion_foreign.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

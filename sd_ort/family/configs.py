@@ -1,0 +1,86 @@
+"""The config.json of a model, read and checked: what the pipelines, stages and inputs take from it has the right type.
+
+Limits are far above any model of the families; they keep a file from asking for any amount of work or memory.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from sd_ort.core.errors import InputError
+from sd_ort.core.files import mismatch, read_json
+
+
+def component_config(folder: Path, component: str, *, required: bool = False) -> dict[str, Any]:
+    """config.json of a component, or {} when its folder has none and it is not `required`.
+
+    Raises InputError for one that is damaged.
+    """
+    path = folder / component / "config.json"
+    return read_config(path) if required or path.is_file() else {}
+
+
+def read_config(path: Path, otherwise: str | None = None) -> dict[str, Any]:
+    """A model's config. Raises InputError when it is damaged, or missing: then for the reason `otherwise`."""
+    return _checked(path, read_json(path, otherwise), CONFIG)
+
+
+def scheduler_config(folder: Path) -> dict[str, Any]:
+    """The configuration of a pipeline's scheduler. Raises InputError when it is missing or damaged."""
+    path = folder / "scheduler" / "scheduler_config.json"
+    return _checked(path, read_json(path), SCHEDULER)
+
+
+def _checked(path: Path, config: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+    if wrong := mismatch(config, like):
+        raise InputError(f"{path} is damaged at {wrong!r}: copy it from the original model.")
+    return config
+
+
+def _count(limit: int) -> Any:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= limit
+
+
+def _counts(limit: int, most: int) -> Any:
+    one = _count(limit)
+    return lambda value: isinstance(value, list) and 1 <= len(value) <= most and all(map(one, value))
+
+
+def _either(*kinds: Any) -> Any:
+    return lambda value: any(kind(value) for kind in kinds)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30 and math.isfinite(value)
+
+
+_WIDTH = _count(1 << 16)
+CONFIG = {
+    "_class_name": str,
+    "architectures": [str],
+    "block_out_channels": _counts(1 << 16, 12),
+    "layers_per_block": _either(_count(64), _counts(64, 12)),
+    "sample_size": _either(_count(1 << 14), _counts(1 << 14, 2)),
+    **dict.fromkeys(("in_channels", "out_channels", "latent_channels", "conditioning_channels"), _count(1 << 12)),
+    "cross_attention_dim": _either(_WIDTH, _counts(1 << 16, 12)),
+    **dict.fromkeys(("projection_class_embeddings_input_dim", "addition_time_embed_dim", "time_cond_proj_dim"), _WIDTH),
+    **dict.fromkeys(("hidden_size", "projection_dim", "max_position_embeddings"), _WIDTH),
+    "vocab_size": _count(1 << 24),
+    "scaling_factor": lambda value: _number(value) and value != 0,
+    "shift_factor": _number,
+    "latents_mean": [_number],
+    "latents_std": [_number],
+    "addition_embed_type": str,
+    "class_embed_type": str,
+}
+SCHEDULER = {
+    "_class_name": str,
+    "num_train_timesteps": _count(100_000),
+    "beta_schedule": str,
+    "prediction_type": str,
+    "timestep_spacing": str,
+    **dict.fromkeys(("beta_start", "beta_end", "steps_offset", "solver_order", "original_inference_steps"), _number),
+    "trained_betas": lambda value: isinstance(value, list) and len(value) <= 100_000 and all(map(_number, value)),
+}

@@ -1,0 +1,98 @@
+"""A checkpoint's tensors by name, one at a time, without building a model: what fills templates.
+
+Files are read, not mapped: what was used leaves memory again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from sd_ort.core.errors import InputError
+from sd_ort.family.checkpoints import FolderSource, Source
+
+Read = Callable[[str], np.ndarray]
+DTYPES = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+}  # fmt: skip
+# Names of a VAE's attention in folders that old diffusers wrote.
+OLD_NAMES = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+
+
+def reader(source: Source, model: str, names: Iterable[str]) -> Read:
+    """What reads the tensors `names` of a model, as float32. Raises InputError for numbers that are not finite.
+
+    From the safetensors files of a diffusers folder where they hold all of them; else from the loaded model.
+    """
+    read = _from_files(source, model, list(names)) or _from_module(source, model)
+
+    def checked(name: str) -> np.ndarray:
+        numbers = read(name)
+        if not np.isfinite(numbers).all():
+            raise InputError(f"{source.name}: {name} of its {model} holds NaN or infinity: get it again.")
+        return numbers
+
+    return checked
+
+
+def _from_module(source: Source, model: str) -> Read:
+    state = {name: tensor.numpy() for name, tensor in source.load(model).state_dict().items()}
+    return lambda name: state[name]
+
+
+def _from_files(source: Source, model: str, names: list[str]) -> Read | None:
+    if not isinstance(source, FolderSource):
+        return None
+    entries: dict[str, tuple[Path, dict]] = {}
+    for path in source.weight_files(model):
+        if path.suffix != ".safetensors":
+            return None
+        entries |= {name: (path, entry) for name, entry in _entries(path).items()}
+    found = {name: next((other for other in _spellings(name) if other in entries), None) for name in names}
+    foreign = any(entry["dtype"] not in DTYPES for _, entry in entries.values())
+    if foreign or None in found.values():
+        return None
+
+    def read(name: str) -> np.ndarray:
+        path, entry = entries[str(found[name])]
+        begin, end = entry["data_offsets"]
+        dtype = np.dtype(DTYPES[entry["dtype"]])
+        numbers = np.fromfile(path, dtype, (end - begin) // dtype.itemsize, offset=begin)
+        shape = entry["shape"]
+        if len(shape) == 4 and shape[2:] == [1, 1] and str(found[name]) != name:
+            shape = shape[:2]
+        return numbers.reshape(shape).astype(np.float32)
+
+    return read
+
+
+def _spellings(name: str) -> Iterable[str]:
+    """A tensor's name now, and those it has in folders of other versions of diffusers and transformers."""
+    yield name
+    yield f"text_model.{name}"
+    yield name.removeprefix("text_model.")
+    if match := re.search(r"attentions\.0\.(to_q|to_k|to_v|to_out\.0)\.", name):
+        yield name.replace(match[1], OLD_NAMES[match[1]])
+
+
+def _entries(path: Path) -> dict[str, dict]:
+    """The tensors of a safetensors file with their offsets in the file. Raises InputError for a truncated one."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(min(length, size)))
+        except ValueError as error:
+            raise InputError(f"{path} is truncated or no safetensors file: get it again.") from error
+    header.pop("__metadata__", None)
+    for entry in header.values():
+        entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
+        if entry["data_offsets"][1] > size:
+            raise InputError(f"{path} is truncated: get it again.")
+    return dict(header)

@@ -1,0 +1,269 @@
+"""Paths, links, numbers, signals and leftovers: what people and other programs do to a command that means well."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_hostile import COMMANDS, Cli, arguments, check, optimized, pristine, source, toy
+
+from sd_ort.core import folder
+from sd_ort.core.errors import InputError
+from sd_ort.optimize.optimizer import optimize
+
+__all__ = ["optimized", "pristine", "source"]  # fixtures
+
+NAME = "x" * 240
+
+
+# --- Outputs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["optimize", "merge"])
+@pytest.mark.parametrize("out", ["in", "in/unet", "in/new", ".", "in/../in", "link", "link/new", NAME, f"{NAME}/x" * 20,
+                                 "secret", "secret/out", "loop"])  # fmt: skip
+def test_outputs_that_would_destroy(sd_ort: Cli, source: Path, command: str, out: str) -> None:
+    here = source.parent
+    (here / "link").symlink_to("in")
+    (here / "loop").symlink_to("loop")
+    before, names = folder.tree_hash(source), {path.name for path in here.iterdir()}
+    check(sd_ort(command, source, here / out), here, names)
+    assert folder.tree_hash(source) == before
+
+
+def test_export_into_its_source(sd_ort: Cli, source: Path) -> None:
+    for name in toy.CONFIGS:
+        (source / name / "model.onnx").unlink()
+    (source / "vae").mkdir()
+    toy.dump(source / "vae" / "config.json", toy.VAE)
+    before, names = folder.tree_hash(source), {path.name for path in source.parent.iterdir()}
+    for out in (source, source.parent, source / "onnx"):
+        assert "lies in the other" in check(sd_ort("export", source, out), source.parent, names)
+    assert folder.tree_hash(source) == before
+
+
+@pytest.mark.parametrize("out", ["out", "nowhere/../out", "a/b/out", "link", "dangling"])
+def test_outputs_that_are_fine(sd_ort: Cli, source: Path, out: str) -> None:
+    here = source.parent
+    optimize(source, here / "earlier", components=["vae_decoder"])
+    (here / "link").symlink_to("earlier")
+    (here / "dangling").symlink_to("later")
+    code, _, err = sd_ort("optimize", source, here / out)
+    assert code == 0, err
+    found = Path(os.path.realpath(here / out))
+    assert folder.components(found) == ["text_encoder", "unet", "vae_decoder"]
+    assert (here / "link").is_symlink()
+    assert (here / "dangling").is_symlink()
+    assert not list(here.glob(".*"))
+
+
+def test_leftovers_of_a_killed_run_are_removed(sd_ort: Cli, source: Path) -> None:
+    dead, alive = (source.parent / f".out.partial-{name}" for name in ("dead", "alive"))
+    for path in (dead, alive):
+        (path / "unet").mkdir(parents=True)
+    lock = os.open(alive, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        assert sd_ort("optimize", source, source.parent / "out")[0] == 0
+    finally:
+        os.close(lock)
+    assert not dead.exists()
+    assert alive.exists()
+
+
+# --- Links ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tokenizer/vocab.json", "scheduler", "unet", "unet/model.onnx", "unet/config.json",
+                                  "unet/model.onnx.data", "model_index.json"])  # fmt: skip
+def test_links_out_of_the_folder_are_not_followed(sd_ort: Cli, source: Path, name: str) -> None:
+    elsewhere = source.parent / "elsewhere"
+    shutil.move(source / name, elsewhere)
+    (source / name).symlink_to(elsewhere)
+    line = check(sd_ort("optimize", source, source.parent / "out"), source.parent, {"in", "secret", "elsewhere"})
+    assert "outside its folder" in line
+
+
+def test_only_what_a_pipeline_needs_is_copied(sd_ort: Cli, source: Path) -> None:
+    (source / "tokenizer" / "x.json").symlink_to("/etc/passwd")
+    (source / "tokenizer" / "etc").symlink_to("/etc")
+    os.mkfifo(source / "scheduler" / "pipe.json")
+    assert sd_ort("optimize", source, source.parent / "out")[0] == 0
+    copied = {path.name for path in (source.parent / "out" / "tokenizer").iterdir()}
+    assert "vocab.json" in copied
+    assert not copied & {"x.json", "etc"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_hub_cache_is_read(sd_ort: Cli, source: Path, optimized: Path, command: str) -> None:
+    cache = source.parent / "models--owner--name"
+    snapshot = cache / "snapshots" / "0123456789abcdef"
+    (cache / "blobs").mkdir(parents=True)
+    for index, path in enumerate(sorted(path for path in source.rglob("*") if path.is_file())):
+        link = snapshot / path.relative_to(source)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(cache / "blobs" / str(index))
+        link.symlink_to(os.path.relpath(cache / "blobs" / str(index), link.parent))
+    code, _, err = sd_ort(*arguments(command, snapshot, source.parent / "out", optimized))
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_hard_links_are_read(sd_ort: Cli, source: Path, optimized: Path, command: str) -> None:
+    shutil.copytree(source, source.with_name("again"), copy_function=os.link)
+    code, _, err = sd_ort(*arguments(command, source, source.parent / "out", optimized))
+    assert code == 0, err
+
+
+def test_two_at_once_of_one_folder(source: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        outs = [source.with_name(f"out{index}") for index in range(2)]
+        for _ in pool.map(lambda out: optimize(source, out, target="portable", dtype="float16", calibrate=True), outs):
+            pass
+    assert folder.sha256(outs[0] / "unet" / folder.DATA) == folder.sha256(outs[1] / "unet" / folder.DATA)
+    assert all(path.stat().st_nlink == 1 for path in source.rglob("*") if path.is_file())
+
+
+# --- The cache ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("record", ["", "{", "[]", '{"sources": 3}', None])
+def test_a_damaged_cache_is_no_fault(
+    sd_ort: Cli, source: Path, optimized: Path, monkeypatch: pytest.MonkeyPatch, record: str | None
+) -> None:
+    cache = source.parent / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    build = cache / "sd-ort" / "ops" / "0123" / "build.json"
+    build.parent.mkdir(parents=True)
+    build.write_text(record) if record is not None else build.mkdir()
+    assert sd_ort("verify", source, optimized)[0] == 0
+
+
+def test_a_cache_that_cannot_be_written(
+    sd_ort: Cli, source: Path, optimized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(source.parent / "secret"))
+    assert sd_ort("verify", source, optimized)[0] == 0
+    fake_compilers(source.parent / "bin", "true", monkeypatch)
+    line = check_build(sd_ort("build-ops", "--no-cpu", "--cuda", "sm_90"))
+    assert "secret" in line
+
+
+def fake_compilers(bin: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put cmake, nvcc and a C++ compiler on PATH that answer --version, and else run `script`."""
+    bin.mkdir()
+    for name in ("cmake", "nvcc", "g++"):
+        (bin / name).write_text(f'#!/bin/sh\n[ "$1" = --version ] && {{ echo 1; exit; }}\n{script}\n')
+        (bin / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin}:/usr/bin:/bin")
+    monkeypatch.delenv("CXX", raising=False)
+
+
+def check_build(result: tuple[int, str, str]) -> str:
+    code, _, err = result
+    lines = [line for line in err.splitlines() if line]
+    assert code == 5, err
+    assert len(lines) == 1, err
+    return lines[0]
+
+
+def test_a_full_disk_while_building(sd_ort: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    script = "for i in 1 2 3 4 5; do echo line $i; done; echo 'fatal error: No space left on device' >&2; exit 1"
+    fake_compilers(tmp_path / "bin", script, monkeypatch)
+    assert "no space left" in check_build(sd_ort("build-ops", "--no-cpu", "--cuda", "sm_90"))
+
+
+# --- Numbers and texts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [
+    ["--seed", 2**64], ["--seed", 2**64 - 1, "--num-images", 2], ["--height", 640_000], ["--width", -8],
+    ["--height", 0], ["--width", 20], ["--guidance", "nan"], ["--guidance", "inf"], ["--guidance", "-inf"],
+    ["--steps", 10**9], ["--steps", 10**30], ["--num-images", 10**9], ["--negative", "\udcff"],
+    ["--scheduler", "nothing"], ["--scheduler", ""], ["--provider", "tpu"], ["--image", "nowhere.png"],
+    ["--out", "/dev/null/x.png"], ["--threads", 0], ["--batch", 0],
+])  # fmt: skip
+def test_numbers_that_nothing_can_be_drawn_with(sd_ort: Cli, source: Path, options: list[object]) -> None:
+    names = {path.name for path in source.parent.iterdir()}
+    out = source.parent / "out.png"
+    check(sd_ort("generate", "a cat", "--model", source, "--out", out, "--steps", 2, *options), source.parent, names)
+
+
+@pytest.mark.parametrize("prompt", ["\udcff", "a \ud800 cat"])
+def test_a_prompt_that_is_no_text(sd_ort: Cli, source: Path, prompt: str) -> None:
+    result = sd_ort("generate", prompt, "--model", source, "--out", source.parent / "out.png")
+    assert "UTF-8" in check(result, source.parent, {"in", "secret"})
+
+
+def test_a_long_prompt_is_not_echoed(sd_ort: Cli, source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = source.parent / "out.png"
+    code, text, err = sd_ort("generate", "cat " * 25_000, "--model", source, "--out", out, "--steps", 2)
+    assert code == 0
+    assert len(text) + len(err) + len(caplog.text) < 5000
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_the_same_through_python(pristine: Path, seed: int, scale: float) -> None:
+    from sd_ort import StableDiffusionPipeline
+
+    pipeline = StableDiffusionPipeline.from_pretrained(pristine)
+    with pytest.raises(InputError, match="seed"):
+        pipeline("a cat", num_inference_steps=2, generator=seed, progress=False)
+    with pytest.raises(InputError, match="guidance_scale"):
+        pipeline("a cat", num_inference_steps=2, guidance_scale=scale, progress=False)
+    with pytest.raises(InputError, match="a prompt is a text"):
+        pipeline([3], num_inference_steps=2, progress=False)
+
+
+# --- Signals --------------------------------------------------------------------------------------------------------
+
+STUCK = """
+import time
+import sd_ort.optimize.optimizer as stage
+from sd_ort.cli import main
+def stuck(model):
+    print("rewriting", flush=True)
+    time.sleep(600)  # as a library that cannot be interrupted
+stage.fusion_passes.canonicalize = stuck
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_does_not_wait_for_the_threads(source: Path, number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, "optimize", str(source), str(source.parent / "out"), "--target", "portable"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout is not None
+    assert "rewriting" in process.stdout.readline()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=300)  # half of what waiting for the threads would take
+    assert process.returncode == 130
+    assert err.strip() == "sd-ort: interrupted; no half-written output is left."
+    assert {path.name for path in source.parent.iterdir()} == {"in", "secret"}
+
+
+def test_a_picture_of_any_mode(pristine: Path) -> None:
+    """L and RGBA pictures are drawn over as RGB; the toy has no VAE encoder, so only the preprocessing is seen."""
+    from sd_ort import StableDiffusionPipeline
+
+    processor = StableDiffusionPipeline.from_pretrained(pristine).image_processor
+    for mode in ("L", "RGBA", "P", "1"):
+        picture = Image.fromarray(np.zeros((64, 64, 3), np.uint8)).convert(mode)
+        assert processor.preprocess(picture).shape == (1, 3, 64, 64)

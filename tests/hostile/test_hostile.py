@@ -1,0 +1,114 @@
+"""Hostile and clumsy inputs through every command that takes a folder.
+
+Whatever is given: an exit code, one line that says what to do, no traceback, nothing written, the input unchanged.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import graphs
+import texts
+import toy
+
+from sd_ort.core import folder
+
+Cli = Callable[..., tuple[int, str, str]]
+BUG = 70
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.write(tmp_path_factory.mktemp("toy") / "pipeline")
+
+
+@pytest.fixture(scope="session")
+def optimized(pristine: Path) -> Path:
+    from sd_ort.optimize.optimizer import optimize
+
+    out = pristine.with_name("optimized")
+    optimize(pristine, out, target="portable")
+    return out
+
+
+@pytest.fixture
+def source(pristine: Path, tmp_path: Path) -> Path:
+    """A copy of the toy to damage, with a secret beside it."""
+    (tmp_path / "secret").write_text("a secret of 21 bytes.")
+    return Path(shutil.copytree(pristine, tmp_path / "in"))
+
+
+def arguments(command: str, source: Path, out: Path, optimized: Path) -> list[object]:
+    return {
+        "optimize": ["optimize", source, out],
+        "explain": ["explain", source],
+        "verify": ["verify", source, optimized],
+        "extract": ["extract", source, out, "--component", "unet", "--from", "features", "--to", "moved"],
+        "merge": ["merge", source, out],
+        "generate": ["generate", "a cat", "--model", source, "--out", out.with_suffix(".png"), "--steps", 2],
+    }[command]
+
+
+COMMANDS = ("optimize", "explain", "verify", "extract", "merge", "generate")
+
+
+def check(result: tuple[int, str, str], parent: Path, before: set[str]) -> str:
+    """Refused as it should be; returns the one line."""
+    code, _, err = result
+    assert "Traceback" not in err
+    said = [line for line in err.splitlines() if line.startswith(("sd-ort: ", "Error: "))]
+    assert len(said) == 1, err[-2000:]
+    assert code in (1, 2, 3, 4, 5), said[0]
+    assert len(said[0]) < 1000
+    assert {path.name for path in parent.iterdir()} == before
+    return said[0]
+
+
+def run_hostile(sd_ort: Cli, command: str, source: Path, optimized: Path, must_refuse: bool) -> None:
+    before, names = folder.tree_hash(source), {path.name for path in source.parent.iterdir()}
+    result = sd_ort(*arguments(command, source, source.parent / "out", optimized))
+    if must_refuse or result[0]:
+        check(result, source.parent, names)
+    assert folder.tree_hash(source) == before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_toy_itself_is_taken(sd_ort: Cli, source: Path, optimized: Path, command: str) -> None:
+    code, _, err = sd_ort(*arguments(command, source, source.parent / "out", optimized))
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", graphs.REFUSED)
+def test_graph(sd_ort: Cli, source: Path, optimized: Path, name: str, command: str) -> None:
+    graphs.damage(source / "unet", graphs.REFUSED[name])
+    run_hostile(sd_ort, command, source, optimized, must_refuse=True)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", graphs.WRONG)
+def test_graph_that_onnxruntime_refuses(sd_ort: Cli, source: Path, optimized: Path, name: str, command: str) -> None:
+    graphs.damage(source / "unet", graphs.WRONG[name])
+    refusing = ("generate",) if name in graphs.ONLY_RUN else ("generate", "optimize")
+    run_hostile(sd_ort, command, source, optimized, must_refuse=command in refusing)
+
+
+JSON = [
+    pytest.param(file, content, command, id=f"{name} {command}")
+    for name, file, content in texts.cases()
+    for command in texts.READERS[file]
+]
+
+
+@pytest.mark.parametrize(("file", "content", "command"), JSON)
+def test_json(sd_ort: Cli, source: Path, optimized: Path, file: str, content: Any, command: str) -> None:
+    texts.damage(source, file, content)
+    broken = isinstance(content, bytes) and not (file.startswith("tokenizer") and content != texts.BROKEN["cut"])
+    run_hostile(sd_ort, command, source, optimized, must_refuse=broken)

@@ -1,0 +1,44 @@
+"""Graphs that nobody tuned for: every attention and normalization is fused or left for a reason, and none grows."""
+
+from __future__ import annotations
+
+import foreign
+import onnx_ir as ir
+import pytest
+
+from fusion_passes.lower import nhwc_layout
+from sd_ort.optimize.targets import CUDA, PORTABLE, Target
+
+NHWC = Target("nhwc", passes=(nhwc_layout.PASS,))
+# The rest of the corpus is in results/fusion_foreign.md.
+CHECKED = (
+    "bert-torchscript-17", "dit-torchscript-17", "t5-dynamo-20", "unet-ddpm-dynamo-20", "unet-lora-dynamo-20",
+    "unet-resnet-sampling-dynamo-20", "unet-text-mask-torchscript-17", "vae-sd-torchscript-17",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_what_is_there_is_fused_and_the_graph_does_not_grow(name: str) -> None:
+    source = foreign.load(name)
+    before = foreign.operators(ir.from_proto(source))
+    start = foreign.canonical(source)
+    fused = foreign.fuse(ir.from_proto(start), PORTABLE)
+    attention = fused["MultiHeadAttention"] + fused["ScaledDotProductAttention"]
+    norms = fused["GroupNorm"] + fused["SkipGroupNorm"]
+    there = [sum(before[op] for op in operators) for operators in (foreign.ATTENTION, foreign.NORM)]
+    assert [attention, norms] == there
+    assert attention > 0
+    for after in (fused, foreign.fuse(ir.from_proto(start), CUDA)):
+        assert after.total() <= before.total() + 2
+        assert after["Transpose"] <= before["Transpose"] + 2
+
+
+@pytest.mark.parametrize("name", ["unet-resnet-sampling-dynamo-20", "unet-text-mask-torchscript-17"])
+def test_numbers_stay_at_two_shapes(name: str) -> None:
+    source = foreign.load(name)
+    assert max(foreign.errors(source, foreign.canonical(source), NHWC)) < 1e-5
+
+
+def test_low_rank_sums_do_not_stand_in_the_way() -> None:
+    fused = foreign.fuse(ir.from_proto(foreign.canonical(foreign.load("unet-lora-dynamo-20"))), PORTABLE)
+    assert fused["BiasSplitGelu"] == 4

@@ -1,0 +1,231 @@
+"""LoRAs on a loaded pipeline: diffusers' picture with the same corrections, every format, and nothing left behind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fusion_passes import recipes
+from sd_ort import StableDiffusionPipeline
+from sd_ort.benchmark.engines.pytorch import torch_pipeline
+from sd_ort.commands.generate import lora_strength
+from sd_ort.core import folder
+from sd_ort.core.errors import InputError
+from sd_ort.family.checkpoints import PresetSource
+from sd_ort.optimize.optimizer import optimize
+from sd_ort.pipeline.lora import Loras, read_adapter
+
+Tensors = dict[str, torch.Tensor]
+SETTINGS: dict[str, Any] = {
+    "prompt": "a red circle",
+    "num_inference_steps": 2,
+    "guidance_scale": 4.0,
+    "output_type": "np",
+    "height": 64,
+    "width": 64,
+}
+BLOCK = "down_blocks.0.attentions.0.transformer_blocks.0"
+MODULES = {
+    "unet": [f"{BLOCK}.attn1.to_q", f"{BLOCK}.attn1.to_v", f"{BLOCK}.attn1.to_out.0", f"{BLOCK}.attn2.to_k",
+             f"{BLOCK}.ff.net.0.proj", "down_blocks.0.resnets.0.conv1", "up_blocks.1.attentions.0.proj_in",
+             "down_blocks.0.resnets.0.time_emb_proj"],
+    "text_encoder": ["encoder.layers.0.self_attn.q_proj", "encoder.layers.3.mlp.fc1"],
+}  # fmt: skip
+ALPHA, RANK = 2.0, 4
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, Tensors]:
+    source = PresetSource("sd15-tiny", 0)
+    return {name: source.load(name).state_dict() for name in MODULES}
+
+
+@pytest.fixture(scope="module")
+def make(weights: dict[str, Tensors]) -> Callable[[int], dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]]:
+    """Seed -> (component, module) -> (down, up) of MODULES."""
+
+    def pairs(seed: int) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        found = {}
+        for component, modules in MODULES.items():
+            for module in modules:
+                out, *rest = weights[component][f"{module}.weight"].shape
+                down = torch.randn(RANK, *rest, generator=generator) * 0.3
+                up = torch.randn(out, RANK, *([1] * (len(rest) - 1)), generator=generator) * 0.3
+                found[component, module] = down, up
+        return found
+
+    return pairs
+
+
+def peft(pairs: dict) -> Tensors:
+    names = {"unet": "unet.", "text_encoder": "text_encoder.text_model."}
+    out = {}
+    for (component, module), (down, up) in pairs.items():
+        out[f"{names[component]}{module}.lora_A.weight"] = down * (ALPHA / RANK)
+        out[f"{names[component]}{module}.lora_B.weight"] = up
+    return out
+
+
+def old_diffusers(pairs: dict) -> Tensors:
+    out = {}
+    for (component, module), (down, up) in pairs.items():
+        name = f"unet.{module}.lora" if component == "unet" else f"text_encoder.text_model.{module}.lora_linear_layer"
+        out |= {f"{name}.down.weight": down * (ALPHA / RANK), f"{name}.up.weight": up}
+    return out
+
+
+def kohya(pairs: dict) -> Tensors:
+    names = {"unet": "lora_unet_", "text_encoder": "lora_te_text_model_"}
+    out = {}
+    for (component, module), (down, up) in pairs.items():
+        name = names[component] + module.replace(".", "_")
+        out |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": torch.tensor(ALPHA)}
+    return out
+
+
+def fused(weights: Tensors, component: str, adapters: dict[int, float], make: Callable) -> Tensors:
+    """The weights with the corrections added in torch, as diffusers fuses them."""
+    new = dict(weights)
+    for seed, strength in adapters.items():
+        for (where, module), (down, up) in make(seed).items():
+            if where == component:
+                name = f"{module}.weight"
+                delta = (up.flatten(1) @ down.flatten(1)).reshape(new[name].shape)
+                new[name] = new[name] + strength * ALPHA / RANK * delta
+    return new
+
+
+@pytest.fixture(scope="module")
+def optimized(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("lora") / "cpu"
+    optimize(tiny_export, out, target="cpu", components=["text_encoder", "unet", "vae_decoder"])
+    return out
+
+
+def draw(pipeline: Any) -> np.ndarray:
+    return np.asarray(pipeline(**SETTINGS, generator=torch.Generator().manual_seed(3)).images)
+
+
+def psnr(a: np.ndarray, b: np.ndarray) -> float:
+    assert b.std() > 0.02, "a flat picture proves nothing"
+    return float(-10 * np.log10(np.mean((a - b) ** 2) + 1e-20))
+
+
+def test_draws_what_diffusers_draws(optimized: Path, weights: dict, make: Callable) -> None:
+    ours, theirs = StableDiffusionPipeline.from_pretrained(optimized), torch_pipeline("sd15-tiny", True, 0)
+    before = draw(ours)
+    ours.load_lora_weights(kohya(make(1)), "one")
+    ours.load_lora_weights(peft(make(2)), "two")
+    assert ours.get_active_adapters() == ["one", "two"]
+    for adapters in ({1: 0.5}, {1: 1.0}, {2: 1.5}, {1: 0.7, 2: -0.4}):
+        ours.set_adapters([{1: "one", 2: "two"}[seed] for seed in adapters], list(adapters.values()))
+        for component in MODULES:
+            getattr(theirs, component).load_state_dict(fused(weights[component], component, adapters, make))
+        drawn = draw(ours)
+        assert psnr(drawn, draw(theirs)) >= 60
+        assert psnr(drawn, before) < 40
+    ours.set_adapters(["one", "two"], 0.0)
+    np.testing.assert_array_equal(draw(ours), before)
+    ours.set_adapters("one")
+    ours.unload_lora_weights()
+    assert ours.get_list_adapters() == []
+    np.testing.assert_array_equal(draw(ours), before)
+
+
+@pytest.mark.parametrize("target", ["cuda", "rocm"])
+def test_packed_and_hoisted_weights(tiny_export: Path, weights: dict, make: Callable, tmp_path: Path, target: str):
+    """The corrected numbers of every initializer are those of optimizing the corrected checkpoint, but for rounding."""
+    out = tmp_path / "out"
+    optimize(tiny_export, out, target=target, dtype="float16", components=["unet"], hoisted=True, calibrate=False)
+    loras = Loras(out)
+    loras.add("a", read_adapter(kohya(make(1)), {}), "a")
+    changed = loras.weights({"a": 0.8})
+    new = {n: t.numpy() for n, t in fused(weights["unet"], "unet", {1: 0.8}, make).items()}
+    changed = {part: changed[part] for part in loras.parts["unet"] if part in changed}
+    assert len(changed) == 3
+    touched = set()
+    for numbers in changed.values():
+        for name, array in numbers.items():
+            recipe = loras.recipes["unet"][name]
+            touched |= set(recipes.sources(recipe))
+            wanted = recipes.evaluate(recipe, new.__getitem__)
+            assert array.dtype == wanted.dtype
+            np.testing.assert_allclose(array.astype(np.float32), wanted.astype(np.float32), rtol=2e-3, atol=1e-3)
+    assert {f"{module}.weight" for module in MODULES["unet"]} <= touched
+    assert loras.weights({"a": 0.0}) == {}
+
+
+def test_formats_are_the_same(make: Callable, tmp_path: Path) -> None:
+    adapters = [read_adapter(form(make(1)), {}) for form in (peft, old_diffusers, kohya)]
+    save_file(peft(make(1)), tmp_path / "lora.safetensors")
+    adapters.append(read_adapter(tmp_path / "lora.safetensors", {}))
+    for adapter in adapters:
+        assert adapter.left == []
+        for component, modules in adapters[0].modules.items():
+            assert adapter.modules[component].keys() == modules.keys()
+            for name, correction in modules.items():
+                np.testing.assert_allclose(
+                    adapter.modules[component][name].change(), correction.change(), rtol=1e-5, atol=1e-6
+                )
+
+
+def test_alpha_in_the_metadata(make: Callable, tmp_path: Path) -> None:
+    save_file(peft(make(1)), tmp_path / "a.safetensors", {"lora_adapter_metadata": '{"unet.lora_alpha": 8}'})
+    adapter = read_adapter(tmp_path / "a.safetensors", {})
+    plain = read_adapter(peft(make(1)), {})
+    name = f"{BLOCK}.attn1.to_q".replace(".", "_")
+    np.testing.assert_allclose(
+        adapter.modules["unet"][name].change(), plain.modules["unet"][name].change() * 8 / RANK, rtol=1e-5
+    )
+
+
+def test_what_cannot_be_applied(
+    optimized: Path, make: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loras = Loras(optimized)
+    good = kohya(make(1))
+    extra = {
+        "lora_unet_nowhere.lora_down.weight": torch.zeros(4, 8),
+        "lora_unet_nowhere.lora_up.weight": torch.zeros(8, 4),
+        "lora_unet_conv_in.dora_scale": torch.zeros(3),
+    }
+    with caplog.at_level(logging.WARNING, "sd_ort"):
+        loras.add("a", read_adapter(good | extra, {}), "file")
+    assert "2 parts are not applied" in caplog.text
+    assert "nowhere" in caplog.text
+    with pytest.raises(InputError, match="loaded already"):
+        loras.add("a", read_adapter(good, {}), "file")
+    wrong = {n: torch.zeros(4, 99) if n.endswith("attn1_to_q.lora_down.weight") else t for n, t in good.items()}
+    with pytest.raises(InputError, match="another family"):
+        loras.add("b", read_adapter(wrong, {}), "file")
+    assert list(loras.adapters) == ["a"]
+    with pytest.raises(InputError, match="another family"):
+        loras.add("c", read_adapter({k: extra[k] for k in extra if "nowhere" in k}, {}), "file")
+    with pytest.raises(InputError, match="is no LoRA"):
+        read_adapter({"conv_in.weight": torch.zeros(3)}, {})
+    (tmp_path / "x.safetensors").write_bytes(b"no")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_adapter(tmp_path / "x.safetensors", {})
+    with pytest.raises(InputError, match="pickles"):
+        read_adapter(tmp_path / "x.bin", {})
+
+
+def test_folder_without_recipes(tmp_path: Path) -> None:
+    (tmp_path / folder.MANIFEST).write_text(f'{{"format": {folder.FORMAT}, "components": {{"unet": {{}}}}}}')
+    with pytest.raises(InputError, match="export it again"):
+        Loras(tmp_path)
+
+
+def test_strength_on_the_command_line() -> None:
+    assert lora_strength("a/b.safetensors") == ("a/b.safetensors", 1.0)
+    assert lora_strength("a/b.safetensors:0.8") == ("a/b.safetensors", 0.8)
+    with pytest.raises(InputError, match="no strength"):
+        lora_strength("b.safetensors:much")

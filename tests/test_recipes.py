@@ -1,0 +1,108 @@
+"""Recipes and templates: every weight of an optimized graph is rebuilt from its checkpoint, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from test_export import mini
+
+from fusion_passes import recipes
+from sd_ort.core import folder
+from sd_ort.export.exporter import export
+from sd_ort.export.origins import equal_tensors, origins
+from sd_ort.family.checkpoints import PresetSource
+from sd_ort.family.presets import PRESETS
+from sd_ort.family.signatures import MODEL_OF
+from sd_ort.graphs import hoist
+from sd_ort.optimize.optimizer import optimize
+
+NAMES = ["text_encoder", "unet", "vae_decoder"]
+
+
+@pytest.fixture(scope="module")
+def preset() -> Iterator[str]:
+    PRESETS["sd21-recipes"] = mini(PRESETS["sd21-tiny"])
+    yield "sd21-recipes"
+    del PRESETS["sd21-recipes"]
+
+
+@pytest.fixture(scope="module")
+def exported(preset: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("recipes") / "raw"
+    export(None, out, preset=preset, random_weights=True, components=NAMES, exporter="torchscript")
+    return out
+
+
+def rebuild(path: Path, preset: str) -> dict[str, int]:
+    """Component -> how many weights were rebuilt; fails on one that differs or has no recipe."""
+    counts = {}
+    for name, entry in folder.read_manifest(path)["components"].items():
+        state = {k: t.numpy() for k, t in PresetSource(preset, 0).load(MODEL_OF.get(name, name)).state_dict().items()}
+        table = recipes.load(entry["weights"])
+        parts = [hoist.PARTS.get(part, part) for part in entry.get("hoisted", [name])]
+        counts[name] = 0
+        for value in (v for part in parts for v in ir.load(path / part / folder.MODEL).graph.initializers.values()):
+            weight = value.const_value.numpy()
+            if value.name in table:
+                made = recipes.evaluate(table[value.name], state.__getitem__)
+                assert made.dtype == weight.dtype
+                np.testing.assert_array_equal(made, weight, err_msg=value.name)
+                counts[name] += 1
+            else:  # zeros, ones, scales and sinusoids: the graph's own
+                assert (
+                    weight.dtype.kind == "i"
+                    or (weight == weight.flat[0]).all()
+                    or "sin" in value.name
+                    or weight.size <= 32
+                )
+    return counts
+
+
+def test_export_knows_every_weight(tiny_export: Path, exported: Path, preset: str) -> None:
+    """By both exporters."""
+    for path, name in ((tiny_export, "sd15-tiny"), (exported, preset)):
+        assert rebuild(path, name)["unet"] == len(PresetSource(name, 0).load("unet").state_dict())
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "hoisted"),
+    [("cpu", "float32", False), ("portable", "bfloat16", False), ("cuda", "float16", True), ("rocm", "float16", False)],
+)
+def test_every_weight_is_rebuilt(
+    exported: Path, preset: str, tmp_path: Path, target: str, dtype: str, hoisted: bool
+) -> None:
+    calibrate = False if dtype == "float16" else None
+    optimize(exported, tmp_path / "out", target=target, dtype=dtype, hoisted=hoisted, calibrate=calibrate)
+    counts = rebuild(tmp_path / "out", preset)
+    assert all(counts.values())
+    text = json.dumps(folder.read_manifest(tmp_path / "out")["components"]["unet"]["weights"])
+    assert ("interleave" in text) == (target in ("cuda", "rocm"))
+
+
+def test_recipes_as_text() -> None:
+    table = {"a": "x.weight", "b": ["cast", "FLOAT16", ["transpose", [1, 0], "x.weight"]]}
+    assert recipes.load(json.loads(json.dumps(recipes.dump(table)))) == table
+    assert recipes.sources(table["b"]) == ["x.weight"]
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    np.testing.assert_array_equal(recipes.evaluate(table["b"], {"x.weight": x}.__getitem__), x.T.astype(np.float16))
+
+
+def test_origins_compare_all_numbers() -> None:
+    """Equal first and last numbers do not make an origin; equal tensors are told."""
+    x = torch.arange(6.0).reshape(2, 3)
+    other = x.clone()
+    other[0, 1] = 9
+    values = {"w": x.T.contiguous().numpy(), "v": other.numpy() + np.eye(2, 3, 1, dtype=np.float32)}
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 20})
+    for name, array in values.items():
+        graph.register_initializer(
+            ir.Value(name=name, const_value=ir.tensor(array), type=ir.TensorType(ir.DataType.FLOAT))
+        )
+    assert origins(ir.Model(graph, ir_version=10), {"x": x}) == {"w": ["transpose", [1, 0], "x"]}
+    assert list(equal_tensors({"x": x, "y": x.clone(), "z": other})) == [("x", "y")]
