@@ -198,7 +198,8 @@ def first_image(ours: Path, options: argparse.Namespace, side: int) -> dict[str,
 
 def in_turn(engines: dict[str, Callable[[], np.ndarray]], rounds: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """One picture and the times of each engine: a first run, a second, then `rounds` in turn."""
-    pictures, rows = {}, {}
+    pictures: dict[str, np.ndarray] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, draw in engines.items():
         start = time.perf_counter()
         pictures[name] = draw()
@@ -224,7 +225,7 @@ def diffusers_engines(
     """diffusers on the same weights: compiled (UNet and VAE decode) unless it is left out, and eager."""
     dtype = torch.float16 if device == "cuda" else torch.float32
     source = options.work / options.preset / "raw"
-    made = {name: model.to(dtype) for name, model in models(options.preset, device).items()}
+    made: dict[str, Any] = {name: model.to(dtype) for name, model in models(options.preset, device).items()}
     eager = assemble(source, made)
     engines = {"diffusers eager, channels last": call(eager, arguments, dtype)}
     if not options.no_compile:

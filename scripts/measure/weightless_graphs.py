@@ -48,7 +48,7 @@ def main() -> None:
 
 def graph(source: Source, component: str) -> onnx.ModelProto:
     """One component as `sd-ort export` writes it, its parameters as external data of no file."""
-    model = unfilled(source.configs[MODEL_OF.get(component, component)])
+    model: Any = unfilled(source.configs[MODEL_OF.get(component, component)])
     config = dict(model.config) if hasattr(model, "save_config") else model.config.to_dict()
     signature = component_signature(source, component, config)
     module = wrap(component, model, is_sdxl(source), "controlnet" in source.configs)
@@ -65,7 +65,7 @@ def graph(source: Source, component: str) -> onnx.ModelProto:
             value.name = name = f"{found}.T"  # a folded transpose
         if name.removesuffix(".T") in weights:
             value.const_value = ir.ExternalTensor(
-                "random", 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape), name=name, base_dir=""
+                "random", 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name, base_dir=""
             )
     return ir.to_proto(exported)
 

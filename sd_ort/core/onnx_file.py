@@ -315,7 +315,8 @@ def _schema(op: str, opset: int) -> tuple[dict[str, int], set[str], int, int] | 
         schema = onnx.defs.get_schema(op, opset, "")
     except onnx.defs.SchemaError:
         return None
-    types = {name: int(attribute.type) for name, attribute in schema.attributes.items()}
+    kinds: dict[str, Any] = {name: attribute.type for name, attribute in schema.attributes.items()}  # typed wrongly
+    types = {name: int(kind) for name, kind in kinds.items()}
     required = {name for name, attribute in schema.attributes.items() if attribute.required}
     return types, required, schema.min_input, schema.max_input
 

@@ -43,7 +43,7 @@ class JoinedHeads(Rule):
         return None if known else "the heads differ in number or size"
 
     def rewrite(self, op: Any, a: ir.Value, b: ir.Value, a_heads: ir.Value, out: ir.Value, **_: Any) -> Any:
-        heads, size = c.size(a_heads, 2), c.size(a_heads, 3)
+        heads, size = c.size(a_heads, 2) or 0, c.size(a_heads, 3) or 0  # known: `refuse` asked
         shape = op.initializer(ir.tensor([0, 0, heads, size], dtype=ir.DataType.INT64), name=unique(out, "heads"))
         return op.Transpose(op.Reshape(op.Concat(a, b, axis=1), shape), perm=[0, 2, 1, 3])
 

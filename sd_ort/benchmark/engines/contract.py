@@ -98,7 +98,7 @@ class Opened:
 
 
 # What each engine imports beyond this module, first the one that opens it: imports are not its time to load.
-IMPORTS = {
+IMPORTS: dict[str, tuple[str, ...]] = {
     "torch": (
         "sd_ort.benchmark.engines.pytorch",
         "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
