@@ -179,7 +179,7 @@ def allocate_like(shape: Shape, dtype: str) -> Array:
 
 
 def nmse(got: Array, wanted: Array) -> float:
-    """Normalised mean square error, sum((got - wanted)^2) / sum(wanted^2); infinite when `got` has a NaN or Inf."""
+    """Normalized mean square error, sum((got - wanted)^2) / sum(wanted^2); infinite when `got` has a NaN or Inf."""
     got64, wanted64 = got.astype(np.float64), wanted.astype(np.float64)
     if not np.isfinite(got64).all():
         return float("inf")
@@ -195,7 +195,7 @@ _ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 def nmse_limit(case: Case, dtype: str) -> float:
     """Largest NMSE allowed: errors of 4 roundoffs of the type, or as many as the case says.
 
-    "offset" inputs lie 1000 deviations from zero, so a mean kept in float32 costs a normalised output 1000 times more.
+    "offset" inputs lie 1000 deviations from zero, so a mean kept in float32 costs a normalized output 1000 times more.
     """
     roundoff = _ROUNDOFF[dtype]
     if case.values == "offset":

@@ -51,7 +51,7 @@ def small(operator: Operator) -> list[Case]:
 def test_every_candidate_agrees_with_numpy(operator: Operator, device: str, emulations: dict[str, GpuLibrary]) -> None:
     """Also that nothing but the outputs is written, and that every element of them is.
 
-    Emulation is slow: a case runs in one of its types, another on each device, and its neighbours in the others.
+    Emulation is slow: a case runs in one of its types, another on each device, and its neighbors in the others.
     """
     turn = list(DEVICES).index(device)
     outcomes = [

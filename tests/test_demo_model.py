@@ -14,7 +14,7 @@ import pytest
 
 from sd_ort.core.errors import InputError
 from sd_ort.demo import GUIDANCE, HEIGHT, MODEL_DIR, STEPS, WIDTH, fidelity, scenes
-from sd_ort.demo.scenes import COLOURS, PLACES, RADII, RELATIONS, SHAPES, Item, Scene
+from sd_ort.demo.scenes import COLORS, PLACES, RADII, RELATIONS, SHAPES, Item, Scene
 
 WEIGHTS = sorted(MODEL_DIR.glob("*/*.safetensors"))
 
@@ -63,7 +63,7 @@ def test_pictures_are_deterministic_and_antialiased() -> None:
     assert picture.dtype == np.uint8
     assert np.array_equal(picture, draw(scene))
     assert not np.array_equal(picture, draw(scene, 1))
-    assert len(np.unique(picture)) > 10  # edges mix the two colours
+    assert len(np.unique(picture)) > 10  # edges mix the two colors
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -99,7 +99,7 @@ def test_unseen_prompts() -> None:
     assert all(scenes.is_unseen(scene) for scene in drawn)
     assert {len(scene.items) for scene in drawn} == {1, 2}
     assert {item.shape for scene in drawn for item in scene.items} == set(SHAPES)
-    assert {scene.background for scene in drawn} == set(COLOURS)
+    assert {scene.background for scene in drawn} == set(COLORS)
     assert prompts == scenes.unseen_prompts(300, seed=5) != scenes.unseen_prompts(300, seed=6)
 
 
@@ -156,7 +156,7 @@ def test_reading_gives_measures() -> None:
     reading = fidelity.read_scene(scenes.render(scene, [(40, 80, 20)]))
     assert reading.background == "pink"
     (found,) = reading.items
-    assert (found.shape, found.colour) == ("ring", "green")
+    assert (found.shape, found.color) == ("ring", "green")
     assert (found.x, found.y, found.half_size) == pytest.approx((40, 80, 20), abs=1)
 
 
@@ -182,17 +182,17 @@ def test_every_other_shape_is_refused(size: str) -> None:
         assert_refused(prompt, Scene((Item(drawn, "red", size),), "white"), i, f"drawn as red {drawn}")
 
 
-def test_every_other_colour_is_refused() -> None:
-    for i, (wanted, drawn) in enumerate(itertools.permutations(COLOURS, 2)):
+def test_every_other_color_is_refused() -> None:
+    for i, (wanted, drawn) in enumerate(itertools.permutations(COLORS, 2)):
         ground = next(c for c in ("white", "blue", "black") if c not in (wanted, drawn))
         prompt, other = (Scene((Item("square", c),), ground) for c in (wanted, drawn))
         assert_refused(prompt, other, i, f"drawn as {drawn} square")
 
 
 def test_every_other_background_is_refused() -> None:
-    for i, (wanted, drawn) in enumerate(itertools.permutations(COLOURS, 2)):
-        colour = next(c for c in ("white", "blue", "black") if c not in (wanted, drawn))
-        prompt, other = (Scene((Item("diamond", colour),), c) for c in (wanted, drawn))
+    for i, (wanted, drawn) in enumerate(itertools.permutations(COLORS, 2)):
+        color = next(c for c in ("white", "blue", "black") if c not in (wanted, drawn))
+        prompt, other = (Scene((Item("diamond", color),), c) for c in (wanted, drawn))
         assert_refused(prompt, other, i, f"background {drawn}")
 
 
@@ -205,12 +205,12 @@ def test_missing_and_additional_objects_are_refused() -> None:
             assert_refused(single, pair, i, "2 objects")
 
 
-def test_swapped_colours_and_shapes_are_refused() -> None:
+def test_swapped_colors_and_shapes_are_refused() -> None:
     for i, scene in enumerate(some_scenes(100, items=2, seed="swap")):
         a, b = scene.items
-        if a.colour == b.colour or a.shape == b.shape:
+        if a.color == b.color or a.shape == b.shape:
             continue
-        swapped = (replace(a, colour=b.colour), replace(b, colour=a.colour))
+        swapped = (replace(a, color=b.color), replace(b, color=a.color))
         assert_refused(replace(scene, place=None), replace(scene, items=swapped, place=None), i, "drawn as")
 
 
@@ -230,20 +230,20 @@ def test_wrong_places_are_refused() -> None:
 def test_pictures_of_nothing_are_refused() -> None:
     prompt = "a red circle on a blue background"
     noise = np.random.default_rng(0).integers(0, 256, (128, 128, 3), dtype=np.uint8)
-    blue = np.full((128, 128, 3), COLOURS["blue"], np.uint8)
+    blue = np.full((128, 128, 3), COLORS["blue"], np.uint8)
     assert fidelity.mismatch(prompt, blue) == "0 objects"
     assert not fidelity.matches(prompt, noise)
     assert not fidelity.matches(prompt, np.zeros((128, 128, 3), np.uint8))
 
 
-def test_no_colour_and_no_shape() -> None:
+def test_no_color_and_no_shape() -> None:
     prompt = scenes.parse("a red circle on a blue background")
     picture = draw(prompt)
     grey = picture.copy()
-    grey[(picture == COLOURS["red"]).all(axis=-1)] = (128, 128, 128)
-    assert "no known colour circle" in str(fidelity.mismatch(scenes.caption(prompt), grey))
+    grey[(picture == COLORS["red"]).all(axis=-1)] = (128, 128, 128)
+    assert "no known color circle" in str(fidelity.mismatch(scenes.caption(prompt), grey))
     half = scenes.render(prompt, [(64, 64, 24)])
-    half[:, 64:] = COLOURS["blue"]
+    half[:, 64:] = COLORS["blue"]
     assert "red no shape" in str(fidelity.mismatch(scenes.caption(prompt), half))
 
 

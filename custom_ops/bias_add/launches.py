@@ -8,7 +8,7 @@ _ROWS = ("vectors * kVec", "kVec * itemsize")
 
 LAUNCHES = {
     "bias_add_kernel": Launch(
-        computes="y = x + bias + skip, a thread kVec neighbouring elements",
+        computes="y = x + bias + skip, a thread kVec neighboring elements",
         template=("T", "kVec", "kBlock"),
         arguments=(
             Argument("x", "const T*", "(rows, channels), contiguous; channels = vectors_per_row * kVec", *_ROWS),

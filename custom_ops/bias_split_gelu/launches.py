@@ -6,7 +6,7 @@ from custom_ops.op import Argument, Launch
 
 LAUNCHES = {
     "bias_split_gelu_kernel": Launch(
-        computes="with V = x + bias: y = V[:, :half] * gelu(V[:, half:]), a thread kVec neighbouring elements of y",
+        computes="with V = x + bias: y = V[:, :half] * gelu(V[:, half:]), a thread kVec neighboring elements of y",
         template=("T", "kVec", "kBlock"),
         arguments=(
             Argument(

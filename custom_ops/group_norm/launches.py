@@ -44,7 +44,7 @@ _SIZES = (
     Argument("channels_per_group", "int32", "channels / groups"),
 )
 _GROUPS_PER_BLOCK = Argument(
-    "groups_per_block", "int32", "neighbouring groups that a block takes; divides the number of groups"
+    "groups_per_block", "int32", "neighboring groups that a block takes; divides the number of groups"
 )
 _PIXELS_PER_CHUNK = Argument("pixels_per_chunk", "int32", "pixels that a block takes; any number from 1 to spatial")
 _CHUNKS = Argument("chunks", "int32", "blocks along x: ceil(spatial / pixels_per_chunk)")

@@ -16,16 +16,16 @@ def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]
 
 
 def group_norm(x: Array, gamma: Array, beta: Array, attributes: Mapping[str, int | float]) -> Array:
-    """The normalisation itself, all arguments float64."""
+    """The normalization itself, all arguments float64."""
     if attributes.get("channels_last", 1):
         x = np.moveaxis(x, -1, 1)
     groups = int(attributes["groups"])
     grouped = x.reshape(x.shape[0], groups, -1)
     mean = grouped.mean(axis=2, keepdims=True)
     variance = grouped.var(axis=2, keepdims=True)
-    normalised = ((grouped - mean) / np.sqrt(variance + attributes.get("epsilon", 1e-5))).reshape(x.shape)
+    normalized = ((grouped - mean) / np.sqrt(variance + attributes.get("epsilon", 1e-5))).reshape(x.shape)
     per_channel = (1, -1) + (1,) * (x.ndim - 2)
-    y = normalised * gamma.reshape(per_channel) + beta.reshape(per_channel)
+    y = normalized * gamma.reshape(per_channel) + beta.reshape(per_channel)
     if attributes["activation"]:
         y = y / (1 + np.exp(-y))
     return np.moveaxis(y, 1, -1) if attributes.get("channels_last", 1) else y

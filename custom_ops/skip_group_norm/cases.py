@@ -42,7 +42,7 @@ def _case(
     name = "x".join(map(str, shape)) + f"-g{groups}-a{activation}-{skip}-b{bias:d}-s{total:d}-{values}"
     name += "-nchw" if nchw else ""
     outputs = ("Y", "S") if total else ("Y",)
-    # V is rounded to the type before it is normalised: 2000 in half precision has no digits left for a deviation of 1
+    # V is rounded to the type before it is normalized: 2000 in half precision has no digits left for a deviation of 1
     dtypes = ("float32",) if values == "offset" else ("float32", "float16", "bfloat16")
     return Case(name, inputs, attributes, outputs, values, benchmark, dtypes)
 

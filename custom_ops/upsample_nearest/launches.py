@@ -6,7 +6,7 @@ from custom_ops.op import Argument, Launch
 
 LAUNCHES = {
     "upsample_nearest_kernel": Launch(
-        computes="y[r, i, w, j] = x[r, w] for all i and j, a thread kVec neighbouring elements of x",
+        computes="y[r, i, w, j] = x[r, w] for all i and j, a thread kVec neighboring elements of x",
         template=("T", "kVec", "kBlock"),
         arguments=(
             Argument(

@@ -1,4 +1,4 @@
-"""Nearest-neighbour upsampling by whole numbers: UpsampleNearest, for GPU libraries with such a kernel.
+"""Nearest-neighbor upsampling by whole numbers: UpsampleNearest, for GPU libraries with such a kernel.
 
     Resize(x, scales [1, s, t, 1]), nearest         =>  UpsampleNearest(x; scale_height=s, scale_width=t)
     Resize(x, sizes [n, s*h, t*w, c]), nearest      =>  the same, x proven to be [n, h, w, c]

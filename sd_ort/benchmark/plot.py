@@ -1,4 +1,4 @@
-"""Two plots as inline SVG: horizontal bars with their spread, and lines. Text colours follow the page's."""
+"""Two plots as inline SVG: horizontal bars with their spread, and lines. Text colors follow the page's."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ WIDTH = LABELS + BARS + NUMBERS
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: its length, its spread from `low` to `high` (None for none), colour, and what stands behind it."""
+    """One bar: its length, its spread from `low` to `high` (None for none), color, and what stands behind it."""
 
     label: str
     value: float
     text: str
-    colour: str
+    color: str
     low: float | None = None
     high: float | None = None
 
@@ -32,7 +32,7 @@ def bars(rows: Sequence[Bar]) -> str:
         length = BARS * row.value / longest
         parts.append(f'<text x="{LABELS - 8}" y="{middle + 4}" text-anchor="end">{escape(row.label)}</text>')
         parts.append(
-            f'<rect x="{LABELS}" y="{top}" width="{length:.1f}" height="{ROW - 6}" rx="2" fill="{row.colour}"/>'
+            f'<rect x="{LABELS}" y="{top}" width="{length:.1f}" height="{ROW - 6}" rx="2" fill="{row.color}"/>'
         )
         end = length
         if row.low is not None and row.high is not None and row.high > row.low:
@@ -44,11 +44,11 @@ def bars(rows: Sequence[Bar]) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """One line: its points (x, y) in order of x, and its colour."""
+    """One line: its points (x, y) in order of x, and its color."""
 
     label: str
     points: tuple[tuple[float, float], ...]
-    colour: str
+    color: str
 
 
 def lines(rows: Sequence[Line], x_title: str, y_title: str, height: int = 260) -> str:
@@ -75,12 +75,12 @@ def lines(rows: Sequence[Line], x_title: str, y_title: str, height: int = 260) -
     for row in sorted(rows, key=lambda row: -row.points[-1][1]):
         points = [at(x, y) for x, y in row.points]
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-        parts.append(f'<path d="M{path}" fill="none" stroke="{row.colour}" stroke-width="2"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{row.colour}"/>' for x, y in points]
+        parts.append(f'<path d="M{path}" fill="none" stroke="{row.color}" stroke-width="2"/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{row.color}"/>' for x, y in points]
         x, y = points[-1]
         free = max(free, y + 4)
         parts.append(f'<text x="{right + 34}" y="{free:.1f}">{escape(row.label)}</text>')
-        parts.append(f'<path d="M{x + 5:.1f} {y:.1f}L{right + 30} {free - 4:.1f}" stroke="{row.colour}" opacity=".5"/>')
+        parts.append(f'<path d="M{x + 5:.1f} {y:.1f}L{right + 30} {free - 4:.1f}" stroke="{row.color}" opacity=".5"/>')
         free += 15
     return _svg(WIDTH, int(max(height, free)), parts)
 

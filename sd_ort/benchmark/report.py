@@ -153,11 +153,11 @@ def _charts(report: Row, rows: Sequence[Row]) -> str:
 def _time_bar(row: Row, key: str, unit: str) -> plot.Bar:
     times = row[key]
     text = f"{times['median']:.3g} {unit}  {faster(row).partition(' (')[0].removeprefix('-')}"
-    return plot.Bar(row["label"], times["median"], text, colour(row), times["min"], times["max"])
+    return plot.Bar(row["label"], times["median"], text, color(row), times["min"], times["max"])
 
 
 def _memory_bar(row: Row, key: str) -> plot.Bar:
-    return plot.Bar(row["label"], row[key], f"{row[key]:.0f} MB", colour(row))
+    return plot.Bar(row["label"], row[key], f"{row[key]:.0f} MB", color(row))
 
 
 def _scaling(rows: Sequence[Row]) -> str:
@@ -167,7 +167,7 @@ def _scaling(rows: Sequence[Row]) -> str:
     for label in labels:
         mine = [row for row in rows if row["label"] == label and "step_ms" in row]
         points = tuple((float(row["batch"]), _rate(row)) for row in mine)
-        drawn.append(plot.Line(label, points, colour(mine[0])))
+        drawn.append(plot.Line(label, points, color(mine[0])))
     if not any(len(line.points) > 1 for line in drawn):
         return ""
     return "<h3>Throughput</h3>" + plot.lines(drawn, "batch", "images/s" if "image_s" in rows[0] else "samples/s")
@@ -179,7 +179,7 @@ def _rate(row: Row) -> float:
     return 1e3 * float(row["batch"]) / float(row["step_ms"]["median"])
 
 
-def colour(row: Row) -> str:
+def color(row: Row) -> str:
     """Ours, torch, a peer's, or the raw export."""
     if row.get("engine") == "torch":
         return TORCH
@@ -229,7 +229,7 @@ def _pictures(report: Row, folder: Path) -> str:
 def _mlperf(report: Row) -> str:
     ok = [row for row in report["engines"] if row["status"] == "ok"]
     bars = [
-        plot.Bar(row["label"], row["Offline"]["images_per_s"], f"{row['Offline']['images_per_s']:.3g}/s", colour(row))
+        plot.Bar(row["label"], row["Offline"]["images_per_s"], f"{row['Offline']['images_per_s']:.3g}/s", color(row))
         for row in ok
     ]
     header = "engine,SingleStream p50,p90,p99,Offline,Server rate,p50,p90,p99,mean batch,fidelity,CLIP score,FID"

@@ -1,4 +1,4 @@
-"""The demo model: a small Stable Diffusion that draws coloured shapes, and the score of how well it does.
+"""The demo model: a small Stable Diffusion that draws colored shapes, and the score of how well it does.
 
 `MODEL_DIR` is a stock diffusers folder; `scenes` makes captioned scenes; `fidelity` reads pictures back.
 """

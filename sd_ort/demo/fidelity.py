@@ -1,7 +1,7 @@
-"""Did the model draw what the prompt says? Background, colours, shapes, sizes and places read back from the pixels.
+"""Did the model draw what the prompt says? Background, colors, shapes, sizes and places read back from the pixels.
 
-No network takes part. The background is the colour of the picture's frame; what differs from it falls into connected
-components; each component's colour is the palette colour nearest to its interior, and its shape is the one whose ideal
+No network takes part. The background is the color of the picture's frame; what differs from it falls into connected
+components; each component's color is the palette color nearest to its interior, and its shape is the one whose ideal
 outline, stretched to the component's bounding box, overlaps it best (intersection over union).
 """
 
@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from sd_ort.core.errors import InputError
-from sd_ort.demo.scenes import COLOURS, PLACES, RELATIONS, SHAPES, SIDE, Item, Scene, parse, unseen_prompts
+from sd_ort.demo.scenes import COLORS, PLACES, RELATIONS, SHAPES, SIDE, Item, Scene, parse, unseen_prompts
 
 __all__ = ["Fidelity", "Found", "Reading", "matches", "mismatch", "read_scene", "score", "unseen_prompts"]
 
-# The palette's closest pair (yellow, orange) is 92 apart in RGB: a colour further than 55 from all of it is no colour.
-COLOUR_LIMIT = 55.0
+# The palette's closest pair (yellow, orange) is 92 apart in RGB: a color further than 55 from all of it is no color.
+COLOR_LIMIT = 55.0
 FOREGROUND = 36.0  # RGB distance from the background above which a pixel belongs to an object or its edge
 MIN_AREA = 48  # pixels of a 128x128 picture; less is a speck, not an object
 MIN_OVERLAP = 0.68  # rendered shapes overlap their own ideal by 0.71 (worst small star), mostly 0.88 to 1
@@ -32,11 +32,11 @@ PLACE_TOLERANCE = 14.0  # from the middle of the place's region, either axis, in
 
 @dataclass(frozen=True)
 class Found:
-    """One object in a picture. `shape` and `colour` are None when no known one fits; x, y and half_size in pixels of a
-    128x128 picture (centre of the bounding box, half its larger side)."""
+    """One object in a picture. `shape` and `color` are None when no known one fits; x, y and half_size in pixels of a
+    128x128 picture (center of the bounding box, half its larger side)."""
 
     shape: str | None
-    colour: str | None
+    color: str | None
     x: float
     y: float
     half_size: float
@@ -44,7 +44,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a picture shows: background colour (None when it is no palette colour) and objects, largest first."""
+    """What a picture shows: background color (None when it is no palette color) and objects, largest first."""
 
     background: str | None
     items: tuple[Found, ...]
@@ -96,10 +96,10 @@ def _components(mask: np.ndarray) -> list[np.ndarray]:
     return list(found.values())
 
 
-def _colour_name(rgb: np.ndarray) -> str | None:
-    distances = {name: float(np.linalg.norm(rgb - np.array(value))) for name, value in COLOURS.items()}
+def _color_name(rgb: np.ndarray) -> str | None:
+    distances = {name: float(np.linalg.norm(rgb - np.array(value))) for name, value in COLORS.items()}
     name = min(distances, key=distances.__getitem__)
-    return name if distances[name] <= COLOUR_LIMIT else None
+    return name if distances[name] <= COLOR_LIMIT else None
 
 
 def _shape_name(mask: np.ndarray) -> str | None:
@@ -124,16 +124,16 @@ def _shape_name(mask: np.ndarray) -> str | None:
 def _read_item(picture: np.ndarray, component: np.ndarray, background: np.ndarray, scale: float) -> Found:
     difference = picture - background
     distance = np.linalg.norm(difference, axis=-1)
-    # Edge pixels mix both colours; the interior is what differs most from the background.
+    # Edge pixels mix both colors; the interior is what differs most from the background.
     interior = component & (distance >= 0.75 * np.percentile(distance[component], 95))
-    colour = np.median(picture[interior], axis=0)
-    contrast = colour - background
+    color = np.median(picture[interior], axis=0)
+    contrast = color - background
     covered = component & (difference @ contrast >= 0.5 * float(contrast @ contrast))
     rows, columns = np.flatnonzero(covered.any(axis=1)), np.flatnonzero(covered.any(axis=0))
     top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
     return Found(
         shape=_shape_name(covered[top:bottom, left:right]),
-        colour=_colour_name(colour),
+        color=_color_name(color),
         x=float(left + right) / 2 / scale,
         y=float(top + bottom) / 2 / scale,
         half_size=float(max(right - left, bottom - top)) / 2 / scale,
@@ -158,14 +158,14 @@ def read_scene(image: Any) -> Reading:
     components = [c for c in _components(foreground) if c.sum() >= MIN_AREA * scale**2]
     components.sort(key=np.count_nonzero, reverse=True)
     items = tuple(_read_item(picture, c, background, scale) for c in components)
-    return Reading(_colour_name(background), items)
+    return Reading(_color_name(background), items)
 
 
 def _item_mismatch(item: Item, found: Found) -> str | None:
-    if (found.colour, found.shape) != (item.colour, item.shape):
-        return f"{item.colour} {item.shape} drawn as {found.colour or 'no known colour'} {found.shape or 'no shape'}"
+    if (found.color, found.shape) != (item.color, item.shape):
+        return f"{item.color} {item.shape} drawn as {found.color or 'no known color'} {found.shape or 'no shape'}"
     if item.size and item.size != ("small" if found.half_size < SMALL_BELOW else "large"):
-        return f"the {item.colour} {item.shape} is not {item.size} (half size {found.half_size:.0f} px)"
+        return f"the {item.color} {item.shape} is not {item.size} (half size {found.half_size:.0f} px)"
     return None
 
 
@@ -186,12 +186,12 @@ def _place_mismatch(scene: Scene, found: Sequence[Found]) -> str | None:
 def mismatch(prompt: str, image: Any) -> str | None:
     """Why the picture is not what the prompt says, in words, or None when it is. Raises InputError for other prompts.
 
-    Right means: the background, the number of objects, each object's colour and shape, and every size and place that
+    Right means: the background, the number of objects, each object's color and shape, and every size and place that
     the prompt states.
     """
     scene, reading = parse(prompt), read_scene(image)
     if reading.background != scene.background:
-        return f"background {reading.background or 'of no known colour'}"
+        return f"background {reading.background or 'of no known color'}"
     if len(reading.items) != len(scene.items):
         return f"{len(reading.items)} objects"
     reasons = []

@@ -1,9 +1,9 @@
-"""Synthetic captioned scenes: one or two coloured shapes on a plain background, 128x128 RGB.
+"""Synthetic captioned scenes: one or two colored shapes on a plain background, 128x128 RGB.
 
-A `Scene` says what the caption says and no more; a `layout` fixes the rest (centres and radii, drawn at random), and
+A `Scene` says what the caption says and no more; a `layout` fixes the rest (centers and radii, drawn at random), and
 `render` turns both into pixels. Coordinates are pixels of the 128x128 picture, x to the right, y down.
 
-Scenes are split by *combination* (the set of colour-shape pairs plus the background): every caption of an unseen
+Scenes are split by *combination* (the set of color-shape pairs plus the background): every caption of an unseen
 combination, whatever its sizes, places and wording, is kept out of training.
 """
 
@@ -22,7 +22,7 @@ from sd_ort.core.errors import InputError
 
 SIDE = 128
 
-COLOURS: dict[str, tuple[int, int, int]] = {
+COLORS: dict[str, tuple[int, int, int]] = {
     "red": (220, 30, 40),
     "green": (30, 160, 60),
     "blue": (40, 70, 220),
@@ -80,7 +80,7 @@ def _square(x: Any, y: Any) -> Any:
 
 
 def _triangle(x: Any, y: Any) -> Any:
-    """Equilateral, point up, side 2, its bounding box centred."""
+    """Equilateral, point up, side 2, its bounding box centerd."""
     half_height = math.sqrt(3) / 2
     return _max(y - half_height, (abs(x) * math.sqrt(3) - y - half_height) * 0.5)
 
@@ -101,7 +101,7 @@ def _ring(x: Any, y: Any) -> Any:
 
 def _star(x: Any, y: Any) -> Any:
     """Pentagram, point up: inside all its five edge lines but at most one (second largest distance)."""
-    inner = math.cos(math.radians(72))  # distance of the lines from the centre of a pentagram of circumradius 1
+    inner = math.cos(math.radians(72))  # distance of the lines from the center of a pentagram of circumradius 1
     largest = second = None
     for i in range(5):
         angle = math.radians(72 * i - 90)
@@ -130,7 +130,7 @@ SHAPES: dict[str, tuple[Callable[[Any, Any], Any], tuple[float, float, float]]] 
 def coverage(shape: str, x: Any, y: Any, radius: Any) -> Any:
     """Share of each pixel that the shape covers, 0 to 1: anti-aliased over one pixel.
 
-    `x`, `y` are pixel centres relative to the shape's centre and `radius` its radius, all in pixels (NumPy arrays or
+    `x`, `y` are pixel centers relative to the shape's center and `radius` its radius, all in pixels (NumPy arrays or
     torch tensors that broadcast).
     """
     distance = SHAPES[shape][0](x / radius, y / radius) * radius
@@ -145,13 +145,13 @@ class Item:
     """One object of a scene; `size` is None when the caption does not say it."""
 
     shape: str
-    colour: str
+    color: str
     size: str | None = None
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a caption says: one or two items, a background colour, and a place.
+    """What a caption says: one or two items, a background color, and a place.
 
     `place` is a key of PLACES for one item, a key of RELATIONS for two (first item relative to the second), or None
     when the caption leaves it open.
@@ -163,7 +163,7 @@ class Scene:
 
 
 def _noun(item: Item) -> str:
-    words = " ".join(w for w in (item.size, item.colour, item.shape) if w)
+    words = " ".join(w for w in (item.size, item.color, item.shape) if w)
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
@@ -181,16 +181,16 @@ def caption(scene: Scene) -> str:
 def _parse_item(words: list[str], text: str) -> Item:
     size = words[1] if len(words) == 4 and words[1] in SIZES else None
     rest = words[2:] if size else words[1:]
-    if not words or words[0] not in ("a", "an") or len(rest) != 2 or rest[0] not in COLOURS or rest[1] not in SHAPES:
+    if not words or words[0] not in ("a", "an") or len(rest) != 2 or rest[0] not in COLORS or rest[1] not in SHAPES:
         raise InputError(f"cannot read {text!r} as a scene: say e.g. 'a red circle on a blue background'.")
-    return Item(shape=rest[1], colour=rest[0], size=size)
+    return Item(shape=rest[1], color=rest[0], size=size)
 
 
 def parse(text: str) -> Scene:
     """The scene a caption describes. Raises InputError when it is not of the form `caption` writes."""
     head, _, tail = " ".join(text.lower().split()).rstrip(".").rpartition(" on ")
     ending = tail.split()
-    if len(ending) != 3 or ending[0] not in ("a", "an") or ending[1] not in COLOURS or ending[2] != "background":
+    if len(ending) != 3 or ending[0] not in ("a", "an") or ending[1] not in COLORS or ending[2] != "background":
         raise InputError(f"cannot read {text!r} as a scene: end it with e.g. 'on a blue background'.")
     for joint in ("and", *RELATIONS):
         first, found, second = head.partition(f" {joint} ")
@@ -206,12 +206,12 @@ def parse(text: str) -> Scene:
 def words() -> list[str]:
     """Every word that captions are made of, sorted."""
     phrases = [*RELATIONS, *(words for words, _centre in PLACES.values()), "a an and on background"]
-    return sorted({w for phrase in (*COLOURS, *SHAPES, *SIZES, *phrases) for w in phrase.split()})
+    return sorted({w for phrase in (*COLORS, *SHAPES, *SIZES, *phrases) for w in phrase.split()})
 
 
 def is_unseen(scene: Scene) -> bool:
-    """Whether the scene's combination of coloured shapes and background is kept out of training (decided by hash)."""
-    combination = sorted(f"{item.colour} {item.shape}" for item in scene.items)
+    """Whether the scene's combination of colored shapes and background is kept out of training (decided by hash)."""
+    combination = sorted(f"{item.color} {item.shape}" for item in scene.items)
     digest = hashlib.sha256("|".join([*combination, scene.background]).encode()).digest()
     return int.from_bytes(digest[:4], "big") < UNSEEN_SHARE * 2**32
 
@@ -221,15 +221,15 @@ def is_unseen(scene: Scene) -> bool:
 
 def _sample_item(rng: random.Random, background: str, others: tuple[Item, ...]) -> Item:
     while True:
-        colour, shape = rng.choice(list(COLOURS)), rng.choice(list(SHAPES))
-        if colour != background and not any((o.colour, o.shape) == (colour, shape) for o in others):
-            return Item(shape, colour, rng.choice((None, None, *SIZES)))
+        color, shape = rng.choice(list(COLORS)), rng.choice(list(SHAPES))
+        if color != background and not any((o.color, o.shape) == (color, shape) for o in others):
+            return Item(shape, color, rng.choice((None, None, *SIZES)))
 
 
 def sample(rng: random.Random, items: int, unseen: bool) -> Scene:
     """A random scene of one or two `items`, from the unseen combinations or from the training ones."""
     while True:
-        background = rng.choice(list(COLOURS))
+        background = rng.choice(list(COLORS))
         found: tuple[Item, ...] = ()
         for _ in range(items):
             found = (*found, _sample_item(rng, background, found))
@@ -240,42 +240,42 @@ def sample(rng: random.Random, items: int, unseen: bool) -> Scene:
 
 
 Layout = list[tuple[float, float, float]]
-"""Centre x, centre y and radius of each item, in pixels."""
+"""Center x, center y and radius of each item, in pixels."""
 
 
-def _jitter(rng: random.Random, centre: tuple[float, float], amount: float) -> tuple[float, float]:
-    return centre[0] + rng.uniform(-amount, amount), centre[1] + rng.uniform(-amount, amount)
+def _jitter(rng: random.Random, center: tuple[float, float], amount: float) -> tuple[float, float]:
+    return center[0] + rng.uniform(-amount, amount), center[1] + rng.uniform(-amount, amount)
 
 
 def layout(scene: Scene, rng: random.Random) -> Layout:
-    """Random centres and radii that agree with the scene; items neither touch each other nor the border."""
+    """Random centers and radii that agree with the scene; items neither touch each other nor the border."""
     radii = [rng.uniform(*RADII[item.size]) for item in scene.items]
     if len(radii) == 2:
         dx, dy = RELATIONS[scene.place or rng.choice(list(RELATIONS))]
-        centres = [
+        centers = [
             _jitter(rng, (SIDE / 2 + side * dx * PAIR_OFFSET, SIDE / 2 + side * dy * PAIR_OFFSET), PAIR_JITTER)
             for side in (1, -1)
         ]
     elif scene.place:
-        centres = [_jitter(rng, PLACES[scene.place][1], PLACE_JITTER)]
+        centers = [_jitter(rng, PLACES[scene.place][1], PLACE_JITTER)]
     else:
         low, high = radii[0] + MARGIN, SIDE - radii[0] - MARGIN
-        centres = [(rng.uniform(low, high), rng.uniform(low, high))]
+        centers = [(rng.uniform(low, high), rng.uniform(low, high))]
     return [
         (min(max(x, r + 2), SIDE - r - 2), min(max(y, r + 2), SIDE - r - 2), r)
-        for (x, y), r in zip(centres, radii, strict=True)
+        for (x, y), r in zip(centers, radii, strict=True)
     ]
 
 
 def render(scene: Scene, placed: Layout) -> np.ndarray:
     """The picture of a scene, uint8 [128, 128, 3]."""
-    centres = np.arange(SIDE, dtype=np.float32) + 0.5
-    y, x = np.meshgrid(centres, centres, indexing="ij")
+    centers = np.arange(SIDE, dtype=np.float32) + 0.5
+    y, x = np.meshgrid(centers, centers, indexing="ij")
     picture = np.empty((SIDE, SIDE, 3), np.float32)
-    picture[:] = COLOURS[scene.background]
+    picture[:] = COLORS[scene.background]
     for item, (cx, cy, radius) in zip(scene.items, placed, strict=True):
         share = coverage(item.shape, x - cx, y - cy, radius)[..., None]
-        picture += share * (np.array(COLOURS[item.colour], np.float32) - picture)
+        picture += share * (np.array(COLORS[item.color], np.float32) - picture)
     return picture.round().astype(np.uint8)
 
 

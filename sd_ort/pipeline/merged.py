@@ -45,7 +45,7 @@ class MergedPipeline(StableDiffusionPipeline):
         for tokenizer, name in self.text_encoders:
             suffix, length = name.removeprefix("text_encoder"), text_length(self.folder, name, tokenizer)
             for kind, prompts in (("input", request.prompts), ("negative", negatives)):
-                feed[f"{kind}_ids{suffix}"] = token_ids(tokenizer, prompts, length).repeat(request.images_a_prompt, 0)
+                feed[f"{kind}_ids{suffix}"] = token_ids(tokenizer, prompts, length).repeat(request.images_per_prompt, 0)
         if self.is_xl:
             size = [request.height, request.width]
             feed["negative_strength"] = np.array([0.0 if self._zero_negative(request.negative) else 1.0], np.float32)

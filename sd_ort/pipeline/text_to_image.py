@@ -105,7 +105,7 @@ class Request:
 
     prompts: list[str]
     negative: Prompt | None
-    images_a_prompt: int
+    images_per_prompt: int
     height: int
     width: int
     steps: int
@@ -120,7 +120,7 @@ class Request:
 
     @property
     def batch(self) -> int:
-        return len(self.prompts) * self.images_a_prompt
+        return len(self.prompts) * self.images_per_prompt
 
 
 class StableDiffusionPipeline(LoraMethods):
@@ -321,14 +321,14 @@ class StableDiffusionPipeline(LoraMethods):
     def _condition(self, request: Request) -> Conditioning:
         """Conditioning of all rows: with guidance 2B, negative first."""
         size = request.height, request.width
-        positive = self.encode(request.prompts, *size).repeat(request.images_a_prompt)
+        positive = self.encode(request.prompts, *size).repeat(request.images_per_prompt)
         if request.told_guidance is not None:
             told = guidance_embedding(request.told_guidance, self.unet_config["time_cond_proj_dim"])
             positive.added["timestep_cond"] = told.repeat(request.batch, 1)
         if request.guidance is None:
             return positive
         negative = self._negative(request.negative, len(request.prompts), *size)
-        return positive.after(negative.repeat(request.images_a_prompt))
+        return positive.after(negative.repeat(request.images_per_prompt))
 
     def _negatives(self, negative: Prompt | None, count: int) -> list[str]:
         """One negative prompt a prompt, empty if there is none."""

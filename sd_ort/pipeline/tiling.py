@@ -1,6 +1,6 @@
 """Large images in little memory: a VAE that works on overlapping tiles, blended into one another, or image by image.
 
-Neighbouring tiles share a quarter of their side; across the shared strip one fades linearly into the other. Sizes and
+Neighboring tiles share a quarter of their side; across the shared strip one fades linearly into the other. Sizes and
 blending are those of diffusers' `enable_tiling`, so the picture is the same.
 """
 

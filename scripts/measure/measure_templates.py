@@ -1,6 +1,6 @@
 """Time and memory of `sd-ort optimize CHECKPOINT OUT` with a template and without, of a checkpoint with random weights.
 
-    python scripts/measure_templates.py sd15 [sdxl ...] [--target cuda] [--out results/templates.md]
+    python scripts/measure/measure_templates.py sd15 [sdxl ...] [--target cuda] [--out results/templates.md]
 
 For each preset two diffusers folders in fp16 are written, of other weights. The first is exported and optimized, which
 keeps its template; the second fills it, in a process of its own whose peak memory is what the system says. The disk's
