@@ -179,7 +179,7 @@ def test_control_image_without_a_controlnet(tiny_export: Path, picture: Image.Im
 # --- The command ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheduler", ["euler", "pndm", "ddim"])
+@pytest.mark.parametrize("scheduler", ["euler", "pndm", "dpmsolver"])
 def test_on_the_device(tiny_export: Path, picture: Image.Image, mask: Image.Image, scheduler: str) -> None:
     """Image to image, and inpainting whose mask keeps a picture, in the loop on the device as on the host."""
     tasks = ((StableDiffusionImg2ImgPipeline, {}), (StableDiffusionInpaintPipeline, {"mask_image": mask}))

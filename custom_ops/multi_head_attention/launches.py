@@ -22,6 +22,12 @@ def _view(name: str, rows: str, alignment: str) -> Argument:
 _SHAPE = Struct(
     "shape",
     (
+        Argument("heads", "int32", "heads: blocks along y"),
+        Argument("sequence", "int32", "queries"),
+        Argument("kv_sequence", "int32", "keys and values, at least 1"),
+        Argument("head_size", "int32", "elements of a head's row"),
+        Argument("scale", "float", "of the scores, as 1 / sqrt(head_size)"),
+        Argument("causal", "int32", "1: query q sees keys 0 to q; 0: all"),
         *(
             Argument(f"{tensor}_{axis}_stride", "int64", f"elements from one {axis} of {tensor} to the next")
             for tensor in ("query", "key", "value")
@@ -29,12 +35,6 @@ _SHAPE = Struct(
         ),
         Argument("bias_batch_stride", "int64", "of attention_bias; 0 where all batches share it"),
         Argument("bias_head_stride", "int64", "of attention_bias; 0 where all heads share it"),
-        Argument("heads", "int32", "heads: blocks along y"),
-        Argument("sequence", "int32", "queries"),
-        Argument("kv_sequence", "int32", "keys and values, at least 1"),
-        Argument("head_size", "int32", "elements of a head's row"),
-        Argument("scale", "float", "of the scores, as 1 / sqrt(head_size)"),
-        Argument("causal", "int32", "1: query q sees keys 0 to q; 0: all"),
     ),
 )
 

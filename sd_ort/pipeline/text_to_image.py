@@ -406,12 +406,12 @@ class StableDiffusionPipeline(LoraMethods):
     ) -> Request:
         """The arguments, checked; raises InputError for what does not fit together."""
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        if not prompts:
+            raise InputError("no prompt was given: pass a string or a list of strings.")
         factor = self.size_multiple
         check_text(prompts)
         check_text([negative] if isinstance(negative, str) else negative or [])
         check_numbers(height, width, len(prompts) * images if images > 0 else 1, guidance_scale=guidance, eta=eta)
-        if not prompts:
-            raise InputError("no prompt was given: pass a string or a list of strings.")
         if height % factor or width % factor or height < factor or width < factor:
             raise InputError(f"height {height} and width {width} must be multiples of {factor}.")
         if steps < 1 or images < 1:
