@@ -9,6 +9,7 @@ for the picture alone.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from sd_ort.core.progress import step_bar
 from sd_ort.graphs import device_graphs
 from sd_ort.graphs.device_graphs import Between, identifier
 from sd_ort.runtime.captured import UNCAPTURED, BoundShapes, GraphModel
+from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import DTYPES, open_graph
 from sd_ort.runtime.wheels import runtime
 
@@ -91,6 +93,7 @@ class DeviceLoop:
         self.step_seconds: float | None = None  # of the last drawing, on the device: its steps' mean
         self.kept: OrderedDict[Any, Buffers] = OrderedDict()
         self.graphs: dict[Any, Any] = {}
+        self.captured = itertools.count()
 
     def run(self, drawing: Drawing) -> np.ndarray:
         """Latents (B, C, h, w) float32 as the last step leaves them, or with `decode` pictures (B, H, W, 3) uint8.
@@ -136,17 +139,31 @@ class DeviceLoop:
         number = model.number() if isinstance(model, GraphModel) else UNCAPTURED
         return BoundShapes(model.session, {n: feed[n] for n in model.inputs}, self.models.device, number, outputs)
 
-    def graph(self, make: Callable[[Any], bytes], key: Any, values: Mapping[str, Any]) -> BoundShapes:
-        """The small graph `make(key)` over buffers; its session is opened once."""
-        name = (make.__name__, key)
+    def graph(
+        self, make: Callable[[Any], bytes], key: Any, values: Mapping[str, Any], *, capture: bool = False
+    ) -> BoundShapes:
+        """The small graph `make(key)` over buffers; its session is opened once. `capture`: it is replayed, as the UNet
+        is, for its kernels take less time than the gaps between their launches."""
+        name = (make.__name__, key, capture)
         if name not in self.graphs:
             options = self.models.options["provider_options"]
             kept = {k: v for k, v in options.items() if k in ("device_id", "user_compute_stream")}
-            self.graphs[name] = open_graph(make(key), self.models.provider if kept else "cpu", kept)
+            provider = self.models.provider if kept else "cpu"
+            self.graphs[name] = open_graph(make(key), provider, kept, capture=capture)
         session = self.graphs[name]
         read = {value.name: values[value.name] for value in session.get_inputs()}
         written = {v.name: values[v.name] for v in session.get_outputs() if v.name in values}
-        return BoundShapes(session, read, self.models.device, UNCAPTURED, written)
+        number = next(self.captured) if capture else UNCAPTURED
+        return BoundShapes(session, read, self.models.device, number, written)
+
+    def repeated(self, make: Callable[[Any], bytes], key: Any, values: Mapping[str, Any]) -> BoundShapes:
+        """As `graph`, captured where the UNet is and the provider can."""
+        if isinstance(self.models["unet"], GraphModel):
+            try:
+                return self.graph(make, key, values, capture=True)
+            except SdOrtError as error:
+                warn_once(f"what runs between two steps is not captured as a graph: {error}")
+        return self.graph(make, key, values)
 
 
 class Buffers:
@@ -189,8 +206,14 @@ class Buffers:
 
     def release(self) -> None:
         """Give the captured graphs back."""
+        self._release_steps()
         if self.unet is not None:
             self.unet.release()
+
+    def _release_steps(self) -> None:
+        if self.steps is not None:
+            self.steps[1].between.release()
+            self.steps = None
 
     def draw(self, drawing: Drawing) -> np.ndarray:
         """As `DeviceLoop.run`."""
@@ -236,7 +259,7 @@ class Buffers:
         flags = drawing.guidance is not None, drawing.kept is not None
         key = drawing.schedule.weights.shape, *flags
         if self.steps is None or self.steps[0] != key:
-            self.steps = None  # the old buffers go before the new ones come
+            self._release_steps()  # the old buffers go before the new ones come
             self.steps = key, Steps(self, drawing)
         return self.steps[1]
 
@@ -300,7 +323,7 @@ class Steps:
             buffers.unet = loop.bind(unet, buffers.values)
         self.unet = buffers.unet
         self.values["noise"] = self.unet.outputs["out_sample"]
-        self.between = loop.graph(device_graphs.between, what, self.values)
+        self.between = loop.repeated(device_graphs.between, what, self.values)
 
     def _arrays(self, drawing: Drawing) -> dict[str, np.ndarray]:
         """What the graphs read from the host, with one entry more than steps: the input of a step that is not made."""

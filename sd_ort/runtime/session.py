@@ -248,9 +248,17 @@ def load(folder: Path, component: str, provider: str = "cpu", **options: Any) ->
     return Model(create_session(Path(folder) / component / MODEL, provider, **options))
 
 
-def open_graph(graph: bytes, provider: str, provider_options: Mapping[str, str] | None = None) -> Any:
-    """A session on a small graph of our own, a serialized ONNX model, beside a component's on the same provider."""
+def open_graph(
+    graph: bytes, provider: str, provider_options: Mapping[str, str] | None = None, *, capture: bool = False
+) -> Any:
+    """A session on a small graph of our own, a serialized ONNX model, beside a component's on the same provider.
+
+    `capture`: its runs are captured as graphs. Raises SdOrtError when ONNX Runtime refuses that.
+    """
     onnxruntime = runtime()
     options = _session_options(provider, None, None)
-    wanted = _providers(provider_named(provider), False, False, provider_options or {})
-    return onnxruntime.InferenceSession(graph, options, providers=wanted)
+    wanted = _providers(provider_named(provider), False, capture, provider_options or {})
+    try:
+        return onnxruntime.InferenceSession(graph, options, providers=wanted)
+    except Exception as error:  # pybind's exceptions share no base class but Exception
+        raise SdOrtError(f"ONNX Runtime refuses a graph of the sampling loop: {first_line(error)}") from error
