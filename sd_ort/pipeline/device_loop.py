@@ -305,6 +305,7 @@ class Steps:
         self.values = buffers.values | {name: loop.value(array) for name, array in self.arrays.items()}
         self.values["history"] = self.values["history_out"] = loop.empty((columns, *drawing.latents.shape), np.float32)
         self.values["index"] = self.values["index_out"] = loop.value(np.zeros(1, np.int64))
+        self.values["positions"] = loop.value(np.arange(columns))
         by_step: dict[str, np.dtype] = {}
         if buffers.prompt is not None:
             by_step = self._time(buffers, states)
