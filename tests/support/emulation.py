@@ -13,7 +13,7 @@ from pathlib import Path
 from custom_ops import GPU_OPERATORS
 from sd_ort.runtime import library
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # What the emulator stands in for: waves of 64 lanes (CDNA), and of 32 with different matrix instructions.
 DEVICES = {
     "cdna": ["-D__HIP_PLATFORM_AMD__", "-D__GFX9__"],
