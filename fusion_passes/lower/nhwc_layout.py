@@ -136,7 +136,7 @@ class _Walk:
         self.replaced.append(node)
 
     def finish(self) -> None:
-        """Remove the nodes of the regions worth it; what still reads their outputs gets the twin through a Transpose."""
+        """Remove the nodes of the regions worth it; what still reads their outputs gets the twin, turned back."""
         taken, left = choose(self.replaced, Borders(self.entering, self.leaving, self.undone))
         for region in left:
             reason = f"its {region.convolutions} convolutions would add {region.added} Transposes, and stay NCHW"
