@@ -270,12 +270,14 @@ def table(record: dict[str, Any]) -> str:
     ]
     for preset, model in record["models"].items():
         lines += ["", f"## {preset}, batch {model['batch']}, latent {model['size']} x {model['size']}", ""]
-        lines += ["| engine | ms | of eager | of torch.compile | error | ready, s |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+        lines += [
+            "| engine | ms | of eager | of torch.compile | error | ready, s |",
+            "| --- | ---: | ---: | ---: | ---: | ---: |",
+        ]
         for row in model["rows"]:
             over = [f"{row[key]:.2f}" if row[key] is not None else "-" for key in ("over_eager", "over_compiled")]
-            lines.append(
-                f"| {row['engine']} | {row['ms']:.2f} | {' | '.join(over)} | {row['error']:.1e} | {row['ready_s']:.0f} |"
-            )
+            numbers = [f"{row['ms']:.2f}", *over, f"{row['error']:.1e}", f"{row['ready_s']:.0f}"]
+            lines.append(f"| {row['engine']} | {' | '.join(numbers)} |")
         for goal in model["goals"]:
             reached = "reached" if goal["measured"] <= goal["goal"] else "not reached"
             lines += ["", f"Goal: {goal['engine']} at most {goal['goal']} of {goal['over']}: "

@@ -1,4 +1,4 @@
-"""The kernels in PyTorch: `optimize` a diffusers pipeline, `restore` it, `profile` it; `torch.ops.sd_ort` underneath."""
+"""The kernels in PyTorch: `optimize` a diffusers pipeline, `restore` it; `torch.ops.sd_ort` underneath."""
 
 from sd_ort.torch import operators
 from sd_ort.torch.replace import optimize, restore

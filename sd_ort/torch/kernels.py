@@ -187,9 +187,9 @@ class GpuKernels:
         """The last candidate that takes the call and wants no scratch memory; the plainest wants none."""
         fitting = range(len(self._library.candidates(number)) - 1, -1, -1)
         for candidate in fitting:
-            if self._library.is_supported(number, candidate, params):
-                if not self._library.workspace_bytes(number, candidate, params):
-                    return candidate
+            supported = self._library.is_supported(number, candidate, params)
+            if supported and not self._library.workspace_bytes(number, candidate, params):
+                return candidate
         raise Refused("every kernel for it wants scratch memory")
 
     # ---- tuning: the files and the tuner that sessions use (sd_ort/runtime/tuning.py)

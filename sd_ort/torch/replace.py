@@ -47,10 +47,10 @@ def optimize(target: Target, level: Level = "auto") -> Target:
 
     Parameters stay the same objects with the same values and names. `restore` undoes everything.
 
-    level: "auto" replaces modules and, on a GPU, lays convolution weights channels last. "performance" also lays weights
-    of one input's products side by side, and measures the kernels of every new shape when it is first met, to the file
-    that later runs load. "memory" takes only kernels without scratch memory and turns on the VAE's slicing, an image at
-    a time.
+    level: "auto" replaces modules and, on a GPU, lays convolution weights channels last. "performance" also lays the
+    weights of one input's products side by side, and measures the kernels of every new shape when it is first met, to
+    the file that later runs load. "memory" takes only kernels without scratch memory and turns on the VAE's slicing, an
+    image at a time.
 
     A module that is not known (another class, processor, norm or activation) is left alone: `status()` counts it with
     the reason. Raises InputError for an unknown level, or a target without modules.

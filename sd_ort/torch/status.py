@@ -1,4 +1,4 @@
-"""What ran so far: calls by operator, our kernel or torch and why, and modules that `optimize` replaced or left alone."""
+"""What ran so far: calls by operator, our kernel or torch and why; modules that `optimize` replaced or left alone."""
 
 from __future__ import annotations
 

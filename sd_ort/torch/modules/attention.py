@@ -78,13 +78,11 @@ class FastAttnProcessor:
         return q.unflatten(-1, (attn.heads, -1)), k.unflatten(-1, (attn.heads, -1)), v.unflatten(-1, (attn.heads, -1))
 
 
-def project(
-    attn: Attention, x: Tensor, context: Tensor | None, mask: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def project(attn: Attention, x: Tensor, context: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """`attn` of x, its last bias left to the caller where our processor runs it and nothing else does."""
-    if isinstance(attn.processor, FastAttnProcessor) and parts.is_plain(attn, Attention) and attn.group_norm is None:
-        if not attn.residual_connection and attn.rescale_output_factor == 1.0:
-            return attn.processor.project(attn, x, context, mask)
+    ends_with_bias = attn.group_norm is None and not attn.residual_connection and attn.rescale_output_factor == 1.0
+    if isinstance(attn.processor, FastAttnProcessor) and parts.is_plain(attn, Attention) and ends_with_bias:
+        return attn.processor.project(attn, x, context, mask)
     return attn(x, encoder_hidden_states=context, attention_mask=mask), None
 
 

@@ -12,7 +12,7 @@ from sd_ort.torch.modules import parts
 
 
 def lay_side_by_side(weights: Sequence[nn.Parameter]) -> None:
-    """Moves parameters (N, K) into one block of memory. They stay the parameters they are, and a state dict the same."""
+    """Moves parameters (N, K) into one block of memory. They stay the same objects, and a state dict the same."""
     block = torch.cat([weight.data for weight in weights])
     for weight, rows in zip(weights, block.split([len(weight) for weight in weights]), strict=True):
         weight.data = rows

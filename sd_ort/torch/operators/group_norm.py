@@ -43,7 +43,7 @@ def _plain_skip(
 
 def _params(x: Tensor, gamma: Tensor, beta: Tensor, y: Tensor, groups: int, epsilon: float, silu: bool) -> Params:
     require(x.ndim >= 3, "x has no spatial axis")
-    require(0 < groups and x.shape[1] % groups == 0, "groups do not divide the channels")
+    require(groups > 0 and x.shape[1] % groups == 0, "groups do not divide the channels")
     require(gamma.dtype == beta.dtype and gamma.dtype in (torch.float32, x.dtype), "gamma and beta of another type")
     require(gamma.shape == beta.shape == x.shape[1:2], "gamma or beta of another size")
     require(gamma.is_contiguous() and beta.is_contiguous(), "gamma or beta is strided")

@@ -52,9 +52,7 @@ def _launch(
 
 _OPERATOR = Operator(
     name="skip_layer_norm",
-    schema=(
-        "(Tensor x, Tensor skip, Tensor? bias, Tensor gamma, Tensor? beta, float epsilon) -> (Tensor, Tensor)"
-    ),
+    schema=("(Tensor x, Tensor skip, Tensor? bias, Tensor gamma, Tensor? beta, float epsilon) -> (Tensor, Tensor)"),
     plain=_plain,
     launch=_launch,
     fake=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)),
