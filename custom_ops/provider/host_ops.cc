@@ -2,9 +2,9 @@
 #include <cmath>
 
 #include "bindings.h"
+#include "common/gpu.h"
 #include "common/tunable.h"
 #include "nhwc_conv/binding.h"
-#include "provider/vendor.h"
 #include "softmax/op.h"
 
 namespace sd_ort {

@@ -353,7 +353,7 @@ struct ScoreEdges {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       uint32_t column = tile * mma::kTile;
-      forget(column);  // compare with it anew: the masks of all tiles would take more scalar registers than there are
+      launder(column);  // compare with it anew: the masks of all tiles would take more scalar registers than there are
 #pragma unroll
       for (int i = 0; i < mma::kAccumulatorSize; ++i) {
         const bool seen = static_cast<int>(column) + mma::accumulator_column(lane, i) < visible[mma::row_slot(i)];
@@ -370,7 +370,7 @@ struct ScoreEdges {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       uint32_t column = key + tile * mma::kTile;
-      forget(column);  // as above
+      launder(column);  // as above
 #pragma unroll
       for (int i = 0; i < mma::kAccumulatorSize; ++i) {
         scores[tile].x[i] = apply(scores[tile].x[i], rows[mma::row_slot(i)], query + mma::accumulator_row(lane, i),
