@@ -52,7 +52,7 @@ def text_encoders(index: dict[str, Any]) -> list[str]:
     return [name for name in names if (index.get(name) or [None])[0]] or ["text_encoder"]
 
 
-def _tokenizer(folder: Path, name: str) -> Any:
+def open_tokenizer(folder: Path, name: str) -> Any:
     from transformers import CLIPTokenizer
 
     try:

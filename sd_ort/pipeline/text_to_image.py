@@ -26,9 +26,9 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.folder import read_index
 from sd_ort.core.progress import step_bar
 from sd_ort.family.conditioning import (
-    _tokenizer,
     guidance_embedding,
     latent_scale,
+    open_tokenizer,
     text_encoders,
     text_length,
     token_ids,
@@ -159,7 +159,7 @@ class StableDiffusionPipeline(LoraMethods):
         self.index = read_index(folder)
         self.is_xl = self.unet_config.get("addition_embed_type") == "text_time"
         names = text_encoders(self.index)
-        self.text_encoders = [(_tokenizer(folder, name.replace("text_encoder", "tokenizer")), name) for name in names]
+        self.text_encoders = [(open_tokenizer(folder, name.replace("text_encoder", "tokenizer")), name) for name in names]
         self.image_processor = VaeImageProcessor(vae_scale_factor=self.vae_scale_factor, do_convert_rgb=True)
 
     @classmethod

@@ -18,11 +18,11 @@ from sd_ort.runtime.providers import (
     CPU_EP,
     PLUGIN,
     Provider,
-    _refuse,
     check_provider,
     log,
     plugin_devices,
     provider_named,
+    refuse,
     warn_once,
 )
 from sd_ort.runtime.wheels import ERRORS_ONLY, runtime
@@ -102,7 +102,7 @@ def create_session(
         reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if provider.startswith(PLUGIN) else ""
         raise InputError(f"ONNX Runtime refuses {model_path}: {reason or first_line(error)}") from error
     if entry.ep not in session.get_providers():
-        _refuse(
+        refuse(
             f"ONNX Runtime dropped the {provider} provider and would run on the CPU: check that {entry.needs} is "
             "installed and that a GPU is visible (`sd-ort doctor`).",
             allow_fallback,

@@ -257,10 +257,10 @@ def attach(session: Any, ep: str, op_library: Path | None, tune: bool, onnxrunti
         if source is not None:
             source.enable(True)
         # At the end of the process, of a worker of a pool too; the session may be gone by then.
-        Finalize(None, _save_at_exit, (weakref.ref(session), source, onnxruntime_version), exitpriority=1)
+        Finalize(None, save_at_exit, (weakref.ref(session), source, onnxruntime_version), exitpriority=1)
 
 
-def _save_at_exit(session: weakref.ref[Any], source: Source | None, onnxruntime_version: str) -> None:
+def save_at_exit(session: weakref.ref[Any], source: Source | None, onnxruntime_version: str) -> None:
     alive = session()
     save([] if alive is None else [alive], source, onnxruntime_version)
 

@@ -194,7 +194,7 @@ def test_a_session_with_tuning_on_measures(monkeypatch: pytest.MonkeyPatch, tmp_
     tuning.attach(session, "CUDAExecutionProvider", tmp_path / "ops.so", True, VERSION)
     assert ops.enabled
     ops.measured = found("a")
-    tuning._save_at_exit(*later[0])
+    tuning.save_at_exit(*later[0])
     assert tuning.load(session, FakeOps(), VERSION) is not None
 
 

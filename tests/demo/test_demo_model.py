@@ -121,7 +121,7 @@ def test_training_data_is_what_the_captions_say_and_never_unseen(training) -> No
     tokenizer = CLIPTokenizer.from_pretrained(MODEL_DIR / "tokenizer")
     ids = {word: tokenizer(word).input_ids[1] for word in scenes.words()}
     ids |= {training.START: tokenizer.bos_token_id, training.END: tokenizer.eos_token_id}
-    data = training.Data(*map(torch.from_numpy, training._sample_chunk((3, 200, ids))))
+    data = training.Data(*map(torch.from_numpy, training.sample_chunk((3, 200, ids))))
     pictures = training.render(data, torch.arange(200))
     pictures = ((pictures + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
     captions = tokenizer.batch_decode(data.tokens, skip_special_tokens=True)

@@ -125,13 +125,13 @@ CHECKED = [
 
 
 # Parts of public checkpoints that no committed graph has, several in one model: what differs from `topology`'s.
-SMALL_CLIP = presets._clip(32, 2, 4, "quick_gelu", 32, vocab_size=presets.BYTE_VOCABULARY, intermediate_size=80)
-SMALL_UNET = presets._unet_sd(
+SMALL_CLIP = presets.clip_config(32, 2, 4, "quick_gelu", 32, vocab_size=presets.BYTE_VOCABULARY, intermediate_size=80)
+SMALL_UNET = presets.unet_config(
     sample_size=8, block_out_channels=[32, 64], layers_per_block=1, attention_head_dim=4, cross_attention_dim=32,
     down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"], up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
     norm_num_groups=8,
 )  # fmt: skip
-SMALL_VAE = presets._vae(
+SMALL_VAE = presets.vae_config(
     sample_size=16, block_out_channels=[16, 32], layers_per_block=1, norm_num_groups=8,
     down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
 )  # fmt: skip
@@ -194,7 +194,7 @@ def topology(
     made = {name: config | changes.get(name, {}) for name, config in small.items()}
     if made["vae"]["_class_name"] == "AutoencoderTiny":
         made["vae"] = changes["vae"]
-    return Preset(pipeline, made, presets._EULER | scheduler, {})
+    return Preset(pipeline, made, presets.EULER | scheduler, {})
 
 
 def calls(source: PresetSource, component: str, config: signatures.Config) -> Counter[str]:
