@@ -39,7 +39,7 @@ _DTYPES = {"float": "float32", "_Float16": "float16", "bf16_t": "bfloat16"}
 
 @dataclass(frozen=True)
 class _Registers:
-    """What a SIMD of an architecture has: vector registers a lane, in allocation units of `unit`, waves at most."""
+    """What a SIMD of an architecture has: vector registers per lane, in allocation units of `unit`, waves at most."""
 
     total: int
     unit: int
@@ -150,7 +150,7 @@ def describe(objects: list[Path]) -> list[dict]:
 
 
 def table(entries: list[dict]) -> str:
-    """Markdown: registers, LDS, spills and occupancy; a row a kernel instance, a column an architecture."""
+    """Markdown: registers, LDS, spills and occupancy; a row per kernel instance, a column per architecture."""
     archs = sorted({entry["arch"] for entry in entries})
     rows: dict[str, dict[str, str]] = {}
     for e in entries:

@@ -36,7 +36,7 @@ constexpr bool kWideOperands = false;
 #endif
 
 #if defined(SD_ORT_MMA_CDNA)
-constexpr int kOperandRegisters = 2;  // 4 elements a lane
+constexpr int kOperandRegisters = 2;  // 4 elements per lane
 constexpr int kAccumulatorSize = 4;
 #elif defined(SD_ORT_MMA_RDNA3)
 constexpr int kOperandRegisters = 8;  // 16 elements: a whole row, in both halves of the wave
@@ -344,7 +344,7 @@ __device__ inline Operand<T> load_operand_transposed(const T* tile, int stride) 
 }
 #endif
 
-// A lane's share of a tile as memory holds it: kPieces runs of kPieceSize neighbouring elements, run i from row
+// A lane's share of a tile as memory holds it: kPieces runs of kPieceSize neighboring elements, run i from row
 // piece_row(lane, i), column piece_column(lane, i) on. All lanes' runs together are one 16 x 16 tile.
 #if defined(SD_ORT_MMA_NVIDIA)
 constexpr int kPieces = 4;

@@ -272,10 +272,10 @@ def provider_engine(
         feeds["timestep"] = np.repeat(feeds["timestep"], len(feeds["sample"]))
         for name in ("prompt", "time"):
             part = path.parent.with_name(hoist.PARTS[name]) / path.name
-            once = session.Model(session.create_session(part, provider, portable=True))
+            once = session.Model(session.create_session(part, provider, library=False))
             feeds |= once(**{key: feeds[key] for key in once.inputs})
     started = time.perf_counter()
-    opened = session.create_session(path, provider, graph=True, tuning=True, portable=True)
+    opened = session.create_session(path, provider, graph=True, tuning=True, library=False)
     print(f"  session opened in {time.perf_counter() - started:.2f} s", flush=True)
     model = captured.GraphModel(opened, providers.provider_named(provider).device)
     bound = model.bind({key: feeds[key] for key in model.inputs})

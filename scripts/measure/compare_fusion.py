@@ -190,7 +190,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown: a section a family and component, a row an exporter and engine."""
+    """Markdown: a section per family and component, a row per exporter and engine."""
     about = result["machine"]
     lines = [
         f"Measured at commit {about['commit']} on {about['cores']} cores of {about['cpu']}, {about['memory_GB']} GB "

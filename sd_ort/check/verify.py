@@ -1,7 +1,7 @@
 """Verify: every optimized component against its source, on the same inputs at several shapes.
 
 One session is in memory at a time: the source runs first and leaves its outputs behind. Where the CPU stands in for a
-provider with other kernels, or for half precision, it runs a twin of the component (see
+provider with other kernels, or for half precision, it runs a copy of the component (see
 `graphs.cpu_emulation`), and the result says so.
 """
 
@@ -21,7 +21,7 @@ from sd_ort.core.errors import InputError, VerificationError
 from sd_ort.family.configs import component_config
 from sd_ort.family.inputs import SIZES, Arrays, random_inputs, recorded_inputs
 from sd_ort.graphs import hoist
-from sd_ort.graphs.cpu_emulation import cpu_twin, half_type, loads_on_cpu
+from sd_ort.graphs.cpu_emulation import emulated, half_type, loads_on_cpu
 from sd_ort.graphs.load import load
 from sd_ort.runtime.session import Model, create_session
 
@@ -39,7 +39,7 @@ def verify(
     components: Sequence[str] | None = None,
     inputs: Path | None = None,
     provider: str = "cpu",
-    portable: bool = False,
+    library: bool = True,
     sizes: Sequence[dict[str, int]] = SIZES,
     seed: int = 0,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
@@ -49,9 +49,9 @@ def verify(
     A row is one output of one run: component, output, run (its sizes), shape, relative_error = |got - want| / |want|
     (L2 norms), nmse (its square), max_abs, finite, tolerance, passed. `tolerance` bounds relative_error and defaults
     to `TOLERANCE` of the optimized component's type. `inputs`: runs recorded in an .npz, in addition to made-up inputs
-    at `sizes`. `provider` runs the optimized folder; the source runs on the CPU, fed with the same numbers. `portable`:
-    fused operators run as their function bodies even where a custom-op library is installed. `report` gets every row
-    when it is known.
+    at `sizes`. `provider` runs the optimized folder; the source runs on the CPU, fed with the same numbers. `library`:
+    False lets fused operators run as their function bodies even where a custom-op library is installed. `report` gets
+    every row when it is known.
 
     Raises InputError for folders that are not two forms of one pipeline, ProviderError for what the provider cannot
     run. A failure to agree is not an exception here: see `check`. A component of another kind than ours (a safety
@@ -64,11 +64,11 @@ def verify(
         if name not in KNOWN and not (inputs and recorded_inputs(inputs, name)):
             notes.append(f"{name}: NOT compared, since its inputs are not known: record some for --inputs.")
             continue
-        with _whole(optimized, name, notes) as path, _runnable(path, provider, portable, notes) as runnable:
+        with _whole(optimized, name, notes) as path, _runnable(path, provider, library, notes) as runnable:
             model = load(path)
             feeds = _feeds(source, name, model, inputs, sizes, seed)
             expected = _run(folder.check_component(source, name), [feed for _, feed in feeds])
-            actual = _run(runnable, [feed for _, feed in feeds], provider, portable)
+            actual = _run(runnable, [feed for _, feed in feeds], provider, library)
         limit = TOLERANCE[half_type(model)] if tolerance is None else tolerance
         for (run, _), want, got in zip(feeds, expected, actual, strict=True):
             if want.keys() != got.keys():
@@ -153,9 +153,9 @@ def _feeds(
     ]
 
 
-def _run(path: Path, feeds: Sequence[Arrays], provider: str = "cpu", portable: bool = True) -> list[Arrays]:
+def _run(path: Path, feeds: Sequence[Arrays], provider: str = "cpu", library: bool = False) -> list[Arrays]:
     """Outputs of every run; the session is gone afterwards."""
-    model = Model(create_session(path, provider, portable=portable))
+    model = Model(create_session(path, provider, library=library))
     return [model(**feed) for feed in feeds]
 
 
@@ -177,13 +177,13 @@ def _whole(optimized: Path, name: str, notes: list[str]) -> Iterator[Path]:
 
 
 @contextmanager
-def _runnable(path: Path, provider: str, portable: bool, notes: list[str]) -> Iterator[Path]:
-    """The model at `path`, or its twin on the CPU; the original must load all the same where the CPU has kernels."""
+def _runnable(path: Path, provider: str, library: bool, notes: list[str]) -> Iterator[Path]:
+    """The model at `path`, or its copy for the CPU; the original must load all the same where the CPU has kernels."""
     if provider != "cpu":
         yield path
         return
-    with cpu_twin(path) as (twin, done):
+    with emulated(path) as (copy, done):
         notes += [f"{path.parent.name}: {note}." for note in done]
-        if twin != path and loads_on_cpu(load(path)):
-            create_session(path, portable=portable)
-        yield twin
+        if copy != path and loads_on_cpu(load(path)):
+            create_session(path, library=library)
+        yield copy

@@ -222,7 +222,7 @@ def merge_onnxruntime(known: list[Record], more: list[Record]) -> list[Record]:
 
 
 def table(record: Record) -> list[str]:
-    """A file's content as lines for a terminal: validators, then a line a call."""
+    """A file's content as lines for a terminal: validators, then a line per call."""
     lines = [f"{LABELS.get(key, key)}: {value}" for key, value in sorted(record["validators"].items())]
     for operator, results in sorted(record["operators"].items()):
         for signature, result in sorted(results.items()):

@@ -239,9 +239,9 @@ def test_pictures_of_nothing_are_refused() -> None:
 def test_no_color_and_no_shape() -> None:
     prompt = scenes.parse("a red circle on a blue background")
     picture = draw(prompt)
-    grey = picture.copy()
-    grey[(picture == COLORS["red"]).all(axis=-1)] = (128, 128, 128)
-    assert "no known color circle" in str(fidelity.mismatch(scenes.caption(prompt), grey))
+    gray = picture.copy()
+    gray[(picture == COLORS["red"]).all(axis=-1)] = (128, 128, 128)
+    assert "no known color circle" in str(fidelity.mismatch(scenes.caption(prompt), gray))
     half = scenes.render(prompt, [(64, 64, 24)])
     half[:, 64:] = COLORS["blue"]
     assert "red no shape" in str(fidelity.mismatch(scenes.caption(prompt), half))

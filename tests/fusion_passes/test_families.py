@@ -257,7 +257,7 @@ def test_numbers(name: str, target: Target, dtype: str, tmp_path: Path) -> None:
     source, out, entry = fuse(name, tmp_path, target, dtype)
     if name in COUNTED_BELOW and (target, dtype) == (NHWC, "float32"):
         assert_counts(name, ir.load(out / name.rsplit(".", 1)[1] / folder.MODEL).graph, entry["rules"])
-    result = verify(source, out, portable=True, sizes=SIZES)
+    result = verify(source, out, library=False, sizes=SIZES)
     assert {row["tolerance"] for row in result["rows"]} == {3e-3 if dtype == "float16" or "-half-" in name else 1e-5}
     assert len({tuple(row["shape"]) for row in result["rows"] if row["output"] == result["rows"][0]["output"]}) == 2
     check(result)
@@ -281,7 +281,7 @@ def test_topology(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         }
         assert counts.get("Transpose", 0) == (0 if component == "text_encoder" else 2)
     (out / "model_index.json").write_text("{}")
-    check(verify(raw, out, portable=True, sizes=SIZES))
+    check(verify(raw, out, library=False, sizes=SIZES))
 
 
 def test_distilled_model_draws_what_diffusers_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

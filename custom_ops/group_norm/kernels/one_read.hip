@@ -83,11 +83,11 @@ __global__ __launch_bounds__(kBlock) void group_norm_one_read_kernel(const T* x,
     }
   }
 
-  Normaliser<T, kVec> normaliser;
+  Normalizer<T, kVec> normalizer;
 #pragma unroll
   for (int k = 0; k < kVec; ++k) {
     const bool is_low = k < slice.low_count;
-    normaliser.set(k, is_low ? low_mean : high_mean,
+    normalizer.set(k, is_low ? low_mean : high_mean,
                    (is_low ? low_factor : high_factor) * affine_value<T>(gamma, affine_is_float, slice.channel + k),
                    affine_value<T>(beta, affine_is_float, slice.channel + k));
   }
@@ -100,7 +100,7 @@ __global__ __launch_bounds__(kBlock) void group_norm_one_read_kernel(const T* x,
       float v[kVec];
       launder(held[i].raw);  // unpack it anew: the floats of all items would take twice the registers
       held[i].unpack(v);
-      normaliser.apply(v, activation);
+      normalizer.apply(v, activation);
       Pack::pack(v).store(y + begin + at);
       at += stride;
     }

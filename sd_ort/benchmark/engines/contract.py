@@ -135,7 +135,7 @@ def load(engine: Engine, settings: Settings) -> dict[str, Any]:
     opener = importlib.import_module(IMPORTS[engine.engine][0])
     base = machine.peak_memory_MB()
     start = time.perf_counter()
-    _opened = portable(opener.open_component if settings.component else opener.open_pipeline, engine, settings)
+    _opened = with_plain_errors(opener.open_component if settings.component else opener.open_pipeline, engine, settings)
     return {
         "precision": _opened.precision,
         "load_s": time.perf_counter() - start,
@@ -149,7 +149,7 @@ def draw_batch(batch: int, prompts: list[str] | None = None, seed: int = 0) -> d
     """One batch, timed: seconds in all, what `Batch` holds, and the process's peak memory in MB meanwhile."""
     machine.reset_peak_memory()
     start = time.perf_counter()
-    result: Batch = portable(_opened.run, batch, prompts, seed)
+    result: Batch = with_plain_errors(_opened.run, batch, prompts, seed)
     seconds = time.perf_counter() - start
     return {
         "seconds": seconds,
@@ -161,7 +161,7 @@ def draw_batch(batch: int, prompts: list[str] | None = None, seed: int = 0) -> d
     }
 
 
-def portable(function: Callable[..., Any], *arguments: Any) -> Any:
+def with_plain_errors(function: Callable[..., Any], *arguments: Any) -> Any:
     """`function(*arguments)`; every exception leaves as an SdOrtError, since others may not survive pickling."""
     try:
         return function(*arguments)
@@ -205,7 +205,7 @@ def component_call(engine: Engine, settings: Settings, batch: int) -> Call:
 
     from sd_ort.family import signatures
     from sd_ort.family.configs import component_config
-    from sd_ort.family.inputs import pixels_a_latent, random_inputs
+    from sd_ort.family.inputs import pixels_per_latent, random_inputs
 
     assert settings.component is not None
     name, folder = settings.component, Path(engine.raw or engine.directory)
@@ -213,7 +213,7 @@ def component_call(engine: Engine, settings: Settings, batch: int) -> Call:
     if not all(configs.values()):
         raise InputError(f"{folder} has no config.json of its UNet and {name}: export it with sd-ort.")
     signature = signatures.signature(name, configs[name])
-    scale, default = pixels_a_latent(folder), signatures.default_latents(configs["unet"])
+    scale, default = pixels_per_latent(folder), signatures.default_latents(configs["unet"])
     height, width = (pixels // scale if pixels else default for pixels in (settings.height, settings.width))
     rows = 2 * batch if name == "unet" and settings.guidance > 1 else batch
     sizes = {"batch": rows, "sequence": 77, "height": height, "width": width}
