@@ -40,7 +40,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from custom_ops import GPU_OPERATORS
-from custom_ops.gpu import Guarded, HostMemory
+from custom_ops.check.memory import Guarded, HostMemory
 from custom_ops.op import DTYPES, Array, Operator, draw, load, nmse, nmse_limit
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime import build

@@ -315,7 +315,7 @@ def test_model_draws_unseen_prompts(training) -> None:  # type: ignore[no-untype
     import torch
     from diffusers import StableDiffusionPipeline
 
-    pipeline = StableDiffusionPipeline.from_pretrained(MODEL_DIR, torch_dtype=torch.float32)
+    pipeline = StableDiffusionPipeline.from_pretrained(MODEL_DIR)
     pipeline.set_progress_bar_config(disable=True)
     prompts = scenes.unseen_prompts(8, seed=0)
     threads = torch.get_num_threads()
