@@ -66,7 +66,7 @@ def optimize(
     target: a name in `TARGETS`; None: what the installed ONNX Runtime wheel drives. dtype: "float32", "float16" or
     "bfloat16", one that the target has. calibrate: whether float16 conversion runs each component to find what must
     stay in float32 (None: the components that are small enough), on made-up inputs or on the recorded `inputs` (see
-    `family.inputs`). hoisted: split the UNet into a graph that runs once a prompt, one that runs once a schedule and
+    `family.inputs`). hoisted: split the UNet into a graph that runs once per prompt, one that runs once per schedule and
     one that runs every step (see `graphs.hoist`); None: in float16 for the targets in `HOISTING`. An `output` that was
     made from the same input with the same options and is intact is left as it is. Raises InputError for a source that
     cannot be read and OutputError when the output cannot be written; then nothing is left behind.
@@ -74,22 +74,9 @@ def optimize(
     if target is None:
         target, why = default_target()
         report(f"target {target}: {why}.")
-    if target not in TARGETS:
-        raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
-    if dtype not in TARGETS[target].dtypes:
-        others = ", ".join(name for name, each in TARGETS.items() if dtype in each.dtypes)
-        raise InputError(f"target {target} has kernels without {dtype}: use --float16, or a target of {others}.")
-    if TARGETS[target].half_weights and (calibrate or inputs):
-        raise InputError(f"target {target} computes in float32, where nothing overflows: leave calibration out.")
-    if dtype != "float16" and (calibrate or inputs):
-        raise InputError(f"calibration is for --float16: {dtype} has the range of float32, so leave it out.")
+    _check_precision(target, dtype, bool(calibrate or inputs))
     output = output_path(output, source)
-    names = folder.components(source)
-    if components:
-        missing = [name for name in components if name not in names]
-        if missing:
-            raise InputError(f"{source} has no component {', '.join(missing)}: it has {', '.join(names)}.")
-        names = components
+    names = _names(source, components)
     if hoisted is None:
         hoisted = dtype == "float16" and target in HOISTING and hoist.PARTS["step"] in names
     if hoisted and hoist.PARTS["step"] not in names:
@@ -138,6 +125,28 @@ def optimize(
         manifest["components"] = {name: manifest["components"][name] for name in names}
         folder.write_manifest(work, manifest)
     return folder.read_manifest(output)
+
+
+def _check_precision(target: str, dtype: str, calibrated: bool) -> None:
+    """Raise InputError for a target that is none, a dtype that it lacks, and calibration where it has no meaning."""
+    if target not in TARGETS:
+        raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
+    if dtype not in TARGETS[target].dtypes:
+        others = ", ".join(name for name, each in TARGETS.items() if dtype in each.dtypes)
+        raise InputError(f"target {target} has kernels without {dtype}: use --float16, or a target of {others}.")
+    if TARGETS[target].half_weights and calibrated:
+        raise InputError(f"target {target} computes in float32, where nothing overflows: leave calibration out.")
+    if dtype != "float16" and calibrated:
+        raise InputError(f"calibration is for --float16: {dtype} has the range of float32, so leave it out.")
+
+
+def _names(source: Path, wanted: list[str] | None) -> list[str]:
+    """The components to optimize: all, or those that are wanted. Raises InputError where one of these is not there."""
+    names = folder.components(source)
+    missing = [name for name in wanted or () if name not in names]
+    if missing:
+        raise InputError(f"{source} has no component {', '.join(missing)}: it has {', '.join(names)}.")
+    return wanted or names
 
 
 def _manifest(source: Path, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
