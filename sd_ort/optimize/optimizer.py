@@ -66,8 +66,8 @@ def optimize(
     target: a name in `TARGETS`; None: what the installed ONNX Runtime wheel drives. dtype: "float32", "float16" or
     "bfloat16", one that the target has. calibrate: whether float16 conversion runs each component to find what must
     stay in float32 (None: the components that are small enough), on made-up inputs or on the recorded `inputs` (see
-    `family.inputs`). hoisted: split the UNet into a graph that runs once per prompt, one that runs once per schedule and
-    one that runs every step (see `graphs.hoist`); None: in float16 for the targets in `HOISTING`. An `output` that was
+    `family.inputs`). hoisted: split the UNet into a graph that runs once per prompt, one that runs once per schedule
+    and one that runs every step (see `graphs.hoist`); None: in float16 for the targets in `HOISTING`. An `output` that was
     made from the same input with the same options and is intact is left as it is. Raises InputError for a source that
     cannot be read and OutputError when the output cannot be written; then nothing is left behind.
     """
