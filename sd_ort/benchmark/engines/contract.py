@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from sd_ort.benchmark.engines.kinds import KINDS
 from sd_ort.core.errors import InputError, SdOrtError, first_line
 from sd_ort.runtime import machine
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One contender: an ONNX folder run by "onnxruntime", "tensorrt" or "openvino", or the `model` it came from, run by
-    "torch".
+    """One contender: an ONNX folder run by an `engine` of `kinds.KINDS`, or the `model` it came from, run by "torch".
 
     `model`: as given to `sd-ort export`, or with `random_weights` the preset whose weights `weights_seed` makes.
     `make`: how to make `directory` from `raw`, the raw export (see `benchmark.recipes`); () when it exists. `variant`:
@@ -97,22 +97,6 @@ class Opened:
     notes: list[str] = field(default_factory=list)
 
 
-# What each engine imports beyond this module, first the one that opens it: imports are not its time to load.
-IMPORTS: dict[str, tuple[str, ...]] = {
-    "torch": (
-        "sd_ort.benchmark.engines.pytorch",
-        "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
-        "transformers.models.clip.modeling_clip",
-    ),
-    "onnxruntime": (
-        "sd_ort.benchmark.engines.ort",
-        "sd_ort.pipeline.text_to_image",
-        "transformers.models.clip.tokenization_clip",
-    ),
-}
-IMPORTS["tensorrt"] = IMPORTS["onnxruntime"]
-IMPORTS["openvino"] = ("sd_ort.benchmark.engines.openvino",)
-
 _opened: Opened  # this process's engine, once `load` ran
 
 
@@ -125,14 +109,15 @@ def start_process() -> None:
 def load(engine: Engine, settings: Settings) -> dict[str, Any]:
     """Open an engine in this process. Raises SdOrtError, which can travel between processes, for every failure."""
     global _opened
-    for module in IMPORTS[engine.engine]:
+    kind = KINDS[engine.engine]
+    opener = importlib.import_module(kind.module)
+    for module in kind.imports:
         importlib.import_module(module)
     torch = importlib.import_module("torch")
     if settings.threads:
         torch.set_num_threads(settings.threads)
     if engine.engine == "torch" and settings.provider != "cpu" and torch.cuda.is_available():
         torch.cuda.init()
-    opener = importlib.import_module(IMPORTS[engine.engine][0])
     base = machine.peak_memory_MB()
     start = time.perf_counter()
     _opened = with_plain_errors(opener.open_component if settings.component else opener.open_pipeline, engine, settings)
