@@ -6,8 +6,8 @@
     Transpose(x, 0231) of a tensor that is NHWC by now            => nothing: [B,HW,C] is a Reshape of it
 
 One walk through the graph gives every tensor that can have one an NHWC counterpart. What still needs NCHW (graph
-outputs, operators without an NHWC form) reads it through a Transpose; a U-Net keeps two, at its entry and its exit. Each
-connected region of what was moved is then weighed (`layout_regions`): one that costs more than it gains stays NCHW.
+outputs, operators without an NHWC form) reads it through a Transpose; a U-Net keeps two, at its entry and its exit.
+Each connected region of what was moved is then weighed (`layout_regions`): one that costs more than it gains stays.
 """
 
 from __future__ import annotations
