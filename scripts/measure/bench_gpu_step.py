@@ -95,7 +95,7 @@ VARIANTS = {
 
 
 @dataclass
-class Engine:
+class Contender:
     """One way to make the step: `run()` makes one call, `output()` is what the last finished call made."""
 
     name: str
@@ -107,7 +107,7 @@ class Engine:
 # ---- Engines
 
 
-def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], which: list[str]) -> list[Engine]:
+def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], which: list[str]) -> list[Contender]:
     """torch in float16, channels last: eager under a CUDA graph, and torch.compile with its own graphs.
 
     Converts `net` in place.
@@ -126,7 +126,7 @@ def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], whic
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             made = net(*arguments)
-        engines.append(Engine("torch eager, CUDA graph", graph.replay, lambda: made, time.perf_counter() - started))
+        engines.append(Contender("torch eager, CUDA graph", graph.replay, lambda: made, time.perf_counter() - started))
     if "compile" in which:
         started = time.perf_counter()
         compiled = torch.compile(net, mode="reduce-overhead", fullgraph=True)
@@ -138,7 +138,7 @@ def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], whic
         for _ in range(3):
             run()
         torch.cuda.synchronize()
-        engines.append(Engine("torch.compile", run, lambda: last[0], time.perf_counter() - started))
+        engines.append(Contender("torch.compile", run, lambda: last[0], time.perf_counter() - started))
     return engines
 
 
@@ -203,7 +203,7 @@ def provider_engine(
 
 def our_engines(
     wanted: str, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size, say: Callable[[str], None]
-) -> list[Engine]:
+) -> list[Contender]:
     """Those of VARIANTS whose numbers are `wanted`; one that fails is said and left out."""
     engines = []
     for number, (label, variant) in enumerate(VARIANTS.items(), 1):
@@ -215,7 +215,7 @@ def our_engines(
         except SdOrtError as error:
             say(f"{label} FAILED: {error}")
             continue
-        engines.append(Engine(label, run, output, time.perf_counter() - started))
+        engines.append(Contender(label, run, output, time.perf_counter() - started))
         say(f"{label} ready in {engines[-1].ready_s:.1f} s")
         gc.collect()
     return engines
@@ -224,7 +224,7 @@ def our_engines(
 # ---- Timing
 
 
-def time_rounds(engines: list[Engine], count: int) -> dict[str, dict[str, list[float]]]:
+def time_rounds(engines: list[Contender], count: int) -> dict[str, dict[str, list[float]]]:
     """Milliseconds a call by engine, a number a round: `device` of `count` calls queued behind one another, `call` the
     median of half as many single calls on an idle GPU, launch and wait included."""
     times: dict[str, dict[str, list[float]]] = {e.name: {"device": [], "call": []} for e in engines}
@@ -249,7 +249,7 @@ def time_rounds(engines: list[Engine], count: int) -> dict[str, dict[str, list[f
     return times
 
 
-def profile(engine: Engine, calls: int = 5, show: int = 0) -> dict[str, Any]:
+def profile(engine: Contender, calls: int = 5, show: int = 0) -> dict[str, Any]:
     """Milliseconds a call by kernel class, the number of kernels, and the kernels themselves."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
@@ -356,7 +356,7 @@ def main() -> None:
         if options.provider:
             started = time.perf_counter()
             run, output = provider_engine(options.provider, raw, inputs, reference.shape)
-            engines.append(Engine("SdOrtCuda", run, output, time.perf_counter() - started))
+            engines.append(Contender("SdOrtCuda", run, output, time.perf_counter() - started))
             say(f"SdOrtCuda ready in {engines[-1].ready_s:.1f} s")
         times = time_rounds(engines, options.calls)
         say("timed")
