@@ -1,5 +1,5 @@
 // The GPU half of interface.h: what registry.cc, the provider and Python call. The operators are those of
-// operators.txt.
+// operators.txt and, in a provider's library, the provider's own.
 #include <algorithm>
 #include <cstring>
 
@@ -13,6 +13,10 @@ namespace sd_ort {
 #define SD_ORT_CPU_OPERATOR(folder, name)
 #define SD_ORT_GPU_OPERATOR(folder, name) const GpuOp& folder##_gpu();
 #include "operators.txt"
+#if defined(SD_ORT_PROVIDER)
+const GpuOp& nhwc_conv_gpu();
+const GpuOp& product_op();
+#endif
 
 namespace {
 
@@ -22,6 +26,10 @@ const std::vector<const GpuOp*>& operators() {
 #define SD_ORT_CPU_OPERATOR(folder, name)
 #define SD_ORT_GPU_OPERATOR(folder, name) &folder##_gpu(),
 #include "operators.txt"
+#if defined(SD_ORT_PROVIDER)
+      &nhwc_conv_gpu(),
+      &product_op(),
+#endif
   };
   return all;
 }
