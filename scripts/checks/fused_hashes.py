@@ -3,8 +3,8 @@
     python scripts/checks/fused_hashes.py OUT.json [--only WORD] [--compare BEFORE.json]
 
 Each graph of tests/graphs is filled with small made-up weights and optimized for every target in float32 and float16;
-the hash is over nodes (operators, names, attributes, edges), functions, and the bytes of all weights. Exit code 1 when
-`--compare` finds a difference, which is printed.
+the hash is over nodes (operators, names, attributes, edges), functions, and the bytes of all weights. `--compare`
+prints a table in Markdown of what differs, and the exit code is 1 where something does.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ import lzma
 import sys
 import tempfile
 import zlib
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 import onnx
+from google.protobuf.message import Message
 
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
+from sd_ort.runtime import machine
 
 GRAPHS = Path(__file__).resolve().parents[2] / "tests" / "graphs"
 
@@ -41,16 +46,24 @@ def filled(path: Path) -> onnx.ModelProto:
     return model
 
 
-def hashed(path: Path) -> str:
-    """SHA-256, 16 digits, over a saved model: its graph without the producer's version, then its weights in order."""
+def digest(messages: Iterable[Message]) -> str:
+    """The first 16 digits of the SHA-256 over messages."""
+    return hashlib.sha256(b"".join(m.SerializeToString(deterministic=True) for m in messages)).hexdigest()[:16]
+
+
+def described(path: Path) -> dict[str, Any]:
+    """A saved model: the digests of its parts, and how many nodes of each operator it has."""
     model = onnx.load(path)
     model.producer_version = ""
-    digest = hashlib.sha256(model.SerializeToString(deterministic=True))
-    return digest.hexdigest()[:16]
+    weights, functions = list(model.graph.initializer), list(model.functions)
+    parts = {"all": digest([model]), "weights": digest(weights), "functions": digest(functions)}
+    del model.graph.initializer[:], model.functions[:]
+    nodes = Counter(f"{node.domain}.{node.op_type}".removeprefix(".") for node in model.graph.node)
+    return {**parts, "graph": digest([model]), "nodes": dict(sorted(nodes.items()))}
 
 
-def fused(graph: Path, target: str, dtype: str) -> str:
-    """The hash of one fused graph, or the first line of the error that optimizing raised."""
+def fused(graph: Path, target: str, dtype: str) -> dict[str, Any]:
+    """One fused graph as `described`, or the first line of the error that optimizing raised."""
     component = graph.name.removesuffix(".onnx.xz").rsplit(".", 1)[1]
     with tempfile.TemporaryDirectory() as scratch:
         source, out = (Path(scratch) / name / component / "model.onnx" for name in ("raw", "out"))
@@ -59,27 +72,59 @@ def fused(graph: Path, target: str, dtype: str) -> str:
         try:
             optimize_component(source, out, TARGETS[target], dtype, calibrate=False)
         except Exception as error:
-            return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-        return hashed(out)
+            return {"all": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
+        return described(out)
+
+
+def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """What differs between two fused graphs, in words; empty where nothing does."""
+    if before["all"] == after["all"]:
+        return ""
+    if "nodes" not in before or "nodes" not in after:
+        return " -> ".join("fused" if "nodes" in one else one["all"] for one in (before, after))
+    old, new = Counter(before["nodes"]), Counter(after["nodes"])
+    counts = [f"{name} {new[name] - old[name]:+d}" for name in sorted(old | new) if old[name] != new[name]]
+    parts = [part for part in ("graph", "weights", "functions") if before[part] != after[part]]
+    return ", ".join(counts) or "as many nodes of each operator, other " + " and ".join(parts)
+
+
+def table(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Markdown: how many graphs are equal, and every difference with the graphs that have it."""
+    both = [name for name in after["graphs"] if name in before["graphs"]]
+    groups: dict[str, list[str]] = {}
+    for name in both:
+        groups.setdefault(difference(before["graphs"][name], after["graphs"][name]), []).append(name)
+    equal = len(groups.pop("", []))
+    lines = [
+        f"{equal} of {len(both)} fused graphs are the same byte for byte at {after['commit']} as at "
+        f"{before['commit']}; {len(after['graphs']) - len(both)} more are of targets that were not there.\n",
+        "| what differs | graphs | of them, for example |",
+        "|---|---|---|",
+    ]
+    for words, names in sorted(groups.items(), key=lambda group: -len(group[1])):
+        lines.append(f"| {words} | {len(names)} | {', '.join(names[:3])} |")
+    return "\n".join(lines) + "\n"
 
 
 @click.command(help=__doc__)
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--only", default="", help="Only graphs whose name has this word.")
-@click.option("--compare", type=click.Path(path_type=Path, exists=True), help="Hashes made before the change.")
+@click.option(
+    "--compare", type=click.Path(path_type=Path, exists=True), help="What this script wrote before the change."
+)
 def main(out: Path, only: str, compare: Path | None) -> None:
-    found: dict[str, str] = {}
+    graphs: dict[str, Any] = {}
+    found = {"commit": machine.commit(), "versions": machine.versions(), "graphs": graphs}
     for graph in sorted(path for path in GRAPHS.glob("*.onnx.xz") if only in path.name):
         for target in TARGETS:
             for dtype in ("float32", "float16"):
-                found[f"{graph.name.removesuffix('.onnx.xz')} {target} {dtype}"] = fused(graph, target, dtype)
-        out.write_text(json.dumps(found, indent=1) + "\n")
+                graphs[f"{graph.name.removesuffix('.onnx.xz')} {target} {dtype}"] = fused(graph, target, dtype)
+        out.write_text(json.dumps(found) + "\n")
     if compare is None:
         return
     before = json.loads(compare.read_text())
-    changed = [name for name, value in found.items() if name in before and before[name] != value]
-    print(*changed, f"{len(changed)} of {len(found)} fused graphs differ.", sep="\n")
-    sys.exit(bool(changed))
+    click.echo(table(before, found))
+    sys.exit(any(difference(before["graphs"][name], graphs[name]) for name in graphs if name in before["graphs"]))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ import numpy as np
 from sd_ort.runtime.library import library_path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "fixtures")]
 MODEL = "unet/model.onnx"
 BATCH = 2
 TURNS = {32: 5, 64: 2}  # latent edge -> measured steps of each engine, after one that is not counted

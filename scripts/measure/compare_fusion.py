@@ -145,7 +145,7 @@ def graphs(folder: Path | None, exports: Path | None, scratch: Path) -> list[tup
     """(export, component, model.onnx) of what is compared."""
     if folder is not None:
         return [(folder.name, p.parent.name, p) for p in sorted(folder.glob("*/model.onnx"))]
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "scripts" / "fixtures"))
     import graph_fixtures
 
     found = {}

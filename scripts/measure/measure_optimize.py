@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "scripts" / "fixtures"))
 BLOCK = 1 << 24  # random numbers drawn at once; weights are cut from it, from another place each
 
 

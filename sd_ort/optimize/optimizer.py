@@ -25,6 +25,7 @@ from fusion_passes.pass_ import run_all, totals
 from sd_ort.core import folder
 from sd_ort.core.errors import STOPPABLE, InputError
 from sd_ort.core.paths import output_path
+from sd_ort.family.recorded import check_recorded
 from sd_ort.graphs import hoist
 from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
@@ -71,18 +72,7 @@ def optimize(
     made from the same input with the same options and is intact is left as it is. Raises InputError for a source that
     cannot be read and OutputError when the output cannot be written; then nothing is left behind.
     """
-    if target is None:
-        target, why = default_target()
-        report(f"target {target}: {why}.")
-    if target not in TARGETS:
-        raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
-    if dtype not in TARGETS[target].dtypes:
-        others = ", ".join(name for name, each in TARGETS.items() if dtype in each.dtypes)
-        raise InputError(f"target {target} has kernels without {dtype}: use --float16, or a target of {others}.")
-    if TARGETS[target].half_weights and (calibrate or inputs):
-        raise InputError(f"target {target} computes in float32, where nothing overflows: leave calibration out.")
-    if dtype != "float16" and (calibrate or inputs):
-        raise InputError(f"calibration is for --float16: {dtype} has the range of float32, so leave it out.")
+    target = chosen_target(target, dtype, bool(calibrate or inputs), report)
     output = output_path(output, source)
     names = folder.components(source)
     if components:
@@ -90,6 +80,8 @@ def optimize(
         if missing:
             raise InputError(f"{source} has no component {', '.join(missing)}: it has {', '.join(names)}.")
         names = components
+    if inputs:
+        check_recorded(inputs, names)
     if hoisted is None:
         hoisted = dtype == "float16" and target in HOISTING and hoist.PARTS["step"] in names
     if hoisted and hoist.PARTS["step"] not in names:
@@ -134,10 +126,28 @@ def optimize(
             manifest["components"][name] = entry
             report(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
 
-        _two_at_a_time(make, sorted(names, key=lambda name: -_size(paths[name])))
+        two_at_a_time(make, sorted(names, key=lambda name: -_size(paths[name])))
         manifest["components"] = {name: manifest["components"][name] for name in names}
         folder.write_manifest(work, manifest)
     return folder.read_manifest(output)
+
+
+def chosen_target(target: str | None, dtype: str, calibrated: bool, report: Report) -> str:
+    """The name of the target asked for, or by default. Raises InputError for one that is none or cannot do `dtype`, and
+    where calibration, asked for, would do nothing."""
+    if target is None:
+        target, why = default_target()
+        report(f"target {target}: {why}.")
+    if target not in TARGETS:
+        raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
+    if dtype not in TARGETS[target].dtypes:
+        others = ", ".join(name for name, each in TARGETS.items() if dtype in each.dtypes)
+        raise InputError(f"target {target} has kernels without {dtype}: use --float16, or a target of {others}.")
+    if TARGETS[target].half_weights and calibrated:
+        raise InputError(f"target {target} computes in float32, where nothing overflows: leave calibration out.")
+    if dtype != "float16" and calibrated:
+        raise InputError(f"calibration is for --float16: {dtype} has the range of float32, so leave it out.")
+    return target
 
 
 def _manifest(source: Path, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +162,7 @@ def _manifest(source: Path, names: list[str], options: dict[str, Any]) -> dict[s
     }
 
 
-def _two_at_a_time(make: Callable[[str, threading.Event], None], names: Iterable[str]) -> None:
+def two_at_a_time(make: Callable[[str, threading.Event], None], names: Iterable[str]) -> None:
     """Call make(name, stopped) for all names in two threads; an error or interrupt sets `stopped` and is raised.
 
     An interrupt is raised at once. The threads may still be inside a library, for seconds; they write nothing after it.
@@ -186,10 +196,12 @@ def optimize_component(
     hoisted: bool = False,
     stopped: threading.Event | None = None,
     known: Mapping[str, str] | None = None,
+    embed: bool = False,
 ) -> dict[str, Any]:
     """Optimize one `model.onnx` into another; returns counts by rule and by operator. Options as for `optimize`.
 
     known: the recipes of the source's weights (see `fusion_passes.recipes`); without, they are made of its own names.
+    embed: put the weights into `output` itself, where none of the source's lies in a file of its own.
 
     Raises CancelledError soon after another thread set `stopped`; the output is then incomplete.
     """
@@ -217,7 +229,7 @@ def optimize_component(
     for name, part in (parts or {output.parent.name: model}).items():
         if dtype != "float32" and target.half_weights:
             precision.store_weights(part, dtype)
-        save(part, output.parent.with_name(name) / output.name, lambda: _go_on(stopped))
+        save(part, output.parent.with_name(name) / output.name, lambda: _go_on(stopped), embed=embed)
     nodes = Counter(node.op_type for part in (parts.values() or [model]) for node in part.graph)
     return {
         "nodes_before": before.total(),

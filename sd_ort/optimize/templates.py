@@ -28,6 +28,7 @@ import onnx_ir as ir
 import fusion_passes
 from fusion_passes import recipes
 from sd_ort.core import files, folder
+from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import InputError
 from sd_ort.family.signatures import MODEL_OF
 from sd_ort.graphs import hoist
@@ -42,7 +43,7 @@ MOST_NUMBERS = 1 << 14  # of a tensor that is the graph's own: a row of zeros, a
 def cache() -> Path:
     """Where templates are kept: SD_ORT_TEMPLATES, or sd-ort/templates in the user's cache folder."""
     given = os.environ.get("SD_ORT_TEMPLATES")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sd-ort/templates"
+    return Path(given) if given else cache_folder() / "templates"
 
 
 def key(configs: Mapping[str, Any], classes: Mapping[str, Any], options: Mapping[str, Any]) -> str:

@@ -6,16 +6,13 @@ Whatever is given: an exit code, one line that says what to do, no traceback, no
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bad_graphs
+import bad_texts
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-import graphs
-import texts
 import toy
 
 from sd_ort.core import folder
@@ -86,29 +83,29 @@ def test_the_toy_itself_is_taken(sd_ort: Cli, source: Path, optimized: Path, com
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", graphs.REFUSED)
+@pytest.mark.parametrize("name", bad_graphs.REFUSED)
 def test_graph(sd_ort: Cli, source: Path, optimized: Path, name: str, command: str) -> None:
-    graphs.damage(source / "unet", graphs.REFUSED[name])
+    bad_graphs.damage(source / "unet", bad_graphs.REFUSED[name])
     run_hostile(sd_ort, command, source, optimized, must_refuse=True)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", graphs.WRONG)
+@pytest.mark.parametrize("name", bad_graphs.WRONG)
 def test_graph_that_onnxruntime_refuses(sd_ort: Cli, source: Path, optimized: Path, name: str, command: str) -> None:
-    graphs.damage(source / "unet", graphs.WRONG[name])
-    refusing = ("generate",) if name in graphs.ONLY_RUN else ("generate", "optimize")
+    bad_graphs.damage(source / "unet", bad_graphs.WRONG[name])
+    refusing = ("generate",) if name in bad_graphs.ONLY_RUN else ("generate", "optimize")
     run_hostile(sd_ort, command, source, optimized, must_refuse=command in refusing)
 
 
 JSON = [
     pytest.param(file, content, command, id=f"{name} {command}")
-    for name, file, content in texts.cases()
-    for command in texts.READERS[file]
+    for name, file, content in bad_texts.cases()
+    for command in bad_texts.READERS[file]
 ]
 
 
 @pytest.mark.parametrize(("file", "content", "command"), JSON)
 def test_json(sd_ort: Cli, source: Path, optimized: Path, file: str, content: Any, command: str) -> None:
-    texts.damage(source, file, content)
-    broken = isinstance(content, bytes) and not (file.startswith("tokenizer") and content != texts.BROKEN["cut"])
+    bad_texts.damage(source, file, content)
+    broken = isinstance(content, bytes) and not (file.startswith("tokenizer") and content != bad_texts.BROKEN["cut"])
     run_hostile(sd_ort, command, source, optimized, must_refuse=broken)

@@ -105,7 +105,7 @@ def test_unseen_prompts() -> None:
 
 @pytest.fixture(scope="module")
 def training():  # type: ignore[no-untyped-def]
-    path = Path(__file__).parents[1] / "scripts" / "fixtures" / "train_demo_model.py"
+    path = Path(__file__).parents[2] / "scripts" / "fixtures" / "train_demo_model.py"
     spec = importlib.util.spec_from_file_location("train_demo_model", path)
     assert spec
     assert spec.loader
@@ -331,7 +331,7 @@ def test_recorded_score() -> None:
     """The score in results/ is that of the committed weights, on enough prompts, and high enough."""
     from sd_ort.core.folder import sha256
 
-    report = json.loads((Path(__file__).parents[1] / "results/demo_fidelity_torch.json").read_text())
+    report = json.loads((Path(__file__).parents[2] / "results/demo_fidelity_torch.json").read_text())
     assert report["weights_sha256"] == {str(p.relative_to(MODEL_DIR)): sha256(p) for p in WEIGHTS}
     run = report["runs"][0]
     assert (report["dtype"], run["steps"], run["guidance"]) == ("float32", STEPS, GUIDANCE)

@@ -34,7 +34,7 @@ CALLS = [
 
 @pytest.fixture(scope="session")
 def library() -> Path:
-    return build.build(cpu=True, provider=True)  # as tests/test_provider.py does: one build serves both
+    return build.build(cpu=True, provider=True)  # as test_provider.py does: one build serves both
 
 
 def one_node_model(operator: Operator, case: Case, inputs: dict[str, np.ndarray], dtype: str) -> bytes:

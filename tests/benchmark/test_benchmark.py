@@ -728,7 +728,7 @@ def test_doctor_without_onnxruntime(sd_ort: Cli, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture(scope="module")
 def evaluate() -> Any:
     """scripts/measure/evaluate_demo.py as a module."""
-    path = Path(__file__).resolve().parents[1] / "scripts" / "measure" / "evaluate_demo.py"
+    path = Path(__file__).resolve().parents[2] / "scripts" / "measure" / "evaluate_demo.py"
     spec = importlib.util.spec_from_file_location("evaluate_demo", path)
     assert spec is not None
     assert spec.loader is not None

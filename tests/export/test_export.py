@@ -508,7 +508,7 @@ def test_no_room_for_the_weights(sd_ort, tmp_path, monkeypatch):
 MAIN = """
 {}
 from sd_ort.cli import main
-from tests.test_export import PRESETS, mini
+from tests.export.test_export import PRESETS, mini
 PRESETS["sd15-mini"] = mini(PRESETS["sd15-tiny"])
 main()
 """
@@ -516,7 +516,7 @@ main()
 
 def start_cli(*arguments: object, first: str = "") -> subprocess.Popen[str]:
     command = [sys.executable, "-c", MAIN.format(first), "export", *map(str, arguments)]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": str(root)}
     return subprocess.Popen(
         command,

@@ -27,7 +27,7 @@ FAMILIES = ("sd15", "sd21", "sdxl", "sdxl-refiner", "sd15-inpaint")
 @pytest.fixture(scope="module")
 def ldm() -> ModuleType:
     """scripts/fixtures/save_single_file.py as a module."""
-    path = Path(__file__).parents[1] / "scripts" / "fixtures" / "save_single_file.py"
+    path = Path(__file__).parents[2] / "scripts" / "fixtures" / "save_single_file.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
