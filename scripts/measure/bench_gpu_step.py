@@ -3,6 +3,7 @@
 
     python scripts/measure/bench_gpu_step.py --preset sd15 --batch 2 --size 64 --out results/gpu_step
     python scripts/measure/bench_gpu_step.py --preset sd15 --component vae_decoder --batch 1 --out results/gpu_step
+    scripts/measure/bench_provider               # all that results/gpu_provider holds: our provider beside the others
 
 writes <out>/<preset>_<component>_b<batch>_<size>.json. Weights are random, made on the GPU, the same for all
 engines; `size` is the latent's edge. Every engine runs float16 from device buffers to device buffers; errors are those
@@ -10,7 +11,11 @@ of the outputs against torch in float32 (TF32 off). Rounds of calls take turns b
 the machine's clocks meets all of them; a ratio is the median of the rounds' ratios.
 
 --graph FILE takes a raw export without weights (make_step_graph.py) instead of exporting again, which takes
-a minute or two. --variants names sessions to compare, see VARIANTS; --profile adds each one's time by kernel class.
+a minute or two; an export in --work is taken again. --variants names sessions to compare, see VARIANTS; --provider adds
+our own execution provider, in the same process; --profile adds each one's time by kernel class. Rows say how long a
+session took to open (`session_s`) and how long the host is busy with a queued call (`host_ms`). The commit is
+$SD_ORT_COMMIT where there is no git. Without a GPU all runs on the host, our provider on its `host` vendor: to see that
+it works, its times mean nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import ctypes
 import gc
 import json
 import lzma
+import os
 import re
 import statistics
 import sys
@@ -34,7 +40,7 @@ import numpy as np
 import onnx
 import torch
 
-from sd_ort.runtime.library import CUDA_LIBRARY, library_path
+from sd_ort.runtime.library import CUDA_LIBRARY, PROVIDER_LIBRARIES, library_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -50,6 +56,8 @@ from sd_ort.optimize.targets import CUDA, CUDA_CONTRIB, TARGETS
 from sd_ort.runtime import captured, machine, providers, session
 
 ROUNDS = 7
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VENDOR = "cuda" if DEVICE == "cuda" else "host"  # of our own provider
 
 # Kernels by what they do, first match first. The names are those of cuDNN, cuBLAS, ONNX Runtime, torch and ours.
 CLASSES = (
@@ -104,20 +112,21 @@ class Engine:
     run: Callable[[], Any]  # returns when the call is queued
     output: Callable[[], torch.Tensor]
     ready_s: float  # from the model in memory or on disk to the first timed call
+    session_s: float | None = None  # of that, opening ONNX Runtime's session
 
 
 # ---- The model
 
 
 def random_module(preset: str, component: str, seed: int = 0) -> torch.nn.Module:
-    """The component with weights as `family.random_weights.fill_random` draws them, but made on the GPU, in float32."""
+    """The component with weights as `family.random_weights.fill_random` draws them, made on the device, in float32."""
     config = PRESETS[preset].models[MODEL_OF.get(component, component)]
     import diffusers
 
     made = getattr(diffusers, config["_class_name"])
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         module = made.from_config(config)
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if parameter.ndim > 1:
@@ -128,24 +137,24 @@ def random_module(preset: str, component: str, seed: int = 0) -> torch.nn.Module
 
 
 def random_inputs(preset: str, component: str, batch: int, size: int) -> dict[str, torch.Tensor]:
-    """Float32 inputs on the GPU, named as the graph's."""
-    generator = torch.Generator("cuda").manual_seed(1)
+    """Float32 inputs on the device, named as the graph's."""
+    generator = torch.Generator(DEVICE).manual_seed(1)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda")
+        return torch.randn(*shape, generator=generator, device=DEVICE)
 
     if component == "vae_decoder":
         return {"latent_sample": normal(batch, 4, size, size) / 0.18215}
     config = PRESETS[preset].models["unet"]
     inputs = {
         "sample": normal(batch, config["in_channels"], size, size),
-        "timestep": torch.tensor([500.0], device="cuda"),
+        "timestep": torch.tensor([500.0], device=DEVICE),
         "encoder_hidden_states": normal(batch, 77, config["cross_attention_dim"]),
     }
     if "addition_time_embed_dim" in config:
         edge = 8.0 * size
         inputs["text_embeds"] = normal(batch, 1280)
-        inputs["time_ids"] = torch.tensor([[edge, edge, 0, 0, edge, edge]] * batch, device="cuda")
+        inputs["time_ids"] = torch.tensor([[edge, edge, 0, 0, edge, edge]] * batch, device=DEVICE)
     return inputs
 
 
@@ -184,7 +193,7 @@ def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> 
     tracing.tidy(made, signature)
     out.parent.mkdir(parents=True, exist_ok=True)
     ir.save(made, out, external_data=folder.DATA)
-    net.cuda()
+    net.to(DEVICE)
 
 
 # ---- Engines
@@ -230,58 +239,68 @@ def half(name: str, value: torch.Tensor) -> torch.Tensor:
     return value if name == "timestep" else value.half()
 
 
+def synchronize() -> None:
+    """Wait for the device."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
 def ort_engine(
-    number: int, variant: Variant, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size
-) -> tuple[Callable[[], Any], Callable[[], torch.Tensor]]:
-    """How to queue a call of a captured session of the variant, made from the raw export, and to read its output."""
+    label: str, number: int, variant: Variant, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size
+) -> Engine:
+    """A captured session of the variant on the CUDA provider, made from the raw export."""
     path = raw.parents[2] / f"variant-{number}" / raw.parent.name / folder.MODEL
     started = time.perf_counter()
     hoisted = variant.hoist and path.parent.name == hoist.PARTS["step"]
     target = replace(CUDA, **variant.target)
     made = optimize_component(raw, path, target, "float16", calibrate=False, hoisted=hoisted)
     print(f"  optimized in {time.perf_counter() - started:.1f} s: {made['counts']}", flush=True)
+    started = time.perf_counter()
     library = library_path()
     if library is None:
         raise SystemExit("build the op library first: sd-ort build-ops --cuda sm_90")
     ctypes.CDLL(str(library.parent / CUDA_LIBRARY)).sd_ort_enable_tuning(int(variant.tune))
+    return session_engine(label, "cuda", path, hoisted, inputs, shape, started)
+
+
+def session_engine(
+    label: str,
+    provider: str,
+    path: Path,
+    hoisted: bool,
+    inputs: Mapping[str, torch.Tensor],
+    shape: torch.Size,
+    started: float,
+    **options: Any,
+) -> Engine:
+    """A captured session on the optimized component, its inputs and output in buffers; `options` of the session."""
     feeds = {key: half(key, value).cpu().numpy() for key, value in inputs.items()}
     if hoisted:
         feeds["timestep"] = np.repeat(feeds["timestep"], len(feeds["sample"]))
         for name in ("prompt", "time"):
             part = path.parent.with_name(hoist.PARTS[name]) / path.name
-            once = session.Model(session.create_session(part, "cuda"))
+            once = session.Model(session.create_session(part, provider))
             feeds |= once(**{key: feeds[key] for key in once.inputs})
-    model = captured.GraphModel(session.create_session(path, "cuda", graph=True))
+    before = time.perf_counter()
+    opened = session.create_session(path, provider, graph=True, **options)
+    session_s = time.perf_counter() - before
+    model = captured.GraphModel(opened, providers.provider_named(provider).device)
     bound = model.bind({key: feeds[key] for key in model.inputs})
     (value,) = bound.outputs.values()
     assert tuple(value.shape()) == tuple(shape)
-    return lambda: bound.run(wait=False), lambda: torch.from_numpy(value.numpy())
+    output = lambda: torch.from_numpy(value.numpy())  # noqa: E731
+    return Engine(label, lambda: bound.run(wait=False), output, time.perf_counter() - started, session_s)
 
 
-def provider_engine(
-    library: Path, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size
-) -> tuple[Callable[[], Any], Callable[[], torch.Tensor]]:
+def provider_engine(library: Path, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size) -> Engine:
     """As `ort_engine`, on our own provider: hoisted, tuned, captured."""
     provider = f"plugin:{library}"
     path = raw.parents[2] / "provider" / raw.parent.name / folder.MODEL
     hoisted = path.parent.name == hoist.PARTS["step"]
     made = optimize_component(raw, path, TARGETS["gpu"], "float16", calibrate=False, hoisted=hoisted)
     print(f"  optimized: {made['counts']}", flush=True)
-    feeds = {key: half(key, value).cpu().numpy() for key, value in inputs.items()}
-    if hoisted:
-        feeds["timestep"] = np.repeat(feeds["timestep"], len(feeds["sample"]))
-        for name in ("prompt", "time"):
-            part = path.parent.with_name(hoist.PARTS[name]) / path.name
-            once = session.Model(session.create_session(part, provider, portable=True))
-            feeds |= once(**{key: feeds[key] for key in once.inputs})
-    started = time.perf_counter()
-    opened = session.create_session(path, provider, graph=True, tuning=True, portable=True)
-    print(f"  session opened in {time.perf_counter() - started:.2f} s", flush=True)
-    model = captured.GraphModel(opened, providers.provider_named(provider).device)
-    bound = model.bind({key: feeds[key] for key in model.inputs})
-    (value,) = bound.outputs.values()
-    assert tuple(value.shape()) == tuple(shape)
-    return lambda: bound.run(wait=False), lambda: torch.from_numpy(value.numpy())
+    name = providers.provider_named(provider).ep
+    return session_engine(name, provider, path, hoisted, inputs, shape, time.perf_counter(), tuning=True)
 
 
 # ---- Timing
@@ -289,26 +308,28 @@ def provider_engine(
 
 def time_rounds(engines: list[Engine], count: int) -> dict[str, dict[str, list[float]]]:
     """Milliseconds a call by engine, a number a round: `device` of `count` calls queued behind one another, `call` the
-    median of half as many single calls on an idle GPU, launch and wait included."""
-    times: dict[str, dict[str, list[float]]] = {e.name: {"device": [], "call": []} for e in engines}
+    median of half as many single calls on an idle GPU, launch and wait included, `host` of their launch alone."""
+    times: dict[str, dict[str, list[float]]] = {e.name: {"device": [], "call": [], "host": []} for e in engines}
     for engine in engines:
         for _ in range(count // 2):
             engine.run()
-    torch.cuda.synchronize()
+    synchronize()
     for _ in range(ROUNDS):
         for engine in engines:
             started = time.perf_counter()
             for _ in range(count):
                 engine.run()
-            torch.cuda.synchronize()
+            synchronize()
             times[engine.name]["device"].append((time.perf_counter() - started) * 1e3 / count)
-            calls = []
-            for _ in range(count // 2):
+            calls, launches = [], []
+            for _ in range(max(count // 2, 1)):
                 started = time.perf_counter()
                 engine.run()
-                torch.cuda.synchronize()
+                launches.append((time.perf_counter() - started) * 1e3)
+                synchronize()
                 calls.append((time.perf_counter() - started) * 1e3)
             times[engine.name]["call"].append(statistics.median(calls))
+            times[engine.name]["host"].append(statistics.median(launches))
     return times
 
 
@@ -385,7 +406,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64, help="edge of the latent")
     parser.add_argument("--graph", type=Path, help="raw export without weights")
     parser.add_argument("--variants", default="all", help="numbers of VARIANTS, as 1,2,5")
-    parser.add_argument("--provider", type=Path, help="libsd_ort_ep_cuda.so: measure our own provider too")
+    parser.add_argument("--provider", action="store_true", help="measure our own provider too, as build-ops made it")
     parser.add_argument("--calls", type=int, default=20, help="calls a round")
     parser.add_argument("--peers", default="compile", help="of eager, compile; empty for none")
     parser.add_argument("--work", type=Path, default=Path("/tmp/sd_ort_step"))
@@ -408,7 +429,9 @@ def main() -> None:
         flops = operations(net, inputs)
         say(f"torch {torch.__version__}, float32 reference {tuple(reference.shape)}, TFLOP {flops}")
         raw = options.work / options.preset / "raw" / options.component / folder.MODEL
-        if options.graph:
+        if raw.is_file():
+            pass  # of the same seed
+        elif options.graph:
             write_raw(options.graph, module.state_dict(), raw)
         else:
             export_raw(options.preset, options.component, net, raw)
@@ -419,28 +442,29 @@ def main() -> None:
         for number, (label, variant) in enumerate(VARIANTS.items(), 1):
             if options.variants != "all" and str(number) not in options.variants.split(","):
                 continue
-            started = time.perf_counter()
             try:
-                run, output = ort_engine(number, variant, raw, inputs, reference.shape)
+                engines.append(ort_engine(label, number, variant, raw, inputs, reference.shape))
             except SdOrtError as error:
                 say(f"{label} FAILED: {error}")
                 continue
-            engines.append(Engine(label, run, output, time.perf_counter() - started))
-            say(f"{label} ready in {engines[-1].ready_s:.1f} s")
+            say(f"{label} ready in {engines[-1].ready_s:.1f} s, session in {engines[-1].session_s:.2f} s")
             gc.collect()
         if options.provider:
-            started = time.perf_counter()
-            run, output = provider_engine(options.provider, raw, inputs, reference.shape)
-            engines.append(Engine("SdOrtCuda", run, output, time.perf_counter() - started))
-            say(f"SdOrtCuda ready in {engines[-1].ready_s:.1f} s")
+            library = library_path(PROVIDER_LIBRARIES[VENDOR])
+            if library is None:
+                raise SystemExit("build our provider first: sd-ort build-ops --cuda sm_90")
+            engines.append(provider_engine(library, raw, inputs, reference.shape))
+            say(f"our provider ready in {engines[-1].ready_s:.1f} s, session in {engines[-1].session_s:.2f} s")
         times = time_rounds(engines, options.calls)
         say("timed")
         rows = []
         base = times[peers[-1].name] if peers else None
         for engine in engines:
             engine.run()
-            torch.cuda.synchronize()
+            synchronize()
             row: dict[str, Any] = {"engine": engine.name, "ready_s": round(engine.ready_s, 1)}
+            if engine.session_s is not None:
+                row["session_s"] = round(engine.session_s, 3)
             for kind, values in times[engine.name].items():
                 row[f"{kind}_ms"] = statistics.median(values)
                 if base is not None:
@@ -454,7 +478,8 @@ def main() -> None:
                     f"{ {k: round(v, 3) for k, v in row['profile']['classes_ms'].items()} }")  # fmt: skip
         result = {
             "preset": options.preset, "component": options.component, "batch": options.batch, "size": options.size,
-            "machine": machine.machine(), "versions": machine.versions(), "limits": limits(), "tflop": flops,
+            "commit": os.environ.get("SD_ORT_COMMIT") or machine.commit(), "machine": machine.machine(),
+            "versions": machine.versions(), "limits": limits() if DEVICE == "cuda" else {}, "tflop": flops,
             "rows": rows,
         }  # fmt: skip
         options.out.mkdir(parents=True, exist_ok=True)

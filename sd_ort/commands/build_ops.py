@@ -34,9 +34,11 @@ class SpreadCommand(click.Command):
 @click.option(
     "--headers", type=click.Path(path_type=Path), help="Folder of onnxruntime_c_api.h [default: found or fetched]."
 )
-def command(cpu: bool, hip: tuple[str, ...], cuda: tuple[str, ...], provider: bool | None, headers: Path | None) -> None:
-    """Compile the fused operators: CPU kernels always, AMD and NVIDIA kernels by architecture, and the providers hip and
-    sdcuda with them.
+def command(
+    cpu: bool, hip: tuple[str, ...], cuda: tuple[str, ...], provider: bool | None, headers: Path | None
+) -> None:
+    """Compile the fused operators: CPU kernels always; AMD and NVIDIA kernels by architecture, and with them the
+    providers hip and sdcuda.
 
     The library is kept in ~/.cache/sd-ort and found by every later command. The last line printed is its path.
     """
