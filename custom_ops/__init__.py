@@ -1,4 +1,4 @@
-"""Operators of ONNX Runtime domain `sd_ort`: one folder an op, each with `cases` and `reference` in Python.
+"""Operators of ONNX Runtime domain `sd_ort`: one folder per op, each with `cases` and `reference` in Python.
 
 `operators.txt` lists them; here are their folders, in its order.
 """

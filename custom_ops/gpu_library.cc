@@ -10,11 +10,12 @@
 namespace sd_ort {
 
 #define SD_ORT_OPERATOR(folder, name) const GpuOp& folder##_gpu();
-#define SD_ORT_CPU_OPERATOR(folder, name)
 #define SD_ORT_GPU_OPERATOR(folder, name) const GpuOp& folder##_gpu();
+#if defined(SD_ORT_PROVIDER)
+#define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
+#endif
 #include "operators.txt"
 #if defined(SD_ORT_PROVIDER)
-const GpuOp& nhwc_conv_gpu();
 const GpuOp& product_op();
 #endif
 
@@ -23,11 +24,12 @@ namespace {
 const std::vector<const GpuOp*>& operators() {
   static const std::vector<const GpuOp*> all = {
 #define SD_ORT_OPERATOR(folder, name) &folder##_gpu(),
-#define SD_ORT_CPU_OPERATOR(folder, name)
 #define SD_ORT_GPU_OPERATOR(folder, name) &folder##_gpu(),
+#if defined(SD_ORT_PROVIDER)
+#define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
+#endif
 #include "operators.txt"
 #if defined(SD_ORT_PROVIDER)
-      &nhwc_conv_gpu(),
       &product_op(),
 #endif
   };

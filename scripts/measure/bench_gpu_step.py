@@ -24,7 +24,6 @@ import argparse
 import ctypes
 import gc
 import json
-import lzma
 import os
 import re
 import statistics
@@ -37,26 +36,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import torch
 
 from sd_ort.runtime.library import CUDA_LIBRARY, PROVIDER_LIBRARIES, library_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from gpu_models import DEVICE, export_raw, random_inputs, random_module, write_raw
+
 from sd_ort.core import folder
 from sd_ort.core.errors import SdOrtError
-from sd_ort.family.checkpoints import open_source
 from sd_ort.family.modules import wrap
 from sd_ort.family.presets import PRESETS
-from sd_ort.family.signatures import MODEL_OF
 from sd_ort.graphs import hoist
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import CUDA, CUDA_CONTRIB, TARGETS
 from sd_ort.runtime import captured, machine, providers, session
 
 ROUNDS = 7
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VENDOR = "cuda" if DEVICE == "cuda" else "host"  # of our own provider
 
 # Kernels by what they do, first match first. The names are those of cuDNN, cuBLAS, ONNX Runtime, torch and ours.
@@ -113,87 +110,6 @@ class Engine:
     output: Callable[[], torch.Tensor]
     ready_s: float  # from the model in memory or on disk to the first timed call
     session_s: float | None = None  # of that, opening ONNX Runtime's session
-
-
-# ---- The model
-
-
-def random_module(preset: str, component: str, seed: int = 0) -> torch.nn.Module:
-    """The component with weights as `family.random_weights.fill_random` draws them, made on the device, in float32."""
-    config = PRESETS[preset].models[MODEL_OF.get(component, component)]
-    import diffusers
-
-    made = getattr(diffusers, config["_class_name"])
-    with torch.device(DEVICE):
-        module = made.from_config(config)
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
-            else:
-                parameter.normal_(float(name.endswith("weight")), 0.1, generator=generator)
-    return module.eval()
-
-
-def random_inputs(preset: str, component: str, batch: int, size: int) -> dict[str, torch.Tensor]:
-    """Float32 inputs on the device, named as the graph's."""
-    generator = torch.Generator(DEVICE).manual_seed(1)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=DEVICE)
-
-    if component == "vae_decoder":
-        return {"latent_sample": normal(batch, 4, size, size) / 0.18215}
-    config = PRESETS[preset].models["unet"]
-    inputs = {
-        "sample": normal(batch, config["in_channels"], size, size),
-        "timestep": torch.tensor([500.0], device=DEVICE),
-        "encoder_hidden_states": normal(batch, 77, config["cross_attention_dim"]),
-    }
-    if "addition_time_embed_dim" in config:
-        edge = 8.0 * size
-        inputs["text_embeds"] = normal(batch, 1280)
-        inputs["time_ids"] = torch.tensor([[edge, edge, 0, 0, edge, edge]] * batch, device=DEVICE)
-    return inputs
-
-
-def write_raw(graph: Path, parameters: Mapping[str, torch.Tensor], out: Path) -> None:
-    """The raw export `graph`, whose weights are references by name, with the numbers of `parameters` (name, name.T)."""
-    model = onnx.load_from_string(lzma.decompress(graph.read_bytes()))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with (out.parent / folder.DATA).open("wb") as data:
-        for tensor in model.graph.initializer:
-            if tensor.data_location != onnx.TensorProto.EXTERNAL:
-                continue
-            value = parameters[tensor.name.removesuffix(".T")]
-            value = value.T if tensor.name.endswith(".T") else value
-            data.seek(-data.tell() % 65536, 1)
-            place = {"location": folder.DATA, "offset": data.tell(), "length": 4 * value.numel()}
-            data.write(value.contiguous().cpu().numpy().tobytes())
-            del tensor.external_data[:]
-            for key, entry in place.items():
-                tensor.external_data.add(key=key, value=str(entry))
-    out.write_bytes(model.SerializeToString())
-
-
-def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> None:
-    """The same by exporting the wrapped module now."""
-    import onnx_ir as ir
-
-    from sd_ort.export import exporter, tracing
-    from sd_ort.family import checkpoints
-
-    source = open_source(None, preset, True, 0)
-    config = PRESETS[preset].models[MODEL_OF.get(component, component)]
-    signature = checkpoints.component_signature(source, component, config)
-    arguments = [exporter.example(t, exporter.TRACE, config, 0) for t in signature.inputs]
-    with torch.no_grad():
-        made = tracing.export_dynamo(net.cpu(), arguments, signature, tracing.DEFAULT_OPSET, out.parent)
-    tracing.tidy(made, signature)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    ir.save(made, out, external_data=folder.DATA)
-    net.to(DEVICE)
 
 
 # ---- Engines
@@ -301,6 +217,24 @@ def provider_engine(library: Path, raw: Path, inputs: Mapping[str, torch.Tensor]
     print(f"  optimized: {made['counts']}", flush=True)
     name = providers.provider_named(provider).ep
     return session_engine(name, provider, path, hoisted, inputs, shape, time.perf_counter(), tuning=True)
+
+
+def our_engines(
+    wanted: str, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size, say: Callable[[str], None]
+) -> list[Engine]:
+    """Those of VARIANTS whose numbers are `wanted`; one that fails is said and left out."""
+    engines = []
+    for number, (label, variant) in enumerate(VARIANTS.items(), 1):
+        if wanted != "all" and str(number) not in wanted.split(","):
+            continue
+        try:
+            engines.append(ort_engine(label, number, variant, raw, inputs, shape))
+        except SdOrtError as error:
+            say(f"{label} FAILED: {error}")
+            continue
+        say(f"{label} ready in {engines[-1].ready_s:.1f} s, session in {engines[-1].session_s:.2f} s")
+        gc.collect()
+    return engines
 
 
 # ---- Timing
@@ -438,17 +372,7 @@ def main() -> None:
         say("raw export")
         peers = torch_engines(net, inputs, options.peers.split(","))
         say("peers ready")
-        engines = list(peers)
-        for number, (label, variant) in enumerate(VARIANTS.items(), 1):
-            if options.variants != "all" and str(number) not in options.variants.split(","):
-                continue
-            try:
-                engines.append(ort_engine(label, number, variant, raw, inputs, reference.shape))
-            except SdOrtError as error:
-                say(f"{label} FAILED: {error}")
-                continue
-            say(f"{label} ready in {engines[-1].ready_s:.1f} s, session in {engines[-1].session_s:.2f} s")
-            gc.collect()
+        engines = [*peers, *our_engines(options.variants, raw, inputs, reference.shape, say)]
         if options.provider:
             library = library_path(PROVIDER_LIBRARIES[VENDOR])
             if library is None:

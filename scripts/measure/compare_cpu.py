@@ -212,7 +212,7 @@ class Process:
 
 
 def measure(engines: list[Engine], models: dict[str, Path], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row an engine: seconds of every step by latent edge, peak MB, relative error against its own raw export."""
+    """A row per engine: seconds of every step by latent edge, peak MB, relative error against its own raw export."""
     processes = [Process(engine, models[engine.model], options) for engine in engines]
     rows: list[dict[str, Any]] = [
         {"engine": engine.name, "peer": engine.peer, **process.hear(), "seconds": {}, "peaks": {}}
@@ -271,7 +271,7 @@ def unpack(source: Path, scratch: Path) -> Path:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown: a row an engine; ratios against the raw export and against the fastest peer of this run."""
+    """Markdown: a row per engine; ratios against the raw export and against the fastest peer of this run."""
     edges = [str(edge) for edge in result["edges"]]
     rows = result["rows"]
     machine = result["machine"]

@@ -228,7 +228,7 @@ def merge_onnxruntime(known: list[Record], more: list[Record]) -> list[Record]:
 
 
 def table(record: Record) -> list[str]:
-    """A file's content as lines for a terminal: validators, then a line a call."""
+    """A file's content as lines for a terminal: validators, then a line per call."""
     lines = [f"{LABELS.get(key, key)}: {value}" for key, value in sorted(record["validators"].items())]
     for operator, results in sorted(record["operators"].items()):
         for signature, result in sorted(results.items()):
@@ -263,10 +263,10 @@ def attach(session: Any, provider: str, op_library: Path | None, tune: bool, onn
         if source is not None:
             source.enable(True)
         # At the end of the process, of a worker of a pool too; the session may be gone by then.
-        Finalize(None, _save_at_exit, (weakref.ref(session), source, onnxruntime_version), exitpriority=1)
+        Finalize(None, save_at_exit, (weakref.ref(session), source, onnxruntime_version), exitpriority=1)
 
 
-def _save_at_exit(session: weakref.ref[Any], source: Source | None, onnxruntime_version: str) -> None:
+def save_at_exit(session: weakref.ref[Any], source: Source | None, onnxruntime_version: str) -> None:
     alive = session()
     save([] if alive is None else [alive], source, onnxruntime_version)
 

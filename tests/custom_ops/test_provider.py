@@ -251,8 +251,8 @@ def test_captured_by_the_package(provider: str, folder: Path) -> None:
     """`GraphModel` on our provider's memory: tuned, two shapes, the same numbers as uncaptured."""
     model = lowered(folder, COMPONENTS[0], "float16")
     (model.parent.parent / "model_index.json").write_text("{}")
-    plain = Model(create_session(model, provider, portable=True))
-    session = create_session(model, provider, portable=True, graph=True, provider_options={"tuning": "1"})
+    plain = Model(create_session(model, provider, library=False))
+    session = create_session(model, provider, library=False, graph=True, provider_options={"tuning": "1"})
     graph = GraphModel(session, provider_named(provider).device)
     for size in (16, 8, 16):
         arrays = made_up(plain.session, {**SIZES, "height": size, "width": size})

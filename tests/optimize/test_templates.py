@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from minis import mini
 from safetensors.torch import load_file, save_file
-from test_export import mini
 
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
