@@ -173,6 +173,7 @@ def check_provider(name: str, *, allow_fallback: bool = False) -> None:
     """
     provider = provider_named(name)
     if is_plugin(name):
+        runtime()  # without which there is nothing to plug in
         try:
             plugin_devices(plugin_library(name))
         except ProviderError as error:
