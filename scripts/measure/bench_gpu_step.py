@@ -102,7 +102,7 @@ VARIANTS = {
 
 
 @dataclass
-class Engine:
+class Contender:
     """One way to make the step: `run()` makes one call, `output()` is what the last finished call made."""
 
     name: str
@@ -115,7 +115,7 @@ class Engine:
 # ---- Engines
 
 
-def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], which: list[str]) -> list[Engine]:
+def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], which: list[str]) -> list[Contender]:
     """torch in float16, channels last: eager under a CUDA graph, and torch.compile with its own graphs.
 
     Converts `net` in place.
@@ -134,7 +134,7 @@ def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], whic
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             made = net(*arguments)
-        engines.append(Engine("torch eager, CUDA graph", graph.replay, lambda: made, time.perf_counter() - started))
+        engines.append(Contender("torch eager, CUDA graph", graph.replay, lambda: made, time.perf_counter() - started))
     if "compile" in which:
         started = time.perf_counter()
         compiled = torch.compile(net, mode="reduce-overhead", fullgraph=True)
@@ -146,7 +146,7 @@ def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], whic
         for _ in range(3):
             run()
         torch.cuda.synchronize()
-        engines.append(Engine("torch.compile", run, lambda: last[0], time.perf_counter() - started))
+        engines.append(Contender("torch.compile", run, lambda: last[0], time.perf_counter() - started))
     return engines
 
 
@@ -163,7 +163,7 @@ def synchronize() -> None:
 
 def ort_engine(
     label: str, number: int, variant: Variant, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size
-) -> Engine:
+) -> Contender:
     """A captured session of the variant on the CUDA provider, made from the raw export."""
     path = raw.parents[2] / f"variant-{number}" / raw.parent.name / folder.MODEL
     started = time.perf_counter()
@@ -188,7 +188,7 @@ def session_engine(
     shape: torch.Size,
     started: float,
     **options: Any,
-) -> Engine:
+) -> Contender:
     """A captured session on the optimized component, its inputs and output in buffers; `options` of the session."""
     feeds = {key: half(key, value).cpu().numpy() for key, value in inputs.items()}
     if hoisted:
@@ -205,10 +205,10 @@ def session_engine(
     (value,) = bound.outputs.values()
     assert tuple(value.shape()) == tuple(shape)
     output = lambda: torch.from_numpy(value.numpy())  # noqa: E731
-    return Engine(label, lambda: bound.run(wait=False), output, time.perf_counter() - started, session_s)
+    return Contender(label, lambda: bound.run(wait=False), output, time.perf_counter() - started, session_s)
 
 
-def provider_engine(library: Path, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size) -> Engine:
+def provider_engine(library: Path, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size) -> Contender:
     """As `ort_engine`, on our own provider: hoisted, tuned, captured."""
     provider = f"plugin:{library}"
     path = raw.parents[2] / "provider" / raw.parent.name / folder.MODEL
@@ -221,7 +221,7 @@ def provider_engine(library: Path, raw: Path, inputs: Mapping[str, torch.Tensor]
 
 def our_engines(
     wanted: str, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size, say: Callable[[str], None]
-) -> list[Engine]:
+) -> list[Contender]:
     """Those of VARIANTS whose numbers are `wanted`; one that fails is said and left out."""
     engines = []
     for number, (label, variant) in enumerate(VARIANTS.items(), 1):
@@ -240,7 +240,7 @@ def our_engines(
 # ---- Timing
 
 
-def time_rounds(engines: list[Engine], count: int) -> dict[str, dict[str, list[float]]]:
+def time_rounds(engines: list[Contender], count: int) -> dict[str, dict[str, list[float]]]:
     """Milliseconds a call by engine, a number a round: `device` of `count` calls queued behind one another, `call` the
     median of half as many single calls on an idle GPU, launch and wait included, `host` of their launch alone."""
     times: dict[str, dict[str, list[float]]] = {e.name: {"device": [], "call": [], "host": []} for e in engines}
@@ -267,7 +267,7 @@ def time_rounds(engines: list[Engine], count: int) -> dict[str, dict[str, list[f
     return times
 
 
-def profile(engine: Engine, calls: int = 5, show: int = 0) -> dict[str, Any]:
+def profile(engine: Contender, calls: int = 5, show: int = 0) -> dict[str, Any]:
     """Milliseconds a call by kernel class, the number of kernels, and the kernels themselves."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()

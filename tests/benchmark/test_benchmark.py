@@ -17,7 +17,7 @@ import pytest
 
 from sd_ort.benchmark import contenders, recipes, runner, tables
 from sd_ort.benchmark.engines.contract import Engine, Settings
-from sd_ort.benchmark.worker import Case, Worker, is_tuned
+from sd_ort.benchmark.worker import Measured, Worker, is_tuned
 from sd_ort.core.errors import SdOrtError
 from sd_ort.core.folder import MODEL
 from sd_ort.runtime import device
@@ -183,7 +183,7 @@ def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
 
 def test_engine_killed_by_the_system_is_a_row(tmp_path: Path) -> None:
     worker = Worker(Engine("raw ONNX", "onnxruntime", str(tmp_path), "demo"), device.Meter())
-    worker.cases = {1: Case(1), 2: Case(2)}
+    worker.cases = {1: Measured(1), 2: Measured(2)}
     worker.process.kill()
     for batch in (1, 2):
         worker.draw(batch, counted=True)

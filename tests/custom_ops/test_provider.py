@@ -17,7 +17,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from custom_ops import CPU_OPERATORS
+from custom_ops import CPU_OPERATORS, PROVIDER_OPERATORS
 from sd_ort import StableDiffusionPipeline
 from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.core.folder import MODEL
@@ -314,7 +314,8 @@ def test_a_provider_that_is_not_built(
 def test_compiles_for_amd(tmp_path: Path) -> None:
     """Kernels for five architectures, and the host code, as a build for AMD compiles them; no code is made of them."""
     compiler = build.find_hip_compiler()
-    (tmp_path / "bindings.h").write_text("".join(f'#include "{op}/binding.h"\n' for op in CPU_OPERATORS))
+    for header, operators in (("bindings.h", CPU_OPERATORS), ("provider_bindings.h", PROVIDER_OPERATORS)):
+        (tmp_path / header).write_text("".join(f'#include "{op}/binding.h"\n' for op in operators))
     headers = find_headers(api=build.PROVIDER_API)
     common = [compiler.path, *compiler.flags, "-fsyntax-only", "-std=c++17", "-D__HIP_PLATFORM_AMD__", "-Werror=all"]
     common += ['-DSD_ORT_BUILD_HASH=""', f"-I{SOURCES}", f"-I{headers}", f"-I{tmp_path}"]
