@@ -191,7 +191,7 @@ def growth(repeats: int = 1) -> dict[str, Any]:
                 best = min(best, time.process_time() - started)
             rows.append({"graph": name, "nodes": nodes, "cpu_seconds": round(best, 3)})
     exponent = {
-        exporter: round(_exponent([row for row in rows if f"-{exporter}-" in row["graph"]]), 2)
+        exporter: round(_exponent([row for row in rows if f"-{exporter}-" in str(row["graph"])]), 2)
         for exporter in ("dynamo", "torchscript")
     }
     return {"exponent": exponent, "graphs": rows}

@@ -123,9 +123,9 @@ def measure(preset: str, options: argparse.Namespace, tell: Callable[[str], None
             "ready_s": ready[name],
         }
         if options.profile and device == "cuda":
-            from bench_gpu_step import Engine, profile
+            from bench_gpu_step import Contender, profile
 
-            row["profile"] = profile(Engine(name, run, run, 0.0), show=30)
+            row["profile"] = profile(Contender(name, run, run, 0.0), show=30)
             row["profile"]["top"] = row["profile"]["top"][:30]
         tell(json.dumps({key: value for key, value in row.items() if key != "profile"}))
         rows.append(row)
