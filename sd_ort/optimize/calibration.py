@@ -25,8 +25,8 @@ from fusion_passes.operators import bodies
 from fusion_passes.shapes.types import is_statistic
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
-from sd_ort.family.configs import component_config
 from sd_ort.family.inputs import Arrays, random_inputs, recorded_inputs
+from sd_ort.optimize.raw import Raw
 
 # A value stays in float32 when it came within this factor of the type's largest number: other prompts and noise move
 # the extremes of an activation by a small factor (VAE decoders, other seeds: below 2).
@@ -50,21 +50,21 @@ class Calibration:
 
 def calibrate(
     model: ir.Model,
-    source: Path,
+    source: Raw,
     scratch: Path,
     *,
     dtype: str = "float16",
     wanted: bool | None = None,
     recorded: Path | None = None,
 ) -> Calibration:
-    """Run `model` (lowered, still float32, from `source`, a component's model.onnx) and find what `dtype` cannot hold.
+    """Run `model` (lowered, still float32, made from `source`) and find what `dtype` cannot hold.
 
     `wanted`: True to run it whatever its size, False to leave it, None to run it on recorded inputs, or made-up ones
     where `SIZE_LIMIT` allows and the component is known. `recorded`: an .npz of real inputs to take instead of made-up
     ones. `scratch`: a folder with room for weights in float32. Raises InputError when an explicitly wanted run has no
     inputs.
     """
-    feeds = recorded_inputs(recorded, source.parent.name) if recorded is not None else []
+    feeds = recorded_inputs(recorded, source.name) if recorded is not None else []
     reason = _why_not(source, wanted, bool(feeds))
     if reason is None and not feeds:
         try:
@@ -106,7 +106,7 @@ def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str
         path = Path(work) / "component" / folder.MODEL
         path.parent.mkdir()
         ir.save(copy, path, external_data=folder.DATA)
-        run = Model(create_session(path, "cpu", portable=True))
+        run = Model(create_session(path, "cpu", portable=True, once=True))
         for feed in feeds:
             outputs = run(**feed)
             for name in names:
@@ -133,17 +133,15 @@ def _add_ranges(model: ir.Model) -> list[str]:
     return names
 
 
-def _why_not(source: Path, wanted: bool | None, recorded: bool) -> str | None:
+def _why_not(source: Raw, wanted: bool | None, recorded: bool) -> str | None:
     if wanted is False:
         return "switched off"
     if importlib.util.find_spec("onnxruntime") is None:
         return "onnxruntime is not installed"
-    size = sum(file.stat().st_size for file in source.parent.iterdir() if file.is_file())
-    if wanted is None and not recorded and size > SIZE_LIMIT:
-        return f"its {size / 1e9:.1f} GB are above {SIZE_LIMIT / 1e9:.1f} GB; --calibrate runs it all the same"
+    if wanted is None and not recorded and source.bytes > SIZE_LIMIT:
+        return f"its {source.bytes / 1e9:.1f} GB are above {SIZE_LIMIT / 1e9:.1f} GB; --calibrate runs it all the same"
     return None
 
 
-def _made_up(model: ir.Model, source: Path) -> Arrays:
-    root, component = source.parent.parent, source.parent.name
-    return random_inputs(component, list(model.graph.inputs), component_config(root, component), CALIBRATED)
+def _made_up(model: ir.Model, source: Raw) -> Arrays:
+    return random_inputs(source.name, list(model.graph.inputs), source.config(), CALIBRATED)

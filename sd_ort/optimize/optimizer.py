@@ -7,11 +7,12 @@ in globals of the rewriter; while one component is rewritten another is run for 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ from sd_ort.core import folder
 from sd_ort.core.errors import STOPPABLE, InputError
 from sd_ort.core.paths import output_path
 from sd_ort.graphs import hoist
-from sd_ort.graphs.load import load
+from sd_ort.graphs.filling import fill
 from sd_ort.graphs.save import save
-from sd_ort.optimize import calibration, precision
+from sd_ort.optimize import calibration, precision, raw
+from sd_ort.optimize.raw import Raw
 from sd_ort.optimize.targets import TARGETS, Target, default_target
 from sd_ort.runtime.session import blaming, check_opens
 
@@ -71,18 +73,7 @@ def optimize(
     made from the same input with the same options and is intact is left as it is. Raises InputError for a source that
     cannot be read and OutputError when the output cannot be written; then nothing is left behind.
     """
-    if target is None:
-        target, why = default_target()
-        report(f"target {target}: {why}.")
-    if target not in TARGETS:
-        raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
-    if dtype not in TARGETS[target].dtypes:
-        others = ", ".join(name for name, each in TARGETS.items() if dtype in each.dtypes)
-        raise InputError(f"target {target} has kernels without {dtype}: use --float16, or a target of {others}.")
-    if TARGETS[target].half_weights and (calibrate or inputs):
-        raise InputError(f"target {target} computes in float32, where nothing overflows: leave calibration out.")
-    if dtype != "float16" and (calibrate or inputs):
-        raise InputError(f"calibration is for --float16: {dtype} has the range of float32, so leave it out.")
+    target = choose_target(target, dtype, calibrate, inputs, report)
     output = output_path(output, source)
     names = folder.components(source)
     if components:
@@ -90,13 +81,10 @@ def optimize(
         if missing:
             raise InputError(f"{source} has no component {', '.join(missing)}: it has {', '.join(names)}.")
         names = components
-    if hoisted is None:
-        hoisted = dtype == "float16" and target in HOISTING and hoist.PARTS["step"] in names
-    if hoisted and hoist.PARTS["step"] not in names:
-        raise InputError("--hoist splits the UNet: take it into --component, or leave out --hoist.")
+    hoisted = choose_hoisting(hoisted, dtype, target, names)
     if hoist.is_hoisted(source):
         raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
-    paths = {name: folder.check_component(source, name) for name in names}
+    raws = raw.of_folder(source, names)
     options = {
         "target": target,
         "dtype": dtype,
@@ -109,35 +97,79 @@ def optimize(
     if _is_done(output, manifest):
         report(f"{output} is up to date.")
         return folder.read_manifest(output)
-    described = folder.read_manifest(source).get("components", {})
     with folder.staged(output, source) as work:
         folder.copy_configs(source, work, names)
-
-        def make(name: str, stopped: threading.Event) -> None:
-            started = time.perf_counter()
-            with blaming(paths[name]):
-                entry = optimize_component(
-                    paths[name],
-                    work / name / folder.MODEL,
-                    TARGETS[target],
-                    dtype,
-                    calibrate=calibrate,
-                    inputs=inputs,
-                    hoisted=hoisted and name == hoist.PARTS["step"],
-                    stopped=stopped,
-                    known=described.get(name, {}).get("weights"),
-                )
-            for written in hoist.PARTS.values() if "hoisted" in entry else [name]:
-                _go_on(stopped)
-                check_opens(work / written / folder.MODEL)
-            entry["seconds"] = round(time.perf_counter() - started, 2)
-            manifest["components"][name] = entry
-            report(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
-
-        _two_at_a_time(make, sorted(names, key=lambda name: -_size(paths[name])))
-        manifest["components"] = {name: manifest["components"][name] for name in names}
+        manifest["components"] = optimize_all(
+            raws, work, TARGETS[target], dtype, calibrate=calibrate, inputs=inputs, hoisted=hoisted, report=report
+        )
         folder.write_manifest(work, manifest)
     return folder.read_manifest(output)
+
+
+def choose_target(
+    target: str | None, dtype: str, calibrate: bool | None, inputs: Path | None, report: Report = lambda line: None
+) -> str:
+    """The name of the target; that of the installed wheel for None. Raises InputError for options that do not fit."""
+    if target is None:
+        target, why = default_target()
+        report(f"target {target}: {why}.")
+    if target not in TARGETS:
+        raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
+    if dtype not in TARGETS[target].dtypes:
+        others = ", ".join(name for name, each in TARGETS.items() if dtype in each.dtypes)
+        raise InputError(f"target {target} has kernels without {dtype}: use --float16, or a target of {others}.")
+    if TARGETS[target].half_weights and (calibrate or inputs):
+        raise InputError(f"target {target} computes in float32, where nothing overflows: leave calibration out.")
+    if dtype != "float16" and (calibrate or inputs):
+        raise InputError(f"calibration is for --float16: {dtype} has the range of float32, so leave it out.")
+    return target
+
+
+def choose_hoisting(hoisted: bool | None, dtype: str, target: str, names: Sequence[str]) -> bool:
+    """Whether the UNet is split. Raises InputError when there is none to split."""
+    if hoisted is None:
+        hoisted = dtype == "float16" and target in HOISTING and hoist.PARTS["step"] in names
+    if hoisted and hoist.PARTS["step"] not in names:
+        raise InputError("--hoist splits the UNet: take it into --component, or leave out --hoist.")
+    return hoisted
+
+
+def optimize_all(
+    raws: Sequence[Raw],
+    work: Path,
+    target: Target,
+    dtype: str,
+    *,
+    calibrate: bool | None = None,
+    inputs: Path | None = None,
+    hoisted: bool = False,
+    report: Report = lambda line: None,
+) -> dict[str, Any]:
+    """Optimize components into the folder `work`; returns their entries of the manifest. Options as for `optimize`."""
+    entries = {}
+
+    def make(each: Raw, stopped: threading.Event) -> None:
+        started = time.perf_counter()
+        with blaming(each.path) if each.path else contextlib.nullcontext():
+            entry = optimize_component(
+                each,
+                work / each.name / folder.MODEL,
+                target,
+                dtype,
+                calibrate=calibrate,
+                inputs=inputs,
+                hoisted=hoisted and each.name == hoist.PARTS["step"],
+                stopped=stopped,
+            )
+        for written in hoist.PARTS.values() if "hoisted" in entry else [each.name]:
+            _go_on(stopped)
+            check_opens(work / written / folder.MODEL)
+        entry["seconds"] = round(time.perf_counter() - started, 2)
+        entries[each.name] = entry
+        report(f"{each.name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
+
+    _two_at_a_time(make, sorted(raws, key=lambda each: -each.bytes))
+    return {each.name: entries[each.name] for each in raws}
 
 
 def _manifest(source: Path, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
@@ -152,14 +184,14 @@ def _manifest(source: Path, names: list[str], options: dict[str, Any]) -> dict[s
     }
 
 
-def _two_at_a_time(make: Callable[[str, threading.Event], None], names: Iterable[str]) -> None:
-    """Call make(name, stopped) for all names in two threads; an error or interrupt sets `stopped` and is raised.
+def _two_at_a_time(make: Callable[[Raw, threading.Event], None], raws: Iterable[Raw]) -> None:
+    """Call make(each, stopped) for all of them in two threads; an error or interrupt sets `stopped` and is raised.
 
     An interrupt is raised at once. The threads may still be inside a library, for seconds; they write nothing after it.
     """
     stopped = threading.Event()
     pool = ThreadPoolExecutor(2, thread_name_prefix=STOPPABLE)
-    running = [pool.submit(make, name, stopped) for name in names]
+    running = [pool.submit(make, each, stopped) for each in raws]
     interrupted = True
     try:
         for done in as_completed(running):
@@ -171,12 +203,8 @@ def _two_at_a_time(make: Callable[[str, threading.Event], None], names: Iterable
         pool.shutdown(wait=not interrupted, cancel_futures=True)
 
 
-def _size(model: Path) -> int:
-    return sum(file.stat().st_size for file in model.parent.iterdir() if file.is_file())
-
-
 def optimize_component(
-    source: Path,
+    source: Path | Raw,
     output: Path,
     target: Target,
     dtype: str = "float32",
@@ -185,16 +213,14 @@ def optimize_component(
     inputs: Path | None = None,
     hoisted: bool = False,
     stopped: threading.Event | None = None,
-    known: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Optimize one `model.onnx` into another; returns counts by rule and by operator. Options as for `optimize`.
 
-    known: the recipes of the source's weights (see `fusion_passes.recipes`); without, they are made of its own names.
-
     Raises CancelledError soon after another thread set `stopped`; the output is then incomplete.
     """
-    model = load(source)
-    recipes.begin(model, known)
+    if isinstance(source, Path):
+        source = raw.of_file(source)
+    model = source.model()
     before = Counter(node.op_type for node in model.graph)
     _go_on(stopped)
     with REWRITING:
@@ -217,6 +243,8 @@ def optimize_component(
     for name, part in (parts or {output.parent.name: model}).items():
         if dtype != "float32" and target.half_weights:
             precision.store_weights(part, dtype)
+        if source.read is not None:
+            fill(part, source.read)
         save(part, output.parent.with_name(name) / output.name, lambda: _go_on(stopped))
     nodes = Counter(node.op_type for part in (parts.values() or [model]) for node in part.graph)
     return {
