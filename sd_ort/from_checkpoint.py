@@ -18,10 +18,11 @@ from sd_ort.core import folder
 from sd_ort.core.paths import output_path
 from sd_ort.export import DEFAULT_OPSET, templates
 from sd_ort.family.checkpoints import FileOptions, Source, choose, is_sdxl, open_source
+from sd_ort.family.recorded import check_recorded
 from sd_ort.family.signatures import MODEL_OF
 from sd_ort.family.weights import reader
 from sd_ort.optimize import raw
-from sd_ort.optimize.optimizer import choose_hoisting, choose_target, optimize_all
+from sd_ort.optimize.optimizer import chosen_hoisting, chosen_target, optimize_all
 from sd_ort.optimize.targets import TARGETS
 
 Report = Callable[[str], None]
@@ -48,13 +49,15 @@ def optimize_checkpoint(
     after the other. Raises what the two stages raise.
     """
     started = time.perf_counter()
-    target = choose_target(target, dtype, calibrate, inputs, report)
+    target = chosen_target(target, dtype, bool(calibrate or inputs), report)
     source = open_source(model, None, False, 0, files=files)
     if source.about:
         report(source.about)
     output = output_path(output, *source.folders)
     names = choose(source, components)
-    hoisted = choose_hoisting(hoisted, dtype, target, names)
+    if inputs:
+        check_recorded(inputs, names)
+    hoisted = chosen_hoisting(hoisted, dtype, target, names)
     keys = {name: template_key(source, name, opset, exporter) for name in names}
     found = {name: path for name, key in keys.items() if (path := templates.find(key)) is not None}
     missing = [name for name in names if name not in found]

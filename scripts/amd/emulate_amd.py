@@ -42,7 +42,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from custom_ops import GPU_OPERATORS
 from custom_ops.gpu import Guarded, HostMemory
 from custom_ops.op import DTYPES, Array, Operator, draw, load, nmse, nmse_limit
-from sd_ort.runtime import build, library
+from sd_ort.core.cache import cache_folder
+from sd_ort.runtime import build
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHS = ("gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
@@ -485,7 +486,7 @@ def main() -> None:
     emulator = Emulator(options.tinygrad)
     kernels = options.kernels or build.build(cpu=False, hip=ARCHS, say=print).parent / "kernels.json"
     listing = json.loads(kernels.read_text())
-    log = library.cache_folder() / "emulated.jsonl"
+    log = cache_folder() / "emulated.jsonl"
     done = {} if options.again else _read(log, emulator)
     operators = {operator.name: operator for operator in map(load, GPU_OPERATORS)}
     for name in options.op or operators:

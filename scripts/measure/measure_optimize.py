@@ -38,10 +38,9 @@ def make_pipeline(preset: str, folder: Path, holes: bool) -> None:
 
     from sd_ort.core.quiet import quiet
     from sd_ort.export.exporter import NOISY, TRACE, example, save_config
-    from sd_ort.family.checkpoints import choose
     from sd_ort.export.tracing import export_dynamo, tidy
     from sd_ort.family import signatures
-    from sd_ort.family.checkpoints import PresetSource, _class_name, component_signature, is_sdxl, model_class
+    from sd_ort.family.checkpoints import PresetSource, _class_name, choose, component_signature, is_sdxl, model_class
     from sd_ort.family.modules import wrap
 
     class Hollow(PresetSource):

@@ -50,16 +50,16 @@ REASON = "sd_ort.reason"  # in a node's metadata, here in memory only
 
 
 def explain(path: Path, components: list[str] | None = None) -> dict[str, Any]:
-    """Sites and operator counts of a pipeline folder, or of one `model.onnx`, by component.
+    """Sites and operator counts of a pipeline folder by component, or of one ONNX file.
 
     An entry has: before, after (operator -> number of nodes), fused (operator -> number), left (operator -> number),
     sites (list of component sites: scope, op, fused, reason or None, value), lowered (pass of the target -> rewrote:
     what -> number, left: list of scope, op, reason, value), target and not_lowered (of an optimized folder), note.
     Raises InputError for what is neither, and for an optimized folder whose source is gone.
     """
-    if path.is_file():
-        with blaming(path):
-            return {"components": {path.parent.name: _component(path, None, {})}}
+    if (model := folder.bare_model(path)) is not None:
+        with blaming(model):
+            return {"components": {folder.model_name(model): _component(model, None, {})}}
     manifest = folder.read_manifest(path) if path.is_dir() else {}
     names = [name for name in folder.components(path) if not _is_hoisted_part(path, name)]
     missing = [name for name in components or () if name not in names]

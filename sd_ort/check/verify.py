@@ -1,4 +1,4 @@
-"""Verify: every optimized component against its source, on the same inputs at several shapes.
+"""Verify: every optimized component, or ONNX file, against its source, on the same inputs at several shapes.
 
 One session is in memory at a time: the source runs first and leaves its outputs behind. Where the CPU stands in for a
 provider with other kernels, or for half precision, it runs a twin of the component (see
@@ -11,15 +11,17 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from sd_ort.core import folder
-from sd_ort.core.errors import InputError, VerificationError
-from sd_ort.family.configs import component_config
-from sd_ort.family.inputs import SIZES, Arrays, random_inputs, recorded_inputs
+from sd_ort.core.errors import InputError, SdOrtError, VerificationError
+from sd_ort.core.folder import bare_model, model_name
+from sd_ort.family.configs import config_beside
+from sd_ort.family.inputs import SIZES, Arrays, random_inputs
+from sd_ort.family.recorded import check_recorded, recorded_inputs
 from sd_ort.graphs import hoist
 from sd_ort.graphs.cpu_emulation import cpu_twin, half_type, loads_on_cpu
 from sd_ort.graphs.load import load
@@ -44,31 +46,44 @@ def verify(
     seed: int = 0,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
-    """Compare the components of two pipeline folders; returns {"rows": [...], "notes": [...], "passed": bool}.
+    """Compare two pipeline folders, or two ONNX files; returns {"rows": [...], "notes": [...], "passed": bool}.
 
     A row is one output of one run: component, output, run (its sizes), shape, relative_error = |got - want| / |want|
-    (L2 norms), nmse (its square), max_abs, finite, tolerance, passed. `tolerance` bounds relative_error and defaults
-    to `TOLERANCE` of the optimized component's type. `inputs`: runs recorded in an .npz, in addition to made-up inputs
-    at `sizes`. `provider` runs the optimized folder; the source runs on the CPU, fed with the same numbers. `portable`:
-    fused operators run as their function bodies even where a custom-op library is installed. `report` gets every row
-    when it is known.
+    (L2 norms), nmse (its square), max_abs, finite, source_finite, tolerance, passed. `tolerance` bounds relative_error
+    and defaults to `TOLERANCE` of the optimized component's type. `inputs`: runs recorded in an .npz, which take the
+    place of made-up inputs at `sizes` for the components that it has. `provider` runs the optimized folder; the source
+    runs on the CPU, fed with the same numbers. `portable`: fused operators run as their function bodies even where a
+    custom-op library is installed. `report` gets every row when it is known.
 
-    Raises InputError for folders that are not two forms of one pipeline, ProviderError for what the provider cannot
-    run. A failure to agree is not an exception here: see `check`. A component of another kind than ours (a safety
-    checker), whose inputs nobody can make up, is compared on recorded inputs alone; a note says so.
+    Raises InputError for what are not two forms of one model and for inputs that the source does not take,
+    ProviderError for what the provider cannot run. A failure to agree is not an exception here: see `check`. A
+    component of another kind than ours (a safety checker), whose inputs nobody can make up, is compared on recorded
+    inputs alone; a note says so.
     """
-    names = _common(source, optimized, components)
+    pairs = _pairs(source, optimized, components)
+    alone = bare_model(source) is not None
+    if inputs and not alone:
+        check_recorded(inputs, [pair.name for pair in pairs])
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
-    for name in names:
-        if name not in KNOWN and not (inputs and recorded_inputs(inputs, name)):
+    for name, path, other in pairs:
+        graph_inputs = list(load(path).graph.inputs)
+        runs = recorded_inputs(inputs, name, graph_inputs, required=alone)
+        feeds = [(f"recorded {index}", run) for index, run in enumerate(runs)]
+        if not feeds and not alone and name not in KNOWN:
             notes.append(f"{name}: NOT compared, since its inputs are not known: record some for --inputs.")
             continue
-        with _whole(optimized, name, notes) as path, _runnable(path, provider, portable, notes) as runnable:
-            model = load(path)
-            feeds = _feeds(source, name, model, inputs, sizes, seed)
-            expected = _run(folder.check_component(source, name), [feed for _, feed in feeds])
-            actual = _run(runnable, [feed for _, feed in feeds], provider, portable)
+        feeds = feeds or _made_up(name, graph_inputs, config_beside(path), sizes, seed)
+        with _whole(other, name, notes) as whole, _runnable(whole, name, provider, portable, notes) as runnable:
+            model = load(whole)
+            arrays = _in_half(model, [feed for _, feed in feeds])
+            try:
+                expected = _run(path, arrays)
+            except SdOrtError as error:
+                raise InputError(
+                    f"{source} itself cannot be run: {error} Record inputs that fit for --inputs."
+                ) from error
+            actual = _run(runnable, arrays, provider, portable)
         limit = TOLERANCE[half_type(model)] if tolerance is None else tolerance
         for (run, _), want, got in zip(feeds, expected, actual, strict=True):
             if want.keys() != got.keys():
@@ -87,6 +102,12 @@ def check(result: dict[str, Any]) -> None:
     failed = [row for row in result["rows"] if not row["passed"]]
     if not failed:
         return
+    if blind := [row for row in failed if not row["source_finite"]]:
+        raise VerificationError(
+            f"{blind[0]['component']} cannot be judged: the source itself makes NaN or infinite numbers in "
+            f"{blind[0]['output']} ({len(blind)} of {len(result['rows'])} outputs): give inputs that it is made for "
+            "with --inputs."
+        )
     worst = max(failed, key=lambda row: row["relative_error"])
     what = f"a relative error of {worst['relative_error']:.1e}" if worst["finite"] else "NaN or infinite numbers"
     raise VerificationError(
@@ -101,9 +122,10 @@ def _judged(got: np.ndarray, want: np.ndarray, limit: float) -> dict[str, Any]:
 
 
 def compare(got: np.ndarray, want: np.ndarray) -> dict[str, Any]:
-    """Errors of `got` against `want`; a wrong shape or a NaN makes them infinite."""
-    entry: dict[str, Any] = {"shape": list(got.shape), "finite": bool(np.isfinite(got).all())}
-    if got.shape != want.shape or not entry["finite"] or not np.isfinite(want).all():
+    """Errors of `got` against `want`; a wrong shape or a NaN in either makes them infinite."""
+    finite, source_finite = bool(np.isfinite(got).all()), bool(np.isfinite(want).all())
+    entry: dict[str, Any] = {"shape": list(got.shape), "finite": finite, "source_finite": source_finite}
+    if got.shape != want.shape or not finite or not source_finite:
         return entry | {"finite": False, "relative_error": float("inf"), "nmse": float("inf"), "max_abs": float("inf")}
     exact = want.astype(np.float64)
     difference = got.astype(np.float64) - exact
@@ -116,7 +138,21 @@ def compare(got: np.ndarray, want: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _common(source: Path, optimized: Path, wanted: Sequence[str] | None) -> list[str]:
+class _Pair(NamedTuple):
+    """What a model is called, its source and what was made of it: two ONNX files."""
+
+    name: str
+    source: Path
+    optimized: Path
+
+
+def _pairs(source: Path, optimized: Path, wanted: Sequence[str] | None) -> list[_Pair]:
+    """Every component that both folders have, checked; or the one pair of two ONNX files."""
+    alone = [bare_model(path) for path in (source, optimized)]
+    if all(alone) and not wanted:
+        return [_Pair(model_name(alone[0]), alone[0], alone[1])]  # type: ignore[arg-type]
+    if any(alone):
+        raise InputError(f"{source} and {optimized} cannot be compared: give two pipeline folders, or two .onnx files.")
     there = folder.components(source)
     names = [name for name in folder.components(optimized) if name in there]
     missing = [name for name in wanted or () if name not in names]
@@ -125,31 +161,30 @@ def _common(source: Path, optimized: Path, wanted: Sequence[str] | None) -> list
         raise InputError(
             f"{source} and {optimized} cannot be compared{': ' + ', '.join(missing) if missing else ''}; {has}."
         )
-    return [name for name in names if not wanted or name in wanted]
+    chosen = [name for name in names if not wanted or name in wanted]
+    return [
+        _Pair(name, folder.check_component(source, name), folder.check_component(optimized, name)) for name in chosen
+    ]
 
 
-def _feeds(
-    source: Path, name: str, model: ir.Model, recorded: Path | None, sizes: Sequence[dict[str, int]], seed: int
+def _made_up(
+    name: str, inputs: Sequence[ir.Value], config: dict[str, Any], sizes: Sequence[dict[str, int]], seed: int
 ) -> list[tuple[str, Arrays]]:
-    """(description, arrays) of each run, with numbers that the optimized inputs can hold: both get the same."""
-    config = component_config(source, name)
-    graph_inputs = list(load(source / name / folder.MODEL).graph.inputs)
-    runs = []
-    for size in sizes if name in KNOWN else ():
-        arrays = random_inputs(name, graph_inputs, config, size, seed)
-        runs.append((" ".join(f"{key} {number}" for key, number in size.items()), arrays))
-    if recorded is not None:
-        runs += [(f"recorded {index}", arrays) for index, arrays in enumerate(recorded_inputs(recorded, name))]
+    """(sizes in words, arrays) of each run; sizes at which all shapes are those of an earlier run are left out."""
+    runs: dict[Any, tuple[str, Arrays]] = {}
+    for size in sizes:
+        arrays = random_inputs(name, inputs, config, size, seed)
+        said = " ".join(f"{key} {number}" for key, number in size.items())
+        runs.setdefault(tuple(array.shape for array in arrays.values()), (said, arrays))
+    return list(runs.values())
+
+
+def _in_half(model: ir.Model, feeds: Sequence[Arrays]) -> list[Arrays]:
+    """The feeds with numbers that the inputs of `model` can hold: both sides get the same."""
     half = {str(v.name) for v in model.graph.inputs if v.dtype == ir.DataType.FLOAT16}
     return [
-        (
-            run,
-            {
-                key: array.astype(np.float16).astype(np.float32) if key in half else array
-                for key, array in arrays.items()
-            },
-        )
-        for run, arrays in runs
+        {key: array.astype(np.float16).astype(np.float32) if key in half else array for key, array in feed.items()}
+        for feed in feeds
     ]
 
 
@@ -160,9 +195,9 @@ def _run(path: Path, feeds: Sequence[Arrays], provider: str = "cpu", portable: b
 
 
 @contextmanager
-def _whole(optimized: Path, name: str, notes: list[str]) -> Iterator[Path]:
-    """The component's model; for a hoisted UNet, its three graphs as the one they were, until the context is left."""
-    path = folder.check_component(optimized, name)
+def _whole(path: Path, name: str, notes: list[str]) -> Iterator[Path]:
+    """The model at `path`; for a hoisted UNet, its three graphs as the one they were, until the context is left."""
+    optimized = path.parent.parent
     if name != hoist.PARTS["step"] or not hoist.is_hoisted(optimized):
         yield path
         return
@@ -177,13 +212,13 @@ def _whole(optimized: Path, name: str, notes: list[str]) -> Iterator[Path]:
 
 
 @contextmanager
-def _runnable(path: Path, provider: str, portable: bool, notes: list[str]) -> Iterator[Path]:
+def _runnable(path: Path, name: str, provider: str, portable: bool, notes: list[str]) -> Iterator[Path]:
     """The model at `path`, or its twin on the CPU; the original must load all the same where the CPU has kernels."""
     if provider != "cpu":
         yield path
         return
     with cpu_twin(path) as (twin, done):
-        notes += [f"{path.parent.name}: {note}." for note in done]
+        notes += [f"{name}: {note}." for note in done]
         if twin != path and loads_on_cpu(load(path)):
             create_session(path, portable=portable)
         yield twin

@@ -96,7 +96,7 @@ def command(
     from sd_ort.benchmark import contenders, report, runner, tables
     from sd_ort.benchmark.engines.contract import Settings
     from sd_ort.commands.generate import default_guidance
-    from sd_ort.runtime.library import cache_folder
+    from sd_ort.core.cache import cache_folder
     from sd_ort.runtime.providers import check_provider
 
     provider = options["provider"]

@@ -21,7 +21,7 @@ SHOWN = 3  # scopes named for each reason; --all names every one
 def command(path: Path, components: tuple[str, ...], everything: bool, as_json: bool) -> None:
     """Say for every site, by module, whether it is fused, and why not.
 
-    DIR is an exported or an optimized pipeline folder, MODEL one model.onnx. What an optimized folder was made from is
+    DIR is an exported or an optimized pipeline folder, MODEL any .onnx file. What an optimized folder was made from is
     read from its manifest.
     """
     from sd_ort.check.explain import explain

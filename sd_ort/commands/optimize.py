@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.folder import MODEL
+from sd_ort.core.folder import MODEL, bare_model, model_name
 
 
 @click.command()
@@ -58,41 +58,57 @@ def command(
     file, a hub id, `demo`). A checkpoint of an architecture that was optimized before with these options fills the
     template kept from then, in seconds and without tracing; the first one is exported on the way.
 
+    IN may also be one .onnx file of any model (or a folder that holds one), and OUT is then one too.
+
     The default target is what the installed ONNX Runtime wheel drives. `portable` runs on any ONNX runtime: each fused
     operator carries its meaning as a model-local function, and a registered operator library takes over where it has a
     kernel.
     """
-    from sd_ort.optimize.optimizer import COUNTED, optimize
+    from sd_ort.optimize.optimizer import optimize
 
     options: dict[str, Any] = {
         "target": target,
         "dtype": dtype or "float32",
-        "components": list(components) or None,
         "calibrate": calibrate,
         "inputs": inputs,
-        "hoisted": hoisted,
         "report": click.echo,
     }
-    if is_checkpoint(source):
+    of_folder: dict[str, Any] = {"components": list(components) or None, "hoisted": hoisted}
+    if (config or vae or unsafe_pickle) and not is_checkpoint(source):
+        raise InputError(f"--config, --vae and --unsafe-pickle go with a checkpoint: {source} is none.")
+    if (alone := bare_model(source)) is not None:
+        from sd_ort.optimize.alone import optimize_file
+
+        if components or hoisted:
+            raise InputError(f"--component and --hoist go with a pipeline folder: {source} is one ONNX file.")
+        show({model_name(alone): optimize_file(alone, output, **options)}, source)
+    elif is_checkpoint(source):
         from sd_ort.family.checkpoints import FileOptions
         from sd_ort.from_checkpoint import optimize_checkpoint
 
         files = FileOptions(config, vae, unsafe_pickle)
-        manifest = optimize_checkpoint(str(source), output, files=files, **options)
+        show(optimize_checkpoint(str(source), output, files=files, **options, **of_folder)["components"], output)
     else:
-        if config or vae or unsafe_pickle:
-            raise InputError(f"--config, --vae and --unsafe-pickle go with a checkpoint: {source} is none.")
-        manifest = optimize(source, output, **options)
-    entries = manifest["components"]
+        show(optimize(source, output, **options, **of_folder)["components"], output)
+    click.echo(f"Wrote {output}")
+
+
+def show(entries: dict[str, dict[str, Any]], explained: Path) -> None:
+    """Print what was made of each component; `explained` is what `sd-ort explain` takes to say more."""
+    from sd_ort.optimize.optimizer import COUNTED
+
     rows = [op for op in COUNTED if any(op in entry["counts"] for entry in entries.values())]
-    click.echo(f"{'':26}" + "".join(f"{name:>16}" for name in entries))
+    widths = {name: max(16, len(name) + 2) for name in entries}
+    click.echo(f"{'':26}" + "".join(f"{name:>{width}}" for name, width in widths.items()))
     for row in rows:
-        click.echo(f"{row:26}" + "".join(f"{entry['counts'].get(row, 0):>16}" for entry in entries.values()))
+        click.echo(
+            f"{row:26}" + "".join(f"{entries[name]['counts'].get(row, 0):>{width}}" for name, width in widths.items())
+        )
     for name, entry in entries.items():
         if "not_fused" in entry:
             click.echo(f"{name}: not fused: {entry['not_fused']}.")
         if "few" in entry:
-            click.echo(f"{name}: only {entry['few']} fused; `sd-ort explain {output}` says why.", err=True)
+            click.echo(f"{name}: only {entry['few']} fused; `sd-ort explain {explained}` says why.", err=True)
         for reason in entry["not_lowered"]:
             click.echo(f"{name}: {reason}; they run as sd_ort operators.")
         if "hoisted" in entry:
@@ -101,7 +117,6 @@ def command(
             click.echo(f"{name}: {entry['calibration']}{'; they stay in float32:' if entry['float32_sites'] else ''}")
         for site in entry.get("float32_sites", ()):
             click.echo(f"    {site['max_abs']:>12.0f}  {site['op']:24}{site['value']}")
-    click.echo(f"Wrote {output}")
 
 
 def is_checkpoint(source: Path) -> bool:
@@ -109,4 +124,4 @@ def is_checkpoint(source: Path) -> bool:
     if source.is_dir():
         return (source / "model_index.json").is_file() and not any(source.glob(f"*/{MODEL}"))
     hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)) and not source.parent.exists()
-    return source.is_file() or str(source) == "demo" or bool(hub_id)
+    return (source.is_file() and source.suffix != ".onnx") or str(source) == "demo" or bool(hub_id)

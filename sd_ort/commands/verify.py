@@ -21,7 +21,7 @@ import click
 @click.option(
     "--inputs",
     type=click.Path(path_type=Path),
-    help="Recorded runs too: an .npz with arrays called component/input[/run].",
+    help="Recorded runs in place of made-up ones: an .npz of component/input[/run], or input[/run] of one file.",
 )
 @click.option("--provider", default="cpu", show_default=True, help="What runs OUT: cpu, cuda, rocm or migraphx.")
 @click.option("--portable", is_flag=True, help="Run OUT without the custom-op library.")
@@ -39,6 +39,8 @@ def command(
     as_json: bool,
 ) -> None:
     """Run every component of OUT and of IN, from which it was made, on the same inputs and compare the results.
+
+    IN and OUT are pipeline folders, or .onnx files of any model.
 
     Inputs are made up as in use, at two shapes (batch 1 and 2, not square). Exits with 4 when an output of OUT is not
     finite or differs by more than the tolerance.
@@ -70,4 +72,4 @@ def line(row: dict[str, Any]) -> str:
     """One row of the table."""
     shape = "x".join(map(str, row["shape"]))
     numbers = f"{row['relative_error']:>12.1e}{row['nmse']:>10.1e}{row['max_abs']:>10.1e}"
-    return f"{row['component']:16}{row['output']:20}{shape:22}{numbers}  {'ok' if row['passed'] else 'FAILED'}"
+    return f"{row['component']:15} {row['output']:19} {shape:22}{numbers}  {'ok' if row['passed'] else 'FAILED'}"

@@ -71,7 +71,7 @@ def components(folder: Path) -> list[str]:
     if not found or not (folder / "model_index.json").is_file():
         raise InputError(
             f"{folder} is not a pipeline folder (no model_index.json with <component>/{MODEL}): "
-            "make one with `sd-ort export MODEL OUT`."
+            "make one with `sd-ort export MODEL OUT`, or name one .onnx file."
         )
     return [c for c in COMPONENTS if c in found] + [c for c in found if c not in COMPONENTS]
 
@@ -138,6 +138,31 @@ def check_component(folder: Path, component: str) -> Path:
     if recorded and recorded["bytes"] != path.stat().st_size:
         raise InputError(f"{path} is truncated or was changed since it was written: export it again.")
     return path
+
+
+def bare_model(path: Path) -> Path | None:
+    """The ONNX file that `path` names, or the only one in a folder that is no pipeline; else None."""
+    if path.suffix == ".onnx" and not path.is_dir():
+        return path
+    if not path.is_dir() or (path / "model_index.json").is_file():
+        return None
+    found = list(path.glob("*.onnx"))
+    return found[0] if len(found) == 1 else None
+
+
+def check_model(path: Path) -> Path:
+    """`path`, checked as what it is: a component of a pipeline folder (`check_component`), or a file by itself."""
+    home = path.absolute().parent
+    if path.name == MODEL and (home.parent / "model_index.json").is_file():
+        return check_component(home.parent, home.name)
+    onnx_file.read(path)
+    return path
+
+
+def model_name(path: Path) -> str:
+    """What an ONNX file is called in tables and recorded inputs: its component, or its own name without .onnx."""
+    home = path.absolute().parent.name
+    return home if path.name == MODEL and home else path.stem
 
 
 def copy_configs(source: Path, target: Path, components: Iterable[str] = ()) -> None:

@@ -8,8 +8,8 @@ has, with attributes of the right types; functions do not call themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,8 +46,9 @@ def read(path: Path) -> onnx.ModelProto:
         if not model.graph.node:
             raise _Refusal("is truncated or empty: export it again")
         _check_model(model)
+        data_file = cache(partial(_data_file, path.parent))  # thousands of tensors lie in one file
         for tensor in _tensors(model):
-            _check_tensor(tensor, path.parent)
+            _check_tensor(tensor, data_file)
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing: export the pipeline again.") from error
     except OSError as error:
@@ -100,7 +101,7 @@ def _tensors_of_attributes(attributes: Iterable[onnx.AttributeProto]) -> Iterato
             yield from _tensors_of_graph(graph)
 
 
-def _check_tensor(tensor: onnx.TensorProto, home: Path) -> None:
+def _check_tensor(tensor: onnx.TensorProto, data_file: Callable[[str], tuple[Path, int]]) -> None:
     """Raise _Refusal unless the tensor's data are as long as its shape says; make an external location absolute."""
     import onnx
 
@@ -114,7 +115,7 @@ def _check_tensor(tensor: onnx.TensorProto, home: Path) -> None:
     if size > TENSOR_LIMIT:
         raise _Refusal(f"{what} of {size:.1e} bytes, more than any model has: do not trust it")
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
-        _check_external(tensor, size, home)
+        _check_external(tensor, size, data_file)
     elif tensor.HasField("raw_data"):
         if len(tensor.raw_data) != size:
             raise _Refusal(f"{what} with {len(tensor.raw_data)} bytes where its shape asks for {size}: export it again")
@@ -129,18 +130,23 @@ def _check_tensor(tensor: onnx.TensorProto, home: Path) -> None:
 _TYPED = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
 
 
-def _check_external(tensor: onnx.TensorProto, size: int, home: Path) -> None:
+def _check_external(tensor: onnx.TensorProto, size: int, data_file: Callable[[str], tuple[Path, int]]) -> None:
     entries = {entry.key: entry for entry in tensor.external_data}
-    location = entries["location"].value if "location" in entries else ""
-    data = inside(home / location, home) if location else None
-    if data is None or not data.is_file():
-        raise _Refusal(f"keeps weights where no file is, {location} is missing: copy both or export again")
+    data, there = data_file(entries["location"].value if "location" in entries else "")
     offset, length = (_number(entries[key].value) if key in entries else None for key in ("offset", "length"))
     if length is not None and length != size:
         raise _Refusal(f"says {length} bytes of {tensor.name!r}, whose shape asks for {size}: export it again")
-    if (offset or 0) + size > data.stat().st_size:
+    if (offset or 0) + size > there:
         raise _Refusal(f"needs more of {data} than there is, it is truncated: copy or export it again")
     entries["location"].value = str(data)
+
+
+def _data_file(home: Path, location: str) -> tuple[Path, int]:
+    """Where external data of a model in `home` really lies, and how many bytes are there."""
+    data = inside(home / location, home) if location else None
+    if data is None or not data.is_file():
+        raise _Refusal(f"keeps weights where no file is, {location} is missing: copy both or export again")
+    return data, data.stat().st_size
 
 
 def embed(tensor: onnx.TensorProto) -> None:

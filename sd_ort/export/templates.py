@@ -27,6 +27,7 @@ import onnx_ir as ir
 
 from fusion_passes import recipes
 from sd_ort.core import files, folder
+from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import InputError
 from sd_ort.graphs.filling import Read, fill
 from sd_ort.graphs.load import load as load_graph
@@ -85,10 +86,10 @@ def find(name: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def cache_folder() -> Path:
-    """Where the user's templates are: SD_ORT_TEMPLATES, or sd-ort/templates in the user's cache folder."""
+def user_folder() -> Path:
+    """Where the user's templates are: SD_ORT_TEMPLATES, or `templates` in sd-ort's cache folder."""
     given = os.environ.get("SD_ORT_TEMPLATES")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sd-ort/templates"
+    return Path(given) if given else cache_folder() / "templates"
 
 
 def _cached(name: str) -> Path:
@@ -96,7 +97,7 @@ def _cached(name: str) -> Path:
     packages = ("torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
     here = Path(__file__).resolve().parent
     what = [files.code_hash(here, here.with_name("family")), *map(version, packages)]
-    return cache_folder() / f"{name}-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]}.onnx.xz"
+    return user_folder() / f"{name}-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]}.onnx.xz"
 
 
 # --- Making ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 from sd_ort.core.errors import InputError
 from sd_ort.core.files import mismatch, read_json
+from sd_ort.core.folder import COMPONENTS, model_name
 
 
 def component_config(folder: Path, component: str, *, required: bool = False) -> dict[str, Any]:
@@ -20,6 +21,15 @@ def component_config(folder: Path, component: str, *, required: bool = False) ->
     """
     path = folder / component / "config.json"
     return read_config(path) if required or path.is_file() else {}
+
+
+def config_beside(model: Path) -> dict[str, Any]:
+    """config.json beside an ONNX file called as a component of a pipeline is; {} for other files, and without one."""
+    return (
+        component_config(model.parent.parent, model.parent.name)
+        if model_name(model) in (*COMPONENTS, "controlnet")
+        else {}
+    )
 
 
 def read_config(path: Path, otherwise: str | None = None) -> dict[str, Any]:

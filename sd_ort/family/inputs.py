@@ -1,12 +1,15 @@
-"""Inputs that a component meets in use: made up, or recorded by the user. For verification and calibration.
+"""Made-up inputs such as a component meets in use, for verification and calibration; `recorded` reads real ones.
 
-Made-up inputs have the distributions of the pipeline: latents and text states N(0, 1), latents for the VAE decoder
-divided by its scaling factor, images in [-1, 1], timesteps 1..999, prompts between a start and an end token. SDXL's
-time_ids are the sizes of a square image. The same seed gives the same numbers.
+They have the distributions of the pipeline: latents and text states N(0, 1), latents for the VAE decoder divided by its
+scaling factor, images in [-1, 1], timesteps 1..999, prompts between a start and an end token. SDXL's time_ids are the
+sizes of a square image. What an input of another model may hold is read off the graph: rows of the table that it
+indexes, positive numbers where their logarithm or root is taken, times where their sines are. The same seed gives the
+same numbers.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +36,11 @@ ALIASES: Mapping[str, signatures.Axis] = {
     "batch_size": "batch", "sequence_length": "sequence", "steps": 1, "height_latent": "height",
     "width_latent": "width", "latent_height": "height", "latent_width": "width",
 }  # fmt: skip
+# (rank, axis) -> what an axis with a name of its own is, in models of which no family is known.
+POSITIONS = {
+    **{(rank, 0): "batch" for rank in range(1, 6)},
+    (2, 1): "sequence", (3, 1): "sequence", (4, 2): "height", (4, 3): "width",
+}  # fmt: skip
 SD_SCALING_FACTOR = 0.18215
 
 
@@ -49,48 +57,37 @@ def random_inputs(
 ) -> Arrays:
     """Made-up values, float32 or integer, for the graph inputs `inputs` at `sizes` (see `SIZES`), by name.
 
-    Sizes that the graph leaves open are those of the family, found from `config`. Raises InputError when an axis is
-    neither in the graph nor in the config.
+    Sizes that the graph leaves open are those of the family, found from `config`; of other models the first axis is
+    the batch, the second of three the sequence, and the last two of four are height and width. Raises InputError when
+    an axis is none of these, and for an input whose values nobody can make up.
     """
+    chosen = dict(sizes)
     return {
-        str(v.name): _values(component, v, _shape(component, inputs, v, config, sizes), config, seed) for v in inputs
+        str(v.name): _values(component, v, _shape(component, inputs, v, config, chosen), config, seed) for v in inputs
     }
 
 
-def recorded_inputs(path: Path, component: str) -> list[Arrays]:
-    """Runs recorded in an .npz whose arrays are called `component/input`, or `component/input/0`, `.../1` for several.
-
-    Raises InputError for a file that cannot be read; [] when it has nothing for this component.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files if name.split("/")[0] == component}
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({error}): save it with numpy.savez.") from error
-    runs: dict[str, Arrays] = {}
-    for name, array in arrays.items():
-        _, value, *run = name.split("/")
-        runs.setdefault(run[0] if run else "", {})[value] = array
-    return [runs[key] for key in sorted(runs)]
-
-
 def _shape(
-    component: str, inputs: Sequence[ir.Value], value: ir.Value, config: Mapping[str, Any], sizes: Mapping[str, int]
+    component: str, inputs: Sequence[ir.Value], value: ir.Value, config: Mapping[str, Any], sizes: dict[str, int]
 ) -> list[int]:
     known = _family_axes(component, inputs, config).get(str(value.name), ())
     shape = []
-    for index, declared in enumerate(value.shape or known):
+    for index, declared in enumerate(known if value.shape is None else value.shape):
         axis = declared if isinstance(declared, (int, str)) else str(declared.value)
         if isinstance(axis, str):
             axis = known[index] if index < len(known) else ALIASES.get(axis, axis)
         if isinstance(axis, str) and index == 1 and len(value.shape or ()) == 4:
             axis = c.demanded_channels(value) or axis
+        if isinstance(axis, str) and not known and not re.fullmatch(r"(batch|sequence|height|width)(\*\d+)?", axis):
+            position = POSITIONS.get((len(value.shape or ()), index))
+            if position is not None:  # axes of one name have one size
+                axis = sizes.setdefault(axis, sizes[position]) if axis != "None" else sizes[position]
         try:
             shape.append(signatures.size(axis, sizes) * _pixels(component, value, axis, known))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(
                 f"{component}: the size of axis {index} ({axis}) of input {value.name} is not known: "
-                f"put the model's config.json beside model.onnx, or give recorded inputs with --inputs."
+                "put the model's config.json beside model.onnx, or give recorded inputs with --inputs."
             ) from error
     return shape
 
@@ -100,18 +97,28 @@ def _pixels(component: str, value: ir.Value, axis: signatures.Axis, known: Seque
     return 8 if component == "vae_encoder" and not known and axis in ("height", "width") else 1
 
 
-def _vocabulary(ids: ir.Value, config: Mapping[str, Any]) -> int:
-    """Rows of the table that token ids index: of the config, or else of the graph."""
-    frontier = [ids]
-    for _ in range(4):
-        readers = [node for value in frontier for node in c.users(value)]
-        rows = [
-            c.size(node.inputs[0], 0) for node in readers if node.op_type == "Gather" and c.is_constant(node.inputs[0])
-        ]
-        if rows and rows[0] is not None:
-            return rows[0]
-        frontier = [node.outputs[0] for node in readers if node.op_type in ("Cast", "Reshape", "Flatten")]
-    return int(config.get("vocab_size", CLIP_VOCABULARY))
+# Operators whose result stands for their first input where its values are looked for.
+CARRYING = ("Cast", "Reshape", "Flatten", "Unsqueeze", "Squeeze", "Expand", "Identity", "Mul", "Div", "Add", "Concat")
+
+
+def _uses(value: ir.Value, reach: int = 8) -> list[tuple[str, ir.Value, ir.Node]]:
+    """(operator, what it reads, node) of what reads an input, directly or through up to `reach` of `CARRYING`."""
+    found, frontier = [], [value]
+    for _ in range(reach):
+        read = [(node.op_type, value, node) for value in frontier for node in c.readers(value)]
+        found += read
+        frontier = list(dict.fromkeys(node.outputs[0] for op, _, node in read if op in CARRYING))
+    return found
+
+
+def _rows(ids: ir.Value) -> int | None:
+    """Rows of the smallest constant table that `ids` index in the graph, or None."""
+    rows = [
+        c.size(node.inputs[0], node.attributes.get_int("axis", 0))
+        for op, value, node in _uses(ids)
+        if op == "Gather" and node.inputs[1] is value and c.is_constant(node.inputs[0])
+    ]
+    return min((size for size in rows if size is not None), default=None)
 
 
 def _family_axes(
@@ -130,8 +137,8 @@ def _values(component: str, value: ir.Value, shape: list[int], config: Mapping[s
     name = str(value.name)
     random = np.random.default_rng([seed, zlib.crc32(f"{component}/{name}".encode())])
     if name == "input_ids":
-        return _token_ids(random, shape, _vocabulary(value, config))
-    if name == "timestep":
+        return _token_ids(random, shape, _rows(value) or int(config.get("vocab_size", CLIP_VOCABULARY)))
+    if name in ("timestep", "timesteps"):
         return random.integers(1, 1000, shape).astype(np.int64 if value.dtype == ir.DataType.INT64 else np.float32)
     if name == "time_ids":  # height and width of the original, top and left of the crop, height and width (or a score)
         return np.broadcast_to(np.array([1024, 1024, 0, 0, 1024, 1024][: shape[-1]], np.float32), shape).copy()
@@ -143,10 +150,30 @@ def _values(component: str, value: ir.Value, shape: list[int], config: Mapping[s
         return random.uniform(-1, 1, shape).astype(np.float32)
     if name == "controlnet_cond":
         return random.uniform(0, 1, shape).astype(np.float32)
+    if name.endswith("mask") and len(shape) == 2:
+        return (np.arange(shape[1]) < random.integers(1, shape[1] + 1, (shape[0], 1))).astype(np.float32)
     if value.dtype is not None and not value.dtype.is_floating_point():
-        raise InputError(f"{component}: no values are known for the input {name} ({value.dtype.name}): use --inputs.")
+        return _whole_numbers(component, value, shape, random)
+    used = {op for op, _, _ in _uses(value)}
+    if used & {"Log", "Sqrt"}:
+        return np.exp(random.standard_normal(shape)).astype(np.float32)
+    if len(shape) < 2 and used & {"Sin", "Cos"}:
+        return random.integers(1, 1000, shape).astype(np.float32)
     scale = 1 / config.get("scaling_factor", SD_SCALING_FACTOR) if component == "vae_decoder" else 1.0
     return (random.standard_normal(shape) * scale).astype(np.float32)
+
+
+def _whole_numbers(component: str, value: ir.Value, shape: list[int], random: np.random.Generator) -> np.ndarray:
+    """Truth values, rows of the table that an input indexes, or times. Raises InputError for any other."""
+    rows = _rows(value)
+    if value.dtype == ir.DataType.BOOL:
+        return random.integers(0, 2, shape).astype(np.bool_)
+    if rows is not None:
+        return random.integers(0, rows, shape)
+    if len(shape) < 2 and {op for op, _, _ in _uses(value)} & {"Sin", "Cos"}:
+        return random.integers(1, 1000, shape)
+    dtype = "integers" if value.dtype is None else value.dtype.name
+    raise InputError(f"{component}: no values are known for the input {value.name} ({dtype}): use --inputs.")
 
 
 def _token_ids(random: np.random.Generator, shape: list[int], vocabulary: int) -> np.ndarray:

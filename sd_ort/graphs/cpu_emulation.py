@@ -58,10 +58,10 @@ BODIES = {
 
 @contextmanager
 def cpu_twin(path: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield (a model.onnx that the CPU runs, what was done to it) for the component at `path`.
+    """Yield (a model.onnx that the CPU runs, what was done to it) for the component, or ONNX file, at `path`.
 
-    That is `path` itself where nothing has to be done. A twin lies beside the component's folder until the context is
-    left; it takes float32 where the original takes a half type.
+    That is `path` itself where nothing has to be done. A twin lies beside the component's folder, or the file, until
+    the context is left; it takes float32 where the original takes a half type.
     """
     model = load(path)
     notes = []
@@ -76,8 +76,9 @@ def cpu_twin(path: Path) -> Iterator[tuple[Path, list[str]]]:
     if not notes:
         yield path, notes
         return
-    with tempfile.TemporaryDirectory(prefix=f".{path.parent.name}.twin-", dir=path.parent.parent) as scratch:
-        twin = Path(scratch) / path.parent.name / MODEL
+    beside = path.absolute().parent if path.name == MODEL else path
+    with tempfile.TemporaryDirectory(prefix=f".{beside.name}.twin-", dir=beside.parent) as scratch:
+        twin = Path(scratch) / beside.stem / MODEL
         twin.parent.mkdir()
         ir.save(model, twin, external_data=DATA)
         yield twin, notes

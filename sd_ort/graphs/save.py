@@ -10,15 +10,15 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from fusion_passes import CONTRIB, DOMAIN
-from sd_ort.core import folder
 
 IR_VERSION = 10  # what canonical opset 21 and functions with overloads need; folders of old exporters have less
 
 
-def save(model: ir.Model, path: Path, before_each: Callable[[], None] = lambda: None) -> None:
+def save(model: ir.Model, path: Path, before_each: Callable[[], None] = lambda: None, *, embed: bool = False) -> None:
     """Write `path` and one external data file beside it, a tensor at a time; offsets of large tensors are aligned.
 
-    `before_each` is called before a tensor is written; what it raises ends the writing.
+    `before_each` is called before a tensor is written; what it raises ends the writing. `embed`: put the weights, which
+    must not lie in files now, into `path` itself.
     """
     common.RemoveUnusedNodesPass()(model)
     common.NameFixPass()(model)
@@ -33,10 +33,13 @@ def save(model: ir.Model, path: Path, before_each: Callable[[], None] = lambda: 
     model.ir_version = max(model.ir_version, IR_VERSION)
     model.producer_name, model.producer_version = "sd-ort", importlib.metadata.version("sd-ort")
     path.parent.mkdir(parents=True, exist_ok=True)
+    if embed:
+        ir.save(model, path)
+        return
     ir.save(
         model,
         path,
-        external_data=folder.DATA,
+        external_data=f"{path.name}.data",
         alignment=65536,
         max_workers=2,
         max_in_flight_bytes=256 << 20,

@@ -24,8 +24,9 @@ from fusion_passes import DOMAIN
 from fusion_passes.operators import bodies
 from fusion_passes.shapes.types import is_statistic
 from sd_ort.core import folder
-from sd_ort.core.errors import InputError
-from sd_ort.family.inputs import Arrays, random_inputs, recorded_inputs
+from sd_ort.core.errors import InputError, SdOrtError
+from sd_ort.family.inputs import Arrays, random_inputs
+from sd_ort.family.recorded import recorded_inputs
 from sd_ort.optimize.raw import Raw
 
 # A value stays in float32 when it came within this factor of the type's largest number: other prompts and noise move
@@ -60,23 +61,30 @@ def calibrate(
     """Run `model` (lowered, still float32, made from `source`) and find what `dtype` cannot hold.
 
     `wanted`: True to run it whatever its size, False to leave it, None to run it on recorded inputs, or made-up ones
-    where `SIZE_LIMIT` allows and the component is known. `recorded`: an .npz of real inputs to take instead of made-up
-    ones. `scratch`: a folder with room for weights in float32. Raises InputError when an explicitly wanted run has no
-    inputs.
+    where `SIZE_LIMIT` allows and its inputs can be made up. `recorded`: an .npz of real inputs to take instead of
+    made-up ones, where it has some of this model. `scratch`: a folder with room for weights in float32. Raises
+    InputError when an explicitly wanted run has no inputs, and when the model cannot be run.
     """
-    feeds = recorded_inputs(recorded, source.name) if recorded is not None else []
-    reason = _why_not(source, wanted, bool(feeds))
+    name, inputs = source.name, list(model.graph.inputs)
+    feeds = recorded_inputs(recorded, name, inputs)
+    kind = "recorded" if feeds else "made-up"
+    reason = _why_not(model, wanted, bool(feeds))
     if reason is None and not feeds:
         try:
-            feeds = [_made_up(model, source)]
+            feeds = [random_inputs(name, inputs, source.config(), CALIBRATED)]
         except InputError as error:
             if wanted:
                 raise
             reason = str(error)
     if reason is not None:
         return Calibration(f"not calibrated: {reason}")
+    try:
+        ranges = measure(model, feeds, scratch)
+    except SdOrtError as error:
+        raise InputError(
+            f"{name} cannot be run on {kind} inputs ({error}): give --inputs, or --no-calibrate."
+        ) from error
     limit = float(ml_dtypes.finfo(dtype).max) / MARGIN
-    ranges = measure(model, feeds, scratch)
     result = Calibration("")
     for node in model.graph:
         for output in node.outputs:
@@ -85,7 +93,7 @@ def calibrate(
                 result.nodes |= {node, *(user for user, _ in output.uses())}
                 site = {"op": node.op_type, "value": output.name, "max_abs": highest}
                 result.sites.append({**site, "metadata": dict(node.metadata_props)})
-    result.note = f"{len(result.sites)} of {len(ranges)} values exceed {limit:.0f} on {len(feeds)} calibration inputs"
+    result.note = f"{len(result.sites)} of {len(ranges)} values exceed {limit:.0f} on {len(feeds)} {kind} inputs"
     return result
 
 
@@ -133,15 +141,13 @@ def _add_ranges(model: ir.Model) -> list[str]:
     return names
 
 
-def _why_not(source: Raw, wanted: bool | None, recorded: bool) -> str | None:
+def _why_not(model: ir.Model, wanted: bool | None, recorded: bool) -> str | None:
     if wanted is False:
         return "switched off"
     if importlib.util.find_spec("onnxruntime") is None:
         return "onnxruntime is not installed"
-    if wanted is None and not recorded and source.bytes > SIZE_LIMIT:
-        return f"its {source.bytes / 1e9:.1f} GB are above {SIZE_LIMIT / 1e9:.1f} GB; --calibrate runs it all the same"
+    tensors = [value.const_value for value in model.graph.initializers.values()]
+    size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    if wanted is None and not recorded and size > SIZE_LIMIT:
+        return f"its {size / 1e9:.1f} GB are above {SIZE_LIMIT / 1e9:.1f} GB; --calibrate runs it all the same"
     return None
-
-
-def _made_up(model: ir.Model, source: Raw) -> Arrays:
-    return random_inputs(source.name, list(model.graph.inputs), source.config(), CALIBRATED)

@@ -26,6 +26,7 @@ from fusion_passes.pass_ import run_all, totals
 from sd_ort.core import folder
 from sd_ort.core.errors import STOPPABLE, InputError
 from sd_ort.core.paths import output_path
+from sd_ort.family.recorded import check_recorded
 from sd_ort.graphs import hoist
 from sd_ort.graphs.filling import fill
 from sd_ort.graphs.save import save
@@ -73,7 +74,7 @@ def optimize(
     made from the same input with the same options and is intact is left as it is. Raises InputError for a source that
     cannot be read and OutputError when the output cannot be written; then nothing is left behind.
     """
-    target = choose_target(target, dtype, calibrate, inputs, report)
+    target = chosen_target(target, dtype, bool(calibrate or inputs), report)
     output = output_path(output, source)
     names = folder.components(source)
     if components:
@@ -81,7 +82,9 @@ def optimize(
         if missing:
             raise InputError(f"{source} has no component {', '.join(missing)}: it has {', '.join(names)}.")
         names = components
-    hoisted = choose_hoisting(hoisted, dtype, target, names)
+    if inputs:
+        check_recorded(inputs, names)
+    hoisted = chosen_hoisting(hoisted, dtype, target, names)
     if hoist.is_hoisted(source):
         raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
     raws = raw.of_folder(source, names)
@@ -106,10 +109,9 @@ def optimize(
     return folder.read_manifest(output)
 
 
-def choose_target(
-    target: str | None, dtype: str, calibrate: bool | None, inputs: Path | None, report: Report = lambda line: None
-) -> str:
-    """The name of the target; that of the installed wheel for None. Raises InputError for options that do not fit."""
+def chosen_target(target: str | None, dtype: str, calibrated: bool, report: Report) -> str:
+    """The name of the target asked for, or by default. Raises InputError for one that is none or cannot do `dtype`, and
+    where calibration, asked for, would do nothing."""
     if target is None:
         target, why = default_target()
         report(f"target {target}: {why}.")
@@ -118,14 +120,14 @@ def choose_target(
     if dtype not in TARGETS[target].dtypes:
         others = ", ".join(name for name, each in TARGETS.items() if dtype in each.dtypes)
         raise InputError(f"target {target} has kernels without {dtype}: use --float16, or a target of {others}.")
-    if TARGETS[target].half_weights and (calibrate or inputs):
+    if TARGETS[target].half_weights and calibrated:
         raise InputError(f"target {target} computes in float32, where nothing overflows: leave calibration out.")
-    if dtype != "float16" and (calibrate or inputs):
+    if dtype != "float16" and calibrated:
         raise InputError(f"calibration is for --float16: {dtype} has the range of float32, so leave it out.")
     return target
 
 
-def choose_hoisting(hoisted: bool | None, dtype: str, target: str, names: Sequence[str]) -> bool:
+def chosen_hoisting(hoisted: bool | None, dtype: str, target: str, names: Sequence[str]) -> bool:
     """Whether the UNet is split. Raises InputError when there is none to split."""
     if hoisted is None:
         hoisted = dtype == "float16" and target in HOISTING and hoist.PARTS["step"] in names
@@ -146,30 +148,30 @@ def optimize_all(
     report: Report = lambda line: None,
 ) -> dict[str, Any]:
     """Optimize components into the folder `work`; returns their entries of the manifest. Options as for `optimize`."""
-    entries = {}
+    by_name, entries = {each.name: each for each in raws}, {}
 
-    def make(each: Raw, stopped: threading.Event) -> None:
-        started = time.perf_counter()
+    def make(name: str, stopped: threading.Event) -> None:
+        started, each = time.perf_counter(), by_name[name]
         with blaming(each.path) if each.path else contextlib.nullcontext():
             entry = optimize_component(
                 each,
-                work / each.name / folder.MODEL,
+                work / name / folder.MODEL,
                 target,
                 dtype,
                 calibrate=calibrate,
                 inputs=inputs,
-                hoisted=hoisted and each.name == hoist.PARTS["step"],
+                hoisted=hoisted and name == hoist.PARTS["step"],
                 stopped=stopped,
             )
-        for written in hoist.PARTS.values() if "hoisted" in entry else [each.name]:
+        for written in hoist.PARTS.values() if "hoisted" in entry else [name]:
             _go_on(stopped)
             check_opens(work / written / folder.MODEL)
         entry["seconds"] = round(time.perf_counter() - started, 2)
-        entries[each.name] = entry
-        report(f"{each.name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
+        entries[name] = entry
+        report(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
 
-    _two_at_a_time(make, sorted(raws, key=lambda each: -each.bytes))
-    return {each.name: entries[each.name] for each in raws}
+    two_at_a_time(make, sorted(by_name, key=lambda name: -by_name[name].bytes))
+    return {name: entries[name] for name in by_name}
 
 
 def _manifest(source: Path, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
@@ -184,14 +186,14 @@ def _manifest(source: Path, names: list[str], options: dict[str, Any]) -> dict[s
     }
 
 
-def _two_at_a_time(make: Callable[[Raw, threading.Event], None], raws: Iterable[Raw]) -> None:
-    """Call make(each, stopped) for all of them in two threads; an error or interrupt sets `stopped` and is raised.
+def two_at_a_time(make: Callable[[str, threading.Event], None], names: Iterable[str]) -> None:
+    """Call make(name, stopped) for all names in two threads; an error or interrupt sets `stopped` and is raised.
 
     An interrupt is raised at once. The threads may still be inside a library, for seconds; they write nothing after it.
     """
     stopped = threading.Event()
     pool = ThreadPoolExecutor(2, thread_name_prefix=STOPPABLE)
-    running = [pool.submit(make, each, stopped) for each in raws]
+    running = [pool.submit(make, name, stopped) for name in names]
     interrupted = True
     try:
         for done in as_completed(running):
@@ -213,8 +215,11 @@ def optimize_component(
     inputs: Path | None = None,
     hoisted: bool = False,
     stopped: threading.Event | None = None,
+    embed: bool = False,
 ) -> dict[str, Any]:
     """Optimize one `model.onnx` into another; returns counts by rule and by operator. Options as for `optimize`.
+
+    embed: put the weights into `output` itself, where none of the source's lies in a file of its own.
 
     Raises CancelledError soon after another thread set `stopped`; the output is then incomplete.
     """
@@ -245,7 +250,7 @@ def optimize_component(
             precision.store_weights(part, dtype)
         if source.read is not None:
             fill(part, source.read)
-        save(part, output.parent.with_name(name) / output.name, lambda: _go_on(stopped))
+        save(part, output.parent.with_name(name) / output.name, lambda: _go_on(stopped), embed=embed)
     nodes = Counter(node.op_type for part in (parts.values() or [model]) for node in part.graph)
     return {
         "nodes_before": before.total(),

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from fusion_passes import recipes
 from sd_ort.core import folder
-from sd_ort.family.configs import component_config
+from sd_ort.family.configs import config_beside
 from sd_ort.graphs.filling import Read
 from sd_ort.graphs.load import load
 
@@ -31,7 +31,7 @@ class Raw:
 
 
 def of_file(path: Path, known: Mapping[str, str] | None = None) -> Raw:
-    """The component in <pipeline folder>/<component>/model.onnx.
+    """The model in an ONNX file, of a pipeline folder or by itself.
 
     known: the recipes of its weights (see `fusion_passes.recipes`); without, they are made of its own names.
     """
@@ -41,9 +41,8 @@ def of_file(path: Path, known: Mapping[str, str] | None = None) -> Raw:
         recipes.begin(loaded, known)
         return loaded
 
-    component = path.parent.name
     size = sum(file.stat().st_size for file in path.parent.iterdir() if file.is_file())
-    return Raw(component, model, lambda: component_config(path.parent.parent, component), size, path)
+    return Raw(folder.model_name(path), model, lambda: config_beside(path), size, path)
 
 
 def of_folder(source: Path, names: list[str]) -> list[Raw]:

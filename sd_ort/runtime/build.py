@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import OutputError
 from sd_ort.runtime.headers import find_headers
 from sd_ort.runtime.library import (
@@ -29,7 +30,6 @@ from sd_ort.runtime.library import (
     PROVIDER_LIBRARIES,
     SOURCES,
     BuildError,
-    cache_folder,
     sources_hash,
 )
 

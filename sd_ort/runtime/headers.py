@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sd_ort.runtime.library import BuildError, cache_folder
+from sd_ort.core.cache import cache_folder
+from sd_ort.runtime.library import BuildError
 
 HEADER = "onnxruntime_c_api.h"
 _RAW = "https://raw.githubusercontent.com/microsoft/onnxruntime/v1.23.2/include/onnxruntime/core/session/"

@@ -6,10 +6,10 @@ A wheel carries one with CPU kernels beside the sources it was made of; `sd-ort 
 from __future__ import annotations
 
 import hashlib
-import os
 from contextlib import suppress
 from pathlib import Path
 
+from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import InputError
 from sd_ort.core.files import read_json
 
@@ -23,11 +23,6 @@ PROVIDER_LIBRARIES = {vendor: f"libsd_ort_ep_{vendor}.so" for vendor in ("hip", 
 
 class BuildError(InputError):
     """The library cannot be built: something is missing, or a compiler refused."""
-
-
-def cache_folder() -> Path:
-    """Where built libraries and downloaded headers live: $XDG_CACHE_HOME/sd-ort, else ~/.cache/sd-ort."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sd-ort"
 
 
 def library_path(name: str = LIBRARY) -> Path | None:

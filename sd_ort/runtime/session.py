@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
-from sd_ort.core.folder import MODEL, check_component, read_manifest
+from sd_ort.core.folder import MODEL, check_model, model_name, read_manifest
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.providers import (
     CPU_EP,
@@ -56,7 +56,7 @@ def create_session(
     weights: Mapping[str, np.ndarray] | None = None,
     once: bool = False,
 ) -> ort.InferenceSession:
-    """Open `<pipeline folder>/<component>/model.onnx` on a provider.
+    """Open `<pipeline folder>/<component>/model.onnx`, or any .onnx file, on a provider.
 
     `threads`: intra-op threads, None for one a physical core. `allow_fallback`: warn instead of failing when the
     provider is not really used. `tuning`: let the provider search for its fastest kernels. `graph`: capture runs as
@@ -70,9 +70,9 @@ def create_session(
     installed, not loadable or silently dropped.
     """
     model_path = Path(model_path)
-    if model_path.name != MODEL:
-        raise InputError(f"{model_path} is no component of a pipeline folder: expected <folder>/<component>/{MODEL}.")
-    check_component(model_path.parent.parent, model_path.parent.name)
+    if model_path.suffix != ".onnx":
+        raise InputError(f"{model_path} is no ONNX model: expected <folder>/<component>/{MODEL}, or an .onnx file.")
+    check_model(model_path)
     check_provider(provider, allow_fallback=allow_fallback)
     onnxruntime = runtime()
     entry = provider_named(provider)
@@ -137,7 +137,7 @@ def check_opens(path: Path) -> None:
     except Exception as error:  # pybind's exceptions share no base class but Exception
         if type(error).__name__ != "NotImplemented":
             reason = " ".join(str(error).split())[:300]
-            raise InputError(f"{path.parent.name} is a graph that ONNX Runtime refuses: {reason}") from error
+            raise InputError(f"{model_name(path)} is a graph that ONNX Runtime refuses: {reason}") from error
 
 
 @contextmanager

@@ -116,10 +116,36 @@ def test_recorded_inputs(source: Path, tmp_path: Path) -> None:
         tmp_path / "runs.npz", **{"vae_decoder/latent_sample/0": latent, "vae_decoder/latent_sample/1": latent[..., :3]}
     )
     result = verify(source, tmp_path / "out", inputs=tmp_path / "runs.npz", portable=True)
-    assert [row["shape"][2:] for row in result["rows"]] == [[24, 16], [16, 32], [5, 7], [5, 3]]
+    assert [row["shape"][2:] for row in result["rows"]] == [[5, 7], [5, 3]]  # made-up runs are left out
     assert result["passed"]
     with pytest.raises(InputError, match=r"numpy\.savez"):
         verify(source, tmp_path / "out", inputs=tmp_path / "none.npz")
+
+
+@pytest.mark.parametrize(("arrays", "match"), [
+    ({"unet/sample": np.ones(3)}, "has no runs of vae_decoder"),
+    ({"vae_decoder/latent": np.ones((1, 4, 5, 7))}, "differ in their inputs: latent, latent_sample"),
+    ({"vae_decoder/latent_sample": np.ones((1, 5, 5, 7))}, "model takes"),
+    ({"vae_decoder/latent_sample": np.array(["a"])}, "has the shape"),
+    ({"vae_decoder/latent_sample": np.ones((1, 4, 5, 7), complex)}, "complex128"),
+])  # fmt: skip
+def test_recorded_inputs_that_do_not_fit(
+    source: Path, tmp_path: Path, arrays: dict[str, np.ndarray], match: str
+) -> None:
+    np.savez(tmp_path / "runs.npz", **arrays)
+    with pytest.raises(InputError, match=match):
+        verify(source, source, inputs=tmp_path / "runs.npz")
+    with pytest.raises(InputError, match=match):
+        optimize(source, tmp_path / "out", target="portable", dtype="float16", inputs=tmp_path / "runs.npz")
+
+
+def test_a_source_that_makes_nan_is_blamed_itself(tmp_path: Path) -> None:
+    source = make_pipeline(tmp_path / "source", gain=float("nan"))
+    optimize(source, tmp_path / "out", target="portable")
+    result = verify(source, tmp_path / "out", portable=True)
+    assert not any(row["source_finite"] or row["passed"] for row in result["rows"])
+    with pytest.raises(VerificationError, match=r"the source itself makes NaN .* give inputs"):
+        check(result)
 
 
 def test_comparing_nothing_is_no_success(source: Path, tmp_path: Path) -> None:

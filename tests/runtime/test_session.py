@@ -103,9 +103,9 @@ def test_missing_component(tmp_path: Path) -> None:
         session.create_session(tmp_path / "unet" / MODEL)
 
 
-def test_not_a_component_path(tmp_path: Path) -> None:
+def test_not_a_model(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"expected <folder>/<component>/model\.onnx"):
-        session.create_session(tmp_path / "other.onnx")
+        session.create_session(tmp_path / "other.bin")
 
 
 def test_external_data_missing(model: Path) -> None:

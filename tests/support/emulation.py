@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from custom_ops import GPU_OPERATORS
-from sd_ort.runtime import library
+from sd_ort.core.cache import cache_folder
 
 ROOT = Path(__file__).parents[2]
 # What the emulator stands in for: waves of 64 lanes (CDNA), and of 32 with different matrix instructions.
@@ -60,7 +60,7 @@ def compile_object(source: Path, device: str, folder: Path) -> Path:
     digest = hashlib.sha256(repr((compiler_version(), FLAGS[:-2], DEVICES[device])).encode())
     for path in sorted(included(source)):
         digest.update(path.read_bytes())
-    kept = library.cache_folder() / "emulated"
+    kept = cache_folder() / "emulated"
     kept.mkdir(parents=True, exist_ok=True)
     return build_once(kept / f"{digest.hexdigest()[:32]}.o", options)
 
