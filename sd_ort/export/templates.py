@@ -141,7 +141,7 @@ def write(path: Path, graph: ir.Model, table: Mapping[str, recipes.Recipe], conf
 
 
 class Template:
-    """A template, read: `config`, the whole one of its model, and `sources`, the tensors of a checkpoint it asks for."""
+    """A template, read: `config`, the whole one of its model; `sources`, the tensors that it asks a checkpoint for."""
 
     def __init__(self, path: Path) -> None:
         """Raises InputError for a file that is broken."""

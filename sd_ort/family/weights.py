@@ -26,7 +26,9 @@ OLD_NAMES = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_
 
 
 def reader(source: Source, model: str, names: Iterable[str]) -> Read:
-    """What reads the tensors `names` of a model, in the type they have there. Raises InputError for numbers that are not finite.
+    """What reads the tensors `names` of a model, in the type they have there.
+
+    Raises InputError for numbers that are not finite.
 
     From the safetensors files of a diffusers folder where they hold all of them; else from the loaded model.
     """
