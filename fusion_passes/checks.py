@@ -58,13 +58,16 @@ def is_vector(value: ir.Value | None, length: int | None) -> bool:
 
 
 def perm(value: ir.Value | None) -> list[int] | None:
-    """The permutation of the Transpose that yields `value`, or None when it is no Transpose."""
+    """The permutation of the Transpose that yields `value`, or None when it is no Transpose.
+
+    TorchScript writes axes counted from the end, which ONNX does not allow; they are counted from the front here.
+    """
     node = None if value is None else value.producer()
     if node is None or node.op_type != "Transpose":
         return None
     given = node.attributes.get_ints("perm")
     if given is not None:
-        return list(given)
+        return [axis % len(given) for axis in given]
     axes = rank(node.inputs[0])
     return None if axes is None else list(range(axes))[::-1]
 

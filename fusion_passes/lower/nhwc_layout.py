@@ -6,7 +6,8 @@
     Transpose(x, 0231) of a tensor that is NHWC by now            => nothing: [B,HW,C] is a Reshape of it
 
 One walk through the graph gives every tensor that can have one an NHWC twin. What still needs NCHW (graph outputs,
-operators without an NHWC form) reads the twin through a Transpose; a U-Net keeps two, at its entry and its exit.
+operators without an NHWC form) reads the twin through a Transpose; a U-Net keeps two, at its entry and its exit. Then
+each connected region of what was moved is weighed (`layout_regions`): one that costs more than it gains stays NCHW.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from fusion_passes import checks as c
+from fusion_passes.lower.layout_regions import Borders, choose
 from fusion_passes.operators import BY_NAME
 from fusion_passes.operators.record import DOMAIN, Operator
 from fusion_passes.pass_ import Case, Outcome, Pass, Refusal
@@ -28,7 +30,10 @@ from fusion_passes.shapes.infer import infer
 from fusion_passes.shapes.rules import repeats
 
 TO_NHWC, TO_NCHW = [0, 2, 3, 1], [0, 3, 1, 2]
-ELEMENTWISE = frozenset("Add Cast Clip Div Erf Gelu Mish Mul Relu Sigmoid Softplus Sub Swish Tanh".split())
+ELEMENTWISE = frozenset(
+    "Abs Add Cast Ceil Clip Cos Div Elu Erf Exp Floor Gelu HardSigmoid HardSwish LeakyRelu Log Max Min Mish Mul Neg Pow"
+    " Reciprocal Relu Round Selu Sigmoid Sign Sin Softplus Softsign Sqrt Sub Swish Tanh".split()
+)
 POOLS = frozenset({"AveragePool", "MaxPool"})
 
 
@@ -51,6 +56,9 @@ class _Walk:
         self.graph = graph
         self.twins: dict[ir.Value, ir.Value] = {}
         self.replaced: list[ir.Node] = []
+        self.entering: dict[ir.Value, ir.Node] = {}
+        self.leaving: dict[ir.Node, ir.Value] = {}
+        self.undone: set[ir.Node] = set()
         self.outcome = Outcome(Counter(nhwc_layout=0))
 
     @cached_property
@@ -93,11 +101,22 @@ class _Walk:
     def twin(self, value: ir.Value, before: ir.Node) -> ir.Value:
         """The NHWC form of an NCHW value, through a Transpose where there is none yet."""
         if value not in self.twins:
-            node = ir.node("Transpose", [value], {"perm": TO_NHWC})
+            node = self._turned(value, TO_NHWC)
             self._describe(node.outputs[0], value)
             self.graph.insert_before(before, node)
             self.twins[value] = node.outputs[0]
+            self.entering[value] = node
         return self.twins[value]
+
+    def _turned(self, value: ir.Value, perm: list[int]) -> ir.Node:
+        """A Transpose, or a Reshape of an image of one channel, whose numbers lie in the same order in both layouts."""
+        sizes = [c.size(value, axis) for axis in perm]
+        channels = sizes[3 if perm == TO_NHWC else 1]
+        height, width = sizes[1:3] if perm == TO_NHWC else sizes[2:]
+        if channels == 1 and height and width:
+            target = [0, height, width, 1] if perm == TO_NHWC else [0, 1, height, width]
+            return ir.node("Reshape", [value, constant(self.graph, f"{value.name}.turned", target)])
+        return ir.node("Transpose", [value], {"perm": perm})
 
     def replace(
         self,
@@ -117,24 +136,41 @@ class _Walk:
         self.replaced.append(node)
 
     def finish(self) -> None:
-        """Remove the replaced nodes; what still reads their outputs gets the twin through a Transpose."""
-        gone = set(self.replaced)
+        """Remove the nodes of the regions worth it; what still reads their outputs gets the twin, turned back."""
+        taken, left = choose(self.replaced, Borders(self.entering, self.leaving, self.undone))
+        for region in left:
+            reason = f"its {region.convolutions} convolutions would add {region.added} Transposes, and stay NCHW"
+            self.outcome.refused += [Refusal(node, reason) for node in region.nodes if node.op_type == "Conv"]
+        gone = {node for region in taken for node in region.nodes}
+        stays = set(self.replaced) - gone
+        for node, x in self.leaving.items():
+            if x.producer() not in stays:
+                for user, index in list(node.outputs[0].uses()):
+                    user.replace_input_with(index, self.twins[x])
         for node in self.replaced:
-            for output in node.outputs:
-                if output.is_graph_output() or any(user not in gone for user, _ in output.uses()):
-                    back = ir.node("Transpose", [self.twins[output]], {"perm": TO_NCHW})
-                    back.outputs[0].shape, back.outputs[0].type = output.shape, output.type
-                    name = output.name
-                    self.graph.insert_after(self.twins[output].producer() or node, back)
-                    for user, index in list(output.uses()):
-                        if user not in gone:
-                            user.replace_input_with(index, back.outputs[0])
-                    if output.is_graph_output():
-                        output.name = f"{name}.nchw"
-                        back.outputs[0].name = name
-                        self.graph.outputs[self.graph.outputs.index(output)] = back.outputs[0]
+            if node in gone:
+                self.outcome.counts["nhwc_layout"] += node.op_type == "Conv"
+                for output in node.outputs:
+                    self._hand_back(output, gone)
         for node in reversed(self.replaced):
-            self.graph.remove(node, safe=True)
+            if node in gone:
+                self.graph.remove(node, safe=True)
+
+    def _hand_back(self, output: ir.Value, gone: set[ir.Node]) -> None:
+        """Let what still reads an output of a node that goes read the twin through a Transpose."""
+        if not output.is_graph_output() and all(user in gone for user, _ in output.uses()):
+            return
+        twin = self.twins[output]
+        back, maker = self._turned(twin, TO_NCHW), twin.producer()
+        assert maker is not None
+        back.outputs[0].shape, back.outputs[0].type = output.shape, output.type
+        self.graph.insert_after(maker, back)
+        for user, index in list(output.uses()):
+            if user not in gone:
+                user.replace_input_with(index, back.outputs[0])
+        if output.is_graph_output():
+            output.name, back.outputs[0].name = f"{output.name}.nchw", output.name
+            self.graph.outputs[self.graph.outputs.index(output)] = back.outputs[0]
 
     def _describe(self, output: ir.Value, like: ir.Value) -> None:
         output.name, output.type = f"{like.name}.nhwc", like.type
@@ -144,11 +180,11 @@ class _Walk:
     def _transpose(self, node: ir.Node) -> None:
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None
-        if c.perm(y) == TO_NHWC and x in self.twins:
-            for user, index in list(y.uses()):  # a graph output stays, as a Transpose of its own
-                user.replace_input_with(index, self.twins[x])
+        if c.perm(y) == TO_NHWC and x in self.twins and not y.is_graph_output():
+            self.leaving[node] = x
         elif c.perm(y) == TO_NCHW:
             self.twins[y] = x
+            self.undone.add(node)
 
     def _conv(self, node: ir.Node) -> str | None:
         x, weight = node.inputs[0], node.inputs[1]
@@ -167,7 +203,6 @@ class _Walk:
             attributes.setdefault("pads", [0, 0, 0, 0])
         inputs = [self.twin(x, node), moved, *node.inputs[2:]]
         self.replace(node, "NhwcConv", inputs, attributes, DOMAIN)
-        self.outcome.counts["nhwc_layout"] += 1
         return None
 
     def _fused(self, node: ir.Node, operator: Operator) -> None:
@@ -182,6 +217,8 @@ class _Walk:
 
     def _column(self, value: ir.Value, before: ir.Node) -> ir.Value:
         """[N,C,1,1] as [N,1,1,C]: the same numbers in the same order, so a Reshape."""
+        if value in self.twins:
+            return self.twins[value]
         source = value.producer()
         x: ir.Value | None = value
         if source is not None and source.op_type == "Reshape":
@@ -198,9 +235,8 @@ class _Walk:
     def _elementwise(self, node: ir.Node) -> str | None:
         inputs: list[ir.Value | None] = []
         for value in node.inputs:
-            assert value is not None
             shape = c.dims(value)
-            if c.scalar(value) is not None:
+            if value is None or c.scalar(value) is not None:
                 inputs.append(value)
             elif c.is_constant(value) and shape is not None and len(shape) == 3 and shape[1:] == [1, 1]:
                 name = f"{node.outputs[0].name}.{value.name}.row"
@@ -267,7 +303,7 @@ class _Walk:
         self.replace(node, "Squeeze", [pooled.outputs[0], axis], {})
 
 
-def _case(name: str, body: str, fires: int = 1, refused: str | None = None, extra: str = "", **ops: int) -> Case:
+def _case(name: str, body: str, fires: int = 2, refused: str | None = None, extra: str = "", **ops: int) -> Case:
     graph = f"""<ir_version: 10, opset_import: ["" : 21]>
         g (float[N,8,H,W] x, float[N,8,H,W] y {extra}) => (float[N,P,Q,R] z)
         <float[8,8,3,3] k, float[8,8,1,1] p, float[8] b, float[8,1,1] column, float[8] g, float[8] h,
@@ -277,11 +313,10 @@ def _case(name: str, body: str, fires: int = 1, refused: str | None = None, extr
     return Case(name, graph, fires, {"NhwcConv": fires, **ops}, refused, {"N": 2, "H": 6, "W": 5})
 
 
-_CONV = "a = Conv <pads = [1, 1, 1, 1]> (x, k, b)"
+_CONV = "e = Conv <pads = [1, 1, 1, 1]> (x, k, b)  a = Conv <pads = [1, 1, 1, 1]> (e, k, b)"
 _FLOOR = 'coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"'
 CASES = [
-    _case("convolution", _CONV.replace("a =", "z ="), Transpose=2),
-    _case("two convolutions", f"{_CONV}  r = Relu (a)  z = Conv (r, p, b)", 2, Transpose=2),
+    _case("two convolutions", f"{_CONV}  z = Relu (a)", Transpose=2),
     _case("normalization", f"{_CONV}  z = GroupNormalization <num_groups = 2> (a, g, h)", GroupNorm=1, Transpose=2),
     _case("one number a channel", f"{_CONV}  z = Mul (a, column)", Transpose=2),
     _case("beside the channels", f"{_CONV}  z = Concat <axis = 1> (a, x)", Concat=1, Transpose=2),
@@ -296,10 +331,37 @@ CASES = [
     _case(
         "padded pool", f"{_CONV}  z = MaxPool <kernel_shape = [3, 3], pads = [1, 0, 1, 2]> (a)", MaxPool=1, Transpose=2
     ),
+    Case(
+        "one convolution between Transposes that are there",
+        """<ir_version: 10, opset_import: ["" : 21]> g (float[N,6,5,8] x) => (float[N,6,5,8] z) <float[8,8,1,1] k> {
+            n = Transpose <perm = [0, 3, 1, 2]> (x)  a = Conv (n, k)  t = Transpose <perm = [0, 2, 3, 1]> (a)
+            z = Relu (t)
+        }""",
+        ops={"NhwcConv": 1, "Transpose": 0},
+        sizes={"N": 2},
+    ),
+    Case(
+        "one channel enters and leaves without a Transpose",
+        """<ir_version: 10, opset_import: ["" : 21]> g (float[N,1,6,5] x) => (float[N,1,6,5] z) <float[1,1,1,1] k> {
+            z = Conv (x, k)
+        }""",
+        ops={"NhwcConv": 1, "Transpose": 0, "Reshape": 2},
+        sizes={"N": 2},
+    ),
+    _case("one convolution", "a = Conv (x, p)  z = Relu (a)", 0, "stay NCHW", Conv=1, Transpose=0),
+    _case(
+        "an island behind a region that took the Transposes that may be added",
+        f"{_CONV}  s = Softmax <axis = 3> (a)  f = Conv (s, p)  d = Conv (f, p)  t = Softmax <axis = 3> (d)"
+        "  i = Conv (t, p)  z = Conv (i, p)",
+        2,
+        "2 convolutions would add 2 Transposes",
+        Conv=4,
+        Transpose=2,
+    ),
     _case("weight that is an input", "z = Conv (x, w)", 0, "not constant", ", float[8,8,3,3] w", Conv=1, Transpose=0),
-    _case("softmax over rows", f"{_CONV}  z = Softmax <axis = 3> (a)", 1, "Softmax has no", Transpose=2),
-    _case("one number a column", f"{_CONV}  z = Mul (a, odd)", 1, "neither an image", Transpose=2),
-    _case("linear upsampling", f'{_CONV}  z = Resize <mode = "linear"> (a, , twice)', 1, "interpolates", Transpose=2),
+    _case("softmax over rows", f"{_CONV}  z = Softmax <axis = 3> (a)", 2, "Softmax has no", Transpose=2),
+    _case("one number a column", f"{_CONV}  z = Mul (a, odd)", 2, "neither an image", Transpose=2),
+    _case("linear upsampling", f'{_CONV}  z = Resize <mode = "linear"> (a, , twice)', 2, "interpolates", Transpose=2),
     _case("no convolution", "z = Relu (x)", 0, Transpose=0),
 ]
 

@@ -36,7 +36,14 @@ def _any(node: ir.Node) -> str | None:
     return None
 
 
+def _channels_last(node: ir.Node) -> str | None:
+    last = node.attributes.get_int("channels_last", 0)
+    return None if last else "its kernel reads channels-last images, and the region around it stays NCHW"
+
+
 def _even_channels_a_group(node: ir.Node) -> str | None:
+    if reason := _channels_last(node):
+        return reason
     channels, groups = c.size(node.inputs[1], 0), node.attributes["groups"].as_int()
     if channels is None or channels % groups or (channels // groups) % 2:
         return f"its kernel needs an even number of channels a group, not {channels}/{groups}"
@@ -169,7 +176,7 @@ MIGRAPHX = Target(
     "migraphx",
     passes=(_NO_SDPA, nhwc_layout.PASS),
     contrib={
-        "GroupNorm": _any,
+        "GroupNorm": _channels_last,
         "SkipLayerNormalization": _any,
         "MultiHeadAttention": _any,
         "NhwcConv": _any,

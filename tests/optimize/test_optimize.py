@@ -316,3 +316,10 @@ def test_folders_of_other_tools(tmp_path: Path, sd_ort: Cli, weights: str | None
     assert code == 0, err
     assert "12 MultiHeadAttention" in text
     assert "up to date" in sd_ort("optimize", source, out, *half)[1]
+
+
+def test_few_fused_sites_are_told() -> None:
+    """Less than half of what looks like attention, or like normalization; half is enough."""
+    before = {"Softmax": 4, "InstanceNormalization": 2}
+    assert stage.why_few(before, {"Softmax": 3, "InstanceNormalization": 1}) == "1 of 4 attentions"
+    assert stage.why_few(before, {"Softmax": 2}) is None
