@@ -17,6 +17,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from mini import mini
 
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError, OutputError, VerificationError
@@ -28,29 +29,6 @@ from sd_ort.family.presets import PRESETS, Preset
 
 MINI = ("--preset", "sd15-mini", "--random-weights")
 SD15_OPERATORS = {"Softmax": 32, "InstanceNormalization": 61, "LayerNormalization": 48, "Conv": 98}
-
-
-def mini(preset: Preset) -> Preset:
-    """A preset cut to two resolutions and single layers: every kind of part is left, and it exports in seconds."""
-
-    def cut(name: str, config: dict) -> dict:
-        if name.startswith("text_encoder"):
-            return config | {"num_hidden_layers": 2}
-        small = config | {"block_out_channels": [32, 64], "layers_per_block": 1}
-        if name == "vae":
-            return small | {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
-        small["down_block_types"] = ["CrossAttnDownBlock2D", "DownBlock2D"]
-        small["up_block_types"] = ["UpBlock2D", "CrossAttnUpBlock2D"]
-        heads = config["attention_head_dim"]
-        small["attention_head_dim"] = heads if isinstance(heads, int) else heads[:2]
-        if isinstance(config.get("transformer_layers_per_block"), list):
-            small["transformer_layers_per_block"] = [1, 2]
-        if name == "controlnet":
-            small["conditioning_embedding_out_channels"] = [8, 8, 8, 8]
-            small.pop("up_block_types")
-        return small
-
-    return Preset(preset.pipeline, {n: cut(n, c) for n, c in preset.models.items()}, preset.scheduler, preset.options)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -508,7 +486,8 @@ def test_no_room_for_the_weights(sd_ort, tmp_path, monkeypatch):
 MAIN = """
 {}
 from sd_ort.cli import main
-from tests.export.test_export import PRESETS, mini
+from mini import mini
+from sd_ort.family.presets import PRESETS
 PRESETS["sd15-mini"] = mini(PRESETS["sd15-tiny"])
 main()
 """

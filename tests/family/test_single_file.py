@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from mini import mini
 from safetensors.torch import load_file, save_file
-from test_export import mini
 
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError

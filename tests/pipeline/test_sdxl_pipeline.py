@@ -10,8 +10,8 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from mini import mini
 from PIL import Image
-from test_export import mini
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline

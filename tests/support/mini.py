@@ -1,0 +1,28 @@
+"""Presets cut down further, for tests that export."""
+
+from __future__ import annotations
+
+from sd_ort.family.presets import Preset
+
+
+def mini(preset: Preset) -> Preset:
+    """A preset cut to two resolutions and single layers: every kind of part is left, and it exports in seconds."""
+
+    def cut(name: str, config: dict) -> dict:
+        if name.startswith("text_encoder"):
+            return config | {"num_hidden_layers": 2}
+        small = config | {"block_out_channels": [32, 64], "layers_per_block": 1}
+        if name == "vae":
+            return small | {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+        small["down_block_types"] = ["CrossAttnDownBlock2D", "DownBlock2D"]
+        small["up_block_types"] = ["UpBlock2D", "CrossAttnUpBlock2D"]
+        heads = config["attention_head_dim"]
+        small["attention_head_dim"] = heads if isinstance(heads, int) else heads[:2]
+        if isinstance(config.get("transformer_layers_per_block"), list):
+            small["transformer_layers_per_block"] = [1, 2]
+        if name == "controlnet":
+            small["conditioning_embedding_out_channels"] = [8, 8, 8, 8]
+            small.pop("up_block_types")
+        return small
+
+    return Preset(preset.pipeline, {n: cut(n, c) for n, c in preset.models.items()}, preset.scheduler, preset.options)
