@@ -1,4 +1,4 @@
-"""Operators of ONNX Runtime domain `sd_ort`: one folder an op, each with `cases` and `reference` in Python.
+"""Operators of ONNX Runtime domain `sd_ort`: one folder per op, each with `cases` and `reference` in Python.
 
 `operators.txt` lists them; here are their folders, in its order.
 """
@@ -17,3 +17,5 @@ def _folders(*macros: str) -> tuple[str, ...]:
 # What libsd_ort_ops.so has, and what the GPU libraries have (by number in sd_ort_find_op and the other C functions).
 CPU_OPERATORS = _folders("", "CPU_")
 GPU_OPERATORS = _folders("", "GPU_")
+# What our execution provider has beside these.
+PROVIDER_OPERATORS = _folders("PROVIDER_")

@@ -28,7 +28,6 @@ const std::vector<CpuOp>& operators() {
   static const std::vector<CpuOp> all = {
 #define SD_ORT_OPERATOR(folder, name) cpu_op<name##Binding>(),
 #define SD_ORT_CPU_OPERATOR(folder, name) cpu_op<name##Binding>(),
-#define SD_ORT_GPU_OPERATOR(folder, name)
 #include "operators.txt"
   };
   return all;

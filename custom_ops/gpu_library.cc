@@ -10,7 +10,6 @@
 namespace sd_ort {
 
 #define SD_ORT_OPERATOR(folder, name) const GpuOp& folder##_gpu();
-#define SD_ORT_CPU_OPERATOR(folder, name)
 #define SD_ORT_GPU_OPERATOR(folder, name) const GpuOp& folder##_gpu();
 #include "operators.txt"
 
@@ -19,7 +18,6 @@ namespace {
 const std::vector<const GpuOp*>& operators() {
   static const std::vector<const GpuOp*> all = {
 #define SD_ORT_OPERATOR(folder, name) &folder##_gpu(),
-#define SD_ORT_CPU_OPERATOR(folder, name)
 #define SD_ORT_GPU_OPERATOR(folder, name) &folder##_gpu(),
 #include "operators.txt"
   };

@@ -1,4 +1,4 @@
-/* The C interface of the operator libraries, for whoever calls their kernels without ONNX Runtime: custom_ops/gpu.py
+/* The C interface of the operator libraries, for whoever calls their kernels without ONNX Runtime: custom_ops/check
  * through ctypes, the execution provider and the torch layer through dlopen. Plain C. It grows at its end only;
  * sd_ort_interface_version() counts its changes.
  *

@@ -173,11 +173,6 @@ def _draw_one(operator: Operator, case: Case, name: str, shape: Shape, dtype: st
     return values.astype(target)
 
 
-def allocate_like(shape: Shape, dtype: str) -> Array:
-    """An output array of a shape and dtype, filled with NaN so that an element left unwritten shows."""
-    return np.full(shape, np.nan, DTYPES[dtype][1])
-
-
 def nmse(got: Array, wanted: Array) -> float:
     """Normalized mean square error, sum((got - wanted)^2) / sum(wanted^2); infinite when `got` has a NaN or Inf."""
     got64, wanted64 = got.astype(np.float64), wanted.astype(np.float64)

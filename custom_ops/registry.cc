@@ -80,7 +80,6 @@ class Registry {
 #define SD_ORT_OPERATOR(folder, name) add<name##Binding>(provider, dtype, gpu);
 #define SD_ORT_CPU_OPERATOR(folder, name) \
   if (gpu == nullptr) add<name##Binding>(provider, dtype, gpu);
-#define SD_ORT_GPU_OPERATOR(folder, name)
 #include "operators.txt"
     }
   }

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 import click
 
-from sd_ort.core.errors import STOPPABLE, explained
+from sd_ort.core.errors import explained
+from sd_ort.core.interrupts import INTERRUPTED, STOPPABLE
 
 # Subcommand -> one line of help. Each lives in sd_ort/commands/<name>.py as `command`.
 COMMANDS = {
@@ -75,7 +76,7 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort) as interrupt:
         # A progress bar that no `with` closed yet is closed, and drawn once more, when its frame goes: before this.
         traceback.clear_frames(interrupt.__traceback__)
-        click.echo("sd-ort: interrupted; no half-written output is left.", err=True)
+        click.echo(INTERRUPTED, err=True)
         _leave(130)
     except Exception as error:
         if os.environ.get("SD_ORT_TRACEBACK"):

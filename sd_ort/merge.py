@@ -60,9 +60,7 @@ def merge(
     parts = {name: load(folder.check_component(source, name)) for name in names}
     read = {str(value.name) for part in parts.values() for value in part.graph.inputs}
     if foreign := read & {"timestep_cond", "class_labels"}:
-        raise InputError(
-            f"{source} has a UNet that is told {', '.join(foreign)}, which a merged model has no input for."
-        )
+        raise InputError(f"{source} has a UNet that takes {', '.join(foreign)}, which a merged model has no input for.")
     chosen = make_scheduler(source, scheduler)
     set_timesteps(chosen, steps)
     schedule = linear_schedule(chosen, chosen.timesteps, float(chosen.init_noise_sigma))
@@ -100,13 +98,13 @@ class _Merger:
         self.model = ir.Model(self.graph, ir_version=max(part.ir_version for part in parts.values()))
         self.is_xl = "time_ids" in {v.name for part in parts.values() for v in part.graph.inputs}
 
-        told = self._encode()
+        conditioning = self._encode()
         latents = self._input("latents", ["batch", 4, "height", "width"])
         self.timesteps = self._input("timesteps", ["steps"], schedule.timesteps)
         self.scales = self._input("scales", ["steps"], schedule.scales)
         self.weights = self._input("weights", ["states", "states"], schedule.weights)
         self.guidance = self._input("guidance_scale", [1], np.array([guidance], np.float32))
-        fixed, by_step = self._hoisted(told) if "unet_prompt" in parts else (told, {})
+        fixed, by_step = self._hoisted(conditioning) if "unet_prompt" in parts else (conditioning, {})
         history = self._call(sampling_step.FIRST, "first.", latents=latents, timesteps=self.timesteps)["history"]
         history = self._loop(history, fixed, by_step)
         last = self._node("Shape", [self.timesteps])
@@ -117,7 +115,7 @@ class _Merger:
 
     def _encode(self) -> dict[str, ir.Value]:
         """The UNet's conditioning of 2B rows, negative first."""
-        hidden, told = [], {}
+        hidden, conditioning = [], {}
         for name in (name for name in self.parts if name.startswith("text_encoder")):
             suffix = name.removeprefix("text_encoder")
             ids = [
@@ -127,23 +125,23 @@ class _Merger:
             outputs = inline(self.model, self.parts[name], {"input_ids": self._node("Concat", ids, axis=0)}, f"{name}.")
             hidden.append(outputs["hidden_states" if self.is_xl else "last_hidden_state"])
             if "text_embeds" in outputs:
-                told["text_embeds"] = outputs["text_embeds"]
-        told["encoder_hidden_states"] = self._node("Concat", hidden, axis=2) if len(hidden) > 1 else hidden[0]
+                conditioning["text_embeds"] = outputs["text_embeds"]
+        conditioning["encoder_hidden_states"] = self._node("Concat", hidden, axis=2) if len(hidden) > 1 else hidden[0]
         if not self.is_xl:
-            return told
+            return conditioning
         # SDXL's unconditional rows are zeros unless a negative prompt was given.
         strength = self._input("negative_strength", [1], np.zeros(1, np.float32))
-        for name, value in told.items():
-            told[name] = self._scale_negative(value, strength)
+        for name, value in conditioning.items():
+            conditioning[name] = self._scale_negative(value, strength)
         sizes = self._input("time_ids", ["batch", 6])
-        told["time_ids"] = self._node("Concat", [sizes, sizes], axis=0)
-        return told
+        conditioning["time_ids"] = self._node("Concat", [sizes, sizes], axis=0)
+        return conditioning
 
-    def _hoisted(self, told: Mapping[str, ir.Value]) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
+    def _hoisted(self, conditioning: Mapping[str, ir.Value]) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
         """(results of the prompt's graph, results (T, rows, ...) of the time graph for all steps)."""
         prompt, time = self.parts["unet_prompt"], self.parts["unet_time"]
-        fixed = inline(self.model, prompt, self._cast_all(prompt, told), "unet_prompt.")
-        rows = self._node("Shape", [told["encoder_hidden_states"]], start=0, end=1)
+        fixed = inline(self.model, prompt, self._cast_all(prompt, conditioning), "unet_prompt.")
+        rows = self._node("Shape", [conditioning["encoder_hidden_states"]], start=0, end=1)
         steps = self._node("Shape", [self.timesteps])
         grid = self._node("Concat", [steps, rows], axis=0)
         column = self._node("Reshape", [self.timesteps, self._ints([-1, 1])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -63,6 +64,9 @@ def tiny_copy(tiny_export: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def sd_ort(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Run `sd-ort ARGS...` as a shell would: (exit code, stdout, stderr)."""
+
+    # No second process for each of a thousand runs: tests/hostile has those that need it.
+    monkeypatch.setattr("sd_ort.core.files.guarded", contextlib.nullcontext)
 
     def run(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["sd-ort", *map(str, args)])

@@ -1,4 +1,4 @@
-// The ways to run BiasSplitGelu: an element a thread, and 16 bytes a thread in blocks of three sizes.
+// The ways to run BiasSplitGelu: an element per thread, and 16 bytes per thread in blocks of three sizes.
 #include "bias_split_gelu/op.h"
 #include "common/tunable.h"
 

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "common/op.h"
+#include "common/vendors/which.h"
 
 namespace sd_ort {
 
@@ -73,7 +74,7 @@ class BlasLt {
   }
 
  private:
-#if defined(__HIP_PLATFORM_AMD__)
+#if SD_ORT_HIP
   static constexpr const char* kPrefix = "hipblasLt";
   static constexpr const char* kLibraries[] = {"libhipblaslt.so.1", "libhipblaslt.so.0", "libhipblaslt.so"};
   static constexpr int kCompute = 2;       // HIPBLAS_COMPUTE_32F

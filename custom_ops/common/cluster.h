@@ -1,4 +1,4 @@
-// Blocks that run together on neighbouring multiprocessors and see each other's shared memory: NVIDIA's thread-block
+// Blocks that run together on neighboring multiprocessors and see each other's shared memory: NVIDIA's thread-block
 // clusters, compute capability 9 and newer. Device code; on older devices nothing here may be called. Copies to LDS
 // that pass through no register are here too.
 // Source: NVIDIA PTX ISA, "barrier.cluster", "mapa", "st.shared::cluster" and "cp.async".
@@ -6,21 +6,21 @@
 
 #include "common/gpu.h"
 
-#if !SD_ORT_HIP
+#if SD_ORT_HAS_CLUSTERS
 namespace sd_ort {
 
 // The cluster's barrier in two halves: what a thread stored before its arrival, all see after their waiting.
 __device__ inline void cluster_arrive() {
 #if defined(SD_ORT_EMULATED)
   emulator::arrive_in_cluster();
-#elif __CUDA_ARCH__ >= 900
+#elif SD_ORT_CUDA_CODE >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
 __device__ inline void cluster_wait() {
 #if defined(SD_ORT_EMULATED)
   emulator::wait_for_cluster();
-#elif __CUDA_ARCH__ >= 900
+#elif SD_ORT_CUDA_CODE >= 900
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
@@ -29,7 +29,7 @@ __device__ inline void cluster_wait() {
 __device__ inline void store_in_cluster(float2* variable, int rank, float2 value) {
 #if defined(SD_ORT_EMULATED)
   memcpy(emulator::remote(variable, rank), &value, sizeof(value));
-#elif __CUDA_ARCH__ >= 900
+#elif SD_ORT_CUDA_CODE >= 900
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
       : "=r"(address)
@@ -44,7 +44,7 @@ template <int kBytes>
 __device__ inline void copy_async(void* to, const void* from) {
 #if defined(SD_ORT_EMULATED)
   memcpy(to, from, kBytes);
-#elif defined(__CUDA_ARCH__)
+#elif SD_ORT_CUDA_CODE
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   if constexpr (kBytes == 16) {  // past the first cache: nothing here is read twice
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(__cvta_generic_to_global(from))
@@ -57,15 +57,40 @@ __device__ inline void copy_async(void* to, const void* from) {
 #endif
 }
 __device__ inline void end_of_copies() {
-#if defined(__CUDA_ARCH__)
+#if SD_ORT_CUDA_CODE
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 template <int kLeft>
 __device__ inline void wait_for_copies_but() {
-#if defined(__CUDA_ARCH__)
+#if SD_ORT_CUDA_CODE
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 #endif
+}
+
+// Host: launch() in clusters of `cluster` neighboring blocks along x. Compute capability 9 and newer.
+template <class... Parameters, class... Arguments>
+const char* launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 block, int cluster, size_t lds_bytes,
+                            void* stream, Arguments... arguments) {
+#if defined(SD_ORT_EMULATED)
+  emulator::launch(grid, block, cluster, lds_bytes, [=] { kernel(static_cast<Parameters>(arguments)...); });
+#else
+  const void* function = reinterpret_cast<const void*>(kernel);
+  cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(lds_bytes));
+  if (cluster > 8) cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = lds_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+#endif
+  return launch_error();
 }
 
 #if !defined(SD_ORT_EMULATED)

@@ -5,32 +5,6 @@
 
 namespace sd_ort {
 
-// 1 / x to about 1 unit in the last place; subnormal numbers count as zero.
-__device__ inline float reciprocal(float x) {
-#if defined(__CUDA_ARCH__)
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#elif defined(__HIP_DEVICE_COMPILE__)
-  return __builtin_amdgcn_rcpf(x);
-#else
-  return 1.f / x;
-#endif
-}
-
-// 2^x to about 2 units in the last place; 0 where that is subnormal, infinity beyond the largest.
-__device__ inline float power_of_two(float x) {
-#if defined(__CUDA_ARCH__)
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#elif defined(__HIP_DEVICE_COMPILE__)
-  return __builtin_amdgcn_exp2f(x);
-#else
-  return exp2f(x);
-#endif
-}
-
 // e^x to about 2 units in the last place times |x|.
 __device__ inline float exponential(float x) { return power_of_two(x * 1.4426950408889634f); }
 

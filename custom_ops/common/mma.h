@@ -23,16 +23,6 @@
 
 #include "common/gpu.h"
 
-#if defined(__GFX9__)
-#define SD_ORT_MMA_CDNA 1
-#elif defined(__GFX11__)
-#define SD_ORT_MMA_RDNA3 1
-#elif defined(__GFX12__)
-#define SD_ORT_MMA_RDNA4 1
-#else
-#define SD_ORT_MMA_NVIDIA 1  // also what a host pass parses
-#endif
-
 namespace sd_ort {
 namespace mma {
 
@@ -46,7 +36,7 @@ constexpr bool kWideOperands = false;
 #endif
 
 #if defined(SD_ORT_MMA_CDNA)
-constexpr int kOperandRegisters = 2;  // 4 elements a lane
+constexpr int kOperandRegisters = 2;  // 4 elements per lane
 constexpr int kAccumulatorSize = 4;
 #elif defined(SD_ORT_MMA_RDNA3)
 constexpr int kOperandRegisters = 8;  // 16 elements: a whole row, in both halves of the wave
@@ -124,7 +114,7 @@ constexpr int kPadding = 8;
 // The compiler moves nothing across: keeps AMD's scheduler from loading all operands of an unrolled loop at once, far
 // beyond the registers there are.
 __device__ inline void schedule_barrier() {
-#if defined(__HIP_DEVICE_COMPILE__)
+#if SD_ORT_HIP_CODE
   __builtin_amdgcn_sched_barrier(0);
 #endif
 }
@@ -132,7 +122,7 @@ __device__ inline void schedule_barrier() {
 // The accumulators are computed here and not later: keeps the compiler from putting RDNA's products off to where their
 // sums are used, which leaves all operands waiting in registers.
 __device__ inline void settle(Accumulator& accumulator) {
-#if defined(__HIP_DEVICE_COMPILE__) && !defined(SD_ORT_MMA_CDNA)
+#if SD_ORT_HIP_CODE && !defined(SD_ORT_MMA_CDNA)
   asm volatile("" : "+v"(accumulator.x));
 #endif
 }
@@ -143,7 +133,7 @@ __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % kWave; 
 
 template <class T>
 __device__ inline uint32_t pack(float low, float high) {
-#if defined(__CUDA_ARCH__)
+#if SD_ORT_CUDA_CODE
   uint32_t packed;
   if constexpr (std::is_same_v<T, half_t>) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -161,7 +151,7 @@ __device__ inline uint32_t pack(float low, float high) {
     // To nearest even, without from_float's care for unusual NaN patterns: arithmetic makes 0x7fc00000 only.
     const uint32_t low_bits = __float_as_uint(low), high_bits = __float_as_uint(high);
     uint32_t below_half = 0x7fffu;
-    forget(below_half);  // in a vector register: scalar ones are short where this is used
+    launder(below_half);  // in a vector register: scalar ones are short where this is used
     const uint32_t low_rounded = low_bits + below_half + (low_bits >> 16 & 1u);
     const uint32_t high_rounded = high_bits + below_half + (high_bits >> 16 & 1u);
     return low_rounded >> 16 | (high_rounded & 0xffff0000u);
@@ -183,7 +173,7 @@ __device__ inline uint32_t pack(float low, float high) {
 namespace sd_ort {
 namespace mma {
 #elif defined(SD_ORT_MMA_NVIDIA)
-#if defined(__CUDA_ARCH__)
+#if SD_ORT_CUDA_CODE
 template <class T>
 __device__ inline void multiply_add_8_columns(float* d, const Registers<uint32_t, 4>::type& a, uint32_t b0,
                                               uint32_t b1) {
@@ -202,7 +192,7 @@ __device__ inline void multiply_add_8_columns(float* d, const Registers<uint32_t
 // accumulator += a b^T
 template <class T>
 __device__ inline void multiply_add(Accumulator& accumulator, const Operand<T>& a, const Operand<T>& b) {
-#if defined(__CUDA_ARCH__)
+#if SD_ORT_CUDA_CODE
   multiply_add_8_columns<T>(accumulator.x, a.r, b.r[0], b.r[2]);
   multiply_add_8_columns<T>(accumulator.x + 4, a.r, b.r[1], b.r[3]);
 #endif
@@ -273,7 +263,7 @@ __device__ inline uint32_t permute_bytes(uint32_t high, uint32_t low, uint32_t s
 // ldmatrix: four 8 x 8 matrices whose 8 rows of 16 bytes lanes 0-7, 8-15, 16-23 and 24-31 point to.
 template <bool kTransposed>
 __device__ inline void load_matrices(Registers<uint32_t, 4>::type& r, const void* row) {
-#if defined(__CUDA_ARCH__)
+#if SD_ORT_CUDA_CODE
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   if constexpr (kTransposed) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -292,7 +282,7 @@ __device__ inline void load_matrices(Registers<uint32_t, 4>::type& r, const void
 // cp.async: 16 bytes from global memory to LDS, or zeros when not valid; there after wait_for_copies and a barrier.
 // Lanes that are not active copy nothing, without a branch.
 __device__ inline void copy_16_bytes_async(void* to, const void* from, bool valid, bool active) {
-#if defined(__CUDA_ARCH__)
+#if SD_ORT_CUDA_CODE
   asm volatile(
       "{\n"
       ".reg .pred active;\n"
@@ -304,7 +294,7 @@ __device__ inline void copy_16_bytes_async(void* to, const void* from, bool vali
 #endif
 }
 __device__ inline void wait_for_copies() {
-#if defined(__CUDA_ARCH__)
+#if SD_ORT_CUDA_CODE
   asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
@@ -354,7 +344,7 @@ __device__ inline Operand<T> load_operand_transposed(const T* tile, int stride) 
 }
 #endif
 
-// A lane's share of a tile as memory holds it: kPieces runs of kPieceSize neighbouring elements, run i from row
+// A lane's share of a tile as memory holds it: kPieces runs of kPieceSize neighboring elements, run i from row
 // piece_row(lane, i), column piece_column(lane, i) on. All lanes' runs together are one 16 x 16 tile.
 #if defined(SD_ORT_MMA_NVIDIA)
 constexpr int kPieces = 4;

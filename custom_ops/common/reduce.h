@@ -1,4 +1,4 @@
-// Reductions over a wave and over a block, and the running moments that normalisations need. Device code.
+// Reductions over a wave and over a block, and the running moments that normalizations need. Device code.
 #pragma once
 
 #include "common/gpu.h"

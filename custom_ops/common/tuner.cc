@@ -7,11 +7,7 @@
 #include <vector>
 
 #include "common/check.h"
-#if defined(SD_ORT_HOST_VENDOR)
-#include "common/vendors/host.h"
-#else
 #include "common/gpu.h"
-#endif
 
 namespace sd_ort {
 namespace {
@@ -190,18 +186,9 @@ const char* try_candidate(const GpuOp& op, int candidate, const void* params, co
 std::string gpu_arch() {
   int device = 0;
   if (SD_ORT_GPU_NAME(GetDevice)(&device) != gpuSuccess) return "";
-#if defined(SD_ORT_HOST_VENDOR)
-  return "host";
-#elif SD_ORT_HIP
-  hipDeviceProp_t properties;
-  if (hipGetDeviceProperties(&properties, device) != hipSuccess) return "";
-  const std::string name = properties.gcnArchName;  // with features: gfx90a:sramecc+:xnack-
-  return name.substr(0, name.find(':'));
-#else
-  cudaDeviceProp properties;
-  if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) return "";
-  return "sm_" + std::to_string(properties.major * 10 + properties.minor);
-#endif
+  gpuDeviceProp_t properties;
+  if (SD_ORT_GPU_NAME(GetDeviceProperties)(&properties, device) != gpuSuccess) return "";
+  return arch_name(properties);
 }
 
 std::string gpu_versions() {

@@ -31,7 +31,7 @@ class Tuner {
   // that of candidate 0 is kept. Returns a message when candidate 0 fails.
   std::string tune(const GpuOp& op, const void* params, void* stream);
 
-  // A line a result: operator, signature, candidate, microseconds, the default's microseconds.
+  // A line per result: operator, signature, candidate, microseconds, the default's microseconds.
   std::string results() const;
 
  private:

@@ -10,11 +10,7 @@
 
 #include "common/mma.h"
 
-#if defined(SD_ORT_EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define SD_ORT_WGMMA 1  // else the kernels that use this are empty, and the host does not launch them
-#endif
-
-#if !SD_ORT_HIP
+#if SD_ORT_HAS_WARPGROUPS
 namespace sd_ort {
 namespace wgmma {
 
@@ -42,7 +38,7 @@ __host__ __device__ constexpr uint64_t descriptor(uint32_t address, uint32_t lea
 __device__ inline uint32_t address_of(const void* lds) {
 #if defined(SD_ORT_EMULATED)
   return static_cast<uint32_t>(static_cast<const char*>(lds) - emulator::dynamic_lds());
-#elif defined(__CUDA_ARCH__)
+#elif SD_ORT_CUDA_CODE
   return static_cast<uint32_t>(__cvta_generic_to_shared(lds));
 #else
   return 0;

@@ -1,7 +1,7 @@
 // GroupNorm and SkipGroupNorm on the CPU.
 //
-// Channels first, a group is contiguous: a task normalises one group, reading it twice, the second time from cache.
-// Channels last, tasks take runs of pixels: one pass over memory for the statistics, one to normalise.
+// Channels first, a group is contiguous: a task normalizes one group, reading it twice, the second time from cache.
+// Channels last, tasks take runs of pixels: one pass over memory for the statistics, one to normalize.
 // Statistics are exact sums over chunks that stay in cache (mean first, then squared distances), merged in double.
 #include "common/cpu.h"
 
@@ -83,7 +83,7 @@ class GroupNorm {
         channels_per_group(p.channels / p.groups) {}
 
   void channels_first(const Parallel& parallel) const {
-    parallel(p.batch * p.groups, [this](size_t task) { normalise_group(task / p.groups, task % p.groups); });
+    parallel(p.batch * p.groups, [this](size_t task) { normalize_group(task / p.groups, task % p.groups); });
   }
 
   void channels_last(const Parallel& parallel) const {
@@ -98,7 +98,7 @@ class GroupNorm {
       finish_statistics(partial + n * tasks * p.groups, tasks, affine_of + n * 2 * p.channels);
     }
     parallel(p.batch * tasks, [&](size_t i) {
-      normalise_pixels(i / tasks, (i % tasks) * pixels, pixels, affine_of + (i / tasks) * 2 * p.channels);
+      normalize_pixels(i / tasks, (i % tasks) * pixels, pixels, affine_of + (i / tasks) * 2 * p.channels);
     });
     delete[] partial;
     delete[] affine_of;
@@ -107,7 +107,7 @@ class GroupNorm {
  private:
   // ---- channels first
 
-  void normalise_group(int64_t n, int64_t group) const {
+  void normalize_group(int64_t n, int64_t group) const {
     Moments moments;
     float buffer[kChunk];
     const int64_t first = group * channels_per_group, last = first + channels_per_group;
@@ -125,7 +125,7 @@ class GroupNorm {
       for (int64_t at = 0; at < p.spatial; at += kChunk) {
         const int64_t count = p.spatial - at < kChunk ? p.spatial - at : kChunk;
         const float* values = row_values(n, c, at, count, buffer, false);
-        normalise_row(values, y + (n * p.channels + c) * p.spatial + at, count, moments.mean, gamma, beta);
+        normalize_row(values, y + (n * p.channels + c) * p.spatial + at, count, moments.mean, gamma, beta);
       }
     }
   }
@@ -148,7 +148,7 @@ class GroupNorm {
     return buffer;
   }
 
-  void normalise_row(const float* values, T* to, int64_t count, float mean, float gamma, float beta) const {
+  void normalize_row(const float* values, T* to, int64_t count, float mean, float gamma, float beta) const {
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) store(to + i, activate((load(values + i) - mean) * gamma + beta));
     if (i < count) store_some(to + i, activate((load_some(values + i, count - i) - mean) * gamma + beta), count - i);
@@ -224,7 +224,7 @@ class GroupNorm {
     }
   }
 
-  void normalise_pixels(int64_t n, int64_t first, int64_t pixels, const float* means) const {
+  void normalize_pixels(int64_t n, int64_t first, int64_t pixels, const float* means) const {
     const int64_t last = first + pixels < p.spatial ? first + pixels : p.spatial;
     const float* factors = means + p.channels;
     float* buffer = new float[3 * p.channels];

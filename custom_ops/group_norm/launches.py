@@ -139,7 +139,7 @@ LAUNCHES = {
         ),
     ),
     "group_norm_plain_kernel": Launch(
-        computes=f"{_COMPUTES}; of either layout, an element at a time, a block a group",
+        computes=f"{_COMPUTES}; of either layout, an element at a time, a block per group",
         template=("T",),
         arguments=(
             *(replace(argument, alignment=_ELEMENT) for argument in _inputs(_EITHER)[:2]),
@@ -159,7 +159,7 @@ LAUNCHES = {
         requires=("channels % channels_per_group == 0",),
     ),
     "group_norm_channels_first_kernel": Launch(
-        computes=f"{_COMPUTES}; channels first, a block a group",
+        computes=f"{_COMPUTES}; channels first, a block per group",
         template=("T", "kVec"),
         arguments=(
             *_inputs(_FIRST),

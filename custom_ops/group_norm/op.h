@@ -45,7 +45,7 @@ struct GroupNormParams {
 struct GroupNormConfig {
   enum Kernel { kPlain, kTwoReads, kChannelsFirst, kOneRead, kCluster } kernel;
   int block = 0;             // one read, cluster: threads
-  int registers = 0;         // one read: registers a thread that hold the group
+  int registers = 0;         // one read: registers per thread that hold the group
   int groups_per_block = 0;  // one read
   int span_bytes = 0;        // cluster: least bytes of a pixel that it takes
   int lds_bytes = 0;         // cluster: most LDS a block holds its pixels in

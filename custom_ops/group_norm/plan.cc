@@ -14,7 +14,7 @@ constexpr GroupNormConfig kOneReadConfigs[] = {{GroupNormConfig::kOneRead, 256, 
                                                {GroupNormConfig::kOneRead, 512, 84, 1},
                                                {GroupNormConfig::kOneRead, 1024, 24, 1}};
 
-// Two blocks a multiprocessor, one with all LDS, the same for whole pixels, four with less each. Stable Diffusion's
+// Two blocks per multiprocessor, one with all LDS, the same for whole pixels, four with less each. Stable Diffusion's
 // spans are 5 or 10 times 32 bytes, which 320 and 640 threads take without a rest.
 constexpr GroupNormConfig kClusterConfigs[] = {{GroupNormConfig::kCluster, 320, 0, 0, 128, 96 * 1024},
                                                {GroupNormConfig::kCluster, 640, 0, 0, 128, 200 * 1024},
@@ -80,8 +80,8 @@ GroupNormPlan plan_two_reads(const GroupNormParams& p) {
   return plan;
 }
 
-// The narrowest span of whole groups with the configuration's bytes a pixel, in whole sectors of 32 bytes if there are
-// such; the smallest cluster whose LDS holds all its pixels and that, with the others, fills a large GPU.
+// The narrowest span of whole groups with the configuration's bytes per pixel, in whole sectors of 32 bytes if there
+// are such; the smallest cluster whose LDS holds all its pixels and that, with the others, fills a large GPU.
 GroupNormPlan plan_cluster(const GroupNormParams& p, const GroupNormConfig& config) {
   constexpr int64_t kFilling = 100, kFewItems = 2;
   GroupNormPlan plan;
@@ -154,7 +154,7 @@ bool takes_clusters(const GroupNormParams& p) {
 }  // namespace
 
 // The default, as measured on an H200 (results/ops_sm_90.md): one read by a block where a pixel's part of the group is
-// whole 8-byte accesses and the group fits the smallest block, or the next one when two neighbouring groups make
+// whole 8-byte accesses and the group fits the smallest block, or the next one when two neighboring groups make
 // accesses wider and leave enough blocks; a cluster where that fits; one read by a larger block; two reads.
 GroupNormConfig group_norm_default(const GroupNormParams& p) {
   constexpr int64_t kEnoughBlocks = 96;

@@ -1,4 +1,4 @@
-// The ways to run LinearAdd: our plain kernel, and the algorithms that cuBLASLt or hipBLASLt proposes, its favourite
+// The ways to run LinearAdd: our plain kernel, and the algorithms that cuBLASLt or hipBLASLt proposes, its favorite
 // first.
 #include "common/blas_lt.h"
 #include "common/tunable.h"
@@ -29,10 +29,10 @@ std::vector<Candidate<LinearAddParams>> candidates() {
   return all;
 }
 
-// The library's favourite, where it takes the call.
+// The library's favorite, where it takes the call.
 std::string default_name(const LinearAddParams& p) {
-  const Candidate<LinearAddParams> favourite = library_candidate(0);
-  return favourite.is_supported(p) ? favourite.name : "plain";
+  const Candidate<LinearAddParams> favorite = library_candidate(0);
+  return favorite.is_supported(p) ? favorite.name : "plain";
 }
 
 }  // namespace

@@ -50,7 +50,7 @@ class Products {
         for (int64_t row = 0; row < p_.sequence; row += rows_) {
           const int64_t rows = std::min(rows_, p_.sequence - row);
           SD_ORT_RETURN_ERROR(library.run(scores(batch, head, row, rows, scores_at), 0, workspace, stream));
-          SD_ORT_RETURN_ERROR(normalise(scores_at, weights_at, rows, stream));
+          SD_ORT_RETURN_ERROR(normalize(scores_at, weights_at, rows, stream));
           SD_ORT_RETURN_ERROR(library.run(sums(batch, head, row, rows, weights_at), 0, workspace, stream));
         }
       }
@@ -68,7 +68,7 @@ class Products {
     return static_cast<const char*>(view.data) + element * static_cast<int64_t>(size_of(p_.dtype));
   }
 
-  const char* normalise(const void* scores, void* weights, int64_t rows, void* stream) const {
+  const char* normalize(const void* scores, void* weights, int64_t rows, void* stream) const {
     const SoftmaxParams softmax = {p_.dtype, scores, weights, rows, p_.kv_sequence};
     return softmax_launch(softmax, softmax_default(softmax), stream);
   }

@@ -49,12 +49,12 @@ struct MultiHeadAttentionParams {
 
 // The kernels to choose from; kernels/ say which tiles each has by head size.
 enum class MultiHeadAttentionKernel {
-  kLarge,          // matrix instructions, 128 queries a block (64 for heads that several waves share)
-  kSmall,          // matrix instructions, 64 queries a block: more blocks for short sequences
+  kLarge,          // matrix instructions, 128 queries per block (64 for heads that several waves share)
+  kSmall,          // matrix instructions, 64 queries per block: more blocks for short sequences
   kShort,          // matrix instructions, all of up to 80 keys in one tile: cross-attention to a prompt of 77 tokens
   kPlain,          // no matrix instructions: any type and alignment
-  kWarpgroup,      // NVIDIA's warpgroup instructions, 64 queries a block
-  kTwoWarpgroups,  // the same, 128 queries a block
+  kWarpgroup,      // NVIDIA's warpgroup instructions, 64 queries per block
+  kTwoWarpgroups,  // the same, 128 queries per block
 };
 
 // ---- plan.cc

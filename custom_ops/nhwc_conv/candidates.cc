@@ -1,14 +1,15 @@
-// The ways to run NhwcConv: our plain kernel, and what cuDNN proposes, its favourite first (not on AMD).
+// The ways to run NhwcConv: our plain kernel, and what cuDNN proposes, its favorite first (not on AMD).
 #include "common/tunable.h"
+#include "common/vendors/which.h"
 #include "nhwc_conv/op.h"
-#if !defined(__HIP_PLATFORM_AMD__)
+#if !SD_ORT_HIP
 #include "nhwc_conv/cudnn.h"
 #endif
 
 namespace sd_ort {
 namespace {
 
-#if !defined(__HIP_PLATFORM_AMD__)
+#if !SD_ORT_HIP
 constexpr int kPlans = 8;
 
 Candidate<NhwcConvParams> library_candidate(int number) {
@@ -25,17 +26,17 @@ std::vector<Candidate<NhwcConvParams>> candidates() {
   std::vector<Candidate<NhwcConvParams>> all;  // filled one by one: GCC 12 breaks on nested braces
   all.push_back({"plain", [](const NhwcConvParams&) { return true; },
                  [](const NhwcConvParams& p, void*, void* stream) { return nhwc_conv_launch(p, stream); }});
-#if !defined(__HIP_PLATFORM_AMD__)
+#if !SD_ORT_HIP
   for (int number = 0; number < kPlans; ++number) all.push_back(library_candidate(number));
 #endif
   return all;
 }
 
-// The library's favourite, where it takes the convolution.
+// The library's favorite, where it takes the convolution.
 std::string default_name([[maybe_unused]] const NhwcConvParams& p) {
-#if !defined(__HIP_PLATFORM_AMD__)
-  const Candidate<NhwcConvParams> favourite = library_candidate(0);
-  if (favourite.is_supported(p)) return favourite.name;
+#if !SD_ORT_HIP
+  const Candidate<NhwcConvParams> favorite = library_candidate(0);
+  if (favorite.is_supported(p)) return favorite.name;
 #endif
   return "plain";
 }

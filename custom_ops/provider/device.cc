@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "provider/vendor.h"
+#include "common/gpu.h"
 
 namespace sd_ort::device {
 namespace {

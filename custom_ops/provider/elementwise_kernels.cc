@@ -33,7 +33,7 @@ void set_strides(const std::vector<int64_t>& shape, const std::vector<int64_t>& 
   }
 }
 
-// The broadcast of a and b (and Where's condition) to `whole`, its neighbouring axes joined where they can be.
+// The broadcast of a and b (and Where's condition) to `whole`, its neighboring axes joined where they can be.
 Broadcast plan(const std::vector<int64_t>& whole, const std::vector<int64_t>& a, const std::vector<int64_t>& b,
                const std::vector<int64_t>& condition) {
   require(whole.size() <= kMostAxes, "a tensor has more than 8 axes");

@@ -2,9 +2,9 @@
 #include <cmath>
 
 #include "bindings.h"
+#include "common/gpu.h"
 #include "common/tunable.h"
-#include "nhwc_conv/binding.h"
-#include "provider/vendor.h"
+#include "provider_bindings.h"
 #include "softmax/op.h"
 
 namespace sd_ort {
@@ -42,10 +42,7 @@ const GpuOp& softmax_gpu() {
 
 #define SD_ORT_OPERATOR(folder, name) \
   const GpuOp& folder##_gpu() { return host_op<name##Binding>(); }
-#define SD_ORT_CPU_OPERATOR(folder, name)
-#define SD_ORT_GPU_OPERATOR(folder, name)
+#define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
 #include "operators.txt"
-
-const GpuOp& nhwc_conv_gpu() { return host_op<NhwcConvBinding>(); }
 
 }  // namespace sd_ort

@@ -242,7 +242,7 @@ class Resize : public Kernel {
     ResizeCall c{};
     c.axes = static_cast<int>(x.shape.size());
     const bool by_size = !shape.empty();
-    require(by_size || scales.size() == c.axes, "Resize: one scale an axis is needed");
+    require(by_size || scales.size() == c.axes, "Resize: one scale per axis is needed");
     shape.resize(x.shape.size());
     for (int axis = 0; axis < c.axes; ++axis) {
       const float scale = by_size ? static_cast<float>(shape[axis]) / static_cast<float>(x.shape[axis])

@@ -87,7 +87,7 @@ void Pool::release(void* data) noexcept {
   free_.insert({block->second.bytes, block->first});
 }
 
-// Two neighbours of one segment, each free or about to be; neither is in free_ afterwards.
+// Two neighbors of one segment, each free or about to be; neither is in free_ afterwards.
 Pool::Blocks::iterator Pool::merge(Blocks::iterator left, Blocks::iterator right) {
   free_.erase({left->second.bytes, left->first});
   free_.erase({right->second.bytes, right->first});

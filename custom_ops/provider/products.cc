@@ -61,11 +61,11 @@ std::vector<Candidate<ProductParams>> candidates() {
   return all;
 }
 
-// The library's favourite, where it takes the product.
+// The library's favorite, where it takes the product.
 std::string default_name(const ProductParams& p) {
 #if !defined(SD_ORT_HOST_VENDOR)
-  const Candidate<ProductParams> favourite = library_candidate(0);
-  if (favourite.is_supported(p)) return favourite.name;
+  const Candidate<ProductParams> favorite = library_candidate(0);
+  if (favorite.is_supported(p)) return favorite.name;
 #endif
   return "plain";
 }

@@ -5,7 +5,7 @@
 namespace sd_ort {
 namespace {
 
-// Over neighbouring axes, which one axis of a (outer, size, inner) tensor is.
+// Over neighboring axes, which one axis of a (outer, size, inner) tensor is.
 template <Reduction op>
 class ReduceKernel : public Kernel {
  public:
@@ -23,7 +23,7 @@ class ReduceKernel : public Kernel {
     bool seen = false, ended = false;
     std::vector<int64_t> shape;
     for (size_t i = 0; i < x.shape.size(); ++i) {
-      require(!(reduced[i] && ended), "the reduced axes are no neighbours");
+      require(!(reduced[i] && ended), "the reduced axes are no neighbors");
       ended = ended || (seen && !reduced[i]);
       seen = seen || reduced[i];
       (reduced[i] ? size : seen ? inner : outer) *= x.shape[i];

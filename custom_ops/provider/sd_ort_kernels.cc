@@ -1,17 +1,15 @@
 // The operators of domain `sd_ort`: their bindings (an op folder's binding.h) over the GPU launches.
 #include "bindings.h"  // made by CMake: the binding.h of every operator in operators.txt
-#include "nhwc_conv/binding.h"
 #include "provider/device.h"
 #include "provider/kernels/kernels.h"
 #include "provider/run_op.h"
+#include "provider_bindings.h"
 
 namespace sd_ort {
 
 #define SD_ORT_OPERATOR(folder, name) const GpuOp& folder##_gpu();
-#define SD_ORT_CPU_OPERATOR(folder, name)
-#define SD_ORT_GPU_OPERATOR(folder, name)
+#define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
 #include "operators.txt"
-const GpuOp& nhwc_conv_gpu();
 
 namespace {
 
@@ -82,11 +80,8 @@ void add_sd_ort_kernels(KernelSpecs& specs) {
 #define SD_ORT_OPERATOR(folder, name)                                                                     \
   specs.push_back({"sd_ort", name##Binding::kName, make_kernel<BoundKernel<name##Binding, folder##_gpu>>, \
                    refuses_types<name##Binding>});
-#define SD_ORT_CPU_OPERATOR(folder, name)
-#define SD_ORT_GPU_OPERATOR(folder, name)
+#define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
 #include "operators.txt"
-  specs.push_back({"sd_ort", NhwcConvBinding::kName, make_kernel<BoundKernel<NhwcConvBinding, nhwc_conv_gpu>>,
-                   refuses_types<NhwcConvBinding>});
   specs.push_back({"sd_ort", "QuickGelu", make_kernel<QuickGelu>, refuses_quick_gelu});
 }
 

@@ -25,7 +25,7 @@ struct SkipGroupNormBinding {
     const Tensor x = tensors.input(0), skip = tensors.input(3), bias = tensors.input(4);
     params.skip_broadcast = skip.shape != x.shape;
     require(!params.skip_broadcast || is_per_channel(skip, params),
-            "SkipGroupNorm: skip must have the shape of X, or be one number a sample and channel");
+            "SkipGroupNorm: skip must have the shape of X, or be one number per sample and channel");
     require(!bias || bias.has_shape({params.channels}), "SkipGroupNorm: bias must have one element a channel");
     params.skip = skip.data;
     params.bias = bias.data;

@@ -17,7 +17,7 @@ class SkipLayerNorm {
         beta(static_cast<const T*>(p.beta)),
         bias(static_cast<const T*>(p.bias)) {}
 
-  void normalise(int64_t row, float* values) const {
+  void normalize(int64_t row, float* values) const {
     gather(row, values);
     const float mean = total<false>(values, 0.f) / p.channels;
     const float factor = 1.f / __builtin_sqrtf(total<true>(values, mean) / p.channels + p.epsilon);
@@ -83,7 +83,7 @@ void run(const SkipLayerNormParams& p, const Parallel& parallel) {
   parallel(count_tasks(p.rows, rows_a_task), [&](size_t task) {
     float* values = new float[p.channels];
     for (int64_t row = task * rows_a_task; row < p.rows && row < int64_t(task + 1) * rows_a_task; ++row) {
-      op.normalise(row, values);
+      op.normalize(row, values);
     }
     delete[] values;
   });

@@ -33,7 +33,7 @@ _EPSILON = Argument("epsilon", "float", "added to the variance")
 
 LAUNCHES = {
     "skip_layer_norm_kernel": Launch(
-        computes=f"{_COMPUTES}; kLanes threads a row, each kItems vectors of kVec elements",
+        computes=f"{_COMPUTES}; kLanes threads per row, each kItems vectors of kVec elements",
         template=("T", "kVec", "kLanes", "kItems"),
         arguments=(
             *_tensors("rows", "(vectors_per_row * kVec)", "kVec * itemsize"),
@@ -47,7 +47,7 @@ LAUNCHES = {
         requires=("vectors_per_row <= kLanes * kItems", "rows % skip_rows == 0"),
     ),
     "skip_layer_norm_any_kernel": Launch(
-        computes=f"{_COMPUTES}; a block a row, read twice",
+        computes=f"{_COMPUTES}; a block per row, read twice",
         template=("T",),
         arguments=(
             *_tensors("rows", "channels", "itemsize"),

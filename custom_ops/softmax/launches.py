@@ -9,7 +9,7 @@ _ARGUMENTS = (
     Argument("weights", "T*", "as scores", "rows * columns", "kVec * itemsize"),
     Argument("columns", "int32", "numbers of a row, at least 1"),
 )
-_COMPUTES = "weights = exp(scores - largest of the row) / sum of the row's, a block a row"
+_COMPUTES = "weights = exp(scores - largest of the row) / sum of the row's, a block per row"
 
 LAUNCHES = {
     "softmax_kernel": Launch(

@@ -1,5 +1,5 @@
-// The ways to run UpsampleNearest: an element a thread, the widest access that a pixel takes, and 16 bytes a thread in
-// blocks of three sizes.
+// The ways to run UpsampleNearest: an element per thread, the widest access that a pixel takes, and 16 bytes per thread
+// in blocks of three sizes.
 #include "common/tunable.h"
 #include "upsample_nearest/op.h"
 

@@ -86,7 +86,7 @@ class FromInstanceNormalization(Rule):
         if not (c.is_constant(weight) and c.is_constant(bias)):
             return "the affine is not constant"
         if c.dims(weight) not in (affine, [1, *affine]) or c.dims(bias) not in (affine, [1, *affine]):
-            return "the affine is not one number a channel"
+            return "the affine is not one number per channel"
         return None
 
     def rewrite(
@@ -103,7 +103,7 @@ class FromInstanceNormalization(Rule):
 
 
 class FromGroupNormalization(Rule):
-    """The operator of opsets 18 (one scale a group) and 21 (one scale a channel)."""
+    """The operator of opsets 18 (one scale per group) and 21 (one scale per channel)."""
 
     def pattern(self, op: Any, x: Any, scale: Any, bias: Any) -> Any:
         return op.GroupNormalization(x, scale, bias, _outputs=["out"])
@@ -118,7 +118,7 @@ class FromGroupNormalization(Rule):
             return "the channels are unknown or not divided by the groups"
         for value in (scale, bias):
             if not (c.is_vector(value, channels) or c.is_vector(value, groups)):
-                return "the affine is not a constant of one number a channel or a group"
+                return "the affine is not a constant of one number per channel or group"
         return None
 
     def rewrite(self, op: Any, x: ir.Value, scale: ir.Value, bias: ir.Value, out: ir.Value) -> Any:
@@ -186,7 +186,7 @@ CASES = [
         sizes=_SIZES,
     ),
     Case("affine with a batch axis", _instance(affine="1,8,1,1"), ops={"GroupNorm": 1}, sizes=_SIZES),
-    Case("affine a position", _instance(affine="5"), fires=0, refused="one number a channel", sizes=_SIZES),
+    Case("affine per position", _instance(affine="5"), fires=0, refused="one number per channel", sizes=_SIZES),
     Case("affine inside too", _instance(ones="{1,2,1,1}"), fires=0, refused="affine of its own", sizes=_SIZES),
     Case(
         "another shape restored",

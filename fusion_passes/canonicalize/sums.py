@@ -3,7 +3,7 @@
     Add(Add(x, bias), y) -> Split   =>  Add(Add(x, y), bias) -> Split
 
 A low-rank sum that nobody merged (LoRA) stands between the projection's bias and the Split. Refused: a bias that is not
-one constant number a channel, a `y` that is one (then that is the last bias), sums that something else reads.
+one constant number per channel, a `y` that is one (then that is the last bias), sums that something else reads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fusions: subgraphs of a canonical graph become one fused operator each, one file a fusion."""
+"""Fusions: subgraphs of a canonical graph become one fused operator each, one file per fusion."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     MatMul -> Add(bias[2D]) -> Split in two on the last axis -> left * Gelu(right)  =>  BiasSplitGelu(MatMul, bias)
 
 Refused: the gate on the left half, unequal halves, another axis, the tanh approximation of Gelu, a bias that is not
-one number a channel.
+one number per channel.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     AveragePool, MaxPool of [N,C,H,W]                             => the same in three dimensions of [N,1,H,W,C]
     Transpose(x, 0231) of a tensor that is NHWC by now            => nothing: [B,HW,C] is a Reshape of it
 
-One walk through the graph gives every tensor that can have one an NHWC twin. What still needs NCHW (graph outputs,
-operators without an NHWC form) reads the twin through a Transpose; a U-Net keeps two, at its entry and its exit. Then
-each connected region of what was moved is weighed (`layout_regions`): one that costs more than it gains stays NCHW.
+One walk through the graph gives every tensor that can have one an NHWC counterpart. What still needs NCHW (graph
+outputs, operators without an NHWC form) reads it through a Transpose; a U-Net keeps two, at its entry and its exit.
+Each connected region of what was moved is then weighed (`layout_regions`): one that costs more than it gains stays.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def nhwc_layout(model: ir.Model) -> Outcome:
 
 
 class _Walk:
-    """The NHWC twins made so far, and the nodes they replace."""
+    """The NHWC counterparts made so far, and the nodes they replace."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph = graph
-        self.twins: dict[ir.Value, ir.Value] = {}
+        self.nhwc: dict[ir.Value, ir.Value] = {}
         self.replaced: list[ir.Node] = []
         self.entering: dict[ir.Value, ir.Node] = {}
         self.leaving: dict[ir.Node, ir.Value] = {}
@@ -67,7 +67,7 @@ class _Walk:
         return infer(self.graph)
 
     def visit(self, node: ir.Node) -> None:
-        """Make the NHWC twins of a node's outputs, where it has a form for them and something to gain."""
+        """Make the NHWC counterparts of a node's outputs, where it has a form for them and something to gain."""
         reason = self._visit(node)
         if reason is not None:
             self.outcome.refused.append(Refusal(node, reason))
@@ -82,12 +82,12 @@ class _Walk:
         if fused is not None and fused.images and c.rank(node.inputs[0]) == 4:
             self._fused(node, fused)
             return None
-        if not any(v in self.twins for v in node.inputs if v is not None) or c.rank(node.outputs[0]) != 4:
+        if not any(v in self.nhwc for v in node.inputs if v is not None) or c.rank(node.outputs[0]) != 4:
             return None
         if node.op_type in ELEMENTWISE:
             return self._elementwise(node)
         if node.op_type == "Concat" and node.attributes["axis"].as_int() in (1, -3):
-            self.replace(node, "Concat", [self.twin(v, node) for v in node.inputs if v is not None], {"axis": 3})
+            self.replace(node, "Concat", [self.nhwc_of(v, node) for v in node.inputs if v is not None], {"axis": 3})
             return None
         if node.op_type == "Resize":
             return self._resize(node)
@@ -98,15 +98,15 @@ class _Walk:
             return None
         return f"{node.op_type} has no channels-last form here"
 
-    def twin(self, value: ir.Value, before: ir.Node) -> ir.Value:
+    def nhwc_of(self, value: ir.Value, before: ir.Node) -> ir.Value:
         """The NHWC form of an NCHW value, through a Transpose where there is none yet."""
-        if value not in self.twins:
+        if value not in self.nhwc:
             node = self._turned(value, TO_NHWC)
             self._describe(node.outputs[0], value)
             self.graph.insert_before(before, node)
-            self.twins[value] = node.outputs[0]
+            self.nhwc[value] = node.outputs[0]
             self.entering[value] = node
-        return self.twins[value]
+        return self.nhwc[value]
 
     def _turned(self, value: ir.Value, perm: list[int]) -> ir.Node:
         """A Transpose, or a Reshape of an image of one channel, whose numbers lie in the same order in both layouts."""
@@ -126,17 +126,17 @@ class _Walk:
         attributes: dict[str, object],
         domain: str = "",
     ) -> None:
-        """Put an NHWC node beside `node`; its outputs are the twins of the old ones."""
+        """Put an NHWC node beside `node`; its outputs are the counterparts of the old ones."""
         new = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=len(node.outputs))  # type: ignore[arg-type]
         new.metadata_props.update(node.metadata_props)
         for old, output in zip(node.outputs, new.outputs, strict=True):
             self._describe(output, old)
-            self.twins[old] = output
+            self.nhwc[old] = output
         self.graph.insert_before(node, new)
         self.replaced.append(node)
 
     def finish(self) -> None:
-        """Remove the nodes of the regions worth it; what still reads their outputs gets the twin, turned back."""
+        """Remove the nodes of the regions worth it; what still reads their outputs gets those turned back."""
         taken, left = choose(self.replaced, Borders(self.entering, self.leaving, self.undone))
         for region in left:
             reason = f"its {region.convolutions} convolutions would add {region.added} Transposes, and stay NCHW"
@@ -146,7 +146,7 @@ class _Walk:
         for node, x in self.leaving.items():
             if x.producer() not in stays:
                 for user, index in list(node.outputs[0].uses()):
-                    user.replace_input_with(index, self.twins[x])
+                    user.replace_input_with(index, self.nhwc[x])
         for node in self.replaced:
             if node in gone:
                 self.outcome.counts["nhwc_layout"] += node.op_type == "Conv"
@@ -157,11 +157,11 @@ class _Walk:
                 self.graph.remove(node, safe=True)
 
     def _hand_back(self, output: ir.Value, gone: set[ir.Node]) -> None:
-        """Let what still reads an output of a node that goes read the twin through a Transpose."""
+        """Let what still reads an output of a node that goes read its counterpart through a Transpose."""
         if not output.is_graph_output() and all(user in gone for user, _ in output.uses()):
             return
-        twin = self.twins[output]
-        back, maker = self._turned(twin, TO_NCHW), twin.producer()
+        counterpart = self.nhwc[output]
+        back, maker = self._turned(counterpart, TO_NCHW), counterpart.producer()
         assert maker is not None
         back.outputs[0].shape, back.outputs[0].type = output.shape, output.type
         self.graph.insert_after(maker, back)
@@ -180,10 +180,10 @@ class _Walk:
     def _transpose(self, node: ir.Node) -> None:
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None
-        if c.perm(y) == TO_NHWC and x in self.twins and not y.is_graph_output():
+        if c.perm(y) == TO_NHWC and x in self.nhwc and not y.is_graph_output():
             self.leaving[node] = x
         elif c.perm(y) == TO_NCHW:
-            self.twins[y] = x
+            self.nhwc[y] = x
             self.undone.add(node)
 
     def _conv(self, node: ir.Node) -> str | None:
@@ -201,7 +201,7 @@ class _Walk:
         attributes = defaults | {name: a.value for name, a in node.attributes.items()}
         if "auto_pad" not in attributes:
             attributes.setdefault("pads", [0, 0, 0, 0])
-        inputs = [self.twin(x, node), moved, *node.inputs[2:]]
+        inputs = [self.nhwc_of(x, node), moved, *node.inputs[2:]]
         self.replace(node, "NhwcConv", inputs, attributes, DOMAIN)
         return None
 
@@ -211,14 +211,14 @@ class _Walk:
         for index in operator.images:
             image = inputs[index]
             assert image is not None
-            is_column = index > 0 and c.size(image, 2) == c.size(image, 3) == 1  # a skip of one number a channel
-            inputs[index] = self._column(image, node) if is_column else self.twin(image, node)
+            is_column = index > 0 and c.size(image, 2) == c.size(image, 3) == 1  # a skip of one number per channel
+            inputs[index] = self._column(image, node) if is_column else self.nhwc_of(image, node)
         self.replace(node, node.op_type, inputs, attributes, DOMAIN)
 
     def _column(self, value: ir.Value, before: ir.Node) -> ir.Value:
         """[N,C,1,1] as [N,1,1,C]: the same numbers in the same order, so a Reshape."""
-        if value in self.twins:
-            return self.twins[value]
+        if value in self.nhwc:
+            return self.nhwc[value]
         source = value.producer()
         x: ir.Value | None = value
         if source is not None and source.op_type == "Reshape":
@@ -244,9 +244,9 @@ class _Walk:
             elif shape is not None and len(shape) == 4 and shape[2:] == [1, 1] and isinstance(shape[1], int):
                 inputs.append(self._column(value, node))
             elif shape is not None and len(shape) == 4:
-                inputs.append(self.twin(value, node))
+                inputs.append(self.nhwc_of(value, node))
             else:
-                return f"an operand of {shape} is neither an image nor one number a channel"
+                return f"an operand of {shape} is neither an image nor one number per channel"
         self.replace(node, node.op_type, inputs, {name: a.value for name, a in node.attributes.items()})
         return None
 
@@ -259,7 +259,7 @@ class _Walk:
             return "it interpolates, or has axes of its own"
         value = constant(self.graph, f"{node.outputs[0].name}.nhwc_scales", scales[TO_NHWC])
         attributes = {name: a.value for name, a in node.attributes.items()}
-        self.replace(node, "Resize", [self.twin(x, node), None, value], attributes)
+        self.replace(node, "Resize", [self.nhwc_of(x, node), None, value], attributes)
         return None
 
     def _scales(self, resize: ir.Node) -> np.ndarray | None:
@@ -277,7 +277,7 @@ class _Walk:
             self.graph, f"{node.outputs[0].name}.nhwc_pads", pads[TO_NHWC + [axis + 4 for axis in TO_NHWC]]
         )
         attributes = {name: a.value for name, a in node.attributes.items()}
-        self.replace(node, "Pad", [self.twin(x, node), value, *node.inputs[2:]], attributes)
+        self.replace(node, "Pad", [self.nhwc_of(x, node), value, *node.inputs[2:]], attributes)
         return None
 
     def _pool(self, node: ir.Node) -> None:
@@ -285,7 +285,7 @@ class _Walk:
         x, y, name = node.inputs[0], node.outputs[0], node.outputs[0].name
         assert x is not None
         axis = constant(self.graph, f"{name}.nhwc_axis", [1])
-        volume = ir.node("Unsqueeze", [self.twin(x, node), axis])
+        volume = ir.node("Unsqueeze", [self.nhwc_of(x, node), axis])
         attributes = {key: a.value for key, a in node.attributes.items()}
         for key in ("kernel_shape", "strides", "dilations"):
             if key in attributes:
@@ -318,7 +318,7 @@ _FLOOR = 'coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"'
 CASES = [
     _case("two convolutions", f"{_CONV}  z = Relu (a)", Transpose=2),
     _case("normalization", f"{_CONV}  z = GroupNormalization <num_groups = 2> (a, g, h)", GroupNorm=1, Transpose=2),
-    _case("one number a channel", f"{_CONV}  z = Mul (a, column)", Transpose=2),
+    _case("one number per channel", f"{_CONV}  z = Mul (a, column)", Transpose=2),
     _case("beside the channels", f"{_CONV}  z = Concat <axis = 1> (a, x)", Concat=1, Transpose=2),
     _case("upsampling", f"{_CONV}  z = Resize <{_FLOOR}> (a, , twice)", Resize=1, Transpose=2),
     _case("a frame", f"{_CONV}  z = Pad (a, frame)", Pad=1, Transpose=2),

@@ -1,6 +1,6 @@
 """SkipGroupNorm(X, gamma, beta, skip, bias?) -> GroupNorm of s = X + bias + skip, and s.
 
-skip has the shape of X, or is one number a channel.
+skip has the shape of X, or is one number per channel.
 """
 
 from __future__ import annotations

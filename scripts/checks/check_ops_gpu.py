@@ -19,7 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from custom_ops import GPU_OPERATORS, gpu
+from custom_ops import GPU_OPERATORS
+from custom_ops.check import candidates
+from custom_ops.check.memory import GUARD_BYTES, DeviceMemory
 from custom_ops.libraries import GpuLibrary
 from custom_ops.op import Case, Operator, load
 from sd_ort.runtime import build
@@ -35,17 +37,15 @@ def main() -> int:
     parser.add_argument("--operators", nargs="*", default=GPU_OPERATORS)
     options = parser.parse_args()
     library = GpuLibrary(options.library or build.build_gpu(options.arch))
-    memory = gpu.DeviceMemory()
-    if options.one_case:
-        gpu.guard_bytes = 0
+    memory = DeviceMemory(guard_bytes=0 if options.one_case else GUARD_BYTES)
     lines = [f"{options.arch}, library {library.c.sd_ort_build_hash().decode()}, every candidate against NumPy float64"]
     failures = 0
     for folder in options.operators:
         operator = load(folder)
         started = time.monotonic()
-        outcomes: list[gpu.Outcome] = []
+        outcomes: list[candidates.Outcome] = []
         for case, dtype, shift in calls(library, operator, options.one_case, options.limit):
-            outcomes += gpu.check_case(library, memory, operator, case, dtype, shift)
+            outcomes += candidates.check_case(library, memory, operator, case, dtype, shift)
         faults = [outcome for outcome in outcomes if outcome.fault]
         failures += len(faults)
         worst = max((outcome.error / outcome.limit for outcome in outcomes), default=0.0)

@@ -19,7 +19,6 @@ import argparse
 import ctypes
 import gc
 import json
-import lzma
 import re
 import statistics
 import sys
@@ -31,19 +30,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import torch
 
 from sd_ort.runtime.library import CUDA_LIBRARY, library_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from gpu_models import export_raw, random_inputs, random_module, write_raw
+
 from sd_ort.core import folder
 from sd_ort.core.errors import SdOrtError
-from sd_ort.family.checkpoints import open_source
 from sd_ort.family.modules import wrap
 from sd_ort.family.presets import PRESETS
-from sd_ort.family.signatures import MODEL_OF
 from sd_ort.graphs import hoist
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import CUDA, CUDA_CONTRIB, TARGETS
@@ -97,7 +95,7 @@ VARIANTS = {
 
 
 @dataclass
-class Engine:
+class Contender:
     """One way to make the step: `run()` makes one call, `output()` is what the last finished call made."""
 
     name: str
@@ -106,91 +104,10 @@ class Engine:
     ready_s: float  # from the model in memory or on disk to the first timed call
 
 
-# ---- The model
-
-
-def random_module(preset: str, component: str, seed: int = 0) -> torch.nn.Module:
-    """The component with weights as `family.random_weights.fill_random` draws them, but made on the GPU, in float32."""
-    config = PRESETS[preset].models[MODEL_OF.get(component, component)]
-    import diffusers
-
-    made = getattr(diffusers, config["_class_name"])
-    with torch.device("cuda"):
-        module = made.from_config(config)
-    generator = torch.Generator("cuda").manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
-            else:
-                parameter.normal_(float(name.endswith("weight")), 0.1, generator=generator)
-    return module.eval()
-
-
-def random_inputs(preset: str, component: str, batch: int, size: int) -> dict[str, torch.Tensor]:
-    """Float32 inputs on the GPU, named as the graph's."""
-    generator = torch.Generator("cuda").manual_seed(1)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda")
-
-    if component == "vae_decoder":
-        return {"latent_sample": normal(batch, 4, size, size) / 0.18215}
-    config = PRESETS[preset].models["unet"]
-    inputs = {
-        "sample": normal(batch, config["in_channels"], size, size),
-        "timestep": torch.tensor([500.0], device="cuda"),
-        "encoder_hidden_states": normal(batch, 77, config["cross_attention_dim"]),
-    }
-    if "addition_time_embed_dim" in config:
-        edge = 8.0 * size
-        inputs["text_embeds"] = normal(batch, 1280)
-        inputs["time_ids"] = torch.tensor([[edge, edge, 0, 0, edge, edge]] * batch, device="cuda")
-    return inputs
-
-
-def write_raw(graph: Path, parameters: Mapping[str, torch.Tensor], out: Path) -> None:
-    """The raw export `graph`, whose weights are references by name, with the numbers of `parameters` (name, name.T)."""
-    model = onnx.load_from_string(lzma.decompress(graph.read_bytes()))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with (out.parent / folder.DATA).open("wb") as data:
-        for tensor in model.graph.initializer:
-            if tensor.data_location != onnx.TensorProto.EXTERNAL:
-                continue
-            value = parameters[tensor.name.removesuffix(".T")]
-            value = value.T if tensor.name.endswith(".T") else value
-            data.seek(-data.tell() % 65536, 1)
-            place = {"location": folder.DATA, "offset": data.tell(), "length": 4 * value.numel()}
-            data.write(value.contiguous().cpu().numpy().tobytes())
-            del tensor.external_data[:]
-            for key, entry in place.items():
-                tensor.external_data.add(key=key, value=str(entry))
-    out.write_bytes(model.SerializeToString())
-
-
-def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> None:
-    """The same by exporting the wrapped module now."""
-    import onnx_ir as ir
-
-    from sd_ort.export import exporter, tracing
-    from sd_ort.family import checkpoints
-
-    source = open_source(None, preset, True, 0)
-    config = PRESETS[preset].models[MODEL_OF.get(component, component)]
-    signature = checkpoints.component_signature(source, component, config)
-    arguments = [exporter.example(t, exporter.TRACE, config, 0) for t in signature.inputs]
-    with torch.no_grad():
-        made = tracing.export_dynamo(net.cpu(), arguments, signature, tracing.DEFAULT_OPSET, out.parent)
-    tracing.tidy(made, signature)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    ir.save(made, out, external_data=folder.DATA)
-    net.cuda()
-
-
 # ---- Engines
 
 
-def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], which: list[str]) -> list[Engine]:
+def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], which: list[str]) -> list[Contender]:
     """torch in float16, channels last: eager under a CUDA graph, and torch.compile with its own graphs.
 
     Converts `net` in place.
@@ -209,7 +126,7 @@ def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], whic
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             made = net(*arguments)
-        engines.append(Engine("torch eager, CUDA graph", graph.replay, lambda: made, time.perf_counter() - started))
+        engines.append(Contender("torch eager, CUDA graph", graph.replay, lambda: made, time.perf_counter() - started))
     if "compile" in which:
         started = time.perf_counter()
         compiled = torch.compile(net, mode="reduce-overhead", fullgraph=True)
@@ -221,7 +138,7 @@ def torch_engines(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor], whic
         for _ in range(3):
             run()
         torch.cuda.synchronize()
-        engines.append(Engine("torch.compile", run, lambda: last[0], time.perf_counter() - started))
+        engines.append(Contender("torch.compile", run, lambda: last[0], time.perf_counter() - started))
     return engines
 
 
@@ -272,10 +189,10 @@ def provider_engine(
         feeds["timestep"] = np.repeat(feeds["timestep"], len(feeds["sample"]))
         for name in ("prompt", "time"):
             part = path.parent.with_name(hoist.PARTS[name]) / path.name
-            once = session.Model(session.create_session(part, provider, portable=True))
+            once = session.Model(session.create_session(part, provider, library=False))
             feeds |= once(**{key: feeds[key] for key in once.inputs})
     started = time.perf_counter()
-    opened = session.create_session(path, provider, graph=True, tuning=True, portable=True)
+    opened = session.create_session(path, provider, graph=True, tuning=True, library=False)
     print(f"  session opened in {time.perf_counter() - started:.2f} s", flush=True)
     model = captured.GraphModel(opened, providers.provider_named(provider).device)
     bound = model.bind({key: feeds[key] for key in model.inputs})
@@ -284,10 +201,30 @@ def provider_engine(
     return lambda: bound.run(wait=False), lambda: torch.from_numpy(value.numpy())
 
 
+def our_engines(
+    wanted: str, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size, say: Callable[[str], None]
+) -> list[Contender]:
+    """Those of VARIANTS whose numbers are `wanted`; one that fails is said and left out."""
+    engines = []
+    for number, (label, variant) in enumerate(VARIANTS.items(), 1):
+        if wanted != "all" and str(number) not in wanted.split(","):
+            continue
+        started = time.perf_counter()
+        try:
+            run, output = ort_engine(number, variant, raw, inputs, shape)
+        except SdOrtError as error:
+            say(f"{label} FAILED: {error}")
+            continue
+        engines.append(Contender(label, run, output, time.perf_counter() - started))
+        say(f"{label} ready in {engines[-1].ready_s:.1f} s")
+        gc.collect()
+    return engines
+
+
 # ---- Timing
 
 
-def time_rounds(engines: list[Engine], count: int) -> dict[str, dict[str, list[float]]]:
+def time_rounds(engines: list[Contender], count: int) -> dict[str, dict[str, list[float]]]:
     """Milliseconds a call by engine, a number a round: `device` of `count` calls queued behind one another, `call` the
     median of half as many single calls on an idle GPU, launch and wait included."""
     times: dict[str, dict[str, list[float]]] = {e.name: {"device": [], "call": []} for e in engines}
@@ -312,7 +249,7 @@ def time_rounds(engines: list[Engine], count: int) -> dict[str, dict[str, list[f
     return times
 
 
-def profile(engine: Engine, calls: int = 5, show: int = 0) -> dict[str, Any]:
+def profile(engine: Contender, calls: int = 5, show: int = 0) -> dict[str, Any]:
     """Milliseconds a call by kernel class, the number of kernels, and the kernels themselves."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
@@ -415,23 +352,11 @@ def main() -> None:
         say("raw export")
         peers = torch_engines(net, inputs, options.peers.split(","))
         say("peers ready")
-        engines = list(peers)
-        for number, (label, variant) in enumerate(VARIANTS.items(), 1):
-            if options.variants != "all" and str(number) not in options.variants.split(","):
-                continue
-            started = time.perf_counter()
-            try:
-                run, output = ort_engine(number, variant, raw, inputs, reference.shape)
-            except SdOrtError as error:
-                say(f"{label} FAILED: {error}")
-                continue
-            engines.append(Engine(label, run, output, time.perf_counter() - started))
-            say(f"{label} ready in {engines[-1].ready_s:.1f} s")
-            gc.collect()
+        engines = [*peers, *our_engines(options.variants, raw, inputs, reference.shape, say)]
         if options.provider:
             started = time.perf_counter()
             run, output = provider_engine(options.provider, raw, inputs, reference.shape)
-            engines.append(Engine("SdOrtCuda", run, output, time.perf_counter() - started))
+            engines.append(Contender("SdOrtCuda", run, output, time.perf_counter() - started))
             say(f"SdOrtCuda ready in {engines[-1].ready_s:.1f} s")
         times = time_rounds(engines, options.calls)
         say("timed")

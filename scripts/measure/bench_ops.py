@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch_ops import ATTENTION, TORCH, Tensors
 
 from custom_ops.libraries import GpuLibrary
 from custom_ops.op import Case, Operator, load
@@ -39,72 +39,9 @@ from sd_ort.runtime import build
 
 BANDWIDTH = ("group_norm", "skip_group_norm", "bias_split_gelu", "bias_add", "skip_layer_norm", "upsample_nearest")
 NOT_IN_CONTRIB = ("upsample_nearest",)
-ATTENTION = "multi_head_attention"
 ROTATED_BYTES = 400e6  # several times the largest cache
 MOST_SETS = 100
 UNFUSED = 16  # provider option sdpa_kernel: AttentionBackend::MATH of ONNX Runtime
-Tensors = dict[str, torch.Tensor]
-
-
-# ---- torch
-
-
-def group_norm(t: Tensors, case: Case) -> torch.Tensor:
-    x = t["X"].permute(0, 3, 1, 2)  # channels-last memory, as torch runs a UNet fast
-    y = F.silu(F.group_norm(x, int(case.attributes["groups"]), t["gamma"], t["beta"], 1e-5))
-    return y.permute(0, 2, 3, 1)
-
-
-def skip_group_norm(t: Tensors, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    skip = t["skip"] if t["skip"].ndim == 4 else t["skip"][:, None, None, :]
-    total = t["X"] + skip
-    if "bias" in t:
-        total = total + t["bias"]
-    return group_norm({**t, "X": total}, case), total
-
-
-def bias_split_gelu(t: Tensors, case: Case) -> torch.Tensor:
-    left, right = (t["X"] + t["bias"]).chunk(2, -1)
-    return left * F.gelu(right)
-
-
-def bias_add(t: Tensors, case: Case) -> torch.Tensor:
-    return t["X"] + t["bias"] + t["skip"]
-
-
-def skip_layer_norm(t: Tensors, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    total = t["input"] + t["skip"] + t["bias"]
-    return F.layer_norm(total, total.shape[-1:], t["gamma"], t["beta"], 1e-5), total
-
-
-def upsample_nearest(t: Tensors, case: Case) -> torch.Tensor:
-    scales = (float(case.attributes["scale_height"]), float(case.attributes["scale_width"]))
-    return F.interpolate(t["X"].permute(0, 3, 1, 2), scale_factor=scales, mode="nearest").permute(0, 2, 3, 1)
-
-
-def attention(t: Tensors, case: Case) -> torch.Tensor:
-    heads = int(case.attributes["num_heads"])
-    query, keys = t["query"], t.get("key")
-    if query.ndim == 5:
-        parts = query.unbind(3)
-    elif keys is not None and keys.ndim == 5:
-        parts = (query.unflatten(2, (heads, -1)), *keys.unbind(3))
-    else:
-        parts = tuple(t[name].unflatten(2, (heads, -1)) for name in ("query", "key", "value"))
-    q, k, v = (part.transpose(1, 2) for part in parts)
-    causal = bool(case.attributes.get("unidirectional", 0))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
-
-
-TORCH: dict[str, Callable[[Tensors, Case], object]] = {
-    "group_norm": group_norm,
-    "skip_group_norm": skip_group_norm,
-    "bias_split_gelu": bias_split_gelu,
-    "bias_add": bias_add,
-    "skip_layer_norm": skip_layer_norm,
-    "upsample_nearest": upsample_nearest,
-    ATTENTION: attention,
-}
 
 
 # ---- timing

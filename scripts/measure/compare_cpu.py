@@ -77,7 +77,7 @@ def make_onnxscript(source: Path, out: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Engine:
+class Contender:
     """A way to run the UNet: `model` names what `make` makes, `library` says whether the op library is registered.
 
     `peer`: whether it is one of those that the fastest is chosen from; bfloat16 is beside the contest of float32.
@@ -94,17 +94,17 @@ class Engine:
 
 
 ENGINES = (
-    Engine("raw", "raw", make_raw, peer=True),
-    Engine("raw, TorchScript export", "raw17", make_raw, torchscript=True, peer=True),
-    Engine("ort fusions", "ort17", make_ort, torchscript=True, peer=True),
-    Engine("ort fusions, same export", "ort", make_ort, peer=True),
-    Engine("onnxscript", "onnxscript", make_onnxscript, peer=True),
-    Engine("OpenVINO", "raw", make_raw, peer=True, openvino="float32"),
-    Engine("OpenVINO, bfloat16", "raw", make_raw, openvino="bfloat16"),
-    Engine("ours cpu, no library", "cpu", make_ours("cpu")),
-    Engine("ours cpu", "cpu", make_ours("cpu"), library=True),
-    Engine("ours portable, no library", "portable", make_ours("portable")),
-    Engine("ours portable", "portable", make_ours("portable"), library=True),
+    Contender("raw", "raw", make_raw, peer=True),
+    Contender("raw, TorchScript export", "raw17", make_raw, torchscript=True, peer=True),
+    Contender("ort fusions", "ort17", make_ort, torchscript=True, peer=True),
+    Contender("ort fusions, same export", "ort", make_ort, peer=True),
+    Contender("onnxscript", "onnxscript", make_onnxscript, peer=True),
+    Contender("OpenVINO", "raw", make_raw, peer=True, openvino="float32"),
+    Contender("OpenVINO, bfloat16", "raw", make_raw, openvino="bfloat16"),
+    Contender("ours cpu, no library", "cpu", make_ours("cpu")),
+    Contender("ours cpu", "cpu", make_ours("cpu"), library=True),
+    Contender("ours portable, no library", "portable", make_ours("portable")),
+    Contender("ours portable", "portable", make_ours("portable"), library=True),
 )
 
 
@@ -183,7 +183,7 @@ def answer(values: dict[str, float]) -> None:
 class Process:
     """An engine's process, which answers one request at a time."""
 
-    def __init__(self, engine: Engine, model: Path, options: argparse.Namespace) -> None:
+    def __init__(self, engine: Contender, model: Path, options: argparse.Namespace) -> None:
         library = str(options.library) if engine.library else ""
         profile = str(options.profile / engine.name.replace(" ", "_")) if options.profile else ""
         command = [sys.executable, __file__, "--serve", str(model), str(options.threads), library, profile]
@@ -211,8 +211,8 @@ class Process:
         self.process.wait()
 
 
-def measure(engines: list[Engine], models: dict[str, Path], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row an engine: seconds of every step by latent edge, peak MB, relative error against its own raw export."""
+def measure(engines: list[Contender], models: dict[str, Path], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row per engine: seconds of every step by latent edge, peak MB, relative error against its own raw export."""
     processes = [Process(engine, models[engine.model], options) for engine in engines]
     rows: list[dict[str, Any]] = [
         {"engine": engine.name, "peer": engine.peer, **process.hear(), "seconds": {}, "peaks": {}}
@@ -240,10 +240,12 @@ def measure(engines: list[Engine], models: dict[str, Path], options: argparse.Na
     return rows
 
 
-def prepare(engines: list[Engine], sources: dict[bool, Path], scratch: Path) -> tuple[dict[str, Path], dict[str, str]]:
+def prepare(
+    engines: list[Contender], sources: dict[bool, Path], scratch: Path
+) -> tuple[dict[str, Path], dict[str, str]]:
     """The models of all engines, each made in a process of its own; and for those that failed, why."""
 
-    def run(engine: Engine) -> str:
+    def run(engine: Contender) -> str:
         command = [sys.executable, __file__, "--make", engine.name, str(sources[engine.torchscript])]
         done = subprocess.run([*command, str(scratch / engine.model / MODEL)], capture_output=True, text=True)
         return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["failed"])[-1][:200]
@@ -271,7 +273,7 @@ def unpack(source: Path, scratch: Path) -> Path:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown: a row an engine; ratios against the raw export and against the fastest peer of this run."""
+    """Markdown: a row per engine; ratios against the raw export and against the fastest peer of this run."""
     edges = [str(edge) for edge in result["edges"]]
     rows = result["rows"]
     machine = result["machine"]
@@ -347,7 +349,7 @@ def main() -> None:
         shutil.rmtree(scratch)
 
 
-def report(options: argparse.Namespace, engines: list[Engine], scratch: Path) -> None:
+def report(options: argparse.Namespace, engines: list[Contender], scratch: Path) -> None:
     """Make the models, measure, write the results."""
     from sd_ort.runtime import machine as about
 

@@ -29,14 +29,11 @@ from typing import Any
 
 from fusion_passes.lower import nhwc_layout, pack_qkv
 from sd_ort.benchmark import peers
+from sd_ort.optimize.optimizer import COUNTED
 from sd_ort.runtime import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
-COUNTED = (
-    "MultiHeadAttention", "GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd", "SkipLayerNormalization",
-    "LayerNormalization", "QuickGelu", "NhwcConv", "Conv", "Transpose",
-)  # fmt: skip
 EXPORTERS = (("dynamo", 18), ("dynamo", 20), ("dynamo", 21), ("dynamo", 23), ("torchscript", 17), ("torchscript", 20))
 FIRST = ("dynamo-20", "torchscript-17")  # whose peers are measured before the others'
 # Families whose other components are those of SD 1.5 or SDXL.
@@ -190,7 +187,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown: a section a family and component, a row an exporter and engine."""
+    """Markdown: a section per family and component, a row per exporter and engine."""
     about = result["machine"]
     lines = [
         f"Measured at commit {about['commit']} on {about['cores']} cores of {about['cpu']}, {about['memory_GB']} GB "

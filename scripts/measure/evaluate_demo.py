@@ -2,7 +2,7 @@
 
 Draws the same unseen prompts from the same seeds with torch fp32, the raw export, fused fp32 and fused fp16, reads the
 pictures back (`sd_ort.demo.fidelity`) and compares each with torch's. Writes the shares and PSNRs to a JSON file as
-each engine ends, and a sheet with the first pictures, one row an engine. Exits with 1 when a bound below is broken.
+each engine ends, and a sheet with the first pictures, one row per engine. Exits with 1 when a bound below is broken.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def row(label: str, prompts: Sequence[str], pictures: np.ndarray, reference: dic
 
 
 def sheet(rows: Sequence[np.ndarray]) -> bytes:
-    """PNG of the pictures (B, H, W, 3) of each engine, one row an engine."""
+    """PNG of the pictures (B, H, W, 3) of each engine, one row per engine."""
     buffer = io.BytesIO()
     Image.fromarray(np.concatenate([np.concatenate(list(pictures), axis=1) for pictures in rows])).save(buffer, "PNG")
     return buffer.getvalue()

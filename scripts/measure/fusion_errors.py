@@ -36,14 +36,14 @@ def errors(source: Path, component: str, target: str, dtype: str, work: Path) ->
     with tempfile.TemporaryDirectory(dir=work) as scratch:
         out = Path(scratch) / source.name
         entry = optimize(source, out, target=target, dtype=dtype, components=[component])["components"][component]
-        result = verify(source, out, components=[component], portable=True)
+        result = verify(source, out, components=[component], library=False)
         unfused = None
         if dtype != "float32":
             bare = Path(scratch) / "unfused"
             shutil.copytree(out, bare, ignore=shutil.ignore_patterns(folder.MANIFEST, f"{folder.MODEL}*"))
             nothing_fused = ablation_steps(TARGETS[target])["none"]
             optimize_component(source / component / folder.MODEL, bare / component / folder.MODEL, nothing_fused, dtype)
-            unfused = verify(source, bare, components=[component], portable=True)["rows"]
+            unfused = verify(source, bare, components=[component], library=False)["rows"]
     rows = result["rows"]
     sites = entry.get("float32_sites", [])
     return {
@@ -62,7 +62,7 @@ def errors(source: Path, component: str, target: str, dtype: str, work: Path) ->
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown: a row a component of an export, a column a precision."""
+    """Markdown: a row per component of an export, a column per precision."""
     about, rows = result["machine"], result["rows"]
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     limits = {row["dtype"]: row["tolerance"] for row in rows}

@@ -17,11 +17,11 @@ from typing import Any
 PEER = "torch.compile"
 HEAD = """# A model call on a GPU, by lever
 
-Made by `scripts/measure/gpu_step_table.py` from `{folder}/`, one file a run of
+Made by `scripts/measure/gpu_step_table.py` from `{folder}/`, one file per run of
 `scripts/measure/bench_gpu_step.py` (commands below).
-Random weights. float16; every engine from device buffers to device buffers, under a CUDA graph. `queued`: ms a call of
-calls queued behind one another; `call`: ms of one on an idle GPU, launch and wait included; medians of seven rounds in
-which the engines take turns in one process, ratios to torch.compile (reduce-overhead, channels last) round by round.
+Random weights. float16; every engine from device buffers to device buffers, under a CUDA graph. `queued`: ms per call
+of calls queued behind one another; `call`: ms of one on an idle GPU, launch and wait included; medians of seven rounds
+in which the engines take turns in one process, ratios to torch.compile (reduce-overhead, channels last) round by round.
 `error`: relative, against torch in float32 on the same GPU. `ready`: seconds from the raw model to the first call:
 torch.compile's compilation (caches of earlier runs may serve it); our optimizing, loading, tuning, capturing.
 Each row of ours adds to the one before: 5 to 7 are target cuda, with --hoist, with --tuning; 8 was not taken. What was

@@ -40,7 +40,7 @@ def make_pipeline(preset: str, folder: Path, holes: bool) -> None:
     from sd_ort.export.exporter import NOISY, TRACE, example, save_config
     from sd_ort.export.tracing import export_dynamo, tidy
     from sd_ort.family import signatures
-    from sd_ort.family.checkpoints import PresetSource, _class_name, choose, component_signature, is_sdxl, model_class
+    from sd_ort.family.checkpoints import PresetSource, choose, class_name, component_signature, is_sdxl, model_class
     from sd_ort.family.modules import wrap
 
     class Hollow(PresetSource):
@@ -48,7 +48,7 @@ def make_pipeline(preset: str, folder: Path, holes: bool) -> None:
 
         def load(self, model: str) -> torch.nn.Module:
             config = self.configs[model]
-            cls = model_class(_class_name(config))
+            cls = model_class(class_name(config))
             with torch.device("meta"):
                 made = cls(cls.config_class(**config)) if "model_type" in config else cls.from_config(config)
             made = made.to_empty(device="cpu").eval()

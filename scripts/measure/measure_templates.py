@@ -61,7 +61,7 @@ def measure(model: Path, out: Path, target: str, cache: Path) -> dict:
 
 
 def copying(model: Path, scratch: Path) -> float:
-    """MB a second of copying a checkpoint within the disk."""
+    """MB per second of copying a checkpoint within the disk."""
     started = time.perf_counter()
     shutil.copytree(model, scratch / "copied")
     seconds = time.perf_counter() - started

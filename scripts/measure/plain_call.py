@@ -37,7 +37,7 @@ from bench_gpu import fill  # noqa: E402
 from sd_ort.core import folder, metrics  # noqa: E402
 from sd_ort.core.files import write_text  # noqa: E402
 from sd_ort.export.exporter import export, save_config  # noqa: E402
-from sd_ort.family.checkpoints import _class_name, model_class, open_source  # noqa: E402
+from sd_ort.family.checkpoints import class_name, model_class, open_source  # noqa: E402
 from sd_ort.family.signatures import MODEL_OF  # noqa: E402
 from sd_ort.optimize.optimizer import optimize  # noqa: E402
 from sd_ort.runtime import machine  # noqa: E402
@@ -102,7 +102,7 @@ def models(preset: str, device: str) -> dict[str, torch.nn.Module]:
     made = {}
     generator = torch.Generator(device).manual_seed(0)
     for name, config in open_source(None, preset, True, 0).configs.items():
-        cls = model_class(_class_name(config))
+        cls = model_class(class_name(config))
         with torch.device(device):
             model = cls(cls.config_class(**config)) if "model_type" in config else cls.from_config(config)
         for key, parameter in model.named_parameters():

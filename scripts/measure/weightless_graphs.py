@@ -22,7 +22,7 @@ import torch
 from sd_ort.core.quiet import quiet
 from sd_ort.export.exporter import NOISY, TRACE, example
 from sd_ort.export.tracing import DEFAULT_OPSET, export_dynamo, tidy
-from sd_ort.family.checkpoints import Source, _class_name, component_signature, is_sdxl, model_class, open_source
+from sd_ort.family.checkpoints import Source, class_name, component_signature, is_sdxl, model_class, open_source
 from sd_ort.family.modules import wrap
 from sd_ort.family.signatures import MODEL_OF
 
@@ -77,7 +77,7 @@ def corner(array: np.ndarray) -> bytes:
 
 def unfilled(config: dict[str, Any]) -> torch.nn.Module:
     """The model, its small parameters all different, its large ones untouched memory."""
-    cls = model_class(_class_name(config))
+    cls = model_class(class_name(config))
     skip = lambda tensor, *args, **kwargs: tensor  # noqa: E731
     inits = ["kaiming_uniform_", "uniform_", "normal_", "xavier_uniform_", "trunc_normal_"]
     kept = {name: getattr(torch.nn.init, name) for name in inits}

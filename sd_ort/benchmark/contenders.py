@@ -9,6 +9,7 @@ from typing import Any
 
 from sd_ort.benchmark.ablation import ABLATION, ablation_steps
 from sd_ort.benchmark.engines.contract import Engine
+from sd_ort.benchmark.engines.kinds import KINDS
 from sd_ort.benchmark.recipes import HOIST
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import MODEL, components, read_manifest
@@ -17,29 +18,12 @@ from sd_ort.runtime.library import library_path
 from sd_ort.runtime.providers import provider_named
 
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-# torch's engines: name -> (variant, label). Eager diffusers attends through torch's scaled_dot_product_attention.
-TORCH = {
-    "torch": ("", "torch eager"),
-    "torch-channels-last": ("channels_last", "torch channels last"),
-    "torch-graph": ("graph", "torch eager + graph"),
-    "torch-compile": ("compile", "torch.compile"),
-    "xformers": ("xformers", "torch + xFormers"),
-}
+# The engines that are not ONNX Runtime on a folder, by name.
+OTHERS = {name: kind for kind, record in KINDS.items() for name in record.names}
 # What --engines takes, beside `ours-TARGET`.
 NAMES = (
-    "raw",
-    "raw-fp16",
-    "ours",
-    "ours-graph",
-    "ours-hoist",
-    "ours-hoist-graph",
-    "ort",
-    "ort-graph",
-    "onnxscript",
-    *TORCH,
-    "tensorrt",
-    "openvino",
-    "openvino-bf16",
+    *("raw", "raw-fp16", "ours", "ours-graph", "ours-hoist", "ours-hoist-graph", "ort", "ort-graph", "onnxscript"),
+    *OTHERS,
 )
 
 
@@ -74,7 +58,9 @@ def find_engines(
     named = [_named(name, found[0], torch_engine, provider) for name in names]
     chosen = [engine for engines in named for engine in engines]
     split = next((i for i, engine in enumerate(chosen) if engine.engine == "torch"), len(chosen))
-    return [*chosen[:split], *given, *chosen[split:]], note if any(name in TORCH for name in names) else []
+    return [*chosen[:split], *given, *chosen[split:]], note if any(
+        OTHERS.get(name) == "torch" for name in names
+    ) else []
 
 
 def ablation(raw: Path, provider: str) -> tuple[list[Engine], list[str]]:
@@ -123,9 +109,10 @@ def _named(name: str, first: Engine, torch_engine: Sequence[Engine], provider: s
     """The engine of a name; [] for a torch engine whose model is not there. Raises InputError for an unknown name."""
     dtype = best_dtype(provider)
     short = PRECISIONS[dtype]
-    if name in TORCH:
-        variant, label = TORCH[name]
-        return [replace(engine, label=label, variant=variant) for engine in torch_engine]
+    if name in OTHERS:
+        variant, label = KINDS[OTHERS[name]].names[name]
+        of = torch_engine if OTHERS[name] == "torch" else [_raw_export(Path(first.directory))]
+        return [replace(engine, label=label, engine=OTHERS[name], variant=variant) for engine in of]
     kind, _, rest = name.partition("-")
     words = rest.split("-") if rest else []
     graph = " + graph" if words[-1:] == ["graph"] else ""
@@ -145,12 +132,7 @@ def _named(name: str, first: Engine, torch_engine: Sequence[Engine], provider: s
         return [replace(_made(raw, label, recipe, target=target), graph=bool(graph))]
     if kind == "ort":
         return [replace(_made(raw, f"ORT optimizer {short}{graph}", ("ort", provider, dtype)), graph=bool(graph))]
-    if kind == "onnxscript":
-        return [_made(raw, f"onnxscript {short}", ("onnxscript", dtype))]
-    if kind == "openvino":
-        short, variant = ("bf16", "bfloat16") if words else ("fp32", "float32")
-        return [replace(raw, label=f"OpenVINO {short}", engine="openvino", variant=variant)]
-    return [replace(raw, label="TensorRT fp16", engine="tensorrt")]
+    return [_made(raw, f"onnxscript {short}", ("onnxscript", dtype))]
 
 
 def _made(raw: Engine, label: str, recipe: tuple[str, ...], target: str = "") -> Engine:

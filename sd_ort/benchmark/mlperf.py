@@ -1,7 +1,7 @@
 """MLPerf Inference's three scenarios on Stable Diffusion, scaled to the model: the same loads, fewer queries.
 
     SingleStream   one query after another: 90th percentile of the latency
-    Offline        all queries at once: images a second
+    Offline        all queries at once: images per second
     Server         queries arrive as a Poisson process and wait: 99th percentile of the latency, wait included
 
 MLPerf's own SDXL task draws 5000 COCO captions at 1024 x 1024 in 20 Euler steps with guidance 8, and bounds the
@@ -57,7 +57,7 @@ def run(
 ) -> dict[str, Any]:
     """Put one engine after another under the three loads; the report is returned and kept in `out`/mlperf.json.
 
-    `queries`: images a scenario. `load`: the server's arrivals a second, as a share of Offline's images a second.
+    `queries`: images per scenario. `load`: the server's arrivals per second, as a share of Offline's images per second.
     The largest batch of `settings.batches` is the most that Offline and Server draw at once. A failing engine is a row
     with its reason; on an interrupt what was measured is kept.
     """
@@ -84,7 +84,7 @@ def run(
 
 
 def _about(queries: int, load: float) -> str:
-    return f"{queries} queries a scenario, Server at {load:.0%} of Offline's rate: not an official MLPerf result."
+    return f"{queries} queries per scenario, Server at {load:.0%} of Offline's rate: not an official MLPerf result."
 
 
 def _measure(
@@ -254,7 +254,7 @@ def _no_fid() -> str:
 
 
 def to_table(report: dict[str, Any]) -> str:
-    """One line an engine."""
+    """One line per engine."""
     lines = []
     for row in report["engines"]:
         if row["status"] != "ok":

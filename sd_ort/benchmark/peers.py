@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fusion_passes import OPERATORS
+from fusion_passes.operators.record import never
 from sd_ort.core import folder
 from sd_ort.graphs.load import load
-
-if TYPE_CHECKING:
-    pass
 
 
 class _AnyInt(type):
@@ -26,8 +25,9 @@ class _Int(int, metaclass=_AnyInt):
         return int(number.item() if hasattr(number, "item") else number)
 
 
-# What ONNX Runtime's optimizer makes that its CPU provider has no kernel for.
-_NO_CPU_KERNEL = ("group_norm", "skip_group_norm", "nhwc_conv", "bias_splitgelu", "bias_add", "packed_qkv", "packed_kv")
+# What ONNX Runtime's optimizer makes that its CPU provider has no kernel for, as its options name it (enable_nhwc_conv)
+# but without underscores: operators of the same name as ours, and two packed forms of attention.
+_NOT_ON_CPU = {operator.name.lower() for operator in OPERATORS if operator.on_cpu is never} | {"packedqkv", "packedkv"}
 
 # Options that are no fusions for Stable Diffusion, or that change its numbers.
 _NOT_FUSIONS = ("enable_shape_inference", "enable_gemm_fast_gelu", "enable_gelu_approximation")
@@ -52,7 +52,7 @@ def optimize_by_onnxruntime(source: Path, out: Path, component: str, provider: s
     options = FusionOptions(kind)
     on_cpu = provider == "cpu"
     for name in [name for name in vars(options) if name.startswith("enable_") and name not in _NOT_FUSIONS]:
-        setattr(options, name, not (on_cpu and name.removeprefix("enable_") in _NO_CPU_KERNEL))
+        setattr(options, name, not (on_cpu and name.removeprefix("enable_").replace("_", "") in _NOT_ON_CPU))
     made = optimize_model(
         str(source), kind, opt_level=0, optimization_options=options, use_gpu=not on_cpu, only_onnxruntime=False
     )

@@ -120,7 +120,7 @@ def record_profile(engine: Engine, settings: Settings, scratch: Path) -> dict[st
     """Run the component with profiling on: paths of ONNX Runtime's profile, and of torch's or None without kernels."""
     from sd_ort.benchmark.engines import contract
 
-    return contract.portable(_record, engine, settings, scratch)
+    return contract.with_plain_errors(_record, engine, settings, scratch)
 
 
 def _record(engine: Engine, settings: Settings, scratch: Path) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def with_sites(events: Iterable[Event], sites: Mapping[str, str]) -> list[Event]
 
 
 def summary(events: Sequence[Event]) -> dict[str, Any]:
-    """Time by operator class, by group of sites, and by site and operator: ms a call, nodes a call, share."""
+    """Time by operator class, by group of sites, and by site and operator: ms per call, nodes per call, share."""
     runs = len({event.run for event in events})
     total = sum(event.duration for event in events) or 1.0
 
@@ -311,7 +311,7 @@ def to_table(report: dict[str, Any]) -> str:
         if row["status"] != "ok":
             lines.append(f"{row['label']} failed: {row['reason']}")
             continue
-        lines.append(f"{row['label']}: {row['total_ms']:.2f} ms a call in {row['clock']}, trace {row['trace']}")
+        lines.append(f"{row['label']}: {row['total_ms']:.2f} ms per call in {row['clock']}, trace {row['trace']}")
         for title in ("by_operator", "by_site"):
             lines += [
                 f"    {r['ms']:9.3f} ms {r['share']:6.1%} {r['count']:6.0f}x  {r['name']}" for r in row[title][:12]

@@ -55,7 +55,7 @@ def make(recipe: Recipe, raw: Path, work: Path, components: Sequence[str]) -> tu
         if not (out / name / folder.MODEL).is_file():
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
                 try:
-                    pool.submit(_make_component, recipe, raw, out, name).result()
+                    pool.submit(make_component, recipe, raw, out, name).result()
                 except BrokenProcessPool:
                     raise SdOrtError(f"{name}: making it was ended by the system: most likely out of memory.") from None
     return out, sum(float((out / name / SECONDS).read_text()) for name in components)
@@ -86,7 +86,7 @@ class Task:
         return self.raw / self.component / folder.MODEL
 
 
-def _make_component(recipe: Recipe, raw: Path, out: Path, component: str) -> None:
+def make_component(recipe: Recipe, raw: Path, out: Path, component: str) -> None:
     """In a process of its own: make one component in a scratch folder and move it into place."""
     start = time.perf_counter()
     scratch = Path(tempfile.mkdtemp(prefix=f".{component}.", dir=out))

@@ -252,7 +252,7 @@ def _mlperf(report: Row) -> str:
                 *(_score(quality[name]) for name in ("fidelity_percent", "clip_score", "fid")),
             )
         )
-    return "<h3>Offline: images a second</h3>" + plot.bars(bars) + _html_table(header.split(","), body)
+    return "<h3>Offline: images per second</h3>" + plot.bars(bars) + _html_table(header.split(","), body)
 
 
 def _score(value: Any) -> str:
@@ -266,7 +266,7 @@ def _profile(report: Row) -> str:
             parts.append(f"<p>{escape(row['label'])} failed: {escape(row['reason'])}</p>")
             continue
         parts.append(
-            f"<h3>{escape(row['label'])}: {row['total_ms']:.2f} ms a call in {escape(row['clock'])} "
+            f"<h3>{escape(row['label'])}: {row['total_ms']:.2f} ms per call in {escape(row['clock'])} "
             f"(<a href='{escape(row['trace'])}'>trace</a> for ui.perfetto.dev)</h3>"
         )
         for name in ("by_operator", "by_site"):

@@ -43,7 +43,7 @@ def run(
     KeyboardInterrupt goes on.
     """
     meter = device.open_meter(settings.provider)
-    record = Record(settings, out, [*notes, *_notes(settings, meter)], kind)
+    record = Record(settings, out, [*notes, *notes_on(settings, meter)], kind)
     if jobs > 1:
         record.report["notes"].append(
             f"{jobs} folders were made and {jobs} engines loaded at a time: those times suffer."
@@ -51,7 +51,7 @@ def run(
     with record.kept(record.save):
         prepared = prepare(engines, settings, work or out / "work", jobs, say)
         for group in [[item] for item in prepared] if settings.sequential else [prepared]:
-            _measure(group, settings, record, meter, jobs, say)
+            measure(group, settings, record, meter, jobs, say)
     return record.report
 
 
@@ -90,7 +90,7 @@ def prepare(
     return results
 
 
-def _measure(
+def measure(
     group: Sequence[Prepared],
     settings: Settings,
     record: Record,
@@ -125,7 +125,7 @@ def _measure(
                     worker.save_image(record.out)
 
 
-def _notes(settings: Settings, meter: device.Meter) -> list[str]:
+def notes_on(settings: Settings, meter: device.Meter) -> list[str]:
     """What a reader of the numbers has to know."""
     notes = []
     if settings.tuning:

@@ -30,7 +30,7 @@ CSV_COLUMNS = (
 
 
 def to_csv(report: dict[str, Any]) -> str:
-    """The engines that ran, in the columns of ONNX Runtime's Stable Diffusion benchmark; latencies in s a batch.
+    """The engines that ran, in the columns of ONNX Runtime's Stable Diffusion benchmark; latencies in s per batch.
 
     Memory is the device's on a GPU, where it was read, as ONNX Runtime's benchmark has it. In component mode a latency
     is one call's and `steps` is 1.

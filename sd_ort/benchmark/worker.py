@@ -27,7 +27,7 @@ from sd_ort.runtime.providers import provider_named
 
 
 @dataclass
-class Case:
+class Measured:
     """What was measured of one engine at one batch size, one entry a counted round; memory from the warm-up on, in MB.
 
     Device memory is what the engine's process held of it.
@@ -58,7 +58,7 @@ class Worker:
         self.loaded: dict[str, Any] = {}
         self.failure = failure
         self.dead = False
-        self.cases: dict[int, Case] = {}
+        self.cases: dict[int, Measured] = {}
 
     def load(self, settings: Settings) -> None:
         """Open the engine; a failure becomes the row's reason."""
@@ -68,7 +68,7 @@ class Worker:
                 self.loaded = {**self.loaded, **loaded}
             except SdOrtError as error:
                 self.failure = str(error)
-        self.cases = {batch: Case(batch, failure=self.failure) for batch in settings.batches}
+        self.cases = {batch: Measured(batch, failure=self.failure) for batch in settings.batches}
 
     def draw(self, batch: int, *, counted: bool) -> None:
         """Run one batch, unless this size or the engine has failed; a warm-up leaves only its memory and image."""
@@ -105,7 +105,7 @@ class Worker:
                 raise SdOrtError(self.failure) from None
         return result, watch
 
-    def row(self, case: Case, baseline: Case | None, settings: Settings) -> dict[str, Any]:
+    def row(self, case: Measured, baseline: Measured | None, settings: Settings) -> dict[str, Any]:
         """One row of the report. Speed-ups, PSNR and error are relative to `baseline`, None while nothing has run.
 
         `step_ms` is one call of the UNet (or component) for the whole batch, guidance included; `image_s` is the time
@@ -173,7 +173,7 @@ def memory_of(prefix: str, values: Sequence[float]) -> dict[str, float]:
     return {prefix + name: value for name, value in zip(names, (first, second, peak), strict=True)}
 
 
-def difference(case: Case, baseline: Case) -> dict[str, Any]:
+def difference(case: Measured, baseline: Measured) -> dict[str, Any]:
     """PSNR in dB of images, relative error (L2) of a component's output; None where it holds NaN or infinity."""
     if case.images is not None and baseline.images is not None and case.images.shape == baseline.images.shape:
         return {"psnr_db": median(map(metrics.psnr, case.images, baseline.images))}

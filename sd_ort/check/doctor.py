@@ -81,7 +81,7 @@ def to_text(findings: dict[str, Any]) -> str:
         f"disk        {findings['disk_free_GB']} GB free here",
         f"GPU         {'; '.join(machine['gpus']) or 'none found'}",
         "versions    " + ", ".join(f"{name} {version}" for name, version in findings["versions"].items()),
-        f"op library  {findings['op_library'] or findings['op_library_problem'] or 'none: portable functions run'}",
+        f"op library  {findings['op_library'] or findings['op_library_problem'] or 'none: function bodies run'}",
     ]
     for name, provider in findings["providers"].items():
         lines.append(f"{name:<11} {'ok' if provider['ok'] else provider['problem']}")

@@ -35,7 +35,10 @@ LEFT: Mapping[str, tuple[str, str]] = {
         "multi_head_attention",
         "its heads are not split and merged by Reshape and Transpose",
     ),
-    "InstanceNormalization": ("group_normalization", "not between two Reshapes and an affine of one number a channel"),
+    "InstanceNormalization": (
+        "group_normalization",
+        "not between two Reshapes and an affine of one number per channel",
+    ),
     "GroupNormalization": ("group_normalization", "its affine is not constant"),
     "LayerNormalization": ("skip_layer_normalization", "no sum of two feature maps before it"),
     "Erf": ("gelu", "not the formula x/2 (1 + erf(x/sqrt 2))"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.family.configs import component_config
-from sd_ort.family.inputs import pixels_a_latent, random_inputs
+from sd_ort.family.inputs import pixels_per_latent, random_inputs
 from sd_ort.family.signatures import default_latents
 from sd_ort.graphs.load import load
 from sd_ort.runtime import tuning
@@ -60,7 +60,7 @@ def tune(
     saved = None
     for name in components or folder.components(directory):
         path = folder.check_component(directory, name)
-        session = create_session(path, provider, tuning=True, library=library)
+        session = create_session(path, provider, tuning=True, library=library or False)
         run_shapes(Model(session), directory, name, latent_sizes(directory, name, sizes, batches, guidance), say)
         saved = tuning.save([session], source, runtime().__version__) or saved
     if saved is None:
@@ -71,12 +71,12 @@ def tune(
 def image_sizes(directory: Path, heights: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int]]:
     """(height, width) in pixels of the images to tune for. Raises InputError when they do not pair up."""
     if not heights and not widths:
-        side = default_latents(component_config(directory, "unet")) * pixels_a_latent(directory)
+        side = default_latents(component_config(directory, "unet")) * pixels_per_latent(directory)
         return [(side, side)]
     heights, widths = heights or widths, widths or heights
     if len(heights) != len(widths):
         raise InputError(f"{len(heights)} heights and {len(widths)} widths: give as many of one as of the other.")
-    step = pixels_a_latent(directory)
+    step = pixels_per_latent(directory)
     for number in (*heights, *widths):
         if number <= 0 or number % step:
             raise InputError(f"{number} pixels is no size of an image: give a multiple of {step}.")
@@ -87,7 +87,7 @@ def latent_sizes(
     directory: Path, component: str, sizes: Sequence[tuple[int, int]], batches: Sequence[int], guidance: bool
 ) -> list[dict[str, int]]:
     """What `random_inputs` takes: latent pixels, batch and tokens, each once. Text encoders know no image sizes."""
-    step = pixels_a_latent(directory)
+    step = pixels_per_latent(directory)
     found = []
     for height, width in sizes:
         for batch in batches:

@@ -1,7 +1,7 @@
 """Verify: every optimized component, or ONNX file, against its source, on the same inputs at several shapes.
 
 One session is in memory at a time: the source runs first and leaves its outputs behind. Where the CPU stands in for a
-provider with other kernels, or for half precision, it runs a twin of the component (see
+provider with other kernels, or for half precision, it runs a copy of the component (see
 `graphs.cpu_emulation`), and the result says so.
 """
 
@@ -23,7 +23,7 @@ from sd_ort.family.configs import config_beside
 from sd_ort.family.inputs import SIZES, Arrays, random_inputs
 from sd_ort.family.recorded import check_recorded, recorded_inputs
 from sd_ort.graphs import hoist
-from sd_ort.graphs.cpu_emulation import cpu_twin, half_type, loads_on_cpu
+from sd_ort.graphs.cpu_emulation import emulated, half_type, loads_on_cpu
 from sd_ort.graphs.load import load
 from sd_ort.runtime.session import Model, create_session
 
@@ -41,7 +41,7 @@ def verify(
     components: Sequence[str] | None = None,
     inputs: Path | None = None,
     provider: str = "cpu",
-    portable: bool = False,
+    library: bool = True,
     sizes: Sequence[dict[str, int]] = SIZES,
     seed: int = 0,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
@@ -52,8 +52,8 @@ def verify(
     (L2 norms), nmse (its square), max_abs, finite, source_finite, tolerance, passed. `tolerance` bounds relative_error
     and defaults to `TOLERANCE` of the optimized component's type. `inputs`: runs recorded in an .npz, which take the
     place of made-up inputs at `sizes` for the components that it has. `provider` runs the optimized folder; the source
-    runs on the CPU, fed with the same numbers. `portable`: fused operators run as their function bodies even where a
-    custom-op library is installed. `report` gets every row when it is known.
+    runs on the CPU, fed with the same numbers. `library`: False lets fused operators run as their function bodies even
+    where a custom-op library is installed. `report` gets every row when it is known.
 
     Raises InputError for what are not two forms of one model and for inputs that the source does not take,
     ProviderError for what the provider cannot run. A failure to agree is not an exception here: see `check`. A
@@ -74,7 +74,7 @@ def verify(
             notes.append(f"{name}: NOT compared, since its inputs are not known: record some for --inputs.")
             continue
         feeds = feeds or _made_up(name, graph_inputs, config_beside(path), sizes, seed)
-        with _whole(other, name, notes) as whole, _runnable(whole, name, provider, portable, notes) as runnable:
+        with _whole(other, name, notes) as whole, _runnable(whole, name, provider, library, notes) as runnable:
             model = load(whole)
             arrays = _in_half(model, [feed for _, feed in feeds])
             try:
@@ -83,7 +83,7 @@ def verify(
                 raise InputError(
                     f"{source} itself cannot be run: {error} Record inputs that fit for --inputs."
                 ) from error
-            actual = _run(runnable, arrays, provider, portable)
+            actual = _run(runnable, arrays, provider, library)
         limit = TOLERANCE[half_type(model)] if tolerance is None else tolerance
         for (run, _), want, got in zip(feeds, expected, actual, strict=True):
             if want.keys() != got.keys():
@@ -188,9 +188,9 @@ def _in_half(model: ir.Model, feeds: Sequence[Arrays]) -> list[Arrays]:
     ]
 
 
-def _run(path: Path, feeds: Sequence[Arrays], provider: str = "cpu", portable: bool = True) -> list[Arrays]:
+def _run(path: Path, feeds: Sequence[Arrays], provider: str = "cpu", library: bool = False) -> list[Arrays]:
     """Outputs of every run; the session is gone afterwards."""
-    model = Model(create_session(path, provider, portable=portable))
+    model = Model(create_session(path, provider, library=library))
     return [model(**feed) for feed in feeds]
 
 
@@ -212,13 +212,13 @@ def _whole(path: Path, name: str, notes: list[str]) -> Iterator[Path]:
 
 
 @contextmanager
-def _runnable(path: Path, name: str, provider: str, portable: bool, notes: list[str]) -> Iterator[Path]:
-    """The model at `path`, or its twin on the CPU; the original must load all the same where the CPU has kernels."""
+def _runnable(path: Path, name: str, provider: str, library: bool, notes: list[str]) -> Iterator[Path]:
+    """The model at `path`, or its copy for the CPU; the original must load all the same where the CPU has kernels."""
     if provider != "cpu":
         yield path
         return
-    with cpu_twin(path) as (twin, done):
+    with emulated(path) as (copy, done):
         notes += [f"{name}: {note}." for note in done]
-        if twin != path and loads_on_cpu(load(path)):
-            create_session(path, portable=portable)
-        yield twin
+        if copy != path and loads_on_cpu(load(path)):
+            create_session(path, library=library)
+        yield copy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +111,12 @@ def command(
     check_provider(provider, allow_fallback=options["allow_fallback"])
     settings = Settings(guidance=default_guidance(folders[0]) if guidance is None else guidance, **options)
 
-    def say(line: str) -> None:
-        click.echo(line, err=True)
-
     kind = "ablation" if ablation else "mlperf" if mlperf else "profile" if profile else "benchmark"
     common: dict[str, Any] = {
         "notes": [*notes, *remarks],
         "work": work or cache_folder() / "benchmark",
         "jobs": jobs,
-        "say": say,
+        "say": partial(click.echo, err=True),
     }
     try:
         if mlperf:

@@ -66,7 +66,7 @@ def lowered(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def every_site(entry: dict[str, Any]) -> list[str]:
-    """One line a site, and one for each that a pass of the target left."""
+    """One line per site, and one for each that a pass of the target left."""
     lines = [
         f"  {site['op']:28}{site['scope'] or site['value']}{'' if site['fused'] else '  LEFT: ' + site['reason']}"
         for site in entry["sites"]

@@ -68,7 +68,7 @@ def command(
 
 
 def table(manifest: dict) -> str:
-    """One line a component: nodes, size, error against torch and time."""
+    """One line per component: nodes, size, error against torch and time."""
     lines = [f"{'component':<16}{'nodes':>7}{'MB':>10}{'max abs error':>15}{'NMSE':>10}{'seconds':>9}"]
     for name, entry in manifest["components"].items():
         error = entry["torch_error"]

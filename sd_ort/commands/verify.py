@@ -56,7 +56,7 @@ def command(
         components=components or None,
         inputs=inputs,
         provider=provider,
-        portable=portable,
+        library=not portable,
         seed=seed,
         report=lambda row: None if as_json else click.echo(line(row)),
     )

@@ -1,7 +1,7 @@
 """Errors a user can mend: the CLI prints their message on one line and exits with their code. Others are bugs."""
 
-# Name prefix of threads that an interrupt does not wait for: what they write is removed, and the process ends.
-STOPPABLE = "sd-ort-stoppable"
+import errno
+
 BUG = 70  # exit code of what nobody foresaw (sysexits.h: EX_SOFTWARE)
 
 
@@ -46,12 +46,17 @@ def explained(error: Exception) -> tuple[str, int]:
     text = first_line(error)
     if isinstance(error, SdOrtError):
         return " ".join(str(error).split()), error.exit_code
+    no_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if no_memory or any(sign in text for sign in OUT_OF_MEMORY):
+        advice = "choose a smaller size or batch, --low-memory or --vae-tiling, or raise `ulimit -v`"
+        return f"not enough memory: {advice}.", SdOrtError.exit_code
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'a file'} cannot be read or written: {error.strerror}.", OutputError.exit_code
-    if isinstance(error, MemoryError) or any(sign in text for sign in OUT_OF_MEMORY):
-        return "not enough memory: choose a smaller size or batch, --low-memory or --vae-tiling.", SdOrtError.exit_code
     return f"a bug in sd-ort, please report it: {type(error).__name__}: {text} (SD_ORT_TRACEBACK=1 shows where)", BUG
 
 
-# What torch, NumPy and ONNX Runtime say when an allocation fails.
-OUT_OF_MEMORY = ("can't allocate memory", "Unable to allocate", "bad_alloc", "bad allocation", "Failed to allocate")
+# What torch, NumPy, ONNX Runtime, the dynamic linker and Python say when an allocation fails.
+OUT_OF_MEMORY = (
+    "can't allocate memory", "Unable to allocate", "bad_alloc", "bad allocation", "Failed to allocate",
+    "failed to map segment", "cannot allocate memory", "Cannot allocate memory", "can't start new thread",
+)  # fmt: skip

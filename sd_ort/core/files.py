@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import InputError, OutputError, first_line
+from sd_ort.core.interrupts import guarded
 
 JSON_LIMIT = 64 << 20  # bytes: the largest met, a tokenizer.json, has 4 MB
 
@@ -113,13 +114,14 @@ def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
         work, lock = _locked_folder(parent, f".{name}.partial-")
     except OSError as error:
         raise OutputError(f"cannot write to {parent}: {error.strerror}.") from error
-    try:
-        yield work
-    finally:
-        for _ in range(5):  # a thread that is told to stop may write a last file meanwhile
-            if work.exists():
-                shutil.rmtree(work, ignore_errors=True)
-        os.close(lock)
+    with guarded(work):
+        try:
+            yield work
+        finally:
+            for _ in range(5):  # a thread that is told to stop may write a last file meanwhile
+                if work.exists():
+                    shutil.rmtree(work, ignore_errors=True)
+            os.close(lock)
 
 
 def remove_leftovers(parent: Path, prefix: str) -> None:

@@ -195,7 +195,11 @@ def staged(output: Path, *sources: Path) -> Iterator[Path]:
             if output.exists():
                 old = work.with_name(work.name + "-old")
                 output.rename(old)
-                work.rename(output)
+                try:
+                    work.rename(output)
+                except BaseException:
+                    old.rename(output)
+                    raise
                 shutil.rmtree(old)
             else:
                 work.rename(output)

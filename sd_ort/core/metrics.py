@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-EQUAL_DB = 120.0  # above what one grey level in one pixel of a 1024 x 1024 picture gives (113 dB); JSON has no infinity
+EQUAL_DB = 120.0  # above what one gray level in one pixel of a 1024 x 1024 picture gives (113 dB); JSON has no infinity
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:

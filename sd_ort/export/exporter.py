@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import platform
 import shutil
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from fusion_passes.recipes import dump
 from sd_ort.core.errors import InputError, OutputError, VerificationError, first_line
 from sd_ort.core.files import code_hash, read_json
 from sd_ort.core.folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
+from sd_ort.core.interrupts import in_threads
 from sd_ort.core.paths import output_path
 from sd_ort.core.quiet import quiet
 from sd_ort.export.origins import equal_tensors, origins
@@ -269,11 +271,16 @@ def export(
         return previous
     with staged(out, *source.folders) as work:
         source.write_configs(work)
-        done = {}
-        for i, name in enumerate(names, 1):
-            progress(f"[{i}/{len(names)}] {name}: exporting ...")
+        done: dict[str, Any] = {}
+
+        def make(name: str, stopped: threading.Event) -> None:
+            count = f"[{names.index(name) + 1}/{len(names)}] {name}"
+            progress(f"{count}: exporting ...")
             done[name] = export_component(source, name, work / name, Options(opset, exporter), seed)
-            progress(f"[{i}/{len(names)}] {name}: done in {done[name]['seconds']:.1f} s")
+            if not stopped.is_set():
+                progress(f"{count}: done in {done[name]['seconds']:.1f} s")
+
+        in_threads(make, names, at_once=1)
         manifest["components"] = done
         write_manifest(work, manifest)
     progress(f"wrote {out}.")

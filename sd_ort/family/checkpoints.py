@@ -171,7 +171,7 @@ class PresetSource:
     def index(self) -> Config:
         index: Config = {"_class_name": self.preset.pipeline, "_diffusers_version": version("diffusers")}
         for model, config in self.configs.items():
-            name = _class_name(config)
+            name = class_name(config)
             index[model] = [CLASSES[name], name]
             if model.startswith("text_encoder"):
                 index[model.replace("text_encoder", "tokenizer")] = ["transformers", "CLIPTokenizer"]
@@ -192,7 +192,7 @@ class PresetSource:
         from sd_ort.family.random_weights import fill_random
 
         config = self.configs[model]
-        cls = model_class(_class_name(config))
+        cls = model_class(class_name(config))
         made = cls(cls.config_class(**config)) if "model_type" in config else cls.from_config(config)
         fill_random(made, self.seed + zlib.crc32(model.encode()))
         return made.eval()
@@ -210,7 +210,7 @@ class PresetSource:
                 write_byte_tokenizer(out / model.replace("text_encoder", "tokenizer"), config["vocab_size"])
 
 
-def _class_name(config: Config) -> str:
+def class_name(config: Config) -> str:
     return str(config.get("_class_name") or config["architectures"][0])
 
 

@@ -1,4 +1,4 @@
-"""What a UNet is told: tokens, the scale of latents, embedded guidance."""
+"""What a UNet is conditioned on: tokens, the scale of latents, embedded guidance."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def latent_scale(vae_config: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Ten
 
 
 def guidance_embedding(scale: float, width: int) -> torch.Tensor:
-    """A guidance scale as UNets distilled with it (LCM) are told it, (1, width): sines, then cosines, of
+    """A guidance scale as UNets distilled with it (LCM) take it, (1, width): sines, then cosines, of
     1000 (scale - 1) at `width / 2` frequencies from 1 to 1e-4, as transformers encode positions (Vaswani et al., 2017).
     """
     half = width // 2
@@ -52,7 +52,7 @@ def text_encoders(index: dict[str, Any]) -> list[str]:
     return [name for name in names if (index.get(name) or [None])[0]] or ["text_encoder"]
 
 
-def _tokenizer(folder: Path, name: str) -> Any:
+def open_tokenizer(folder: Path, name: str) -> Any:
     from transformers import CLIPTokenizer
 
     try:

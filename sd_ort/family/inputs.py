@@ -44,7 +44,7 @@ POSITIONS = {
 SD_SCALING_FACTOR = 0.18215
 
 
-def pixels_a_latent(folder: Path) -> int:
+def pixels_per_latent(folder: Path) -> int:
     """Pixels of an image's side for one of its latent, as the config of a VAE has them: 8 without one."""
     for name in ("vae_decoder", "vae_encoder"):
         if config := component_config(folder, name):

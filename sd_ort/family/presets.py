@@ -30,7 +30,7 @@ _CROSS_DOWN = ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"]
 _CROSS_UP = ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3
 
 
-def _clip(hidden: int, layers: int, heads: int, activation: str, projection: int, **extra: Any) -> Config:
+def clip_config(hidden: int, layers: int, heads: int, activation: str, projection: int, **extra: Any) -> Config:
     return {
         "architectures": ["CLIPTextModel"],
         "model_type": "clip_text_model",
@@ -50,7 +50,7 @@ def _clip(hidden: int, layers: int, heads: int, activation: str, projection: int
     }
 
 
-def _unet_sd(**changes: Any) -> Config:
+def unet_config(**changes: Any) -> Config:
     return {
         "_class_name": "UNet2DConditionModel",
         "sample_size": 64,
@@ -68,7 +68,7 @@ def _unet_sd(**changes: Any) -> Config:
     }
 
 
-def _vae(**changes: Any) -> Config:
+def vae_config(**changes: Any) -> Config:
     return {
         "_class_name": "AutoencoderKL",
         "in_channels": 3,
@@ -100,33 +100,33 @@ def _scheduler(name: str, **changes: Any) -> Config:
 
 _PNDM = _scheduler("PNDMScheduler", skip_prk_steps=True, set_alpha_to_one=False, prediction_type="epsilon")
 _DDIM_V = _scheduler("DDIMScheduler", set_alpha_to_one=False, clip_sample=False, prediction_type="v_prediction")
-_EULER = _scheduler("EulerDiscreteScheduler", timestep_spacing="leading", prediction_type="epsilon")
-_CLIP_L = _clip(768, 12, 12, "quick_gelu", 768)
-_CLIP_H = _clip(1024, 23, 16, "gelu", 512)
-_CLIP_G = _clip(1280, 32, 20, "gelu", 1280, architectures=["CLIPTextModelWithProjection"])
-_SD15 = Preset("StableDiffusionPipeline", {"text_encoder": _CLIP_L, "unet": _unet_sd(), "vae": _vae()}, _PNDM)
+EULER = _scheduler("EulerDiscreteScheduler", timestep_spacing="leading", prediction_type="epsilon")
+_CLIP_L = clip_config(768, 12, 12, "quick_gelu", 768)
+_CLIP_H = clip_config(1024, 23, 16, "gelu", 512)
+_CLIP_G = clip_config(1280, 32, 20, "gelu", 1280, architectures=["CLIPTextModelWithProjection"])
+_SD15 = Preset("StableDiffusionPipeline", {"text_encoder": _CLIP_L, "unet": unet_config(), "vae": vae_config()}, _PNDM)
 _SD21 = Preset(
     "StableDiffusionPipeline",
     {
         "text_encoder": _CLIP_H,
-        "unet": _unet_sd(
+        "unet": unet_config(
             sample_size=96,
             attention_head_dim=[5, 10, 20, 20],
             cross_attention_dim=1024,
             use_linear_projection=True,
             upcast_attention=True,
         ),
-        "vae": _vae(sample_size=768),
+        "vae": vae_config(sample_size=768),
     },
     _DDIM_V,
 )
-_SDXL_VAE = _vae(sample_size=1024, scaling_factor=0.13025, force_upcast=True)
+_SDXL_VAE = vae_config(sample_size=1024, scaling_factor=0.13025, force_upcast=True)
 _SDXL = Preset(
     "StableDiffusionXLPipeline",
     {
         "text_encoder": _CLIP_L,
         "text_encoder_2": _CLIP_G,
-        "unet": _unet_sd(
+        "unet": unet_config(
             sample_size=128,
             down_block_types=["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
             up_block_types=["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
@@ -141,14 +141,14 @@ _SDXL = Preset(
         ),
         "vae": _SDXL_VAE,
     },
-    _EULER,
+    EULER,
     {"force_zeros_for_empty_prompt": True},
 )
 _REFINER = Preset(
     "StableDiffusionXLImg2ImgPipeline",
     {
         "text_encoder_2": _CLIP_G,
-        "unet": _unet_sd(
+        "unet": unet_config(
             sample_size=128,
             down_block_types=["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"],
             up_block_types=["UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
@@ -163,19 +163,19 @@ _REFINER = Preset(
         ),
         "vae": _SDXL_VAE,
     },
-    _EULER,
+    EULER,
     {"force_zeros_for_empty_prompt": False, "requires_aesthetics_score": True},
 )
 _INPAINT = Preset(
     "StableDiffusionInpaintPipeline",
-    {"text_encoder": _CLIP_L, "unet": _unet_sd(in_channels=9), "vae": _vae()},
+    {"text_encoder": _CLIP_L, "unet": unet_config(in_channels=9), "vae": vae_config()},
     _PNDM,
 )
 _CONTROLNET = Preset(
     "StableDiffusionControlNetPipeline",
     {
         "text_encoder": _CLIP_L,
-        "unet": _unet_sd(),
+        "unet": unet_config(),
         "controlnet": {
             "_class_name": "ControlNetModel",
             "in_channels": 4,
@@ -189,7 +189,7 @@ _CONTROLNET = Preset(
             "act_fn": "silu",
             "conditioning_embedding_out_channels": [16, 32, 96, 256],
         },
-        "vae": _vae(),
+        "vae": vae_config(),
     },
     _PNDM,
 )

@@ -2,7 +2,7 @@
 
 Two things keep the CPU from standing in for a GPU. It lacks kernels for some of the contrib operators: they become the
 function bodies of the same operators. And it computes half precision in float32 without rounding what lies between two
-operators, so that neither rounding errors nor overflows show: the twin is in float32 and rounds, by arithmetic, the
+operators, so that neither rounding errors nor overflows show: the copy is in float32 and rounds, by arithmetic, the
 result of every operator to the half type.
 """
 
@@ -57,10 +57,10 @@ BODIES = {
 
 
 @contextmanager
-def cpu_twin(path: Path) -> Iterator[tuple[Path, list[str]]]:
+def emulated(path: Path) -> Iterator[tuple[Path, list[str]]]:
     """Yield (a model.onnx that the CPU runs, what was done to it) for the component, or ONNX file, at `path`.
 
-    That is `path` itself where nothing has to be done. A twin lies beside the component's folder, or the file, until
+    That is `path` itself where nothing has to be done. A copy lies beside the component's folder, or the file, until
     the context is left; it takes float32 where the original takes a half type.
     """
     model = load(path)
@@ -77,11 +77,11 @@ def cpu_twin(path: Path) -> Iterator[tuple[Path, list[str]]]:
         yield path, notes
         return
     beside = path.absolute().parent if path.name == MODEL else path
-    with tempfile.TemporaryDirectory(prefix=f".{beside.name}.twin-", dir=beside.parent) as scratch:
-        twin = Path(scratch) / beside.stem / MODEL
-        twin.parent.mkdir()
-        ir.save(model, twin, external_data=DATA)
-        yield twin, notes
+    with tempfile.TemporaryDirectory(prefix=f".{beside.name}.emulated-", dir=beside.parent) as scratch:
+        copy = Path(scratch) / beside.stem / MODEL
+        copy.parent.mkdir()
+        ir.save(model, copy, external_data=DATA)
+        yield copy, notes
 
 
 def half_type(model: ir.Model) -> ir.DataType | None:

@@ -11,10 +11,11 @@ import onnx_ir as ir
 from sd_ort.core.errors import OutputError
 from sd_ort.core.files import scratch_folder
 from sd_ort.core.folder import model_name
+from sd_ort.core.interrupts import in_threads
 from sd_ort.core.paths import output_path
 from sd_ort.family.recorded import recorded_inputs
 from sd_ort.graphs.load import load
-from sd_ort.optimize.optimizer import Report, chosen_target, optimize_component, two_at_a_time
+from sd_ort.optimize.optimizer import Report, chosen_target, optimize_component
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.runtime.session import blaming, check_opens
 
@@ -55,7 +56,7 @@ def optimize_file(
                 entry.update(optimize_component(source, made, TARGETS[target], dtype, stopped=stopped, **options))
             check_opens(made)
 
-        two_at_a_time(make, [model_name(source)])
+        in_threads(make, [model_name(source)], at_once=1)
         try:
             if made.with_name(data.name).exists():
                 made.with_name(data.name).rename(data)

@@ -114,7 +114,7 @@ def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str
         path = Path(work) / "component" / folder.MODEL
         path.parent.mkdir()
         ir.save(copy, path, external_data=folder.DATA)
-        run = Model(create_session(path, "cpu", portable=True, once=True))
+        run = Model(create_session(path, "cpu", library=False, once=True))
         for feed in feeds:
             outputs = run(**feed)
             for name in names:

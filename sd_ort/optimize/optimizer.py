@@ -12,8 +12,8 @@ import importlib.metadata
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from fusion_passes import CONTRIB, DOMAIN, OPERATORS, recipes
 from fusion_passes.operators import bodies
 from fusion_passes.pass_ import run_all, totals
 from sd_ort.core import folder
-from sd_ort.core.errors import STOPPABLE, InputError
+from sd_ort.core.errors import InputError
+from sd_ort.core.interrupts import in_threads
 from sd_ort.core.paths import output_path
 from sd_ort.family.recorded import check_recorded
 from sd_ort.graphs import hoist
@@ -69,7 +70,7 @@ def optimize(
     target: a name in `TARGETS`; None: what the installed ONNX Runtime wheel drives. dtype: "float32", "float16" or
     "bfloat16", one that the target has. calibrate: whether float16 conversion runs each component to find what must
     stay in float32 (None: the components that are small enough), on made-up inputs or on the recorded `inputs` (see
-    `family.inputs`). hoisted: split the UNet into a graph that runs once a prompt, one that runs once a schedule and
+    `family.inputs`). hoisted: split the UNet into a graph that runs once per prompt, one per schedule and
     one that runs every step (see `graphs.hoist`); None: in float16 for the targets in `HOISTING`. An `output` that was
     made from the same input with the same options and is intact is left as it is. Raises InputError for a source that
     cannot be read and OutputError when the output cannot be written; then nothing is left behind.
@@ -170,7 +171,7 @@ def optimize_all(
         entries[name] = entry
         report(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
 
-    two_at_a_time(make, sorted(by_name, key=lambda name: -by_name[name].bytes))
+    in_threads(make, sorted(by_name, key=lambda name: -by_name[name].bytes), at_once=2)
     return {name: entries[name] for name in by_name}
 
 
@@ -184,25 +185,6 @@ def _manifest(source: Path, names: list[str], options: dict[str, Any]) -> dict[s
         "options": options,
         "components": {},
     }
-
-
-def two_at_a_time(make: Callable[[str, threading.Event], None], names: Iterable[str]) -> None:
-    """Call make(name, stopped) for all names in two threads; an error or interrupt sets `stopped` and is raised.
-
-    An interrupt is raised at once. The threads may still be inside a library, for seconds; they write nothing after it.
-    """
-    stopped = threading.Event()
-    pool = ThreadPoolExecutor(2, thread_name_prefix=STOPPABLE)
-    running = [pool.submit(make, name, stopped) for name in names]
-    interrupted = True
-    try:
-        for done in as_completed(running):
-            interrupted = done.exception() is None
-            done.result()
-        interrupted = False
-    finally:
-        stopped.set()
-        pool.shutdown(wait=not interrupted, cancel_futures=True)
 
 
 def optimize_component(

@@ -1,4 +1,4 @@
-"""What each execution provider runs: one table a target, read by `optimize` when it lowers fused nodes.
+"""What each execution provider runs: one table per target, read by `optimize` when it lowers fused nodes.
 
 A target runs its passes; then a fused node goes to ONNX Runtime's own kernel (`contrib`, domain com.microsoft) when its
 limits allow this node, else it is our operator (domain `sd_ort`, a kernel of the library or else the function body that
@@ -41,12 +41,12 @@ def _channels_last(node: ir.Node) -> str | None:
     return None if last else "its kernel reads channels-last images, and the region around it stays NCHW"
 
 
-def _even_channels_a_group(node: ir.Node) -> str | None:
+def _even_channels_per_group(node: ir.Node) -> str | None:
     if reason := _channels_last(node):
         return reason
     channels, groups = c.size(node.inputs[1], 0), node.attributes["groups"].as_int()
     if channels is None or channels % groups or (channels // groups) % 2:
-        return f"its kernel needs an even number of channels a group, not {channels}/{groups}"
+        return f"its kernel needs an even number of channels per group, not {channels}/{groups}"
     return None
 
 
@@ -134,8 +134,8 @@ _NO_BFLOAT16 = ("float32", "float16")
 
 # Every kernel that the CUDA provider has for fused operators.
 CUDA_CONTRIB: Mapping[str, Limit] = {
-    "GroupNorm": _even_channels_a_group,
-    "SkipGroupNorm": _even_channels_a_group,
+    "GroupNorm": _even_channels_per_group,
+    "SkipGroupNorm": _even_channels_per_group,
     "BiasSplitGelu": _cuda_gelu_width,
     "BiasAdd": _three_axes,
     "SkipLayerNormalization": _whole_skip,

@@ -55,8 +55,8 @@ class Denoiser:
         if "unet_prompt" in models:
             self._hoist()
         unet = models["unet"]
-        told = {**self.conditioning, **self.fixed}
-        self.fixed = {name: told[name].astype(unet.dtype(name)) for name in unet.inputs if name in told}
+        given = {**self.conditioning, **self.fixed}
+        self.fixed = {name: given[name].astype(unet.dtype(name)) for name in unet.inputs if name in given}
         if control is not None:
             self._open_controlnet(control)
 
@@ -89,8 +89,8 @@ class Denoiser:
 
     def _open_controlnet(self, control: Control) -> None:
         controlnet = self.models["controlnet"]
-        told = {**self.conditioning, "controlnet_cond": control.image.numpy()}
-        self.shown = {name: told[name].astype(controlnet.dtype(name)) for name in controlnet.inputs if name in told}
+        given = {**self.conditioning, "controlnet_cond": control.image.numpy()}
+        self.shown = {name: given[name].astype(controlnet.dtype(name)) for name in controlnet.inputs if name in given}
 
     def _residuals(self, index: int, sample: torch.Tensor) -> dict[str, np.ndarray]:
         assert self.control is not None

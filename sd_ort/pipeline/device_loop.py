@@ -115,9 +115,9 @@ class DeviceLoop:
                     self.kept.clear()
 
     def _buffers(self, drawing: Drawing) -> Buffers:
-        told = tuple((name, value.shape) for name, value in sorted(drawing.conditioning.items()))
+        conditioning = tuple((name, value.shape) for name, value in sorted(drawing.conditioning.items()))
         channels = None if drawing.channels is None else drawing.channels.shape
-        key = (id(self.models["unet"]), drawing.latents.shape, drawing.rows, told, channels)
+        key = (id(self.models["unet"]), drawing.latents.shape, drawing.rows, conditioning, channels)
         buffers = self.kept.pop(key, None)
         if buffers is None:
             if len(self.kept) == self.KEPT:
@@ -354,13 +354,13 @@ class Steps:
         assert prompt is not None
         model = loop.models["unet_time"]
         feed = {}
-        told = {name: np.dtype(model.dtype(name)) for name in model.inputs if name != "timestep"}
-        if told:
+        conditioning = {name: np.dtype(model.dtype(name)) for name in model.inputs if name != "timestep"}
+        if conditioning:
             row = loop.value(np.tile(np.arange(self.rows), states))
-            values = {identifier(name): prompt.outputs[name] for name in told} | {"row": row}
-            spread = loop.graph(device_graphs.spread, tuple(told.items()), values)
+            values = {identifier(name): prompt.outputs[name] for name in conditioning} | {"row": row}
+            spread = loop.graph(device_graphs.spread, tuple(conditioning.items()), values)
             self.before.append(spread)
-            feed = {name: spread.outputs[f"every_{identifier(name)}"] for name in told}
+            feed = {name: spread.outputs[f"every_{identifier(name)}"] for name in conditioning}
         dtype = model.dtype("timestep")
         self.time_input = loop.value(self.arrays["rows_timesteps"].astype(dtype))
         self.time_dtype = dtype

@@ -121,10 +121,10 @@ def _tensors(source: str | Path | Weights) -> tuple[dict[str, np.ndarray], dict[
     try:
         with safe_open(path, "pt") as file:
             found = {name: file.get_tensor(name).float().numpy() for name in file.keys()}  # noqa: SIM118
-            told = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
+            metadata = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
     except Exception as error:  # SafetensorError is no OSError, and a file of another kind fails in more ways
         raise InputError(f"{path} cannot be read as a LoRA ({first_line(error)}): get it again.") from error
-    return found, {n.removesuffix(".lora_alpha"): float(a) for n, a in told.items() if n.endswith(".lora_alpha")}
+    return found, {n.removesuffix(".lora_alpha"): float(a) for n, a in metadata.items() if n.endswith(".lora_alpha")}
 
 
 def _diffusers_blocks(tensors: dict[str, np.ndarray], unet_config: Mapping[str, Any]) -> dict[str, np.ndarray]:

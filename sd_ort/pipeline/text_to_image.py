@@ -26,9 +26,9 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.folder import read_index
 from sd_ort.core.progress import step_bar
 from sd_ort.family.conditioning import (
-    _tokenizer,
     guidance_embedding,
     latent_scale,
+    open_tokenizer,
     text_encoders,
     text_length,
     token_ids,
@@ -159,7 +159,9 @@ class StableDiffusionPipeline(LoraMethods):
         self.index = read_index(folder)
         self.is_xl = self.unet_config.get("addition_embed_type") == "text_time"
         names = text_encoders(self.index)
-        self.text_encoders = [(_tokenizer(folder, name.replace("text_encoder", "tokenizer")), name) for name in names]
+        self.text_encoders = [
+            (open_tokenizer(folder, name.replace("text_encoder", "tokenizer")), name) for name in names
+        ]
         self.image_processor = VaeImageProcessor(vae_scale_factor=self.vae_scale_factor, do_convert_rgb=True)
 
     @classmethod
@@ -186,7 +188,7 @@ class StableDiffusionPipeline(LoraMethods):
         has one. `device_loop`: keep latents, guidance and scheduler on the device (see `pipeline.device_loop`); None
         for doing so on a GPU. `graph`: capture the UNet's runs as CUDA or HIP graphs; None for where the provider can,
         with a warning for what it cannot; False for never; True fails where it cannot. `session_options`: those of
-        `runtime.session.create_session` (threads, allow_fallback, tuning, library, portable, profile).
+        `runtime.session.create_session` (threads, allow_fallback, tuning, library, profile).
 
         Raises InputError for a folder, component or scheduler that cannot be used, ProviderError for a provider that
         is not installed or not really used.

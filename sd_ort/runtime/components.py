@@ -21,7 +21,7 @@ from sd_ort.runtime.stream import open_stream
 # Components that take turns at every step: with --low-memory they stay in memory together.
 TOGETHER = frozenset({"unet", "controlnet"})
 
-# Components that are captured as graphs. Measured on an H200, SD 1.5: the UNet gains 0.7 ms a step; the VAE nothing.
+# Components that are captured as graphs. Measured on an H200, SD 1.5: the UNet gains 0.7 ms per step; the VAE nothing.
 CAPTURED = frozenset({"unet", "controlnet"})
 
 

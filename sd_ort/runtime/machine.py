@@ -1,4 +1,4 @@
-"""The machine, the versions, the commit and the memory peaks that a measurement is told with."""
+"""The machine, the versions, the commit and the memory peaks that a measurement is written down with."""
 
 from __future__ import annotations
 

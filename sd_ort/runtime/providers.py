@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_ort.core.errors import ProviderError, first_line
-from sd_ort.runtime.wheels import _loads, installed_wheels, needed_libraries, runtime
+from sd_ort.runtime.wheels import can_load, installed_wheels, needed_libraries, runtime
 
 if TYPE_CHECKING:
     pass
@@ -109,7 +109,7 @@ def plugin_devices(library: Path) -> list[Any]:
     onnxruntime = runtime()
     if not hasattr(onnxruntime, "register_execution_provider_library"):
         raise ProviderError(f"ONNX Runtime {onnxruntime.__version__} takes no plugin providers: install 1.23 or later.")
-    if missing := [needed for needed in needed_libraries(library) if not _loads(needed)]:
+    if missing := [needed for needed in needed_libraries(library) if not can_load(needed)]:
         raise ProviderError(f"{library} cannot load {', '.join(missing)}: add their folder to LD_LIBRARY_PATH.")
     before = {device.ep_name for device in onnxruntime.get_ep_devices()}
     try:
@@ -134,7 +134,7 @@ def missing_libraries(name: str) -> list[str]:
     library = Path(onnxruntime.__file__).parent / "capi" / provider.library
     if not library.is_file():
         return []
-    return [needed for needed in needed_libraries(library) if not _loads(needed)]
+    return [needed for needed in needed_libraries(library) if not can_load(needed)]
 
 
 def check_provider(name: str, *, allow_fallback: bool = False) -> None:
@@ -147,20 +147,20 @@ def check_provider(name: str, *, allow_fallback: bool = False) -> None:
         return
     available = runtime().get_available_providers()
     if provider.ep not in available:
-        _refuse(
+        refuse(
             f"the {name} provider is not in the installed onnxruntime wheel (it has {', '.join(available)}): "
             f"pip uninstall -y {' '.join(installed_wheels())} && pip install 'sd-ort[{provider.extra}]'.",
             allow_fallback,
         )
     elif missing := missing_libraries(name):
-        _refuse(
+        refuse(
             f"the {name} provider cannot load {', '.join(missing)}: install {provider.needs}, "
             "or add their folder to LD_LIBRARY_PATH.",
             allow_fallback,
         )
 
 
-def _refuse(message: str, allow_fallback: bool) -> None:
+def refuse(message: str, allow_fallback: bool) -> None:
     if not allow_fallback:
         raise ProviderError(message)
     warn_once(f"{message} Falling back to the CPU.")

@@ -18,11 +18,11 @@ from sd_ort.runtime.providers import (
     CPU_EP,
     PLUGIN,
     Provider,
-    _refuse,
     check_provider,
     log,
     plugin_devices,
     provider_named,
+    refuse,
     warn_once,
 )
 from sd_ort.runtime.wheels import ERRORS_ONLY, runtime
@@ -50,8 +50,7 @@ def create_session(
     tuning: bool = False,
     graph: bool = False,
     provider_options: Mapping[str, str] | None = None,
-    library: Path | None = None,
-    portable: bool = False,
+    library: Path | bool = True,
     profile: Path | None = None,
     weights: Mapping[str, np.ndarray] | None = None,
     once: bool = False,
@@ -61,10 +60,10 @@ def create_session(
     `threads`: intra-op threads, None for one a physical core. `allow_fallback`: warn instead of failing when the
     provider is not really used. `tuning`: let the provider search for its fastest kernels. `graph`: capture runs as
     CUDA or HIP graphs; such a session runs only through `GraphModel`. `provider_options`: more options of the
-    provider, over those of the table. `library`: custom-op library to register instead of the one found; `portable`:
-    register none. `profile`: file-name prefix of ONNX Runtime's profile. `weights`: numbers for initializers of the
-    data file, by name, instead of those in the file; of the same shape and type. `once`: it runs a time or two, for
-    which weights are not worth being packed.
+    provider, over those of the table. `library`: the custom-op library to register, True for the one found, False
+    for none. `profile`: file-name prefix of ONNX Runtime's profile. `weights`: numbers for initializers of the data
+    file, by name, instead of those in the file; of the same shape and type. `once`: it runs a time or two, for which
+    weights are not worth being packed.
 
     Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
     installed, not loadable or silently dropped.
@@ -85,11 +84,11 @@ def create_session(
     if weights:
         values = [onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for a in weights.values()]
         options.add_external_initializers(list(weights), values)
-    if not _register_ops(options, library, portable):
+    if not _register_ops(options, library):
         _check_overloads(model_path, onnxruntime.__version__)
-        if entry.device != "cpu" and not portable:
+        if entry.device != "cpu" and library:
             warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
-        elif not portable and read_manifest(model_path.parent.parent).get("stage") == "optimize":
+        elif library and read_manifest(model_path.parent.parent).get("stage") == "optimize":
             warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
     if provider.startswith(PLUGIN):
         devices = plugin_devices(Path(provider.removeprefix(PLUGIN)))
@@ -107,7 +106,7 @@ def create_session(
         reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if provider.startswith(PLUGIN) else ""
         raise InputError(f"ONNX Runtime refuses {model_path}: {reason or first_line(error)}") from error
     if entry.ep not in session.get_providers():
-        _refuse(
+        refuse(
             f"ONNX Runtime dropped the {provider} provider and would run on the CPU: check that {entry.needs} is "
             "installed and that a GPU is visible (`sd-ort doctor`).",
             allow_fallback,
@@ -115,7 +114,7 @@ def create_session(
     elif entry.ep != CPU_EP and not provider.startswith(PLUGIN):
         from sd_ort.runtime import tuning as results
 
-        results.attach(session, entry.ep, _ops_path(library, portable), tuning, onnxruntime.__version__)
+        results.attach(session, entry.ep, _ops_path(library), tuning, onnxruntime.__version__)
     return session
 
 
@@ -178,13 +177,13 @@ def _chosen(entry: Provider, tuning: bool, graph: bool, more: Mapping[str, str])
     return {**entry.options, **(entry.tuning if tuning else {}), **((entry.graph if graph else None) or {}), **more}
 
 
-def _ops_path(library: Path | None, portable: bool) -> Path | None:
-    return None if portable else library or library_path()
+def _ops_path(library: Path | bool) -> Path | None:
+    return library if isinstance(library, Path) else library_path() if library else None
 
 
-def _register_ops(options: Any, library: Path | None, portable: bool) -> bool:
+def _register_ops(options: Any, library: Path | bool) -> bool:
     """Register the custom-op library, if there is one. Raises ProviderError when it is there but cannot be loaded."""
-    path = _ops_path(library, portable)
+    path = _ops_path(library)
     if path is None:
         log.info("no custom-op library: fused operators run as plain ONNX functions.")
         return False

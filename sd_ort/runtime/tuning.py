@@ -48,7 +48,7 @@ class TuningError(InputError):
     """A tuning file that is broken, or that was measured elsewhere."""
 
 
-class Source(Protocol):
+class TuningSource(Protocol):
     """Where results come from and go to: the GPU op library, or in tests something that stands in for it."""
 
     def validators(self) -> dict[str, str]:
@@ -222,7 +222,7 @@ def merge_onnxruntime(known: list[Record], more: list[Record]) -> list[Record]:
 
 
 def table(record: Record) -> list[str]:
-    """A file's content as lines for a terminal: validators, then a line a call."""
+    """A file's content as lines for a terminal: validators, then a line per call."""
     lines = [f"{LABELS.get(key, key)}: {value}" for key, value in sorted(record["validators"].items())]
     for operator, results in sorted(record["operators"].items()):
         for signature, result in sorted(results.items()):
@@ -240,7 +240,7 @@ def table(record: Record) -> list[str]:
 # ---- sessions
 
 
-def validators_of(source: Source | None, onnxruntime_version: str) -> dict[str, str]:
+def validators_of(source: TuningSource | None, onnxruntime_version: str) -> dict[str, str]:
     """What a file must agree with. Without an op library only ONNX Runtime's version is known."""
     own = source.validators() if source is not None else {"arch": "unknown", "driver": "", "library": ""}
     return {**own, "onnxruntime": onnxruntime_version}
@@ -257,15 +257,15 @@ def attach(session: Any, ep: str, op_library: Path | None, tune: bool, onnxrunti
         if source is not None:
             source.enable(True)
         # At the end of the process, of a worker of a pool too; the session may be gone by then.
-        Finalize(None, _save_at_exit, (weakref.ref(session), source, onnxruntime_version), exitpriority=1)
+        Finalize(None, save_at_exit, (weakref.ref(session), source, onnxruntime_version), exitpriority=1)
 
 
-def _save_at_exit(session: weakref.ref[Any], source: Source | None, onnxruntime_version: str) -> None:
+def save_at_exit(session: weakref.ref[Any], source: TuningSource | None, onnxruntime_version: str) -> None:
     alive = session()
     save([] if alive is None else [alive], source, onnxruntime_version)
 
 
-def load(session: Any, source: Source | None, onnxruntime_version: str) -> Path | None:
+def load(session: Any, source: TuningSource | None, onnxruntime_version: str) -> Path | None:
     """Give a session the results of the file that fits; its path, or None. The log says why others do not fit."""
     validators = validators_of(source, onnxruntime_version)
     fitting = path_for(validators)
@@ -287,7 +287,7 @@ def _say_why_not(paths: Iterable[Path], validators: Mapping[str, str]) -> None:
             log.info("%s", error)
 
 
-def apply(session: Any, source: Source | None, record: Record) -> None:
+def apply(session: Any, source: TuningSource | None, record: Record) -> None:
     """Hand a file's results to the op library and to ONNX Runtime.
 
     Raises TuningError for an operator or candidate that the library lacks: the file was edited.
@@ -301,7 +301,7 @@ def apply(session: Any, source: Source | None, record: Record) -> None:
         session.set_tuning_results(record["onnxruntime"], error_on_invalid=False)
 
 
-def save(sessions: Iterable[Any], source: Source | None, onnxruntime_version: str) -> Path | None:
+def save(sessions: Iterable[Any], source: TuningSource | None, onnxruntime_version: str) -> Path | None:
     """Write what this process and its sessions have measured to the file that fits; None when that is nothing."""
     found: list[Record] = []
     for session in sessions:

@@ -101,7 +101,7 @@ def needed_libraries(library: Path) -> list[str]:
         return names
 
 
-def _loads(library: str) -> bool:
+def can_load(library: str) -> bool:
     if library.startswith("libonnxruntime"):  # comes with the wheel itself, off the loader's path
         return True
     try:

@@ -14,7 +14,7 @@ import pytest
 
 from sd_ort.check import tune
 from sd_ort.core.errors import InputError, OutputError, ProviderError
-from sd_ort.family.inputs import pixels_a_latent
+from sd_ort.family.inputs import pixels_per_latent
 from sd_ort.family.signatures import default_latents
 from sd_ort.runtime import tuning
 
@@ -194,7 +194,7 @@ def test_a_session_with_tuning_on_measures(monkeypatch: pytest.MonkeyPatch, tmp_
     tuning.attach(session, "CUDAExecutionProvider", tmp_path / "ops.so", True, VERSION)
     assert ops.enabled
     ops.measured = found("a")
-    tuning._save_at_exit(*later[0])
+    tuning.save_at_exit(*later[0])
     assert tuning.load(session, FakeOps(), VERSION) is not None
 
 
@@ -222,7 +222,7 @@ def test_a_gpu_without_an_op_library_has_nothing_to_tune(tmp_path: Path) -> None
 
 def test_sizes(tiny_export: Path) -> None:
     """Pixels become latents; guidance doubles the UNet's batch; a text encoder runs once a batch."""
-    step = pixels_a_latent(tiny_export)
+    step = pixels_per_latent(tiny_export)
     sizes = tune.image_sizes(tiny_export, [8 * step, 16 * step], [8 * step, 8 * step])
     unet = tune.latent_sizes(tiny_export, "unet", sizes, (1, 2), guidance=True)
     assert [(s["batch"], s["height"], s["width"]) for s in unet] == [(2, 8, 8), (4, 8, 8), (2, 16, 8), (4, 16, 8)]
@@ -242,7 +242,7 @@ def test_every_component_runs_at_its_shapes(tiny_export: Path) -> None:
     """The runs that tuning consists of, on the CPU."""
     from sd_ort.runtime.session import load
 
-    step = pixels_a_latent(tiny_export)
+    step = pixels_per_latent(tiny_export)
     lines: list[str] = []
     for name in ("text_encoder", "unet", "vae_decoder"):
         sizes = tune.latent_sizes(tiny_export, name, [(8 * step, 8 * step)], (1,), guidance=True)

@@ -70,7 +70,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_target_agrees_with_its_source(source: Path, tmp_path: Path, target: str) -> None:
     optimize(source, tmp_path / "out", target=target)
-    result = verify(source, tmp_path / "out", portable=True)
+    result = verify(source, tmp_path / "out", library=False)
     assert [row["shape"] for row in result["rows"]] == [[1, 3, 24, 16], [2, 3, 16, 32]]
     assert all(row["finite"] and row["relative_error"] < 1e-5 and row["tolerance"] == 1e-5 for row in result["rows"])
     check(result)
@@ -88,11 +88,11 @@ def test_a_changed_weight_is_found(source: Path, tmp_path: Path) -> None:
     bias.const_value = ir.tensor(bias.const_value.numpy() + np.float32(1e-3), name=bias.name)
     ir.save(model, out / "vae_decoder" / folder.MODEL)
     (out / folder.MANIFEST).unlink()
-    result = verify(source, out, portable=True)
+    result = verify(source, out, library=False)
     assert not result["passed"]
     with pytest.raises(VerificationError, match="vae_decoder differs from its source"):
         check(result)
-    assert verify(source, out, portable=True, tolerance=0.1)["passed"]
+    assert verify(source, out, library=False, tolerance=0.1)["passed"]
 
     ran = CliRunner().invoke(command, [str(source), str(out), "--portable", "--json"])
     assert isinstance(ran.exception, VerificationError)
@@ -115,7 +115,7 @@ def test_recorded_inputs(source: Path, tmp_path: Path) -> None:
     np.savez(
         tmp_path / "runs.npz", **{"vae_decoder/latent_sample/0": latent, "vae_decoder/latent_sample/1": latent[..., :3]}
     )
-    result = verify(source, tmp_path / "out", inputs=tmp_path / "runs.npz", portable=True)
+    result = verify(source, tmp_path / "out", inputs=tmp_path / "runs.npz", library=False)
     assert [row["shape"][2:] for row in result["rows"]] == [[5, 7], [5, 3]]  # made-up runs are left out
     assert result["passed"]
     with pytest.raises(InputError, match=r"numpy\.savez"):
@@ -142,7 +142,7 @@ def test_recorded_inputs_that_do_not_fit(
 def test_a_source_that_makes_nan_is_blamed_itself(tmp_path: Path) -> None:
     source = make_pipeline(tmp_path / "source", gain=float("nan"))
     optimize(source, tmp_path / "out", target="portable")
-    result = verify(source, tmp_path / "out", portable=True)
+    result = verify(source, tmp_path / "out", library=False)
     assert not any(row["source_finite"] or row["passed"] for row in result["rows"])
     with pytest.raises(VerificationError, match=r"the source itself makes NaN .* give inputs"):
         check(result)
@@ -162,7 +162,7 @@ def test_comparing_nothing_is_no_success(source: Path, tmp_path: Path) -> None:
 def test_bfloat16_is_valid_and_right(source: Path, tmp_path: Path) -> None:
     optimize(source, tmp_path / "out", dtype="bfloat16", target="portable")
     onnx.checker.check_model(str(tmp_path / "out" / "vae_decoder" / folder.MODEL), full_check=True)
-    result = verify(source, tmp_path / "out", portable=True)
+    result = verify(source, tmp_path / "out", library=False)
     assert any("rounded to bfloat16" in note for note in result["notes"])
     assert all(1e-4 < row["relative_error"] < 2.4e-2 for row in result["rows"])
 
@@ -180,7 +180,7 @@ def test_target_cpu_stores_halves_and_computes_in_float32(
     assert len(stored) == 2  # the weights of the 3 x 3 convolutions
     assert {n.inputs[0].name for n in model.graph if n.op_type == "Cast" and n.inputs[0] is not None} == stored
     assert {v.dtype for v in (*model.graph.inputs, *model.graph.outputs)} == {ir.DataType.FLOAT}
-    result = verify(source, tmp_path / "out", portable=True)
+    result = verify(source, tmp_path / "out", library=False)
     check(result)
     assert all(1e-5 < row["relative_error"] < worst for row in result["rows"])
 
@@ -205,14 +205,14 @@ def test_overflowing_site_stays_in_float32(tmp_path: Path, target: str) -> None:
     """As in SDXL's VAE decoder: activations above 65504 between float32-sized weights."""
     source = make_pipeline(tmp_path / "source", gain=30000.0)
     optimize(source, tmp_path / "without", target=target, dtype="float16", calibrate=False)
-    broken = verify(source, tmp_path / "without", portable=True)
+    broken = verify(source, tmp_path / "without", library=False)
     assert not any(row["finite"] for row in broken["rows"])
 
     manifest = optimize(source, tmp_path / "with", target=target, dtype="float16")
     entry = manifest["components"]["vae_decoder"]
     assert entry["float32_sites"]
     assert all(site["max_abs"] > 65504 / calibration.MARGIN for site in entry["float32_sites"])
-    result = verify(source, tmp_path / "with", portable=True)
+    result = verify(source, tmp_path / "with", library=False)
     assert result["rows"][0]["tolerance"] == 3e-3
     check(result)
     half = ir.load(tmp_path / "with" / "vae_decoder" / folder.MODEL)
@@ -228,7 +228,7 @@ def test_nothing_is_kept_where_nothing_overflows(source: Path, tmp_path: Path) -
     entry = manifest["components"]["vae_decoder"]
     assert entry["float32_sites"] == []
     assert "0 of" in entry["calibration"]
-    check(verify(source, tmp_path / "out", portable=True))
+    check(verify(source, tmp_path / "out", library=False))
     assert [p.name for p in (tmp_path / "out" / "vae_decoder").glob(".*")] == []
 
 

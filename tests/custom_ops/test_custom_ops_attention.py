@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from emulation import DEVICES, ROOT, compile_object, link
 
-from custom_ops.gpu import Guarded, HostMemory
+from custom_ops.check.memory import Guarded, HostMemory
 from custom_ops.multi_head_attention.reference import reference
 from custom_ops.op import DTYPES, Array, Case, draw, load, nmse, nmse_limit
 

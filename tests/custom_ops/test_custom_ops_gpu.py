@@ -11,7 +11,8 @@ import pytest
 from emulation import compile_object, gpu_sources, link, load_blas_lt
 
 from custom_ops import GPU_OPERATORS
-from custom_ops.gpu import Guarded, HostMemory, check_case
+from custom_ops.check.candidates import check_case
+from custom_ops.check.memory import Guarded, HostMemory
 from custom_ops.libraries import GpuLibrary
 from custom_ops.op import Case, Operator, draw, load
 

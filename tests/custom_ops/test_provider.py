@@ -17,7 +17,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from custom_ops import CPU_OPERATORS
+from custom_ops import CPU_OPERATORS, PROVIDER_OPERATORS
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
@@ -250,8 +250,8 @@ def test_captured_by_the_package(provider: str, folder: Path) -> None:
     """`GraphModel` on our provider's memory: tuned, two shapes, the same numbers as uncaptured."""
     model = lowered(folder, COMPONENTS[0], "float16")
     (model.parent.parent / "model_index.json").write_text("{}")
-    plain = Model(create_session(model, provider, portable=True))
-    session = create_session(model, provider, portable=True, graph=True, tuning=True)
+    plain = Model(create_session(model, provider, library=False))
+    session = create_session(model, provider, library=False, graph=True, tuning=True)
     graph = GraphModel(session, provider_named(provider).device)
     for size in (16, 8, 16):
         arrays = made_up(plain.session, {**SIZES, "height": size, "width": size})
@@ -262,7 +262,8 @@ def test_captured_by_the_package(provider: str, folder: Path) -> None:
 def test_compiles_for_amd(tmp_path: Path) -> None:
     """Kernels for five architectures, and the host code, as a build for AMD compiles them; no code is made of them."""
     compiler = build.find_hip_compiler()
-    (tmp_path / "bindings.h").write_text("".join(f'#include "{op}/binding.h"\n' for op in CPU_OPERATORS))
+    for header, operators in (("bindings.h", CPU_OPERATORS), ("provider_bindings.h", PROVIDER_OPERATORS)):
+        (tmp_path / header).write_text("".join(f'#include "{op}/binding.h"\n' for op in operators))
     headers = find_headers(api=build.PROVIDER_API)
     common = [compiler.path, *compiler.flags, "-fsyntax-only", "-std=c++17", "-D__HIP_PLATFORM_AMD__", "-Werror=all"]
     common += ['-DSD_ORT_BUILD_HASH=""', f"-I{SOURCES}", f"-I{headers}", f"-I{tmp_path}"]

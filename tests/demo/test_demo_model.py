@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import random
@@ -103,26 +102,17 @@ def test_unseen_prompts() -> None:
     assert prompts == scenes.unseen_prompts(300, seed=5) != scenes.unseen_prompts(300, seed=6)
 
 
-@pytest.fixture(scope="module")
-def training():  # type: ignore[no-untyped-def]
-    path = Path(__file__).parents[2] / "scripts" / "fixtures" / "train_demo_model.py"
-    spec = importlib.util.spec_from_file_location("train_demo_model", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_training_data_is_what_the_captions_say_and_never_unseen(training) -> None:  # type: ignore[no-untyped-def]
+def test_training_data_is_what_the_captions_say_and_never_unseen() -> None:
+    import demo_data
+    import demo_model
     import torch
     from transformers import CLIPTokenizer
 
     tokenizer = CLIPTokenizer.from_pretrained(MODEL_DIR / "tokenizer")
     ids = {word: tokenizer(word).input_ids[1] for word in scenes.words()}
-    ids |= {training.START: tokenizer.bos_token_id, training.END: tokenizer.eos_token_id}
-    data = training.Data(*map(torch.from_numpy, training._sample_chunk((3, 200, ids))))
-    pictures = training.render(data, torch.arange(200))
+    ids |= {demo_model.START: tokenizer.bos_token_id, demo_model.END: tokenizer.eos_token_id}
+    data = demo_data.Data(*map(torch.from_numpy, demo_data.sample_chunk((3, 200, ids))))
+    pictures = demo_data.render(data, torch.arange(200))
     pictures = ((pictures + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
     captions = tokenizer.batch_decode(data.tokens, skip_special_tokens=True)
     assert not any(scenes.is_unseen(scenes.parse(caption)) for caption in captions)
@@ -239,9 +229,9 @@ def test_pictures_of_nothing_are_refused() -> None:
 def test_no_color_and_no_shape() -> None:
     prompt = scenes.parse("a red circle on a blue background")
     picture = draw(prompt)
-    grey = picture.copy()
-    grey[(picture == COLORS["red"]).all(axis=-1)] = (128, 128, 128)
-    assert "no known color circle" in str(fidelity.mismatch(scenes.caption(prompt), grey))
+    gray = picture.copy()
+    gray[(picture == COLORS["red"]).all(axis=-1)] = (128, 128, 128)
+    assert "no known color circle" in str(fidelity.mismatch(scenes.caption(prompt), gray))
     half = scenes.render(prompt, [(64, 64, 24)])
     half[:, 64:] = COLORS["blue"]
     assert "red no shape" in str(fidelity.mismatch(scenes.caption(prompt), half))
@@ -311,17 +301,18 @@ def test_tokenizer_knows_every_word() -> None:
     assert tokenizer.unk_token_id not in tokens[1 : tokens.index(tokenizer.eos_token_id)]
 
 
-def test_model_draws_unseen_prompts(training) -> None:  # type: ignore[no-untyped-def]
+def test_model_draws_unseen_prompts() -> None:
     import torch
+    import train_demo_model
     from diffusers import StableDiffusionPipeline
 
-    pipeline = StableDiffusionPipeline.from_pretrained(MODEL_DIR, torch_dtype=torch.float32)
+    pipeline = StableDiffusionPipeline.from_pretrained(MODEL_DIR)
     pipeline.set_progress_bar_config(disable=True)
     prompts = scenes.unseen_prompts(8, seed=0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine two threads wait for each other longer than one works
     try:
-        result = fidelity.score(prompts, training.draw(pipeline, prompts, 0, STEPS, GUIDANCE, batch=8))
+        result = fidelity.score(prompts, train_demo_model.draw(pipeline, prompts, 0, STEPS, GUIDANCE, batch=8))
     finally:
         torch.set_num_threads(threads)
     assert result.right >= 7, result.failures

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from mini import mini
+from minis import mini
 from safetensors.torch import load_file, save_file
 
 from sd_ort.core import folder

@@ -125,13 +125,13 @@ CHECKED = [
 
 
 # Parts of public checkpoints that no committed graph has, several in one model: what differs from `topology`'s.
-SMALL_CLIP = presets._clip(32, 2, 4, "quick_gelu", 32, vocab_size=presets.BYTE_VOCABULARY, intermediate_size=80)
-SMALL_UNET = presets._unet_sd(
+SMALL_CLIP = presets.clip_config(32, 2, 4, "quick_gelu", 32, vocab_size=presets.BYTE_VOCABULARY, intermediate_size=80)
+SMALL_UNET = presets.unet_config(
     sample_size=8, block_out_channels=[32, 64], layers_per_block=1, attention_head_dim=4, cross_attention_dim=32,
     down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"], up_block_types=["UpBlock2D", "CrossAttnUpBlock2D"],
     norm_num_groups=8,
 )  # fmt: skip
-SMALL_VAE = presets._vae(
+SMALL_VAE = presets.vae_config(
     sample_size=16, block_out_channels=[16, 32], layers_per_block=1, norm_num_groups=8,
     down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
 )  # fmt: skip
@@ -194,7 +194,7 @@ def topology(
     made = {name: config | changes.get(name, {}) for name, config in small.items()}
     if made["vae"]["_class_name"] == "AutoencoderTiny":
         made["vae"] = changes["vae"]
-    return Preset(pipeline, made, presets._EULER | scheduler, {})
+    return Preset(pipeline, made, presets.EULER | scheduler, {})
 
 
 def calls(source: PresetSource, component: str, config: signatures.Config) -> Counter[str]:
@@ -257,7 +257,7 @@ def test_numbers(name: str, target: Target, dtype: str, tmp_path: Path) -> None:
     source, out, entry = fuse(name, tmp_path, target, dtype)
     if name in COUNTED_BELOW and (target, dtype) == (NHWC, "float32"):
         assert_counts(name, ir.load(out / name.rsplit(".", 1)[1] / folder.MODEL).graph, entry["rules"])
-    result = verify(source, out, portable=True, sizes=SIZES)
+    result = verify(source, out, library=False, sizes=SIZES)
     assert {row["tolerance"] for row in result["rows"]} == {3e-3 if dtype == "float16" or "-half-" in name else 1e-5}
     assert len({tuple(row["shape"]) for row in result["rows"] if row["output"] == result["rows"][0]["output"]}) == 2
     check(result)
@@ -281,7 +281,7 @@ def test_topology(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         }
         assert counts.get("Transpose", 0) == (0 if component == "text_encoder" else 2)
     (out / "model_index.json").write_text("{}")
-    check(verify(raw, out, portable=True, sizes=SIZES))
+    check(verify(raw, out, library=False, sizes=SIZES))
 
 
 def test_distilled_model_draws_what_diffusers_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,10 +240,16 @@ main()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_does_not_wait_for_the_threads(source: Path, number: signal.Signals) -> None:
+# As a library that keeps the interpreter's lock: no handler of Python's can run.
+LOCKED = STUCK.replace("time.sleep(600)", "__import__('re').match('(a+)+$', 'a' * 99 + 'b')")
+
+
+@pytest.mark.parametrize(("number", "script", "code"), [
+    (signal.SIGTERM, STUCK, 130), (signal.SIGINT, STUCK, 130), (signal.SIGTERM, LOCKED, -signal.SIGKILL),
+])  # fmt: skip
+def test_a_signal_does_not_wait_for_the_threads(source: Path, number: signal.Signals, script: str, code: int) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", STUCK, "optimize", str(source), str(source.parent / "out"), "--target", "portable"],
+        [sys.executable, "-c", script, "optimize", str(source), str(source.parent / "out"), "--target", "portable"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -254,9 +260,21 @@ def test_a_signal_does_not_wait_for_the_threads(source: Path, number: signal.Sig
     assert "rewriting" in process.stdout.readline()
     process.send_signal(number)
     _, err = process.communicate(timeout=300)  # half of what waiting for the threads would take
-    assert process.returncode == 130
+    assert process.returncode == code
     assert err.strip() == "sd-ort: interrupted; no half-written output is left."
     assert {path.name for path in source.parent.iterdir()} == {"in", "secret"}
+
+
+def test_too_little_memory(source: Path) -> None:
+    """`ulimit -v`: torch's library alone takes more than this."""
+    script = "import resource as r; r.setrlimit(r.RLIMIT_AS, (400 << 20,) * 2); from sd_ort.cli import main; main()"
+    process = subprocess.run(
+        [sys.executable, "-c", script, "generate", "a cat", "--model", str(source), "--out", "out.png"],
+        capture_output=True, text=True, check=False, cwd=source.parent,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
+    )  # fmt: skip
+    line = check((process.returncode, process.stdout, process.stderr), source.parent, {"in", "secret"})
+    assert "not enough memory" in line
 
 
 def test_a_picture_of_any_mode(pristine: Path) -> None:

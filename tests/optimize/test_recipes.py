@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from mini import mini
+from minis import mini
 
 from fusion_passes import recipes
 from sd_ort.core import folder

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from make_templates import every, key_of, weightless
-from mini import mini
+from minis import mini
 from safetensors.torch import load_file, save_file
 
 from sd_ort.core import folder

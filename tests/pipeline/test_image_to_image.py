@@ -86,7 +86,7 @@ def test_image_to_image(tiny_export: Path, reference: Any, picture: Image.Image,
     assert psnr(draw(ours, image=picture, generator=7, **arguments), expected) > MIN_PSNR
 
 
-def test_one_generator_an_image(tiny_export: Path, reference: Any, picture: Image.Image) -> None:
+def test_one_generator_per_image(tiny_export: Path, reference: Any, picture: Image.Image) -> None:
     arguments = {"image": picture, "strength": 0.5, "num_images_per_prompt": 2}
     expected = draw(as_kind("StableDiffusionImg2ImgPipeline", reference), generator=seeds(1, 2), **arguments)
     ours = StableDiffusionImg2ImgPipeline.from_pretrained(tiny_export)

@@ -126,7 +126,7 @@ def test_scheduler_by_name(reference: Any, tiny_export: Path, pipeline: Any, nam
         reference.scheduler, pipeline.scheduler = before
 
 
-def test_one_generator_an_image_makes_each_image_alone_again(pipeline: Any) -> None:
+def test_one_generator_per_image_makes_each_image_alone_again(pipeline: Any) -> None:
     both = draw(pipeline, num_images_per_prompt=2, generator=seeds(1, 2))
     assert psnr(both[1:], draw(pipeline, generator=2)) > MIN_PSNR
     assert psnr(both[:1], draw(pipeline, generator=2)) < 30

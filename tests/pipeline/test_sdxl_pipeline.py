@@ -10,7 +10,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from mini import mini
+from minis import mini
 from PIL import Image
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline

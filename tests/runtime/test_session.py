@@ -151,10 +151,10 @@ def test_overloaded_functions_on_an_old_runtime(model: Path, monkeypatch: pytest
     loaded.opset_import.append(helper.make_opsetid("own", 1))
     loaded.ir_version = 10
     model.write_bytes(loaded.SerializeToString())
-    session.create_session(model, portable=True)
+    session.create_session(model, library=False)
     monkeypatch.setattr(onnxruntime, "__version__", "1.26.0")
     with pytest.raises(InputError, match=r"ONNX Runtime 1\.26\.0 cannot run"):
-        session.create_session(model, portable=True)
+        session.create_session(model, library=False)
 
 
 # --- Providers ------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_dropped_provider_is_a_warning_when_allowed(
     pretend(monkeypatch, [])
     providers.warn_once.cache_clear()
     for _ in range(2):
-        opened = session.create_session(model, "rocm", allow_fallback=True, portable=True)  # no word on the op library
+        opened = session.create_session(model, "rocm", allow_fallback=True, library=False)  # no word on the op library
         assert opened.get_providers() == [CPU]
     assert [r.message.partition(":")[0] for r in caplog.records] == [
         "ONNX Runtime dropped the rocm provider and would run on the CPU"

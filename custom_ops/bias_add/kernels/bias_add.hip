@@ -1,4 +1,4 @@
-// BiasAdd on a GPU. Bandwidth bound: two reads (and the bias from cache) and one write, 16 bytes a lane.
+// BiasAdd on a GPU. Bandwidth bound: two reads (and the bias from cache) and one write, 16 bytes per lane.
 //
 // Launch: block (kBlock, 1, 1), grid (ceil(vectors / kBlock), 1, 1), no LDS; vectors = rows * channels / kVec.
 #include "bias_add/op.h"

@@ -1,4 +1,4 @@
-// BiasSplitGelu on a GPU. Bandwidth bound: reads X once, writes half as much, 16 bytes a lane.
+// BiasSplitGelu on a GPU. Bandwidth bound: reads X once, writes half as much, 16 bytes per lane.
 //
 // Launch: block (kBlock, 1, 1), grid (ceil(vectors / kBlock), 1, 1), no LDS; vectors are those of Y: rows * half /
 // kVec.

@@ -10,13 +10,12 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "common/cpu.h"
 
-#define SD_ORT_HOST 1
-#define SD_ORT_HIP 0
 #define SD_ORT_GPU_NAME(name) host##name
 #define SD_ORT_DEVICE inline
 
@@ -152,10 +151,8 @@ inline hostError_t hostGraphLaunch(hostGraphExec_t graph, hostStream_t stream) {
   return hostSuccess;
 }
 
-using gpuStream_t = hostStream_t;
-using gpuEvent_t = hostEvent_t;
-using gpuError_t = hostError_t;
-constexpr gpuError_t gpuSuccess = hostSuccess;
+using gpuDeviceProp_t = hostDeviceProp;
+inline std::string arch_name(const gpuDeviceProp_t& properties) { return properties.name; }
 
 using half_t = SD_ORT_ISA::Half;
 struct bf16_t {

@@ -1,4 +1,4 @@
-// GroupNorm, channels first: a block a group, two reads.
+// GroupNorm, channels first: a block per group, two reads.
 //
 // Launch: block (512, 1, 1), grid (groups, batch, 1), static LDS only; needs spatial % kVec == 0.
 #include "group_norm/kernels/span.h"

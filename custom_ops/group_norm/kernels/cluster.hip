@@ -20,7 +20,7 @@ struct SliceSums {
   float low, low_squares, high, high_squares;
 };
 
-// The group's sums over the block, to the inboxes of all blocks of the cluster; a wave a group.
+// The group's sums over the block, to the inboxes of all blocks of the cluster; a wave per group.
 __device__ inline void exchange_sums(const SliceSums* parts, float2 (*inbox)[kMaxClusterGroups], int groups_per_block,
                                      int channels_per_group, int vec, int slices, int rows, int rank, int cluster) {
   const int lane = static_cast<int>(threadIdx.x) % SD_ORT_WAVE_SIZE;
@@ -234,16 +234,16 @@ __global__ __launch_bounds__(kMaxClusterThreads) void group_norm_cluster_kernel(
   const int high_group = min(slice.low_group + 1, groups_per_block - 1);
   const float low_mean = means[slice.low_group], high_mean = means[high_group];
   const float low_factor = factors[slice.low_group], high_factor = factors[high_group];
-  Normaliser<T, kVec> normaliser;
+  Normalizer<T, kVec> normalizer;
 #pragma unroll
   for (int k = 0; k < kVec; ++k) {
     const bool is_low = k < slice.low_count;
-    normaliser.set(k, is_low ? low_mean : high_mean, gammas[k] * (is_low ? low_factor : high_factor), betas[k]);
+    normalizer.set(k, is_low ? low_mean : high_mean, gammas[k] * (is_low ? low_factor : high_factor), betas[k]);
   }
   const auto put_out = [&](const Pack& item, int i) {
     float v[kVec];
     item.unpack(v);
-    normaliser.apply(v, activation);
+    normalizer.apply(v, activation);
     Pack::pack(v).store(y + place(i));
   };
   const int again = (pixels - kept + kAhead - 1) / kAhead;  // times kAhead items, backwards

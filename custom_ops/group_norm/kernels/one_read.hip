@@ -53,7 +53,7 @@ __global__ __launch_bounds__(kBlock) void group_norm_one_read_kernel(const T* x,
 
   ShiftedSums sums[kVec];
   uint32_t counted = pixels;
-  forget(counted);  // compare with it anew: the masks of all items would take more scalar registers than there are
+  launder(counted);  // compare with it anew: the masks of all items would take more scalar registers than there are
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     float v[kVec];
@@ -83,24 +83,24 @@ __global__ __launch_bounds__(kBlock) void group_norm_one_read_kernel(const T* x,
     }
   }
 
-  Normaliser<T, kVec> normaliser;
+  Normalizer<T, kVec> normalizer;
 #pragma unroll
   for (int k = 0; k < kVec; ++k) {
     const bool is_low = k < slice.low_count;
-    normaliser.set(k, is_low ? low_mean : high_mean,
+    normalizer.set(k, is_low ? low_mean : high_mean,
                    (is_low ? low_factor : high_factor) * affine_value<T>(gamma, affine_is_float, slice.channel + k),
                    affine_value<T>(beta, affine_is_float, slice.channel + k));
   }
   uint32_t at = offset;
   uint32_t stored = pixels;
-  forget(stored);
+  launder(stored);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     if (i < static_cast<int>(stored)) {
       float v[kVec];
-      forget(held[i].raw);  // unpack it anew: the floats of all items would take twice the registers
+      launder(held[i].raw);  // unpack it anew: the floats of all items would take twice the registers
       held[i].unpack(v);
-      normaliser.apply(v, activation);
+      normalizer.apply(v, activation);
       Pack::pack(v).store(y + begin + at);
       at += stride;
     }

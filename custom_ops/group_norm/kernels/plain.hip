@@ -45,9 +45,9 @@ __global__ __launch_bounds__(kPlainBlock) void group_norm_plain_kernel(
   for (int64_t i = threadIdx.x; i < count; i += kPlainBlock) {
     const int channel = channel_of(i);
     const float v = value(i);
-    const float normalised = (v - mean) * factor * affine_value<T>(gamma, affine_is_float, channel) +
+    const float normalized = (v - mean) * factor * affine_value<T>(gamma, affine_is_float, channel) +
                              affine_value<T>(beta, affine_is_float, channel);
-    y[place(i)] = from_float<T>(activation == 1 ? silu(normalised) : normalised);
+    y[place(i)] = from_float<T>(activation == 1 ? silu(normalized) : normalized);
     if (sum != nullptr) sum[place(i)] = from_float<T>(v);
   }
 }

@@ -1,7 +1,7 @@
 // What GroupNorm's kernels share. Null pointers: skip, skip_channels (a skip by sample and channel), bias, sum. gamma
 // and beta hold float when affine_is_float, T otherwise.
 //
-// Channels last, a block takes `groups_per_block` neighbouring groups of a sample: a span of channels, of which each
+// Channels last, a block takes `groups_per_block` neighboring groups of a sample: a span of channels, of which each
 // thread keeps one slice of kVec for all its pixels. So a thread's gamma, beta and groups never change, and a slice
 // lies in at most two groups (kVec <= channels_per_group).
 #pragma once
@@ -90,7 +90,7 @@ struct SliceMoments {
 // What makes a slice's V its output: (V - mean) * factor + beta, then SiLU when asked. For 16-bit types the mean is
 // folded into beta: that costs a roundoff of float32 times mean * factor, and they have thousands of such.
 template <class T, int kVec>
-struct Normaliser {
+struct Normalizer {
   static constexpr bool kFolded = sizeof(T) == 2;
   float factor[kVec], shift[kVec], mean[kFolded ? 1 : kVec];
 

@@ -69,7 +69,7 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_statistics_kernel(
       if (sum != nullptr && in_range) {
         Vec<T, kVec>::pack(v).store(sum + begin + static_cast<int64_t>(pixel + i * step) * channels);
       }
-      if (sum != nullptr) Vec<T, kVec>::pack(v).unpack(v);  // what is normalised is what S holds
+      if (sum != nullptr) Vec<T, kVec>::pack(v).unpack(v);  // what is normalized is what S holds
 #pragma unroll
       for (int k = 0; k < kVec; ++k) {
         if (i == 0 && pixel == first) sums[k].start(v[k]);
@@ -88,7 +88,7 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_statistics_kernel(
   part[5] = mine.high.m2;
   block_barrier();
 
-  // One thread a group gathers from the slices that touch it.
+  // One thread per group gathers from the slices that touch it.
   const int group = static_cast<int>(threadIdx.x);
   if (group >= groups_per_block) return;
   const int slices = channels_per_group * groups_per_block / kVec;
@@ -129,7 +129,7 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_apply_kernel(
   Tile<T, kVec, kSkip> next;
   next.load(x + begin, skip + begin, first, step, end, channels);
 
-  // Merge the chunks' statistics: neighbouring threads take neighbouring groups, and several threads share a group.
+  // Merge the chunks' statistics: neighboring threads take neighboring groups, and several threads share a group.
   const int group_here = static_cast<int>(threadIdx.x) % groups_per_block;
   const int helper = static_cast<int>(threadIdx.x) / groups_per_block;
   const int helpers = kTwoReadBlock / groups_per_block;
@@ -158,13 +158,13 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_apply_kernel(
   }
   block_barrier();
 
-  Normaliser<T, kVec> normaliser;
+  Normalizer<T, kVec> normalizer;
   float offsets[kVec];
   load_offsets(offsets, skip_channels, bias, sample, channels, slice.channel);
 #pragma unroll
   for (int k = 0; k < kVec; ++k) {
     const int group = slice.low_group + (k < slice.low_count ? 0 : 1);
-    normaliser.set(k, means[group] - offsets[k],
+    normalizer.set(k, means[group] - offsets[k],
                    factors[group] * affine_value<T>(gamma, affine_is_float, slice.channel + k),
                    affine_value<T>(beta, affine_is_float, slice.channel + k));
   }
@@ -176,7 +176,7 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_apply_kernel(
       if (pixel + i * step < end) {
         float v[kVec];
         tile.unpack(i, v);
-        normaliser.apply(v, activation);
+        normalizer.apply(v, activation);
         Vec<T, kVec>::pack(v).store(y + begin + static_cast<int64_t>(pixel + i * step) * channels);
       }
     }

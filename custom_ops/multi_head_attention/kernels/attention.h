@@ -64,7 +64,7 @@ struct Rows {
     return reinterpret_cast<const T*>(reinterpret_cast<const char*>(data) + offset * static_cast<uint32_t>(sizeof(T)));
   }
 
-  // N neighbouring elements at offset(row, column), zeros when not valid: then the first element's are read and masked,
+  // N neighboring elements at offset(row, column), zeros when not valid: then the first element's are read and masked,
   // so that no branch keeps other loads from starting.
   template <int N>
   __device__ Vec<T, N> load(uint32_t offset, bool valid) const {
@@ -353,7 +353,7 @@ struct ScoreEdges {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       uint32_t column = tile * mma::kTile;
-      forget(column);  // compare with it anew: the masks of all tiles would take more scalar registers than there are
+      launder(column);  // compare with it anew: the masks of all tiles would take more scalar registers than there are
 #pragma unroll
       for (int i = 0; i < mma::kAccumulatorSize; ++i) {
         const bool seen = static_cast<int>(column) + mma::accumulator_column(lane, i) < visible[mma::row_slot(i)];
@@ -370,7 +370,7 @@ struct ScoreEdges {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       uint32_t column = key + tile * mma::kTile;
-      forget(column);  // as above
+      launder(column);  // as above
 #pragma unroll
       for (int i = 0; i < mma::kAccumulatorSize; ++i) {
         scores[tile].x[i] = apply(scores[tile].x[i], rows[mma::row_slot(i)], query + mma::accumulator_row(lane, i),
@@ -458,7 +458,7 @@ template <class T>
 using AttentionKernel = void(const T*, const T*, const T*, const T*, T*, AttentionShape);
 
 template <class T>
-const char* launch_attention(AttentionKernel<T>* kernel, const MultiHeadAttentionParams& p, int64_t blocks_a_head,
+const char* launch_attention(AttentionKernel<T>* kernel, const MultiHeadAttentionParams& p, int64_t blocks_per_head,
                              int threads, void* stream, size_t lds_bytes = 0) {
   AttentionShape shape{};
   shape.heads = static_cast<int32_t>(p.heads);
@@ -479,7 +479,7 @@ const char* launch_attention(AttentionKernel<T>* kernel, const MultiHeadAttentio
   // One NaN for all: AMD's rounding to bfloat16 makes numbers of those with low bits.
   shape.scale = p.scale == p.scale ? p.scale : std::numeric_limits<float>::quiet_NaN();
   shape.causal = p.causal;
-  return launch(kernel, dim3(blocks_a_head, p.heads, p.batch), dim3(threads), lds_bytes, stream,
+  return launch(kernel, dim3(blocks_per_head, p.heads, p.batch), dim3(threads), lds_bytes, stream,
                 static_cast<const T*>(p.query.data), static_cast<const T*>(p.key.data),
                 static_cast<const T*>(p.value.data), static_cast<const T*>(p.attention_bias), static_cast<T*>(p.output),
                 shape);

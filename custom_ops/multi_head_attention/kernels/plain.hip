@@ -8,15 +8,15 @@
 
 namespace sd_ort {
 
-// The same in float32 without matrix instructions, for any type, alignment and head size: 64 queries x 64 keys a block
-// of 256 threads; a thread has 4 rows x 4 keys of the scores and 4 rows x 4 columns of each 64 columns of the output. A
-// block computes 64 * kColumnTiles columns of the output, and all scores.
+// The same in float32 without matrix instructions, for any type, alignment and head size: 64 queries x 64 keys per
+// block of 256 threads; a thread has 4 rows x 4 keys of the scores and 4 rows x 4 columns of each 64 columns of the
+// output. A block computes 64 * kColumnTiles columns of the output, and all scores.
 template <class T, int kColumnTiles>
 __global__ __launch_bounds__(256, 1) void plain_attention_kernel(const T* query, const T* key, const T* value,
                                                                  const T* attention_bias, T* output,
                                                                  AttentionShape shape) {
   constexpr int kTile = 64, kDepth = 32, kThreads = 256;
-  constexpr int kStride = kTile + 4;  // 16-byte rows; neighbouring rows start 4 banks apart
+  constexpr int kStride = kTile + 4;  // 16-byte rows; neighboring rows start 4 banks apart
   // While scores are computed: kDepth rows of Q^T, then of K^T. Afterwards: 64 rows of V.
   alignas(16) __shared__ float stage[kTile][kStride];
   alignas(16) __shared__ float weights[kTile][kStride];  // (key, query)
@@ -68,7 +68,7 @@ __global__ __launch_bounds__(256, 1) void plain_attention_kernel(const T* query,
       }
     }
 
-    // Sixteen neighbouring lanes share four rows.
+    // Sixteen neighboring lanes share four rows.
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = first_query + row + i;

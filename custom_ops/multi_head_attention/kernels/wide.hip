@@ -214,7 +214,7 @@ __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(const T* qu
       const ValueTile stage_values(stage_lds[buffer]);
       const bool last = stage + 1 == kStages;
       uint32_t left = end - first_key;
-      forget(left);  // compare with it anew: a mask held over all stages is two scalar registers too many on CDNA
+      launder(left);  // compare with it anew: a mask held over all stages is two scalar registers too many on CDNA
       const bool done = last && static_cast<int>(left) <= kKeys;
       if (!last) {
         begin_values(buffer ^ 1, first_key, stage + 1);

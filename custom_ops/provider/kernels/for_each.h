@@ -4,7 +4,7 @@
 // Launch: block (256, 1, 1), grid (ceil(count / 256), 1, 1), no LDS.
 #pragma once
 
-#include "provider/vendor.h"
+#include "common/gpu.h"
 
 namespace sd_ort {
 

@@ -122,7 +122,7 @@ int64_t count_of(int axes, const int64_t* sizes) {
   return count;
 }
 
-// Axes of one element out, and neighbours that lie alike on both sides made one.
+// Axes of one element out, and neighbors that lie alike on both sides made one.
 void merge_axes(StridedCopy& c) {
   int kept = 0;
   for (int axis = 0; axis < c.axes; ++axis) {

@@ -1,6 +1,6 @@
 // SkipLayerNormalization on a GPU. Bandwidth bound: input and skip are read once, the row stays in registers.
 //
-// skip_layer_norm_kernel: kLanes threads a row, kItems vectors of kVec elements each.
+// skip_layer_norm_kernel: kLanes threads per row, kItems vectors of kVec elements each.
 //   Launch: block (256, 1, 1), grid (ceil(rows / (256 / kLanes)), 1, 1), static LDS only;
 //   needs vectors_per_row <= kLanes * kItems.
 // skip_layer_norm_any_kernel: rows of any length, read twice.
@@ -110,8 +110,8 @@ __global__ __launch_bounds__(kBlock) void skip_layer_norm_any_kernel(const T* x,
       block_moments<kBlock>(sums.moments(static_cast<float>(count)), static_cast<float>(channels), shared);
   const float factor = rsqrtf(moments.m2 / channels + epsilon);
   for (uint32_t c = threadIdx.x; c < channels; c += kBlock) {
-    const float normalised = (value(c) - moments.mean) * (factor * to_float(gamma[c]));
-    y[begin + c] = from_float<T>(normalised + (beta == nullptr ? 0.f : to_float(beta[c])));
+    const float normalized = (value(c) - moments.mean) * (factor * to_float(gamma[c]));
+    y[begin + c] = from_float<T>(normalized + (beta == nullptr ? 0.f : to_float(beta[c])));
   }
 }
 

@@ -1,4 +1,4 @@
-// Softmax of rows on a GPU: a block a row.
+// Softmax of rows on a GPU: a block per row.
 //
 // softmax_kernel<T, kVec, kItems>: a row of up to 512 * kVec * kItems numbers, held in registers: one read.
 //   Launch: block (512, 1, 1), grid (rows, 1, 1), static LDS only; needs columns % kVec == 0, columns <= 512 * kVec *

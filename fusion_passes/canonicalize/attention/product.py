@@ -207,7 +207,7 @@ CASES = [
     Case("weights are an output", _graph(_PLAIN, outputs=", float[B,2,S,L] w"), fires=0, sizes=_SIZES),
     Case("scores are read twice", _graph(_PLAIN, outputs=", float[B,2,S,L] c"), fires=0, sizes=_SIZES),
     Case(
-        "scale a head",
+        "scale per head",
         _graph(_PLAIN, ", float[2,1,1] h").replace("Mul (c, a)", "Mul (c, h)"),
         fires=0,
         refused="one constant",

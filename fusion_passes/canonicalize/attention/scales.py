@@ -237,13 +237,13 @@ CASES = [
         Mul=1,
     ),
     _case(
-        "a scale a channel, before the heads are split",
+        "a scale per channel, before the heads are split",
         f"s = Mul (flat, e)  {_FLAT}  {_END}",
         0,
         "one constant",
     ),
-    _case("scale a head", f"s = Mul (q, h)  c = MatMul (s, kt)  {_END}", 0, "one constant"),
-    _case("division by a scale a head", f"m = MatMul (q, kt)  c = Div (m, h)  {_END}", 0, "divisor"),
+    _case("scale per head", f"s = Mul (q, h)  c = MatMul (s, kt)  {_END}", 0, "one constant"),
+    _case("division by a scale per head", f"m = MatMul (q, kt)  c = Div (m, h)  {_END}", 0, "divisor"),
     _case("no attention", "s = Mul (q, a)  c = MatMul (s, kt)  y = Relu (c)", 0, "not the scores"),
     _case(
         "scores read twice", "s = Mul (q, a)  c = MatMul (s, kt)  w = Softmax (c)  y = Add (w, c)", 0, "not the scores"

@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from sd_ort.benchmark.engines.kinds import KINDS
 from sd_ort.core.errors import InputError, SdOrtError, first_line
 from sd_ort.runtime import machine
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One contender: an ONNX folder run by "onnxruntime", "tensorrt" or "openvino", or the `model` it came from, run by
-    "torch".
+    """One contender: an ONNX folder run by an `engine` of `kinds.KINDS`, or the `model` it came from, run by "torch".
 
     `model`: as given to `sd-ort export`, or with `random_weights` the preset whose weights `weights_seed` makes.
     `make`: how to make `directory` from `raw`, the raw export (see `benchmark.recipes`); () when it exists. `variant`:
@@ -97,22 +97,6 @@ class Opened:
     notes: list[str] = field(default_factory=list)
 
 
-# What each engine imports beyond this module, first the one that opens it: imports are not its time to load.
-IMPORTS: dict[str, tuple[str, ...]] = {
-    "torch": (
-        "sd_ort.benchmark.engines.pytorch",
-        "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
-        "transformers.models.clip.modeling_clip",
-    ),
-    "onnxruntime": (
-        "sd_ort.benchmark.engines.ort",
-        "sd_ort.pipeline.text_to_image",
-        "transformers.models.clip.tokenization_clip",
-    ),
-}
-IMPORTS["tensorrt"] = IMPORTS["onnxruntime"]
-IMPORTS["openvino"] = ("sd_ort.benchmark.engines.openvino",)
-
 _opened: Opened  # this process's engine, once `load` ran
 
 
@@ -125,17 +109,18 @@ def start_process() -> None:
 def load(engine: Engine, settings: Settings) -> dict[str, Any]:
     """Open an engine in this process. Raises SdOrtError, which can travel between processes, for every failure."""
     global _opened
-    for module in IMPORTS[engine.engine]:
+    kind = KINDS[engine.engine]
+    opener = importlib.import_module(kind.module)
+    for module in kind.imports:
         importlib.import_module(module)
     torch = importlib.import_module("torch")
     if settings.threads:
         torch.set_num_threads(settings.threads)
     if engine.engine == "torch" and settings.provider != "cpu" and torch.cuda.is_available():
         torch.cuda.init()
-    opener = importlib.import_module(IMPORTS[engine.engine][0])
     base = machine.peak_memory_MB()
     start = time.perf_counter()
-    _opened = portable(opener.open_component if settings.component else opener.open_pipeline, engine, settings)
+    _opened = with_plain_errors(opener.open_component if settings.component else opener.open_pipeline, engine, settings)
     return {
         "precision": _opened.precision,
         "load_s": time.perf_counter() - start,
@@ -149,7 +134,7 @@ def draw_batch(batch: int, prompts: list[str] | None = None, seed: int = 0) -> d
     """One batch, timed: seconds in all, what `Batch` holds, and the process's peak memory in MB meanwhile."""
     machine.reset_peak_memory()
     start = time.perf_counter()
-    result: Batch = portable(_opened.run, batch, prompts, seed)
+    result: Batch = with_plain_errors(_opened.run, batch, prompts, seed)
     seconds = time.perf_counter() - start
     return {
         "seconds": seconds,
@@ -161,7 +146,7 @@ def draw_batch(batch: int, prompts: list[str] | None = None, seed: int = 0) -> d
     }
 
 
-def portable(function: Callable[..., Any], *arguments: Any) -> Any:
+def with_plain_errors(function: Callable[..., Any], *arguments: Any) -> Any:
     """`function(*arguments)`; every exception leaves as an SdOrtError, since others may not survive pickling."""
     try:
         return function(*arguments)
@@ -205,7 +190,7 @@ def component_call(engine: Engine, settings: Settings, batch: int) -> Call:
 
     from sd_ort.family import signatures
     from sd_ort.family.configs import component_config
-    from sd_ort.family.inputs import pixels_a_latent, random_inputs
+    from sd_ort.family.inputs import pixels_per_latent, random_inputs
 
     assert settings.component is not None
     name, folder = settings.component, Path(engine.raw or engine.directory)
@@ -213,7 +198,7 @@ def component_call(engine: Engine, settings: Settings, batch: int) -> Call:
     if not all(configs.values()):
         raise InputError(f"{folder} has no config.json of its UNet and {name}: export it with sd-ort.")
     signature = signatures.signature(name, configs[name])
-    scale, default = pixels_a_latent(folder), signatures.default_latents(configs["unet"])
+    scale, default = pixels_per_latent(folder), signatures.default_latents(configs["unet"])
     height, width = (pixels // scale if pixels else default for pixels in (settings.height, settings.width))
     rows = 2 * batch if name == "unet" and settings.guidance > 1 else batch
     sizes = {"batch": rows, "sequence": 77, "height": height, "width": width}

@@ -38,7 +38,7 @@ def _session_options(engine: Engine, settings: Settings) -> dict[str, Any]:
         "threads": settings.threads,
         "tuning": settings.tuning,
         "allow_fallback": settings.allow_fallback,
-        "portable": not engine.library,
+        "library": engine.library,
     }
 
 
@@ -105,11 +105,11 @@ def all_feeds(engine: Engine, settings: Settings, feeds: Mapping[str, np.ndarray
     folder = Path(engine.directory)
     if settings.component != "unet" or not (folder / "unet_prompt" / MODEL).is_file():
         return feeds
-    told = {**feeds, "timestep": np.repeat(feeds["timestep"], len(feeds["sample"]))}
+    complete = {**feeds, "timestep": np.repeat(feeds["timestep"], len(feeds["sample"]))}
     for part in ("unet_prompt", "unet_time"):
         model = session.load(folder, part, settings.provider, **_session_options(engine, settings))
-        told |= model(**{name: told[name] for name in model.inputs})
-    return told
+        complete |= model(**{name: complete[name] for name in model.inputs})
+    return complete
 
 
 def bind(

@@ -1,14 +1,18 @@
-"""Presets cut down further, for tests that export."""
+"""Presets that export in seconds."""
 
 from __future__ import annotations
 
-from sd_ort.family.presets import Preset
+from typing import Any
+
+from sd_ort.family.presets import PRESETS, Preset
+
+MINI = ("--preset", "sd15-mini", "--random-weights")
 
 
 def mini(preset: Preset) -> Preset:
     """A preset cut to two resolutions and single layers: every kind of part is left, and it exports in seconds."""
 
-    def cut(name: str, config: dict) -> dict:
+    def cut(name: str, config: dict[str, Any]) -> dict[str, Any]:
         if name.startswith("text_encoder"):
             return config | {"num_hidden_layers": 2}
         small = config | {"block_out_channels": [32, 64], "layers_per_block": 1}
@@ -26,3 +30,9 @@ def mini(preset: Preset) -> Preset:
         return small
 
     return Preset(preset.pipeline, {n: cut(n, c) for n, c in preset.models.items()}, preset.scheduler, preset.options)
+
+
+def minis() -> dict[str, Preset]:
+    """`sd15-mini` and the like, of the presets `sd15-tiny` and the like."""
+    tiny = {name: preset for name, preset in PRESETS.items() if name.endswith("-tiny")}
+    return {name.replace("-tiny", "-mini"): mini(preset) for name, preset in tiny.items()}

@@ -1,5 +1,5 @@
 // Stands in for the HIP runtime: a library of HIP kernels that finds these functions first does not launch, it reports
-// its launches. custom_ops/recorded_launches.py compiles and loads it; no GPU and no driver is needed.
+// its launches. recorded.py compiles and loads it; no GPU and no driver is needed.
 //
 // The functions are those that clang's host code for <<<...>>> calls (clang/lib/CodeGen/CGCUDANV.cpp), and
 // hipGetLastError.

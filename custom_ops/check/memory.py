@@ -1,28 +1,25 @@
-"""Checks the GPU library's candidates against NumPy: every one on every case, between guard bytes.
-
-The library is libsd_ort_cuda.so or libsd_ort_hip.so, or in tests an emulation of it on the host. No ONNX Runtime.
-"""
+"""Buffers for kernels that are checked: in host or device memory, between guard bytes."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from custom_ops.libraries import GpuLibrary
-from custom_ops.op import DTYPES, Array, Case, Operator, draw, nmse, nmse_limit
+from custom_ops.op import Array
 
 # Bytes before and after every buffer; a write there is out of bounds. 0 leaves that to a memory checker, which sees
 # reads too, but only beyond the allocation.
-guard_bytes = 256
+GUARD_BYTES = 256
 _PATTERN = 0xA5
 
 
 class Memory(Protocol):
-    """Where the kernels' buffers live."""
+    """Where the kernels' buffers live, each between guard_bytes."""
+
+    guard_bytes: int
 
     def upload(self, data: Array) -> Buffer:
         """Copies bytes (uint8) there."""
@@ -43,6 +40,8 @@ class Buffer(Protocol):
 
 class HostMemory:
     """The host's, for the emulator."""
+
+    guard_bytes = GUARD_BYTES
 
     def upload(self, data: Array) -> _HostBuffer:
         raw = np.empty(data.size + 64, np.uint8)
@@ -69,7 +68,9 @@ class _HostBuffer:
 class DeviceMemory:
     """The GPU's, by the CUDA or HIP runtime."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard_bytes: int = GUARD_BYTES) -> None:
+        """Raises RuntimeError where neither runtime is installed."""
+        self.guard_bytes = guard_bytes
         for prefix, names in (
             ("cuda", ("libcudart.so", "libcudart.so.13", "libcudart.so.12")),
             ("hip", ("libamdhip64.so",)),
@@ -122,8 +123,8 @@ class Guarded:
     """An array between guard bytes, `shift` bytes off 16-byte alignment."""
 
     def __init__(self, memory: Memory, data: Array, shift: int = 0) -> None:
-        self.shape, self.dtype, self.begin = data.shape, data.dtype, guard_bytes + shift
-        raw = np.full(self.begin + data.nbytes + guard_bytes, _PATTERN, np.uint8)
+        self.shape, self.dtype, self.begin = data.shape, data.dtype, memory.guard_bytes + shift
+        raw = np.full(self.begin + data.nbytes + memory.guard_bytes, _PATTERN, np.uint8)
         raw[self.begin : self.begin + data.nbytes] = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
         self.size = data.nbytes
         self.buffer = memory.upload(raw)
@@ -137,79 +138,3 @@ class Guarded:
         raw = self.buffer.download()
         whole = (raw[: self.begin] == _PATTERN).all() and (raw[self.begin + self.size :] == _PATTERN).all()
         return raw[self.begin : self.begin + self.size].copy().view(self.dtype).reshape(self.shape), bool(whole)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One candidate on one case. `fault` is empty when it passed; `error` is its largest NMSE over the outputs."""
-
-    operator: str
-    case: str
-    dtype: str
-    candidate: str
-    error: float
-    limit: float
-    fault: str
-
-
-def check_case(
-    library: GpuLibrary, memory: Memory, operator: Operator, case: Case, dtype: str, shift: int = 0
-) -> Iterator[Outcome]:
-    """Runs every candidate that supports the call, on fresh outputs; `shift` elements off alignment."""
-    arrays = draw(operator, case, dtype)
-    wanted = operator.reference(arrays, case.attributes)
-    shift_bytes = shift * DTYPES[dtype][1].itemsize
-    inputs = {
-        name: Guarded(memory, array, shift * array.dtype.itemsize if shift else 0) for name, array in arrays.items()
-    }
-    shapes = operator.output_shapes(case)
-    number: int | None = None
-    index = 0
-    while number is None or index < library.c.sd_ort_candidate_count(number):
-        outputs = {
-            name: Guarded(memory, np.full(shape, np.nan, DTYPES[dtype][1]), shift_bytes)
-            for name, shape in shapes.items()
-        }
-        address = {name: guarded.address for name, guarded in (inputs | outputs).items()}
-        params = operator.params(case, dtype, address)
-        number = library.operator(operator.name, params) if number is None else number
-        if library.is_supported(number, index, params):
-            size = library.workspace_bytes(number, index, params)
-            workspace = Guarded(memory, np.full(size, 0xFF, np.uint8))
-            name = library.candidates(number)[index]
-            fault, error, limit = "", 0.0, nmse_limit(case, dtype)
-            try:
-                library.run(number, index, params, workspace.address)
-                memory.synchronize()
-                error, fault = _judge(inputs, arrays, outputs, wanted, workspace, limit)
-            except RuntimeError as failure:
-                fault = str(failure)
-            yield Outcome(operator.name, case.name, dtype, name, error, limit, fault)
-        index += 1
-
-
-def _judge(
-    inputs: dict[str, Guarded],
-    arrays: dict[str, Array],
-    outputs: dict[str, Guarded],
-    wanted: dict[str, Array],
-    workspace: Guarded,
-    limit: float,
-) -> tuple[float, str]:
-    """The largest error, and what is wrong."""
-    worst, fault = 0.0, ""
-    for name, guarded in outputs.items():
-        got, whole = guarded.read()
-        error = nmse(got, wanted[name])
-        worst = max(worst, error)
-        if not whole:
-            fault = f"{name}: wrote out of bounds"
-        elif not error < limit:
-            fault = f"{name}: NMSE {error:.2e}, allowed {limit:.2e}"
-    for name, guarded in inputs.items():
-        got, whole = guarded.read()
-        if not whole or got.tobytes() != arrays[name].tobytes():
-            fault = f"{name}: an input was overwritten"
-    if not workspace.read()[1]:
-        fault = "workspace: wrote out of bounds"
-    return worst, fault

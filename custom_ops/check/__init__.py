@@ -1,0 +1,1 @@
+"""Kernels against NumPy: every candidate on every case, out-of-bounds writes seen."""

@@ -1,0 +1,118 @@
+// NVIDIA: what common/gpu.h needs of CUDA. The only file that knows NVIDIA's architectures.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#define SD_ORT_GPU_NAME(name) cuda##name
+#define SD_ORT_DEVICE __device__ inline
+#define SD_ORT_HAS_CLUSTERS 1
+#define SD_ORT_HAS_WARPGROUPS 1
+
+// In a pass of the compiler that makes code for the device (PTX can be had): its architecture, as 900. Else 0.
+#define SD_ORT_HIP_CODE 0
+#if defined(__CUDA_ARCH__)
+#define SD_ORT_CUDA_CODE __CUDA_ARCH__
+#else
+#define SD_ORT_CUDA_CODE 0
+#endif
+
+// Lanes of a wave, and the matrix instructions of common/mma.h and common/wgmma.h: without the latter the kernels that
+// use them are empty, and the host does not launch them.
+#define SD_ORT_WAVE_SIZE 32
+#define SD_ORT_MMA_NVIDIA 1
+#if defined(SD_ORT_EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define SD_ORT_WGMMA 1
+#endif
+
+namespace sd_ort {
+
+using half_t = __half;
+using bf16_t = __nv_bfloat16;
+
+__device__ inline float to_float(half_t x) { return __half2float(x); }
+__device__ inline float to_float(bf16_t x) { return __bfloat162float(x); }
+
+template <class T>
+__device__ inline T from_float(float x);
+template <>
+__device__ inline half_t from_float<half_t>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ inline bf16_t from_float<bf16_t>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+__device__ inline float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+__device__ inline float shuffle(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+
+// The block's threads meet; what they stored in LDS before, all of them see after.
+__device__ inline void block_barrier() { __syncthreads(); }
+
+// Two and four registers.
+using TwoRegisters = uint2;
+using FourRegisters = uint4;
+
+// Makes the compiler not know any more what a register holds, so that it computes a thing again rather than keep it.
+#if defined(SD_ORT_EMULATED)
+template <class Raw>
+void launder(Raw&) {}
+#else
+__device__ inline void launder(uint16_t& value) { asm volatile("" : "+h"(value)); }
+__device__ inline void launder(uint32_t& value) { asm volatile("" : "+r"(value)); }
+__device__ inline void launder(uint2& value) { asm volatile("" : "+r"(value.x), "+r"(value.y)); }
+__device__ inline void launder(uint4& value) {
+  asm volatile("" : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w));
+}
+#endif
+
+// 1 / x to about 1 unit in the last place; subnormal numbers count as zero.
+__device__ inline float reciprocal(float x) {
+#if SD_ORT_CUDA_CODE
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return 1.f / x;
+#endif
+}
+
+// 2^x to about 2 units in the last place; 0 where that is subnormal, infinity beyond the largest.
+__device__ inline float power_of_two(float x) {
+#if SD_ORT_CUDA_CODE
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return exp2f(x);
+#endif
+}
+
+// Host: has a kernel take so many bytes of dynamic LDS, which over 48 KB needs to be asked for.
+inline void allow_lds(const void* kernel, size_t bytes) {
+  if (bytes > 48 * 1024) {
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  }
+}
+
+// Host: the current device's compute capability, its first number; 0 when there is no device.
+inline int compute_capability() {
+  int device = 0, major = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) return 0;
+  return major;
+}
+
+using gpuDeviceProp_t = cudaDeviceProp;
+
+// Host: the architecture as compilers name it: sm_90.
+inline std::string arch_name(const gpuDeviceProp_t& properties) {
+  return "sm_" + std::to_string(properties.major * 10 + properties.minor);
+}
+
+}  // namespace sd_ort

@@ -1,0 +1,118 @@
+// AMD: what common/gpu.h needs of HIP. The only file that knows AMD's architectures.
+#pragma once
+
+#include <hip/hip_runtime.h>  // half needs no header: clang has _Float16
+
+#include <cstdint>
+#include <string>
+
+#define SD_ORT_GPU_NAME(name) hip##name
+#define SD_ORT_DEVICE __device__ inline
+#define SD_ORT_HAS_CLUSTERS 0
+#define SD_ORT_HAS_WARPGROUPS 0
+
+// Whether this pass of the compiler makes code for the device (its builtins are to be had), not for the host.
+#define SD_ORT_CUDA_CODE 0
+#if defined(__HIP_DEVICE_COMPILE__)
+#define SD_ORT_HIP_CODE 1
+#else
+#define SD_ORT_HIP_CODE 0
+#endif
+
+// Lanes of a wave, and the matrix instructions of common/mma.h.
+#if defined(__GFX9__)
+#define SD_ORT_WAVE_SIZE 64
+#define SD_ORT_MMA_CDNA 1
+#elif defined(__GFX11__)
+#define SD_ORT_WAVE_SIZE 32
+#define SD_ORT_MMA_RDNA3 1
+#elif defined(__GFX12__)
+#define SD_ORT_WAVE_SIZE 32
+#define SD_ORT_MMA_RDNA4 1
+#else
+#define SD_ORT_WAVE_SIZE 32
+#define SD_ORT_MMA_NVIDIA 1  // what the host's pass parses
+#endif
+
+namespace sd_ort {
+
+using half_t = _Float16;
+
+// bfloat16 as its 16 bits: the same code on every clang and architecture.
+struct bf16_t {
+  uint16_t bits;
+};
+
+__device__ inline float to_float(half_t x) { return static_cast<float>(x); }
+__device__ inline float to_float(bf16_t x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
+
+template <class T>
+__device__ inline T from_float(float x);
+template <>
+__device__ inline half_t from_float<half_t>(float x) {
+  return static_cast<half_t>(x);
+}
+template <>
+__device__ inline bf16_t from_float<bf16_t>(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((bits >> 16) | 0x40u)};  // keep NaN a NaN
+  return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};                  // to nearest even
+}
+
+__device__ inline float shuffle_xor(float value, int mask) { return __shfl_xor(value, mask, SD_ORT_WAVE_SIZE); }
+__device__ inline float shuffle(float value, int lane) { return __shfl(value, lane, SD_ORT_WAVE_SIZE); }
+
+// The block's threads meet; what they stored in LDS before, all of them see after. Promises nothing of global memory:
+// __syncthreads() does, and on RDNA that empties a cache.
+__device__ inline void block_barrier() {
+#if !defined(SD_ORT_EMULATED) && defined(__clang__) && __clang_major__ >= 19
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
+#else
+  __syncthreads();
+#endif
+}
+
+// Two and four registers; not HIP's uint2 and uint4: their unions cost copies.
+using TwoRegisters = uint32_t __attribute__((ext_vector_type(2)));
+using FourRegisters = uint32_t __attribute__((ext_vector_type(4)));
+
+// Makes the compiler not know any more what a register holds, so that it computes a thing again rather than keep it.
+template <class Raw>
+__device__ inline void launder(Raw& value) {
+#if !defined(SD_ORT_EMULATED)
+  asm volatile("" : "+v"(value));
+#endif
+}
+
+// 1 / x to about 1 unit in the last place; subnormal numbers count as zero.
+__device__ inline float reciprocal(float x) {
+#if SD_ORT_HIP_CODE
+  return __builtin_amdgcn_rcpf(x);
+#else
+  return 1.f / x;
+#endif
+}
+
+// 2^x to about 2 units in the last place; 0 where that is subnormal, infinity beyond the largest.
+__device__ inline float power_of_two(float x) {
+#if SD_ORT_HIP_CODE
+  return __builtin_amdgcn_exp2f(x);
+#else
+  return exp2f(x);
+#endif
+}
+
+// Host: has a kernel take so many bytes of dynamic LDS, which needs no call here.
+inline void allow_lds(const void*, size_t) {}
+
+using gpuDeviceProp_t = hipDeviceProp_t;
+
+// Host: the architecture as compilers name it, without features: gfx90a of gfx90a:sramecc+:xnack-.
+inline std::string arch_name(const gpuDeviceProp_t& properties) {
+  const std::string name = properties.gcnArchName;
+  return name.substr(0, name.find(':'));
+}
+
+}  // namespace sd_ort

@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""Every torch operator of the library on this machine's GPU, beside the plain torch expression in float64.
+
+    python scripts/checks/check_torch_ops_gpu.py --log results/torch_ops_check_sm_90.txt
+
+Checks numbers in float16, bfloat16 and float32, gradients, torch's opcheck (schema, tracing), another stream, a CUDA
+graph, autocast, and tensors of two devices. Exits with 1 when one fails. Needs `sd-ort build-ops --cuda ARCH` or --hip.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts/fixtures")]
+
+from torch_calls import NAMES, Draw, calls  # noqa: E402
+
+from sd_ort.torch import operators, reset_status, status  # noqa: E402
+from sd_ort.torch.operators import contract  # noqa: E402
+
+# Norm of the difference over the norm of the result.
+LIMITS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", help="cpu to try the script")
+    parser.add_argument("--log", type=Path, help="write the lines there too")
+    options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    lines, failed = [], 0
+    for name in NAMES:
+        for check in (numbers, gradients, traced):
+            reset_status()
+            try:
+                found = check(name, options.device)
+            except Exception as error:
+                failed, found = failed + 1, f"FAILED: {type(error).__name__}: {error}"
+            lines.append(f"{name:18} {check.__name__:10} {found}")
+            print(lines[-1], flush=True)
+    if options.device == "cuda":
+        for check in (stream, graph, autocast, two_devices):
+            try:
+                found = check()
+            except Exception as error:
+                failed, found = failed + 1, f"FAILED: {type(error).__name__}: {error}"
+            lines.append(f"{'all':18} {check.__name__:10} {found}")
+            print(lines[-1], flush=True)
+    if options.log:
+        options.log.parent.mkdir(exist_ok=True, parents=True)
+        options.log.write_text("\n".join(lines) + "\n")
+    return 1 if failed else 0
+
+
+def operator(name: str) -> Any:
+    return getattr(torch.ops.sd_ort, name).default
+
+
+def listed(result: Any) -> list[torch.Tensor]:
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def wide(argument: Any) -> Any:
+    """An argument in float64, on the CPU."""
+    if isinstance(argument, torch.dtype):
+        return torch.float64
+    return argument.detach().cpu().double() if isinstance(argument, torch.Tensor) else argument
+
+
+def error(made: torch.Tensor, wanted: torch.Tensor) -> float:
+    wanted = wanted.double().cpu()
+    return float((made.double().cpu() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+def numbers(name: str, device: str) -> str:
+    """Our kernels against float64."""
+    worst = 0.0
+    for dtype, limit in LIMITS.items():
+        for arguments in calls(name, Draw(device, dtype)):
+            wanted = listed(contract.PLAIN[name](*map(wide, arguments)))
+            for got, want in zip(listed(operator(name)(*arguments)), wanted, strict=True):
+                assert got.shape == want.shape, f"{got.shape} instead of {want.shape}"
+                worst = max(worst, error(got, want) / limit)
+    assert worst < 1, f"{worst:.2f} of the error allowed"
+    return f"{worst:.2f} of the error allowed; {why(name)}"
+
+
+def why(name: str) -> str:
+    now = status()
+    others = [f"{count} by torch: {reason}" for (which, reason), count in now.fallbacks.items() if which == name]
+    return ", ".join([f"{now.kernels.get(name, 0)} calls by our kernels", *others])
+
+
+def gradients(name: str, device: str) -> str:
+    """Against those of the plain expression in float64."""
+    worst = 0.0
+    for arguments in calls(name, Draw(device, torch.float32, grad=True)):
+        leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.is_leaf]
+        if len(leaves) < sum(isinstance(a, torch.Tensor) for a in arguments):
+            continue  # parts of one tensor
+        wide_ones = [wide(a).requires_grad_() if isinstance(a, torch.Tensor) else wide(a) for a in arguments]
+        wide_leaves = [a for a in wide_ones if isinstance(a, torch.Tensor)]
+        sum(each.square().sum() for each in listed(operator(name)(*arguments))).backward()
+        sum(each.square().sum() for each in listed(contract.PLAIN[name](*wide_ones))).backward()
+        worst = max(worst, *(error(a.grad, b.grad) for a, b in zip(leaves, wide_leaves, strict=True)))
+    assert worst < 1e-4, f"error {worst:.1e}"
+    return f"error {worst:.1e}"
+
+
+def traced(name: str, device: str) -> str:
+    """torch's own checks of schema and tracing."""
+    arguments = next(calls(name, Draw(device, torch.float16)))
+    torch.library.opcheck(operator(name), arguments, test_utils=("test_schema", "test_faketensor"))
+    return "opcheck"
+
+
+def stream() -> str:
+    """A call on another stream than the default sees what was queued there before it."""
+    d = Draw("cuda", torch.float16)
+    x, bias, skip = d(64, 1024, 1024), d(1024), d(64, 1024, 1024)
+    wanted = x * 2 + bias + skip
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(50):
+            x.mul_(1.0)
+        x.mul_(2.0)
+        got = operators.bias_add(x, bias, skip)
+    torch.cuda.synchronize()
+    assert error(got, wanted) < LIMITS[torch.float16]
+    return "a side stream is kept to"
+
+
+def graph() -> str:
+    """A captured call replays on new numbers."""
+    d = Draw("cuda", torch.float16)
+    x, gamma, beta = d.image(2, 64, 16, 16), d(64), d(64)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        operators.group_norm(x, gamma, beta, 8, 1e-5, silu=True)
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        y = operators.group_norm(x, gamma, beta, 8, 1e-5, silu=True)
+    x.copy_(d.image(2, 64, 16, 16))
+    captured.replay()
+    wanted = contract.PLAIN["group_norm"](*map(wide, (x, gamma, beta)), 8, 1e-5, True)
+    assert error(y, wanted) < LIMITS[torch.float16]
+    return "a replay computes"
+
+
+def autocast() -> str:
+    """Products in the autocast type, norms in float32."""
+    d = Draw("cuda", torch.float32)
+    with torch.autocast("cuda", torch.bfloat16):
+        product = operators.linear_add(d(4, 8), d(8, 8), d(8), d(4, 8))
+        norm = operators.group_norm(d(2, 8, 4).half(), d(8), d(8), 2, 1e-5)
+    assert (product.dtype, norm.dtype) == (torch.bfloat16, torch.float32)
+    return "types as torch's"
+
+
+def two_devices() -> str:
+    """One line."""
+    d = Draw("cuda", torch.float32)
+    said = ""
+    try:
+        operators.bias_add(d(2, 8), d(8).cpu(), d(2, 8))
+    except RuntimeError as refusal:
+        said = str(refusal)
+    assert len(said.splitlines()) == 1, f"it said {said!r}"
+    return said
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Models of random weights on a GPU, their inputs and their raw exports."""
+
+from __future__ import annotations
+
+import lzma
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from sd_ort.core import folder
+from sd_ort.family.checkpoints import open_source
+from sd_ort.family.presets import PRESETS
+from sd_ort.family.signatures import MODEL_OF
+
+# ---- The model
+
+
+def random_module(preset: str, component: str, seed: int = 0) -> torch.nn.Module:
+    """The component with weights as `family.random_weights.fill_random` draws them, but made on the GPU, in float32."""
+    config = PRESETS[preset].models[MODEL_OF.get(component, component)]
+    import diffusers
+
+    made = getattr(diffusers, config["_class_name"])
+    with torch.device("cuda"):
+        module = made.from_config(config)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
+            else:
+                parameter.normal_(float(name.endswith("weight")), 0.1, generator=generator)
+    return module.eval()
+
+
+def random_inputs(preset: str, component: str, batch: int, size: int) -> dict[str, torch.Tensor]:
+    """Float32 inputs on the GPU, named as the graph's."""
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    if component == "vae_decoder":
+        return {"latent_sample": normal(batch, 4, size, size) / 0.18215}
+    config = PRESETS[preset].models["unet"]
+    inputs = {
+        "sample": normal(batch, config["in_channels"], size, size),
+        "timestep": torch.tensor([500.0], device="cuda"),
+        "encoder_hidden_states": normal(batch, 77, config["cross_attention_dim"]),
+    }
+    if "addition_time_embed_dim" in config:
+        edge = 8.0 * size
+        inputs["text_embeds"] = normal(batch, 1280)
+        inputs["time_ids"] = torch.tensor([[edge, edge, 0, 0, edge, edge]] * batch, device="cuda")
+    return inputs
+
+
+def write_raw(graph: Path, parameters: Mapping[str, torch.Tensor], out: Path) -> None:
+    """The raw export `graph`, whose weights are references by name, with the numbers of `parameters` (name, name.T)."""
+    model = onnx.load_from_string(lzma.decompress(graph.read_bytes()))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with (out.parent / folder.DATA).open("wb") as data:
+        for tensor in model.graph.initializer:
+            if tensor.data_location != onnx.TensorProto.EXTERNAL:
+                continue
+            value = parameters[tensor.name.removesuffix(".T")]
+            value = value.T if tensor.name.endswith(".T") else value
+            data.seek(-data.tell() % 65536, 1)
+            place = {"location": folder.DATA, "offset": data.tell(), "length": 4 * value.numel()}
+            data.write(value.contiguous().cpu().numpy().tobytes())
+            del tensor.external_data[:]
+            for key, entry in place.items():
+                tensor.external_data.add(key=key, value=str(entry))
+    out.write_bytes(model.SerializeToString())
+
+
+def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> None:
+    """The same by exporting the wrapped module now."""
+    import onnx_ir as ir
+
+    from sd_ort.export import exporter, tracing
+    from sd_ort.family import checkpoints
+
+    source = open_source(None, preset, True, 0)
+    config = PRESETS[preset].models[MODEL_OF.get(component, component)]
+    signature = checkpoints.component_signature(source, component, config)
+    arguments = [exporter.example(t, exporter.TRACE, config, 0) for t in signature.inputs]
+    with torch.no_grad():
+        made = tracing.export_dynamo(net.cpu(), arguments, signature, tracing.DEFAULT_OPSET, out.parent)
+    tracing.tidy(made, signature)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    ir.save(made, out, external_data=folder.DATA)
+    net.cuda()

@@ -1,0 +1,43 @@
+"""ResnetBlock2D: GroupNorm with SiLU as one operator, biases and the time embedding added inside the next one."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.resnet import ResnetBlock2D
+from torch import nn
+
+from sd_ort.torch.modules import parts
+
+
+class FastResnetBlock2D(ResnetBlock2D):  # type: ignore[misc]
+    """As ResnetBlock2D with SiLU and a time embedding that is added."""
+
+    def forward(self, input_tensor: torch.Tensor, temb: torch.Tensor | None, *args: object, **kwargs: object) -> object:
+        """input_tensor (N, C, H, W) and temb (N, T) or None, as in diffusers."""
+        if temb is not None and self.time_emb_proj is None:
+            return super().forward(input_tensor, temb, *args, **kwargs)
+        x = input_tensor
+        h = parts.norm(self.norm1, x, silu=True)
+        resample = self.upsample or self.downsample
+        if resample is not None:
+            x, h = resample(x), resample(h)
+        h, bias = parts.conv(self.conv1, h)
+        if self.time_emb_proj is not None:
+            temb = self.time_emb_proj(temb if self.skip_time_act else F.silu(temb))
+        h = parts.norm_of_sum(self.norm2, h, bias, temb)
+        h, bias = parts.conv(self.conv2, self.dropout(h))
+        if self.conv_shortcut is not None:
+            x = parts.pointwise(self.conv_shortcut, x)
+        y = parts.add(h, bias, x)
+        return y if self.output_scale_factor == 1.0 else y / self.output_scale_factor
+
+
+def refuse(block: ResnetBlock2D) -> str | None:
+    """Why a block stays as it is."""
+    # "group", the VAE's, has no time embedding
+    if block.time_embedding_norm not in ("default", "group") or (
+        block.time_embedding_norm == "group" and block.time_emb_proj is not None
+    ):
+        return f"its time embedding is used as {block.time_embedding_norm}"
+    return None if isinstance(block.nonlinearity, nn.SiLU) else "its activation is not SiLU"

@@ -1,0 +1,119 @@
+"""Transformer2DModel and what it is made of: LayerNorm of residuals, GEGLU, products for pixels without a transpose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.activations import GEGLU
+from diffusers.models.attention import BasicTransformerBlock, FeedForward
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from torch import nn
+
+from sd_ort.torch.modules import parts
+from sd_ort.torch.modules.attention import project
+from sd_ort.torch.operators import bias_split_gelu, skip_layer_norm
+
+Tensor = torch.Tensor
+
+
+class FastGEGLU(GEGLU):  # type: ignore[misc]
+    """Bias, halves, gelu and product as one operator."""
+
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:
+        """hidden_states (..., C) -> (..., 4 C)."""
+        if not (parts.is_plain(self.proj, nn.Linear) and self.proj.bias is not None):
+            return super().forward(hidden_states, *args, **kwargs)
+        y, bias = parts.linear(self.proj, hidden_states)
+        return bias_split_gelu(y, bias)
+
+
+class FastBasicTransformerBlock(BasicTransformerBlock):  # type: ignore[misc]
+    """Residual, bias and LayerNorm as one operator."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        timestep: Tensor | None = None,
+        cross_attention_kwargs: dict[str, Any] | None = None,
+        class_labels: Tensor | None = None,
+        added_cond_kwargs: dict[str, Tensor] | None = None,
+    ) -> Any:
+        """As in diffusers; with `cross_attention_kwargs`, diffusers' own."""
+        if cross_attention_kwargs:
+            return super().forward(
+                hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, timestep,
+                cross_attention_kwargs, class_labels, added_cond_kwargs,
+            )  # fmt: skip
+        h = hidden_states
+        context = encoder_hidden_states if self.only_cross_attention else None
+        y, bias = project(self.attn1, self.norm1(h), context, attention_mask)
+        if self.attn2 is not None:
+            x, h = _norm_of_sum(self.norm2, y, bias, h)
+            y, bias = project(self.attn2, x, encoder_hidden_states, encoder_attention_mask)
+        x, h = _norm_of_sum(self.norm3, y, bias, h)
+        y, bias = self._feed_forward(x)
+        return parts.add(y, bias, h)
+
+    def _feed_forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The feed-forward layer, and its last bias where that is still to be added."""
+        net = self.ff.net
+        if self._chunk_size is not None:
+            if x.shape[self._chunk_dim] % self._chunk_size:
+                raise ValueError(f"{self._chunk_size} does not divide the {x.shape[self._chunk_dim]} rows to chunk.")
+            chunks = x.chunk(x.shape[self._chunk_dim] // self._chunk_size, dim=self._chunk_dim)
+            return torch.cat([self.ff(chunk) for chunk in chunks], dim=self._chunk_dim), None
+        if len(net) != 3 or not parts.is_plain(self.ff, FeedForward):
+            return self.ff(x), None
+        return parts.linear(net[2], net[1](net[0](x)))
+
+
+def _norm_of_sum(layer: nn.Module, x: Tensor, bias: Tensor | None, skip: Tensor) -> tuple[Tensor, Tensor]:
+    """LayerNorm of x + bias + skip, and that sum."""
+    if parts.is_plain(layer, nn.LayerNorm):
+        return skip_layer_norm(x, skip, bias, layer.weight, layer.bias, layer.eps)  # type: ignore[arg-type]
+    total = parts.add(x, bias, skip)
+    return layer(total), total
+
+
+class FastTransformer2DModel(Transformer2DModel):  # type: ignore[misc]
+    """Images stay where they are in memory: channels last is already (N, H * W, C)."""
+
+    def _operate_on_continuous_inputs(self, hidden_states: Tensor) -> tuple[Tensor, int]:
+        x = parts.norm(self.norm, hidden_states)
+        if not self.use_linear_projection:
+            x = parts.pointwise(self.proj_in, x)
+        x = x.permute(0, 2, 3, 1).flatten(1, 2)
+        if self.use_linear_projection:
+            x = self.proj_in(x)
+        return x, x.shape[-1]
+
+    def _get_output_for_continuous_inputs(
+        self, hidden_states: Tensor, residual: Tensor, batch_size: int, height: int, width: int, inner_dim: int
+    ) -> Tensor:
+        if self.use_linear_projection:
+            y, bias = parts.linear(self.proj_out, hidden_states)
+        elif parts.is_pointwise(self.proj_out):
+            y, bias = nn.functional.linear(hidden_states, self.proj_out.weight.flatten(1)), self.proj_out.bias
+        else:
+            image = hidden_states.unflatten(1, (height, width)).permute(0, 3, 1, 2)
+            return self.proj_out(image) + residual  # type: ignore[no-any-return]
+        return parts.add(y.unflatten(1, (height, width)).permute(0, 3, 1, 2), bias, residual)
+
+
+def refuse_block(block: BasicTransformerBlock) -> str | None:
+    """Why a block stays as it is."""
+    if block.norm_type != "layer_norm":
+        return f"its norms are {block.norm_type}"
+    if block.pos_embed is not None or hasattr(block, "fuser"):
+        return "it has position embeddings or a fuser"
+    norms = [block.norm1, block.norm3, *([block.norm2] if block.attn2 is not None else [])]
+    return None if all(layer.weight is not None for layer in norms) else "its norms have no weights"
+
+
+def refuse_transformer(transformer: Transformer2DModel) -> str | None:
+    """Why a transformer stays as it is."""
+    return None if transformer.is_input_continuous else "its input is not an image"

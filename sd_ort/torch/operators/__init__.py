@@ -1,0 +1,28 @@
+"""The operators of the library as torch operators: `torch.ops.sd_ort.<name>`, one a file, and a function for each.
+
+Each is registered for CPU and CUDA (HIP is CUDA to torch), with shapes for tracing, gradients, autocast and a refusal
+of vmap; contract.py says how. Where no kernel takes a call, the plain torch expression runs and `status()` counts why.
+"""
+
+from sd_ort.torch.operators.attention import attention
+from sd_ort.torch.operators.bias_add import bias_add
+from sd_ort.torch.operators.bias_split_gelu import bias_split_gelu
+from sd_ort.torch.operators.group_norm import group_norm, skip_group_norm
+from sd_ort.torch.operators.linear_add import linear_add
+from sd_ort.torch.operators.skip_layer_norm import skip_layer_norm
+from sd_ort.torch.operators.softmax import softmax
+from sd_ort.torch.operators.stacked_linear import stacked_linear
+from sd_ort.torch.operators.upsample_nearest import upsample_nearest
+
+__all__ = [
+    "attention",
+    "bias_add",
+    "bias_split_gelu",
+    "group_norm",
+    "linear_add",
+    "skip_group_norm",
+    "skip_layer_norm",
+    "softmax",
+    "stacked_linear",
+    "upsample_nearest",
+]

@@ -1,0 +1,67 @@
+"""LayerNorm of a residual's sum: `sd_ort::skip_layer_norm`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from custom_ops.skip_layer_norm.cases import Params
+from sd_ort.torch import kernels
+from sd_ort.torch.operators.contract import Operator, one_dtype, pointer, require
+
+Tensor = torch.Tensor
+
+
+def _plain(
+    x: Tensor, skip: Tensor, bias: Tensor | None, gamma: Tensor, beta: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    total = x + skip if bias is None else x + bias + skip
+    return F.layer_norm(total, x.shape[-1:], gamma, beta, epsilon), total
+
+
+def _launch(
+    x: Tensor, skip: Tensor, bias: Tensor | None, gamma: Tensor, beta: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    found = kernels.of(x, skip, bias, gamma, beta)
+    channels = x.shape[-1]
+    require(one_dtype(x, skip, bias, gamma, beta), "arguments of different types")
+    require(channels > 0 and skip.shape == x.shape, "skip of another shape, or no channels")
+    weights = [each for each in (bias, gamma, beta) if each is not None]
+    require(all(each.shape == (channels,) and each.is_contiguous() for each in weights), "weights of another size")
+    x, skip = x.contiguous(), skip.contiguous()
+    y, total = torch.empty_like(x), torch.empty_like(x)
+    rows = x.numel() // channels
+    params = Params(
+        dtype=kernels.NUMBERS[x.dtype],
+        x=pointer(x),
+        skip=pointer(skip),
+        gamma=pointer(gamma),
+        beta=pointer(beta),
+        bias=pointer(bias),
+        y=pointer(y),
+        sum=pointer(total),
+        rows=rows,
+        skip_rows=rows,
+        channels=channels,
+        epsilon=epsilon,
+    )
+    if rows:
+        found.run("SkipLayerNormalization", params, x.device)
+    return y, total
+
+
+_OPERATOR = Operator(
+    name="skip_layer_norm",
+    schema=("(Tensor x, Tensor skip, Tensor? bias, Tensor gamma, Tensor? beta, float epsilon) -> (Tensor, Tensor)"),
+    plain=_plain,
+    launch=_launch,
+    fake=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    autocast="float32",
+).define()
+
+
+def skip_layer_norm(
+    x: Tensor, skip: Tensor, bias: Tensor | None, gamma: Tensor, beta: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """x + bias + skip normalized over the last axis, and that sum: x and skip (..., C), bias, gamma and beta (C)."""
+    return _OPERATOR(x, skip, bias, gamma, beta, epsilon)  # type: ignore[no-any-return]

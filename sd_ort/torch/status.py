@@ -1,0 +1,46 @@
+"""What ran so far: calls by operator, our kernel or torch and why; modules that `optimize` replaced or left alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Status:
+    """Counts since the start of the process or the last `reset_status`.
+
+    `kernels`: calls by operator that one of our kernels ran. `fallbacks`: calls by (operator, reason) that the plain
+    torch expression ran. `replaced` and `left_alone`: modules by class name, or (class name, reason), of `optimize`.
+    Replayed CUDA graphs call nothing and count nothing.
+    """
+
+    kernels: Mapping[str, int]
+    fallbacks: Mapping[tuple[str, str], int]
+    replaced: Mapping[str, int]
+    left_alone: Mapping[tuple[str, str], int]
+
+    def __str__(self) -> str:
+        lines = [f"{count:6} {name}: our kernel" for name, count in sorted(self.kernels.items())]
+        lines += [f"{count:6} {name}: torch, {why}" for (name, why), count in sorted(self.fallbacks.items())]
+        lines += [f"{count:6} {name} replaced" for name, count in sorted(self.replaced.items())]
+        lines += [f"{count:6} {name} left alone: {why}" for (name, why), count in sorted(self.left_alone.items())]
+        return "\n".join(lines) or "nothing ran yet"
+
+
+kernels: Counter[str] = Counter()
+fallbacks: Counter[tuple[str, str]] = Counter()
+replaced: Counter[str] = Counter()
+left_alone: Counter[tuple[str, str]] = Counter()
+
+
+def status() -> Status:
+    """What ran since the start of the process or the last `reset_status`; `print(status())` is a table."""
+    return Status(dict(kernels), dict(fallbacks), dict(replaced), dict(left_alone))
+
+
+def reset_status() -> None:
+    """Count from zero again."""
+    for counter in (kernels, fallbacks, replaced, left_alone):
+        counter.clear()

@@ -1,0 +1,31 @@
+"""doctor: what this machine has, with and without onnxruntime."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from sd_ort.check import doctor
+from sd_ort.core.errors import SdOrtError
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+def test_doctor_as_json(sd_ort: Cli) -> None:
+    code, out, _ = sd_ort("doctor", "--json")
+    findings = json.loads(out)
+    assert code == 0
+    assert findings["providers"]["cpu"] == {"ok": True, "problem": None, "missing_libraries": []}
+    assert set(findings["wheels"]) <= set(findings["versions"])
+
+
+def test_doctor_without_onnxruntime(sd_ort: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise SdOrtError("onnxruntime is not installed")
+
+    monkeypatch.setattr("sd_ort.runtime.providers.runtime", absent)
+    code, out, _ = sd_ort("doctor")
+    assert code == 3
+    assert out.count("onnxruntime is not installed") == len(doctor.PROVIDERS)

@@ -1,0 +1,18 @@
+"""Pipeline folders without a model: as far as what only lists them looks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sd_ort.core.folder import MODEL, write_manifest
+
+
+def fake_folder(path: Path, **manifest: Any) -> Path:
+    """A pipeline folder without a model in it."""
+    (path / "unet").mkdir(parents=True)
+    (path / "unet" / MODEL).touch()
+    (path / "model_index.json").write_text("{}")
+    if manifest:
+        write_manifest(path, manifest)
+    return path

@@ -1,0 +1,71 @@
+"""The house itself: how long modules and functions are, and that private names stay private. `lint-imports` holds the
+layers."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("sd_ort", "fusion_passes", "custom_ops")
+MODULE, FUNCTION = 400, 80  # lines at most
+TABLES = {"scripts/fixtures/foreign_models.py"}  # data, which may be longer
+TO_SPLIT = {"sd_ort/pipeline/text_to_image.py", "sd_ort/commands/generate.py: command"}
+
+Node = TypeVar("Node", bound=ast.AST)
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Every Python file of ours by its path."""
+    files = [path for folder in (*PACKAGES, "scripts", "tests") for path in (ROOT / folder).rglob("*.py")]
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(files)}
+
+
+def nodes(kind: type[Node]) -> Iterator[tuple[str, Node]]:
+    """Every node of a kind, with the path of its file."""
+    for path, tree in trees().items():
+        yield from ((path, node) for node in ast.walk(tree) if isinstance(node, kind))
+
+
+def imports_of_ours() -> Iterator[tuple[str, str, ast.alias]]:
+    """(file, module, name) of every `from <module of ours> import <name>`."""
+    for path, node in nodes(ast.ImportFrom):
+        if node.module is not None and node.module.split(".")[0] in PACKAGES:
+            yield from ((path, node.module, alias) for alias in node.names)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_modules_are_short() -> None:
+    lines = {path: (ROOT / path).read_text().count("\n") for path in trees()}
+    assert {path: count for path, count in lines.items() if count > MODULE and path not in TABLES | TO_SPLIT} == {}
+
+
+def test_functions_are_short() -> None:
+    lines = {f"{path}: {node.name}": (node.end_lineno or 0) - node.lineno for path, node in nodes(ast.FunctionDef)}
+    assert {name: count for name, count in lines.items() if count >= FUNCTION and name not in TO_SPLIT} == {}
+
+
+def test_private_names_stay_in_their_module() -> None:
+    found, imported = [], set()
+    for path, module, alias in imports_of_ours():
+        imported.add((path, alias.asname or alias.name))
+        if any(map(is_private, (alias.name, *module.split(".")))):
+            found.append(f"{path}: {alias.name} of {module}")
+    for path, node in nodes(ast.Attribute):
+        if is_private(node.attr) and isinstance(node.value, ast.Name) and (path, node.value.id) in imported:
+            found.append(f"{path}: {node.value.id}.{node.attr}")
+    assert found == []
+
+
+def test_scripts_import_nothing_from_tests() -> None:
+    names = {path.stem for path in (ROOT / "tests").rglob("*.py")} | {"tests"}
+    found = [(path, node.module) for path, node in nodes(ast.ImportFrom) if (node.module or "").split(".")[0] in names]
+    found += [(path, alias.name) for path, node in nodes(ast.Import) for alias in node.names if alias.name in names]
+    assert [(path, module) for path, module in found if path.startswith("scripts/")] == []
