@@ -37,10 +37,10 @@ def make_pipeline(preset: str, folder: Path, holes: bool) -> None:
     import torch
 
     from sd_ort.core.quiet import quiet
-    from sd_ort.export.exporter import NOISY, TRACE, choose, example, save_config
+    from sd_ort.export.exporter import NOISY, TRACE, example, save_config
     from sd_ort.export.tracing import export_dynamo, tidy
     from sd_ort.family import signatures
-    from sd_ort.family.checkpoints import PresetSource, class_name, component_signature, is_sdxl, model_class
+    from sd_ort.family.checkpoints import PresetSource, choose, class_name, component_signature, is_sdxl, model_class
     from sd_ort.family.modules import wrap
 
     class Hollow(PresetSource):
