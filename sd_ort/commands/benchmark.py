@@ -23,7 +23,9 @@ def _sizes(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[
 
 @click.command()
 @click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--provider", default="cpu", show_default=True, help="cpu, cuda, rocm or migraphx.")
+@click.option(
+    "--provider", default="cpu", show_default=True, help="cpu, cuda, rocm, migraphx, or our own: hip, sdcuda."
+)
 @click.option("--engines", "names", default="", help="Instead of raw and torch: raw,ours,ort,torch-compile,... or all.")
 @click.option("--ablation", is_flag=True, help="Rows from the raw export on, one fusion switched on after another.")
 @click.option("--component", help="Time calls of one component on made-up inputs: unet, vae_decoder, vae_encoder.")

@@ -30,7 +30,12 @@ import click
 @click.option("--control-image", type=click.Path(path_type=Path, dir_okay=False), help="What the ControlNet is shown.")
 @click.option("--lora", "loras", multiple=True, metavar="FILE[:STRENGTH]", help="A LoRA on top; can be repeated.")
 @click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ... [default: the model's].")
-@click.option("--provider", default="cpu", show_default=True, help="cpu, cuda, rocm, migraphx, or plugin:LIBRARY.")
+@click.option(
+    "--provider",
+    default="cpu",
+    show_default=True,
+    help="cpu, cuda, rocm, migraphx, our own (hip, sdcuda), or plugin:LIBRARY.",
+)
 @click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")
 @click.option("--graph/--no-graph", default=None, help="Capture the UNet as a GPU graph [default: where it can be].")
 @click.option("--low-memory", is_flag=True, help="Keep one component in memory at a time.")

@@ -9,7 +9,7 @@ import click
 
 @click.command()
 @click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
-@click.option("--provider", default="cuda", show_default=True, help="cuda or rocm.")
+@click.option("--provider", default="cuda", show_default=True, help="cuda, rocm, or our own: hip, sdcuda.")
 @click.option("--height", "heights", type=int, multiple=True, help="Pixels; may be repeated [default: the model's].")
 @click.option("--width", "widths", type=int, multiple=True, help="Pixels; as many as heights.")
 @click.option("--batch", "batches", type=click.IntRange(1), multiple=True, default=(1,), show_default=True)

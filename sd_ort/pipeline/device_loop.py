@@ -22,7 +22,7 @@ from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.progress import step_bar
 from sd_ort.graphs import device_graphs
 from sd_ort.graphs.device_graphs import Between, identifier
-from sd_ort.runtime.captured import UNCAPTURED, BoundShapes, GraphModel
+from sd_ort.runtime.captured import UNCAPTURED, BoundShapes, GraphModel, place
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import DTYPES, open_graph
 from sd_ort.runtime.wheels import runtime
@@ -128,11 +128,11 @@ class DeviceLoop:
 
     def value(self, array: Any) -> Any:
         """An array on the device."""
-        return runtime().OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self.models.device, 0)
+        return runtime().OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), **place(self.models.device))
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         """Memory on the device."""
-        return runtime().OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, self.models.device, 0)
+        return runtime().OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, **place(self.models.device))
 
     def bind(self, model: Model, feed: Mapping[str, Any], outputs: Mapping[str, Any] | None = None) -> BoundShapes:
         """A component over buffers, captured where its session captures."""

@@ -179,7 +179,7 @@ class StableDiffusionPipeline(LoraMethods):
         graph: bool | None = None,
         **session_options: Any,
     ) -> Any:
-        """Load a pipeline folder on a provider ("cpu", "cuda", "rocm", "migraphx").
+        """Load a pipeline folder on a provider ("cpu", "cuda", "rocm", "migraphx", or ours: "hip", "sdcuda").
 
         `scheduler`: None for the folder's own, a diffusers class name or short form ("EulerDiscreteScheduler",
         "euler"), or a scheduler object. `low_memory`: open a component when its turn comes and drop the one before.

@@ -27,6 +27,7 @@ from custom_ops.libraries import GpuLibrary
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.files import mismatch, read_json, write_text
 from sd_ort.runtime.library import CUDA_LIBRARY, HIP_LIBRARY
+from sd_ort.runtime.providers import is_plugin, plugin_library, provider_named
 
 log = logging.getLogger("sd_ort")
 
@@ -93,17 +94,22 @@ class GpuOps:
         self.c.sd_ort_enable_tuning(int(enabled))
 
 
-def gpu_library(ep: str, op_library: Path | None) -> Path | None:
-    """The GPU half beside the op library that serves an execution provider; None when there is none."""
+def gpu_library(provider: str, op_library: Path | None) -> Path | None:
+    """What holds the kernels that a provider runs: the op library's GPU half, or our own provider itself; None where
+    there is neither."""
+    entry = provider_named(provider)
+    if is_plugin(provider):
+        return plugin_library(provider) if entry.vendor else None
+    ep = entry.ep
     if op_library is None or ep not in GPU_LIBRARIES:
         return None
     path = op_library.parent / GPU_LIBRARIES[ep]
     return path if path.is_file() else None
 
 
-def gpu_ops(ep: str, op_library: Path | None) -> GpuOps | None:
+def gpu_ops(provider: str, op_library: Path | None) -> GpuOps | None:
     """The functions of `gpu_library`; None when there is none. Raises TuningError when it cannot be loaded."""
-    path = gpu_library(ep, op_library)
+    path = gpu_library(provider, op_library)
     return None if path is None else GpuOps(path)
 
 
@@ -246,12 +252,12 @@ def validators_of(source: TuningSource | None, onnxruntime_version: str) -> dict
     return {**own, "onnxruntime": onnxruntime_version}
 
 
-def attach(session: Any, ep: str, op_library: Path | None, tune: bool, onnxruntime_version: str) -> None:
+def attach(session: Any, provider: str, op_library: Path | None, tune: bool, onnxruntime_version: str) -> None:
     """What every session on a GPU does: load the file that fits and, with `tune`, measure and save when it ends.
 
     Raises TuningError for a fitting file that is damaged.
     """
-    source = gpu_ops(ep, op_library)
+    source = gpu_ops(provider, op_library)
     load(session, source, onnxruntime_version)
     if tune:
         if source is not None:
