@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -68,7 +69,7 @@ def profile(target: Any, *arguments: Any, trace: Path | str | None = None, **key
     our operators does are not called: their time is that of the module around them. A compiled module's inner modules
     are not seen. Raises InputError for a target without modules, OutputError when `trace` cannot be written.
     """
-    names = {}
+    names: dict[int, tuple[str, nn.Module]] = {}
     for component in components(target):
         names |= {id(m): (f"{type(component).__name__}.{n}".rstrip("."), m) for n, m in component.named_modules()}
     on_gpu = torch.cuda.is_available()
@@ -84,7 +85,7 @@ def profile(target: Any, *arguments: Any, trace: Path | str | None = None, **key
             profiler.export_chrome_trace(str(trace))
         except (OSError, RuntimeError) as error:
             raise OutputError(f"cannot write {trace}: {error}") from error
-    events = [event for event in profiler.events() or [] if event.device_type == torch.autograd.DeviceType.CPU]
+    events = [event for event in profiler.events() or [] if event.device_type == DeviceType.CPU]
     on_gpu = on_gpu and any(event.self_device_time_total for event in events)
     kinds = {name: type(module).__name__ for name, module in names.values()}
     operators, modules = _rows(events, on_gpu, kinds)
@@ -114,7 +115,10 @@ def _scopes(names: dict[int, str]) -> Iterator[None]:
 
 def _rows(events: list[FunctionEvent], on_gpu: bool, kinds: dict[str, str]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """Rows of operators and modules, the longest first. Every event's own time belongs to one of each."""
-    times: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}  # of modules, of operators
+    times: dict[bool, defaultdict[str, float]] = {
+        True: defaultdict(float),
+        False: defaultdict(float),
+    }  # of modules, of operators
     calls: dict[bool, Counter[str]] = defaultdict(Counter)
     for event in events:
         own = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3
@@ -128,11 +132,11 @@ def _rows(events: list[FunctionEvent], on_gpu: bool, kinds: dict[str, str]) -> t
         calls[False][operator.name] += operator is event
     operators = [
         Row(name, "ours" if name.startswith("sd_ort::") and BY_TORCH not in name else "torch", calls[False][name], ms)
-        for name, ms in times[False].most_common()
+        for name, ms in sorted(times[False].items(), key=lambda item: -item[1])
         if ms
     ]
     modules = []
-    for name, ms in times[True].most_common():
+    for name, ms in sorted(times[True].items(), key=lambda item: -item[1]):
         short = name.removeprefix(_MODULE)
         modules.append(Row(short, kinds.get(short, "outside of modules"), calls[True][name], ms))
     return tuple(operators), tuple(modules)

@@ -49,7 +49,7 @@ class Operator:
         torch.library.register_fake(qualified, self.fake, lib=_LIBRARY)
         torch.library.register_autograd(qualified, self._backward, setup_context=self._save, lib=_LIBRARY)
         torch.library.register_vmap(qualified, self._refuse_vmap, lib=_LIBRARY)
-        return getattr(torch.ops.sd_ort, self.name).default  # type: ignore[no-any-return]
+        return getattr(torch.ops.sd_ort, self.name).default
 
     # ---- forward
 
