@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler_util import FunctionEvent
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
