@@ -142,7 +142,7 @@ def test_folder_that_names_our_classes(reference: Any, hoisted: Path, tmp_path: 
     assert_same(draw(pipe), draw(torchs("StableDiffusionPipeline", reference)))
     assert isinstance(StableDiffusionPipeline.from_pretrained(folder), StableDiffusionPipeline)
     with pytest.raises(InputError, match=r"optimized for torch\.float32"):
-        diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float16)
+        diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.float16)
     uninstall(folder)
     assert json.loads((folder / "model_index.json").read_text()) == before
     with pytest.raises(InputError, match="nothing to uninstall"):

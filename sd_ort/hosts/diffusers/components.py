@@ -63,9 +63,9 @@ class Component(torch.nn.Module):
         path = Path(path)
         inside = not (path / "model_index.json").is_file()
         made = cls(HostModels(path.parent if inside else path, provider), path.name if inside else None)
-        asked = diffusers.get("torch_dtype")
+        asked = diffusers.get("torch_dtype", diffusers.get("dtype"))
         if asked in (torch.float16, torch.bfloat16) and made.dtype != asked:
-            raise InputError(f"{path} was optimized for {made.dtype}, not {asked}: leave torch_dtype out.")
+            raise InputError(f"{path} was optimized for {made.dtype}, not {asked}: leave dtype out.")
         return made
 
     def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
