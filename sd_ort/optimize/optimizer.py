@@ -85,6 +85,9 @@ def optimize(
         check_recorded(inputs, names)
     if hoisted is None:
         hoisted = dtype == "float16" and target in HOISTING and hoist.PARTS["step"] in names
+        if hoisted and not hoist.has_time_axis(load(folder.check_component(source, hoist.PARTS["step"]))):
+            report("the UNet is not hoisted, since its timestep has no axis.")
+            hoisted = False
     if hoisted and hoist.PARTS["step"] not in names:
         raise InputError("--hoist splits the UNet: take it into --component, or leave out --hoist.")
     if hoist.is_hoisted(source):
