@@ -37,6 +37,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     lines = [f"{', '.join(machine()['gpus']) or 'CPU'}; torch {torch.__version__}; commit {revision()}"]
+    print(lines[0], flush=True)
     failed = 0
     for name in NAMES:
         for check in (numbers, gradients, traced):
