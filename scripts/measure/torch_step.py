@@ -5,8 +5,8 @@
 
 Engines, all float16: diffusers' U-Net as it loads, without and under a CUDA graph; the same channels last; `optimize`
 at level "performance", under a CUDA graph and without; torch.compile (reduce-overhead, channels last); `optimize` and
-torch.compile. Weights are random, made on the GPU, the same for all. Errors are relative, against torch in float32 (TF32
-off). Rounds of calls take turns between the engines, and a ratio is the median of the rounds' ratios.
+torch.compile. Weights are random, made on the GPU, the same for all. Errors are relative, against torch in float32
+(TF32 off). Rounds of calls take turns between the engines, and a ratio is the median of the rounds' ratios.
 
 Writes <out>.json after each model, and <out>.md from it, with machine, versions and commit ($SD_ORT_COMMIT where there
 is no git). Without a GPU, a -tiny preset tries the script: nothing is captured, and compiling is tracing alone.
