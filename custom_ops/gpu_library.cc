@@ -1,5 +1,5 @@
 // The GPU half of interface.h: what registry.cc, the provider and Python call. The operators are those of
-// operators.txt.
+// operators.txt and, in a provider's library, the provider's own.
 #include <algorithm>
 #include <cstring>
 
@@ -11,7 +11,13 @@ namespace sd_ort {
 
 #define SD_ORT_OPERATOR(folder, name) const GpuOp& folder##_gpu();
 #define SD_ORT_GPU_OPERATOR(folder, name) const GpuOp& folder##_gpu();
+#if defined(SD_ORT_PROVIDER)
+#define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
+#endif
 #include "operators.txt"
+#if defined(SD_ORT_PROVIDER)
+const GpuOp& product_op();
+#endif
 
 namespace {
 
@@ -19,7 +25,13 @@ const std::vector<const GpuOp*>& operators() {
   static const std::vector<const GpuOp*> all = {
 #define SD_ORT_OPERATOR(folder, name) &folder##_gpu(),
 #define SD_ORT_GPU_OPERATOR(folder, name) &folder##_gpu(),
+#if defined(SD_ORT_PROVIDER)
+#define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
+#endif
 #include "operators.txt"
+#if defined(SD_ORT_PROVIDER)
+      &product_op(),
+#endif
   };
   return all;
 }

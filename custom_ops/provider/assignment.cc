@@ -34,17 +34,18 @@ Assignment assign(const OrtGraph* graph, OrtEpGraphSupportInfo* support) {
     const Node node(each);
     const KernelSpec* spec = find_spec(node);
     const bool arithmetic = is_shape_arithmetic(node, on_host);
-    if (arithmetic || (spec != nullptr && spec->host_output)) {
-      for (const NodeValue& output : node.outputs) on_host.insert(output.name);
-    }
-    if (spec == nullptr || arithmetic) continue;
-    if (const char* reason = spec->refuses == nullptr ? nullptr : spec->refuses(node)) {
+    const char* reason = spec == nullptr || spec->refuses == nullptr ? nullptr : spec->refuses(node);
+    if (!arithmetic && reason != nullptr) {
       assignment.refused.push_back(node.op_type + " '" + node.name + "': " + reason);
-      continue;
     }
     const OrtKernelDef* found = nullptr;
-    check(ep_api->EpGraphSupportInfo_LookUpKernel(support, each, &found));
+    if (spec != nullptr && !arithmetic && reason == nullptr) {
+      check(ep_api->EpGraphSupportInfo_LookUpKernel(support, each, &found));
+    }
     if (found != nullptr) assignment.taken.push_back(each);
+    for (const NodeValue& output : node.outputs) {
+      if (found == nullptr ? is_integer(output.type) : spec->host_output) on_host.insert(output.name);
+    }
   }
   return assignment;
 }

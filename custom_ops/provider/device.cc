@@ -127,11 +127,13 @@ void copy_now(void* to, const void* from, size_t bytes, Copy direction) {
   if (bytes == 0 || to == from) return;
   wait_for_all();
   check(SD_ORT_GPU_NAME(Memcpy)(to, from, bytes, kind(direction)), "a copy failed");
+  if (direction != Copy::kToHost) wait_for_all();  // it may return before the device has all, and streams do not wait
 }
 
-Event create_event() {
+Event create_event(bool timed) {
   gpuEvent_t event = nullptr;
-  check(SD_ORT_GPU_NAME(EventCreateWithFlags)(&event, SD_ORT_GPU_NAME(EventDisableTiming)), "no event can be made");
+  const unsigned flags = timed ? 0 : SD_ORT_GPU_NAME(EventDisableTiming);
+  check(SD_ORT_GPU_NAME(EventCreateWithFlags)(&event, flags), "no event can be made");
   return event;
 }
 
@@ -146,6 +148,12 @@ void wait_in_stream(Stream stream, Event event) {
 }
 
 void wait_on_host(Event event) { check(SD_ORT_GPU_NAME(EventSynchronize)(of_event(event)), "the device failed"); }
+
+float milliseconds(Event first, Event last) {
+  float found = 0;
+  check(SD_ORT_GPU_NAME(EventElapsedTime)(&found, of_event(first), of_event(last)), "two events cannot be compared");
+  return found;
+}
 
 // Relaxed: a kernel library may allocate for itself while another thread or this one captures.
 void begin_capture(Stream stream) {

@@ -43,11 +43,12 @@ bool is_capturing(Stream stream);
 void copy(void* to, const void* from, size_t bytes, Copy direction, Stream stream);  // ordered in the stream
 void copy_now(void* to, const void* from, size_t bytes, Copy direction);             // after all that is queued
 
-Event create_event();
+Event create_event(bool timed = false);
 void destroy_event(Event event) noexcept;
 void record(Event event, Stream stream);
 void wait_in_stream(Stream stream, Event event);
 void wait_on_host(Event event);
+float milliseconds(Event first, Event last);  // between two timed events, both past
 
 void begin_capture(Stream stream);
 Graph end_capture(Stream stream);

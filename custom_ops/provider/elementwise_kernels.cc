@@ -93,6 +93,16 @@ class BinaryKernel : public Kernel {
   }
 };
 
+class Clip : public Kernel {
+ public:
+  explicit Clip(const OrtKernelInfo*) {}
+  void compute(Call& call) const override {
+    const Tensor x = call.input(0), low = call.input(1), high = call.input(2);
+    void* y = call.output(0, x.shape);
+    launched(clip(x.dtype(), x.data, low.data, high.data, y, x.size(), call.stream()));
+  }
+};
+
 class Where : public Kernel {
  public:
   explicit Where(const OrtKernelInfo*) {}
@@ -121,12 +131,43 @@ int number_of(ONNXTensorElementDataType type) {
       return static_cast<int>(Number::kInt32);
     case ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64:
       return static_cast<int>(Number::kInt64);
+    case ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8:
+      return static_cast<int>(Number::kUInt8);
     case ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL:
       return static_cast<int>(Number::kBool);
     default:
       return -1;
   }
 }
+
+// Of float numbers, or of int32 or int64 ones as the sampling loop counts with.
+template <Binary op>
+class NumbersKernel : public BinaryKernel<op> {
+ public:
+  using BinaryKernel<op>::BinaryKernel;
+  void compute(Call& call) const override {
+    const Tensor a = call.input(0), b = call.input(1);
+    if (is_float(a.type)) return BinaryKernel<op>::compute(call);
+    const std::vector<int64_t> whole = broadcast_shape({a.shape, b.shape});
+    void* y = call.output(0, whole);
+    if (count_of(whole) == 0) return;
+    launched(binary_integers(op, static_cast<Number>(number_of(a.type)), plan(whole, a.shape, b.shape, {}), a.data,
+                             b.data, y, call.stream()));
+  }
+};
+
+class Equal : public Kernel {
+ public:
+  explicit Equal(const OrtKernelInfo*) {}
+  void compute(Call& call) const override {
+    const Tensor a = call.input(0), b = call.input(1);
+    const std::vector<int64_t> whole = broadcast_shape({a.shape, b.shape});
+    void* y = call.output(0, whole);
+    if (count_of(whole) == 0) return;
+    launched(equal(static_cast<Number>(number_of(a.type)), plan(whole, a.shape, b.shape, {}), a.data, b.data, y,
+                   call.stream()));
+  }
+};
 
 class Cast : public Kernel {
  public:
@@ -153,6 +194,20 @@ const char* refuses_binary(const Node& node) {
   return nullptr;
 }
 
+const char* refuses_numbers(const Node& node) {
+  const auto type = node.input(0).type;
+  const bool whole = type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32 || type == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+  return whole && node.inputs.size() == 2 ? nullptr : refuses_binary(node);
+}
+
+const char* refuses_equal(const Node& node) {
+  return number_of(node.input(0).type) >= 0 ? nullptr : "its types are not taken";
+}
+
+const char* refuses_clip(const Node& node) {
+  return node.since_version < 11 ? "bounds as attributes, which opsets before 11 have" : refuses_float(node);
+}
+
 const char* refuses_where(const Node& node) {
   return element_bytes(node.input(1).type) == 0 ? "its type has no fixed size" : nullptr;
 }
@@ -173,19 +228,22 @@ void add_elementwise_kernels(KernelSpecs& specs) {
   specs.push_back({"", "Neg", make_kernel<UnaryKernel<Unary::kNeg>>, refuses_float});
   specs.push_back({"", "Reciprocal", make_kernel<UnaryKernel<Unary::kReciprocal>>, refuses_float});
   specs.push_back({"", "Relu", make_kernel<UnaryKernel<Unary::kRelu>>, refuses_float});
+  specs.push_back({"", "Round", make_kernel<UnaryKernel<Unary::kRound>>, refuses_float});
   specs.push_back({"", "Sigmoid", make_kernel<UnaryKernel<Unary::kSigmoid>>, refuses_float});
   specs.push_back({"", "Sin", make_kernel<UnaryKernel<Unary::kSin>>, refuses_float});
   specs.push_back({"", "Sqrt", make_kernel<UnaryKernel<Unary::kSqrt>>, refuses_float});
   specs.push_back({"", "Tanh", make_kernel<UnaryKernel<Unary::kTanh>>, refuses_float});
   specs.push_back({"", "Gelu", make_kernel<Gelu>, refuses_float});
-  specs.push_back({"", "Add", make_kernel<BinaryKernel<Binary::kAdd>>, refuses_binary});
+  specs.push_back({"", "Add", make_kernel<NumbersKernel<Binary::kAdd>>, refuses_numbers});
   specs.push_back({"", "Div", make_kernel<BinaryKernel<Binary::kDiv>>, refuses_binary});
   specs.push_back({"", "Max", make_kernel<BinaryKernel<Binary::kMax>>, refuses_binary});
   specs.push_back({"", "Min", make_kernel<BinaryKernel<Binary::kMin>>, refuses_binary});
-  specs.push_back({"", "Mul", make_kernel<BinaryKernel<Binary::kMul>>, refuses_binary});
+  specs.push_back({"", "Mul", make_kernel<NumbersKernel<Binary::kMul>>, refuses_numbers});
   specs.push_back({"", "Pow", make_kernel<BinaryKernel<Binary::kPow>>, refuses_binary});
-  specs.push_back({"", "Sub", make_kernel<BinaryKernel<Binary::kSub>>, refuses_binary});
+  specs.push_back({"", "Sub", make_kernel<NumbersKernel<Binary::kSub>>, refuses_numbers});
   specs.push_back({"", "Where", make_kernel<Where>, refuses_where});
+  specs.push_back({"", "Clip", make_kernel<Clip>, refuses_clip});
+  specs.push_back({"", "Equal", make_kernel<Equal>, refuses_equal});
   specs.push_back({"", "Cast", make_kernel<Cast>, refuses_cast});
 }
 

@@ -3,6 +3,7 @@
 
     python scripts/measure/bench_gpu_step.py --preset sd15 --batch 2 --size 64 --out results/gpu_step
     python scripts/measure/bench_gpu_step.py --preset sd15 --component vae_decoder --batch 1 --out results/gpu_step
+    scripts/measure/bench_provider               # all that results/gpu_provider holds: our provider beside the others
 
 writes <out>/<preset>_<component>_b<batch>_<size>.json. Weights are random, made on the GPU, the same for all
 engines; `size` is the latent's edge. Every engine runs float16 from device buffers to device buffers; errors are those
@@ -10,7 +11,11 @@ of the outputs against torch in float32 (TF32 off). Rounds of calls take turns b
 the machine's clocks meets all of them; a ratio is the median of the rounds' ratios.
 
 --graph FILE takes a raw export without weights (make_step_graph.py) instead of exporting again, which takes
-a minute or two. --variants names sessions to compare, see VARIANTS; --profile adds each one's time by kernel class.
+a minute or two; an export in --work is taken again. --variants names sessions to compare, see VARIANTS; --provider adds
+our own execution provider, in the same process; --profile adds each one's time by kernel class. Rows say how long a
+session took to open (`session_s`) and how long the host is busy with a queued call (`host_ms`). The commit is
+$SD_ORT_COMMIT where there is no git. Without a GPU all runs on the host, our provider on its `host` vendor: to see that
+it works, its times mean nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import argparse
 import ctypes
 import gc
 import json
+import os
 import re
 import statistics
 import sys
@@ -32,11 +38,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from sd_ort.runtime.library import CUDA_LIBRARY, library_path
+from sd_ort.runtime.library import CUDA_LIBRARY, PROVIDER_LIBRARIES, library_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from gpu_models import export_raw, random_inputs, random_module, write_raw
+from gpu_models import DEVICE, export_raw, random_inputs, random_module, write_raw
 
 from sd_ort.core import folder
 from sd_ort.core.errors import SdOrtError
@@ -48,6 +54,7 @@ from sd_ort.optimize.targets import CUDA, CUDA_CONTRIB, TARGETS
 from sd_ort.runtime import captured, machine, providers, session
 
 ROUNDS = 7
+VENDOR = "cuda" if DEVICE == "cuda" else "host"  # of our own provider
 
 # Kernels by what they do, first match first. The names are those of cuDNN, cuBLAS, ONNX Runtime, torch and ours.
 CLASSES = (
@@ -102,6 +109,7 @@ class Contender:
     run: Callable[[], Any]  # returns when the call is queued
     output: Callable[[], torch.Tensor]
     ready_s: float  # from the model in memory or on disk to the first timed call
+    session_s: float | None = None  # of that, opening ONNX Runtime's session
 
 
 # ---- Engines
@@ -147,58 +155,68 @@ def half(name: str, value: torch.Tensor) -> torch.Tensor:
     return value if name == "timestep" else value.half()
 
 
+def synchronize() -> None:
+    """Wait for the device."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
 def ort_engine(
-    number: int, variant: Variant, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size
-) -> tuple[Callable[[], Any], Callable[[], torch.Tensor]]:
-    """How to queue a call of a captured session of the variant, made from the raw export, and to read its output."""
+    label: str, number: int, variant: Variant, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size
+) -> Contender:
+    """A captured session of the variant on the CUDA provider, made from the raw export."""
     path = raw.parents[2] / f"variant-{number}" / raw.parent.name / folder.MODEL
     started = time.perf_counter()
     hoisted = variant.hoist and path.parent.name == hoist.PARTS["step"]
     target = replace(CUDA, **variant.target)
     made = optimize_component(raw, path, target, "float16", calibrate=False, hoisted=hoisted)
     print(f"  optimized in {time.perf_counter() - started:.1f} s: {made['counts']}", flush=True)
+    started = time.perf_counter()
     library = library_path()
     if library is None:
         raise SystemExit("build the op library first: sd-ort build-ops --cuda sm_90")
     ctypes.CDLL(str(library.parent / CUDA_LIBRARY)).sd_ort_enable_tuning(int(variant.tune))
+    return session_engine(label, "cuda", path, hoisted, inputs, shape, started)
+
+
+def session_engine(
+    label: str,
+    provider: str,
+    path: Path,
+    hoisted: bool,
+    inputs: Mapping[str, torch.Tensor],
+    shape: torch.Size,
+    started: float,
+    **options: Any,
+) -> Contender:
+    """A captured session on the optimized component, its inputs and output in buffers; `options` of the session."""
     feeds = {key: half(key, value).cpu().numpy() for key, value in inputs.items()}
     if hoisted:
         feeds["timestep"] = np.repeat(feeds["timestep"], len(feeds["sample"]))
         for name in ("prompt", "time"):
             part = path.parent.with_name(hoist.PARTS[name]) / path.name
-            once = session.Model(session.create_session(part, "cuda"))
+            once = session.Model(session.create_session(part, provider))
             feeds |= once(**{key: feeds[key] for key in once.inputs})
-    model = captured.GraphModel(session.create_session(path, "cuda", graph=True))
+    before = time.perf_counter()
+    opened = session.create_session(path, provider, graph=True, **options)
+    session_s = time.perf_counter() - before
+    model = captured.GraphModel(opened, providers.provider_named(provider).device)
     bound = model.bind({key: feeds[key] for key in model.inputs})
     (value,) = bound.outputs.values()
     assert tuple(value.shape()) == tuple(shape)
-    return lambda: bound.run(wait=False), lambda: torch.from_numpy(value.numpy())
+    output = lambda: torch.from_numpy(value.numpy())  # noqa: E731
+    return Contender(label, lambda: bound.run(wait=False), output, time.perf_counter() - started, session_s)
 
 
-def provider_engine(
-    library: Path, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size
-) -> tuple[Callable[[], Any], Callable[[], torch.Tensor]]:
+def provider_engine(library: Path, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size) -> Contender:
     """As `ort_engine`, on our own provider: hoisted, tuned, captured."""
     provider = f"plugin:{library}"
     path = raw.parents[2] / "provider" / raw.parent.name / folder.MODEL
     hoisted = path.parent.name == hoist.PARTS["step"]
     made = optimize_component(raw, path, TARGETS["gpu"], "float16", calibrate=False, hoisted=hoisted)
     print(f"  optimized: {made['counts']}", flush=True)
-    feeds = {key: half(key, value).cpu().numpy() for key, value in inputs.items()}
-    if hoisted:
-        feeds["timestep"] = np.repeat(feeds["timestep"], len(feeds["sample"]))
-        for name in ("prompt", "time"):
-            part = path.parent.with_name(hoist.PARTS[name]) / path.name
-            once = session.Model(session.create_session(part, provider, library=False))
-            feeds |= once(**{key: feeds[key] for key in once.inputs})
-    started = time.perf_counter()
-    opened = session.create_session(path, provider, graph=True, tuning=True, library=False)
-    print(f"  session opened in {time.perf_counter() - started:.2f} s", flush=True)
-    model = captured.GraphModel(opened, providers.provider_named(provider).device)
-    bound = model.bind({key: feeds[key] for key in model.inputs})
-    (value,) = bound.outputs.values()
-    assert tuple(value.shape()) == tuple(shape)
-    return lambda: bound.run(wait=False), lambda: torch.from_numpy(value.numpy())
+    name = providers.provider_named(provider).ep
+    return session_engine(name, provider, path, hoisted, inputs, shape, time.perf_counter(), tuning=True)
 
 
 def our_engines(
@@ -209,14 +227,12 @@ def our_engines(
     for number, (label, variant) in enumerate(VARIANTS.items(), 1):
         if wanted != "all" and str(number) not in wanted.split(","):
             continue
-        started = time.perf_counter()
         try:
-            run, output = ort_engine(number, variant, raw, inputs, shape)
+            engines.append(ort_engine(label, number, variant, raw, inputs, shape))
         except SdOrtError as error:
             say(f"{label} FAILED: {error}")
             continue
-        engines.append(Contender(label, run, output, time.perf_counter() - started))
-        say(f"{label} ready in {engines[-1].ready_s:.1f} s")
+        say(f"{label} ready in {engines[-1].ready_s:.1f} s, session in {engines[-1].session_s:.2f} s")
         gc.collect()
     return engines
 
@@ -226,26 +242,28 @@ def our_engines(
 
 def time_rounds(engines: list[Contender], count: int) -> dict[str, dict[str, list[float]]]:
     """Milliseconds a call by engine, a number a round: `device` of `count` calls queued behind one another, `call` the
-    median of half as many single calls on an idle GPU, launch and wait included."""
-    times: dict[str, dict[str, list[float]]] = {e.name: {"device": [], "call": []} for e in engines}
+    median of half as many single calls on an idle GPU, launch and wait included, `host` of their launch alone."""
+    times: dict[str, dict[str, list[float]]] = {e.name: {"device": [], "call": [], "host": []} for e in engines}
     for engine in engines:
         for _ in range(count // 2):
             engine.run()
-    torch.cuda.synchronize()
+    synchronize()
     for _ in range(ROUNDS):
         for engine in engines:
             started = time.perf_counter()
             for _ in range(count):
                 engine.run()
-            torch.cuda.synchronize()
+            synchronize()
             times[engine.name]["device"].append((time.perf_counter() - started) * 1e3 / count)
-            calls = []
-            for _ in range(count // 2):
+            calls, launches = [], []
+            for _ in range(max(count // 2, 1)):
                 started = time.perf_counter()
                 engine.run()
-                torch.cuda.synchronize()
+                launches.append((time.perf_counter() - started) * 1e3)
+                synchronize()
                 calls.append((time.perf_counter() - started) * 1e3)
             times[engine.name]["call"].append(statistics.median(calls))
+            times[engine.name]["host"].append(statistics.median(launches))
     return times
 
 
@@ -322,7 +340,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64, help="edge of the latent")
     parser.add_argument("--graph", type=Path, help="raw export without weights")
     parser.add_argument("--variants", default="all", help="numbers of VARIANTS, as 1,2,5")
-    parser.add_argument("--provider", type=Path, help="libsd_ort_ep_cuda.so: measure our own provider too")
+    parser.add_argument("--provider", action="store_true", help="measure our own provider too, as build-ops made it")
     parser.add_argument("--calls", type=int, default=20, help="calls a round")
     parser.add_argument("--peers", default="compile", help="of eager, compile; empty for none")
     parser.add_argument("--work", type=Path, default=Path("/tmp/sd_ort_step"))
@@ -345,7 +363,9 @@ def main() -> None:
         flops = operations(net, inputs)
         say(f"torch {torch.__version__}, float32 reference {tuple(reference.shape)}, TFLOP {flops}")
         raw = options.work / options.preset / "raw" / options.component / folder.MODEL
-        if options.graph:
+        if raw.is_file():
+            pass  # of the same seed
+        elif options.graph:
             write_raw(options.graph, module.state_dict(), raw)
         else:
             export_raw(options.preset, options.component, net, raw)
@@ -354,18 +374,21 @@ def main() -> None:
         say("peers ready")
         engines = [*peers, *our_engines(options.variants, raw, inputs, reference.shape, say)]
         if options.provider:
-            started = time.perf_counter()
-            run, output = provider_engine(options.provider, raw, inputs, reference.shape)
-            engines.append(Contender("SdOrtCuda", run, output, time.perf_counter() - started))
-            say(f"SdOrtCuda ready in {engines[-1].ready_s:.1f} s")
+            library = library_path(PROVIDER_LIBRARIES[VENDOR])
+            if library is None:
+                raise SystemExit("build our provider first: sd-ort build-ops --cuda sm_90")
+            engines.append(provider_engine(library, raw, inputs, reference.shape))
+            say(f"our provider ready in {engines[-1].ready_s:.1f} s, session in {engines[-1].session_s:.2f} s")
         times = time_rounds(engines, options.calls)
         say("timed")
         rows = []
         base = times[peers[-1].name] if peers else None
         for engine in engines:
             engine.run()
-            torch.cuda.synchronize()
+            synchronize()
             row: dict[str, Any] = {"engine": engine.name, "ready_s": round(engine.ready_s, 1)}
+            if engine.session_s is not None:
+                row["session_s"] = round(engine.session_s, 3)
             for kind, values in times[engine.name].items():
                 row[f"{kind}_ms"] = statistics.median(values)
                 if base is not None:
@@ -379,7 +402,8 @@ def main() -> None:
                     f"{ {k: round(v, 3) for k, v in row['profile']['classes_ms'].items()} }")  # fmt: skip
         result = {
             "preset": options.preset, "component": options.component, "batch": options.batch, "size": options.size,
-            "machine": machine.machine(), "versions": machine.versions(), "limits": limits(), "tflop": flops,
+            "commit": os.environ.get("SD_ORT_COMMIT") or machine.commit(), "machine": machine.machine(),
+            "versions": machine.versions(), "limits": limits() if DEVICE == "cuda" else {}, "tflop": flops,
             "rows": rows,
         }  # fmt: skip
         options.out.mkdir(parents=True, exist_ok=True)

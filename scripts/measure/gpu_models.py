@@ -1,4 +1,4 @@
-"""Models of random weights on a GPU, their inputs and their raw exports."""
+"""Models of random weights on a GPU (or, to try it, on the CPU), their inputs and their raw exports."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from sd_ort.family.checkpoints import open_source
 from sd_ort.family.presets import PRESETS
 from sd_ort.family.signatures import MODEL_OF
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 # ---- The model
 
 
 def random_module(preset: str, component: str, seed: int = 0) -> torch.nn.Module:
-    """The component with weights as `family.random_weights.fill_random` draws them, but made on the GPU, in float32."""
+    """The component with weights as `family.random_weights.fill_random` draws them, made on the device, in float32."""
     config = PRESETS[preset].models[MODEL_OF.get(component, component)]
     import diffusers
 
     made = getattr(diffusers, config["_class_name"])
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         module = made.from_config(config)
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if parameter.ndim > 1:
@@ -39,24 +41,24 @@ def random_module(preset: str, component: str, seed: int = 0) -> torch.nn.Module
 
 
 def random_inputs(preset: str, component: str, batch: int, size: int) -> dict[str, torch.Tensor]:
-    """Float32 inputs on the GPU, named as the graph's."""
-    generator = torch.Generator("cuda").manual_seed(1)
+    """Float32 inputs on the device, named as the graph's."""
+    generator = torch.Generator(DEVICE).manual_seed(1)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda")
+        return torch.randn(*shape, generator=generator, device=DEVICE)
 
     if component == "vae_decoder":
         return {"latent_sample": normal(batch, 4, size, size) / 0.18215}
     config = PRESETS[preset].models["unet"]
     inputs = {
         "sample": normal(batch, config["in_channels"], size, size),
-        "timestep": torch.tensor([500.0], device="cuda"),
+        "timestep": torch.tensor([500.0], device=DEVICE),
         "encoder_hidden_states": normal(batch, 77, config["cross_attention_dim"]),
     }
     if "addition_time_embed_dim" in config:
         edge = 8.0 * size
         inputs["text_embeds"] = normal(batch, 1280)
-        inputs["time_ids"] = torch.tensor([[edge, edge, 0, 0, edge, edge]] * batch, device="cuda")
+        inputs["time_ids"] = torch.tensor([[edge, edge, 0, 0, edge, edge]] * batch, device=DEVICE)
     return inputs
 
 
@@ -95,4 +97,4 @@ def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> 
     tracing.tidy(made, signature)
     out.parent.mkdir(parents=True, exist_ok=True)
     ir.save(made, out, external_data=folder.DATA)
-    net.cuda()
+    net.to(DEVICE)

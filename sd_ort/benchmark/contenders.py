@@ -98,8 +98,9 @@ def best_dtype(provider: str) -> str:
 
 
 def target_of(provider: str) -> str:
-    """Our target for a provider: that of its name, else `portable`."""
-    return provider if provider in TARGETS else "portable"
+    """Our target for a provider: its own, that of its name, or else `portable`."""
+    target = provider_named(provider).target or provider
+    return target if target in TARGETS else "portable"
 
 
 # --- One engine -----------------------------------------------------------------------------------------------------

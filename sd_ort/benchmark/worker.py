@@ -200,6 +200,6 @@ def tuners(provider: str, *, library: bool = True) -> list[str]:
     """What --tuning turns on: the provider's own search for its fastest kernels, that of the op library, or nothing."""
     entry = provider_named(provider)
     found = [f"the {provider} provider's"] if entry.tuning else []
-    if library and tuning.gpu_library(entry.ep, library_path()) is not None:
+    if library and tuning.gpu_library(provider, library_path()) is not None:
         found.append("the op library's")
     return found

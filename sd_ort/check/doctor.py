@@ -52,12 +52,10 @@ def examine_provider(name: str) -> dict[str, Any]:
 def examine_tuning(usable: list[str], library: Path | None) -> list[dict[str, Any]]:
     """The files of `runtime.tuning.folder`: `fresh` if sessions on a usable provider load it, or else the `problem`."""
     paths = sorted(tuning.folder().glob("*.json"))
-    tuned = [
-        PROVIDERS[name].ep for name in usable if PROVIDERS[name].tuning or PROVIDERS[name].ep in tuning.GPU_LIBRARIES
-    ]
+    tuned = [name for name in usable if PROVIDERS[name].tuning or PROVIDERS[name].ep in tuning.GPU_LIBRARIES]
     if not paths:
         return []
-    here = [tuning.validators_of(tuning.gpu_ops(ep, library), runtime().__version__) for ep in tuned]
+    here = [tuning.validators_of(tuning.gpu_ops(name, library), runtime().__version__) for name in tuned]
     found = []
     for path in paths:
         problem: str | None = "no provider that can be tuned loads on this machine"

@@ -49,9 +49,9 @@ def tune(
     if not entry.tuning and entry.ep not in tuning.GPU_LIBRARIES:
         raise ProviderError(
             f"the {provider} provider has nothing to tune: its kernels have one candidate each. Tuning is for GPUs: "
-            "use --provider cuda or rocm on a machine with one."
+            "use --provider cuda, rocm, hip or sdcuda on a machine with one."
         )
-    source = tuning.gpu_ops(entry.ep, library)
+    source = tuning.gpu_ops(provider, library)
     if source is None and not entry.tuning:
         raise ProviderError(f"no op library for {provider}, whose kernels are all there is to tune: sd-ort build-ops.")
     if source is None:

@@ -27,16 +27,22 @@ class SpreadCommand(click.Command):
 @click.option("--hip", multiple=True, metavar="ARCH...", help="AMD architectures, as gfx90a or gfx1201.")
 @click.option("--cuda", multiple=True, metavar="ARCH...", help="NVIDIA architectures, as sm_90.")
 @click.option(
-    "--provider", is_flag=True, help="Our execution provider too, for each vendor (ONNX Runtime 1.29 or later)."
+    "--provider/--no-provider",
+    default=None,
+    help="Our execution provider too, for ONNX Runtime 1.29 or later [default: with --hip or --cuda].",
 )
 @click.option(
     "--headers", type=click.Path(path_type=Path), help="Folder of onnxruntime_c_api.h [default: found or fetched]."
 )
-def command(cpu: bool, hip: tuple[str, ...], cuda: tuple[str, ...], provider: bool, headers: Path | None) -> None:
-    """Compile the fused operators: CPU kernels always, AMD and NVIDIA kernels by architecture.
+def command(
+    cpu: bool, hip: tuple[str, ...], cuda: tuple[str, ...], provider: bool | None, headers: Path | None
+) -> None:
+    """Compile the fused operators: CPU kernels always; AMD and NVIDIA kernels by architecture, and with them the
+    providers hip and sdcuda.
 
     The library is kept in ~/.cache/sd-ort and found by every later command. The last line printed is its path.
     """
     from sd_ort.runtime import build
 
+    provider = bool(hip or cuda) if provider is None else provider
     build.build(cpu=cpu, hip=hip, cuda=cuda, headers=headers, provider=provider, say=click.echo)

@@ -17,7 +17,8 @@ from sd_ort.core.folder import MODEL, bare_model, model_name
 @click.argument("output", metavar="OUT", type=click.Path(path_type=Path))
 @click.option(
     "--target",
-    help="cpu, cuda, rocm, migraphx or portable [default: what the installed onnxruntime wheel drives].",
+    help="cpu, cuda, rocm, migraphx, hip, gpu (what our provider sdcuda runs) or portable "
+    "[default: what the installed onnxruntime wheel drives].",
 )
 @click.option("--float16", "dtype", flag_value="float16", help="Weights and tensors in float16.")
 @click.option("--bfloat16", "dtype", flag_value="bfloat16", help="Weights and tensors in bfloat16.")

@@ -9,7 +9,7 @@ import click
 
 @click.command()
 @click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
-@click.option("--provider", default="cuda", show_default=True, help="cuda or rocm.")
+@click.option("--provider", default="cuda", show_default=True, help="cuda, rocm, or our own: hip, sdcuda.")
 @click.option("--height", "heights", type=int, multiple=True, help="Pixels; may be repeated [default: the model's].")
 @click.option("--width", "widths", type=int, multiple=True, help="Pixels; as many as heights.")
 @click.option("--batch", "batches", type=click.IntRange(1), multiple=True, default=(1,), show_default=True)
@@ -30,7 +30,8 @@ def command(
 ) -> None:
     """Measure every kernel candidate at the shapes that pipeline folder DIR meets, and keep the fastest.
 
-    Results go to $SD_ORT_TUNING or results/tuning, where every later run on the same kind of machine finds them.
+    Results go to $SD_ORT_TUNING, or to results/tuning and the cache folder, where every later run on the same kind of
+    machine finds them; so does a run with a model folder that has them in `tuning`.
     """
     from sd_ort.core.errors import InputError
     from sd_ort.runtime import tuning

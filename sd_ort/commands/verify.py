@@ -23,7 +23,7 @@ import click
     type=click.Path(path_type=Path),
     help="Recorded runs in place of made-up ones: an .npz of component/input[/run], or input[/run] of one file.",
 )
-@click.option("--provider", default="cpu", show_default=True, help="What runs OUT: cpu, cuda, rocm or migraphx.")
+@click.option("--provider", default="cpu", show_default=True, help="What runs OUT, as for generate.")
 @click.option("--portable", is_flag=True, help="Run OUT without the custom-op library.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the made-up inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

@@ -16,11 +16,12 @@ from sd_ort.core.folder import MODEL, check_model, model_name, read_manifest
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.providers import (
     CPU_EP,
-    PLUGIN,
     Provider,
     check_provider,
+    is_plugin,
     log,
     plugin_devices,
+    plugin_library,
     provider_named,
     refuse,
     warn_once,
@@ -41,6 +42,10 @@ DTYPES = {
 }
 
 
+# Where ONNX Runtime looks for the data of a graph that it is given as bytes.
+DATA_FOLDER = "session.model_external_initializers_file_folder_path"
+
+
 def create_session(
     model_path: Path,
     provider: str = "cpu",
@@ -53,6 +58,8 @@ def create_session(
     library: Path | bool = True,
     profile: Path | None = None,
     weights: Mapping[str, np.ndarray] | None = None,
+    changed: bytes | None = None,
+    once: bool = False,
 ) -> ort.InferenceSession:
     """Open `<pipeline folder>/<component>/model.onnx`, or any .onnx file, on a provider.
 
@@ -61,7 +68,8 @@ def create_session(
     CUDA or HIP graphs; such a session runs only through `GraphModel`. `provider_options`: more options of the
     provider, over those of the table. `library`: the custom-op library to register, True for the one found, False
     for none. `profile`: file-name prefix of ONNX Runtime's profile. `weights`: numbers for initializers of the data
-    file, by name, instead of those in the file; of the same shape and type.
+    file, by name, instead of those in the file; of the same shape and type. `changed`: a graph to open instead of the
+    file's, over the file's data. `once`: it runs a time or two, for which weights are not worth being packed.
 
     Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
     installed, not loadable or silently dropped.
@@ -76,6 +84,9 @@ def create_session(
     if graph and entry.graph is None:
         raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
     options = _session_options(provider, threads, profile)
+    if once:
+        options.add_session_config_entry("session.disable_prepacking", "1")
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     if weights:
         values = [onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for a in weights.values()]
         options.add_external_initializers(list(weights), values)
@@ -85,20 +96,14 @@ def create_session(
             warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
         elif library and read_manifest(model_path.parent.parent).get("stage") == "optimize":
             warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
-    if provider.startswith(PLUGIN):
-        devices = plugin_devices(Path(provider.removeprefix(PLUGIN)))
-        options.add_provider_for_devices(devices, _chosen(entry, tuning, graph, provider_options or {}))
-        options.enable_mem_pattern = False  # ONNX Runtime does not look whether a plugin had memory for its one buffer
-        providers = []  # those of the options; ONNX Runtime adds the CPU
-    else:
-        providers = _providers(entry, tuning, graph, provider_options or {})
+    asked = _asked(provider, options, _chosen(entry, tuning, graph, provider_options or {}))
     try:
-        # A plugin that refuses its options would be replaced by the CPU.
-        fallback = {"enable_fallback": 0} if provider.startswith(PLUGIN) else {}
-        session = onnxruntime.InferenceSession(str(model_path), options, providers=providers, **fallback)
+        if changed is not None:
+            options.add_session_config_entry(DATA_FOLDER, str(model_path.parent))
+        session = onnxruntime.InferenceSession(changed or str(model_path), options, **asked)
     except Exception as error:  # pybind's exceptions share no base class but Exception
         # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
-        reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if provider.startswith(PLUGIN) else ""
+        reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
         raise InputError(f"ONNX Runtime refuses {model_path}: {reason or first_line(error)}") from error
     if entry.ep not in session.get_providers():
         refuse(
@@ -106,10 +111,10 @@ def create_session(
             "installed and that a GPU is visible (`sd-ort doctor`).",
             allow_fallback,
         )
-    elif entry.ep != CPU_EP and not provider.startswith(PLUGIN):
+    elif entry.ep != CPU_EP:
         from sd_ort.runtime import tuning as results
 
-        results.attach(session, entry.ep, _ops_path(library), tuning, onnxruntime.__version__)
+        results.attach(session, provider, _ops_path(library), tuning, onnxruntime.__version__, model_path)
     return session
 
 
@@ -161,11 +166,17 @@ def _session_options(provider: str, threads: int | None, profile: Path | None) -
     return options
 
 
-def _providers(entry: Provider, tuning: bool, graph: bool, more: Mapping[str, str]) -> list[Any]:
-    """What ONNX Runtime is asked for: the provider with its options, and the CPU for what it lacks."""
+def _asked(provider: str, options: Any, chosen: dict[str, str]) -> dict[str, Any]:
+    """What ONNX Runtime is asked for beside `options`: the provider, with `chosen` options, and the CPU for what it
+    lacks. A plugin is asked for in `options`."""
+    entry = provider_named(provider)
+    if is_plugin(provider) and entry.ep != CPU_EP:
+        options.add_provider_for_devices(plugin_devices(plugin_library(provider)), chosen)
+        options.enable_mem_pattern = False  # ONNX Runtime does not look whether a plugin had memory for its one buffer
+        return {"enable_fallback": 0}  # a plugin that refuses its options would be replaced by the CPU
     if entry.ep == CPU_EP or entry.ep not in runtime().get_available_providers():
-        return [CPU_EP]
-    return [(entry.ep, _chosen(entry, tuning, graph, more)), CPU_EP]
+        return {"providers": [CPU_EP]}
+    return {"providers": [(entry.ep, chosen), CPU_EP]}
 
 
 def _chosen(entry: Provider, tuning: bool, graph: bool, more: Mapping[str, str]) -> dict[str, str]:
@@ -256,8 +267,8 @@ def open_graph(
     """
     onnxruntime = runtime()
     options = _session_options(provider, None, None)
-    wanted = _providers(provider_named(provider), False, capture, provider_options or {})
+    asked = _asked(provider, options, _chosen(provider_named(provider), False, capture, provider_options or {}))
     try:
-        return onnxruntime.InferenceSession(graph, options, providers=wanted)
+        return onnxruntime.InferenceSession(graph, options, **asked)
     except Exception as error:  # pybind's exceptions share no base class but Exception
         raise SdOrtError(f"ONNX Runtime refuses a graph of the sampling loop: {first_line(error)}") from error

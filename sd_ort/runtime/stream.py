@@ -1,7 +1,7 @@
 """A GPU stream of our own, for all sessions of a pipeline: their runs follow each other without anyone waiting.
 
-Made through the runtime library that ONNX Runtime's provider itself is linked to (libcudart or libamdhip64), so no
-framework for GPUs need be installed. A stream of the default kind: plain copies to and from the device wait for it.
+Made through the runtime library that ONNX Runtime's provider itself is linked to (libcudart or libamdhip64), or through
+our own provider, so no framework for GPUs need be installed. Plain copies to and from the device wait for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import ProviderError
-from sd_ort.runtime.providers import missing_libraries, provider_named
+from sd_ort.runtime.providers import is_plugin, missing_libraries, plugin_library, provider_named
 from sd_ort.runtime.wheels import needed_libraries, runtime
 
 # Runtime library -> prefix of its functions; cudaStream_t and hipStream_t are pointers, all functions return 0 or fail.
@@ -63,6 +63,8 @@ class Stream:
 def open_stream(provider: str, device: int = 0) -> Stream | None:
     """A stream for sessions of a provider; None for one that takes none, or that this machine cannot really use."""
     entry = provider_named(provider)
+    if is_plugin(provider):
+        return Stream(str(plugin_library(provider)), "sd_ort_", device) if entry.vendor else None
     if entry.graph is None or entry.library is None or entry.ep not in runtime().get_available_providers():
         return None
     if missing_libraries(provider):

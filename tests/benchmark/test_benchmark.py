@@ -250,7 +250,10 @@ def test_command_refuses_bad_input(sd_ort: Cli, tmp_path: Path, raw: Path) -> No
     assert (code, len(error.strip().splitlines())) == (2, 1)
     assert "is not a folder" in error
     code, _, error = sd_ort("benchmark", raw, "--provider", "tpu")
-    assert (code, error) == (3, "sd-ort: unknown provider 'tpu': choose one of cpu, cuda, rocm, migraphx.\n")
+    assert (code, error) == (
+        3,
+        "sd-ort: unknown provider 'tpu': choose one of cpu, cuda, rocm, migraphx, hip, sdcuda.\n",
+    )
 
 
 def test_command_says_where_an_interrupted_run_is(

@@ -6,7 +6,7 @@ import json
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ import pytest
 from onnx import TensorProto, helper
 
 from custom_ops import CPU_OPERATORS, PROVIDER_OPERATORS
-from sd_ort.core.errors import InputError
+from sd_ort import StableDiffusionPipeline
+from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.core.folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
-from sd_ort.runtime import build
-from sd_ort.runtime.captured import GraphModel
+from sd_ort.runtime import build, providers, tuning
+from sd_ort.runtime.captured import UNCAPTURED, GraphModel
 from sd_ort.runtime.headers import find_headers
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, SOURCES
 from sd_ort.runtime.providers import plugin_devices, provider_named
@@ -251,12 +252,63 @@ def test_captured_by_the_package(provider: str, folder: Path) -> None:
     model = lowered(folder, COMPONENTS[0], "float16")
     (model.parent.parent / "model_index.json").write_text("{}")
     plain = Model(create_session(model, provider, library=False))
-    session = create_session(model, provider, library=False, graph=True, tuning=True)
+    session = create_session(model, provider, library=False, graph=True, provider_options={"tuning": "1"})
     graph = GraphModel(session, provider_named(provider).device)
     for size in (16, 8, 16):
         arrays = made_up(plain.session, {**SIZES, "height": size, "width": size})
         for name, array in graph(**arrays).items():
             np.testing.assert_array_equal(array, plain(**arrays)[name])
+
+
+@pytest.fixture
+def by_name(provider: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """`sdcuda`, whose devices are the host's here."""
+    monkeypatch.setitem(providers.PROVIDERS, "sdcuda", providers.OURS["SdOrtHost"])
+    return "sdcuda"
+
+
+def test_a_whole_pipeline_by_the_plain_call(
+    by_name: str,
+    tiny_export: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    sd_ort: Callable[..., tuple[int, str, str]],
+) -> None:
+    """Captured and queued, nothing warned of, the CPU's picture; what was tuned is kept and found again."""
+    monkeypatch.setenv("SD_ORT_TUNING", str(tmp_path / "tuning"))
+    assert sd_ort("optimize", tiny_export, tmp_path / "ours", "--target", "gpu")[0] == 0
+    size = {"height": 64, "width": 64}
+    arguments = {**size, "num_inference_steps": 3, "generator": 0, "progress": False}
+    expected = StableDiffusionPipeline.from_pretrained(tiny_export)("a cat", **arguments).images[0]
+    pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "ours", by_name)
+    for _ in range(2):
+        image = pipeline("a cat", **arguments).images[0]
+        assert np.abs(np.asarray(image).astype(int) - np.asarray(expected)).max() <= 1
+    assert isinstance(pipeline.unet, GraphModel)
+    (buffers,) = pipeline.loop.kept.values()
+    assert pipeline.models.stream is not None
+    assert buffers.steps[1].between.number != UNCAPTURED
+    assert [record for record in caplog.records if record.levelname == "WARNING" and record.name == "sd_ort"] == []
+
+    code, out, err = sd_ort(
+        "tune", tmp_path / "ours", "--provider", by_name, "--component", "vae_decoder", "--height", 64
+    )
+    assert code == 0, err
+    found = tuning.read(Path(out.splitlines()[-1]))["operators"]
+    assert {"NhwcConv", "GroupNorm"} <= found.keys()
+    caplog.set_level("INFO", "sd_ort")
+    create_session(tmp_path / "ours" / "vae_decoder" / MODEL, by_name)
+    assert "tuning results of" in caplog.text
+
+
+def test_a_provider_that_is_not_built(
+    monkeypatch: pytest.MonkeyPatch, sd_ort: Callable[..., tuple[int, str, str]]
+) -> None:
+    monkeypatch.setitem(PROVIDER_LIBRARIES, "hip", "no_such.so")
+    with pytest.raises(ProviderError, match=r"the hip provider is not built .* sd-ort build-ops --hip gfx1100"):
+        providers.check_provider("hip")
+    assert json.loads(sd_ort("doctor", "--json")[1])["providers"]["hip"]["ok"] is False
 
 
 def test_compiles_for_amd(tmp_path: Path) -> None:

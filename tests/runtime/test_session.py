@@ -161,7 +161,7 @@ def test_overloaded_functions_on_an_old_runtime(model: Path, monkeypatch: pytest
 
 
 def test_unknown_provider() -> None:
-    with pytest.raises(ProviderError, match="choose one of cpu, cuda, rocm, migraphx"):
+    with pytest.raises(ProviderError, match="choose one of cpu, cuda, rocm, migraphx, hip, sdcuda"):
         providers.check_provider("tpu")
 
 

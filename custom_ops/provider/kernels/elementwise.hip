@@ -29,6 +29,8 @@ SD_ORT_DEVICE float apply(Unary op, float x, float alpha) {
       return 1.f / x;
     case Unary::kRelu:
       return x > 0.f || x != x ? x : 0.f;  // NaN stays NaN
+    case Unary::kRound:
+      return rintf(x);  // halves to the even number
     case Unary::kSigmoid:
       return 1.f / (1.f + expf(-x));
     case Unary::kSin:
@@ -98,6 +100,38 @@ struct BinaryFunction {
 };
 
 template <class T>
+struct IntegerFunction {
+  Binary op;
+  Broadcast shape;
+  const T* a;
+  const T* b;
+  T* y;
+  SD_ORT_DEVICE void operator()(uint32_t i) const {
+    const Offsets at(shape, i);
+    const T x = a[at.a], z = b[at.b];
+    y[i] = op == Binary::kAdd   ? x + z
+           : op == Binary::kMax ? (x > z ? x : z)
+           : op == Binary::kMin ? (x < z ? x : z)
+           : op == Binary::kMul ? x * z
+                                : x - z;
+  }
+};
+
+template <class T>
+struct ClipFunction {
+  const T* x;
+  const T* low;
+  const T* high;
+  T* y;
+  SD_ORT_DEVICE void operator()(uint32_t i) const {
+    float value = to_float(x[i]);  // comparisons that NaN fails: it stays
+    if (low != nullptr && value < to_float(*low)) value = to_float(*low);
+    if (high != nullptr && value > to_float(*high)) value = to_float(*high);
+    y[i] = from_float<T>(value);
+  }
+};
+
+template <class T>
 struct WhereFunction {
   Broadcast shape;
   const bool* condition;
@@ -134,6 +168,18 @@ SD_ORT_DEVICE T number(T x) {
 SD_ORT_DEVICE float number(half_t x) { return to_float(x); }
 SD_ORT_DEVICE float number(bf16_t x) { return to_float(x); }
 
+template <class T>
+struct EqualFunction {
+  Broadcast shape;
+  const T* a;
+  const T* b;
+  bool* y;
+  SD_ORT_DEVICE void operator()(uint32_t i) const {
+    const Offsets at(shape, i);
+    y[i] = number(a[at.a]) == number(b[at.b]);
+  }
+};
+
 template <class From, class To>
 struct CastFunction {
   const From* from;
@@ -164,9 +210,17 @@ const char* cast_from(const void* from, Number to_type, void* to, int64_t count,
       return cast_elements<From, int32_t>(from, to, count, stream);
     case Number::kInt64:
       return cast_elements<From, int64_t>(from, to, count, stream);
+    case Number::kUInt8:
+      return cast_elements<From, uint8_t>(from, to, count, stream);
     default:
       return cast_elements<From, bool>(from, to, count, stream);
   }
+}
+
+int64_t elements(const Broadcast& shape) {
+  int64_t count = 1;
+  for (int axis = 0; axis < shape.axes; ++axis) count *= shape.sizes[axis];
+  return count;
 }
 
 template <class Launch>
@@ -192,13 +246,64 @@ const char* unary(Unary op, DType dtype, const void* x, void* y, int64_t count, 
 
 const char* binary(Binary op, DType dtype, const Broadcast& shape, const void* a, const void* b, void* y,
                    void* stream) {
-  int64_t count = 1;
-  for (int axis = 0; axis < shape.axes; ++axis) count *= shape.sizes[axis];
   return by_type(dtype, [&](auto sample) {
     using T = decltype(sample);
     return for_each(
-        count, BinaryFunction<T>{op, shape, static_cast<const T*>(a), static_cast<const T*>(b), static_cast<T*>(y)},
-        stream);
+        elements(shape),
+        BinaryFunction<T>{op, shape, static_cast<const T*>(a), static_cast<const T*>(b), static_cast<T*>(y)}, stream);
+  });
+}
+
+namespace {
+
+template <class T>
+const char* integers_of(Binary op, const Broadcast& shape, const void* a, const void* b, void* y, void* stream) {
+  return for_each(elements(shape),
+                  IntegerFunction<T>{op, shape, static_cast<const T*>(a), static_cast<const T*>(b), static_cast<T*>(y)},
+                  stream);
+}
+
+template <class T>
+const char* equal_of(const Broadcast& shape, const void* a, const void* b, void* y, void* stream) {
+  return for_each(elements(shape),
+                  EqualFunction<T>{shape, static_cast<const T*>(a), static_cast<const T*>(b), static_cast<bool*>(y)},
+                  stream);
+}
+
+}  // namespace
+
+const char* binary_integers(Binary op, Number type, const Broadcast& shape, const void* a, const void* b, void* y,
+                            void* stream) {
+  return type == Number::kInt32 ? integers_of<int32_t>(op, shape, a, b, y, stream)
+                                : integers_of<int64_t>(op, shape, a, b, y, stream);
+}
+
+const char* equal(Number type, const Broadcast& shape, const void* a, const void* b, void* y, void* stream) {
+  switch (type) {
+    case Number::kFloat32:
+      return equal_of<float>(shape, a, b, y, stream);
+    case Number::kFloat16:
+      return equal_of<half_t>(shape, a, b, y, stream);
+    case Number::kBFloat16:
+      return equal_of<bf16_t>(shape, a, b, y, stream);
+    case Number::kFloat64:
+      return equal_of<double>(shape, a, b, y, stream);
+    case Number::kInt32:
+      return equal_of<int32_t>(shape, a, b, y, stream);
+    case Number::kInt64:
+      return equal_of<int64_t>(shape, a, b, y, stream);
+    default:
+      return equal_of<uint8_t>(shape, a, b, y, stream);
+  }
+}
+
+const char* clip(DType dtype, const void* x, const void* low, const void* high, void* y, int64_t count, void* stream) {
+  return by_type(dtype, [&](auto sample) {
+    using T = decltype(sample);
+    return for_each(count,
+                    ClipFunction<T>{static_cast<const T*>(x), static_cast<const T*>(low), static_cast<const T*>(high),
+                                    static_cast<T*>(y)},
+                    stream);
   });
 }
 
@@ -217,8 +322,7 @@ const char* where_of(const Broadcast& shape, int64_t count, const void* conditio
 
 const char* where(const Broadcast& shape, const void* condition, const void* a, const void* b, void* y,
                   int element_bytes, void* stream) {
-  int64_t count = 1;
-  for (int axis = 0; axis < shape.axes; ++axis) count *= shape.sizes[axis];
+  const int64_t count = elements(shape);
   switch (element_bytes) {
     case 2:
       return where_of<uint16_t>(shape, count, condition, a, b, y, stream);
@@ -245,6 +349,8 @@ const char* cast(Number from_type, const void* from, Number to_type, void* to, i
       return cast_from<int32_t>(from, to_type, to, count, stream);
     case Number::kInt64:
       return cast_from<int64_t>(from, to_type, to, count, stream);
+    case Number::kUInt8:
+      return cast_from<uint8_t>(from, to_type, to, count, stream);
     default:
       return cast_from<bool>(from, to_type, to, count, stream);
   }

@@ -84,6 +84,7 @@ enum class Unary {
   kQuickGelu,
   kReciprocal,
   kRelu,
+  kRound,
   kSigmoid,
   kSin,
   kSilu,
@@ -102,10 +103,18 @@ struct Broadcast {
   int64_t condition_strides[kMostAxes];                // Where's
 };
 const char* binary(Binary op, DType dtype, const Broadcast& shape, const void* a, const void* b, void* y, void* stream);
+
+enum class Number { kFloat32, kFloat16, kBFloat16, kFloat64, kInt32, kInt64, kUInt8, kBool };
+// The same of int32 or int64 numbers; Add, Max, Min, Mul and Sub.
+const char* binary_integers(Binary op, Number type, const Broadcast& shape, const void* a, const void* b, void* y,
+                            void* stream);
+// y = a == b, of bool, for every type of Number.
+const char* equal(Number type, const Broadcast& shape, const void* a, const void* b, void* y, void* stream);
+// y = x between two numbers on the device, either of which may be null for none.
+const char* clip(DType dtype, const void* x, const void* low, const void* high, void* y, int64_t count, void* stream);
 const char* where(const Broadcast& shape, const void* condition, const void* a, const void* b, void* y,
                   int element_bytes, void* stream);
 
-enum class Number { kFloat32, kFloat16, kBFloat16, kFloat64, kInt32, kInt64, kBool };
 const char* cast(Number from_type, const void* from, Number to_type, void* to, int64_t count, void* stream);
 
 enum class Reduction { kMax, kMean, kMin, kSum };
