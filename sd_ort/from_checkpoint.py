@@ -1,11 +1,12 @@
-"""Checkpoint in, optimized folder out: a template is filled where there is one, else made on the way.
+"""Checkpoint in, optimized folder out: templates are filled where there are some, else made on the way.
 
-template there:   open the checkpoint, read each tensor, write it into the template's graphs       seconds
-none yet:         export to a temporary folder beside the output, optimize, keep the template      minutes, once
+template there:   read the graph, fuse it, and read each tensor of the checkpoint when it is written    seconds
+none yet:         export the component to a temporary folder beside the output, keep its template       minutes, once
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -14,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.core import folder
-from sd_ort.core.errors import InputError
-from sd_ort.export.exporter import choose, export
-from sd_ort.export.tracing import DEFAULT_OPSET
-from sd_ort.family.checkpoints import FileOptions, Source, open_source
+from sd_ort.core.paths import output_path
+from sd_ort.export import DEFAULT_OPSET, templates
+from sd_ort.family.checkpoints import FileOptions, Source, choose, is_sdxl, open_source
+from sd_ort.family.recorded import check_recorded
+from sd_ort.family.signatures import MODEL_OF
 from sd_ort.family.weights import reader
-from sd_ort.graphs import hoist
-from sd_ort.optimize import templates
-from sd_ort.optimize.optimizer import optimize
-from sd_ort.optimize.targets import TARGETS, default_target
+from sd_ort.optimize import raw
+from sd_ort.optimize.optimizer import chosen_hoisting, chosen_target, optimize_all
+from sd_ort.optimize.targets import TARGETS
 
 Report = Callable[[str], None]
 
@@ -36,7 +37,7 @@ def optimize_checkpoint(
     components: Sequence[str] | None = None,
     calibrate: bool | None = None,
     inputs: Path | None = None,
-    hoisted: bool = False,
+    hoisted: bool | None = None,
     exporter: str = "dynamo",
     opset: int = DEFAULT_OPSET,
     files: FileOptions = FileOptions(),  # noqa: B008 (frozen)
@@ -44,52 +45,83 @@ def optimize_checkpoint(
 ) -> dict[str, Any]:
     """Optimize a checkpoint (a diffusers folder, a file, a hub id, `demo`) into `output`; returns the manifest.
 
-    Options as for `optimize.optimizer.optimize` and `export.exporter.export`. With `calibrate` or `inputs` no template
-    is used, since what stays in float32 is then measured on this checkpoint; a filled template keeps in float32 what
-    its first checkpoint needed. Raises what the two stages raise.
+    Options as for `optimize.optimizer.optimize` and `export.exporter.export`; what they write is what both would, one
+    after the other. Raises what the two stages raise.
     """
-    if target is None:
-        target, why = default_target()
-        report(f"target {target}: {why}.")
-    if target not in TARGETS:
-        raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
+    started = time.perf_counter()
+    target = chosen_target(target, dtype, bool(calibrate or inputs), report)
     source = open_source(model, None, False, 0, files=files)
     if source.about:
         report(source.about)
+    output = output_path(output, *source.folders)
     names = choose(source, components)
-    if hoisted and hoist.PARTS["step"] not in names:
-        raise InputError("--hoist splits the UNet: take it into --component, or leave out --hoist.")
-    options = {
-        "target": target, "dtype": dtype, "components": names, "hoist": hoisted, "exporter": exporter, "opset": opset,
-    }  # fmt: skip
-    name = templates.key(source.configs, source.index, options)
-    template = None if calibrate or inputs else templates.find(name)
-    if template is not None:
-        return _fill(template, source, output, options, report)
-    output = output.absolute()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.export-", dir=output.parent) as scratch:
-        raw = Path(scratch) / "raw"
-        exported = export(model, raw, opset=opset, exporter=exporter, components=names, files=files, progress=report)
-        manifest = optimize(
-            raw, output, target=target, dtype=dtype, calibrate=calibrate, inputs=inputs, hoisted=hoisted, report=report
-        )
-        why_not = templates.store(name, output, exported)
-    report(f"no template was kept: {why_not}." if why_not else f"template {name} was kept for the next of its kind.")
-    return manifest
-
-
-def _fill(template: Path, source: Source, output: Path, options: dict[str, Any], report: Report) -> dict[str, Any]:
-    started = time.perf_counter()
-    manifest = {
+    if inputs:
+        check_recorded(inputs, names)
+    hoisted = chosen_hoisting(hoisted, dtype, target, names)
+    keys = {name: template_key(source, name, opset, exporter) for name in names}
+    found = {name: path for name, key in keys.items() if (path := templates.find(key)) is not None}
+    missing = [name for name in names if name not in found]
+    manifest: dict[str, Any] = {
         "stage": "optimize",
-        "source": {"model": source.name, "hash": source.hash, "random_weights": source.random_weights},
-        "versions": {"sd-ort": version("sd-ort")},
-        "options": options | {"template": template.stem},
-    }
+        "source": {"model": source.name, "random_weights": source.random_weights},
+        "versions": {name: version(name) for name in ("sd-ort", "onnx", "onnx-ir", "onnxscript")},
+        "options": {
+            "target": target, "dtype": dtype, "components": names, "calibrate": calibrate,
+            "inputs": folder.sha256(inputs) if inputs else None, "hoist": hoisted, "exporter": exporter, "opset": opset,
+            "templates": {name: path.name for name, path in found.items()},
+        },
+    }  # fmt: skip
     with folder.staged(output, *source.folders) as work:
         source.write_configs(work)
-        manifest["components"] = templates.fill(template, lambda model, names: reader(source, model, names), work)
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}.export-", dir=output.parent) as scratch:
+            exported = _export(model, missing, keys, Path(scratch) / "raw", opset, exporter, files, report)
+            for each in exported:
+                folder.copy_configs(Path(scratch) / "raw", work, [each.name])
+            filled = [_fill(path, source, name, work / name) for name, path in found.items()]
+            raws = {each.name: each for each in [*exported, *filled]}
+            manifest["components"] = optimize_all(
+                [raws[name] for name in names], work, TARGETS[target], dtype,
+                calibrate=calibrate, inputs=inputs, hoisted=hoisted, report=report,
+            )  # fmt: skip
         folder.write_manifest(work, manifest)
-    report(f"{output}: template {template.stem} filled in {time.perf_counter() - started:.1f} s, nothing was traced.")
+    how = "nothing was traced" if not missing else f"{', '.join(missing)} traced"
+    report(f"{output}: made in {time.perf_counter() - started:.1f} s, {how}.")
     return folder.read_manifest(output)
+
+
+def template_key(source: Source, component: str, opset: int, exporter: str) -> str:
+    """The name of the template of one component of a checkpoint (see `templates.key`)."""
+    model = MODEL_OF.get(component, component)
+    variant = {"unet": "controlnet" in source.configs}.get(component, False)
+    if component.startswith("text_encoder"):
+        variant = is_sdxl(source)
+    return templates.key(component, source.index[model][1], source.configs[model], variant, opset, exporter)
+
+
+def _export(
+    model: str, names: list[str], keys: dict[str, str], scratch: Path, opset: int, exporter: str, files: FileOptions,
+    report: Report,
+) -> list[raw.Raw]:  # fmt: skip
+    """Export the components that no template has, and keep a template of each."""
+    if not names:
+        return []
+    from sd_ort.export.exporter import export  # imports torch and diffusers: seconds
+
+    manifest = export(model, scratch, opset=opset, exporter=exporter, components=names, files=files, progress=report)
+    for name in names:
+        if why_not := templates.keep(keys[name], scratch / name, manifest["components"][name]):
+            report(f"{name}: no template was kept: {why_not}.")
+        else:
+            report(f"{name}: template {keys[name]} was kept for the next checkpoint of its kind.")
+    return raw.of_folder(scratch, names)
+
+
+def _fill(path: Path, source: Source, component: str, out: Path) -> raw.Raw:
+    """A component whose graph is the template's and whose weights are the checkpoint's; its config.json is written."""
+    template = templates.Template(path)
+    model = MODEL_OF.get(component, component)
+    config = {**template.config, **source.configs[model]}
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    read = reader(source, model, template.sources)
+    return raw.Raw(component, lambda: template.graph(read), lambda: config, template.bytes, read=read)

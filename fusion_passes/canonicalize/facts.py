@@ -22,7 +22,8 @@ from fusion_passes import checks as c
 from fusion_passes.rewriting import constant
 from fusion_passes.shapes.dims import Dim
 from fusion_passes.shapes.facts import LIST_LIMIT, Facts
-from fusion_passes.shapes.infer import annotate
+from fusion_passes.shapes.infer import annotate, annotate_new
+from fusion_passes.tidy import drop_unread, tidy
 
 FOLD_LIMIT = 1 << 16  # bytes: shape arithmetic, masks and frequency tables, never weights
 
@@ -35,8 +36,7 @@ def fold(model: ir.Model) -> None:
         changed = _materialize(model.graph, facts) + _drop_no_ops(model.graph)
         onnxscript.optimizer.fold_constants(model, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT)
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-        common.IdentityEliminationPass()(model)
-        common.RemoveUnusedNodesPass()(model)
+        tidy(model)
         merge_equal(model)
         if not changed:
             break
@@ -59,7 +59,7 @@ def merge_equal(model: ir.Model) -> None:
 
 def reshape_targets(model: ir.Model) -> None:
     """Give every Reshape a constant target, or the Shape of a value that has it."""
-    facts = annotate(model.graph)
+    facts = annotate_new(model.graph)
     seen: dict[tuple[Dim, ...], ir.Value] = {}
     for value in [*model.graph.inputs]:
         seen.setdefault(facts.shapes.get(value, ()), value)
@@ -74,9 +74,9 @@ def reshape_targets(model: ir.Model) -> None:
             # What only a Shape reads would have to be computed for it.
             if facts.shapes.get(output) and (c.readers(output) or output.is_graph_output()):
                 seen.setdefault(facts.shapes[output], output)
-    common.RemoveUnusedNodesPass()(model)
+    tidy(model)
     common.CommonSubexpressionEliminationPass()(model)
-    annotate(model.graph)
+    annotate_new(model.graph)
 
 
 def _materialize(graph: ir.Graph, facts: Facts) -> int:
@@ -124,9 +124,7 @@ def _drop_no_ops(graph: ir.Graph) -> int:
         if no_op and not y.is_graph_output():
             ir.convenience.replace_all_uses_with(y, x)
             changed += 1
-    common_unused = [n for n in reversed(list(graph)) if not any(o.uses() or o.is_graph_output() for o in n.outputs)]
-    for node in common_unused:
-        graph.remove(node, safe=True)
+    drop_unread(graph)
     return changed
 
 

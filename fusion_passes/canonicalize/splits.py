@@ -12,11 +12,15 @@ import onnx_ir as ir
 
 from fusion_passes import checks as c
 from fusion_passes.pass_ import Case, Outcome, Pass, rewrite_nodes
+from fusion_passes.shapes.infer import annotate
 
 
 def splits(model: ir.Model) -> Outcome:
     """Move Transposes of all parts in front of the Split, in place."""
-    return rewrite_nodes(model, "splits", "Split", _refuse, _rewrite)
+    outcome = rewrite_nodes(model, "splits", "Split", _refuse, _rewrite)
+    if outcome.counts:
+        annotate(model.graph)
+    return outcome
 
 
 def _refuse(node: ir.Node) -> str | None:

@@ -154,11 +154,14 @@ def _to_bias_add(graph: ir.Graph, add: ir.Node, index: int, bias: ir.Value) -> N
 
 
 def _case(name: str, body: str, fires: int = 1, refused: str | None = None, **ops: int) -> Case:
-    """Images x, y [N,8,H,W] -> z; `fires`: the biases that move."""
+    """Images x, y [N,8,H,W] -> z, between Transposes; `fires`: the biases that move."""
     graph = f"""<ir_version: 10, opset_import: ["" : 21]>
-        f (float[N,8,H,W] x, float[N,8,H,W] y) => (float[N,8,H,W] z)
+        f (float[N,H,W,8] xt, float[N,H,W,8] yt) => (float[N,8,H,W] z)
         <float[8,8,3,3] k, float[8,8,1,1] p, float[8] b, float[8] c, float[8] g, float[8] h, float[8,8] q,
-         int64[3] rows = {{0, -1, 8}}> {{ {body} }}"""
+         int64[3] rows = {{0, -1, 8}}> {{
+            x = Transpose <perm = [0, 3, 1, 2]> (xt)  y = Transpose <perm = [0, 3, 1, 2]> (yt)
+            {body}
+        }}"""
     return Case(name, graph, fires, ops, refused, {"N": 2, "H": 6, "W": 4})
 
 

@@ -157,8 +157,9 @@ def _matrix(graph: ir.Graph, node: ir.Node) -> ir.Value:
 
 def _case(name: str, body: str, fires: int = 1, refused: str | None = None, **ops: int) -> Case:
     graph = f"""<ir_version: 10, opset_import: ["" : 21]>
-        f (float[N,8,H,W] x, float[N,8,H,W] y, float[N,8,W,H] t) => (float[N,8,P,Q] z)
+        f (float[N,H,W,8] xt, float[N,H,W,8] yt, float[N,8,W,H] t) => (float[N,8,P,Q] z)
         <float[8,8,3,3] k, float[8,8,1,1] p, float[8,1,1,1] q, float[8] b, float[8] c, float[8] g, float[8] h> {{
+            x = Transpose <perm = [0, 3, 1, 2]> (xt)  y = Transpose <perm = [0, 3, 1, 2]> (yt)
             {body}
         }}"""
     return Case(name, graph, fires, {"LinearAdd": fires, **ops}, refused, {"N": 2, "H": 4, "W": 4})

@@ -28,6 +28,7 @@ from fusion_passes.rewriting import constant, derived
 from fusion_passes.shapes.facts import Facts
 from fusion_passes.shapes.infer import infer
 from fusion_passes.shapes.rules import repeats
+from fusion_passes.tidy import tidy
 
 TO_NHWC, TO_NCHW = [0, 2, 3, 1], [0, 3, 1, 2]
 ELEMENTWISE = frozenset(
@@ -43,8 +44,7 @@ def nhwc_layout(model: ir.Model) -> Outcome:
     for node in list(model.graph):
         walk.visit(node)
     walk.finish()
-    common.RemoveUnusedNodesPass()(model)
-    common.TopologicalSortPass()(model)
+    tidy(model)
     common.CommonSubexpressionEliminationPass()(model)
     return walk.outcome
 

@@ -92,14 +92,15 @@ def _rewrite(facts: Facts, graph: ir.Graph, node: ir.Node) -> None:
 
 
 # The convolution brings the image into NHWC, and with it what reads it.
-_HEAD, _FLOOR = "s = Conv (x, p)", 'coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"'
+_HEAD = "n = Transpose <perm = [0, 3, 1, 2]> (y)  s = Conv (n, p)"
+_FLOOR = 'coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"'
 
 
 def _case(
     name: str, mode: str, scales: str, refused: str | None = None, head: str = _HEAD, operands: str = "s, , times"
 ) -> Case:
     graph = f"""<ir_version: 10, opset_import: ["" : 21]>
-        g (float[N,8,H,W] x) => (float[O,P,Q,R] z)
+        g (float[N,8,H,W] x, float[N,H,W,8] y) => (float[O,P,Q,R] z)
         <float[8,8,1,1] p, float[4] times = {{{scales}}}, float[2] halves = {{2, 2}}, int64[2] twice = {{2, 3}},
          int64[2] more = {{6, 4}}, float[8] region = {{0, 0, 0.2, 0.2, 1, 1, 1.5, 0.8}}> {{
             {head}

@@ -23,7 +23,8 @@ from fusion_passes.shapes.types import annotate_types, is_known, opset
 from fusion_passes.shapes.windows import WINDOWS
 
 TABLE = {**RULES, **INDEXING, **WINDOWS, **{operator.name: operator.shape for operator in OPERATORS}}
-MULTIPLES = "sd_ort.multiples"  # key of graph.meta: what the graph, as it was first seen, forces sizes to be
+# Keys of graph.meta: what the graph, as it was first seen, forces sizes to be; what is known of its values.
+MULTIPLES, KNOWN = "sd_ort.multiples", "sd_ort.known"
 
 
 def infer(graph: ir.Graph) -> Facts:
@@ -40,11 +41,40 @@ def infer(graph: ir.Graph) -> Facts:
 def annotate(graph: ir.Graph) -> Facts:
     """Infer, and write shapes and element types into the values: equal sizes carry equal names for later rules."""
     annotate_types(graph)
-    facts = infer(graph)
+    facts = graph.meta[KNOWN] = infer(graph)
     for value, shape in facts.shapes.items():
-        if value.const_value is None and not value.is_graph_input():
-            value.shape = ir.Shape([d.value if d.value is not None else str(d) for d in shape])
+        _write(value, shape)
     return facts
+
+
+def annotate_new(graph: ir.Graph) -> Facts:
+    """The same for values that are new since `annotate`, and for those behind them whose sizes are known by now.
+
+    Whoever changes a node in place so that the shape of its result is another calls `annotate`.
+    """
+    facts: Facts | None = graph.meta.get(KNOWN)
+    if facts is None:
+        return annotate(graph)
+    annotate_types(graph)
+    version = opset(graph)
+    for value in graph.initializers.values():
+        if value not in facts.shapes:
+            _declare(value, facts)
+    changed: set[ir.Value | None] = set()
+    for node in graph:
+        before = [facts.shapes.get(output) for output in node.outputs]
+        if None in before or not changed.isdisjoint(node.inputs):
+            _infer_node(node, facts, version)
+            for output, shape in zip(node.outputs, before, strict=True):
+                if output in facts.shapes and facts.shapes[output] != shape:
+                    _write(output, facts.shapes[output])
+                    changed.add(output)
+    return facts
+
+
+def _write(value: ir.Value, shape: Shape) -> None:
+    if value.const_value is None and not value.is_graph_input():
+        value.shape = ir.Shape([d.value if d.value is not None else str(d) for d in shape])
 
 
 def _infer(graph: ir.Graph, facts: Facts, version: int | None = None) -> Facts:

@@ -37,10 +37,10 @@ def make_pipeline(preset: str, folder: Path, holes: bool) -> None:
     import torch
 
     from sd_ort.core.quiet import quiet
-    from sd_ort.export.exporter import NOISY, TRACE, choose, example, save_config
+    from sd_ort.export.exporter import NOISY, TRACE, example, save_config
     from sd_ort.export.tracing import export_dynamo, tidy
     from sd_ort.family import signatures
-    from sd_ort.family.checkpoints import PresetSource, class_name, component_signature, is_sdxl, model_class
+    from sd_ort.family.checkpoints import PresetSource, choose, class_name, component_signature, is_sdxl, model_class
     from sd_ort.family.modules import wrap
 
     class Hollow(PresetSource):
@@ -191,7 +191,7 @@ def growth(repeats: int = 1) -> dict[str, Any]:
                 best = min(best, time.process_time() - started)
             rows.append({"graph": name, "nodes": nodes, "cpu_seconds": round(best, 3)})
     exponent = {
-        exporter: round(_exponent([row for row in rows if f"-{exporter}-" in row["graph"]]), 2)
+        exporter: round(_exponent([row for row in rows if f"-{exporter}-" in str(row["graph"])]), 2)
         for exporter in ("dynamo", "torchscript")
     }
     return {"exponent": exponent, "graphs": rows}

@@ -35,7 +35,7 @@ from sd_ort.core.paths import output_path
 from sd_ort.core.quiet import quiet
 from sd_ort.export.origins import equal_tensors, origins
 from sd_ort.export.tracing import DEFAULT_OPSET, EXPORTERS, OPSETS, tidy
-from sd_ort.family.checkpoints import FileOptions, Source, component_signature, is_sdxl, open_source
+from sd_ort.family.checkpoints import FileOptions, Source, choose, component_signature, is_sdxl, open_source
 from sd_ort.family.modules import wrap
 from sd_ort.family.signatures import MODEL_OF, Config, Signature, Tensor, size
 from sd_ort.runtime.providers import CPU_EP
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 
-
-COMPONENTS = ("text_encoder", "text_encoder_2", "unet", "controlnet", "vae_encoder", "vae_decoder")
 
 # Sizes the graphs are traced at and checked at: all different, so that a size baked in by the exporter is an error
 # and not a coincidence. In latent pixels; a multiple of 8 as the UNets need. Batch 1 is checked because exporters
@@ -287,14 +285,6 @@ def export(
         write_manifest(work, manifest)
     progress(f"wrote {out}.")
     return read_manifest(out)
-
-
-def choose(source: Source, wanted: Sequence[str] | None) -> list[str]:
-    """Components to export, in order. Raises InputError for one that the pipeline has not."""
-    there = [c for c in COMPONENTS if MODEL_OF.get(c, c) in source.configs]
-    if unknown := [c for c in wanted or () if c not in there]:
-        raise InputError(f"{source.name} has no component {unknown[0]!r}: choose from {', '.join(there)}.")
-    return [c for c in there if not wanted or c in wanted]
 
 
 def _previous(out: Path) -> dict[str, Any]:

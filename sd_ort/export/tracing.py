@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sd_ort.core.folder import MODEL
+from sd_ort.export import DEFAULT_OPSET as DEFAULT_OPSET
 from sd_ort.family.signatures import Signature, join_axis, split_axis
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 # What each exporter of torch 2.13 can write and we test. Dynamo's own opset is 18; later ones add Gelu (20),
 # GroupNormalization (21) and Attention (23).
 OPSETS = {"dynamo": (18, 20, 21, 23), "torchscript": (17, 20)}
-DEFAULT_OPSET = 20
 
 # Upper bounds torch.export is told, and the graphs do not enforce. 63 is where diffusers' upsampling starts to ask
 # for a contiguous tensor, which is nothing in ONNX.

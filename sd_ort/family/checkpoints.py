@@ -10,14 +10,12 @@ import importlib
 import json
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.folder import CONFIG_FOLDERS, MODEL, copy_configs, read_index, tree_hash
@@ -26,8 +24,10 @@ from sd_ort.family import presets, signatures
 from sd_ort.family.configs import read_config
 from sd_ort.family.hub import download_configs, download_model, download_pipeline
 from sd_ort.family.presets import PRESETS
-from sd_ort.family.random_weights import fill_random, write_byte_tokenizer
-from sd_ort.family.signatures import Config, Signature
+from sd_ort.family.signatures import MODEL_OF, Config, Signature
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Source(Protocol):
@@ -78,6 +78,7 @@ CLASSES = {
     "CLIPTextModelWithProjection": "transformers",
 }
 MODELS = ("text_encoder", "text_encoder_2", "unet", "controlnet", "vae")
+COMPONENTS = ("text_encoder", "text_encoder_2", "unet", "controlnet", "vae_encoder", "vae_decoder")
 
 
 def model_class(name: str) -> Any:
@@ -118,6 +119,8 @@ class FolderSource:
         return self.controlnet if model == "controlnet" and self.controlnet else self.folder / model
 
     def load(self, model: str) -> torch.nn.Module:
+        import torch
+
         folder, name = self.folder_of(model), self.index[model][1]
         dtype = "dtype" if CLASSES[name] == "transformers" else "torch_dtype"
         options = {dtype: torch.float32, "local_files_only": True, **_weights(folder)}
@@ -186,6 +189,8 @@ class PresetSource:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def load(self, model: str) -> torch.nn.Module:
+        from sd_ort.family.random_weights import fill_random
+
         config = self.configs[model]
         cls = model_class(class_name(config))
         made = cls(cls.config_class(**config)) if "model_type" in config else cls.from_config(config)
@@ -193,6 +198,8 @@ class PresetSource:
         return made.eval()
 
     def write_configs(self, out: Path) -> None:
+        from sd_ort.family.random_weights import write_byte_tokenizer
+
         (out / "model_index.json").write_text(json.dumps(self.index, indent=2) + "\n")
         scheduler = out / "scheduler"
         scheduler.mkdir()
@@ -336,6 +343,14 @@ def with_controlnet(source: FolderSource, folder: Path) -> FolderSource:
     }
     configs = source.configs | {"controlnet": config}
     return FolderSource(f"{source.name} with {folder}", source.folder, index, configs, folder)
+
+
+def choose(source: Source, wanted: Sequence[str] | None) -> list[str]:
+    """Components to export, in order. Raises InputError for one that the pipeline has not."""
+    there = [c for c in COMPONENTS if MODEL_OF.get(c, c) in source.configs]
+    if unknown := [c for c in wanted or () if c not in there]:
+        raise InputError(f"{source.name} has no component {unknown[0]!r}: choose from {', '.join(there)}.")
+    return [c for c in there if not wanted or c in wanted]
 
 
 def is_sdxl(source: Source) -> bool:

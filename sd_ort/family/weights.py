@@ -26,7 +26,9 @@ OLD_NAMES = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_
 
 
 def reader(source: Source, model: str, names: Iterable[str]) -> Read:
-    """What reads the tensors `names` of a model, as float32. Raises InputError for numbers that are not finite.
+    """What reads the tensors `names` of a model, in the type they have there.
+
+    Raises InputError for numbers that are not finite.
 
     From the safetensors files of a diffusers folder where they hold all of them; else from the loaded model.
     """
@@ -67,7 +69,7 @@ def _from_files(source: Source, model: str, names: list[str]) -> Read | None:
         shape = entry["shape"]
         if len(shape) == 4 and shape[2:] == [1, 1] and str(found[name]) != name:
             shape = shape[:2]
-        return numbers.reshape(shape).astype(np.float32)
+        return numbers.reshape(shape)
 
     return read
 

@@ -25,10 +25,9 @@ from fusion_passes.operators import bodies
 from fusion_passes.shapes.types import is_statistic
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError, SdOrtError
-from sd_ort.core.folder import model_name
-from sd_ort.family.configs import config_beside
 from sd_ort.family.inputs import Arrays, random_inputs
 from sd_ort.family.recorded import recorded_inputs
+from sd_ort.optimize.raw import Raw
 
 # A value stays in float32 when it came within this factor of the type's largest number: other prompts and noise move
 # the extremes of an activation by a small factor (VAE decoders, other seeds: below 2).
@@ -52,27 +51,27 @@ class Calibration:
 
 def calibrate(
     model: ir.Model,
-    source: Path,
+    source: Raw,
     scratch: Path,
     *,
     dtype: str = "float16",
     wanted: bool | None = None,
     recorded: Path | None = None,
 ) -> Calibration:
-    """Run `model` (lowered, still float32, from `source`, a component's model.onnx) and find what `dtype` cannot hold.
+    """Run `model` (lowered, still float32, made from `source`) and find what `dtype` cannot hold.
 
     `wanted`: True to run it whatever its size, False to leave it, None to run it on recorded inputs, or made-up ones
     where `SIZE_LIMIT` allows and its inputs can be made up. `recorded`: an .npz of real inputs to take instead of
     made-up ones, where it has some of this model. `scratch`: a folder with room for weights in float32. Raises
     InputError when an explicitly wanted run has no inputs, and when the model cannot be run.
     """
-    name, inputs = model_name(source), list(model.graph.inputs)
+    name, inputs = source.name, list(model.graph.inputs)
     feeds = recorded_inputs(recorded, name, inputs)
     kind = "recorded" if feeds else "made-up"
     reason = _why_not(model, wanted, bool(feeds))
     if reason is None and not feeds:
         try:
-            feeds = [random_inputs(name, inputs, config_beside(source), CALIBRATED)]
+            feeds = [random_inputs(name, inputs, source.config(), CALIBRATED)]
         except InputError as error:
             if wanted:
                 raise
@@ -115,7 +114,7 @@ def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str
         path = Path(work) / "component" / folder.MODEL
         path.parent.mkdir()
         ir.save(copy, path, external_data=folder.DATA)
-        run = Model(create_session(path, "cpu", library=False))
+        run = Model(create_session(path, "cpu", library=False, once=True))
         for feed in feeds:
             outputs = run(**feed)
             for name in names:

@@ -7,11 +7,12 @@ in globals of the rewriter; while one component is rewritten another is run for 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,10 @@ from sd_ort.core.interrupts import in_threads
 from sd_ort.core.paths import output_path
 from sd_ort.family.recorded import check_recorded
 from sd_ort.graphs import hoist
-from sd_ort.graphs.load import load
+from sd_ort.graphs.filling import fill
 from sd_ort.graphs.save import save
-from sd_ort.optimize import calibration, precision
+from sd_ort.optimize import calibration, precision, raw
+from sd_ort.optimize.raw import Raw
 from sd_ort.optimize.targets import TARGETS, Target, default_target
 from sd_ort.runtime.session import blaming, check_opens
 
@@ -83,13 +85,10 @@ def optimize(
         names = components
     if inputs:
         check_recorded(inputs, names)
-    if hoisted is None:
-        hoisted = dtype == "float16" and target in HOISTING and hoist.PARTS["step"] in names
-    if hoisted and hoist.PARTS["step"] not in names:
-        raise InputError("--hoist splits the UNet: take it into --component, or leave out --hoist.")
+    hoisted = chosen_hoisting(hoisted, dtype, target, names)
     if hoist.is_hoisted(source):
         raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
-    paths = {name: folder.check_component(source, name) for name in names}
+    raws = raw.of_folder(source, names)
     options = {
         "target": target,
         "dtype": dtype,
@@ -102,33 +101,11 @@ def optimize(
     if _is_done(output, manifest):
         report(f"{output} is up to date.")
         return folder.read_manifest(output)
-    described = folder.read_manifest(source).get("components", {})
     with folder.staged(output, source) as work:
         folder.copy_configs(source, work, names)
-
-        def make(name: str, stopped: threading.Event) -> None:
-            started = time.perf_counter()
-            with blaming(paths[name]):
-                entry = optimize_component(
-                    paths[name],
-                    work / name / folder.MODEL,
-                    TARGETS[target],
-                    dtype,
-                    calibrate=calibrate,
-                    inputs=inputs,
-                    hoisted=hoisted and name == hoist.PARTS["step"],
-                    stopped=stopped,
-                    known=described.get(name, {}).get("weights"),
-                )
-            for written in hoist.PARTS.values() if "hoisted" in entry else [name]:
-                _go_on(stopped)
-                check_opens(work / written / folder.MODEL)
-            entry["seconds"] = round(time.perf_counter() - started, 2)
-            manifest["components"][name] = entry
-            report(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
-
-        in_threads(make, sorted(names, key=lambda name: -_size(paths[name])), at_once=2)
-        manifest["components"] = {name: manifest["components"][name] for name in names}
+        manifest["components"] = optimize_all(
+            raws, work, TARGETS[target], dtype, calibrate=calibrate, inputs=inputs, hoisted=hoisted, report=report
+        )
         folder.write_manifest(work, manifest)
     return folder.read_manifest(output)
 
@@ -151,6 +128,53 @@ def chosen_target(target: str | None, dtype: str, calibrated: bool, report: Repo
     return target
 
 
+def chosen_hoisting(hoisted: bool | None, dtype: str, target: str, names: Sequence[str]) -> bool:
+    """Whether the UNet is split. Raises InputError when there is none to split."""
+    if hoisted is None:
+        hoisted = dtype == "float16" and target in HOISTING and hoist.PARTS["step"] in names
+    if hoisted and hoist.PARTS["step"] not in names:
+        raise InputError("--hoist splits the UNet: take it into --component, or leave out --hoist.")
+    return hoisted
+
+
+def optimize_all(
+    raws: Sequence[Raw],
+    work: Path,
+    target: Target,
+    dtype: str,
+    *,
+    calibrate: bool | None = None,
+    inputs: Path | None = None,
+    hoisted: bool = False,
+    report: Report = lambda line: None,
+) -> dict[str, Any]:
+    """Optimize components into the folder `work`; returns their entries of the manifest. Options as for `optimize`."""
+    by_name, entries = {each.name: each for each in raws}, {}
+
+    def make(name: str, stopped: threading.Event) -> None:
+        started, each = time.perf_counter(), by_name[name]
+        with blaming(each.path) if each.path else contextlib.nullcontext():
+            entry = optimize_component(
+                each,
+                work / name / folder.MODEL,
+                target,
+                dtype,
+                calibrate=calibrate,
+                inputs=inputs,
+                hoisted=hoisted and name == hoist.PARTS["step"],
+                stopped=stopped,
+            )
+        for written in hoist.PARTS.values() if "hoisted" in entry else [name]:
+            _go_on(stopped)
+            check_opens(work / written / folder.MODEL)
+        entry["seconds"] = round(time.perf_counter() - started, 2)
+        entries[name] = entry
+        report(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
+
+    in_threads(make, sorted(by_name, key=lambda name: -by_name[name].bytes), at_once=2)
+    return {name: entries[name] for name in by_name}
+
+
 def _manifest(source: Path, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
     """What the output will say of itself, without its components."""
     described = folder.read_manifest(source).get("source", {"model": str(source)})
@@ -163,12 +187,8 @@ def _manifest(source: Path, names: list[str], options: dict[str, Any]) -> dict[s
     }
 
 
-def _size(model: Path) -> int:
-    return sum(file.stat().st_size for file in model.parent.iterdir() if file.is_file())
-
-
 def optimize_component(
-    source: Path,
+    source: Path | Raw,
     output: Path,
     target: Target,
     dtype: str = "float32",
@@ -177,18 +197,17 @@ def optimize_component(
     inputs: Path | None = None,
     hoisted: bool = False,
     stopped: threading.Event | None = None,
-    known: Mapping[str, str] | None = None,
     embed: bool = False,
 ) -> dict[str, Any]:
     """Optimize one `model.onnx` into another; returns counts by rule and by operator. Options as for `optimize`.
 
-    known: the recipes of the source's weights (see `fusion_passes.recipes`); without, they are made of its own names.
     embed: put the weights into `output` itself, where none of the source's lies in a file of its own.
 
     Raises CancelledError soon after another thread set `stopped`; the output is then incomplete.
     """
-    model = load(source)
-    recipes.begin(model, known)
+    if isinstance(source, Path):
+        source = raw.of_file(source)
+    model = source.model()
     before = Counter(node.op_type for node in model.graph)
     _go_on(stopped)
     with REWRITING:
@@ -211,6 +230,8 @@ def optimize_component(
     for name, part in (parts or {output.parent.name: model}).items():
         if dtype != "float32" and target.half_weights:
             precision.store_weights(part, dtype)
+        if source.read is not None:
+            fill(part, source.read)
         save(part, output.parent.with_name(name) / output.name, lambda: _go_on(stopped), embed=embed)
     nodes = Counter(node.op_type for part in (parts.values() or [model]) for node in part.graph)
     return {

@@ -54,6 +54,7 @@ def create_session(
     library: Path | bool = True,
     profile: Path | None = None,
     weights: Mapping[str, np.ndarray] | None = None,
+    once: bool = False,
 ) -> ort.InferenceSession:
     """Open `<pipeline folder>/<component>/model.onnx`, or any .onnx file, on a provider.
 
@@ -62,7 +63,8 @@ def create_session(
     CUDA or HIP graphs; such a session runs only through `GraphModel`. `provider_options`: more options of the
     provider, over those of the table. `library`: the custom-op library to register, True for the one found, False
     for none. `profile`: file-name prefix of ONNX Runtime's profile. `weights`: numbers for initializers of the data
-    file, by name, instead of those in the file; of the same shape and type.
+    file, by name, instead of those in the file; of the same shape and type. `once`: it runs a time or two, for which
+    weights are not worth being packed.
 
     Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
     installed, not loadable or silently dropped.
@@ -77,6 +79,9 @@ def create_session(
     if graph and entry.graph is None:
         raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
     options = _session_options(provider, threads, profile)
+    if once:
+        options.add_session_config_entry("session.disable_prepacking", "1")
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     if weights:
         values = [onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for a in weights.values()]
         options.add_external_initializers(list(weights), values)

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from make_templates import every, key_of, weightless
 from minis import mini
 from safetensors.torch import load_file, save_file
 
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
+from sd_ort.export import templates
 from sd_ort.export.exporter import export
 from sd_ort.family.checkpoints import PresetSource
 from sd_ort.family.presets import PRESETS
 from sd_ort.from_checkpoint import optimize_checkpoint
 from sd_ort.graphs import hoist
-from sd_ort.optimize import templates
 from sd_ort.optimize.optimizer import optimize
 
 OPTIONS = {"target": "cuda", "dtype": "float16", "hoisted": True, "exporter": "torchscript"}
@@ -50,8 +51,8 @@ def kept(checkpoint: Callable[[int], Path], tmp_path_factory: pytest.TempPathFac
         patch.setenv("SD_ORT_TEMPLATES", str(root / "cache"))
         lines: list[str] = []
         optimize_checkpoint(str(checkpoint(1)), root / "first", components=COMPONENTS, **OPTIONS, report=lines.append)
-        assert "was kept" in lines[-1]
-        assert len(list(templates.cache().glob("*.zip"))) == 1
+        assert sum("was kept" in line for line in lines) == len(COMPONENTS)
+        assert len(list(templates.user_folder().iterdir())) == len(COMPONENTS)
         assert not list(root.glob(".first*"))
         yield root
 
@@ -94,16 +95,51 @@ def test_files_that_do_not_fit(kept: Path, checkpoint: Callable[[int], Path], tm
         optimize_checkpoint(str(third), tmp_path / "out", components=COMPONENTS, **OPTIONS)
 
 
-def test_key_tells_configs_and_options_apart() -> None:
-    configs, index = {"unet": {"layers": 2, "_name_or_path": "a"}}, {"unet": ["diffusers", "X"]}
-    name = templates.key(configs, index, {"target": "cuda"})
-    assert name == templates.key({"unet": {"layers": 2, "_name_or_path": "b"}}, index, {"target": "cuda"})
-    assert name != templates.key({"unet": {"layers": 3}}, index, {"target": "cuda"})
-    assert name != templates.key(configs, index, {"target": "rocm"})
+def test_key_tells_graphs_apart() -> None:
+    def key(config: dict, variant: bool = False, opset: int = 20) -> str:
+        return templates.key("unet", "UNet2DConditionModel", config, variant, opset, "dynamo")
+
+    name = key({"in_channels": 4})
+    assert name == key({}), "a default that is said"
+    assert name == key({"_name_or_path": "b", "sample_size": 96, "unknown": 1})
+    others = {key({"in_channels": 9}), key({"time_cond_proj_dim": 256}), key({}, variant=True), key({}, opset=23)}
+    assert len(others | {name}) == 5
+    encoder = {"hidden_size": 64, "architectures": ["CLIPTextModel"]}
+    names = {
+        templates.key(n, "CLIPTextModel", encoder, False, 20, "dynamo") for n in ("text_encoder", "text_encoder_2")
+    }
+    assert len(names) == 1
 
 
-def test_broken_template_is_made_again(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_package_has() -> None:
+    """Every published architecture finds its templates, under the names of its checkpoint's tensors."""
+    for name, preset, component in every():
+        path = templates.find(key_of(preset, component))
+        assert path == templates.SHIPPED / f"{name}.onnx.xz"
+        assert path.is_file()
+        template = templates.Template(path)
+        assert len(template.sources) > 50
+    assert {path.stem for path in templates.SHIPPED.glob("*.xz")} == {f"{name}.onnx" for name, _, _ in every()}
+    assert sum(path.stat().st_size for path in templates.SHIPPED.iterdir()) < 1_000_000
+
+
+def test_weightless_is_what_export_traces(tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template made without weights, as the package's are, is to the byte the one that an export keeps."""
     monkeypatch.setenv("SD_ORT_TEMPLATES", str(tmp_path))
-    (tmp_path / "x.zip").write_bytes(b"half")
+    made, recipes, config = weightless(PRESETS["sd15-tiny"], "vae_encoder")
+    templates.write(tmp_path / "made.xz", made, recipes, config)
+    entry = folder.read_manifest(tiny_export)["components"]["vae_encoder"]
+    assert templates.keep("kept", tiny_export / "vae_encoder", entry) is None
+    other = templates.find("kept")
+    assert other is not None
+    ours, theirs = templates.Template(tmp_path / "made.xz"), templates.Template(other)
+    assert ours.recipes == theirs.recipes
+    assert ours.proto.graph.SerializeToString() == theirs.proto.graph.SerializeToString()
+
+
+def test_broken_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SD_ORT_TEMPLATES", str(tmp_path))
     assert templates.find("x") is None
-    assert templates.find("y") is None
+    (tmp_path / "x.onnx.xz").write_bytes(b"half")
+    with pytest.raises(InputError, match="broken"):
+        templates.Template(tmp_path / "x.onnx.xz")

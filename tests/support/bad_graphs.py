@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -80,7 +81,7 @@ def replace(op: str, **fields: object) -> Change:
     return change
 
 
-def add(op: str, inputs: list[str], outputs: list[str] | None = None, /, **attributes: object) -> Change:
+def add(op: str, inputs: list[str], outputs: list[str] | None = None, /, **attributes: Any) -> Change:
     def change(proto: onnx.ModelProto) -> None:
         proto.graph.node.append(helper.make_node(op, inputs, outputs or ["more"], **attributes))
 
@@ -190,7 +191,7 @@ def make_sequence(proto: onnx.ModelProto) -> None:
     proto.graph.input[0].type.CopyFrom(kind)
 
 
-def inline_weight(**fields: object) -> Change:
+def inline_weight(**fields: Any) -> Change:
     """Put another small weight in the place of `small`."""
 
     def change(proto: onnx.ModelProto) -> None:

@@ -17,18 +17,17 @@ from sd_ort.torch.operators import bias_split_gelu, skip_layer_norm
 Tensor = torch.Tensor
 
 
-class FastGEGLU(GEGLU):  # type: ignore[misc]
+class FastGEGLU(GEGLU):
     """Bias, halves, gelu and product as one operator."""
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:
         """hidden_states (..., C) -> (..., 4 C)."""
-        if not (parts.is_plain(self.proj, nn.Linear) and self.proj.bias is not None):
+        if not parts.is_plain(self.proj, nn.Linear) or self.proj.bias is None:
             return super().forward(hidden_states, *args, **kwargs)
-        y, bias = parts.linear(self.proj, hidden_states)
-        return bias_split_gelu(y, bias)
+        return bias_split_gelu(nn.functional.linear(hidden_states, self.proj.weight), self.proj.bias)
 
 
-class FastBasicTransformerBlock(BasicTransformerBlock):  # type: ignore[misc]
+class FastBasicTransformerBlock(BasicTransformerBlock):
     """Residual, bias and LayerNorm as one operator."""
 
     def forward(
@@ -79,7 +78,7 @@ def _norm_of_sum(layer: nn.Module, x: Tensor, bias: Tensor | None, skip: Tensor)
     return layer(total), total
 
 
-class FastTransformer2DModel(Transformer2DModel):  # type: ignore[misc]
+class FastTransformer2DModel(Transformer2DModel):
     """Images stay where they are in memory: channels last is already (N, H * W, C)."""
 
     def _operate_on_continuous_inputs(self, hidden_states: Tensor) -> tuple[Tensor, int]:
@@ -100,7 +99,7 @@ class FastTransformer2DModel(Transformer2DModel):  # type: ignore[misc]
             y, bias = nn.functional.linear(hidden_states, self.proj_out.weight.flatten(1)), self.proj_out.bias
         else:
             image = hidden_states.unflatten(1, (height, width)).permute(0, 3, 1, 2)
-            return self.proj_out(image) + residual  # type: ignore[no-any-return]
+            return self.proj_out(image) + residual
         return parts.add(y.unflatten(1, (height, width)).permute(0, 3, 1, 2), bias, residual)
 
 
