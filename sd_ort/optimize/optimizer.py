@@ -30,6 +30,7 @@ from sd_ort.core.paths import output_path
 from sd_ort.family.recorded import check_recorded
 from sd_ort.graphs import hoist
 from sd_ort.graphs.filling import fill
+from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
 from sd_ort.optimize import calibration, precision, raw
 from sd_ort.optimize.raw import Raw
@@ -85,7 +86,10 @@ def optimize(
         names = components
     if inputs:
         check_recorded(inputs, names)
-    hoisted = chosen_hoisting(hoisted, dtype, target, names)
+    asked, hoisted = hoisted, chosen_hoisting(hoisted, dtype, target, names)
+    if hoisted and not asked and not hoist.has_time_axis(load(folder.check_component(source, hoist.PARTS["step"]))):
+        report("the UNet is not hoisted, since its timestep has no axis.")
+        hoisted = False
     if hoist.is_hoisted(source):
         raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
     raws = raw.of_folder(source, names)
