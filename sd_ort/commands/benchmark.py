@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from sd_ort.core.errors import InputError
+from sd_ort.core.errors import InputError, OutputError
+from sd_ort.core.paths import real
 
 
 def _sizes(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -128,6 +129,9 @@ def command(
         engines, notes = contenders.ablation(folders[0], provider)
     else:
         engines, notes = contenders.find_engines(folders, torch_model, wanted, provider)
+    for folder in folders:
+        if real(folder) in (real(out), *real(out).parents):
+            raise OutputError(f"--out {out} lies in the pipeline folder {folder}: choose another folder.")
     check_provider(provider, allow_fallback=options["allow_fallback"])
     settings = Settings(guidance=default_guidance(folders[0]) if guidance is None else guidance, **options)
 
