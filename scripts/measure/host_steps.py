@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from sd_ort import StableDiffusionPipeline
-from sd_ort.family.conditioning import open_tokenizer
 from sd_ort.hosts.diffusers import OrtTextEncoder, OrtUNet, OrtVae
 from sd_ort.hosts.models import HostModels
 from sd_ort.runtime import machine
@@ -33,7 +32,7 @@ def in_diffusers(folder: Path, provider: str) -> Any:
     models = HostModels(folder, provider)
     scheduler = diffusers.DDIMScheduler.from_pretrained(folder / "scheduler")
     made = diffusers.StableDiffusionPipeline(
-        OrtVae(models), OrtTextEncoder(models), open_tokenizer(folder, "tokenizer"), OrtUNet(models), scheduler,
+        OrtVae(models), OrtTextEncoder(models), models.tokenizer("text_encoder"), OrtUNet(models), scheduler,
         safety_checker=None, feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
     made.set_progress_bar_config(disable=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sd_ort.core.errors import InputError, SdOrtError
+from sd_ort.core.errors import InputError, SdOrtError, first_line
 from sd_ort.core.folder import read_index
 from sd_ort.family.configs import component_config
 from sd_ort.hosts.tensors import TensorModel, Tensors, torch_dtype
@@ -57,6 +57,16 @@ class HostModels(LoraMethods):
     def config(self, component: str) -> dict[str, Any]:
         """config.json of a component. Raises InputError when it is missing or damaged."""
         return component_config(self.folder, component, required=True)
+
+    def tokenizer(self, component: str) -> Any:
+        """transformers' tokenizer of a text encoder. Raises InputError when the folder holds none."""
+        from transformers import CLIPTokenizer
+
+        path = self.folder / component.replace("text_encoder", "tokenizer")
+        try:
+            return CLIPTokenizer.from_pretrained(path, local_files_only=True)
+        except Exception as error:  # transformers and its Rust half each fail in their own ways
+            raise InputError(f"{path} holds no CLIP tokenizer ({first_line(error)}): export it again.") from error
 
     def dtype(self, component: str) -> torch.dtype:
         """The dtype of a component's first floating input, float32 for one that has none."""

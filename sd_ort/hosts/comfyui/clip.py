@@ -12,7 +12,7 @@ import comfy.sdxl_clip
 import torch
 
 from sd_ort.core.errors import InputError
-from sd_ort.family.conditioning import open_tokenizer, text_encoders, text_length
+from sd_ort.family.conditioning import text_encoders, text_length
 from sd_ort.hosts.comfyui.patches import follow_patches
 from sd_ort.hosts.models import HostModels
 
@@ -65,7 +65,7 @@ class _Target:
 def _tokens(models: HostModels, component: str, key: str, embedding_directory: Any = None, **_: Any) -> Any:
     """ComfyUI's tokenizer with the folder's vocabulary."""
     tokenizer = component.replace("text_encoder", "tokenizer")
-    ours = open_tokenizer(models.folder, tokenizer)
+    ours = models.tokenizer(component)
     made = comfy.sd1_clip.SDTokenizer(
         tokenizer_path=str(models.folder / tokenizer),
         max_length=text_length(models.folder, component, ours),
@@ -86,7 +86,7 @@ class TextEncoder(comfy.sd1_clip.SDClipModel):
         torch.nn.Module.__init__(self)  # none of the layers
         self.models, self.component = models, component
         config = models.config(component)
-        tokenizer = open_tokenizer(models.folder, component.replace("text_encoder", "tokenizer"))
+        tokenizer = models.tokenizer(component)
         self.special_tokens = {
             "start": tokenizer.bos_token_id, "end": tokenizer.eos_token_id, "pad": tokenizer.pad_token_id,
         }  # fmt: skip
