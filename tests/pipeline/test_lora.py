@@ -110,8 +110,8 @@ def optimized(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return out
 
 
-def draw(pipeline: Any) -> np.ndarray:
-    return np.asarray(pipeline(**SETTINGS, generator=torch.Generator().manual_seed(3)).images)
+def draw(pipeline: Any, **more: Any) -> np.ndarray:
+    return np.asarray(pipeline(**SETTINGS, **more, generator=torch.Generator().manual_seed(3)).images)
 
 
 def psnr(a: np.ndarray, b: np.ndarray) -> float:
@@ -132,6 +132,9 @@ def test_draws_what_diffusers_draws(optimized: Path, weights: dict, make: Callab
         drawn = draw(ours)
         assert psnr(drawn, draw(theirs)) >= 60
         assert psnr(drawn, before) < 40
+    scaled = draw(ours, cross_attention_kwargs={"scale": 0.5})  # of this call alone
+    ours.set_adapters(["one", "two"], [0.35, -0.2])
+    np.testing.assert_array_equal(draw(ours), scaled)
     ours.set_adapters(["one", "two"], 0.0)
     np.testing.assert_array_equal(draw(ours), before)
     ours.set_adapters("one")
