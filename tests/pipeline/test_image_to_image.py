@@ -11,6 +11,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from pictures import psnr
 from PIL import Image
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
@@ -33,12 +34,6 @@ def one_thread() -> Iterator[None]:
 
 def seeds(*values: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(value) for value in values]
-
-
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    assert b.std() > 0.05, "a flat picture proves nothing"
-    return float(-10 * np.log10(np.mean((a - b) ** 2) + 1e-20))
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pictures import psnr
 from safetensors.torch import save_file
 
 from fusion_passes import recipes
@@ -114,11 +115,6 @@ def draw(pipeline: Any) -> np.ndarray:
     return np.asarray(pipeline(**SETTINGS, generator=torch.Generator().manual_seed(3)).images)
 
 
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    assert b.std() > 0.02, "a flat picture proves nothing"
-    return float(-10 * np.log10(np.mean((a - b) ** 2) + 1e-20))
-
-
 def test_draws_what_diffusers_draws(optimized: Path, weights: dict, make: Callable) -> None:
     ours, theirs = StableDiffusionPipeline.from_pretrained(optimized), torch_pipeline("sd15-tiny", True, 0)
     before = draw(ours)
@@ -130,8 +126,8 @@ def test_draws_what_diffusers_draws(optimized: Path, weights: dict, make: Callab
         for component in MODULES:
             getattr(theirs, component).load_state_dict(fused(weights[component], component, adapters, make))
         drawn = draw(ours)
-        assert psnr(drawn, draw(theirs)) >= 60
-        assert psnr(drawn, before) < 40
+        assert psnr(drawn, draw(theirs), 0.02) >= 60
+        assert psnr(drawn, before, 0.02) < 40
     ours.set_adapters(["one", "two"], 0.0)
     np.testing.assert_array_equal(draw(ours), before)
     ours.set_adapters("one")

@@ -17,6 +17,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from pictures import psnr
 from PIL import Image
 from tqdm.auto import tqdm
 
@@ -38,13 +39,6 @@ MIN_PSNR = 60.0
 
 def seeds(*values: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(value) for value in values]
-
-
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    """dB between two float pictures in 0..1, of which the second must not be flat."""
-    assert a.shape == b.shape
-    assert b.std() > 0.05, "a flat picture proves nothing"
-    return float(-10 * np.log10(np.mean((a - b) ** 2) + 1e-20))
 
 
 @pytest.fixture(scope="module", autouse=True)
