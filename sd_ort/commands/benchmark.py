@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from sd_ort.core.errors import InputError
+from sd_ort.runtime.provider_records import PROVIDERS
 
 
 def _sizes(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -24,7 +25,7 @@ def _sizes(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[
 @click.command()
 @click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
-    "--provider", default="cpu", show_default=True, help="cpu, cuda, rocm, migraphx, or our own: hip, sdcuda."
+    "--provider", default="cpu", show_default=True, help=f"One of {', '.join(PROVIDERS)}; hip and sdcuda are ours."
 )
 @click.option("--engines", "names", default="", help="Instead of raw and torch: raw,ours,ort,torch-compile,... or all.")
 @click.option("--ablation", is_flag=True, help="Rows from the raw export on, one fusion switched on after another.")

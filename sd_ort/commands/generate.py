@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from sd_ort.runtime.provider_records import PROVIDERS
+
 
 @click.command()
 @click.argument("prompt")
@@ -34,7 +36,7 @@ import click
     "--provider",
     default="cpu",
     show_default=True,
-    help="cpu, cuda, rocm, migraphx, our own (hip, sdcuda), or plugin:LIBRARY.",
+    help=f"One of {', '.join(PROVIDERS)}, or plugin:LIBRARY; hip and sdcuda are ours.",
 )
 @click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")
 @click.option("--graph/--no-graph", default=None, help="Capture the UNet as a GPU graph [default: where it can be].")

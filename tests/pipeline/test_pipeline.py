@@ -28,7 +28,7 @@ from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.folder import DATA, MODEL
 from sd_ort.family.schedulers import make_scheduler, scheduler_class
 from sd_ort.optimize.optimizer import optimize
-from sd_ort.runtime.providers import PROVIDERS
+from sd_ort.runtime.provider_records import PROVIDERS
 
 PROMPTS = ["a red circle on a blue background", "two green squares"]
 SIZE = {"height": 64, "width": 64}
