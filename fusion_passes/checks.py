@@ -7,36 +7,48 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+# The values that the last questions got no answer for: where a proof that failed came to its end. A rule empties it
+# before it asks; rewriting takes turns (the rewriter keeps its state in globals too).
+unanswered: list[ir.Value] = []
+
 
 def constant(value: ir.Value | None) -> np.ndarray | None:
     """The numbers a value always holds, or None. Reads the tensor: ask for its size first when it may be a weight."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return None if tensor is None else tensor.numpy()
+    return _no_answer(value) if tensor is None else tensor.numpy()
 
 
 def is_constant(value: ir.Value | None) -> bool:
     """Whether a value is an initializer or the output of a Constant node."""
-    return value is not None and ir.convenience.get_const_tensor(value) is not None
+    if value is not None and ir.convenience.get_const_tensor(value) is not None:
+        return True
+    _no_answer(value)
+    return False
+
+
+def _no_answer(value: ir.Value | None) -> None:
+    if value is not None:
+        unanswered.append(value)
 
 
 def scalar(value: ir.Value | None) -> float | None:
     """The number held by a constant of one element, whatever its rank, or None."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     if tensor is None or tensor.size != 1:
-        return None
+        return _no_answer(value)
     return float(tensor.numpy().astype(np.float64).ravel()[0])
 
 
 def dims(value: ir.Value | None) -> list[int | str] | None:
     """The shape as ints and symbol names, equal names meaning equal sizes, or None when the rank is unknown."""
     if value is None or value.shape is None:
-        return None
+        return _no_answer(value)
     return [d if isinstance(d, int) else (d.value or f"?{value.name}:{i}") for i, d in enumerate(value.shape)]
 
 
 def rank(value: ir.Value | None) -> int | None:
     """The number of axes, or None when unknown."""
-    return None if value is None or value.shape is None else value.shape.rank()
+    return _no_answer(value) if value is None or value.shape is None else value.shape.rank()
 
 
 def size(value: ir.Value | None, axis: int) -> int | None:
@@ -44,12 +56,15 @@ def size(value: ir.Value | None, axis: int) -> int | None:
     shape = dims(value)
     if shape is None or not -len(shape) <= axis < len(shape):
         return None
-    return shape[axis] if isinstance(shape[axis], int) else None  # type: ignore[return-value]
+    return shape[axis] if isinstance(shape[axis], int) else _no_answer(value)  # type: ignore[return-value]
 
 
 def same_shape(a: ir.Value | None, b: ir.Value | None) -> bool:
     """Whether two shapes are known and equal, symbol by symbol."""
-    return dims(a) is not None and dims(a) == dims(b)
+    if dims(a) is not None and dims(a) == dims(b):
+        return True
+    _no_answer(b)
+    return False
 
 
 def is_vector(value: ir.Value | None, length: int | None) -> bool:

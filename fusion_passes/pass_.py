@@ -16,10 +16,11 @@ import onnx_ir as ir
 
 @dataclass(frozen=True)
 class Refusal:
-    """A site that a pass looked at and left: the node at its end, and why."""
+    """A site that a pass looked at and left: the node at its end, why, and the value where the proof ended."""
 
     node: ir.Node
     reason: str
+    value: ir.Value | None = None
 
 
 @dataclass

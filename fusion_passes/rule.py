@@ -9,6 +9,7 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter import MatchResult, RewriteRule, RewriteRuleClassBase, RewriteRuleSet
 
+from fusion_passes.checks import unanswered
 from fusion_passes.pass_ import Case, Outcome, Pass, Refusal
 from fusion_passes.shapes.infer import annotate_new
 from fusion_passes.tidy import operators, tidy
@@ -48,10 +49,11 @@ class Rule(RewriteRuleClassBase):
         return None
 
     def check(self, context: Any, **bindings: Any) -> MatchResult:
+        unanswered.clear()
         reason = self.refuse(**bindings)
         if reason is None:
             return MatchResult()
-        self.refused.append(Refusal(context.root, reason))
+        self.refused.append(Refusal(context.root, reason, unanswered[-1] if unanswered else None))
         return MatchResult().fail(reason)
 
 

@@ -183,7 +183,7 @@ class _Merger:
         noise = inline(self.model, unet, wanted, "unet.", into=self.graph)["out_sample"]
         noise = self._as(noise, FLOAT)
         guided = self._call(sampling_step.GUIDE, "guide.", noise=noise, guidance=self.guidance)["guided"]
-        record = self._call(sampling_step.RECORD, "record.", noise=guided, history=carried, index=index)
+        record = self._call(sampling_step.RECORD, "record.", prediction=guided, history=carried, index=index)
         self.graph.outputs.extend([self._node("Identity", [go_on]), record["history_out"]])
         body, self.graph = self.graph, outer
         for value, dtype in zip(body.outputs, (ir.DataType.BOOL, FLOAT), strict=True):

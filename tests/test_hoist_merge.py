@@ -286,7 +286,7 @@ def test_device_loop_draws_in_the_same_order(plain: Path, name: str, seeds: Any)
         arguments = {"generator": generator, "eta": 0.7 if name == "ddim" else 0.0, "num_inference_steps": 4}
         pipeline = StableDiffusionPipeline.from_pretrained(plain, scheduler=scheduler, device_loop=looped)
         pictures.append(draw(pipeline, **images, **arguments))
-        assert not looped or pipeline.device.kept, "the loop ran on the host"
+        assert not looped or pipeline.loop.kept, "the loop ran on the host"
     assert psnr(*pictures) > 80
 
 
@@ -295,8 +295,19 @@ def test_queued_equals_waited(half: Path, hoisted: Path) -> None:
     for folder in (half, hoisted):
         looped = StableDiffusionPipeline.from_pretrained(folder, device_loop=True)
         queued = draw(looped)
-        looped.device.wait = True
+        looped.loop.wait = True
         np.testing.assert_array_equal(draw(looped), queued)
+
+
+def test_buffers_are_bounded(plain: Path) -> None:
+    """The kind of drawing not used for longest gives its buffers back."""
+    looped = StableDiffusionPipeline.from_pretrained(plain, device_loop=True)
+    looped.loop.KEPT = 1
+    held = []
+    for images in (1, 2, 1):
+        draw(looped, num_inference_steps=1, num_images_per_prompt=images)
+        held.append(looped.loop.held_bytes)
+    assert 0 < held[0] == held[2] < held[1]
 
 
 def test_schedules_are_remembered(plain: Path) -> None:

@@ -1,9 +1,12 @@
 """Group normalization: every spelling becomes sd_ort.GroupNorm in NCHW, without activation.
 
-Reshape(x -> [0,G,-1]) -> InstanceNormalization(1, 0) -> Reshape(-> shape of x) -> Mul(w) -> Add(b)
+Reshape(x -> [0,G,...]) -> InstanceNormalization(1, 0) -> Reshape(-> [N,C,...]) -> Mul(w) -> Add(b)
 GroupNormalization(x, scale, bias), opset 21: scale and bias per channel
 GroupNormalization(x, scale, bias), opset 18: scale and bias per group, repeated for the channels of each group
 GroupNorm on a flattened image [B,C,HW] = Reshape(x: BCHW)          =>  Reshape(GroupNorm(x))
+of another rank (sound [N,C,L], video [N,C,F,H,W]): the same on [N,C,positions,1], between two Reshapes
+
+Kernels and function bodies know images alone; the statistics of a group are those of all its positions, in any order.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from fusion_passes.rule import Rule, rule_pass
 
 
 def is_image(x: ir.Value | None) -> bool:
-    """Whether a value is [N,C,H,W], or such a one seen as [N,C,HW]: kernels and function bodies know no other rank."""
+    """Whether a value is [N,C,H,W], or such a one seen as [N,C,HW]."""
     node = None if x is None else x.producer()
     if c.rank(x) == 4 or node is None or node.op_type != "Reshape":
         return c.rank(x) == 4
@@ -45,16 +48,12 @@ def _affine(
     ]
 
 
-def _group_norm(op: Any, x: ir.Value, affine: list[ir.Value], groups: int, epsilon: float) -> Any:
-    return op.GroupNorm(
-        x,
-        *affine,
-        groups=groups,
-        epsilon=epsilon,
-        activation=0,
-        channels_last=0,
-        _domain=DOMAIN,
-    )
+def _group_norm(op: Any, x: ir.Value, affine: list[ir.Value], groups: int, epsilon: float, out: ir.Value) -> Any:
+    attributes = {"groups": groups, "epsilon": epsilon, "activation": 0, "channels_last": 0, "_domain": DOMAIN}
+    if is_image(x):
+        return op.GroupNorm(x, *affine, **attributes)
+    flat = op.initializer(ir.tensor([0, c.size(x, 1) or 1, -1, 1], dtype=ir.DataType.INT64), name=unique(out, "image"))
+    return op.Reshape(op.GroupNorm(op.Reshape(x, flat), *affine, **attributes), op.Shape(x))
 
 
 class FromInstanceNormalization(Rule):
@@ -67,22 +66,24 @@ class FromInstanceNormalization(Rule):
         return op.Add(op.Mul(restored, weight), bias, _outputs=["out"])
 
     def refuse(
-        self, x: ir.Value, grouped: ir.Value, ones: ir.Value, zeros: ir.Value, restored: ir.Value,
+        self, x: ir.Value, grouped: ir.Value, ones: ir.Value, zeros: ir.Value, shape: ir.Value, restored: ir.Value,
         weight: ir.Value, bias: ir.Value, **_: Any,
     ) -> str | None:  # fmt: skip
-        before, middle = c.dims(x), c.dims(grouped)
-        if before is None or middle is None or len(middle) != 3 or not is_image(x):
-            return "not an image [N,C,H,W], flattened or not, seen as [N,groups,...]"
+        before, middle, after = c.dims(x), c.dims(grouped), c.dims(restored)
+        if before is None or middle is None or len(middle) < 3 or len(before) < 3:
+            return "not [N,C,...] seen as [N,groups,...]"
         if before[0] != middle[0] or not isinstance(before[1], int) or not isinstance(middle[1], int):
             return "batch, channels or groups are not known"
         if before[1] % middle[1]:
             return "the groups do not divide the channels"
-        if not c.same_shape(x, restored):
-            return "the shape is not restored after the normalization"
+        if after is None or len(after) < 3 or after[:2] != before[:2]:
+            return "batch and channels are not restored after the normalization"
+        if after != before and 0 in (c.ints(shape) or [])[1:]:
+            return "what restores the shape copies an axis of the groups"
         scale, shift = c.constant(ones), c.constant(zeros)
         if scale is None or shift is None or not (np.all(scale == 1) and np.all(shift == 0)):
             return "InstanceNormalization has an affine of its own"
-        affine = [before[1], *[1] * (len(before) - 2)]
+        affine = [before[1], *[1] * (len(after) - 2)]
         if not (c.is_constant(weight) and c.is_constant(bias)):
             return "the affine is not constant"
         if c.dims(weight) not in (affine, [1, *affine]) or c.dims(bias) not in (affine, [1, *affine]):
@@ -90,8 +91,8 @@ class FromInstanceNormalization(Rule):
         return None
 
     def rewrite(
-        self, op: Any, x: ir.Value, grouped: ir.Value, normal: ir.Value, weight: ir.Value, bias: ir.Value,
-        out: ir.Value, **_: Any,
+        self, op: Any, x: ir.Value, grouped: ir.Value, normal: ir.Value, shape: ir.Value, restored: ir.Value,
+        weight: ir.Value, bias: ir.Value, out: ir.Value, **_: Any,
     ) -> Any:  # fmt: skip
         node, gamma, beta = normal.producer(), c.constant(weight), c.constant(bias)
         assert node is not None
@@ -99,7 +100,8 @@ class FromInstanceNormalization(Rule):
         assert beta is not None
         epsilon = node.attributes.get_float("epsilon", 1e-5)
         made = _affine(op, [weight, bias], [gamma.ravel(), beta.ravel()], "reshape", [[-1], [-1]], out)
-        return _group_norm(op, x, made, c.size(grouped, 1) or 1, epsilon)
+        result = _group_norm(op, x, made, c.size(grouped, 1) or 1, epsilon, out)
+        return result if c.same_shape(x, restored) else op.Reshape(result, shape)
 
 
 class FromGroupNormalization(Rule):
@@ -112,8 +114,8 @@ class FromGroupNormalization(Rule):
         channels, node = c.size(x, 1), out.producer()
         assert node is not None
         groups = node.attributes["num_groups"].as_int()
-        if not is_image(x):
-            return "not an image [N,C,H,W], flattened or not"
+        if (c.rank(x) or 0) < 3:
+            return "its input is not known to be [N,C,...] with positions"
         if channels is None or channels % groups:
             return "the channels are unknown or not divided by the groups"
         for value in (scale, bias):
@@ -130,7 +132,7 @@ class FromGroupNormalization(Rule):
         times = [channels // a.size for a in old]
         repeated = [np.repeat(a, n) for a, n in zip(old, times, strict=True)]
         made = _affine(op, [scale, bias], repeated, "repeat", times, out)
-        return _group_norm(op, x, made, groups, node.attributes.get_float("epsilon", 1e-5))
+        return _group_norm(op, x, made, groups, node.attributes.get_float("epsilon", 1e-5), out)
 
 
 class BeforeFlattening(Rule):
@@ -158,7 +160,7 @@ def _instance(
     channels: int = 8, groups: int = 4, affine: str = "8,1,1", ones: str = "{1,1,1,1}", back: str = "x", extra: str = ""
 ) -> str:
     return f"""<ir_version: 10, opset_import: ["" : 20]>
-        g (float[N,{channels},H,W] x, float[N,{channels},W,H] other) => (float[N,{channels},H,W] y {extra})
+        g (float[N,{channels},H,W] x, float[N,{channels},W,H] other) => (float[N,P1,P2,P3] y {extra})
         <int64[3] split = {{0, {groups}, -1}}, float[{groups}] ones = {ones}, float[{groups}] zeros = {{0,0,0,0}},
          float[{affine}] w, float[{affine}] b> {{
             r = Reshape (x, split)
@@ -189,11 +191,17 @@ CASES = [
     Case("affine per position", _instance(affine="5"), fires=0, refused="one number per channel", sizes=_SIZES),
     Case("affine inside too", _instance(ones="{1,2,1,1}"), fires=0, refused="affine of its own", sizes=_SIZES),
     Case(
-        "another shape restored",
+        "positions restored in another shape",
         _instance(back="other"),
+        ops={"GroupNorm": 1, "Reshape": 1},
+        sizes={"N": 2, "H": 3, "W": 4},
+    ),
+    Case(
+        "channels restored as positions",
+        _instance(back="other").replace("float[N,8,W,H] other", "float[N,4,W,P] other").replace("8,1,1]", "4,1,1]"),
         fires=0,
         refused="not restored",
-        sizes={"N": 2, "H": 3, "W": 3},
+        sizes={"N": 2, "H": 4, "W": 3, "P": 8},
     ),
     Case("normalized value is an output too", _instance(extra=", float[N,4,P] n"), fires=0, sizes={**_SIZES, "P": 30}),
     Case(
@@ -220,9 +228,29 @@ CASES = [
         g (float[N,8,L] x) => (float[N,8,L] y) <float[8] w, float[8] b> {
             y = GroupNormalization <num_groups = 4> (x, w, b)
         }""",
-        fires=0,
-        refused="not an image",
+        ops={"GroupNorm": 1, "Reshape": 2},
         sizes={"N": 8, "L": 5},
+    ),
+    Case(
+        "video, grouped by instance normalization",
+        _instance()
+        .replace("{0, 4, -1}", "{0, 4, 2, -1}")
+        .replace("int64[3]", "int64[4]")
+        .replace("H,W]", "F,H,W]")
+        .replace("P3]", "P3,P4]")
+        .replace("8,1,1]", "8,1,1,1]"),
+        ops={"GroupNorm": 1, "InstanceNormalization": 0},
+        sizes={"N": 2, "F": 3, "H": 3, "W": 5},
+    ),
+    Case(
+        "flat vectors",
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N,8] x) => (float[N,8] y) <float[8] w, float[8] b> {
+            y = GroupNormalization <num_groups = 4> (x, w, b)
+        }""",
+        fires=0,
+        refused="with positions",
+        sizes={"N": 3},
     ),
     Case(
         "flattened image",
@@ -242,8 +270,7 @@ CASES = [
             f = Reshape (x, flat)
             y = GroupNormalization <num_groups = 4> (f, w, b)
         }""",
-        fires=0,
-        refused="not an image",
+        ops={"GroupNorm": 1, "Reshape": 3},
         sizes={"N": 2, "H": 2, "W": 5, "L": 5},
     ),
     Case("operator of opset 21", _operator(21, 8), ops={"GroupNorm": 1, "GroupNormalization": 0}, sizes=_SIZES),

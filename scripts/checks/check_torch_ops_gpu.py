@@ -10,6 +10,7 @@ graph, autocast, and tensors of two devices. Exits with 1 when one fails. Needs 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts/fixtures")]
 
 from torch_calls import NAMES, Draw, calls  # noqa: E402
 
+from sd_ort.runtime.machine import commit, machine  # noqa: E402
 from sd_ort.torch import operators, reset_status, status  # noqa: E402
 from sd_ort.torch.operators import contract  # noqa: E402
 
@@ -34,7 +36,9 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="write the lines there too")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    lines, failed = [], 0
+    lines = [f"{', '.join(machine()['gpus']) or 'CPU'}; torch {torch.__version__}; commit {revision()}"]
+    print(lines[0], flush=True)
+    failed = 0
     for name in NAMES:
         for check in (numbers, gradients, traced):
             reset_status()
@@ -45,17 +49,21 @@ def main() -> int:
             lines.append(f"{name:18} {check.__name__:10} {found}")
             print(lines[-1], flush=True)
     if options.device == "cuda":
-        for check in (stream, graph, autocast, two_devices):
+        for of_all in (stream, graph, autocast, two_devices):
             try:
-                found = check()
+                found = of_all()
             except Exception as error:
                 failed, found = failed + 1, f"FAILED: {type(error).__name__}: {error}"
-            lines.append(f"{'all':18} {check.__name__:10} {found}")
+            lines.append(f"{'all':18} {of_all.__name__:10} {found}")
             print(lines[-1], flush=True)
     if options.log:
         options.log.parent.mkdir(exist_ok=True, parents=True)
         options.log.write_text("\n".join(lines) + "\n")
     return 1 if failed else 0
+
+
+def revision() -> str | None:
+    return os.environ.get("SD_ORT_COMMIT") or commit()
 
 
 def operator(name: str) -> Any:
@@ -106,11 +114,16 @@ def gradients(name: str, device: str) -> str:
             continue  # parts of one tensor
         wide_ones = [wide(a).requires_grad_() if isinstance(a, torch.Tensor) else wide(a) for a in arguments]
         wide_leaves = [a for a in wide_ones if isinstance(a, torch.Tensor)]
-        sum(each.square().sum() for each in listed(operator(name)(*arguments))).backward()
-        sum(each.square().sum() for each in listed(contract.PLAIN[name](*wide_ones))).backward()
-        worst = max(worst, *(error(a.grad, b.grad) for a, b in zip(leaves, wide_leaves, strict=True)))
+        found = torch.autograd.grad(size(operator(name)(*arguments)), leaves)
+        wanted = torch.autograd.grad(size(contract.PLAIN[name](*wide_ones)), wide_leaves)
+        worst = max(worst, *map(error, found, wanted))
     assert worst < 1e-4, f"error {worst:.1e}"
     return f"error {worst:.1e}"
+
+
+def size(result: Any) -> torch.Tensor:
+    """One number that depends on all of a result."""
+    return torch.stack([each.square().sum() for each in listed(result)]).sum()
 
 
 def traced(name: str, device: str) -> str:

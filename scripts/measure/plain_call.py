@@ -160,7 +160,7 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
 
     def drawn(pipeline: Any, wait: bool = False) -> Callable[[], np.ndarray]:
         def draw() -> np.ndarray:
-            pipeline.device.wait = wait
+            pipeline.loop.wait = wait
             return np.asarray(pipeline(PROMPT, **arguments, generator=0, progress=False).images[0])
 
         return draw
@@ -292,11 +292,11 @@ def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any])
         return median(seconds)
 
     whole = timed(lambda: pipeline(PROMPT, **arguments, generator=0, progress=False))
-    buffers = next(reversed(pipeline.device.kept.values())) if pipeline.device.kept else None
+    buffers = next(reversed(pipeline.loop.kept.values())) if pipeline.loop.kept else None
     found: dict[str, Any] = {"image_ms": 1e3 * whole}
     if buffers is None:
         return found
-    found["step_ms"] = {"text to image": 1e3 * pipeline.device.step_seconds}
+    found["step_ms"] = {"text to image": 1e3 * pipeline.loop.step_seconds}
 
     def unets() -> None:
         for _ in range(options.steps - 1):
@@ -321,7 +321,7 @@ def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any])
             )
             draw()
             found.setdefault("image_of_task_ms", {})[name] = 1e3 * timed(draw)
-            found["step_ms"][name] = 1e3 * other.device.step_seconds
+            found["step_ms"][name] = 1e3 * other.loop.step_seconds
             del other
     return found
 
@@ -361,7 +361,7 @@ def fidelity(options: argparse.Namespace) -> dict[str, Any]:
         "psnr_db": {"median": median(decibels), "min": min(decibels)},
         "captured": type(ours.unet).__name__ == "GraphModel",
         "hoisted": "unet_prompt" in ours.models,
-        "queued": bool(ours.device.kept) and not ours.device.wait,
+        "queued": bool(ours.loop.kept) and not ours.loop.wait,
     }
     say(json.dumps(found))
     return found

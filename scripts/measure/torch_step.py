@@ -3,13 +3,13 @@
 
     python scripts/measure/torch_step.py sd15 sdxl --profile
 
-Engines, all float16: diffusers' U-Net as it loads, under a CUDA graph; the same channels last; `optimize` at level
-"performance", under a CUDA graph; torch.compile (reduce-overhead, channels last); `optimize` and torch.compile. Weights
-are random, made on the GPU, the same for all. Errors are relative, against torch in float32 (TF32 off). Rounds of calls
-take turns between the engines, and a ratio is the median of the rounds' ratios.
+Engines, all float16: diffusers' U-Net as it loads, without and under a CUDA graph; the same channels last; `optimize`
+at level "performance", under a CUDA graph and without; torch.compile (reduce-overhead, channels last); `optimize` and
+torch.compile. Weights are random, made on the GPU, the same for all. Errors are relative, against torch in float32
+(TF32 off). Rounds of calls take turns between the engines, and a ratio is the median of the rounds' ratios.
 
 Writes <out>.json after each model, and <out>.md from it, with machine, versions and commit ($SD_ORT_COMMIT where there
-is no git). --device cpu with a -tiny preset tries the script: nothing is captured, and compiling is tracing alone.
+is no git). Without a GPU, a -tiny preset tries the script: nothing is captured, and compiling is tracing alone.
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
+from bench_gpu_step import Contender, profile  # noqa: E402
+from gpu_models import DEVICE, random_module  # noqa: E402
+
 from sd_ort.core.files import write_text  # noqa: E402
 from sd_ort.family.presets import PRESETS  # noqa: E402
 from sd_ort.runtime import machine  # noqa: E402
 from sd_ort.torch import optimize, reset_status, status  # noqa: E402
 
+PLAIN, PLAIN_OURS = "eager, no graph", "eager + optimize, no graph"
 EAGER, LAST, OURS = "eager, CUDA graph", "eager channels last, CUDA graph", "eager + optimize, CUDA graph"
 COMPILED, BOTH = "torch.compile", "optimize + torch.compile"
 # What issue 17 asks for: an engine's time over another's, at most.
@@ -49,7 +53,6 @@ Call = Callable[[], torch.Tensor]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("presets", nargs="+", choices=sorted(PRESETS))
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--size", type=int, help="edge of the latent")
     parser.add_argument("--calls", type=int, default=20, help="calls a round")
@@ -81,8 +84,8 @@ def say(begun: float, text: str) -> None:
 
 def measure(preset: str, options: argparse.Namespace, tell: Callable[[str], None]) -> dict[str, Any]:
     """All engines of one model."""
-    device, size = options.device, options.size or SIZES.get(preset, 16)
-    unet = random_unet(preset, device)
+    device, size = DEVICE, options.size or SIZES.get(preset, 16)
+    unet: Any = random_module(preset, "unet")
     arguments = random_arguments(unet, options.batch, size)
     reference = unet(**arguments)[0].clone()
     dtype = torch.float16 if device == "cuda" else torch.float32
@@ -99,16 +102,22 @@ def measure(preset: str, options: argparse.Namespace, tell: Callable[[str], None
         ready[name] = time.perf_counter() - started
         tell(f"{name} ready in {ready[name]:.1f} s")
 
+    add(PLAIN, lambda: lambda: unet(**arguments)[0])
     add(EAGER, lambda: captured(unet, arguments, device))
     last = copy.deepcopy(unet).to(memory_format=torch.channels_last)
     add(LAST, lambda: captured(last, arguments, device))
-    reset_status()
-    ours = optimize(copy.deepcopy(unet), "performance")
-    add(OURS, lambda: captured(ours, arguments, device))
-    counts = str(status())
-    tell(counts)
     if not options.no_compile:
         add(COMPILED, lambda: compiled(last, arguments, device))
+    # last: level "performance" lets cuDNN measure its convolutions, in the whole process
+    reset_status()
+    torch.backends.cudnn.benchmark = False
+    ours = optimize(copy.deepcopy(unet), "performance")
+    ours(**arguments)
+    counts = str(status())
+    tell(counts)
+    add(OURS, lambda: captured(ours, arguments, device))
+    add(PLAIN_OURS, lambda: lambda: ours(**arguments)[0])
+    if not options.no_compile:
         add(BOTH, lambda: compiled(ours, arguments, device))
     times = time_rounds(engines, options.calls, device)
     tell("timed")
@@ -123,8 +132,6 @@ def measure(preset: str, options: argparse.Namespace, tell: Callable[[str], None
             "ready_s": ready[name],
         }
         if options.profile and device == "cuda":
-            from bench_gpu_step import Contender, profile
-
             row["profile"] = profile(Contender(name, run, run, 0.0), show=30)
             row["profile"]["top"] = row["profile"]["top"][:30]
         tell(json.dumps({key: value for key, value in row.items() if key != "profile"}))
@@ -137,22 +144,7 @@ def measure(preset: str, options: argparse.Namespace, tell: Callable[[str], None
     return {"batch": options.batch, "size": size, "rows": rows, "goals": goals, "status": counts.splitlines()}
 
 
-# ---- The model
-
-
-def random_unet(preset: str, device: str) -> Any:
-    """The preset's U-Net in float32: weights of variance 1 / fan_in, norms around 1, biases of spread 0.1."""
-    from diffusers import UNet2DConditionModel
-
-    with torch.device(device):
-        unet = UNet2DConditionModel.from_config(PRESETS[preset].models["unet"])
-    generator = torch.Generator(device).manual_seed(0)
-    for name, parameter in unet.named_parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
-        else:
-            parameter.normal_(float(name.endswith("weight")), 0.1, generator=generator)
-    return unet.eval()
+# ---- The inputs
 
 
 def random_arguments(unet: Any, batch: int, size: int) -> dict[str, Any]:
@@ -202,7 +194,7 @@ def synchronize(device: str) -> None:
 def captured(unet: Any, arguments: dict[str, Any], device: str) -> Call:
     """Replays a captured call; three calls before it on a side stream, as torch's manual asks."""
     if device != "cuda":
-        return lambda: unet(**arguments)[0]  # type: ignore[no-any-return]
+        return lambda: unet(**arguments)[0]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -215,7 +207,7 @@ def captured(unet: Any, arguments: dict[str, Any], device: str) -> Call:
 
     def replay() -> torch.Tensor:
         graph.replay()
-        return output  # type: ignore[no-any-return]
+        return output
 
     return replay
 
@@ -228,7 +220,7 @@ def compiled(unet: Any, arguments: dict[str, Any], device: str) -> Call:
         made = torch.compile(unet, backend="eager", fullgraph=True, dynamic=False)
 
     def run() -> torch.Tensor:
-        return made(**arguments)[0]  # type: ignore[no-any-return]
+        return made(**arguments)[0]
 
     for _ in range(3):
         run()

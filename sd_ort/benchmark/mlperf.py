@@ -1,34 +1,37 @@
-"""MLPerf Inference's three scenarios on Stable Diffusion, scaled to the model: the same loads, fewer queries.
+"""MLPerf Inference's text-to-image task, driven by its own LoadGen (`benchmark.loadgen`).
 
     SingleStream   one query after another: 90th percentile of the latency
     Offline        all queries at once: images per second
     Server         queries arrive as a Poisson process and wait: 99th percentile of the latency, wait included
 
-MLPerf's own SDXL task draws 5000 COCO captions at 1024 x 1024 in 20 Euler steps with guidance 8, and bounds the
-server's 99th percentile at 20 s (mlcommons/inference_policies). Here prompts, size and steps are those of the model,
-and the server's rate is a share of what Offline reached: the results are not official MLPerf results.
+By its rules (mlcommons/inference_policies, Inference v5.1) SDXL draws COCO-2014 captions at 1024 x 1024 in 20
+EulerDiscrete steps with guidance 8, all from one latent, for at least ten minutes, and the server's 99th percentile is
+at most 20 s: `official`. Otherwise model, size, steps and counts are those asked for, and a note says that this is no
+valid MLPerf result.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import time
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sd_ort.benchmark import loadgen, quality
 from sd_ort.benchmark.engines import contract
 from sd_ort.benchmark.engines.contract import Engine, Settings
+from sd_ort.benchmark.loadgen import Load
 from sd_ort.benchmark.record import Record
 from sd_ort.benchmark.runner import Prepared, prepare
 from sd_ort.benchmark.worker import Worker
 from sd_ort.core.errors import InputError, SdOrtError
+from sd_ort.core.files import JSON_LIMIT
 from sd_ort.demo import fidelity
 from sd_ort.runtime import device
 
-PERCENTILES = (50, 90, 95, 99)
 # Captions in the style of COCO's, ours, for models that draw more than the demo's shapes.
 CAPTIONS = (
     "a dog sleeping on a couch next to a lamp",
@@ -43,28 +46,55 @@ CAPTIONS = (
 Say = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class Options:
+    """`queries`: images per scenario. `load`: the server's arrivals per second, as a share of Offline's images per
+    second. `official`: MLPerf's counts, durations and settings instead. `accuracy`: also an accuracy run, which logs
+    every image. `captions`: a file of prompts. `clip`: a folder with a CLIP model; `inception` and `fid_stats`:
+    Inception's weights and the statistics of the photographs, for FID."""
+
+    queries: int = 32
+    load: float = 0.8
+    official: bool = False
+    accuracy: bool = False
+    captions: Path | None = None
+    clip: Path | None = None
+    inception: Path | None = None
+    fid_stats: Path | None = None
+
+
 def run(
     contenders: Sequence[Engine],
     settings: Settings,
     out: Path,
+    options: Options,
     *,
-    queries: int = 32,
-    load: float = 0.8,
     notes: Sequence[str] = (),
     work: Path | None = None,
     jobs: int = 1,
     say: Say = lambda _: None,
 ) -> dict[str, Any]:
-    """Put one engine after another under the three loads; the report is returned and kept in `out`/mlperf.json.
+    """Put one engine after another under LoadGen; the report is returned and kept in `out`/mlperf.json.
 
-    `queries`: images per scenario. `load`: the server's arrivals per second, as a share of Offline's images per second.
-    The largest batch of `settings.batches` is the most that Offline and Server draw at once. A failing engine is a row
-    with its reason; on an interrupt what was measured is kept.
+    LoadGen's logs lie in `out`/mlperf/<engine>/<scenario>. The largest batch of `settings.batches` is the most that
+    Offline and Server draw at once. A failing engine is a row with its reason; on an interrupt what was measured is
+    kept. Raises InputError for captions or weights that cannot be used, before anything is drawn.
     """
+    loadgen.require()
     if settings.component:
         raise InputError("--mlperf draws images: leave out --component.")
-    record = Record(settings, out, [*notes, _about(queries, load)], "mlperf")
-    record.report["mlperf"] = {"queries": queries, "load": load}
+    quality.check(options.clip, options.inception, options.fid_stats)
+    captions = read_captions(options.captions) if options.captions else None
+    if options.official:
+        settings = official_settings(contenders, settings)
+        about = "MLPerf's counts and settings; valid only with its 5000 captions, weights and review."
+    else:
+        about = (
+            f"{options.queries} queries per scenario, Server at {options.load:.0%} of Offline's rate: "
+            "not a valid MLPerf result."
+        )
+    record = Record(settings, out, [*notes, about], "mlperf")
+    record.report["mlperf"] = {"queries": options.queries, "load": options.load, "official": options.official}
     meter = device.open_meter(settings.provider)
     rows: list[dict[str, Any]] = record.report["engines"]
 
@@ -78,21 +108,32 @@ def run(
         for item in prepare(contenders, settings, work or out / "work", jobs, say):
             rows.append({"label": item.engine.label, "model": item.engine.model, "status": "running"})
             record.write()
-            _measure(item, settings, meter, queries, load, rows[-1], record.write, say)
+            logs = out / "mlperf" / f"{len(rows)}"
+            _measure(item, settings, meter, options, captions, logs, rows[-1], record.write, say)
             record.write()
     return record.report
 
 
-def _about(queries: int, load: float) -> str:
-    return f"{queries} queries per scenario, Server at {load:.0%} of Offline's rate: not an official MLPerf result."
+def official_settings(contenders: Sequence[Engine], settings: Settings) -> Settings:
+    """The rules' steps, guidance, size and single latent. Raises InputError for a model that is not SDXL with Euler."""
+    for engine in contenders:
+        folder = Path(engine.raw or engine.directory)
+        index = json.loads((folder / "model_index.json").read_text()) if folder.is_dir() else {}
+        scheduler = (index.get("scheduler") or ["", ""])[1]
+        if "XL" not in index.get("_class_name", "") or scheduler != "EulerDiscreteScheduler":
+            raise InputError(
+                f"MLPerf's task is SDXL base with EulerDiscreteScheduler, not {folder}: leave out --official."
+            )
+    return replace(settings, steps=20, guidance=8.0, height=1024, width=1024, one_latent=True)
 
 
 def _measure(
     item: Prepared,
     settings: Settings,
     meter: device.Meter,
-    queries: int,
-    load: float,
+    options: Options,
+    captions: Sequence[str] | None,
+    logs: Path,
     row: dict[str, Any],
     save: Callable[[], None],
     say: Say,
@@ -103,151 +144,84 @@ def _measure(
             worker.load(settings)
             if worker.failure:
                 raise SdOrtError(worker.failure)
-            prompts = prompts_for(item.engine.model, queries, settings.seed)
+            count = None if options.official else options.queries
+            prompts = captions or prompts_for(item.engine.model, count or len(CAPTIONS), settings.seed)
             most = max(settings.batches)
             draw = Drawer(worker, prompts)
             for batch in dict.fromkeys((1, most)):  # warm up, untimed
-                draw(range(min(batch, queries)))
-            scenarios: dict[str, Callable[[], dict[str, Any]]] = {
-                "SingleStream": lambda: single_stream(draw, queries),
-                "Offline": lambda: offline(draw, queries, most),
-                "Server": lambda: server(draw, queries, most, load * row["Offline"]["images_per_s"], settings.seed),
-            }
-            for name, scenario in scenarios.items():
+                draw([i % len(prompts) for i in range(batch)])
+            rate = 1.0
+            for name in loadgen.SCENARIOS:
                 say(f"{item.engine.label}: {name}")
-                row[name] = scenario()
+                load = Load(name, len(prompts), 1 if name == "SingleStream" else most, count, rate)
+                row[name] = loadgen.run(draw, load, logs / name)
+                if name == "Offline":
+                    rate = options.load * row[name]["images_per_s"]
+                row[name] |= {"batch": load.batch} | ({"rate_per_s": rate} if name == "Server" else {})
                 save()
-        row["quality"] = quality(item.engine.model, prompts, draw.images)
+            if options.accuracy:
+                say(f"{item.engine.label}: accuracy")
+                loadgen.run(draw, Load("Offline", len(prompts), most, count, rate, accuracy=True), logs / "accuracy")
+        row["quality"] = quality.scores(item.engine.model, prompts, draw.images, options.clip, options.inception,
+                                        options.fid_stats)  # fmt: skip
         row["status"] = "ok"
     except SdOrtError as error:
         row |= {"status": "failed", "reason": str(error)}
 
 
 class Drawer:
-    """Draws queries by number on a worker, query i from seed i, and keeps the images."""
+    """Draws prompts by number on a worker, and keeps the last image of each."""
 
     def __init__(self, worker: Worker, prompts: Sequence[str]) -> None:
         self.worker = worker
         self.prompts = prompts
         self.images: dict[int, np.ndarray] = {}
 
-    def __call__(self, numbers: Sequence[int]) -> None:
-        """Draw consecutive queries as one batch. Raises SdOrtError when the engine fails."""
+    def __call__(self, numbers: Sequence[int]) -> list[np.ndarray]:
+        """Draw a batch, uint8 images (H, W, 3). Raises SdOrtError when the engine fails."""
         prompts = [self.prompts[i] for i in numbers]
-        result, _ = self.worker.call(contract.draw_batch, len(prompts), prompts, numbers[0])
-        self.images |= dict(zip(numbers, result["images"], strict=True))
+        result, _ = self.worker.call(contract.draw_batch, len(prompts), prompts, 0)
+        images = list(result["images"])
+        self.images |= dict(zip(numbers, images, strict=True))
+        return images
 
 
-# --- The scenarios --------------------------------------------------------------------------------------------------
-
-Draw = Callable[[Sequence[int]], None]
+# --- Prompts --------------------------------------------------------------------------------------------------------
 
 
-def single_stream(draw: Draw, queries: int) -> dict[str, Any]:
-    """One query after another, batch 1."""
-    latencies = []
-    for number in range(queries):
-        start = time.perf_counter()
-        draw(range(number, number + 1))
-        latencies.append(time.perf_counter() - start)
-    return {"latency_s": percentiles(latencies)}
-
-
-def offline(draw: Draw, queries: int, batch: int) -> dict[str, Any]:
-    """All queries at once, in batches of `batch`."""
-    start = time.perf_counter()
-    for first in range(0, queries, batch):
-        draw(range(first, min(first + batch, queries)))
-    seconds = time.perf_counter() - start
-    return {"images_per_s": queries / seconds, "seconds": seconds, "batch": batch}
-
-
-def server(
-    draw: Draw,
-    queries: int,
-    batch: int,
-    rate: float,
-    seed: int,
-    clock: Callable[[], float] = time.perf_counter,
-    sleep: Callable[[float], None] = time.sleep,
-) -> dict[str, Any]:
-    """Queries arrive at `rate` a second; what waits is drawn together, up to `batch`, as soon as the engine is free.
-
-    Latency counts from arrival to the end of the query's batch.
-    """
-    due = arrivals(queries, rate, seed)
-    latencies: list[float] = []
-    batches: list[int] = []
-    start = clock()
-    while len(latencies) < queries:
-        first = len(latencies)
-        now = clock() - start
-        if due[first] > now:
-            sleep(due[first] - now)
-            now = clock() - start
-        waiting = max(1, int(np.searchsorted(due, now, side="right")) - first)
-        numbers = range(first, first + min(waiting, batch))
-        draw(numbers)
-        end = clock() - start
-        latencies += [end - due[i] for i in numbers]
-        batches.append(len(numbers))
-    return {
-        "latency_s": percentiles(latencies),
-        "rate_per_s": rate,
-        "images_per_s": queries / (clock() - start),
-        "mean_batch": sum(batches) / len(batches),
-    }
-
-
-def arrivals(queries: int, rate: float, seed: int) -> np.ndarray:
-    """Times of arrival in s, shape (queries,), of a Poisson process: gaps are exponential with mean 1/rate."""
-    return np.cumsum(np.random.default_rng(seed).exponential(1 / rate, queries))
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p90, p95, p99 (nearest rank from above, as MLPerf's LoadGen), mean and max."""
-    found = {f"p{p}": float(np.percentile(values, p, method="higher")) for p in PERCENTILES}
-    return found | {"mean": float(np.mean(values)), "max": float(np.max(values))}
-
-
-# --- Prompts and quality --------------------------------------------------------------------------------------------
-
-
-def prompts_for(model: str, queries: int, seed: int) -> list[str]:
+def prompts_for(model: str, count: int, seed: int) -> list[str]:
     """The demo model's unseen prompts, or captions in turn."""
     if model == "demo":
-        return list(fidelity.unseen_prompts(queries, seed))
-    return [CAPTIONS[i % len(CAPTIONS)] for i in range(queries)]
+        return list(fidelity.unseen_prompts(count, seed))
+    return [CAPTIONS[i % len(CAPTIONS)] for i in range(count)]
 
 
-def quality(model: str, prompts: Sequence[str], images: dict[int, np.ndarray]) -> dict[str, Any]:
-    """Scores of the pictures drawn; for each that cannot be computed here, the reason instead of a number."""
-    drawn = [images[i] for i in range(len(prompts))]
-    shares: dict[str, Any] = {"fidelity_percent": "only the demo model's pictures can be read back"}
-    if model == "demo":
-        shares["fidelity_percent"] = 100 * fidelity.score(prompts, drawn).share
-    return shares | {"clip_score": clip_score(prompts, drawn), "fid": _no_fid()}
-
-
-def clip_score(prompts: Sequence[str], images: Sequence[np.ndarray]) -> float | str:
-    """Mean CLIP score (100 x cosine, ViT-B/16) by torchmetrics, or why there is none."""
-    if importlib.util.find_spec("torchmetrics") is None:
-        return "torchmetrics is not installed"
-    import torch
-    from torchmetrics.functional.multimodal import clip_score as score
-
+def read_captions(path: Path) -> list[str]:
+    """The captions of COCO-2014's captions_val2014.json, one per image, of MLPerf's table of them (.tsv, a column
+    `caption`), or of a text file, one per line. Raises InputError for a file that is none of these."""
     try:
-        tensors = [torch.from_numpy(image.copy()).permute(2, 0, 1) for image in images]
-        return float(score(tensors, list(prompts), "openai/clip-vit-base-patch16"))
-    except Exception as error:  # the hub's errors for weights that are not here
-        return f"no CLIP weights: {type(error).__name__}"
+        if path.stat().st_size > JSON_LIMIT:
+            raise InputError(f"{path} is larger than {JSON_LIMIT >> 20} MiB: give a file of captions.")
+        text = path.read_text()
+        if path.suffix == ".json":
+            first = {str(entry["image_id"]): entry["caption"] for entry in reversed(json.loads(text)["annotations"])}
+            found = list(first.values())
+        elif path.suffix == ".tsv":
+            header, *rows = (line.split("\t") for line in text.splitlines())
+            found = [row[header.index("caption")] for row in rows]
+        else:
+            found = text.splitlines()
+        captions = [" ".join(caption.split()) for caption in found if caption.strip()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise InputError(
+            f"{path} holds no captions: give COCO's captions JSON, a .tsv, or a prompt per line."
+        ) from error
+    if not captions or max(map(len, captions)) > CAPTION_LIMIT:
+        raise InputError(f"{path} holds no captions of 1 to {CAPTION_LIMIT} characters: give a prompt per line.")
+    return captions
 
 
-def _no_fid() -> str:
-    """FID compares thousands of pictures with as many photographs: neither the set nor Inception's weights are here."""
-    if importlib.util.find_spec("torchmetrics") is None:
-        return "torchmetrics is not installed"
-    return "no reference pictures: MLPerf takes 5000 of COCO's validation set"
+CAPTION_LIMIT = 2000  # characters; COCO's longest has 251
 
 
 # --- The table ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ are shown, and decide nothing.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ import onnx_ir as ir
 import fusion_passes
 from fusion_passes import DOMAIN
 from fusion_passes.pass_ import Outcome
+from sd_ort.check import reasons
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.graphs import hoist
@@ -24,8 +26,6 @@ from sd_ort.graphs.load import load
 from sd_ort.graphs.scopes import scope
 from sd_ort.optimize.targets import TARGETS, Target
 from sd_ort.runtime.session import blaming
-
-REACH = 8  # nodes between what is left and the end of the match that refused it
 
 # Operators that stand for a site when they are left: the fusion that takes them, and why it usually finds no match.
 LEFT: Mapping[str, tuple[str, str]] = {
@@ -49,14 +49,15 @@ LEFT: Mapping[str, tuple[str, str]] = {
 }
 # Of these, what lowering makes and removes as it changes the layout.
 MOVED = frozenset({"Transpose", "Shape"})
-REASON = "sd_ort.reason"  # in a node's metadata, here in memory only
+REASON, NEAR = "sd_ort.reason", "sd_ort.near"  # in a node's metadata, here in memory only
 
 
 def explain(path: Path, components: list[str] | None = None) -> dict[str, Any]:
     """Sites and operator counts of a pipeline folder by component, or of one ONNX file.
 
     An entry has: before, after (operator -> number of nodes), fused (operator -> number), left (operator -> number),
-    sites (list of component sites: scope, op, fused, reason or None, value), lowered (pass of the target -> rewrote:
+    sites (list of component sites: scope, op, fused, reason or None, value, near: what refused it, see
+    `reasons.near_misses`, where something did), lowered (pass of the target -> rewrote:
     what -> number, left: list of scope, op, reason, value), target and not_lowered (of an optimized folder), note.
     Raises InputError for what is neither, and for an optimized folder whose source is gone.
     """
@@ -131,7 +132,8 @@ def sites(model: ir.Model) -> list[dict[str, Any]]:
         if reason is None and not is_fused:
             continue
         site = {"scope": scope(node), "op": node.op_type, "fused": is_fused, "reason": reason}
-        found.append({**site, "value": node.outputs[0].name})
+        near = json.loads(node.metadata_props.get(NEAR, "[]"))
+        found.append({**site, "value": node.outputs[0].name, **({"near": near} if near else {})})
     return found
 
 
@@ -140,14 +142,18 @@ def _mark(model: ir.Model, refused: Mapping[str, Outcome]) -> None:
     old = fusion_passes.why_not_fused(model)
     for node in model.graph:
         if node.op_type in LEFT and node.op_type not in MOVED:
-            node.metadata_props[REASON] = old or _reason(node, refused)
+            near = reasons.near_misses(node, refused, LEFT[node.op_type][0])
+            node.metadata_props[REASON] = old or _reason(node, near)
+            node.metadata_props[NEAR] = json.dumps(near)
 
 
-def _reason(node: ir.Node, refused: Mapping[str, Outcome]) -> str:
+def _reason(node: ir.Node, near: list[dict[str, Any]]) -> str:
+    """The best near miss with where its proof ended; without one what is unknown, or what usually is the matter."""
     fusion, usual = LEFT[node.op_type]
-    behind = _downstream(node)
-    refusals = refused.get(fusion, Outcome()).refused
-    return next((refusal.reason for refusal in refusals if refusal.node in behind), usual)
+    best = next((entry for entry in near if entry["pass"] == fusion), None)
+    if best is None:
+        return reasons.unknown_inputs(node) or reasons.usual(node, usual)
+    return best["reason"] if best["ended"] is None else f"{best['reason']}: {best['ended']}"
 
 
 def _lower(model: ir.Model, target: Target) -> dict[str, Any]:
@@ -166,12 +172,3 @@ def _lower(model: ir.Model, target: Target) -> dict[str, Any]:
         ]
         lowered[each.name] = {"rewrote": dict(outcome.counts), "left": left}
     return lowered
-
-
-def _downstream(node: ir.Node) -> set[ir.Node]:
-    """`node` and what reads it, directly or through up to `REACH` nodes."""
-    found, frontier = {node}, [node]
-    for _ in range(REACH):
-        frontier = [user for n in frontier for output in n.outputs for user, _ in output.uses() if user not in found]
-        found.update(frontier)
-    return found

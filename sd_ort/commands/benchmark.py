@@ -42,9 +42,21 @@ def _sizes(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Batches drawn before timing.")
 @click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="Batches timed.")
-@click.option("--queries", type=click.IntRange(1), default=32, show_default=True, help="With --mlperf: a scenario's.")
+@click.option("--queries", type=click.IntRange(1), default=32, show_default=True, help="With --mlperf: per scenario.")
 @click.option(
     "--load", type=click.FloatRange(0.01, 2), default=0.8, show_default=True, help="Server: share of Offline."
+)
+@click.option("--official", is_flag=True, help="With --mlperf: its counts, durations and settings (SDXL, hours).")
+@click.option("--accuracy", is_flag=True, help="With --mlperf: an accuracy run too, which logs every image.")
+@click.option(
+    "--captions", type=click.Path(path_type=Path), help="With --mlperf: COCO's captions, or a file of prompts."
+)
+@click.option(
+    "--clip", type=click.Path(path_type=Path), help="With --mlperf: a folder with a CLIP model, for its score."
+)
+@click.option("--inception", type=click.Path(path_type=Path), help="With --mlperf: Inception's weights, for FID.")
+@click.option(
+    "--fid-stats", type=click.Path(path_type=Path), help="With --mlperf: an .npz of the photographs' mu, sigma."
 )
 @click.option("--torch", "torch_model", help="What torch draws with: a diffusers folder, demo, none [default: source].")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads [default: one a core].")
@@ -75,6 +87,12 @@ def command(
     guidance: float | None,
     queries: int,
     load: float,
+    official: bool,
+    accuracy: bool,
+    captions: Path | None,
+    clip: Path | None,
+    inception: Path | None,
+    fid_stats: Path | None,
     torch_model: str | None,
     jobs: int,
     remarks: tuple[str, ...],
@@ -125,7 +143,8 @@ def command(
         if mlperf:
             from sd_ort.benchmark import mlperf as stage
 
-            result = stage.run(engines, settings, out, queries=queries, load=load, **common)
+            asked = stage.Options(queries, load, official, accuracy, captions, clip, inception, fid_stats)
+            result = stage.run(engines, settings, out, asked, **common)
             text = stage.to_table(result)
         elif profile:
             from sd_ort.benchmark import profile as stage_

@@ -48,10 +48,13 @@ def grouped(entry: dict[str, Any]) -> list[str]:
     """How many sites are fused, and the others by operator and reason."""
     lines = ["  fused: " + (", ".join(f"{count} {op}" for op, count in entry["fused"].items()) or "nothing")]
     left = [site for site in entry["sites"] if not site["fused"]]
-    for (op, reason), count in Counter((site["op"], site["reason"]) for site in left).most_common():
-        scopes = list(dict.fromkeys(s["scope"] or s["value"] for s in left if (s["op"], s["reason"]) == (op, reason)))
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for site in left:  # what follows the colon is each site's own
+        groups.setdefault((site["op"], site["reason"].partition(": ")[0]), []).append(site)
+    for (op, _), alike in sorted(groups.items(), key=lambda group: -len(group[1])):
+        scopes = list(dict.fromkeys(site["scope"] or site["value"] for site in alike))
         named = ", ".join(scopes[:SHOWN]) + (", ..." if len(scopes) > SHOWN else "")
-        lines.append(f"  left: {count} {op}: {reason} ({named})")
+        lines.append(f"  left: {len(alike)} {op}: {alike[0]['reason']} ({named})")
     return lines + list(lowered(entry))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -31,6 +32,9 @@ from sd_ort.runtime.provider_records import PROVIDERS
 )
 @click.option("--control-image", type=click.Path(path_type=Path, dir_okay=False), help="What the ControlNet is shown.")
 @click.option("--lora", "loras", multiple=True, metavar="FILE[:STRENGTH]", help="A LoRA on top; can be repeated.")
+@click.option("--embedding", "words", multiple=True, metavar="FILE", help="A word of textual inversion; repeatable.")
+@click.option("--weights", is_flag=True, help="Read (word:1.3), [word], BREAK and long prompts as the WebUIs do.")
+@click.option("--clip-skip", type=click.IntRange(0), help="Leave out so many last layers of the text encoder.")
 @click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ... [default: the model's].")
 @click.option(
     "--provider",
@@ -64,16 +68,12 @@ def command(
     strength: float | None,
     control_image: Path | None,
     loras: tuple[str, ...],
-    scheduler: str | None,
-    provider: str,
-    allow_fallback: bool,
-    graph: bool | None,
-    low_memory: bool,
-    vae_tiling: bool,
-    vae_slicing: bool,
-    threads: int | None,
+    words: tuple[str, ...],
+    weights: bool,
+    clip_skip: int | None,
     out: Path,
     overwrite: bool,
+    **loading: Any,
 ) -> None:
     """Draw images of PROMPT and write them as PNG files.
 
@@ -83,7 +83,7 @@ def command(
     as PNG text.
     """
     from sd_ort.core.errors import InputError, OutputError
-    from sd_ort.core.folder import MERGED, components
+    from sd_ort.core.folder import components
     from sd_ort.pipeline.arguments import check_numbers, check_seeds, check_text
 
     check_text([prompt, negative or ""])
@@ -101,60 +101,59 @@ def command(
     if not overwrite and (taken := [path for path in paths if path.exists()]):
         raise OutputError(f"{taken[0]} exists: choose another --out or pass --overwrite.")
 
-    from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
+    kind = "Inpaint" if mask else "Img2Img" if image else "ControlNet" if control_image else ""
+    pipeline = open_pipeline(folder, kind, loading)
+    add_loras(pipeline, loras)
+    for word in words:
+        pipeline.load_textual_inversion(word)
+    changing = {"strength": strength, "clip_skip": clip_skip, "prompt_syntax": "weights" if weights else None}
+    given = {name: value for name, value in {**opened, **changing}.items() if value is not None}
+    settings = png_text(
+        prompt=prompt, negative_prompt=negative or "", steps=steps, guidance=guidance, model=folder, **pictures,
+        scheduler=type(pipeline.scheduler).__name__, loras=", ".join(loras) or None,
+        embeddings=", ".join(words) or None, **changing,
+    )  # fmt: skip
+    for start in range(0, num_images, batch):
+        part = seeds[start : start + batch]
+        images = pipeline(
+            prompt, height=height, width=width, num_inference_steps=steps, guidance_scale=guidance,
+            negative_prompt=negative, num_images_per_prompt=len(part), generator=list(part), **given,
+        ).images  # fmt: skip
+        for drawn, image_seed, path in zip(images, part, paths[start:], strict=False):
+            save_png(drawn, path, {**settings, "seed": str(image_seed)}, overwrite=overwrite)
+            click.echo(path)
 
-    kind: type[StableDiffusionPipeline] | None
-    kind = StableDiffusionInpaintPipeline if mask else StableDiffusionImg2ImgPipeline if image else None
+
+def open_pipeline(folder: Path, kind: str, loading: dict[str, Any]) -> Any:
+    """The pipeline that draws with a folder: text to image, "ControlNet", "Img2Img" or "Inpaint". `loading`: options of
+    `from_pretrained`. Raises InputError for a merged folder that starts from a picture."""
+    from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
+    from sd_ort.core.errors import InputError
+    from sd_ort.core.folder import MERGED, components
+
+    pictures = {"Img2Img": StableDiffusionImg2ImgPipeline, "Inpaint": StableDiffusionInpaintPipeline}
+    drawing: type[StableDiffusionPipeline] = pictures.get(kind, StableDiffusionPipeline)
     if MERGED in components(folder):
         from sd_ort.pipeline.merged import MergedPipeline
 
-        if kind or control_image:
+        if kind:
             raise InputError(f"{folder} is merged, for text to image alone: draw with the folder it was made from.")
-        kind = MergedPipeline
-    pipeline = (kind or StableDiffusionPipeline).from_pretrained(
-        folder,
-        provider,
-        scheduler,
-        graph=graph,
-        low_memory=low_memory,
-        vae_tiling=vae_tiling,
-        vae_slicing=vae_slicing,
-        threads=threads,
-        allow_fallback=allow_fallback,
-    )
+        drawing = MergedPipeline
+    return drawing.from_pretrained(folder, **loading)
+
+
+def add_loras(pipeline: Any, loras: tuple[str, ...]) -> None:
+    """Load LoRAs, each FILE or FILE:STRENGTH."""
     strengths = [lora_strength(lora) for lora in loras]
     for number, (lora, _) in enumerate(strengths):
         pipeline.load_lora_weights(lora, f"lora{number}")
     if strengths:
         pipeline.set_adapters([f"lora{i}" for i in range(len(strengths))], [strength for _, strength in strengths])
-    settings = {
-        "prompt": prompt,
-        "negative_prompt": negative or "",
-        "steps": str(steps),
-        "guidance": str(guidance),
-        "scheduler": type(pipeline.scheduler).__name__,
-        "model": str(folder),
-        **{name: str(path) for name, path in pictures.items() if path is not None},
-        **({} if strength is None else {"strength": str(strength)}),
-        **({"loras": ", ".join(loras)} if loras else {}),
-    }
-    arguments = opened if strength is None else {**opened, "strength": strength}
-    for start in range(0, num_images, batch):
-        part = seeds[start : start + batch]
-        images = pipeline(
-            prompt,
-            height=height,
-            width=width,
-            num_inference_steps=steps,
-            guidance_scale=guidance,
-            negative_prompt=negative,
-            num_images_per_prompt=len(part),
-            generator=list(part),
-            **arguments,
-        ).images
-        for drawn, image_seed, path in zip(images, part, paths[start:], strict=False):
-            save_png(drawn, path, {**settings, "seed": str(image_seed)}, overwrite=overwrite)
-            click.echo(path)
+
+
+def png_text(**settings: object) -> dict[str, str]:
+    """What a file keeps of the settings it was drawn with: those that were given."""
+    return {name: str(value) for name, value in settings.items() if value is not None}
 
 
 def default_guidance(folder: Path) -> float:

@@ -30,7 +30,8 @@ def command(
 ) -> None:
     """Measure every kernel candidate at the shapes that pipeline folder DIR meets, and keep the fastest.
 
-    Results go to $SD_ORT_TUNING or results/tuning, where every later run on the same kind of machine finds them.
+    Results go to $SD_ORT_TUNING, or to results/tuning and the cache folder, where every later run on the same kind of
+    machine finds them; so does a run with a model folder that has them in `tuning`.
     """
     from sd_ort.core.errors import InputError
     from sd_ort.runtime import tuning

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,30 @@ def _try_a_step(scheduler: Any) -> None:
         scheduler.step(sample, scheduler.timesteps[0], latents)
 
 
-def set_timesteps(scheduler: Any, steps: int) -> None:
-    """Raises InputError for a number of steps that the scheduler refuses, such as more than LCM was distilled for."""
-    if not 1 <= steps <= STEP_LIMIT:
-        raise InputError(f"{steps} steps are not between 1 and {STEP_LIMIT}.")
+def set_timesteps(scheduler: Any, steps: int, **given: Any) -> int:
+    """Set the schedule and return its number of steps. `given`: `timesteps` or `sigmas` instead of `steps`, and LCM's
+    `original_inference_steps`; None for not given.
+
+    Raises InputError for a number of steps that the scheduler refuses, such as more than LCM was distilled for, and for
+    a schedule that it does not take.
+    """
+    told = {name: value for name, value in given.items() if value is not None}
+    name = type(scheduler).__name__
+    if unknown := told.keys() - inspect.signature(scheduler.set_timesteps).parameters.keys():
+        raise InputError(f"{name} takes no {unknown.pop()}: leave them out, or use another scheduler.")
+    if {"timesteps", "sigmas"} <= told.keys():
+        raise InputError("timesteps and sigmas both are a schedule: give one of them.")
+    schedule = told.get("timesteps", told.get("sigmas"))
+    count = steps if schedule is None else len(schedule)
+    if not 1 <= count <= STEP_LIMIT:
+        raise InputError(f"{count} steps are not between 1 and {STEP_LIMIT}.")
     try:
-        scheduler.set_timesteps(steps)
-    except ValueError as error:
-        raise InputError(f"{type(scheduler).__name__} cannot take {steps} steps: {first_line(error)}") from error
+        scheduler.set_timesteps(**told) if schedule is not None else scheduler.set_timesteps(steps, **told)
+    except (ValueError, TypeError, AssertionError, IndexError, RuntimeError) as error:
+        raise InputError(
+            f"{name} cannot take {'this schedule' if schedule is not None else f'{count} steps'}: {first_line(error)}"
+        ) from error
+    return steps if schedule is None else len(scheduler.timesteps)
 
 
 def scheduler_class(name: str) -> Any:

@@ -51,15 +51,30 @@ GUIDE = """(float[rows, c, h, w] noise, float[1] guidance) => (float[b, c, h, w]
     step = Mul (guidance, difference)
     guided = Add (negative, step)
 }"""
-RECORD = """(float[b, c, h, w] noise, float[t1, b, c, h, w] history, int64[1] index)
+# A prediction takes its place by Where: ONNX Runtime's ScatterND writes it with a single thread, 0.6 ms on an H200.
+# `device_graphs` has the same lines between two steps. `positions` are 0, 1, ..., `front` and `one` constants.
+TAKE_PLACE = [
+    "update = Unsqueeze (prediction, front)",
+    "index_out = Add (index, one)",
+    "found = Equal (positions, index_out)",
+    "column = Constant <value_ints = [-1, 1, 1, 1, 1]> ()",
+    "its_place = Reshape (found, column)",
+    "history_out = Where (its_place, update, history)",
+]
+RECORD = (
+    """(float[b, c, h, w] prediction, float[t1, b, c, h, w] history, int64[1] index)
         => (float[t1, b, c, h, w] history_out, int64[1] index_out) {
     front = Constant <value_ints = [0]> ()
-    update = Unsqueeze (noise, front)
     one = Constant <value_ints = [1]> ()
-    index_out = Add (index, one)
-    place = Unsqueeze (index_out, one)
-    history_out = ScatterND (history, place, update)
-}"""
+    begin = Constant <value_int = 0> ()
+    step = Constant <value_int = 1> ()
+    count = Shape <start = 0, end = 1> (history)
+    end = Squeeze (count, front)
+    positions = Range (begin, end, step)
+    """
+    + "\n    ".join(TAKE_PLACE)
+    + "\n}"
+)
 
 
 def graph(text: str, opset: int) -> ir.Model:

@@ -149,7 +149,8 @@ def optimize_all(
     report: Report = lambda line: None,
 ) -> dict[str, Any]:
     """Optimize components into the folder `work`; returns their entries of the manifest. Options as for `optimize`."""
-    by_name, entries = {each.name: each for each in raws}, {}
+    by_name = {each.name: each for each in raws}
+    entries: dict[str, Any] = {}
 
     def make(name: str, stopped: threading.Event) -> None:
         started, each = time.perf_counter(), by_name[name]

@@ -6,25 +6,14 @@ that is the graph `unet_prompt`, and `unet_time` for all steps in one call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from sd_ort.core.errors import InputError
+from sd_ort.pipeline.control import MIDDLE, Control
 from sd_ort.runtime.session import Model
-
-# ControlNet output -> UNet input, where their names differ.
-MIDDLE = {"mid_block_res_sample": "mid_block_additional_residual"}
-
-
-@dataclass
-class Control:
-    """What a ControlNet is shown: image (rows, 3, H, W) in 0..1, and the factor of its residuals at each step."""
-
-    image: torch.Tensor
-    scales: list[float]
 
 
 class Denoiser:
@@ -39,26 +28,23 @@ class Denoiser:
         models: Mapping[str, Model],
         conditioning: Mapping[str, torch.Tensor],
         timesteps: torch.Tensor,
-        control: Control | None = None,
+        controls: Sequence[Control] = (),
     ) -> None:
         """Run what runs once. Raises InputError when the UNet wants a ControlNet and there is no image for it."""
         self.models = models
         self.conditioning = {name: value.numpy() for name, value in conditioning.items()}
         self.timesteps = timesteps
-        self.control = control
+        self.controls = controls
         self.by_step: dict[str, np.ndarray] = {}
         self.fixed: dict[str, np.ndarray] = {}
-        if control is None and "controlnet" in models:
+        if not controls and "controlnet" in models:
             raise InputError("this UNet was exported for a ControlNet: give a control_image (--control-image).")
-        if control is not None and "controlnet" not in models:
-            raise InputError("this folder has no ControlNet for the control image: export with --controlnet.")
         if "unet_prompt" in models:
             self._hoist()
         unet = models["unet"]
         given = {**self.conditioning, **self.fixed}
         self.fixed = {name: given[name].astype(unet.dtype(name)) for name in unet.inputs if name in given}
-        if control is not None:
-            self._open_controlnet(control)
+        self.shown = [self._shown(control) for control in controls]
 
     def __call__(self, index: int, sample: torch.Tensor) -> torch.Tensor:
         """Predicted noise (rows, C, h, w), float32, for the scaled latents `sample` (rows, C, h, w) of step `index`."""
@@ -66,8 +52,9 @@ class Denoiser:
         feed = {"sample": sample.numpy(), **self.fixed, **{name: v[index] for name, v in self.by_step.items()}}
         if "timestep" in unet.inputs:
             feed["timestep"] = self._time(unet, index)
-        if self.control is not None:
-            feed |= self._residuals(index, sample)
+        for control, shown in zip(self.controls, self.shown, strict=True):
+            for name, residual in self._residuals(control, shown, index, sample).items():
+                feed[name] = feed[name] + residual if name in feed else residual
         return torch.from_numpy(unet(**feed)["out_sample"]).float()
 
     def _time(self, model: Model, index: int) -> np.ndarray:
@@ -87,15 +74,31 @@ class Denoiser:
         }
         self.by_step = {name: v.reshape(steps, rows, *v.shape[1:]) for name, v in time(**feed).items()}
 
-    def _open_controlnet(self, control: Control) -> None:
-        controlnet = self.models["controlnet"]
-        given = {**self.conditioning, "controlnet_cond": control.image.numpy()}
-        self.shown = {name: given[name].astype(controlnet.dtype(name)) for name in controlnet.inputs if name in given}
+    def _shown(self, control: Control) -> dict[str, np.ndarray]:
+        """What a ControlNet is given at every step; in guess mode, of the positive rows alone, the last ones."""
+        controlnet = self.models[control.name]
+        given = {name: value[-len(control.image) :] for name, value in self.conditioning.items()}
+        given["controlnet_cond"] = control.image.numpy()
+        return {name: given[name].astype(controlnet.dtype(name)) for name in controlnet.inputs if name in given}
 
-    def _residuals(self, index: int, sample: torch.Tensor) -> dict[str, np.ndarray]:
-        assert self.control is not None
-        controlnet = self.models["controlnet"]
-        scale = np.full((1,), self.control.scales[index])
+    def _residuals(
+        self, control: Control, shown: Mapping[str, np.ndarray], index: int, sample: torch.Tensor
+    ) -> dict[str, np.ndarray]:
+        """What a ControlNet adds to the UNet's skip connections and its middle block, by the UNet's names."""
+        controlnet = self.models[control.name]
+        seen = sample.numpy()[-len(control.image) :, : controlnet.inputs["sample"].shape[1]]
+        scale = np.full((1,), control.scales[index])
         time = self._time(controlnet, index)
-        outputs = controlnet(sample=sample.numpy(), timestep=time, conditioning_scale=scale, **self.shown)
-        return {MIDDLE.get(name, name): value for name, value in outputs.items()}
+        outputs = controlnet(sample=seen, timestep=time, conditioning_scale=scale, **shown)
+        named = {MIDDLE.get(name, name): value for name, value in outputs.items()}
+        return guessed(named, len(sample)) if control.guess else named
+
+
+def guessed(residuals: Mapping[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+    """Residuals of guess mode: from 0.1 of the outermost to all of the middle block's, evenly on a logarithmic scale,
+    as the authors of ControlNet have it, and zeros in front for the negative ones of `rows`."""
+    made = {}
+    for factor, (name, value) in zip(np.logspace(-1, 0, len(residuals)), residuals.items(), strict=True):
+        made[name] = np.zeros((rows, *value.shape[1:]), value.dtype)
+        made[name][rows - len(value) :] = value * value.dtype.type(factor)
+    return made

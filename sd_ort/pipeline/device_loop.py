@@ -10,10 +10,11 @@ for the picture alone.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,60 +23,17 @@ from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.progress import step_bar
 from sd_ort.graphs import device_graphs
 from sd_ort.graphs.device_graphs import Between, identifier
+from sd_ort.pipeline.device_control import ControlNets
+from sd_ort.pipeline.drawing import Arrays, Drawing, check_finite
 from sd_ort.runtime.captured import UNCAPTURED, BoundShapes, GraphModel, place
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import DTYPES, open_graph
 from sd_ort.runtime.wheels import runtime
 
 if TYPE_CHECKING:
-    from sd_ort.family.schedule import LinearSchedule
     from sd_ort.runtime.components import Components
     from sd_ort.runtime.session import Model
     from sd_ort.runtime.stream import Stream
-
-Arrays = Mapping[str, np.ndarray]
-
-
-@dataclass
-class Kept:
-    """What an inpainting mask keeps: `picture` and `noise` (B, C, h, w), and of both the factors before each step and
-    after the last, (T + 1,); `mask` (B, 1, h, w) is 1 where to draw and 0 elsewhere, nothing between. All float32."""
-
-    picture: np.ndarray
-    noise: np.ndarray
-    mask: np.ndarray
-    picture_factors: np.ndarray
-    noise_factors: np.ndarray
-
-    def after_step(self, latents: np.ndarray, index: int) -> np.ndarray:
-        """`latents` after step `index`, the picture put back outside the mask."""
-        back = self.picture_factors[index + 1] * self.picture + self.noise_factors[index + 1] * self.noise
-        return (1 - self.mask) * back + self.mask * latents
-
-
-@dataclass
-class Drawing:
-    """What one call draws.
-
-    `latents` (B, C, h, w), float32, as the first step takes them. `conditioning`: the UNet's inputs by name beside
-    sample and timestep, of 2B rows with `guidance` (negative first), of B with None. `draws` (S, B, C, h, w): the
-    random numbers of `schedule`. `channels` (B, C', h, w): behind the latents' channels, unscaled. `decode`: (factor,
-    mean) of the VAE's latents, for pictures; None for latents.
-    """
-
-    latents: np.ndarray
-    conditioning: Arrays
-    schedule: LinearSchedule
-    guidance: float | None = None
-    draws: np.ndarray | None = None
-    channels: np.ndarray | None = None
-    kept: Kept | None = None
-    decode: tuple[np.ndarray, np.ndarray] | None = None
-    progress: bool = False
-
-    @property
-    def rows(self) -> int:
-        return len(self.latents) * (1 if self.guidance is None else 2)
 
 
 class DeviceLoop:
@@ -117,7 +75,8 @@ class DeviceLoop:
     def _buffers(self, drawing: Drawing) -> Buffers:
         conditioning = tuple((name, value.shape) for name, value in sorted(drawing.conditioning.items()))
         channels = None if drawing.channels is None else drawing.channels.shape
-        key = (id(self.models["unet"]), drawing.latents.shape, drawing.rows, conditioning, channels)
+        controls = tuple((control.name, control.image.shape) for control in drawing.controls)
+        key = (id(self.models["unet"]), drawing.latents.shape, drawing.rows, conditioning, channels, controls)
         buffers = self.kept.pop(key, None)
         if buffers is None:
             if len(self.kept) == self.KEPT:
@@ -125,6 +84,16 @@ class DeviceLoop:
             buffers = Buffers(self, drawing)
         self.kept[key] = buffers
         return buffers
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory on the device of the buffers that are kept, at most `KEPT` kinds of drawing; a component's own memory
+        and that of its captured graph come on top."""
+        every = [value for buffers in self.kept.values() for value in buffers.held()]
+        sizes = {
+            value.data_ptr(): math.prod(value.shape()) * np.dtype(DTYPES[value.data_type()]).itemsize for value in every
+        }
+        return sum(sizes.values())
 
     def value(self, array: Any) -> Any:
         """An array on the device."""
@@ -176,7 +145,7 @@ class Buffers:
         self.values: dict[str, Any] = {}
         if "unet_prompt" in loop.models:
             model = loop.models["unet_prompt"]
-            feed = {name: self._give(name, drawing.conditioning, model.dtype(name)) for name in model.inputs}
+            feed = {name: self.give(name, drawing.conditioning, model.dtype(name)) for name in model.inputs}
             self.prompt: BoundShapes | None = loop.bind(model, feed)
             self.values |= self.prompt.outputs
         else:
@@ -185,17 +154,20 @@ class Buffers:
         shape[1] += 0 if drawing.channels is None else drawing.channels.shape[1]
         sample = np.zeros((drawing.rows, *shape[1:]), unet.dtype("sample"))
         self.values["sample"] = loop.value(sample)
-        if "timestep" in unet.inputs:
-            self.values["timestep"] = loop.value(np.zeros((1,), unet.dtype("timestep")))
+        timed = [unet, *(loop.models[control.name] for control in drawing.controls)]
+        self.timestep = next((np.dtype(model.dtype("timestep")) for model in timed if "timestep" in model.inputs), None)
+        if self.timestep is not None:
+            self.values["timestep"] = loop.value(np.zeros((1,), self.timestep))
         for name in unet.inputs:
             if name not in self.values and name in drawing.conditioning:
-                self.values[name] = self._give(name, drawing.conditioning, unet.dtype(name))
+                self.values[name] = self.give(name, drawing.conditioning, unet.dtype(name))
         self.values["latents"] = loop.value(np.zeros_like(drawing.latents))
+        self.controls = ControlNets(self, drawing)
         self.steps: tuple[Any, Steps] | None = None
         self.unet: BoundShapes | None = None
         self.ends: dict[bool, list[BoundShapes]] = {}
 
-    def _give(self, name: str, conditioning: Arrays, dtype: Any) -> Any:
+    def give(self, name: str, conditioning: Arrays, dtype: Any) -> Any:
         """The device's copy of a conditioning input, which every drawing renews. Raises InputError without one."""
         if name not in conditioning:
             raise InputError(f"the UNet reads {name}, which this pipeline does not give: export it with sd-ort.")
@@ -204,11 +176,17 @@ class Buffers:
             self.given[key] = self.loop.value(conditioning[name].astype(dtype))
         return self.given[key]
 
+    def held(self) -> list[Any]:
+        """All values on the device."""
+        steps = {} if self.steps is None else self.steps[1].values
+        ends = [value for part in self.ends.values() for bound in part for value in bound.outputs.values()]
+        return [*self.given.values(), *self.values.values(), *steps.values(), *ends]
+
     def release(self) -> None:
         """Give the captured graphs back."""
         self._release_steps()
-        if self.unet is not None:
-            self.unet.release()
+        for bound in (*self.controls.nets, *([] if self.unet is None else [self.unet])):
+            bound.release()
 
     def _release_steps(self) -> None:
         if self.steps is not None:
@@ -219,6 +197,7 @@ class Buffers:
         """As `DeviceLoop.run`."""
         for (name, dtype), value in self.given.items():
             value.update_inplace(np.ascontiguousarray(drawing.conditioning[name], dtype))
+        self.controls.give(drawing)
         steps, wait = self._steps(drawing), self.loop.wait
         *ends, last = self._ends(drawing.decode)
         steps.give(drawing)
@@ -229,8 +208,8 @@ class Buffers:
             if stream is None:
                 started = time.perf_counter()
                 for _ in bar:
-                    steps.unet.run(wait)
-                    steps.between.run(wait)
+                    for part in steps.every:
+                        part.run(wait)
                 self.loop.step_seconds = (time.perf_counter() - started) / count
             else:
                 self._queue(steps, stream, count, wait)
@@ -250,13 +229,13 @@ class Buffers:
         stream.reserve(count + 1)
         stream.record(0)
         for number in range(count):
-            steps.unet.run(wait)
-            steps.between.run(wait)
+            for part in steps.every:
+                part.run(wait)
             stream.record(number + 1)
 
     def _steps(self, drawing: Drawing) -> Steps:
         """The buffers for as many steps, draws and inputs as this drawing has."""
-        flags = drawing.guidance is not None, drawing.kept is not None
+        flags = drawing.guidance is not None, bool(drawing.rescale), drawing.kept is not None
         key = drawing.schedule.weights.shape, *flags
         if self.steps is None or self.steps[0] != key:
             self._release_steps()  # the old buffers go before the new ones come
@@ -309,12 +288,13 @@ class Steps:
         by_step: dict[str, np.dtype] = {}
         if buffers.prompt is not None:
             by_step = self._time(buffers, states)
-        timestep = np.dtype(unet.dtype("timestep")) if "timestep" in unet.inputs else None
         what = Between(
             np.dtype(unet.dtype("sample")),
-            timestep,
+            buffers.timestep,
             tuple(by_step.items()),
+            controls=tuple(buffers.controls.dtypes),
             guided=drawing.guidance is not None,
+            rescaled=bool(drawing.guidance is not None and drawing.rescale),
             draws=drawing.draws is not None,
             channels=drawing.channels is not None,
             kept=drawing.kept is not None,
@@ -325,6 +305,7 @@ class Steps:
         self.unet = buffers.unet
         self.values["noise"] = self.unet.outputs["out_sample"]
         self.between = loop.repeated(device_graphs.between, what, self.values)
+        self.every = [*buffers.controls.every, self.unet, self.between]
 
     def _arrays(self, drawing: Drawing) -> dict[str, np.ndarray]:
         """What the graphs read from the host, with one entry more than steps: the input of a step that is not made."""
@@ -339,8 +320,11 @@ class Steps:
         }
         if drawing.guidance is not None:
             arrays["guidance"] = np.array([drawing.guidance], np.float32)
+            arrays["rescale"] = np.array([drawing.rescale], np.float32)
         if drawing.draws is not None:
             arrays["draws"] = drawing.draws
+        for number, control in enumerate(drawing.controls):
+            arrays[f"scales_{number}"] = np.array([*control.scales, 0.0])
         if drawing.channels is not None:
             arrays["channels"] = drawing.channels
         if (kept := drawing.kept) is not None:
@@ -387,12 +371,3 @@ class Steps:
                 if name == "rows_timesteps" and hasattr(self, "time_input"):
                     self.time_input.update_inplace(array.astype(self.time_dtype))
         self.arrays = arrays
-
-
-def check_finite(numbers: np.ndarray, component: str) -> None:
-    """Raise SdOrtError when some of a component's results are NaN or infinite: they would be a black picture."""
-    if not np.isfinite(numbers).all():
-        raise SdOrtError(
-            f"the {component} gave numbers that are not finite (NaN or infinite), and no picture: optimize it again "
-            "without --float16 or with --calibrate, or take a lower guidance scale."
-        )

@@ -7,119 +7,112 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from diffusers.image_processor import VaeImageProcessor
-from diffusers.utils.torch_utils import randn_tensor
-from PIL import Image
 
 from sd_ort.core.errors import InputError
-from sd_ort.family.conditioning import latent_scale
-from sd_ort.family.schedulers import set_timesteps
-from sd_ort.pipeline.device_loop import Kept
-from sd_ort.pipeline.text_to_image import (
-    Generator,
-    PipelineOutput,
-    Prompt,
-    Request,
-    StableDiffusionPipeline,
-    StepCallback,
-)
+from sd_ort.pipeline.drawing import Kept
+from sd_ort.pipeline.images import for_batch, is_latents, readable, size_of
+from sd_ort.pipeline.output import PipelineOutput
+from sd_ort.pipeline.request import Picture, Prompt, Request
+from sd_ort.pipeline.text_to_image import StableDiffusionPipeline, cutoff
 
 log = logging.getLogger("sd_ort")
-
-# A PIL image, or a list of them: one for all prompts, or one a prompt.
-Picture = Image.Image | list[Image.Image]
 
 
 class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
     """Image to image with SD 1.x, 2.x and SDXL folders, and SDXL's refiner."""
 
     NEEDS = (*StableDiffusionPipeline.NEEDS, "vae_encoder")
+    LEAVES: tuple[str, ...] = ("mask_image", "masked_image_latents", "padding_mask_crop")
 
     def __call__(  # type: ignore[override]
         self,
-        prompt: Prompt,
-        image: Picture,
-        strength: float = 0.8,
+        prompt: Prompt | None = None,
+        image: Picture | None = None,
+        strength: float | None = None,
         num_inference_steps: int = 50,
-        guidance_scale: float = 7.5,
-        negative_prompt: Prompt | None = None,
-        num_images_per_prompt: int = 1,
-        eta: float = 0.0,
-        generator: Generator = None,
-        output_type: str = "pil",
-        callback_on_step_end: StepCallback | None = None,
-        progress: bool = True,
-        height: int | None = None,
-        width: int | None = None,
-        control_image: Any = None,
-        controlnet_conditioning_scale: float = 1.0,
-    ) -> PipelineOutput:
+        **arguments: Any,
+    ) -> Any:
         """Draw over `image`: noise takes its place for the first `strength` (0..1) of the schedule's steps.
 
-        `height`, `width`: pixels the image is resized to; None for its own, rounded down to `size_multiple`. The other
-        arguments are those of `StableDiffusionPipeline`. Raises InputError for what does not fit together.
+        `image`: one or several, see `pipeline.request.Picture`. `height`, `width`: pixels it is resized to; None for
+        its own, rounded down to `size_multiple`. `latents`: its noisy latents, made beforehand. The other arguments,
+        results and errors are those of `StableDiffusionPipeline`.
         """
-        size = self._size(image, height, width)
-        request = self._request(
-            prompt, negative_prompt, num_images_per_prompt, *size,
-            num_inference_steps, guidance_scale, eta, generator, output_type, callback_on_step_end, progress,
-        )  # fmt: skip
-        conditioning = self._condition(request)
-        pixels = self.image_processor.preprocess(image, *size).float()
-        timesteps = self._timesteps(request, strength)
-        control = self._control(request, control_image, controlnet_conditioning_scale, len(timesteps))
-        if isinstance(request.generator, list):  # each image has numbers of its own
-            pixels = self._for_batch(pixels, request, "images")
-        start = self._for_batch(self.encode_image(pixels, request.generator), request, "images")
-        noisy = self._add_noise(start, self._noise(request), timesteps, request)
-        return self._sample(noisy, timesteps, conditioning, request, control)
+        asked = self._request(
+            prompt=prompt, image=image, strength=strength, num_inference_steps=num_inference_steps, **arguments
+        )
+        asked.image = readable(asked.image)
+        return self._answer(asked, self._size(asked))
+
+    def _draw(self, request: Request) -> PipelineOutput:
+        conditioning = self.texts.condition(request)
+        timesteps = self._timesteps(request)
+        controls = self._controls(request, len(timesteps))
+        if request.latents is not None:
+            noisy = self._noise(request, request.latents)
+        else:
+            pixels = self.image_processor.preprocess(request.image, *request.size).float()
+            start = self._start(pixels, request)
+            noisy = start
+            if request.denoising_start is None:
+                noisy = self._add_noise(start, self._noise(request), timesteps, request)
+        return self._sample(noisy, timesteps, conditioning, request, controls)
+
+    @property
+    def _defaults(self) -> Mapping[str, Any]:
+        return {**super()._defaults, "strength": 0.3 if self.is_xl else 0.8}
 
     def encode_image(self, pixels: torch.Tensor, generator: Any) -> torch.Tensor:
         """Images (B, 3, H, W) in -1..1 -> latents (B, C, h, w) as the scheduler takes them, drawn from the VAE's
         distribution. `generator`: one, or one an image."""
+        return self.vae.to_latents(pixels, generator)
 
-        def run(part: np.ndarray) -> np.ndarray:
-            return next(iter(self.models["vae_encoder"](sample=part).values()))
+    def _start(self, pixels: torch.Tensor, request: Request) -> torch.Tensor:
+        """Latents of all images; a picture that is latents already stays as it is."""
+        if is_latents(pixels, self.vae.latent_channels):
+            return for_batch(pixels, request, "images")
+        if isinstance(request.generator, list):  # each image has numbers of its own
+            pixels = for_batch(pixels, request, "images")
+        return for_batch(self.encode_image(pixels, request.generator), request, "images")
 
-        encoded = self._tiles(run, pixels.numpy(), self.tile, self.tile // self.vae_scale_factor)
-        latents = torch.from_numpy(encoded).float()
-        if latents.shape[1] == 2 * self.latent_channels:  # a distribution, where a tiny autoencoder has latents
-            mean, log_variance = latents.chunk(2, dim=1)
-            std = torch.exp(0.5 * log_variance.clamp(-30, 20))
-            if isinstance(generator, list):
-                generator = generator[: len(mean)]
-            latents = mean + std * randn_tensor(mean.shape, generator=generator, dtype=mean.dtype)
-        offset, factor = latent_scale(self.vae_config)
-        return (latents - offset) / factor
-
-    def _size(self, image: Picture, height: int | None, width: int | None) -> tuple[int, int]:
-        first = image[0] if isinstance(image, list) and image else image
-        if not isinstance(first, Image.Image):
-            raise InputError("no image was given: pass a PIL image, or a list of them.")
+    def _size(self, request: Request) -> tuple[int, int]:
         multiple = self.size_multiple
-        own_width, own_height = (max(multiple, side // multiple * multiple) for side in first.size)
-        if (height, width) == (None, None) and (own_width, own_height) != first.size:
-            log.info("the image of %dx%d pixels is resized to %dx%d.", *first.size, own_width, own_height)
-        return height or own_height, width or own_width
+        own = size_of(request.image, self.vae.latent_channels, self.vae_scale_factor)
+        height, width = (max(multiple, side // multiple * multiple) for side in own)
+        if request.height is None and request.width is None and (height, width) != own:
+            log.info("the image of %dx%d pixels is resized to %dx%d.", *own[::-1], width, height)
+        return request.height or height, request.width or width
 
-    def _timesteps(self, request: Request, strength: float) -> torch.Tensor:
-        """The last `strength` of the schedule. Raises InputError when nothing of it is left."""
+    def _timesteps(self, request: Request) -> torch.Tensor:
+        """The last `strength` of the schedule, or what follows `denoising_start`, up to `denoising_end`.
+
+        Raises InputError when nothing of it is left.
+        """
+        every, scheduler, strength = self._schedule(request), request.scheduler, request.strength
+        assert strength is not None
         if not 0 < strength <= 1:
             raise InputError(f"strength {strength} is not above 0 and at most 1.")
-        scheduler, steps = request.scheduler, request.steps
-        set_timesteps(scheduler, steps)
-        kept = int(steps * strength)
+        if request.denoising_start:
+            kept = int((every < cutoff(scheduler, request.denoising_start)).sum())
+            if scheduler.order == 2 and kept % 2 == 0:
+                kept += 1  # no step of two predictions is cut in two
+            start = len(every) - kept
+        else:
+            kept = int(request.num_inference_steps * strength)
+            start = (request.num_inference_steps - kept) * scheduler.order
         if kept < 1:
-            raise InputError(f"{steps} steps at strength {strength} leave none to draw: raise one of them.")
-        start = (steps - kept) * scheduler.order
+            raise InputError(
+                f"{request.num_inference_steps} steps at strength {strength} leave none to draw: raise one of them."
+            )
         if hasattr(scheduler, "set_begin_index"):
             scheduler.set_begin_index(start)
-        timesteps: torch.Tensor = scheduler.timesteps[start:]
-        return timesteps
+        return self._end(every[start:], request)
 
     def _add_noise(
         self, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor, request: Request
@@ -132,66 +125,94 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     """Draw where a mask is white. Ordinary UNets get the rest of the picture back after every step; UNets of 9
     channels (sd15-inpaint) see mask and masked picture."""
 
+    LEAVES = ()
+
     def __call__(  # type: ignore[override]
         self,
-        prompt: Prompt,
-        image: Picture,
-        mask_image: Picture,
-        strength: float = 1.0,
+        prompt: Prompt | None = None,
+        image: Picture | None = None,
+        mask_image: Picture | None = None,
+        strength: float | None = None,
         num_inference_steps: int = 50,
-        guidance_scale: float = 7.5,
-        negative_prompt: Prompt | None = None,
-        num_images_per_prompt: int = 1,
-        eta: float = 0.0,
-        generator: Generator = None,
-        output_type: str = "pil",
-        callback_on_step_end: StepCallback | None = None,
-        progress: bool = True,
-        height: int | None = None,
-        width: int | None = None,
-    ) -> PipelineOutput:
-        """As image to image; `mask_image`: PIL image(s) of the same size, white where to draw. At `strength` 1 what
-        is under the mask does not matter."""
-        size = self._size(image, height, width)
-        request = self._request(
-            prompt, negative_prompt, num_images_per_prompt, *size,
-            num_inference_steps, guidance_scale, eta, generator, output_type, callback_on_step_end, progress,
+        **arguments: Any,
+    ) -> Any:
+        """As image to image. `mask_image`: picture(s) of the same size, white (1) where to draw. At `strength` 1 what
+        is under the mask does not matter. `masked_image_latents`: the latents of the picture without it, made
+        beforehand. `padding_mask_crop`: draw the mask's surroundings alone, with so many pixels around, enlarged."""
+        asked = self._request(
+            prompt=prompt, image=image, mask_image=mask_image, strength=strength,
+            num_inference_steps=num_inference_steps, **arguments,
         )  # fmt: skip
-        conditioning = self._condition(request)
-        pixels = self.image_processor.preprocess(image, *size).float()
-        mask = self._mask(mask_image, size)
-        timesteps = self._timesteps(request, strength)
-        blends = self.unet_config.get("in_channels", 4) == self.latent_channels
+        asked.image, asked.mask_image = readable(asked.image), readable(asked.mask_image, "mask")
+        return self._answer(asked, self._size(asked))
 
+    def _draw(self, request: Request) -> PipelineOutput:
+        conditioning = self.texts.condition(request)
+        pixels, mask, region = self._pictures(request)
+        timesteps = self._timesteps(request)
+        controls = self._controls(request, len(timesteps))
+        blends = self.unet_config.get("in_channels", 4) == self.vae.latent_channels
         start = None
-        if blends or strength < 1:
-            start = self._for_batch(self.encode_image(pixels, request.generator), request, "images")
-        noise = self._noise(request)
-        if start is None or strength == 1:
+        if blends or (request.strength or 1) < 1 or request.denoising_start is not None:
+            start = self._start(pixels, request)
+        noise = self._noise(request, request.latents)
+        if request.denoising_start is not None:
+            assert start is not None
+            latents = start
+        elif start is None or request.strength == 1 or request.latents is not None:
             latents = noise * request.scheduler.init_noise_sigma
         else:
             latents = self._add_noise(start, noise, timesteps, request)
-        small = self._for_batch(self._shrink(mask, request), request, "masks")
+        small = for_batch(self._shrink(mask, request), request, "masks")
+        more: dict[str, Any] = {}
         if blends:
             assert start is not None
             factors = noise_factors(request.scheduler, timesteps)
-            kept = Kept(start.numpy(), noise.numpy(), small.numpy(), *factors)
-            return self._sample(latents, timesteps, conditioning, request, kept=kept)
-        masked = self.encode_image(pixels * (mask < 0.5), request.generator)
-        channels = torch.cat([small, self._for_batch(masked, request, "images")], 1)
-        return self._sample(latents, timesteps, conditioning, request, channels=channels)
+            more["kept"] = Kept(start.numpy(), noise.numpy(), small.numpy(), *factors)
+        else:
+            more["channels"] = torch.cat([small, self._masked(pixels, mask, request)], 1)
+        output = self._sample(latents, timesteps, conditioning, request, controls, **more)
+        return output if region is None else self._put_back(output, request, region)
+
+    @property
+    def _defaults(self) -> Mapping[str, Any]:
+        return {**super()._defaults, "guidance_scale": 7.5, "strength": 0.9999 if self.is_xl else 1.0}
 
     def _check_unet(self) -> None:
         channels = self.unet_config.get("in_channels", 4)
-        if channels not in (self.latent_channels, 2 * self.latent_channels + 1):
+        if channels not in (self.vae.latent_channels, 2 * self.vae.latent_channels + 1):
             raise InputError(f"{self.folder} has a UNet of {channels} channels, which no inpainting takes.")
 
-    def _mask(self, mask: Picture, size: tuple[int, int]) -> torch.Tensor:
-        """(B, 1, H, W) of 0 and 1."""
-        processor = VaeImageProcessor(
+    def _pictures(self, request: Request) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Pixels (B, 3, H, W), the mask (B, 1, H, W) of 0 and 1, and the region of the picture that is drawn, if not
+        all of it."""
+        masks = VaeImageProcessor(
             self.vae_scale_factor, do_normalize=False, do_binarize=True, do_convert_grayscale=True
         )
-        return processor.preprocess(mask, *size).float()
+        height, width = request.size
+        region, how = None, {}
+        if request.padding_mask_crop is not None:
+            if not hasattr(request.image, "crop") or not hasattr(request.mask_image, "crop"):
+                raise InputError("padding_mask_crop takes one PIL image and one PIL mask.")
+            region = masks.get_crop_region(request.mask_image, width, height, pad=request.padding_mask_crop)
+            how = {"crops_coords": region, "resize_mode": "fill"}
+        pixels = self.image_processor.preprocess(request.image, height, width, **how).float()
+        return pixels, masks.preprocess(request.mask_image, height, width, **how).float(), region
+
+    def _put_back(self, output: PipelineOutput, request: Request, region: Any) -> PipelineOutput:
+        """What was drawn of a region, laid over the picture. Raises InputError for another output than PIL images."""
+        if request.output_type != "pil":
+            raise InputError("padding_mask_crop gives PIL images: leave output_type at pil.")
+        laid = self.image_processor.apply_overlay
+        output.images = [laid(request.mask_image, request.image, drawn, region) for drawn in output.images]
+        return output
+
+    def _masked(self, pixels: torch.Tensor, mask: torch.Tensor, request: Request) -> torch.Tensor:
+        """Latents of the picture without what is under the mask, for UNets that see them."""
+        if request.masked_image_latents is not None:
+            return for_batch(request.masked_image_latents.float(), request, "masked images")
+        masked = self.encode_image(pixels * (mask < 0.5), request.generator)
+        return for_batch(masked, request, "images")
 
     def _shrink(self, mask: torch.Tensor, request: Request) -> torch.Tensor:
         return torch.nn.functional.interpolate(mask, size=self._latent_shape(request)[2:])

@@ -231,6 +231,7 @@ class LoraMethods:
     unet_config: dict[str, Any]
     loras: Loras | None = None
     strengths: Mapping[str, float] = {}
+    lora_scale: float = 1.0
 
     def load_lora_weights(self, source: str | Path | Weights, adapter_name: str | None = None) -> None:
         """Load a LoRA (a .safetensors file or a dict of tensors) beside those that are there, at strength 1.
@@ -257,6 +258,13 @@ class LoraMethods:
             raise InputError(f"{len(given)} strengths for {len(names)} LoRAs: give one each.")
         self._set({n: 1.0 if s is None else float(s) for n, s in zip(names, given, strict=True)})
 
+    def scale_loras(self, scale: float) -> None:
+        """Weigh all LoRAs by `scale` too, from now on: cross_attention_kwargs of a call."""
+        if scale != self.lora_scale:
+            self.lora_scale = scale
+            if self.strengths:
+                self._set(self.strengths)
+
     def get_list_adapters(self) -> list[str]:
         """Names of the LoRAs that are loaded."""
         return list(self.loras.adapters) if self.loras else []
@@ -280,7 +288,7 @@ class LoraMethods:
         self.loras = None
 
     def _set(self, strengths: Mapping[str, float]) -> None:
-        active = {name: strength for name, strength in strengths.items() if strength}
+        active = {name: strength * self.lora_scale for name, strength in strengths.items() if strength}
         weights = self.loras.weights(active) if self.loras and active else {}
         self.strengths = strengths
         self.models.replace_weights(weights)

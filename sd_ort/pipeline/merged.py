@@ -11,8 +11,15 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.folder import MERGED
 from sd_ort.family.conditioning import text_length, token_ids
 from sd_ort.family.schedule import linear_schedule
-from sd_ort.family.schedulers import set_timesteps
-from sd_ort.pipeline.text_to_image import PipelineOutput, Request, StableDiffusionPipeline
+from sd_ort.pipeline.output import PipelineOutput
+from sd_ort.pipeline.request import Request
+from sd_ort.pipeline.text_to_image import StableDiffusionPipeline
+
+# Arguments of a call that it takes; the others would look into the loop, or change the text.
+TAKES = {
+    "prompt", "negative_prompt", "height", "width", "num_images_per_prompt", "num_inference_steps", "timesteps",
+    "sigmas", "guidance_scale", "generator", "latents", "output_type", "return_dict", "progress",
+}  # fmt: skip
 
 
 class MergedPipeline(StableDiffusionPipeline):
@@ -25,30 +32,37 @@ class MergedPipeline(StableDiffusionPipeline):
     NEEDS = (MERGED,)
     SEPARATE = False
 
-    def _draw(self, request: Request, latents: Any, control_image: Any, control_scale: float) -> PipelineOutput:
-        if request.callback is not None or request.eta or request.output_type == "latent" or control_image is not None:
-            raise InputError("a merged model takes no callback, eta, control image or latent output: use its source.")
+    def load_textual_inversion(self, *_: Any, **__: Any) -> None:
+        """Raises InputError: the table of words lies in the model."""
+        raise InputError("a merged model learns no words: load them with the folder it was made from.")
+
+    def _plannable(self, request: Request) -> bool:
+        return False
+
+    def _draw(self, request: Request) -> PipelineOutput:
+        if foreign := sorted(request.given() - TAKES) or (["latent output"] if request.output_type == "latent" else []):
+            raise InputError(f"a merged model takes no {', '.join(foreign)}: use the folder it was made from.")
         model = self.models[MERGED]
         # Inputs with a default: ONNX Runtime lists them apart.
         model.inputs |= {value.name: value for value in model.session.get_overridable_initializers()}
-        set_timesteps(request.scheduler, request.steps)
-        scheduler = request.scheduler
-        schedule = linear_schedule(scheduler, scheduler.timesteps, float(scheduler.init_noise_sigma))
+        timesteps, scheduler = self._schedule(request), request.scheduler
+        schedule = linear_schedule(scheduler, timesteps, float(scheduler.init_noise_sigma))
         feed: dict[str, Any] = {
-            "latents": self._noise(request, latents).numpy(),
+            "latents": self._noise(request, request.latents).numpy(),
             "timesteps": schedule.timesteps,
             "scales": schedule.scales,
             "weights": schedule.weights,
             "guidance_scale": np.array([request.guidance or 1.0], np.float32),
         }
-        negatives = self._negatives(request.negative, len(request.prompts))
-        for tokenizer, name in self.text_encoders:
+        texts = {"input": request.prompts, "negative": request.per_prompt(request.negative_prompt)}
+        for tokenizer, name in self.texts.encoders:
             suffix, length = name.removeprefix("text_encoder"), text_length(self.folder, name, tokenizer)
-            for kind, prompts in (("input", request.prompts), ("negative", negatives)):
-                feed[f"{kind}_ids{suffix}"] = token_ids(tokenizer, prompts, length).repeat(request.images_per_prompt, 0)
+            for kind, prompts in texts.items():
+                ids = token_ids(tokenizer, prompts, length)
+                feed[f"{kind}_ids{suffix}"] = ids.repeat(request.num_images_per_prompt, 0)
         if self.is_xl:
-            size = [request.height, request.width]
-            feed["negative_strength"] = np.array([0.0 if self._zero_negative(request.negative) else 1.0], np.float32)
+            size = list(request.size)
+            feed["negative_strength"] = np.array([0.0 if self.texts.zero_negative(request) else 1.0], np.float32)
             feed["time_ids"] = np.array([[*size, 0, 0, *size]] * request.batch, np.float32)
         image = torch.from_numpy(model(**feed)["image"])
         return PipelineOutput(self.image_processor.postprocess(image * 2 - 1, request.output_type))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +41,18 @@ class Components(MutableMapping[str, Model]):
         *,
         low_memory: bool = False,
         graph: bool | None = None,
+        others: Mapping[str, Path] | None = None,
         **session_options: Any,
     ) -> None:
-        """`session_options`: those of `sd_ort.runtime.session.create_session`.
+        """`others`: ControlNets by name, each the component `controlnet` of another folder. `session_options`: those of
+        `sd_ort.runtime.session.create_session`.
 
         Raises InputError for a folder that holds no pipeline, ProviderError for a provider that is not installed, or
         that captures no graphs with `graph`.
         """
         self.folder = folder
-        self.names = components(folder)
+        self.others = dict(others or {})
+        self.names = list(dict.fromkeys([*components(folder), *self.others]))
         self.provider = provider
         self.low_memory = low_memory
         self.options = session_options
@@ -75,21 +78,21 @@ class Components(MutableMapping[str, Model]):
                 raise InputError(
                     f"{self.folder} has no {name}: export the whole pipeline with `sd-ort export MODEL OUT`."
                 )
-            check_component(self.folder, name)
+            check_component(*self._place(name))
 
     def __getitem__(self, name: str) -> Model:
         if name not in self.opened:
             self.require(name)
             if self.low_memory:
-                keep = TOGETHER if name in TOGETHER else ()
-                for other in [other for other in self.opened if other not in keep]:
+                keep = _kind(name) in TOGETHER
+                for other in [other for other in self.opened if not (keep and _kind(other) in TOGETHER)]:
                     del self.opened[other]
                 gc.collect()
             self.opened[name] = self._open(name)
         return self.opened[name]
 
     def _open(self, name: str) -> Model:
-        if self.device != "cpu" and self.graph is not False and name in CAPTURED:
+        if self.device != "cpu" and self.graph is not False and _kind(name) in CAPTURED:
             try:
                 session = self._session(name, graph=True)
                 return GraphModel(session, self.device, self.lock)
@@ -97,8 +100,29 @@ class Components(MutableMapping[str, Model]):
                 self._cannot_capture(name, error)
         return Model(self._session(name), self.lock)
 
+    def variant(self, name: str, label: str, make: Callable[[Path], bytes]) -> Model:
+        """A component with a changed graph over its own weights: `make` is given the path of its model and returns the
+        graph. Kept under `label` until `drop_variants`."""
+        key = f"{name} {label}"
+        if key not in self.opened:
+            self.require(name)
+            folder, component = self._place(name)
+            graph = make(folder / component / MODEL)
+            self.opened[key] = Model(self._session(name, changed=graph), self.lock)
+        return self.opened[key]
+
+    def drop_variants(self, name: str) -> None:
+        """Close the changed forms of a component."""
+        for key in [key for key in self.opened if key.startswith(f"{name} ")]:
+            del self.opened[key]
+
+    def _place(self, name: str) -> tuple[Path, str]:
+        """The folder of a component, and its name there."""
+        return (self.others[name], "controlnet") if name in self.others else (self.folder, name)
+
     def _session(self, name: str, **more: Any) -> Any:
-        path, weights = self.folder / name / MODEL, self.weights.get(name)
+        folder, component = self._place(name)
+        path, weights = folder / component / MODEL, self.weights.get(name)
         return create_session(path, self.provider, weights=weights, **more, **self.options)
 
     def without_graph(self, name: str, error: SdOrtError) -> None:
@@ -120,6 +144,7 @@ class Components(MutableMapping[str, Model]):
         """From now on open components with these initializers (by component) instead of those in their files."""
         for name in {*self.weights, *weights}:
             self.opened.pop(name, None)
+            self.drop_variants(name)
         self.weights = dict(weights)
 
     def __setitem__(self, name: str, model: Model) -> None:
@@ -136,3 +161,8 @@ class Components(MutableMapping[str, Model]):
 
     def __len__(self) -> int:
         return len(self.names)
+
+
+def _kind(name: str) -> str:
+    """What a component is: controlnet_2 is a controlnet."""
+    return "controlnet" if name.startswith("controlnet_") else name

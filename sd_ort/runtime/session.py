@@ -41,6 +41,10 @@ DTYPES = {
 }
 
 
+# Where ONNX Runtime looks for the data of a graph that it is given as bytes.
+DATA_FOLDER = "session.model_external_initializers_file_folder_path"
+
+
 def create_session(
     model_path: Path,
     provider: str = "cpu",
@@ -53,6 +57,7 @@ def create_session(
     library: Path | bool = True,
     profile: Path | None = None,
     weights: Mapping[str, np.ndarray] | None = None,
+    changed: bytes | None = None,
     once: bool = False,
 ) -> ort.InferenceSession:
     """Open `<pipeline folder>/<component>/model.onnx`, or any .onnx file, on a provider.
@@ -62,8 +67,8 @@ def create_session(
     CUDA or HIP graphs; such a session runs only through `GraphModel`. `provider_options`: more options of the
     provider, over those of the table. `library`: the custom-op library to register, True for the one found, False
     for none. `profile`: file-name prefix of ONNX Runtime's profile. `weights`: numbers for initializers of the data
-    file, by name, instead of those in the file; of the same shape and type. `once`: it runs a time or two, for which
-    weights are not worth being packed.
+    file, by name, instead of those in the file; of the same shape and type. `changed`: a graph to open instead of the
+    file's, over the file's data. `once`: it runs a time or two, for which weights are not worth being packed.
 
     Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
     installed, not loadable or silently dropped.
@@ -92,7 +97,9 @@ def create_session(
             warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
     asked = _asked(provider, options, _chosen(entry, tuning, graph, provider_options or {}))
     try:
-        session = onnxruntime.InferenceSession(str(model_path), options, **asked)
+        if changed is not None:
+            options.add_session_config_entry(DATA_FOLDER, str(model_path.parent))
+        session = onnxruntime.InferenceSession(changed or str(model_path), options, **asked)
     except Exception as error:  # pybind's exceptions share no base class but Exception
         # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
         reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
@@ -106,7 +113,7 @@ def create_session(
     elif entry.ep != CPU_EP:
         from sd_ort.runtime import tuning as results
 
-        results.attach(session, provider, _ops_path(library), tuning, onnxruntime.__version__)
+        results.attach(session, provider, _ops_path(library), tuning, onnxruntime.__version__, model_path)
     return session
 
 

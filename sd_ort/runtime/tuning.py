@@ -3,14 +3,16 @@
 A file holds `format`, `validators` (GPU architecture, driver and runtime versions, hash of the op library, version of
 ONNX Runtime), `operators` (operator -> signature of the call -> candidate, microseconds, default_microseconds) and
 `onnxruntime` (what its own tunable operators found, as `InferenceSession.get_tuning_results` gives it). A file whose
-validators differ from this machine's is refused, with the reason. Files lie in $SD_ORT_TUNING or results/tuning, one
-for each set of validators; sessions load the one that fits.
+validators differ from this machine's is refused, with the reason. There is one file for each set of validators, in
+$SD_ORT_TUNING, or else in results/tuning and the cache folder; sessions load the one that fits, from there or from
+`tuning` in the folder of their model, without being asked to.
 
 Only the file logic and the op library's C functions are here; `sd_ort.check.tune` meets every shape of a model.
 """
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import hashlib
 import json
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from custom_ops.libraries import GpuLibrary
+from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.files import mismatch, read_json, write_text
 from sd_ort.runtime.library import CUDA_LIBRARY, HIP_LIBRARY
@@ -118,10 +121,21 @@ def folder() -> Path:
     return Path(os.environ.get("SD_ORT_TUNING") or "results/tuning")
 
 
+def folders(model: Path | None = None) -> list[Path]:
+    """Where a session on `model`, a component's model.onnx, looks for tuning files, the first that has one counts."""
+    beside = [] if model is None else [model.parent.parent / "tuning"]
+    cached = [] if os.environ.get("SD_ORT_TUNING") else [cache_folder() / "tuning"]
+    return [folder(), *beside, *cached]
+
+
 def path_for(validators: Mapping[str, str]) -> Path:
     """The file of one set of validators: the architecture and a digest of all."""
+    return folder() / _name(validators)
+
+
+def _name(validators: Mapping[str, str]) -> str:
     digest = hashlib.sha256(json.dumps(dict(validators), sort_keys=True).encode()).hexdigest()[:12]
-    return folder() / f"{validators['arch']}-{digest}.json"
+    return f"{validators['arch']}-{digest}.json"
 
 
 # ---- files
@@ -252,13 +266,20 @@ def validators_of(source: TuningSource | None, onnxruntime_version: str) -> dict
     return {**own, "onnxruntime": onnxruntime_version}
 
 
-def attach(session: Any, provider: str, op_library: Path | None, tune: bool, onnxruntime_version: str) -> None:
+def attach(
+    session: Any,
+    provider: str,
+    op_library: Path | None,
+    tune: bool,
+    onnxruntime_version: str,
+    model: Path | None = None,
+) -> None:
     """What every session on a GPU does: load the file that fits and, with `tune`, measure and save when it ends.
 
     Raises TuningError for a fitting file that is damaged.
     """
     source = gpu_ops(provider, op_library)
-    load(session, source, onnxruntime_version)
+    load(session, source, onnxruntime_version, model)
     if tune:
         if source is not None:
             source.enable(True)
@@ -271,12 +292,13 @@ def save_at_exit(session: weakref.ref[Any], source: TuningSource | None, onnxrun
     save([] if alive is None else [alive], source, onnxruntime_version)
 
 
-def load(session: Any, source: TuningSource | None, onnxruntime_version: str) -> Path | None:
+def load(session: Any, source: TuningSource | None, onnxruntime_version: str, model: Path | None = None) -> Path | None:
     """Give a session the results of the file that fits; its path, or None. The log says why others do not fit."""
     validators = validators_of(source, onnxruntime_version)
-    fitting = path_for(validators)
-    if not fitting.is_file():
-        _say_why_not(folder().glob("*.json"), validators)
+    places = folders(model)
+    fitting = next((path for place in places if (path := place / _name(validators)).is_file()), None)
+    if fitting is None:
+        _say_why_not((path for place in places for path in place.glob("*.json")), validators)
         return None
     record = read(fitting)
     check(fitting, record, validators)
@@ -317,5 +339,7 @@ def save(sessions: Iterable[Any], source: TuningSource | None, onnxruntime_versi
         return None
     validators = validators_of(source, onnxruntime_version)
     path = path_for(validators)
-    merge(path, {"format": FORMAT, "validators": validators, "operators": operators, "onnxruntime": found})
+    record = {"format": FORMAT, "validators": validators, "operators": operators, "onnxruntime": found}
+    for place in folders():
+        merge(place / path.name, copy.deepcopy(record))
     return path

@@ -1,93 +1,153 @@
-"""MLPerf's loads and scores."""
+"""MLPerf's load generator on a tiny model, its captions and scores."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from sd_ort.benchmark import mlperf
+from sd_ort.benchmark import loadgen, mlperf, quality
+from sd_ort.benchmark.loadgen import Load
+from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.demo import scenes
 
 Cli = Callable[..., tuple[int, str, str]]
-
-
-class Clock:
-    """Time that passes only while somebody sleeps or draws; a batch takes `fixed` and `each` an image."""
-
-    def __init__(self, fixed: float, each: float) -> None:
-        self.now, self.fixed, self.each = 100.0, fixed, each
-        self.batches: list[list[int]] = []
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds > 0
-        self.now += seconds
-
-    def draw(self, numbers: Any) -> None:
-        self.batches.append(list(numbers))
-        self.now += self.fixed + self.each * len(numbers)
-
-
-def serve(clock: Clock, queries: int, batch: int, rate: float) -> dict[str, Any]:
-    return mlperf.server(clock.draw, queries, batch, rate, 0, lambda: clock.now, clock.sleep)
-
-
-def test_server_draws_what_waits_together() -> None:
-    idle = Clock(0.001, 0)
-    result = serve(idle, 200, 4, rate=1.0)
-    assert [n for batch in idle.batches for n in batch] == list(range(200))
-    assert result["latency_s"]["p50"] == pytest.approx(0.001)
-    assert result["mean_batch"] == pytest.approx(1, abs=0.02)
-
-    busy = Clock(1.0, 0)
-    result = serve(busy, 200, 4, rate=3.0)  # four a second at most, three arrive: a queue, but a bounded one
-    assert max(map(len, busy.batches)) == 4
-    assert result["mean_batch"] > 2
-    assert 1 < result["latency_s"]["p50"] < 10
-
-    flooded = Clock(1.0, 0)
-    assert serve(flooded, 200, 4, rate=40.0)["latency_s"]["p99"] > 40
-    assert len(flooded.batches) == pytest.approx(50, abs=2)
-
-
-def test_arrivals_are_poisson() -> None:
-    gaps = np.diff(mlperf.arrivals(20_000, 5.0, 0))
-    assert gaps.mean() == pytest.approx(1 / 5, rel=0.03)
-    assert gaps.std() == pytest.approx(1 / 5, rel=0.03)  # exponential: as large as the mean
-    assert (mlperf.arrivals(10, 5.0, 1) == mlperf.arrivals(10, 5.0, 1)).all()
-
-
-def test_percentiles_are_measured_values() -> None:
-    assert mlperf.percentiles(range(1, 101))["p99"] == 100
-    assert mlperf.percentiles([1.0, 2.0])["p50"] == 2.0
-
-
-def test_scores_that_cannot_be_had_say_why() -> None:
-    image = np.zeros((128, 128, 3), np.uint8)
-    scores = mlperf.quality("sd15", ["a dog"], {0: image})
-    assert "demo" in scores["fidelity_percent"]
-    assert isinstance(scores["fid"], str)
-    assert mlperf.quality("demo", scenes.unseen_prompts(1), {0: image})["fidelity_percent"] == 0.0
-
-
 SMALL = ("--torch", "none", "--steps", 1, "--height", 64, "--width", 64, "--threads", 1)
 
 
+def numbered(numbers: Sequence[int]) -> list[np.ndarray]:
+    return [np.full((2, 2, 3), number, np.uint8) for number in numbers]
+
+
+@pytest.mark.parametrize("scenario", loadgen.SCENARIOS)
+def test_each_scenario_draws_its_queries(scenario: str, tmp_path: Path) -> None:
+    drawn: list[Sequence[int]] = []
+
+    def draw(numbers: Sequence[int]) -> list[np.ndarray]:
+        drawn.append(list(numbers))
+        return numbered(numbers)
+
+    most = 1 if scenario == "SingleStream" else 4
+    found = loadgen.run(draw, Load(scenario, 8, most, 20, rate=500.0), tmp_path)
+    assert sum(map(len, drawn)) == found["queries"] == 20
+    assert max(map(len, drawn)) <= most
+    assert {number for numbers in drawn for number in numbers} <= set(range(8))
+    assert 0 < found["latency_s"]["p50"] <= found["latency_s"]["p99"] <= found["latency_s"]["max"]
+    assert ("images_per_s" in found) == (scenario != "SingleStream")
+    assert "MLPerf Results Summary" in (tmp_path / "mlperf_log_summary.txt").read_text()
+
+
+def test_the_accuracy_run_logs_every_image_once(tmp_path: Path) -> None:
+    loadgen.run(numbered, Load("Offline", 5, 2, 5, accuracy=True), tmp_path)
+    logged = json.loads((tmp_path / "mlperf_log_accuracy.json").read_text())
+    assert {entry["qsl_idx"]: bytes.fromhex(entry["data"]) for entry in logged} == {
+        number: bytes([number]) * 12 for number in range(5)
+    }
+
+
+def test_an_engine_that_fails_ends_the_run(tmp_path: Path) -> None:
+    calls = threading.Semaphore(2)
+
+    def draw(numbers: Sequence[int]) -> list[np.ndarray]:
+        if not calls.acquire(blocking=False):
+            raise SdOrtError("out of memory")
+        return numbered(numbers)
+
+    with pytest.raises(SdOrtError, match="out of memory"):
+        loadgen.run(draw, Load("Server", 4, 1, 30, rate=1000.0), tmp_path)
+
+
+def test_the_rules_are_mlperfs(tmp_path: Path) -> None:
+    (tmp_path / "user.conf").write_text("*.Server.target_qps = 2.5\n")
+    rules = loadgen.read_rules(str(tmp_path / "user.conf"), "Server")
+    assert rules["server_target_latency_ns"] == 20_000_000_000  # SDXL: 20 s
+    assert rules["min_duration_ms"] == 600_000
+    assert rules["performance_sample_count_override"] == 5000
+    assert rules["server_target_qps"] == 2.5
+
+
 def test_mlperf_of_a_tiny_model(sd_ort: Cli, tiny_export: Path, tmp_path: Path) -> None:
-    loads = ("--mlperf", "--queries", 3, "--load", 0.5, "--batch", "1,2")
+    loads = ("--mlperf", "--queries", 3, "--load", 0.5, "--batch", "1,2", "--accuracy")
     code, table, _ = sd_ort("benchmark", tiny_export, *loads, *SMALL, "--out", tmp_path)
     assert code == 0
     report = json.loads((tmp_path / "mlperf.json").read_text())
     (row,) = report["engines"]
     assert row["status"] == "ok"
     assert row["Offline"]["batch"] == 2
-    assert row["Offline"]["images_per_s"] == pytest.approx(3 / row["Offline"]["seconds"])
     assert row["Server"]["rate_per_s"] == pytest.approx(row["Offline"]["images_per_s"] / 2)
-    for name in ("SingleStream", "Server"):
-        assert 0 < row[name]["latency_s"]["p50"] <= row[name]["latency_s"]["p99"] <= row[name]["latency_s"]["max"]
-    assert "not an official MLPerf result" in table
+    assert "not a valid MLPerf result" in table
     assert "SingleStream" in (tmp_path / "report.html").read_text()
+    logs = tmp_path / "mlperf" / "1"
+    assert all((logs / name / "mlperf_log_detail.txt").is_file() for name in (*loadgen.SCENARIOS, "accuracy"))
+
+
+def test_official_is_for_sdxl(sd_ort: Cli, tiny_export: Path, tmp_path: Path) -> None:
+    code, _, error = sd_ort("benchmark", tiny_export, "--mlperf", "--official", *SMALL, "--out", tmp_path)
+    assert code == 2
+    assert "leave out --official" in error
+    assert not (tmp_path / "mlperf.json").exists()
+
+
+def test_captions(tmp_path: Path) -> None:
+    coco = {"annotations": [{"image_id": 7, "id": 1, "caption": "A cat.\n"}, {"image_id": 7, "id": 2, "caption": "No."},
+                            {"image_id": 8, "id": 3, "caption": "Two  dogs"}]}  # fmt: skip
+    files = {
+        "a.json": json.dumps(coco),
+        "b.tsv": "id\tcaption\n1\tA cat.\n2\tTwo dogs\n",
+        "c.txt": "A cat.\n\nTwo dogs\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        assert sorted(mlperf.read_captions(tmp_path / name)) == ["A cat.", "Two dogs"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.json", "[]"), ("a.json", '{"annotations": [1]}'), ("a.json", "{"), ("a.tsv", "a\tb\n1\t2\n"), ("a.txt", "\n"),
+     ("a.txt", "x" * 3000), ("a.json", '{"annotations": [{"image_id": 1, "caption": 5}]}')],
+)  # fmt: skip
+def test_captions_that_are_none(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match="captions"):
+        mlperf.read_captions(tmp_path / name)
+
+
+def test_scores_that_cannot_be_had_say_why(tmp_path: Path) -> None:
+    image = np.zeros((128, 128, 3), np.uint8)
+    scores = quality.scores("sd15", ["a dog"], {0: image})
+    assert "demo" in scores["fidelity_percent"]
+    assert "--clip" in scores["clip_score"]
+    assert "--fid-stats" in scores["fid"]
+    assert quality.scores("demo", scenes.unseen_prompts(1), {0: image})["fidelity_percent"] == 0.0
+    for clip, inception, stats in (
+        (tmp_path, None, None),
+        (None, tmp_path / "x.pth", None),
+        (None, None, tmp_path / "x"),
+    ):
+        with pytest.raises(InputError):
+            quality.check(clip, inception, stats)
+
+
+def test_fid_against_known_statistics(tmp_path: Path) -> None:
+    """Frechet distance of two Gaussians: |m - n|^2 + tr(S + T - 2 (S T)^(1/2)), Heusel et al. 2017."""
+    import torch
+
+    class Means(torch.nn.Module):
+        num_features = 3
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.double().mean((2, 3)) / 255
+
+    rng = np.random.default_rng(0)
+    images = [rng.integers(0, 256, (4, 4, 3), dtype=np.uint8) for _ in range(40)]
+    features = np.stack([image.mean((0, 1)) / 255 for image in images])
+    drawn = features.mean(0), np.cov(features.T)
+    photographs = np.array([0.4, 0.5, 0.7]), np.diag([0.02, 0.01, 0.03])
+    np.savez(tmp_path / "stats.npz", mu=photographs[0], sigma=photographs[1])
+    root = np.sqrt(np.linalg.eigvals(drawn[1] @ photographs[1])).real.sum()
+    expected = ((drawn[0] - photographs[0]) ** 2).sum() + np.trace(drawn[1] + photographs[1]) - 2 * root
+    assert quality.fid(images, Means(), tmp_path / "stats.npz") == pytest.approx(expected, rel=1e-4)

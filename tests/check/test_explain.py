@@ -92,6 +92,52 @@ def test_a_refused_site_is_given_its_reason(tmp_path: Path) -> None:
     assert left["InstanceNormalization"]["reason"] == "InstanceNormalization has an affine of its own"
 
 
+def _explain_text(path: Path, header: str, body: str) -> dict[str, list[dict]]:
+    """The sites left in a graph in ONNX text, by operator."""
+    text = f"""<ir_version: 10, opset_import: ["" : 21, "mine" : 1]> g {header} {{ {body} }}"""
+    onnx.save(onnx.parser.parse_model(text), path / "model.onnx")
+    found: dict[str, list[dict]] = {}
+    for entry in explain(path / "model.onnx")["components"].values():
+        for site in entry["sites"]:
+            found.setdefault(site["op"], []).append(site)
+    return found
+
+
+def test_a_reason_names_the_value_and_the_node_where_the_proof_ended(tmp_path: Path) -> None:
+    """Behind an operator that nobody knows, shapes are unknown up to the one that is named."""
+    header = """(float[N,8,H,W] x) => (float y, float z) <int64[3] split = {0, 2, -1}, float[2] ones = {1, 1},
+        float[2] zeros = {0, 0}, float[8,1,1] w = {1, 2, 3, 4, 5, 6, 7, 8}, int64[4] back = {2, 8, 4, 4}>"""
+    norm = """r = Reshape (b, split)  n = InstanceNormalization (r, ones, zeros)  q = Reshape (n, back)
+        m = Mul (q, w)  y = Add (m, w)"""
+    attention = "k = Transpose (b)  c = MatMul (b, k)  s = Softmax (c)  z = MatMul (s, b)"
+    sites = _explain_text(tmp_path, header, f"a = mine.Secret (x)  b = Relu (a)  {norm}  {attention}")
+    for op in ("InstanceNormalization", "Softmax"):
+        assert sites[op][0]["reason"].endswith("the shape of a is unknown behind mine.Secret"), sites[op]
+    best = sites["InstanceNormalization"][0]["near"][0]
+    assert (best["pass"], best["op"]) == ("group_normalization", "Add")
+    assert best["ended"] == "the shape of a is unknown behind mine.Secret"
+
+
+def test_near_misses_are_ranked_and_name_what_is_no_constant(tmp_path: Path) -> None:
+    header = "(float[N,8,H,W] x, float[8] g) => (float y) <float[8] b = {1, 2, 3, 4, 5, 6, 7, 8}>"
+    sites = _explain_text(tmp_path, header, "y = GroupNormalization <num_groups = 2> (x, g, b)")
+    (site,) = sites["GroupNormalization"]
+    assert site["reason"].startswith("the affine is not a constant")
+    assert site["reason"].endswith("g (8) is an input")
+    assert [entry["distance"] for entry in site["near"]] == sorted(entry["distance"] for entry in site["near"])
+
+
+def test_what_no_rule_matches_is_told_as_it_is(tmp_path: Path) -> None:
+    header = (
+        "(float[N,S,8] x, float[N,S,8] k, float[8,8] w) => (float y, float z) <float[8] g = {1, 1, 1, 1, 1, 1, 1, 1}>"
+    )
+    sites = _explain_text(
+        tmp_path, header, "e = Gelu (x)  z = MatMul (e, w)  s = Add (x, k)  y = LayerNormalization (s, g)"
+    )
+    assert "it is read by MatMul" in sites["Gelu"][0]["reason"]
+    assert "no beta" in sites["LayerNormalization"][0]["reason"]
+
+
 def test_command_prints_text_and_json(source: Path, tmp_path: Path) -> None:
     text = CliRunner().invoke(explain_command.command, [str(source)])
     assert text.exit_code == 0, text.output

@@ -86,6 +86,28 @@ def test_a_later_session_takes_what_was_measured() -> None:
     assert record["validators"] == {**later.validators(), "onnxruntime": VERSION}
 
 
+def test_results_beside_the_model_and_in_the_cache_are_found(
+    tmp_path: Path, results_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that was tuned elsewhere brings its file; what was saved here is found from any working directory."""
+    path = save(FakeOps(results=found("a")))
+    model = tmp_path / "folder" / "unet" / "model.onnx"
+    beside = tmp_path / "folder" / "tuning" / path.name
+    beside.parent.mkdir(parents=True)
+    path.rename(beside)
+    ops = FakeOps()
+    assert tuning.load(FakeSession(), ops, VERSION) is None
+    assert (tuning.load(FakeSession(), ops, VERSION, model), len(ops.taken)) == (beside, 1)
+    monkeypatch.delenv("SD_ORT_TUNING")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "here").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    save(FakeOps(results=found("b")))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert tuning.load(FakeSession(), FakeOps(), VERSION) == tmp_path / "cache" / "sd-ort" / "tuning" / path.name
+
+
 @pytest.mark.parametrize(
     ("here", "reason"),
     [

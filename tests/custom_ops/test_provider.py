@@ -286,7 +286,7 @@ def test_a_whole_pipeline_by_the_plain_call(
         image = pipeline("a cat", **arguments).images[0]
         assert np.abs(np.asarray(image).astype(int) - np.asarray(expected)).max() <= 1
     assert isinstance(pipeline.unet, GraphModel)
-    (buffers,) = pipeline.device.kept.values()
+    (buffers,) = pipeline.loop.kept.values()
     assert pipeline.models.stream is not None
     assert buffers.steps[1].between.number != UNCAPTURED
     assert [record for record in caplog.records if record.levelname == "WARNING" and record.name == "sd_ort"] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections import Counter
 
@@ -14,6 +15,7 @@ import pytest
 import fusion_passes
 from fusion_passes.operators import bodies
 from fusion_passes.pass_ import Case, Outcome, Pass, run_all
+from sd_ort.check.reasons import near_misses
 from sd_ort.optimize.targets import TARGETS
 
 LOWERINGS = tuple({each.name: each for target in TARGETS.values() for each in target.passes}.values())
@@ -100,6 +102,10 @@ def test_case(each: Pass, case: Case) -> None:
     assert {op: nodes[op] for op in case.ops} == case.ops
     if case.refused is not None:
         assert any(case.refused in reason for reason in outcome.reasons()), outcome.reasons()
+        left = next(refusal for refusal in outcome.refused if case.refused in refusal.reason)
+        shown = near_misses(left.node, {each.name: outcome}, each.name)
+        assert case.refused in "; ".join(entry["reason"] for entry in shown if not entry["distance"])
+        assert json.loads(json.dumps(shown)) == shown
     if not case.fires:
         assert after == before
     for got, want in zip(run(model, values), run(ir.from_proto(source), values), strict=True):

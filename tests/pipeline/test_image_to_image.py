@@ -155,15 +155,77 @@ def test_an_inpainting_unet_wants_a_mask(inpaint_export: Path) -> None:
 # --- ControlNet -----------------------------------------------------------------------------------------------------
 
 
-def test_controlnet(tiny_export: Path, tmp_path: Path, picture: Image.Image) -> None:
-    export_with(tiny_export, tmp_path / "raw", "sd15-controlnet-tiny", ["unet", "controlnet"])
-    arguments = {"height": 64, "width": 64, "controlnet_conditioning_scale": 0.7}
-    reference = torch_pipeline("sd15-controlnet-tiny", random_weights=True)
-    expected = draw(reference, image=picture, generator=seeds(3)[0], **arguments)
-    ours = StableDiffusionPipeline.from_pretrained(tmp_path / "raw")
+@pytest.fixture(scope="module")
+def controlled(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    components = ["unet", "controlnet"]
+    return export_with(tiny_export, tmp_path_factory.mktemp("control") / "raw", "sd15-controlnet-tiny", components)
+
+
+@pytest.fixture(scope="module")
+def control_reference() -> Any:
+    return torch_pipeline("sd15-controlnet-tiny", random_weights=True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"controlnet_conditioning_scale": 0.7},
+        {"guess_mode": True},
+        {"control_guidance_start": 0.3, "control_guidance_end": 0.8},
+    ],
+    ids=["scale", "guess", "part"],
+)
+def test_controlnet(controlled: Path, control_reference: Any, picture: Image.Image, arguments: dict[str, Any]) -> None:
+    arguments = {"height": 64, "width": 64, **arguments}
+    expected = draw(control_reference, image=picture, generator=seeds(3)[0], **arguments)
+    ours = StableDiffusionPipeline.from_pretrained(controlled)
     assert psnr(draw(ours, control_image=picture, generator=3, **arguments), expected) > MIN_PSNR
+    assert psnr(draw(ours, image=picture, generator=3, height=64, width=64), expected) < 50, "without effect"
     with pytest.raises(InputError, match="give a control_image"):
         draw(ours, height=64, width=64)
+
+
+@pytest.mark.parametrize("guess", [False, True])
+def test_several_controlnets(controlled: Path, control_reference: Any, picture: Image.Image, guess: bool) -> None:
+    """Each with its picture, scale and part of the schedule; their residuals add up."""
+    pictures = [picture, picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
+    arguments: dict[str, Any] = {"height": 64, "width": 64, "guess_mode": guess}
+    arguments |= {"controlnet_conditioning_scale": [0.7, 0.4], "control_guidance_end": [1.0, 0.6]}
+    parts = {**control_reference.components, "controlnet": [control_reference.controlnet] * 2}
+    theirs = diffusers.StableDiffusionControlNetPipeline(**parts)
+    theirs.set_progress_bar_config(disable=True)
+    expected = draw(theirs, image=pictures, generator=seeds(3)[0], **arguments)
+    ours = StableDiffusionPipeline.from_pretrained(controlled, controlnet=[controlled, controlled])
+    assert psnr(draw(ours, control_image=pictures, generator=3, **arguments), expected) > MIN_PSNR
+    with pytest.raises(InputError, match="1 control images for 2 ControlNets"):
+        draw(ours, control_image=[picture], height=64, width=64)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_controlnets_on_the_device(controlled: Path, picture: Image.Image, count: int) -> None:
+    """One hands its residuals on, those of several are added up; waited for or not, the same bytes."""
+    drawn = {}
+    for looped, wait in ((False, False), (True, False), (True, True)):
+        ours = StableDiffusionPipeline.from_pretrained(controlled, controlnet=[controlled] * count, device_loop=looped)
+        ours.loop.wait = wait
+        arguments = {"height": 64, "width": 64, "control_guidance_end": 0.6, "controlnet_conditioning_scale": 0.7}
+        shown = picture if count == 1 else [picture, picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
+        for seed in (1, 3):  # the second is drawn over the buffers of the first
+            drawn[looped, wait] = draw(ours, control_image=shown, generator=seed, progress=False, **arguments)
+        assert bool(ours.loop.kept) == looped
+    assert psnr(drawn[True, False], drawn[False, False]) > 80
+    np.testing.assert_array_equal(drawn[True, False], drawn[True, True])
+
+
+def test_inpainting_with_a_controlnet(
+    controlled: Path, control_reference: Any, picture: Image.Image, mask: Image.Image
+) -> None:
+    arguments = {"image": picture, "mask_image": mask, "control_image": picture, "height": 64, "width": 64}
+    theirs = as_kind("StableDiffusionControlNetInpaintPipeline", control_reference)
+    expected = draw(theirs, generator=seeds(3)[0], controlnet_conditioning_scale=0.6, **arguments)
+    ours = StableDiffusionInpaintPipeline.from_pretrained(controlled)
+    drawn = draw(ours, generator=3, controlnet_conditioning_scale=0.6, **arguments)
+    assert psnr(drawn, expected) > MIN_PSNR
 
 
 def test_control_image_without_a_controlnet(tiny_export: Path, picture: Image.Image) -> None:
@@ -184,7 +246,7 @@ def test_on_the_device(tiny_export: Path, picture: Image.Image, mask: Image.Imag
             pipeline = cls.from_pretrained(tiny_export, scheduler=scheduler, device_loop=looped)
             arguments = {**SETTINGS, "image": picture, "strength": 0.8, "progress": False, **more}
             pictures.append(pipeline(**arguments, generator=1).images)
-            assert bool(pipeline.device.kept) == looped
+            assert bool(pipeline.loop.kept) == looped
         assert psnr(pictures[1], pictures[0]) > 80
 
 
@@ -194,7 +256,7 @@ def test_inpainting_unet_on_the_device(inpaint_export: Path, picture: Image.Imag
     for looped in (False, True):
         pipeline = StableDiffusionInpaintPipeline.from_pretrained(inpaint_export, device_loop=looped)
         pictures.append(pipeline(**SETTINGS, image=picture, mask_image=mask, generator=1, progress=False).images)
-        assert bool(pipeline.device.kept) == looped
+        assert bool(pipeline.loop.kept) == looped
     assert psnr(pictures[1], pictures[0]) > 80
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -381,6 +382,7 @@ def test_interrupt_is_told_on_a_line_of_its_own(
             raise AssertionError("an interrupt comes first")
 
     first = iter([True])
+    monkeypatch.setattr(tqdm, "_lock", threading.RLock(), raising=False)  # tqdm keeps it when it is interrupted
     monkeypatch.setattr(progress, "tqdm", interrupted)
     monkeypatch.setattr(cli.cli, "main", draw)
     with pytest.raises(SystemExit) as exit_:

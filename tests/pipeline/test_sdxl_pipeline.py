@@ -60,10 +60,14 @@ def reference(preset: str) -> Any:
     return torch_pipeline(preset, random_weights=True, seed=0)
 
 
+@pytest.fixture(scope="module")
+def ours(sdxl: Path) -> Any:
+    return StableDiffusionPipeline.from_pretrained(sdxl)
+
+
 @pytest.mark.parametrize("negative", [None, "", "blurry"], ids=["zeros", "empty", "text"])
-def test_same_seed_same_image(sdxl: Path, reference: Any, negative: str | None) -> None:
+def test_same_seed_same_image(ours: Any, reference: Any, negative: str | None) -> None:
     expected = draw(reference, generator=seed(7), negative_prompt=negative, **SIZE)
-    ours = StableDiffusionPipeline.from_pretrained(sdxl)
     assert psnr(draw(ours, generator=7, negative_prompt=negative, **SIZE), expected) > MIN_PSNR
 
 
@@ -82,6 +86,53 @@ def test_from_a_picture(sdxl: Path, reference: Any, kind: str) -> None:
     )
     expected = draw(theirs, generator=seed(5), **arguments)
     assert psnr(draw(ours, generator=5, **arguments), expected) > MIN_PSNR
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"original_size": (64, 48), "crops_coords_top_left": (8, 4), "target_size": (32, 32)},
+        {
+            "negative_original_size": (64, 48),
+            "negative_target_size": (16, 16),
+            "negative_crops_coords_top_left": (3, 4),
+        },
+        {"prompt_2": "two green squares", "negative_prompt": "x", "negative_prompt_2": "blurry"},
+        {"clip_skip": 1},
+        {"denoising_end": 0.6},
+    ],
+    ids=["sizes", "negative sizes", "prompt_2", "clip_skip", "denoising_end"],
+)
+def test_arguments(ours: Any, reference: Any, arguments: dict[str, Any]) -> None:
+    drawn = draw(ours, generator=7, **arguments, **SIZE)
+    assert psnr(drawn, draw(reference, generator=seed(7), **arguments, **SIZE)) > MIN_PSNR
+    assert psnr(drawn, draw(ours, generator=7, **SIZE)) < 60, "without effect"
+
+
+def test_given_embeddings(ours: Any, reference: Any) -> None:
+    """Prompt embeddings and pooled ones, as `encode_prompt` of either gives them."""
+    names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    made = ours.encode_prompt(prompt="two green squares", negative_prompt="blurry")
+    theirs = reference.encode_prompt(prompt="two green squares", negative_prompt="blurry")
+    for mine, other in zip(made, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
+    given = {"prompt": None, **dict(zip(names, theirs, strict=True))}
+    expected = draw(reference, generator=seed(7), **given, **SIZE)
+    assert psnr(draw(ours, generator=7, **given, **SIZE), expected) > MIN_PSNR
+
+
+def test_base_and_refiner(sdxl: Path, ours: Any, reference: Any) -> None:
+    """The base draws 60 % of the schedule and hands latents on, another pipeline the rest of it."""
+    given = {"num_inference_steps": 5, "denoising_end": 0.6, "output_type": "latent", **SIZE}
+    latents = [p(**{**SETTINGS, **given}, generator=seed(7)).images for p in (ours, reference)]
+    torch.testing.assert_close(latents[0], latents[1], rtol=1e-3, atol=1e-3)
+    theirs = diffusers.StableDiffusionXLImg2ImgPipeline(**reference.components)
+    theirs.set_progress_bar_config(disable=True)
+    rest = {"image": latents[1], "num_inference_steps": 5, "denoising_start": 0.6}
+    expected = draw(theirs, generator=seed(5), **rest)
+    for looped in (False, True):
+        refiner = StableDiffusionImg2ImgPipeline.from_pretrained(sdxl, device_loop=looped)
+        assert psnr(draw(refiner, generator=5, **rest), expected) > MIN_PSNR
 
 
 def test_hoisted_and_merged(sdxl: Path, tmp_path: Path) -> None:

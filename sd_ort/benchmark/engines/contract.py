@@ -52,7 +52,8 @@ class Settings:
     """What every engine is asked to do, and how often. Height and width in pixels, None for the model's own.
 
     `batches`: images drawn at once, each size a row; with guidance the UNet sees twice as many. `component`: time
-    `steps` calls of this one a round, instead of drawing images in `steps` steps.
+    `steps` calls of this one a round, instead of drawing images in `steps` steps. `one_latent`: every image starts
+    from the noise of `seed`, as MLPerf has it.
     """
 
     provider: str = "cpu"
@@ -70,6 +71,7 @@ class Settings:
     tuning: bool = False
     allow_fallback: bool = False
     sequential: bool = False
+    one_latent: bool = False
 
 
 @dataclass
@@ -157,7 +159,8 @@ def with_plain_errors(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def pipeline_arguments(settings: Settings, batch: int, prompts: list[str] | None, seed: int) -> dict[str, Any]:
-    """What our pipeline and diffusers' are called with; image i of the batch has the seed settings.seed + seed + i."""
+    """What our pipeline and diffusers' are called with; image i of the batch has the seed settings.seed + seed + i, or
+    with `one_latent` settings.seed."""
     import torch
 
     first = settings.seed + seed
@@ -167,7 +170,9 @@ def pipeline_arguments(settings: Settings, batch: int, prompts: list[str] | None
         "width": settings.width,
         "num_inference_steps": settings.steps,
         "guidance_scale": settings.guidance,
-        "generator": [torch.Generator().manual_seed(first + i) for i in range(batch)],
+        "generator": [
+            torch.Generator().manual_seed(settings.seed if settings.one_latent else first + i) for i in range(batch)
+        ],
     }
 
 

@@ -63,10 +63,10 @@ def open_pipeline(engine: Engine, settings: Settings) -> Opened:
 
     def run(batch: int, prompts: list[str] | None, seed: int) -> Batch:
         seconds.clear()
-        pipeline.device.step_seconds = None
+        pipeline.loop.step_seconds = None
         drawn = pipeline(**pipeline_arguments(settings, batch, prompts, seed), progress=False).images
         images = np.stack([np.asarray(image) for image in drawn])
-        mean = pipeline.device.step_seconds
+        mean = pipeline.loop.step_seconds
         return Batch([mean] if mean is not None else list(seconds), images.shape[1:3], images)
 
     return Opened(run, _precision(unet))

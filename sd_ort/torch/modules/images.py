@@ -25,7 +25,7 @@ class SiluDone(nn.SiLU):
         return input
 
 
-class FastUpsample2D(Upsample2D):  # type: ignore[misc]
+class FastUpsample2D(Upsample2D):
     """Pixels repeated by our operator, then the convolution."""
 
     def forward(
@@ -33,11 +33,11 @@ class FastUpsample2D(Upsample2D):  # type: ignore[misc]
     ) -> torch.Tensor:
         """As in diffusers; an `output_size` is diffusers' own."""
         if output_size is not None:
-            return super().forward(hidden_states, output_size, *args, **kwargs)  # type: ignore[no-any-return]
+            return super().forward(hidden_states, output_size, *args, **kwargs)
         x = upsample_nearest(hidden_states)
         if not self.use_conv:
             return x
-        return self.conv(x) if self.name == "conv" else self.Conv2d_0(x)  # type: ignore[no-any-return]
+        return self.conv(x) if self.name == "conv" else self.Conv2d_0(x)
 
 
 def refuse_upsample(layer: Upsample2D) -> str | None:

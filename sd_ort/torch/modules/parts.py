@@ -37,10 +37,9 @@ def conv(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def is_pointwise(layer: nn.Module) -> bool:
     """Whether a layer is a product for each pixel."""
-    if not is_plain(layer, nn.Conv2d):
+    if not isinstance(layer, nn.Conv2d) or not is_plain(layer, nn.Conv2d):
         return False
-    shape = (layer.kernel_size, layer.stride, layer.padding, layer.groups)
-    return shape == ((1, 1), (1, 1), (0, 0), 1)
+    return layer.kernel_size == layer.stride == (1, 1) and layer.padding == (0, 0) and layer.groups == 1
 
 
 def pointwise(layer: nn.Module, x: Tensor) -> Tensor:
@@ -48,7 +47,7 @@ def pointwise(layer: nn.Module, x: Tensor) -> Tensor:
     if is_channels_last(x) and is_pointwise(layer):
         y = F.linear(x.permute(0, 2, 3, 1), layer.weight.flatten(1), layer.bias)  # type: ignore[operator, arg-type]
         return y.permute(0, 3, 1, 2)
-    return layer(x)  # type: ignore[no-any-return]
+    return layer(x)
 
 
 def add(x: Tensor, bias: Tensor | None, skip: Tensor) -> Tensor:

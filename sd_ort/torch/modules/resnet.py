@@ -10,7 +10,7 @@ from torch import nn
 from sd_ort.torch.modules import parts
 
 
-class FastResnetBlock2D(ResnetBlock2D):  # type: ignore[misc]
+class FastResnetBlock2D(ResnetBlock2D):
     """As ResnetBlock2D with SiLU and a time embedding that is added."""
 
     def forward(self, input_tensor: torch.Tensor, temb: torch.Tensor | None, *args: object, **kwargs: object) -> object:
@@ -23,7 +23,7 @@ class FastResnetBlock2D(ResnetBlock2D):  # type: ignore[misc]
         if resample is not None:
             x, h = resample(x), resample(h)
         h, bias = parts.conv(self.conv1, h)
-        if self.time_emb_proj is not None:
+        if temb is not None:
             temb = self.time_emb_proj(temb if self.skip_time_act else F.silu(temb))
         h = parts.norm_of_sum(self.norm2, h, bias, temb)
         h, bias = parts.conv(self.conv2, self.dropout(h))

@@ -15,8 +15,8 @@ Tensor = torch.Tensor
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool) -> Tensor:
-    heads_first = (each.transpose(1, 2) for each in (q, k, v))
-    y = F.scaled_dot_product_attention(*heads_first, attn_mask=bias, is_causal=causal, scale=scale)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale)
     return y.transpose(1, 2).contiguous()
 
 
@@ -41,7 +41,7 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, 
             wanted = ({1, batch}, {1, heads}, {sequence}, {length})
             require(bias.ndim == 4 and all(n in w for n, w in zip(bias.shape, wanted, strict=True)), "another mask")
             bias = bias.contiguous()
-            bias_strides = tuple(0 if bias.shape[i] == 1 else bias.stride(i) for i in (0, 1))
+            bias_strides = (bias.stride(0) * (bias.shape[0] > 1), bias.stride(1) * (bias.shape[1] > 1))
         params = Params(
             kernels.NUMBERS[q.dtype], _view(q), _view(k), _view(v), pointer(bias), pointer(y),
             batch, heads, sequence, length, size, *bias_strides, scale, int(causal),
@@ -87,4 +87,4 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if wants_gradient:
         return _plain(q, k, v, bias, scale, causal)
-    return _OPERATOR(q, k, v, bias, scale, causal)  # type: ignore[no-any-return]
+    return _OPERATOR(q, k, v, bias, scale, causal)

@@ -42,4 +42,4 @@ _OPERATOR = Operator(
 
 def bias_add(x: Tensor, bias: Tensor, skip: Tensor) -> Tensor:
     """x + bias + skip: x and skip (..., C), bias (C)."""
-    return _OPERATOR(x, bias, skip)  # type: ignore[no-any-return]
+    return _OPERATOR(x, bias, skip)

@@ -43,4 +43,4 @@ _OPERATOR = Operator(
 
 def bias_split_gelu(x: Tensor, bias: Tensor) -> Tensor:
     """x + bias in halves along the last axis, left * gelu(right): x (..., 2 C), bias (2 C), result (..., C)."""
-    return _OPERATOR(x, bias)  # type: ignore[no-any-return]
+    return _OPERATOR(x, bias)

@@ -15,6 +15,7 @@ from sd_ort.torch.kernels import Refused
 _LIBRARY = torch.library.Library("sd_ort", "DEF")
 
 Result = Any  # a tensor, or a tuple of tensors
+BY_TORCH = " by torch"  # ends the name of a fallback's range in a profile
 # The plain torch expression of every operator, by name.
 PLAIN: dict[str, Callable[..., Result]] = {}
 
@@ -48,7 +49,7 @@ class Operator:
         torch.library.register_fake(qualified, self.fake, lib=_LIBRARY)
         torch.library.register_autograd(qualified, self._backward, setup_context=self._save, lib=_LIBRARY)
         torch.library.register_vmap(qualified, self._refuse_vmap, lib=_LIBRARY)
-        return getattr(torch.ops.sd_ort, self.name).default  # type: ignore[no-any-return]
+        return getattr(torch.ops.sd_ort, self.name).default
 
     # ---- forward
 
@@ -57,7 +58,8 @@ class Operator:
             result = self.launch(*arguments)
         except Refused as refused:
             status.fallbacks[self.name, str(refused)] += 1
-            return _laid_out(self.plain(*arguments), self.fake(*arguments))
+            with torch.profiler.record_function(f"sd_ort::{self.name}{BY_TORCH}"):
+                return _laid_out(self.plain(*arguments), self.fake(*arguments))
         status.kernels[self.name] += 1
         return result
 

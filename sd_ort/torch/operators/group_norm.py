@@ -127,7 +127,7 @@ def group_norm(x: Tensor, gamma: Tensor, beta: Tensor, groups: int, epsilon: flo
 
     Channels-last x gives channels-last results, without a copy; other strides are made contiguous first.
     """
-    return _GROUP_NORM(x, gamma, beta, groups, epsilon, silu)  # type: ignore[no-any-return]
+    return _GROUP_NORM(x, gamma, beta, groups, epsilon, silu)
 
 
 def skip_group_norm(
@@ -141,4 +141,4 @@ def skip_group_norm(
     silu: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The same of x + skip + bias, and that sum: skip as x or (N, C), bias (C)."""
-    return _SKIP_GROUP_NORM(x, skip, bias, gamma, beta, groups, epsilon, silu)  # type: ignore[no-any-return]
+    return _SKIP_GROUP_NORM(x, skip, bias, gamma, beta, groups, epsilon, silu)

@@ -49,4 +49,4 @@ _OPERATOR = Operator(
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
     """x @ weight + bias + skip: x (..., K), weight (K, N), bias (N), skip and the result (..., N)."""
-    return _OPERATOR(x, weight, bias, skip)  # type: ignore[no-any-return]
+    return _OPERATOR(x, weight, bias, skip)

@@ -64,4 +64,4 @@ def skip_layer_norm(
     x: Tensor, skip: Tensor, bias: Tensor | None, gamma: Tensor, beta: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
     """x + bias + skip normalized over the last axis, and that sum: x and skip (..., C), bias, gamma and beta (C)."""
-    return _OPERATOR(x, skip, bias, gamma, beta, epsilon)  # type: ignore[no-any-return]
+    return _OPERATOR(x, skip, bias, gamma, beta, epsilon)

@@ -41,4 +41,4 @@ _OPERATOR = Operator(
 
 def softmax(scores: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Softmax over the last axis of scores (..., C), in `dtype` or their own. Kernels: GPUs, float32 scores."""
-    return _OPERATOR(scores, dtype or scores.dtype)  # type: ignore[no-any-return]
+    return _OPERATOR(scores, dtype or scores.dtype)

@@ -44,4 +44,4 @@ _OPERATOR = Operator(
 
 def stacked_linear(x: Tensor, first: Tensor, second: Tensor, third: Tensor | None = None) -> Tensor:
     """x (..., K) times each weight (N_i, K) transposed, side by side: (..., sum of N_i)."""
-    return _OPERATOR(x, first, second, third)  # type: ignore[no-any-return]
+    return _OPERATOR(x, first, second, third)

@@ -51,4 +51,4 @@ _OPERATOR = Operator(
 
 def upsample_nearest(x: Tensor, down: int = 2, across: int = 2) -> Tensor:
     """x (N, C, H, W) with every pixel repeated, (N, C, H * down, W * across); channels last where x is."""
-    return _OPERATOR(x, down, across)  # type: ignore[no-any-return]
+    return _OPERATOR(x, down, across)

@@ -1,0 +1,83 @@
+"""Schedules of a folder's own scheduler that an earlier process found.
+
+Finding one needs diffusers, whose import takes longer than a picture on a GPU (6.5 of 20 s on an H200's host,
+results/plain_call). A schedule is numbers, a few kB, and depends on the configuration and the number of steps alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sd_ort.core.cache import cache_folder, keep, kept
+from sd_ort.core.files import code_hash
+from sd_ort.family.schedule import LinearSchedule
+
+KIND = "schedules"
+MOST_BYTES = 1 << 20  # of weights, which have the square of the steps: 500 steps
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A scheduler's timesteps (T,), the factor of the first noise, and what it does in between."""
+
+    timesteps: np.ndarray
+    initial: float
+    schedule: LinearSchedule
+
+
+def known(config: Mapping[str, Any]) -> bool:
+    """Whether an earlier process found a schedule of this configuration, so that diffusers can drive a UNet with it."""
+    folder = cache_folder() / KIND
+    return folder.is_dir() and next(folder.glob(f"{_key(config)}-*"), None) is not None
+
+
+def find(config: Mapping[str, Any], steps: int, eta: float) -> Plan | None:
+    """The plan of a scheduler with this configuration, if an earlier process kept it."""
+    path = kept(_name(config, steps, eta))
+    if path is None:
+        return None
+    with (
+        suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile),
+        np.load(path, allow_pickle=False) as file,
+    ):
+        told, scales, weights = file["told"], file["scales"], file["weights"]
+        schedule = LinearSchedule(told, scales, weights, int(file["draws"]))
+        count = len(schedule.timesteps)
+        if schedule.weights.shape == (count + 1, count + 1 + schedule.draws) and schedule.scales.shape == (count,):
+            return Plan(file["timesteps"], float(file["initial"]), schedule)
+    return None  # a damaged file is found again, and replaced
+
+
+def remember(config: Mapping[str, Any], steps: int, eta: float, plan: Plan) -> None:
+    """Keep a plan for later processes."""
+    schedule = plan.schedule
+    if schedule.weights.nbytes > MOST_BYTES:
+        return
+    file = io.BytesIO()
+    np.savez(
+        file, timesteps=plan.timesteps, initial=np.float64(plan.initial), told=schedule.timesteps,
+        scales=schedule.scales, weights=schedule.weights, draws=np.int64(schedule.draws),
+    )  # fmt: skip
+    keep(_name(config, steps, eta), file.getvalue())
+
+
+def _name(config: Mapping[str, Any], steps: int, eta: float) -> str:
+    return f"{KIND}/{_key(config)}-{steps}-{eta:g}.npz"
+
+
+def _key(config: Mapping[str, Any]) -> str:
+    """Hash over all that decides the numbers beside steps and eta, the code that finds them included."""
+    made_by = [version("diffusers"), version("torch"), code_hash(Path(__file__).parent)]
+    what = json.dumps([dict(config), made_by], sort_keys=True, default=str)
+    return hashlib.sha256(what.encode()).hexdigest()[:20]

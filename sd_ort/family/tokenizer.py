@@ -1,0 +1,81 @@
+"""A folder's CLIP tokenizer. transformers makes its rules, once; they are kept, and later processes need the small
+`tokenizers` library alone: importing transformers takes longer than a picture on a GPU (4 of 20 s on an H200's host,
+results/plain_call).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from sd_ort.core.cache import keep, kept
+from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.files import read_json
+
+FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "special_tokens_map.json",
+         "added_tokens.json")  # fmt: skip
+
+
+class ClipTokenizer:
+    """Text -> token ids with the start and the end mark. Every other attribute is that of transformers' tokenizer,
+    `whole`, which is loaded when it is first asked for and from then on does all the work: a caller may change it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InputError for a folder that holds no CLIP tokenizer."""
+        self.folder = folder
+        self._whole: Any = None
+        digest = hashlib.sha256(f"{version('transformers')} {version('tokenizers')}".encode())
+        for path in (folder / name for name in FILES):
+            if path.is_file():
+                digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+        name = f"tokenizers/{digest.hexdigest()[:20]}.json"
+        if (known := kept(name)) is None:
+            keep(name, json.dumps(_described(self.whole)).encode())
+            return
+        from tokenizers import Tokenizer
+
+        described = read_json(known)
+        self.model_max_length: int = described["model_max_length"]
+        self.pad_token_id: int = described["pad_token_id"]
+        self._rules = Tokenizer.from_str(described["rules"])
+
+    @property
+    def whole(self) -> Any:
+        """transformers' tokenizer of the folder."""
+        if self._whole is None:
+            from transformers import CLIPTokenizer
+
+            try:
+                self._whole = CLIPTokenizer.from_pretrained(self.folder, local_files_only=True)
+            except Exception as error:  # transformers and its Rust half each fail in their own ways
+                reason = f"{self.folder} holds no CLIP tokenizer ({first_line(error)}): export the pipeline again."
+                raise InputError(reason) from error
+        return self._whole
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """As transformers' tokenizer."""
+        return self.whole(*arguments, **options)
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, as many as it takes."""
+        if self._whole is not None:
+            return [list(ids) for ids in self._whole(list(texts), verbose=False).input_ids]
+        return [encoding.ids for encoding in self._rules.encode_batch(list(texts))]
+
+
+def _described(tokenizer: Any) -> dict[str, Any]:
+    """What `ids` needs of transformers' tokenizer."""
+    limits = {"model_max_length": tokenizer.model_max_length, "pad_token_id": tokenizer.pad_token_id}
+    return {"rules": tokenizer.backend_tokenizer.to_str(), **limits}

@@ -1,0 +1,71 @@
+"""What one call draws, as arrays: all that the loop on the device reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sd_ort.core.errors import SdOrtError
+
+if TYPE_CHECKING:
+    from sd_ort.family.schedule import LinearSchedule
+    from sd_ort.pipeline.control import Control
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass
+class Kept:
+    """What an inpainting mask keeps: `picture` and `noise` (B, C, h, w), and of both the factors before each step and
+    after the last, (T + 1,); `mask` (B, 1, h, w) is 1 where to draw and 0 elsewhere, nothing between. All float32."""
+
+    picture: np.ndarray
+    noise: np.ndarray
+    mask: np.ndarray
+    picture_factors: np.ndarray
+    noise_factors: np.ndarray
+
+    def after_step(self, latents: np.ndarray, index: int) -> np.ndarray:
+        """`latents` after step `index`, the picture put back outside the mask."""
+        back = self.picture_factors[index + 1] * self.picture + self.noise_factors[index + 1] * self.noise
+        return (1 - self.mask) * back + self.mask * latents
+
+
+@dataclass
+class Drawing:
+    """What one call draws.
+
+    `latents` (B, C, h, w), float32, as the first step takes them. `conditioning`: the UNet's inputs by name beside
+    sample and timestep, of 2B rows with `guidance` (negative first), of B with None. `draws` (S, B, C, h, w): the
+    random numbers of `schedule`. `channels` (B, C', h, w): behind the latents' channels, unscaled. `decode`: (factor,
+    mean) of the VAE's latents, for pictures; None for latents. `rescale`: see `pipeline.sampling.guided`.
+    `controls`: ControlNets that see all rows.
+    """
+
+    latents: np.ndarray
+    conditioning: Arrays
+    schedule: LinearSchedule
+    guidance: float | None = None
+    rescale: float = 0.0
+    draws: np.ndarray | None = None
+    channels: np.ndarray | None = None
+    kept: Kept | None = None
+    decode: tuple[np.ndarray, np.ndarray] | None = None
+    controls: Sequence[Control] = ()
+    progress: bool = False
+
+    @property
+    def rows(self) -> int:
+        return len(self.latents) * (1 if self.guidance is None else 2)
+
+
+def check_finite(numbers: np.ndarray, component: str) -> None:
+    """Raise SdOrtError when some of a component's results are NaN or infinite: they would be a black picture."""
+    if not np.isfinite(numbers).all():
+        raise SdOrtError(
+            f"the {component} gave numbers that are not finite (NaN or infinite), and no picture: optimize it again "
+            "without --float16 or with --calibrate, or take a lower guidance scale."
+        )

@@ -1,0 +1,136 @@
+"""Textual inversion: words that a file teaches the text encoders (Gal et al., 2022).
+
+    formats   {"<word>": (n, C)} as diffusers saves it, {"emb_params": (n, C)} of the WebUIs, and for SDXL
+              {"clip_l": (n, C), "clip_g": (n, C')}; .safetensors, or a dict of tensors
+
+A word of n vectors is n tokens: word, word_1, ..., word_n-1, and stands for all of them in a prompt. In the graph,
+token ids behind the vocabulary read the new rows (`graphs.text_encoder`); the table on disk stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sd_ort.core.errors import InputError, first_line
+
+UNNAMED = ("emb_params", "clip_l", "clip_g")
+ENCODER_OF = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}
+
+
+@dataclass
+class Words:
+    """What one text encoder has learned: `first`, the id of the first new token, the words and how many vectors each
+    has, and their rows (n, C), float32."""
+
+    first: int
+    counts: dict[str, int] = field(default_factory=dict)
+    rows: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def table(self) -> np.ndarray:
+        return np.concatenate(self.rows)
+
+    def spelled_out(self, prompt: str) -> str:
+        """The prompt, each word of several vectors followed by the names of the others."""
+        for word, count in self.counts.items():
+            if count > 1:
+                names = " ".join([word, *(f"{word}_{i}" for i in range(1, count))])
+                prompt = names.join(re.split(rf"{re.escape(word)}(?!_\d)", prompt))
+        return prompt
+
+
+def read(
+    source: Any, token: str | None, widths: Mapping[str, int], encoder: str | None
+) -> dict[str, tuple[str, np.ndarray]]:
+    """Text encoder -> word and rows (n, C) of an embedding, a .safetensors file or a dict of tensors.
+
+    `token`: the word; None for the one in the file, or the file's name. `widths`: C of each text encoder. `encoder`:
+    the one it is for, None to find it by name or width. Raises InputError for a file that is no embedding, or that does
+    not fit.
+    """
+    tensors, described = _tensors(source)
+    found: dict[str, tuple[str, np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        rows = np.asarray(tensor, np.float32)
+        rows = rows[None] if rows.ndim == 1 else rows
+        fitting = [each for each, width in widths.items() if rows.ndim == 2 and rows.shape[1] == width]
+        place = encoder or ENCODER_OF.get(name) or (fitting[0] if fitting else None)
+        if rows.ndim != 2 or not rows.size or len(tensors) > len(ENCODER_OF):
+            raise InputError(f"{described} is no embedding of textual inversion.")
+        if place not in fitting:
+            raise InputError(
+                f"{described} was made for another model: its rows are {rows.shape[1]} wide, and the text encoders "
+                f"take {', '.join(map(str, widths.values()))}."
+            )
+        if not np.isfinite(rows).all():
+            raise InputError(f"{described} has numbers that are not finite: get it again.")
+        word = token or (name if name not in UNNAMED else Path(described).stem)
+        found[str(place)] = (word, rows)
+    if not found:
+        raise InputError(f"{described} is empty: get it again.")
+    return found
+
+
+def learn(tokenizer: Any, words: Words | None, word: str, rows: np.ndarray) -> Words:
+    """The words with one more, which the tokenizer then knows. Raises InputError for a word that is there already."""
+    made = words or Words(len(tokenizer))
+    names = [word, *(f"{word}_{i}" for i in range(1, len(rows)))]
+    if not word.strip() or any(name in tokenizer.get_vocab() for name in names):
+        raise InputError(f"{word!r} is a word of this model already: give another token.")
+    tokenizer.add_tokens(names)
+    made.counts[word] = len(rows)
+    made.rows.append(rows)
+    return made
+
+
+def _tensors(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    if isinstance(source, Mapping):
+        return {n: t.detach().float().cpu().numpy() if hasattr(t, "cpu") else t for n, t in source.items()}, "the dict"
+    path = Path(source)
+    if path.suffix != ".safetensors":
+        raise InputError(
+            f"{path} is no .safetensors file: embeddings are read from those alone, pickles (.pt, .bin) can run code."
+        )
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name).float().numpy() for name in file.keys()}, str(path)  # noqa: SIM118
+    except Exception as error:  # SafetensorError is no OSError, and a file of another kind fails in more ways
+        raise InputError(f"{path} cannot be read as an embedding ({first_line(error)}): get it again.") from error
+
+
+class EmbeddingMethods:
+    """diffusers' methods for textual inversion, for a pipeline with `texts`."""
+
+    texts: Any
+
+    def load_textual_inversion(
+        self,
+        pretrained_model_name_or_path: str | Path | Mapping[str, Any] | Sequence[Any],
+        token: str | Sequence[str] | None = None,
+        tokenizer: Any = None,
+        text_encoder: Any = None,
+    ) -> None:
+        """Teach the text encoders a word: a file, a dict of tensors, or a list of such.
+
+        `tokenizer` or `text_encoder`: the pipeline's own, where a file is for one of SDXL's two that are as wide.
+        Raises InputError for what is no embedding, one of another model, or a word that is known already.
+        """
+        source = pretrained_model_name_or_path
+        sources = [source] if isinstance(source, (str, Path, Mapping)) else list(source)
+        tokens = [token] * len(sources) if token is None or isinstance(token, str) else list(token)
+        if len(tokens) != len(sources) or (isinstance(token, str) and len(sources) > 1):
+            raise InputError(f"{len(sources)} embeddings need as many tokens.")
+        for each, word in zip(sources, tokens, strict=True):
+            self.texts.learn(each, word, tokenizer, text_encoder)
+
+    def unload_textual_inversion(self) -> None:
+        """Forget all words that were loaded."""
+        self.texts.forget()

@@ -1,0 +1,53 @@
+"""Pictures that a call is given: PIL images, arrays, tensors or latents, one for all, one a prompt or one an image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from sd_ort.core.errors import InputError
+from sd_ort.pipeline.request import Picture, Request
+
+
+def readable(picture: Picture | None, what: str = "image") -> Any:
+    """The picture as diffusers' image processor takes it; bytes (uint8) become 0..1. Raises InputError for none."""
+    if isinstance(picture, (list, tuple)) and picture:
+        return [readable(each, what) for each in picture]
+    if isinstance(picture, np.ndarray) and picture.ndim in (2, 3, 4) and picture.size:
+        return picture.astype(np.float32) / 255 if picture.dtype == np.uint8 else picture
+    if isinstance(picture, torch.Tensor) and picture.ndim in (2, 3, 4) and picture.numel():
+        return picture.float() / 255 if picture.dtype == torch.uint8 else picture.float()
+    if isinstance(picture, Image.Image):
+        return picture
+    raise InputError(f"no {what} was given: pass a PIL image, an array, a tensor, or a list of them.")
+
+
+def size_of(picture: Any, latent_channels: int, factor: int) -> tuple[int, int]:
+    """Height and width in pixels of a `readable` picture, or of the first of several; latents count `factor` each."""
+    first = picture[0] if isinstance(picture, list) else picture
+    if isinstance(first, Image.Image):
+        return first.height, first.width
+    if isinstance(first, torch.Tensor):
+        height, width = first.shape[-2:]
+        each = factor if is_latents(first, latent_channels) else 1
+        return height * each, width * each
+    height, width = first.shape[-3:-1] if first.ndim > 2 else first.shape
+    return int(height), int(width)
+
+
+def is_latents(picture: Any, latent_channels: int) -> bool:
+    """Whether a `readable` picture is latents already: a tensor of so many channels."""
+    first = picture[0] if isinstance(picture, list) else picture
+    return isinstance(first, torch.Tensor) and first.ndim > 2 and first.shape[-3] == latent_channels
+
+
+def for_batch(x: torch.Tensor, request: Request, what: str) -> torch.Tensor:
+    """One row for all images, or one a prompt, or one an image -> one an image. Raises InputError for other counts."""
+    if len(x) == request.batch:
+        return x
+    if len(x) not in (1, request.count):
+        raise InputError(f"{len(x)} {what} for {request.count} prompts: give one, or one a prompt.")
+    return x.repeat_interleave(request.batch // len(x), 0)

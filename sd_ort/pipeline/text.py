@@ -1,0 +1,224 @@
+"""Prompts -> what the UNet is told about them: embeddings, and what SDXL adds to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sd_ort.core.errors import InputError
+from sd_ort.family.conditioning import guidance_embedding, text_encoders, text_length, token_ids
+from sd_ort.family.configs import component_config
+from sd_ort.family.signatures import time_ids_split
+from sd_ort.family.tokenizer import ClipTokenizer
+from sd_ort.graphs.text_encoder import changed
+from sd_ort.pipeline import embeddings, weighting
+from sd_ort.pipeline.drawing import check_finite
+from sd_ort.pipeline.embeddings import Words
+from sd_ort.pipeline.request import Request, Size
+from sd_ort.pipeline.weighting import Chunk
+from sd_ort.runtime.components import Components
+from sd_ort.runtime.session import Model
+
+
+@dataclass
+class Conditioning:
+    """What the UNet is told about the prompts: embeddings (B, S, C) and, for SDXL, further inputs by name (B, ...)."""
+
+    embeddings: torch.Tensor
+    added: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def repeat(self, count: int) -> Conditioning:
+        """Each prompt's row `count` times in a row, for several images a prompt."""
+        return Conditioning(
+            self.embeddings.repeat_interleave(count, 0),
+            {name: value.repeat_interleave(count, 0) for name, value in self.added.items()},
+        )
+
+    def after(self, first: Conditioning) -> Conditioning:
+        """`first`'s rows, then these: the order of classifier-free guidance (negative, positive)."""
+        if first.embeddings.shape != self.embeddings.shape:
+            shapes = [list(each.embeddings.shape) for each in (self, first)]
+            raise InputError(f"prompt embeddings of {shapes[0]} and negative ones of {shapes[1]} differ in shape.")
+        return Conditioning(
+            torch.cat([first.embeddings, self.embeddings]),
+            {name: torch.cat([first.added[name], value]) for name, value in self.added.items()},
+        )
+
+
+class Texts:
+    """A folder's tokenizers and text encoders."""
+
+    def __init__(self, folder: Path, models: Components, index: Mapping[str, Any], unet: Mapping[str, Any]) -> None:
+        """`index`: the folder's model_index.json; `unet`: its config. Raises InputError without a tokenizer."""
+        self.folder, self.models, self.index, self.unet = folder, models, index, unet
+        self.is_xl = unet.get("addition_embed_type") == "text_time"
+        self.words: dict[str, Words] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Know no words but those of the tokenizers."""
+        names = text_encoders(dict(self.index))
+        self.encoders = [
+            (ClipTokenizer(self.folder / name.replace("text_encoder", "tokenizer")), name) for name in names
+        ]
+        for name in self.words:
+            self.models.drop_variants(name)
+        self.words = {}
+
+    def learn(self, source: Any, token: str | None, tokenizer: Any = None, text_encoder: Any = None) -> None:
+        """A word of textual inversion more, see `pipeline.embeddings`; errors as there."""
+        given = [
+            n
+            for t, n in self.encoders
+            if tokenizer is t or (text_encoder is not None and text_encoder is self.models[n])
+        ]
+        widths = {n: component_config(self.folder, n, required=True)["hidden_size"] for _, n in self.encoders}
+        for name, (word, rows) in embeddings.read(source, token, widths, given[0] if given else None).items():
+            known = next(t for t, n in self.encoders if n == name)
+            self.words[name] = embeddings.learn(known, self.words.get(name), word, rows)
+            self.models.drop_variants(name)
+
+    def condition(self, request: Request) -> Conditioning:
+        """Conditioning of all rows: with guidance 2B, negative first."""
+        sizes = self._sizes(request)
+        alone = self._positive(request)
+        positive = self._told(alone, sizes[0]).repeat(request.num_images_per_prompt)
+        if request.told_guidance is not None:
+            told = guidance_embedding(request.told_guidance, self.unet["time_cond_proj_dim"])
+            positive.added["timestep_cond"] = told.repeat(request.batch, 1)
+        if request.guidance is None:
+            return positive
+        negative = self._told(self._negative(request, alone), sizes[1]).repeat(request.num_images_per_prompt)
+        return positive.after(negative)
+
+    def encode(
+        self, prompts: Sequence[Sequence[str]], clip_skip: int | None = None, runs: int | None = None
+    ) -> Conditioning:
+        """Prompts, a list of B for each encoder -> float32 embeddings (B, S, C); warns of what a prompt loses.
+
+        SDXL concatenates both encoders' penultimate layers on C and adds the second's pooled `text_embeds` (B, D).
+        `runs`: read the prompts with weights, each in so many chunks of S / runs tokens (`pipeline.weighting`).
+        """
+        hidden: list[torch.Tensor] = []
+        added: dict[str, torch.Tensor] = {}
+        for (tokenizer, name), texts in zip(self.encoders, prompts, strict=True):
+            length = text_length(self.folder, name, tokenizer)
+            weights = None
+            if runs is None:
+                tokens = token_ids(tokenizer, self._spelled(name, texts), length)
+            else:
+                parts = [part for text in texts for part in self._chunks(tokenizer, name, text, length, runs)]
+                tokens, weights = (np.stack(each) for each in zip(*((p.ids, p.weights) for p in parts), strict=True))
+            outputs = self._encoder(name, clip_skip or 0)(input_ids=tokens)
+            made = outputs["hidden_states" if self.is_xl else "last_hidden_state"].astype(np.float32)
+            check_finite(made, name)
+            if weights is not None:
+                made = weighting.weighed(made, weights)
+            hidden.append(torch.from_numpy(made.reshape(len(texts), -1, made.shape[-1])))
+            if "text_embeds" in outputs:
+                added["text_embeds"] = torch.from_numpy(outputs["text_embeds"]).float()[:: runs or 1]
+        return Conditioning(torch.cat(hidden, -1), added)
+
+    def _encoder(self, name: str, skip: int) -> Model:
+        """A text encoder that skips its last layers, and knows the words it was taught."""
+        words = self.words.get(name)
+        if not skip and words is None:
+            return self.models[name]
+        layers = component_config(self.folder, name, required=True)["num_hidden_layers"]
+        learned = None if words is None else (words.first, words.table)
+        return self.models.variant(name, f"skip {skip}", lambda path: changed(path, layers, skip, learned))
+
+    def _spelled(self, name: str, texts: Sequence[str]) -> list[str]:
+        words = self.words.get(name)
+        return list(texts) if words is None else [words.spelled_out(text) for text in texts]
+
+    def _chunks(self, tokenizer: Any, name: str, text: str, length: int, runs: int) -> list[Chunk]:
+        """The chunks of a prompt, and empty ones up to `runs`."""
+        made = weighting.chunks(tokenizer, self._spelled(name, [text])[0], length)
+        return made + [weighting.chunk(tokenizer, [], length)] * (runs - len(made))
+
+    def _runs(self, request: Request) -> int | None:
+        """Chunks of the longest text of a call whose prompts have weights; None for plain prompts."""
+        if request.prompt_syntax == "plain":
+            return None
+        texts = [request.prompt, request.prompt_2, request.negative_prompt, request.negative_prompt_2]
+        every = [text for given in texts for text in ([given] if isinstance(given, str) else given or [])]
+        return max(
+            len(self._chunks(tokenizer, name, text, text_length(self.folder, name, tokenizer), 0))
+            for tokenizer, name in self.encoders
+            for text in every or [""]
+        )
+
+    def zero_negative(self, request: Request) -> bool:
+        """Whether the unconditional rows are zeros, as SDXL was trained, and not those of an empty prompt."""
+        zeros = bool(self.index.get("force_zeros_for_empty_prompt", True))
+        return self.is_xl and request.negative_prompt is None and zeros
+
+    def pair(self, first: Sequence[str], second: Sequence[str] | None) -> list[Sequence[str]]:
+        """The prompts of each encoder: `second` are those of the second one, where they differ."""
+        return [first if second is None or name == "text_encoder" else second for _, name in self.encoders]
+
+    def _positive(self, request: Request) -> Conditioning:
+        if request.prompt_embeds is not None:
+            return self._given(request.prompt_embeds, request.pooled_prompt_embeds, "prompt_embeds")
+        second = request.per_prompt(request.prompt_2, "second prompts") if request.prompt_2 else None
+        return self.encode(self.pair(request.prompts, second), request.clip_skip, self._runs(request))
+
+    def _negative(self, request: Request, positive: Conditioning) -> Conditioning:
+        if request.negative_prompt_embeds is not None:
+            return self._given(
+                request.negative_prompt_embeds, request.negative_pooled_prompt_embeds, "negative_prompt_embeds"
+            )
+        if self.zero_negative(request):
+            zeros = {name: torch.zeros_like(value) for name, value in positive.added.items()}
+            return Conditioning(torch.zeros_like(positive.embeddings), zeros)
+        negatives = request.per_prompt(request.negative_prompt)
+        second = request.per_prompt(request.negative_prompt_2) if request.negative_prompt_2 else None
+        return self.encode(self.pair(negatives, second), runs=self._runs(request))
+
+    def _given(self, embeddings: torch.Tensor, pooled: torch.Tensor | None, name: str) -> Conditioning:
+        """Embeddings in place of prompts. Raises InputError for shapes that the UNet does not take."""
+        width = self.unet["cross_attention_dim"]
+        if embeddings.ndim != 3 or embeddings.shape[2] != width:
+            raise InputError(
+                f"{name} of {list(embeddings.shape)} were given where [prompts, tokens, {width}] are read."
+            )
+        if not self.is_xl:
+            return Conditioning(embeddings.float())
+        if pooled is None:
+            raise InputError(f"{name} of SDXL need their {name.replace('prompt', 'pooled_prompt')} beside.")
+        return Conditioning(embeddings.float(), {"text_embeds": pooled.float()})
+
+    def _told(self, conditioning: Conditioning, ids: Sequence[float]) -> Conditioning:
+        """With SDXL's `time_ids` (B, 6), or (B, 5) for its refiner."""
+        if not self.is_xl:
+            return conditioning
+        rows = torch.tensor([list(ids)] * len(conditioning.embeddings), dtype=torch.float32)
+        return Conditioning(conditioning.embeddings, {**conditioning.added, "time_ids": rows})
+
+    def _sizes(self, request: Request) -> tuple[list[float], list[float]]:
+        """SDXL's time_ids of the positive and the negative rows: original size, crop corner, target size, each
+        (height, width); for the refiner the aesthetic score instead of the target size.
+
+        Text to image tells the negative rows their own only when both negative sizes are given, and pictures always:
+        so does diffusers.
+        """
+        scored = time_ids_split(self.unet)[1] == 5 if self.is_xl else False
+
+        def ids(original: Size, crop: Size, target: Size, score: float) -> list[float]:
+            return [*original, *crop, *((score,) if scored else target)]
+
+        size = request.size
+        original, target = request.original_size or size, request.target_size or size
+        told = ids(original, request.crops_coords_top_left, target, request.aesthetic_score)
+        both = request.negative_original_size is not None and request.negative_target_size is not None
+        if request.image is None and not both:
+            return told, ids(original, request.crops_coords_top_left, target, request.negative_aesthetic_score)
+        negative = request.negative_original_size or original, request.negative_target_size or target
+        crop, score = request.negative_crops_coords_top_left, request.negative_aesthetic_score
+        return told, ids(negative[0], crop, negative[1], score)
