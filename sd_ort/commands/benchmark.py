@@ -122,23 +122,18 @@ def command(
     from sd_ort.runtime.providers import check_provider
 
     provider = options["provider"]
-    wanted = contenders.NAMES if names == "all" else tuple(filter(None, names.split(",")))
     if ablation and (names or mlperf or profile):
         raise InputError("--ablation has its own rows: give it without --engines, --mlperf and --profile.")
     if ablation:
         engines, notes = contenders.ablation(folders[0], provider)
     else:
+        wanted = contenders.NAMES if names == "all" else tuple(filter(None, names.split(",")))
         engines, notes = contenders.find_engines(folders, torch_model, wanted, provider)
     check_provider(provider, allow_fallback=options["allow_fallback"])
     settings = Settings(guidance=default_guidance(folders[0]) if guidance is None else guidance, **options)
-
     kind = "ablation" if ablation else "mlperf" if mlperf else "profile" if profile else "benchmark"
-    common: dict[str, Any] = {
-        "notes": [*notes, *remarks],
-        "work": work or cache_folder() / "benchmark",
-        "jobs": jobs,
-        "say": partial(click.echo, err=True),
-    }
+    say, made = partial(click.echo, err=True), work or cache_folder() / "benchmark"
+    common: dict[str, Any] = {"notes": [*notes, *remarks], "work": made, "jobs": jobs, "say": say}
     try:
         if mlperf:
             from sd_ort.benchmark import mlperf as stage
