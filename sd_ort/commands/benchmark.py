@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from sd_ort.core.errors import InputError
+from sd_ort.core.errors import InputError, OutputError
+from sd_ort.core.paths import real
 from sd_ort.runtime.provider_records import PROVIDERS
 
 
@@ -20,6 +21,13 @@ def _sizes(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[
     if not sizes or sizes[0] < 1:
         raise click.BadParameter("give numbers of 1 or more, such as 1,4,8.", ctx, parameter)
     return sizes
+
+
+def _check_out(out: Path, folders: tuple[Path, ...]) -> None:
+    """Raise OutputError where results would lie in a pipeline folder."""
+    for folder in folders:
+        if real(folder) in (real(out), *real(out).parents):
+            raise OutputError(f"--out {out} lies in the pipeline folder {folder}: choose another folder.")
 
 
 @click.command()
@@ -129,6 +137,7 @@ def command(
     else:
         wanted = contenders.NAMES if names == "all" else tuple(filter(None, names.split(",")))
         engines, notes = contenders.find_engines(folders, torch_model, wanted, provider)
+    _check_out(out, folders)
     check_provider(provider, allow_fallback=options["allow_fallback"])
     settings = Settings(guidance=default_guidance(folders[0]) if guidance is None else guidance, **options)
     kind = "ablation" if ablation else "mlperf" if mlperf else "profile" if profile else "benchmark"

@@ -235,7 +235,7 @@ class Model:
             raise InputError(
                 f"the model takes {', '.join(self.inputs)}, not {', '.join(arrays)}: export the pipeline with sd-ort."
             )
-        feed = {name: np.ascontiguousarray(array, self.dtype(name)) for name, array in arrays.items()}
+        feed = {name: np.asarray(array, self.dtype(name), order="C") for name, array in arrays.items()}
         try:
             with self.lock:
                 results = self.session.run(None, feed)
