@@ -18,6 +18,7 @@ from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipelin
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.core.errors import InputError
 from sd_ort.export.exporter import export
+from sd_ort.hosts.diffusers import OrtControlNet, accelerate
 
 PROMPT = "a red circle on a blue background"
 SETTINGS: dict[str, Any] = {"prompt": PROMPT, "num_inference_steps": 4, "guidance_scale": 4.0, "output_type": "np"}
@@ -183,6 +184,9 @@ def test_controlnet(controlled: Path, control_reference: Any, picture: Image.Ima
     assert psnr(draw(ours, image=picture, generator=3, height=64, width=64), expected) < 50, "without effect"
     with pytest.raises(InputError, match="give a control_image"):
         draw(ours, height=64, width=64)
+    theirs = accelerate(as_kind("StableDiffusionControlNetPipeline", control_reference), controlled, provider="cpu")
+    assert type(theirs.controlnet) is OrtControlNet
+    assert psnr(draw(theirs, image=picture, generator=seeds(3)[0], **arguments), expected) > MIN_PSNR
 
 
 @pytest.mark.parametrize("guess", [False, True])
