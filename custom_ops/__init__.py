@@ -16,6 +16,6 @@ def _folders(*macros: str) -> tuple[str, ...]:
 
 # What libsd_ort_ops.so has, and what the GPU libraries have (by number in sd_ort_find_op and the other C functions).
 CPU_OPERATORS = _folders("", "CPU_")
-GPU_OPERATORS = _folders("", "GPU_")
-# What our execution provider has beside these.
+GPU_OPERATORS = _folders("", "GPU_", "PROVIDER_")
+# Of these, what only our execution provider shows to ONNX Runtime.
 PROVIDER_OPERATORS = _folders("PROVIDER_")

@@ -11,9 +11,7 @@ namespace sd_ort {
 
 #define SD_ORT_OPERATOR(folder, name) const GpuOp& folder##_gpu();
 #define SD_ORT_GPU_OPERATOR(folder, name) const GpuOp& folder##_gpu();
-#if defined(SD_ORT_PROVIDER)
 #define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
-#endif
 #include "operators.txt"
 #if defined(SD_ORT_PROVIDER)
 const GpuOp& product_op();
@@ -25,9 +23,7 @@ const std::vector<const GpuOp*>& operators() {
   static const std::vector<const GpuOp*> all = {
 #define SD_ORT_OPERATOR(folder, name) &folder##_gpu(),
 #define SD_ORT_GPU_OPERATOR(folder, name) &folder##_gpu(),
-#if defined(SD_ORT_PROVIDER)
 #define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
-#endif
 #include "operators.txt"
 #if defined(SD_ORT_PROVIDER)
       &product_op(),

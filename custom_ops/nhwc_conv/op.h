@@ -53,7 +53,38 @@ struct NhwcConvParams {
   }
 };
 
+// What the kernels are told beside their pointers. A plain struct, as it is an argument: launches.py describes its
+// fields.
+struct NhwcConvShape {
+  int32_t height;
+  int32_t width;
+  int32_t channels;  // of the whole image
+  int32_t filter_count;
+  int32_t kernel_height;
+  int32_t kernel_width;
+  int32_t out_height;
+  int32_t out_width;
+  int32_t stride_height;
+  int32_t stride_width;
+  int32_t dilation_height;
+  int32_t dilation_width;
+  int32_t pad_top;
+  int32_t pad_left;
+  int32_t groups;
+};
+NhwcConvShape nhwc_conv_shape(const NhwcConvParams& params);
+
 // A thread an element, no library: any shape, slowly.
 const char* nhwc_conv_launch(const NhwcConvParams& params, void* stream);
+
+// As one product by matrix instructions, pixels by filters: plan.cc. No search and no library. `splits` blocks share
+// the sum of an element, through float32 sums in `workspace`; one needs none.
+struct NhwcConvTiles {
+  static constexpr int64_t kPixels = 128, kFilters = 64, kDepth = 32;  // of a block, and of one of its steps
+};
+bool nhwc_conv_tiles_supports(const NhwcConvParams& params);
+int64_t nhwc_conv_splits(const NhwcConvParams& params);  // that fill a GPU; 1 where tiles alone do
+size_t nhwc_conv_tiles_workspace(const NhwcConvParams& params, int64_t splits);
+const char* nhwc_conv_tiles_launch(const NhwcConvParams& params, int64_t splits, void* workspace, void* stream);
 
 }  // namespace sd_ort

@@ -10,6 +10,7 @@ graph, autocast, and tensors of two devices. Exits with 1 when one fails. Needs 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts/fixtures")]
 
 from torch_calls import NAMES, Draw, calls  # noqa: E402
 
+from sd_ort.runtime.machine import commit, machine  # noqa: E402
 from sd_ort.torch import operators, reset_status, status  # noqa: E402
 from sd_ort.torch.operators import contract  # noqa: E402
 
@@ -34,7 +36,9 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="write the lines there too")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    lines, failed = [], 0
+    lines = [f"{', '.join(machine()['gpus']) or 'CPU'}; torch {torch.__version__}; commit {revision()}"]
+    print(lines[0], flush=True)
+    failed = 0
     for name in NAMES:
         for check in (numbers, gradients, traced):
             reset_status()
@@ -56,6 +60,10 @@ def main() -> int:
         options.log.parent.mkdir(exist_ok=True, parents=True)
         options.log.write_text("\n".join(lines) + "\n")
     return 1 if failed else 0
+
+
+def revision() -> str | None:
+    return os.environ.get("SD_ORT_COMMIT") or commit()
 
 
 def operator(name: str) -> Any:

@@ -1,10 +1,11 @@
-"""Time and memory of `sd-ort optimize CHECKPOINT OUT` with a template and without, of a checkpoint with random weights.
+"""Time and memory of `sd-ort optimize CHECKPOINT OUT --float16` from a template, of a checkpoint with random weights.
 
-    python scripts/measure/measure_templates.py sd15 [sdxl ...] [--target cuda] [--out results/templates.md]
+    python scripts/measure/measure_templates.py sd15 sdxl --out results/templates.json [--slow] [--scratch FOLDER]
 
-For each preset two diffusers folders in fp16 are written, of other weights. The first is exported and optimized, which
-keeps its template; the second fills it, in a process of its own whose peak memory is what the system says. The disk's
-speed is that of copying the second checkpoint to where the output goes.
+For each preset a diffusers folder in fp16 is written and optimized in a process of its own: wall and processor seconds
+from the start of Python to its end, peak memory as the system says. `--slow`: export and optimize without templates
+too. The disk's speed is that of copying the checkpoint to where the output goes. What --out holds already is kept and
+not measured again: an interrupt loses one row. Beside the JSON a table is written, --out with .md.
 """
 
 from __future__ import annotations
@@ -21,26 +22,32 @@ from typing import Any
 
 import click
 
-from sd_ort.family.checkpoints import PresetSource
+from sd_ort.core.files import read_json, write_json
 from sd_ort.runtime.machine import machine
 
-WORK = """
-import json, resource, sys, time
-started = time.perf_counter()
+FILL = """
+import sys
 from pathlib import Path
 from sd_ort.from_checkpoint import optimize_checkpoint
 lines = []
 optimize_checkpoint(sys.argv[1], Path(sys.argv[2]), target=sys.argv[3], dtype="float16", report=lines.append)
-print(json.dumps({
-    "seconds": time.perf_counter() - started, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    "filled": any("nothing was traced" in line for line in lines),
-}))
+assert "nothing was traced" in lines[-1], lines
+"""
+SLOW = """
+import sys
+from pathlib import Path
+from sd_ort.export.exporter import export
+from sd_ort.optimize.optimizer import optimize
+export(sys.argv[1], Path(sys.argv[2] + "-raw"))
+optimize(Path(sys.argv[2] + "-raw"), Path(sys.argv[2]), target=sys.argv[3], dtype="float16")
 """
 
 
 def checkpoint(preset: str, seed: int, folder: Path) -> Path:
     """A diffusers folder of a preset with random weights, in fp16."""
-    folder.mkdir()
+    from sd_ort.family.checkpoints import PresetSource
+
+    folder.mkdir(parents=True)
     source = PresetSource(preset, seed)
     source.write_configs(folder)
     for name in source.configs:
@@ -49,19 +56,23 @@ def checkpoint(preset: str, seed: int, folder: Path) -> Path:
     return folder
 
 
-def measure(model: Path, out: Path, target: str, cache: Path) -> dict:
-    """What WORK prints, run in a new process with `cache` for templates."""
-    environment = os.environ | {"SD_ORT_TEMPLATES": str(cache)}
-    done = subprocess.run(
-        [sys.executable, "-c", WORK, str(model), str(out), target],
-        env=environment, check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    result: dict = json.loads(done.stdout.splitlines()[-1])
-    return result
+def measure(work: str, model: Path, out: Path, target: str) -> dict[str, float]:
+    """Wall and processor seconds and peak memory (MB) of a new process that runs `work`."""
+    started = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-c", work, str(model), str(out), target], stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise click.ClickException(f"optimizing {model} failed: see above.")
+    return {
+        "seconds": round(time.perf_counter() - started, 2),
+        "cpu_seconds": round(used.ru_utime + used.ru_stime, 2),
+        "peak_mb": round(used.ru_maxrss / 1024),
+        "load_average": round(os.getloadavg()[0], 1),
+    }
 
 
 def copying(model: Path, scratch: Path) -> float:
-    """MB per second of copying a checkpoint within the disk."""
+    """MB a second of copying a checkpoint within the disk."""
     started = time.perf_counter()
     shutil.copytree(model, scratch / "copied")
     seconds = time.perf_counter() - started
@@ -69,33 +80,46 @@ def copying(model: Path, scratch: Path) -> float:
     return size / 1e6 / seconds
 
 
+def table(result: dict[str, Any]) -> str:
+    lines = [
+        "# `sd-ort optimize CHECKPOINT OUT --float16`, random weights", "",
+        "The load average is that of the machine while it was measured: with more than its cores, the processor's "
+        "seconds say more than the clock's.", "",
+        "| preset | target | way | seconds | processor seconds | peak memory | load average | copying the checkpoint |",
+        "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name, row in result["rows"].items():
+        preset, target, way = name.split("/")
+        lines.append(
+            f"| {preset} | {target} | {way} | {row['seconds']:.1f} | {row['cpu_seconds']:.1f} | {row['peak_mb']} MB "
+            f"| {row['load_average']} | {row['copying_mb_s']:.0f} MB/s |"
+        )
+    return "\n".join(lines) + f"\n\n`{json.dumps(result['machine'])}`\n"
+
+
 @click.command()
 @click.argument("presets", nargs=-1, required=True)
 @click.option("--target", default="cuda", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Write the table here too.")
-def main(presets: tuple[str, ...], target: str, out: Path | None) -> None:
-    lines = [
-        f"# `sd-ort optimize CHECKPOINT OUT --float16 --target {target}`, random weights, {os.cpu_count()} cores",
-        "", json.dumps(machine()), f"load average before: {os.getloadavg()[0]:.1f}", "",
-        "| preset | first (export + optimize) | peak | second (template) | peak | template | copying |",
-        "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+@click.option("--slow", is_flag=True, help="Measure export and optimize without templates, too.")
+@click.option("--scratch", type=click.Path(path_type=Path), help="Folder for checkpoints, which are kept there.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="A .json file.")
+def main(presets: tuple[str, ...], target: str, slow: bool, scratch: Path | None, out: Path) -> None:
+    result = read_json(out) if out.is_file() else {"machine": machine(), "rows": {}}
     for preset in presets:
-        with tempfile.TemporaryDirectory(prefix="templates-") as folder:
-            scratch = Path(folder)
-            first, second = (checkpoint(preset, seed, scratch / f"model{seed}") for seed in (1, 2))
-            slow = measure(first, scratch / "first", target, scratch / "cache")
-            fast = measure(second, scratch / "second", target, scratch / "cache")
-            if not fast["filled"]:
-                raise click.ClickException(f"{preset}: no template was kept")
-            size = sum(path.stat().st_size for path in (scratch / "cache").iterdir())
-            lines.append(
-                f"| {preset} | {slow['seconds']:.1f} s | {slow['peak_mb']:.0f} MB | {fast['seconds']:.1f} s "
-                f"| {fast['peak_mb']:.0f} MB | {size / 1e3:.0f} kB | {copying(second, scratch):.0f} MB/s |"
-            )
-            click.echo(lines[-1])
-    if out:
-        out.write_text("\n".join(lines) + "\n")
+        ways = {"template": FILL} | ({"export and optimize": SLOW} if slow else {})
+        if not (left := {way: text for way, text in ways.items() if f"{preset}/{target}/{way}" not in result["rows"]}):
+            continue
+        with tempfile.TemporaryDirectory(prefix="templates-", dir=scratch) as folder:
+            work, kept = Path(folder), (scratch or Path(folder)) / f"{preset}-random"
+            if not kept.is_dir():
+                checkpoint(preset, 1, work / "made").rename(kept)
+            speed = copying(kept, work)
+            for way, text in left.items():
+                row = measure(text, kept, work / way.split()[0], target)
+                result["rows"][f"{preset}/{target}/{way}"] = {**row, "copying_mb_s": round(speed)}
+                write_json(out, result)
+                out.with_suffix(".md").write_text(table(result))
+                click.echo(f"{preset}, {way}: {row}")
 
 
 if __name__ == "__main__":

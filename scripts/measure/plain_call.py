@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench_gpu import fill  # noqa: E402
 
+from sd_ort.benchmark.contenders import target_of  # noqa: E402
 from sd_ort.core import folder, metrics  # noqa: E402
 from sd_ort.core.files import write_text  # noqa: E402
 from sd_ort.export.exporter import export, save_config  # noqa: E402
@@ -115,7 +116,7 @@ def models(preset: str, device: str) -> dict[str, torch.nn.Module]:
 def make(options: argparse.Namespace) -> None:
     """work/<preset>/raw and ours."""
     work = options.work / options.preset
-    target = options.provider if options.provider != "cpu" else "portable"
+    target = target_of(options.provider) if options.provider != "cpu" else "portable"
     if options.graphs:
         raw_folder(options.preset, options.graphs, work / "raw", device_of(options.provider))
     elif options.preset == "demo":

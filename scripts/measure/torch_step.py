@@ -3,10 +3,10 @@
 
     python scripts/measure/torch_step.py sd15 sdxl --profile
 
-Engines, all float16: diffusers' U-Net as it loads, under a CUDA graph; the same channels last; `optimize` at level
-"performance", under a CUDA graph; torch.compile (reduce-overhead, channels last); `optimize` and torch.compile. Weights
-are random, made on the GPU, the same for all. Errors are relative, against torch in float32 (TF32 off). Rounds of calls
-take turns between the engines, and a ratio is the median of the rounds' ratios.
+Engines, all float16: diffusers' U-Net as it loads, without and under a CUDA graph; the same channels last; `optimize`
+at level "performance", under a CUDA graph and without; torch.compile (reduce-overhead, channels last); `optimize` and
+torch.compile. Weights are random, made on the GPU, the same for all. Errors are relative, against torch in float32
+(TF32 off). Rounds of calls take turns between the engines, and a ratio is the median of the rounds' ratios.
 
 Writes <out>.json after each model, and <out>.md from it, with machine, versions and commit ($SD_ORT_COMMIT where there
 is no git). Without a GPU, a -tiny preset tries the script: nothing is captured, and compiling is tracing alone.
@@ -40,6 +40,7 @@ from sd_ort.family.presets import PRESETS  # noqa: E402
 from sd_ort.runtime import machine  # noqa: E402
 from sd_ort.torch import optimize, reset_status, status  # noqa: E402
 
+PLAIN, PLAIN_OURS = "eager, no graph", "eager + optimize, no graph"
 EAGER, LAST, OURS = "eager, CUDA graph", "eager channels last, CUDA graph", "eager + optimize, CUDA graph"
 COMPILED, BOTH = "torch.compile", "optimize + torch.compile"
 # What issue 17 asks for: an engine's time over another's, at most.
@@ -101,16 +102,22 @@ def measure(preset: str, options: argparse.Namespace, tell: Callable[[str], None
         ready[name] = time.perf_counter() - started
         tell(f"{name} ready in {ready[name]:.1f} s")
 
+    add(PLAIN, lambda: lambda: unet(**arguments)[0])
     add(EAGER, lambda: captured(unet, arguments, device))
     last = copy.deepcopy(unet).to(memory_format=torch.channels_last)
     add(LAST, lambda: captured(last, arguments, device))
-    reset_status()
-    ours = optimize(copy.deepcopy(unet), "performance")
-    add(OURS, lambda: captured(ours, arguments, device))
-    counts = str(status())
-    tell(counts)
     if not options.no_compile:
         add(COMPILED, lambda: compiled(last, arguments, device))
+    # last: level "performance" lets cuDNN measure its convolutions, in the whole process
+    reset_status()
+    torch.backends.cudnn.benchmark = False
+    ours = optimize(copy.deepcopy(unet), "performance")
+    ours(**arguments)
+    counts = str(status())
+    tell(counts)
+    add(OURS, lambda: captured(ours, arguments, device))
+    add(PLAIN_OURS, lambda: lambda: ours(**arguments)[0])
+    if not options.no_compile:
         add(BOTH, lambda: compiled(ours, arguments, device))
     times = time_rounds(engines, options.calls, device)
     tell("timed")

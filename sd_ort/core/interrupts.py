@@ -42,6 +42,22 @@ def in_threads(make: Callable[[str, threading.Event], None], names: Iterable[str
 
 
 @contextmanager
+def held_back() -> Iterator[list[int]]:
+    """Interrupts that come while the body runs raise nothing; the list says which came."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda n, frame: came.append(n)) for number in numbers}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def guarded(folder: Path) -> Iterator[None]:
     """While the body runs as a command, a second process (`watcher`) ends this one if it is not gone 1.5 s after a
     signal; `folder`, which holds what is half written, is then removed."""

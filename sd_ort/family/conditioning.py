@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.errors import InputError
 from sd_ort.family.configs import component_config
+from sd_ort.family.tokenizer import ClipTokenizer
 
 log = logging.getLogger("sd_ort")
 
@@ -52,22 +53,14 @@ def text_encoders(index: dict[str, Any]) -> list[str]:
     return [name for name in names if (index.get(name) or [None])[0]] or ["text_encoder"]
 
 
-def open_tokenizer(folder: Path, name: str) -> Any:
-    from transformers import CLIPTokenizer
-
-    try:
-        return CLIPTokenizer.from_pretrained(folder / name, local_files_only=True)
-    except Exception as error:  # transformers and its Rust half each fail in their own ways
-        reason = first_line(error)
-        raise InputError(f"{folder / name} holds no CLIP tokenizer ({reason}): export the pipeline again.") from error
-
-
-def token_ids(tokenizer: Any, prompts: Sequence[str], length: int) -> np.ndarray:
+def token_ids(tokenizer: ClipTokenizer, prompts: Sequence[str], length: int) -> np.ndarray:
     """Token ids (B, length), int64, padded; says on the log what a longer prompt loses."""
-    for prompt, ids in zip(prompts, tokenizer(list(prompts), verbose=False).input_ids, strict=True):
+    rows = np.full((len(prompts), length), tokenizer.pad_token_id, np.int64)
+    for row, prompt, ids in zip(rows, prompts, tokenizer.ids(prompts), strict=True):
         if len(ids) > length:  # the last kept token is the end mark
             lost = tokenizer.decode(ids[length - 1 : -1])
             shown = lost if len(lost) <= 200 else lost[:200] + "…"
             log.warning("the prompt %r… is cut after %d tokens; not drawn: %r", prompt[:40], length - 2, shown)
-    tokens = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="np")
-    return np.asarray(tokens.input_ids, np.int64)
+            ids = [*ids[: length - 1], ids[-1]]
+        row[: len(ids)] = ids
+    return rows

@@ -14,6 +14,15 @@ from sd_ort.core.files import mismatch, read_json
 from sd_ort.core.folder import COMPONENTS, model_name
 
 
+class Config(dict[str, Any]):
+    """A config whose entries are attributes too, as those of diffusers' models."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"this config has no {name!r}")
+
+
 def component_config(folder: Path, component: str, *, required: bool = False) -> dict[str, Any]:
     """config.json of a component, or {} when its folder has none and it is not `required`.
 

@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from sd_ort.core.cache import keep, kept
+from sd_ort.core.cache import cache_folder, keep, kept
 from sd_ort.core.files import code_hash
 from sd_ort.family.schedule import LinearSchedule
 
+KIND = "schedules"
 MOST_BYTES = 1 << 20  # of weights, which have the square of the steps: 500 steps
 
 
@@ -35,6 +36,12 @@ class Plan:
     schedule: LinearSchedule
 
 
+def known(config: Mapping[str, Any]) -> bool:
+    """Whether an earlier process found a schedule of this configuration, so that diffusers can drive a UNet with it."""
+    folder = cache_folder() / KIND
+    return folder.is_dir() and next(folder.glob(f"{_key(config)}-*"), None) is not None
+
+
 def find(config: Mapping[str, Any], steps: int, eta: float) -> Plan | None:
     """The plan of a scheduler with this configuration, if an earlier process kept it."""
     path = kept(_name(config, steps, eta))
@@ -44,7 +51,8 @@ def find(config: Mapping[str, Any], steps: int, eta: float) -> Plan | None:
         suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile),
         np.load(path, allow_pickle=False) as file,
     ):
-        schedule = LinearSchedule(*(file[name] for name in ("told", "scales", "weights")), draws=int(file["draws"]))
+        told, scales, weights = file["told"], file["scales"], file["weights"]
+        schedule = LinearSchedule(told, scales, weights, int(file["draws"]))
         count = len(schedule.timesteps)
         if schedule.weights.shape == (count + 1, count + 1 + schedule.draws) and schedule.scales.shape == (count,):
             return Plan(file["timesteps"], float(file["initial"]), schedule)
@@ -65,7 +73,11 @@ def remember(config: Mapping[str, Any], steps: int, eta: float, plan: Plan) -> N
 
 
 def _name(config: Mapping[str, Any], steps: int, eta: float) -> str:
-    """`schedules/key`, the key over all that decides the numbers, the code that finds them included."""
+    return f"{KIND}/{_key(config)}-{steps}-{eta:g}.npz"
+
+
+def _key(config: Mapping[str, Any]) -> str:
+    """Hash over all that decides the numbers beside steps and eta, the code that finds them included."""
     made_by = [version("diffusers"), version("torch"), code_hash(Path(__file__).parent)]
-    what = json.dumps([dict(config), steps, eta, made_by], sort_keys=True, default=str)
-    return f"schedules/{hashlib.sha256(what.encode()).hexdigest()[:20]}.npz"
+    what = json.dumps([dict(config), made_by], sort_keys=True, default=str)
+    return hashlib.sha256(what.encode()).hexdigest()[:20]

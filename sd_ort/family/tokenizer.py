@@ -74,10 +74,6 @@ class ClipTokenizer:
             return [list(ids) for ids in self._whole(list(texts), verbose=False).input_ids]
         return [encoding.ids for encoding in self._rules.encode_batch(list(texts))]
 
-    def text(self, ids: Sequence[int]) -> str:
-        """What tokens stand for."""
-        return str(self.whole.decode(list(ids)))
-
 
 def _described(tokenizer: Any) -> dict[str, Any]:
     """What `ids` needs of transformers' tokenizer."""

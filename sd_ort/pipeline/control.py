@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers.image_processor import VaeImageProcessor
 
 from sd_ort.core.errors import InputError
 from sd_ort.pipeline.images import for_batch
@@ -50,6 +49,8 @@ def controls(request: Request, there: Sequence[str], steps: int, vae_scale_facto
     scales = _each(1.0 if scale is None else scale, count, "controlnet_conditioning_scale")
     starts = _each(request.control_guidance_start, count, "control_guidance_start")
     ends = _each(request.control_guidance_end, count, "control_guidance_end")
+    from diffusers.image_processor import VaeImageProcessor
+
     processor = VaeImageProcessor(vae_scale_factor, do_convert_rgb=True, do_normalize=False)
     made = []
     for name, image, factor, start, end in zip(there, images, scales, starts, ends, strict=True):

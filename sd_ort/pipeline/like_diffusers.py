@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from diffusers.configuration_utils import FrozenDict
 
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import read_manifest, staged
 from sd_ort.core.paths import output_path
-from sd_ort.family.configs import component_config
+from sd_ort.family.configs import Config, component_config
 from sd_ort.pipeline.request import Prompt, Request
 from sd_ort.pipeline.text import Texts
 from sd_ort.runtime.components import Components
@@ -148,7 +147,7 @@ class DiffusersMethods:
         if name not in self.models:
             return None
         model: Any = self.models[name]
-        model.config = FrozenDict(component_config(self.folder, name) or {})
+        model.config = Config(component_config(self.folder, name))
         return model
 
     @property

@@ -36,6 +36,9 @@ class MergedPipeline(StableDiffusionPipeline):
         """Raises InputError: the table of words lies in the model."""
         raise InputError("a merged model learns no words: load them with the folder it was made from.")
 
+    def _plannable(self, request: Request) -> bool:
+        return False
+
     def _draw(self, request: Request) -> PipelineOutput:
         if foreign := sorted(request.given() - TAKES) or (["latent output"] if request.output_type == "latent" else []):
             raise InputError(f"a merged model takes no {', '.join(foreign)}: use the folder it was made from.")

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from sd_ort.core.errors import InputError
+from sd_ort.family.plans import Plan
 from sd_ort.pipeline.arguments import check_numbers, check_seeds, check_text
 
 Prompt = str | Sequence[str]
@@ -119,6 +120,7 @@ class Request:
     guidance: float | None = field(init=False, default=None)  # None where nothing is guided
     told_guidance: float | None = field(init=False, default=None)  # what a distilled UNet (LCM) is told instead
     scheduler: Any = field(init=False, default=None)  # this call's own: schedulers keep state
+    plan: Plan | None = field(init=False, default=None)  # in its place, where an earlier process kept one
 
     @property
     def batch(self) -> int:

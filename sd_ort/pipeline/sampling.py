@@ -126,6 +126,8 @@ class Sampling:
         """What the loop on the device needs of the scheduler; None where the loop has to run on the host."""
         if not self.device_loop or request.callback_on_step_end is not None:
             return None
+        if request.plan is not None:
+            return request.plan.schedule
         try:
             return linear_schedule(request.scheduler, timesteps, eta=request.eta, draws=True)
         except InputError as error:

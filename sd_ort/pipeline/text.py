@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from sd_ort.core.errors import InputError
-from sd_ort.family.conditioning import guidance_embedding, open_tokenizer, text_encoders, text_length, token_ids
+from sd_ort.family.conditioning import guidance_embedding, text_encoders, text_length, token_ids
 from sd_ort.family.configs import component_config
 from sd_ort.family.signatures import time_ids_split
+from sd_ort.family.tokenizer import ClipTokenizer
 from sd_ort.graphs.text_encoder import changed
 from sd_ort.pipeline import embeddings, weighting
 from sd_ort.pipeline.drawing import check_finite
@@ -63,7 +64,7 @@ class Texts:
         """Know no words but those of the tokenizers."""
         names = text_encoders(dict(self.index))
         self.encoders = [
-            (open_tokenizer(self.folder, name.replace("text_encoder", "tokenizer")), name) for name in names
+            (ClipTokenizer(self.folder / name.replace("text_encoder", "tokenizer")), name) for name in names
         ]
         for name in self.words:
             self.models.drop_variants(name)

@@ -11,17 +11,17 @@ import copy
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.image_processor import VaeImageProcessor
-from diffusers.utils.torch_utils import randn_tensor
 
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import read_index
+from sd_ort.family import plans
 from sd_ort.family.conditioning import text_encoders
-from sd_ort.family.configs import component_config
+from sd_ort.family.configs import component_config, scheduler_config
 from sd_ort.family.schedulers import make_scheduler, set_timesteps
 from sd_ort.family.signatures import default_latents, latent_multiple
 from sd_ort.pipeline import control, safety
@@ -32,6 +32,7 @@ from sd_ort.pipeline.embeddings import EmbeddingMethods
 from sd_ort.pipeline.images import readable
 from sd_ort.pipeline.like_diffusers import DiffusersMethods, loading_options
 from sd_ort.pipeline.lora import LoraMethods
+from sd_ort.pipeline.noise import draw_noise
 from sd_ort.pipeline.output import PipelineOutput
 from sd_ort.pipeline.request import PICTURES, Prompt, Request, request
 from sd_ort.pipeline.sampling import Sampling
@@ -66,10 +67,11 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         safety_checker: bool = True,
         device_loop: bool | None = None,
     ) -> None:
-        """`scheduler`: diffusers'. The other options as in `from_pretrained`."""
+        """`scheduler`: diffusers', None for the folder's own. The other options as in `from_pretrained`."""
         self.folder = folder
         self.models = models
-        self.scheduler = scheduler
+        self._scheduler = scheduler
+        self._planned = scheduler is None  # the folder's own, whose schedules an earlier process may have kept
         self.safety_checker = safety_checker
         self.device_loop = models.device != "cpu" if device_loop is None else device_loop
         self.loop = DeviceLoop(models)
@@ -80,9 +82,6 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         self.vae = Vae(models, config, tiling=vae_tiling, slicing=vae_slicing)
         self.vae_scale_factor = self.vae.scale_factor
         self.texts = Texts(folder, models, self.index, self.unet_config)
-        self.image_processor = VaeImageProcessor(
-            self.vae_scale_factor, vae_latent_channels=self.vae.latent_channels, do_convert_rgb=True
-        )
 
     @classmethod
     def from_pretrained(
@@ -128,16 +127,38 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         pipeline = cls(
             folder,
             models,
-            make_scheduler(folder, scheduler),
+            None if scheduler is None else make_scheduler(folder, scheduler),
             vae_tiling=vae_tiling,
             vae_slicing=vae_slicing,
             safety_checker=bool(safety_checker),
             device_loop=device_loop,
         )
         pipeline._check_unet()
+        if not (pipeline.device_loop and plans.known(scheduler_config(folder))):
+            assert pipeline.scheduler  # diffusers says now whether it can drive this UNet
         for name in needed if not low_memory else ():
             models[name]  # opened now, so that the first image takes no longer than the second
         return pipeline
+
+    @cached_property
+    def image_processor(self) -> Any:
+        """diffusers', for pictures that are given, and for those that the device does not finish itself."""
+        from diffusers.image_processor import VaeImageProcessor
+
+        return VaeImageProcessor(
+            self.vae_scale_factor, vae_latent_channels=self.vae.latent_channels, do_convert_rgb=True
+        )
+
+    @property
+    def scheduler(self) -> Any:
+        """diffusers' scheduler: the folder's own, loaded when it is first asked for, or the one that was given."""
+        if self._scheduler is None:
+            self._scheduler = make_scheduler(self.folder)
+        return self._scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Any) -> None:
+        self._scheduler, self._planned = scheduler, False
 
     def reopen(self) -> None:
         """Let go of captured graphs and buffers of sessions that were closed."""
@@ -178,8 +199,14 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
     def _draw(self, request: Request) -> PipelineOutput:
         """What the call asks for, once it was checked."""
         conditioning = self.texts.condition(request)
-        timesteps = self._end(self._schedule(request), request)
-        noise = self._noise(request, request.latents) * request.scheduler.init_noise_sigma
+        plan = request.plan
+        if plan is None:
+            timesteps = self._end(self._schedule(request), request)
+            sigma = request.scheduler.init_noise_sigma
+            self._keep_plan(request, timesteps)
+        else:
+            timesteps, sigma = torch.from_numpy(plan.timesteps), plan.initial
+        noise = self._noise(request, request.latents) * sigma
         return self._sample(noise, timesteps, conditioning, request, self._controls(request, len(timesteps)))
 
     def _request(self, **arguments: Any) -> Request:
@@ -194,8 +221,12 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
     def _answer(self, request: Request, size: tuple[int, int]) -> Any:
         """Check the rest of a request, draw, and give back what was asked for."""
         request.size = size
-        request.check(self.size_multiple, self.scheduler.config.num_train_timesteps)
-        request.scheduler = copy.deepcopy(self.scheduler)
+        config = scheduler_config(self.folder) if self._scheduler is None else self._scheduler.config
+        request.check(self.size_multiple, config.get("num_train_timesteps", 1000))
+        if self._plannable(request):
+            request.plan = plans.find(scheduler_config(self.folder), request.num_inference_steps, request.eta)
+        if request.plan is None:
+            request.scheduler = copy.deepcopy(self.scheduler)
         scale = float(request.guidance_scale or 0.0)
         if self.unet_config.get("time_cond_proj_dim"):
             request.told_guidance = scale
@@ -205,6 +236,22 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         self.scale_loras((request.cross_attention_kwargs or {}).get("scale", 1.0))
         output = self._draw(request)
         return output if request.return_dict else (output.images,) if self.is_xl else tuple(output)
+
+    def _plannable(self, request: Request) -> bool:
+        """Whether a kept plan of the folder's own scheduler says all that this request needs of it."""
+        asked = request.given() & {"timesteps", "sigmas", "original_inference_steps", "denoising_start",
+                                   "denoising_end", "callback_on_step_end", "image", "control_image"}  # fmt: skip
+        return self._planned and self.device_loop and not asked
+
+    def _keep_plan(self, request: Request, timesteps: torch.Tensor) -> None:
+        """Keep what this request needs of the scheduler for later processes, if they could do with it."""
+        config = scheduler_config(self.folder)
+        if not self._plannable(request) or plans.find(config, request.num_inference_steps, request.eta):
+            return
+        schedule = self._device_schedule(request, timesteps)
+        if schedule is not None:
+            plan = plans.Plan(timesteps.numpy(), float(request.scheduler.init_noise_sigma), schedule)
+            plans.remember(config, request.num_inference_steps, request.eta, plan)
 
     def _check_unet(self) -> None:
         """Raise InputError for a UNet of another kind of pipeline."""
@@ -246,7 +293,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         """Standard normal noise (B, C, h, w), float32; drawn as diffusers draws it, or the given one, checked."""
         shape = self._latent_shape(request)
         if given is None:
-            return randn_tensor(shape, generator=request.generator, device=torch.device("cpu"), dtype=torch.float32)
+            return draw_noise(shape, request.generator)
         noise = torch.as_tensor(given, dtype=torch.float32)
         if tuple(noise.shape) != shape:
             raise InputError(f"latents of shape {tuple(noise.shape)} were given where {shape} are needed.")

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers.configuration_utils import FrozenDict
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from diffusers.utils.torch_utils import randn_tensor
 
 from sd_ort.family.conditioning import latent_scale
+from sd_ort.family.configs import Config
 from sd_ort.family.signatures import levels
 from sd_ort.pipeline import tiling
+from sd_ort.pipeline.noise import draw_noise
 from sd_ort.runtime.session import Model
 
 
@@ -26,7 +25,7 @@ class Vae:
         self, models: Mapping[str, Model], config: Mapping[str, Any], *, tiling: bool = False, slicing: bool = False
     ) -> None:
         """`models`: vae_decoder and, to encode, vae_encoder. `tiling`, `slicing`: as in `from_pretrained`."""
-        self.models, self.config = models, FrozenDict(config)
+        self.models, self.config = models, Config(config)
         self.use_tiling, self.use_slicing = tiling, slicing
         self.scale_factor = 2 ** (levels(config) - 1)  # pixels a latent
         self.latent_channels = int(config.get("latent_channels", 4))
@@ -51,7 +50,7 @@ class Vae:
             std = torch.exp(0.5 * log_variance.clamp(-30, 20))
             if isinstance(generator, list):
                 generator = generator[: len(mean)]
-            latents = mean + std * randn_tensor(mean.shape, generator=generator, dtype=mean.dtype)
+            latents = mean + std * draw_noise(mean.shape, generator)
         offset, factor = latent_scale(self.config)
         return (latents - offset) / factor
 
@@ -65,6 +64,8 @@ class Vae:
         made = self._encoded(x.float())
         if made.shape[1] == self.latent_channels:
             return SimpleNamespace(latents=made) if return_dict else (made,)
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
         distribution = DiagonalGaussianDistribution(made)
         return SimpleNamespace(latent_dist=distribution) if return_dict else (distribution,)
 

@@ -48,9 +48,9 @@ def optimize(target: Target, level: Level = "auto") -> Target:
     Parameters stay the same objects with the same values and names. `restore` undoes everything.
 
     level: "auto" replaces modules and, on a GPU, lays convolution weights channels last. "performance" also lays the
-    weights of one input's products side by side, and measures the kernels of every new shape when it is first met, to
-    the file that later runs load. "memory" takes only kernels without scratch memory and turns on the VAE's slicing, an
-    image at a time.
+    weights of one input's products side by side, and measures every new shape when it is first met: our kernels, to the
+    file that later runs load, and convolutions (`torch.backends.cudnn.benchmark`, which stays on). "memory" takes only
+    kernels without scratch memory and turns on the VAE's slicing, an image at a time.
 
     A module that is not known (another class, processor, norm or activation) is left alone: `status()` counts it with
     the reason. Raises InputError for an unknown level, or a target without modules.
@@ -160,4 +160,6 @@ def _set_kernels(level: Level) -> None:
         return
     assert isinstance(found, kernels.GpuKernels)
     found.without_workspace = level == "memory"
+    if level == "performance":
+        torch.backends.cudnn.benchmark = True
     found.tune(level == "performance")

@@ -17,6 +17,7 @@ import pytest
 from custom_ops import GPU_OPERATORS, code_objects
 from custom_ops.op import load
 from sd_ort.runtime import build, headers, library
+from sd_ort.runtime.wheels import needed_libraries
 
 # One of each kind of matrix instruction; scripts/checks/all_architectures sets the variable, for all.
 ARCHS = (
@@ -29,7 +30,7 @@ ARCHS = (
 @pytest.fixture(scope="module")
 def listing() -> dict:
     """kernels.json."""
-    library = build.build(cpu=False, hip=ARCHS)
+    library = build.build(cpu=False, hip=ARCHS, provider=True)
     read: dict = json.loads((library.parent / "kernels.json").read_text())
     assert Path(read["folder"]) == library.parent / "code_objects"
     return read
@@ -181,7 +182,7 @@ def test_no_cache_is_emptied_and_all_memory_known_to_be_global(listing: dict, ar
     for name in sorted({entry["object"] for entry in listing["kernels"] if entry["arch"] == arch}):
         command = ["llvm-objdump-19", "-d", "--no-show-raw-insn", str(Path(listing["folder"]) / name)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert "s_barrier" in text or any(word in text for word in ("bias", "linear", "upsample"))
+        assert "s_barrier" in text or any(word in text for word in ("bias", "linear", "upsample", "nhwc_conv_kernel"))
         assert sorted(set(re.findall(r"\t(flat_\w+|buffer_gl\w+|global_(?:inv|wb)\w*)", text))) == []
 
 
@@ -213,6 +214,14 @@ def test_resources_table_is_current(kernels: list[dict]) -> None:
 
 def kernel_names(table: str) -> set[str]:
     return {line.split(" |")[0] for line in table.splitlines() if line.startswith("| ") and "<" in line}
+
+
+def test_the_provider_links_for_amd(listing: dict) -> None:
+    """To the HIP runtime alone: no MIOpen, and hipBLASLt is looked for when it runs."""
+    provider = Path(listing["folder"]).with_name(library.PROVIDER_LIBRARIES["hip"])
+    needed = [name for name in needed_libraries(provider) if not name.startswith(("libc.", "libm.", "libgcc", "ld-"))]
+    assert {name.split(".so")[0] for name in needed} <= {"libamdhip64", "libstdc++"}
+    assert provider.stat().st_size < 30_000_000
 
 
 def test_cuda_compiles() -> None:

@@ -186,7 +186,7 @@ def test_compiles_as_one_graph() -> None:
 
 def one_level() -> UNet2DConditionModel:
     blocks = {"down_block_types": BLOCKS[:1], "up_block_types": ("CrossAttnUpBlock2D",)}
-    return unet(**blocks, block_out_channels=(16,))
+    return unet(**blocks, block_out_channels=(16,), mid_block_type=None)
 
 
 def lora_unet() -> Any:

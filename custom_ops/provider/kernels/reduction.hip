@@ -1,5 +1,5 @@
-// Sums over an axis, rows of Softmax and LayerNormalization, and matrix products, a thread an output or a row: for the
-// few of them that no fusion took. What is fused has kernels of its own in the operators' folders.
+// Sums over an axis, rows of Softmax and LayerNormalization, and matrix products, most a thread an output or a row: for
+// the few of them that no fusion took. What is fused has kernels of its own in the operators' folders.
 #include "provider/kernels/for_each.h"
 #include "provider/kernels/kernels.h"
 
@@ -12,24 +12,44 @@ struct Reduce {
   const T* x;
   T* y;
   int64_t size, inner;
-  SD_ORT_DEVICE void operator()(uint32_t i) const {
+
+  SD_ORT_DEVICE float merge(float total, float value) const {
+    if (op == Reduction::kMax) return value > total || value != value ? value : total;
+    if (op == Reduction::kMin) return value < total || value != value ? value : total;
+    return total + value;
+  }
+  // Of output i's numbers every `step`th from `first` on.
+  SD_ORT_DEVICE float part(uint32_t i, int64_t first, int64_t step) const {
     const int64_t outer = i / static_cast<uint32_t>(inner), column = i % static_cast<uint32_t>(inner);
     const T* from = x + outer * size * inner + column;
     float total = op == Reduction::kMax ? -INFINITY : op == Reduction::kMin ? INFINITY : 0.f;
-    for (int64_t k = 0; k < size; ++k) {
-      const float value = to_float(from[k * inner]);
-      if (op == Reduction::kMax) {
-        total = value > total || value != value ? value : total;
-      } else if (op == Reduction::kMin) {
-        total = value < total || value != value ? value : total;
-      } else {
-        total += value;
-      }
-    }
-    if (op == Reduction::kMean) total /= static_cast<float>(size);
-    y[i] = from_float<T>(total);
+    for (int64_t k = first; k < size; k += step) total = merge(total, to_float(from[k * inner]));
+    return total;
   }
+  SD_ORT_DEVICE void write(uint32_t i, float total) const {
+    y[i] = from_float<T>(op == Reduction::kMean ? total / static_cast<float>(size) : total);
+  }
+  SD_ORT_DEVICE void operator()(uint32_t i) const { write(i, part(i, 0, 1)); }
 };
+
+#if !SD_ORT_HOST
+constexpr int kReducers = 512;
+
+// A block an output, where outputs are few and their numbers many.
+//
+// Launch: block (512, 1, 1), grid (outputs, 1, 1), no dynamic LDS.
+template <class T>
+__global__ __launch_bounds__(kReducers) void reduce_kernel(Reduce<T> reduce) {
+  __shared__ float parts[kReducers];
+  const int thread = static_cast<int>(threadIdx.x);
+  parts[thread] = reduce.part(blockIdx.x, thread, kReducers);
+  for (int half = kReducers / 2; half > 0; half /= 2) {
+    block_barrier();
+    if (thread < half) parts[thread] = reduce.merge(parts[thread], parts[thread + half]);
+  }
+  if (thread == 0) reduce.write(blockIdx.x, parts[0]);
+}
+#endif
 
 template <class T>
 struct SoftmaxRow {
@@ -107,7 +127,13 @@ const char* reduce(Reduction op, DType dtype, const void* x, void* y, int64_t ou
                    void* stream) {
   return by_type(dtype, [&](auto sample) {
     using T = decltype(sample);
-    return for_each(outer * inner, Reduce<T>{op, static_cast<const T*>(x), static_cast<T*>(y), size, inner}, stream);
+    const Reduce<T> each{op, static_cast<const T*>(x), static_cast<T*>(y), size, inner};
+#if !SD_ORT_HOST
+    if (size > kReducers && outer * inner > 0 && outer * inner <= 65535) {
+      return launch(reduce_kernel<T>, dim3(outer * inner), dim3(kReducers), 0, stream, each);
+    }
+#endif
+    return for_each(outer * inner, each, stream);
   });
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import nn
 
@@ -47,15 +48,24 @@ class FastBasicTransformerBlock(BasicTransformerBlock):
                 hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, timestep,
                 cross_attention_kwargs, class_labels, added_cond_kwargs,
             )  # fmt: skip
-        h = hidden_states
-        context = encoder_hidden_states if self.only_cross_attention else None
-        y, bias = project(self.attn1, self.norm1(h), context, attention_mask)
+        masks = attention_mask, encoder_attention_mask
+        return parts.add(*self.branch(self.norm1(hidden_states), hidden_states, encoder_hidden_states, *masks))
+
+    def branch(
+        self,
+        x: Tensor,
+        h: Tensor,
+        context: Tensor | None,
+        mask: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The block of h, whose first norm is x; the last sum's three parts, which are still to be added."""
+        y, bias = project(self.attn1, x, context if self.only_cross_attention else None, mask)
         if self.attn2 is not None:
             x, h = _norm_of_sum(self.norm2, y, bias, h)
-            y, bias = project(self.attn2, x, encoder_hidden_states, encoder_attention_mask)
+            y, bias = project(self.attn2, x, context, context_mask)
         x, h = _norm_of_sum(self.norm3, y, bias, h)
-        y, bias = self._feed_forward(x)
-        return parts.add(y, bias, h)
+        return *self._feed_forward(x), h
 
     def _feed_forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The feed-forward layer, and its last bias where that is still to be added."""
@@ -79,7 +89,29 @@ def _norm_of_sum(layer: nn.Module, x: Tensor, bias: Tensor | None, skip: Tensor)
 
 
 class FastTransformer2DModel(Transformer2DModel):
-    """Images stay where they are in memory: channels last is already (N, H * W, C)."""
+    """Images stay where they are in memory, channels last is already (N, H * W, C); a block's last sum is part of the
+    next one's first norm.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As in diffusers. With masks and other arguments, or checkpointing, its blocks are called one by one."""
+        blocks = self.transformer_blocks
+        masked = any(kwargs.get(name) is not None for name in ("attention_mask", "encoder_attention_mask"))
+        by_blocks = args or masked or kwargs.get("cross_attention_kwargs")
+        by_blocks = by_blocks or (self.gradient_checkpointing and torch.is_grad_enabled())
+        if by_blocks or not all(parts.is_plain(block, FastBasicTransformerBlock) for block in blocks):
+            return super().forward(hidden_states, encoder_hidden_states, *args, **kwargs)
+        batch, _, height, width = hidden_states.shape
+        h, inner = self._operate_on_continuous_inputs(hidden_states)
+        y, bias, h = blocks[0].branch(blocks[0].norm1(h), h, encoder_hidden_states)
+        for block in blocks[1:]:
+            x, h = _norm_of_sum(block.norm1, y, bias, h)
+            y, bias, h = block.branch(x, h, encoder_hidden_states)
+        h = parts.add(y, bias, h)
+        y = self._get_output_for_continuous_inputs(h, hidden_states, batch, height, width, inner)
+        return Transformer2DModelOutput(sample=y) if kwargs.get("return_dict", True) else (y,)
 
     def _operate_on_continuous_inputs(self, hidden_states: Tensor) -> tuple[Tensor, int]:
         x = parts.norm(self.norm, hidden_states)
