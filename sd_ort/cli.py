@@ -28,6 +28,8 @@ COMMANDS = {
     "tune": "Measure kernel candidates at a model's shapes, ahead of time.",
     "report": "Turn benchmark results into an HTML page, or compare two runs.",
     "build-ops": "Compile the fused operators for CPU, AMD or NVIDIA.",
+    "install-host": "Put sd-ort into ComfyUI, a WebUI, or a folder for diffusers.",
+    "uninstall-host": "Take it out again.",
     "doctor": "Say what is installed, which providers load, and what is missing.",
 }
 

@@ -154,10 +154,12 @@ def optimize_all(
 ) -> dict[str, Any]:
     """Optimize components into the folder `work`; returns their entries of the manifest. Options as for `optimize`."""
     by_name = {each.name: each for each in raws}
+    names, largest_first = list(by_name), sorted(by_name, key=lambda name: -by_name[name].bytes)
+    del raws  # what a component holds of its checkpoint goes when it is done
     entries: dict[str, Any] = {}
 
     def make(name: str, stopped: threading.Event) -> None:
-        started, each = time.perf_counter(), by_name[name]
+        started, each = time.perf_counter(), by_name.pop(name)
         with blaming(each.path) if each.path else contextlib.nullcontext():
             entry = optimize_component(
                 each,
@@ -176,8 +178,8 @@ def optimize_all(
         entries[name] = entry
         report(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
 
-    in_threads(make, sorted(by_name, key=lambda name: -by_name[name].bytes), at_once=2)
-    return {name: entries[name] for name in by_name}
+    in_threads(make, largest_first, at_once=2)
+    return {name: entries[name] for name in names}
 
 
 def _manifest(source: Path, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
