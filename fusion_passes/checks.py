@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -26,9 +27,10 @@ def is_constant(value: ir.Value | None) -> bool:
     return False
 
 
-def _no_answer(value: ir.Value | None) -> None:
+def _no_answer(value: ir.Value | None) -> Any:
     if value is not None:
         unanswered.append(value)
+    return None
 
 
 def scalar(value: ir.Value | None) -> float | None:
@@ -56,7 +58,8 @@ def size(value: ir.Value | None, axis: int) -> int | None:
     shape = dims(value)
     if shape is None or not -len(shape) <= axis < len(shape):
         return None
-    return shape[axis] if isinstance(shape[axis], int) else _no_answer(value)  # type: ignore[return-value]
+    found = shape[axis]
+    return found if isinstance(found, int) else _no_answer(value)
 
 
 def same_shape(a: ir.Value | None, b: ir.Value | None) -> bool:

@@ -39,7 +39,7 @@ class Rule(RewriteRuleClassBase):
         self.refused = refused
 
     @classmethod
-    def rule(cls, *args: Any, **options: Any) -> RewriteRule:
+    def rule(cls, *args: Any, **options: Any) -> _Rooted:
         """The rule as the rewriter takes it."""
         made = cls(*args, **options)
         return _Rooted(made.pattern, made.rewrite, made.check, name=made.name, remove_nodes=made.remove_nodes)

@@ -77,12 +77,17 @@ def optimize_checkpoint(
             exported = _export(model, missing, keys, Path(scratch) / "raw", opset, exporter, files, report)
             for each in exported:
                 folder.copy_configs(Path(scratch) / "raw", work, [each.name])
-            filled = [_fill(path, source, name, work / name) for name, path in found.items()]
-            raws = {each.name: each for each in [*exported, *filled]}
+            raws = {each.name: each for each in exported}
             manifest["components"] = optimize_all(
-                [raws[name] for name in names], work, TARGETS[target], dtype,
-                calibrate=calibrate, inputs=inputs, hoisted=hoisted, report=report,
-            )  # fmt: skip
+                [raws.get(name) or _fill(found[name], source, name, work / name) for name in names],
+                work,
+                TARGETS[target],
+                dtype,
+                calibrate=calibrate,
+                inputs=inputs,
+                hoisted=hoisted,
+                report=report,
+            )
         folder.write_manifest(work, manifest)
     how = "nothing was traced" if not missing else f"{', '.join(missing)} traced"
     report(f"{output}: made in {time.perf_counter() - started:.1f} s, {how}.")

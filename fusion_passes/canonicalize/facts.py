@@ -19,6 +19,7 @@ import onnx_ir.passes.common as common
 import onnxscript.optimizer
 
 from fusion_passes import checks as c
+from fusion_passes.canonicalize.round_trips import origin
 from fusion_passes.rewriting import constant
 from fusion_passes.shapes.dims import Dim
 from fusion_passes.shapes.facts import LIST_LIMIT, Facts
@@ -104,25 +105,23 @@ def _materialize(graph: ir.Graph, facts: Facts) -> int:
 
 
 def _drop_no_ops(graph: ir.Graph) -> int:
-    """Let users of Cast, Expand, Mul, Div, Add that change nothing read the input itself."""
+    """Let users of what changes nothing read the input itself."""
     changed = 0
     for node in list(graph):
         if node.domain or not node.inputs or node.inputs[0] is None:
             continue
         x, y = node.inputs[0], node.outputs[0]
-        second = c.scalar(node.inputs[1]) if len(node.inputs) > 1 else None
         if node.op_type == "Add" and node.inputs[1] is not None and _is_zeros(x):
             x = node.inputs[1]
-        same = c.same_shape(x, y)
         no_op = (
             (node.op_type == "Cast" and x.dtype is not None and node.attributes["to"].as_int() == x.dtype)
-            or (node.op_type in ("Expand", "Reshape") and same and not any("?" in str(d) for d in c.dims(x) or []))
-            or (node.op_type in ("Mul", "Div") and second == 1.0 and same)
-            or (node.op_type == "Add" and same and any(_is_zeros(v) for v in node.inputs if v is not x))
+            or (node.op_type == "Expand" and c.same_shape(x, y) and not any("?" in str(d) for d in c.dims(x) or []))
+            or (node.op_type == "Add" and c.same_shape(x, y) and any(_is_zeros(v) for v in node.inputs if v is not x))
             or (node.op_type == "Dropout" and len(node.outputs) == 1 and len(node.inputs) < 3)
         )
-        if no_op and not y.is_graph_output():
-            ir.convenience.replace_all_uses_with(y, x)
+        same = x if no_op else origin(node)
+        if same is not None and not y.is_graph_output():
+            ir.convenience.replace_all_uses_with(y, same)
             changed += 1
     drop_unread(graph)
     return changed

@@ -194,14 +194,14 @@ CASES = [
         sizes={"B": 2, "L": 15, "W": 5},
     ),
     Case(
-        "two permutations that cancel",
+        "two permutations",
         _HEADER
-        + """g (float[B,8,H,W] x) => (float[B,8,H,W] y) {
+        + """g (float[B,8,H,W] x) => (float[B,W,8,H] y) {
             a = Transpose <perm = [0, 2, 3, 1]> (x)
-            b = Transpose <perm = [0, 3, 1, 2]> (a)
+            b = Transpose <perm = [0, 2, 3, 1]> (a)
             y = Relu (b)
         }""",
-        ops={"Transpose": 0},
+        ops={"Transpose": 1},
         sizes={"B": 2, "H": 3, "W": 5},
     ),
 ]

@@ -20,7 +20,10 @@ from pathlib import Path
 
 def interrupt(command: list[str], after: float, number: signal.Signals) -> tuple[float | None, int]:
     """(seconds from the signal to the end, or None when the command ended before it; exit code)."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's background ignores it
+    )  # fmt: skip
     try:
         return None, process.wait(after)
     except subprocess.TimeoutExpired:
@@ -46,7 +49,7 @@ def main() -> None:
         after = options.first * options.factor**run
         seconds, code = interrupt(options.command, after, number)
         left = {path.name for path in options.out.parent.iterdir()} - beside
-        if seconds is None:
+        if seconds is None or code == 0:
             print(f"{after:8.1f} s  ended before the signal with {code}", flush=True)
             shutil.rmtree(options.out, ignore_errors=True)
             break

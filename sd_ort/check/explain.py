@@ -105,8 +105,8 @@ def _component(source: Path, optimized: Path | None, manifest: Mapping[str, Any]
         "lowered": lowered,
     }
     if optimized is not None:
-        mine = manifest["components"][optimized.parent.name]
-        entry |= {"target": manifest["options"]["target"], "not_lowered": mine.get("not_lowered", [])}
+        mine = manifest.get("components", {}).get(optimized.parent.name, {})
+        entry |= {"target": manifest.get("options", {}).get("target"), "not_lowered": mine.get("not_lowered", [])}
         entry |= {key: mine[key] for key in ("calibration", "float32_sites") if key in mine}
     return entry
 

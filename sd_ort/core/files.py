@@ -79,6 +79,13 @@ def read_json(path: Path, otherwise: str | None = None) -> dict[str, Any]:
     return content
 
 
+def without_nulls(value: Any) -> Any:
+    """A JSON value without the entries of objects that are null: `mismatch` takes them for absent."""
+    if isinstance(value, dict):
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
 def mismatch(value: Any, like: Any, where: str = "") -> str | None:
     """Where a JSON value is not as `like` says, or None.
 

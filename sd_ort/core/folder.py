@@ -18,7 +18,7 @@ from typing import Any
 
 from sd_ort.core import onnx_file
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.core.files import mismatch, read_json, scratch_folder
+from sd_ort.core.files import mismatch, read_json, scratch_folder, without_nulls
 from sd_ort.core.paths import inside, output_path
 
 MANIFEST = "sd_ort.json"
@@ -86,7 +86,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path} has another format than this sd-ort reads: export or optimize again.")
     if wrong := mismatch(manifest, _MANIFEST_LIKE):
         raise InputError(f"{path} is damaged at {wrong!r}: export or optimize again.")
-    return manifest
+    return {
+        key: value if key == "options" else without_nulls(value) for key, value in manifest.items() if value is not None
+    }
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:

@@ -322,7 +322,10 @@ CLASS_EMBEDDINGS = ("timestep", "projection", "simple_projection")
 
 def _check_unet(folder: Path, config: Config) -> None:
     foreign = [key for key in FOREIGN if config.get(key)]
-    known = {"addition_embed_type": ("text_time",), "class_embed_type": CLASS_EMBEDDINGS}
+    # GLIGEN's gated layers read boxes and phrases, which no pipeline here gives: they would be left out without a word.
+    known = {
+        "addition_embed_type": ("text_time",), "class_embed_type": CLASS_EMBEDDINGS, "attention_type": ("default",),
+    }  # fmt: skip
     foreign += [key for key, values in known.items() if config.get(key) not in (None, *values)]
     if foreign:
         raise InputError(f"{folder} has a UNet with {foreign[0]} = {config[foreign[0]]}, which sd-ort does not export.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -44,8 +45,17 @@ def reader(source: Source, model: str, names: Iterable[str]) -> Read:
 
 
 def _from_module(source: Source, model: str) -> Read:
-    state = {name: tensor.numpy() for name, tensor in source.load(model).state_dict().items()}
-    return lambda name: state[name]
+    """The model is loaded when its first tensor is asked for, and goes with the function that this returns."""
+    state: dict[str, np.ndarray] = {}
+    lock = threading.Lock()
+
+    def read(name: str) -> np.ndarray:
+        with lock:
+            if not state:
+                state.update({key: tensor.numpy() for key, tensor in source.load(model).state_dict().items()})
+        return state[name]
+
+    return read
 
 
 def _from_files(source: Source, model: str, names: list[str]) -> Read | None:

@@ -40,6 +40,11 @@ def is_hoisted(folder: Path) -> bool:
     return (folder / PARTS["prompt"] / MODEL).is_file() and (folder / PARTS["time"] / MODEL).is_file()
 
 
+def has_time_axis(model: ir.Model) -> bool:
+    """Whether the timestep of a UNet has an axis, for the whole schedule once it is hoisted: Optimum's has none."""
+    return any(value.name == TIMESTEP and value.shape is not None and len(value.shape) for value in model.graph.inputs)
+
+
 def split(model: ir.Model) -> dict[str, ir.Model]:
     """The graphs "prompt", "time" and "step" of a UNet.
 
@@ -48,6 +53,8 @@ def split(model: ir.Model) -> dict[str, ir.Model]:
     names = {str(value.name) for value in model.graph.inputs}
     if not {"sample", TIMESTEP, "encoder_hidden_states"} <= names:
         raise InputError(f"a graph that reads {', '.join(sorted(names))} is no UNet: only a UNet can be hoisted.")
+    if not has_time_axis(model):
+        raise InputError("this UNet's timestep has no axis, so that it takes one time only: leave out --hoist.")
     common.NameFixPass()(model)
     levels = _levels(model.clone().graph)  # a clone: nodes that a pass took out still count as readers in the original
     parts = {

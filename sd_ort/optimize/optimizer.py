@@ -30,6 +30,7 @@ from sd_ort.core.paths import output_path
 from sd_ort.family.recorded import check_recorded
 from sd_ort.graphs import hoist
 from sd_ort.graphs.filling import fill
+from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
 from sd_ort.optimize import calibration, precision, raw
 from sd_ort.optimize.raw import Raw
@@ -85,7 +86,10 @@ def optimize(
         names = components
     if inputs:
         check_recorded(inputs, names)
-    hoisted = chosen_hoisting(hoisted, dtype, target, names)
+    asked, hoisted = hoisted, chosen_hoisting(hoisted, dtype, target, names)
+    if hoisted and not asked and not hoist.has_time_axis(load(folder.check_component(source, hoist.PARTS["step"]))):
+        report("the UNet is not hoisted, since its timestep has no axis.")
+        hoisted = False
     if hoist.is_hoisted(source):
         raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
     raws = raw.of_folder(source, names)
@@ -150,10 +154,12 @@ def optimize_all(
 ) -> dict[str, Any]:
     """Optimize components into the folder `work`; returns their entries of the manifest. Options as for `optimize`."""
     by_name = {each.name: each for each in raws}
+    names, largest_first = list(by_name), sorted(by_name, key=lambda name: -by_name[name].bytes)
+    del raws  # what a component holds of its checkpoint goes when it is done
     entries: dict[str, Any] = {}
 
     def make(name: str, stopped: threading.Event) -> None:
-        started, each = time.perf_counter(), by_name[name]
+        started, each = time.perf_counter(), by_name.pop(name)
         with blaming(each.path) if each.path else contextlib.nullcontext():
             entry = optimize_component(
                 each,
@@ -172,8 +178,8 @@ def optimize_all(
         entries[name] = entry
         report(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
 
-    in_threads(make, sorted(by_name, key=lambda name: -by_name[name].bytes), at_once=2)
-    return {name: entries[name] for name in by_name}
+    in_threads(make, largest_first, at_once=2)
+    return {name: entries[name] for name in names}
 
 
 def _manifest(source: Path, names: list[str], options: dict[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import OutputError
+from sd_ort.core.interrupts import held_back
 from sd_ort.runtime.headers import find_headers
 from sd_ort.runtime.library import (
     CUDA_LIBRARY,
@@ -177,15 +179,19 @@ def _compile(options: _Options, folder: Path) -> None:
 
 def _run(command: Sequence[str], failure: str) -> None:
     """Run a build step. An interrupt ends it and the compilers it started, which are a process group of their own."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
-    )
+    options: dict[str, Any] = {"text": True, "errors": "replace", "start_new_session": True}
+    process = None
     try:
+        with held_back() as came:  # an interrupt inside Popen would leave compilers that nobody knows
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+        if came:
+            raise KeyboardInterrupt
         output, _ = process.communicate()
     except BaseException:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         raise
     if process.returncode != 0:
         if "No space left on device" in output:

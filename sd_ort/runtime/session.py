@@ -14,9 +14,8 @@ import numpy as np
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.folder import MODEL, check_model, model_name, read_manifest
 from sd_ort.runtime.library import library_path
+from sd_ort.runtime.provider_records import CPU_EP, Provider
 from sd_ort.runtime.providers import (
-    CPU_EP,
-    Provider,
     check_provider,
     is_plugin,
     log,
@@ -236,7 +235,7 @@ class Model:
             raise InputError(
                 f"the model takes {', '.join(self.inputs)}, not {', '.join(arrays)}: export the pipeline with sd-ort."
             )
-        feed = {name: np.ascontiguousarray(array, self.dtype(name)) for name, array in arrays.items()}
+        feed = {name: np.asarray(array, self.dtype(name), order="C") for name, array in arrays.items()}
         try:
             with self.lock:
                 results = self.session.run(None, feed)

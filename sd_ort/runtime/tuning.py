@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from custom_ops.libraries import GpuLibrary
 from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.core.files import mismatch, read_json, write_text
+from sd_ort.core.files import mismatch, read_json, without_nulls, write_text
 from sd_ort.runtime.library import CUDA_LIBRARY, HIP_LIBRARY
 from sd_ort.runtime.providers import is_plugin, plugin_library, provider_named
 
@@ -150,6 +150,7 @@ def read(path: Path) -> Record:
     if record.get("format") != FORMAT:
         found = record.get("format")
         raise TuningError(f"{path} has format {found}, this version reads {FORMAT}: tune again with sd-ort tune.")
+    record = without_nulls(record)
     if not {"validators", "operators"} <= record.keys() or mismatch(record, _LIKE):
         raise TuningError(f"{path} is no tuning file: validators or operators are missing or damaged.")
     return record

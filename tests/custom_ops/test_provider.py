@@ -21,7 +21,7 @@ from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.core.folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
-from sd_ort.runtime import build, providers, tuning
+from sd_ort.runtime import build, provider_records, providers, tuning
 from sd_ort.runtime.captured import UNCAPTURED, GraphModel
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 from sd_ort.runtime.providers import plugin_devices, provider_named
@@ -260,7 +260,7 @@ def test_captured_by_the_package(provider: str, folder: Path) -> None:
 @pytest.fixture
 def by_name(provider: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """`sdcuda`, whose devices are the host's here."""
-    monkeypatch.setitem(providers.PROVIDERS, "sdcuda", providers.OURS["SdOrtHost"])
+    monkeypatch.setitem(provider_records.PROVIDERS, "sdcuda", provider_records.OURS["SdOrtHost"])
     return "sdcuda"
 
 

@@ -59,12 +59,13 @@ def test_onnx_folder_as_model(sd_ort, tiny_export, tmp_path):
     assert "holds ONNX models already" in refused(sd_ort, tmp_path, tiny_export, tmp_path / "out")
 
 
-def test_unet_with_inputs_we_do_not_feed(sd_ort, checkpoint, tmp_path):
+@pytest.mark.parametrize(("key", "value"), [("encoder_hid_dim_type", "ip_image_proj"), ("attention_type", "gated")])
+def test_unet_with_inputs_we_do_not_feed(sd_ort, checkpoint, tmp_path, key, value):
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint, copy)
-    config = json.loads((copy / "unet" / "config.json").read_text()) | {"encoder_hid_dim_type": "ip_image_proj"}
+    config = json.loads((copy / "unet" / "config.json").read_text()) | {key: value}
     (copy / "unet" / "config.json").write_text(json.dumps(config))
-    assert "encoder_hid_dim_type = ip_image_proj" in refused(sd_ort, tmp_path, copy, tmp_path / "out")
+    assert f"{key} = {value}" in refused(sd_ort, tmp_path, copy, tmp_path / "out")
 
 
 @pytest.mark.parametrize("part", ["scheduler", "tokenizer"])

@@ -40,6 +40,14 @@ def test_outputs_that_would_destroy(sd_ort: Cli, source: Path, command: str, out
     assert folder.tree_hash(source) == before
 
 
+@pytest.mark.parametrize("out", ["in", "in/results", "in/unet"])
+def test_benchmark_into_a_pipeline(sd_ort: Cli, source: Path, out: str) -> None:
+    before = folder.tree_hash(source)
+    result = sd_ort("benchmark", source, "--engines", "raw", "--out", source.parent / out)
+    assert "lies in the pipeline folder" in check(result, source.parent, {"in", "secret"})
+    assert folder.tree_hash(source) == before
+
+
 def test_export_into_its_source(sd_ort: Cli, source: Path) -> None:
     for name in toy.CONFIGS:
         (source / name / "model.onnx").unlink()
@@ -181,6 +189,28 @@ def test_a_full_disk_while_building(sd_ort: Cli, tmp_path: Path, monkeypatch: py
     script = "for i in 1 2 3 4 5; do echo line $i; done; echo 'fatal error: No space left on device' >&2; exit 1"
     fake_compilers(tmp_path / "bin", script, monkeypatch)
     assert "no space left" in check_build(sd_ort("build-ops", "--no-cpu", "--cuda", "sm_90"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_compilers_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Each compiler holds the writing end of a pipe open: it reads empty once the last of them is gone."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    fake_compilers(tmp_path / "bin", f"exec 9>{pipe}; echo started >&9; (sleep 600) & sleep 600", monkeypatch)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from sd_ort.cli import main; main()", "build-ops", "--no-cpu", "--cuda", "sm_90"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    with pipe.open() as held:
+        assert held.readline() == "started\n"
+        process.send_signal(number)
+        assert held.read() == ""
+    assert process.wait() == 130
+    assert not list((tmp_path / "cache" / "sd-ort" / "ops").iterdir())
 
 
 # --- Numbers and texts ----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 import bad_graphs
 import bad_texts
+import onnx
 import pytest
 import toy
 
@@ -80,6 +81,28 @@ def run_hostile(sd_ort: Cli, command: str, source: Path, optimized: Path, must_r
 def test_the_toy_itself_is_taken(sd_ort: Cli, source: Path, optimized: Path, command: str) -> None:
     code, _, err = sd_ort(*arguments(command, source, source.parent / "out", optimized))
     assert code == 0, err
+
+
+def test_a_timestep_without_an_axis(sd_ort: Cli, source: Path) -> None:
+    """As Optimum exports it: a whole number of shape []."""
+
+    def change(proto: onnx.ModelProto) -> None:
+        proto.graph.input[1].CopyFrom(onnx.helper.make_tensor_value_info("timestep", onnx.TensorProto.INT64, []))
+
+    bad_graphs.damage(source / "unet", change)
+    out = source.parent / "out"
+    for made, *options in ((out, "--target", "portable"), (out.with_name("half"), "--float16", "--target", "cuda")):
+        code, text, err = sd_ort("optimize", source, made, *options)
+        assert code == 0, err
+        assert ("not hoisted" in text) == (made != out)
+        assert sd_ort("verify", source, made)[0] == 0
+    for folder_ in (source, out):
+        png = source.parent / f"{folder_.name}.png"
+        code, _, err = sd_ort("generate", "a cat", "--model", folder_, "--out", png, "--steps", 2)
+        assert code == 0, err
+    code, _, err = sd_ort("optimize", source, out.with_name("x"), "--float16", "--target", "cuda", "--hoist")
+    assert code == 2
+    assert "leave out --hoist" in err
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -49,10 +49,13 @@ FIELDS: dict[tuple[str, str], list[Any]] = {
     ("text_encoder/config.json", "vocab_size"): ["x", -1, []],
     ("tokenizer/tokenizer_config.json", "model_max_length"): ["x", -1, 0, [], 10**400],
     ("tokenizer/tokenizer_config.json", "tokenizer_class"): ["x", 3, []],
-    ("sd_ort.json", "source"): ["x", 3, [1], {"folder": 3}, {"model": []}],
-    ("sd_ort.json", "files"): ["x", [1], {"unet": 3}, {"unet": {"model.onnx": {}}}, {"unet": {"model.onnx": 1}}],
-    ("sd_ort.json", "components"): ["x", [1], {"unet": 3}],
-    ("sd_ort.json", "options"): ["x", [1], {"target": 3}],
+    ("sd_ort.json", "source"): [None, "x", 3, [1], {"folder": 3}, {"model": []}],
+    ("sd_ort.json", "files"): [
+        {"unet": None}, {"unet": {"model.onnx": None}}, "x", [1], {"unet": 3}, {"unet": {"model.onnx": {}}},
+        {"unet": {"model.onnx": 1}},
+    ],
+    ("sd_ort.json", "components"): [None, {"unet": None}, "x", [1], {"unet": 3}],
+    ("sd_ort.json", "options"): [None, "x", [1], {"target": 3}],
     ("sd_ort.json", "format"): ["x", 99, None],
 }  # fmt: skip
 

@@ -1,0 +1,48 @@
+"""Mutants of foreign graphs that mean the same must be fused as often: 2000 of them by default.
+
+    python scripts/checks/mutate_exports.py [--mutants 2000] [--first 0] [NAME ...]
+
+The graphs are those of tests/graphs/foreign with at most 700 nodes (or those named), the mutations those of
+scripts/fixtures/mutations.py. A mutant whose counts differ is told with its seed; then the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "fixtures")]
+
+import foreign  # noqa: E402
+import onnx_ir as ir  # noqa: E402
+from mutations import fused, mutate  # noqa: E402
+
+SMALL = 700  # nodes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", default=foreign.NAMES)
+    parser.add_argument("--mutants", type=int, default=2000)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    options = parser.parse_args()
+    sources = {name: foreign.load(name) for name in options.names}
+    sources = {name: model for name, model in sources.items() if len(model.graph.node) <= SMALL or len(sources) < 9}
+    wanted = {name: fused(ir.from_proto(model)) for name, model in sources.items()}
+    names, wrong = list(sources), 0
+    for seed in range(options.first, options.first + options.mutants):
+        name = names[seed % len(names)]
+        mutant, done = mutate(sources[name], seed)
+        found = fused(mutant)
+        if found != wanted[name]:
+            wrong += 1
+            lost, more = wanted[name] - found, found - wanted[name]
+            print(f"{name}, seed {seed}: lost {dict(lost)}, more {dict(more)}: {'; '.join(done)}", flush=True)
+    print(f"{options.mutants} mutants of {len(names)} graphs, {wrong} fused otherwise")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What other exporters might have written is fused as often: 50 mutants (scripts/checks/mutate_exports.py: 2000)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import foreign
+import onnx
+import onnx_ir as ir
+import pytest
+from mutations import fused, mutate
+
+import fusion_passes
+
+SOURCES = {"bert-dynamo-20": range(20), "clip-text-dynamo-20": range(20, 40), "unet-ddpm-dynamo-20": range(40, 50)}
+
+
+@cache
+def _source(name: str) -> tuple[onnx.ModelProto, Counter[str]]:
+    model = foreign.load(name)
+    return model, fused(ir.from_proto(model))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_mutant_of_the_same_meaning_is_fused_as_often(name: str) -> None:
+    source, wanted = _source(name)
+    assert wanted.total() > 5
+    for seed in SOURCES[name]:
+        mutant, done = mutate(source, seed)
+        assert fused(mutant) == wanted, (seed, done)
+
+
+def _left(body: str, dtype: str = "float") -> list[str]:
+    """The operators of a graph, canonical."""
+    model = ir.from_proto(
+        onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21]>
+        g ({dtype}[N,4,6] x) => ({dtype} z)
+        <int64[3] other = {{0, 6, 4}}, int64[1] flat = {{-1}}, int64[3] back = {{-1, 4, 6}}, int64[1] axis = {{0}},
+         float zero = {{0}}, float one = {{1}}, float[2,1,1] zeros = {{0, 0}}> {{ {body} }}""")
+    )
+    fusion_passes.canonicalize(model)
+    return [node.op_type for node in model.graph]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "a = Reshape (x, flat)  b = Reshape (a, back)  z = Relu (b)",
+        "a = Unsqueeze (x, axis)  b = Squeeze (a, axis)  z = Relu (b)",
+        "a = Transpose <perm = [1, 2, 0]> (x)  b = Transpose <perm = [2, 0, 1]> (a)  z = Relu (b)",
+        "a = Cast <to = 11> (x)  b = Cast <to = 1> (a)  z = Relu (b)",
+        "a = Add (zero, x)  b = Mul (a, one)  c = Sub (b, zero)  z = Relu (c)",
+    ],
+)
+def test_round_trips_go(body: str) -> None:
+    assert _left(body) == ["Relu"]
+
+
+@pytest.mark.parametrize(
+    ("body", "stays"),
+    [
+        ("a = Reshape (x, other)  z = Relu (a)", "Reshape"),
+        ("a = Transpose <perm = [1, 2, 0]> (x)  b = Transpose <perm = [1, 2, 0]> (a)  z = Relu (b)", "Transpose"),
+        ("a = Cast <to = 10> (x)  b = Cast <to = 1> (a)  z = Relu (b)", "Cast"),
+        ("a = Sub (zero, x)  z = Relu (a)", "Sub"),
+        ("a = Div (one, x)  z = Relu (a)", "Div"),
+        ("a = Add (x, zeros)  z = Relu (a)", "Add"),
+    ],
+)
+def test_what_only_looks_like_a_round_trip_stays(body: str, stays: str) -> None:
+    assert stays in _left(body)
