@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.family.checkpoints import PresetSource
 from sd_ort.optimize.optimizer import optimize
-from sd_ort.pipeline.lora import Loras, read_adapter
+from sd_ort.pipeline.lora import LoraMethods, Loras, read_adapter
 
 Tensors = dict[str, torch.Tensor]
 SETTINGS: dict[str, Any] = {
@@ -225,3 +226,18 @@ def test_strength_on_the_command_line() -> None:
     assert lora_strength("a/b.safetensors:0.8") == ("a/b.safetensors", 0.8)
     with pytest.raises(InputError, match="no strength"):
         lora_strength("b.safetensors:much")
+
+
+def test_a_call_may_weigh_all_loras() -> None:
+    """cross_attention_kwargs={"scale": s}: weights change when s does, and not at every call."""
+    taken: list[dict[str, float]] = []
+
+    class Recorded(LoraMethods):
+        loras: Any = SimpleNamespace(weights=dict, adapters=["a", "b"])
+        models = SimpleNamespace(replace_weights=taken.append)
+
+    pipeline = Recorded()
+    pipeline.set_adapters(["a", "b"], [0.8, -0.4])
+    for scale in (1.0, 0.5, 0.5, 1.0):
+        pipeline.scale_loras(scale)
+    assert taken == [{"a": 0.8, "b": -0.4}, {"a": 0.4, "b": -0.2}, {"a": 0.8, "b": -0.4}]
