@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
+from packaging.requirements import Requirement
 
 from sd_ort.core.errors import SdOrtError
 from sd_ort.runtime import machine, tuning
 from sd_ort.runtime.library import library_path
-from sd_ort.runtime.providers import PROVIDERS, check_provider, missing_libraries
+from sd_ort.runtime.provider_records import PROVIDERS
+from sd_ort.runtime.providers import check_provider, missing_libraries
 from sd_ort.runtime.wheels import installed_wheels, runtime
 
 
@@ -29,11 +33,35 @@ def examine() -> dict[str, Any]:
         "disk_free_GB": round(shutil.disk_usage(Path.cwd()).free / 1e9, 1),
         "versions": machine.versions(),
         "wheels": installed_wheels(),
+        "clashes": clashes(),
         "providers": providers,
         "op_library": str(library) if library else None,
         "op_library_problem": op_problem,
         "tuning": examine_tuning([name for name in providers if providers[name]["ok"]], library),
     }
+
+
+def clashes(requirements: Sequence[str] | None = None) -> list[str]:
+    """What is missing here, or of another version than sd-ort was tested with: in a host's environment it may run all
+    the same, and nothing of the host's need be changed.
+
+    `requirements`: as pip writes them; None for those of the installed sd-ort, without its extras.
+    """
+    found = []
+    for line in metadata.requires("sd-ort") or () if requirements is None else requirements:
+        requirement = Requirement(line)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            found.append(
+                f"{requirement.name} is not installed: pip install '{requirement.name}{requirement.specifier}'"
+            )
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            found.append(f"{requirement.name} {version} is installed, and {requirement.specifier} was tested")
+    return found
 
 
 def examine_provider(name: str) -> dict[str, Any]:
@@ -81,6 +109,7 @@ def to_text(findings: dict[str, Any]) -> str:
         "versions    " + ", ".join(f"{name} {version}" for name, version in findings["versions"].items()),
         f"op library  {findings['op_library'] or findings['op_library_problem'] or 'none: function bodies run'}",
     ]
+    lines += [f"clash       {clash}" for clash in findings["clashes"]]
     for name, provider in findings["providers"].items():
         lines.append(f"{name:<11} {'ok' if provider['ok'] else provider['problem']}")
     for file in findings["tuning"]:

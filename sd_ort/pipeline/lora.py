@@ -176,14 +176,16 @@ class Loras:
         """Component folder -> initializer -> its numbers with the LoRAs at these strengths; those that change."""
         changed: dict[str, dict[str, np.ndarray]] = {}
         for component in self.recipes:
-            changes = self._changes(component, strengths)
-            if not changes:
-                continue
-            for part in self.parts[component]:
-                made = self._corrected(part, self.recipes[component], changes)
-                if made:
-                    changed[part] = made
+            changed |= self.corrected(component, self._changes(component, strengths))
         return changed
+
+    def corrected(self, component: str, changes: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+        """Component folder -> initializer -> its numbers, with `changes` (float32, in torch's layout, by the name that
+        the recipes have) added. Raises InputError for a change of another shape."""
+        if not changes:
+            return {}
+        made = {part: self._corrected(part, self.recipes[component], changes) for part in self.parts[component]}
+        return {part: weights for part, weights in made.items() if weights}
 
     def _sources(self, component: str) -> dict[str, str]:
         """Module with underscores -> its weight's name, of all that a component's recipes read."""

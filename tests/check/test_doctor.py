@@ -29,3 +29,12 @@ def test_doctor_without_onnxruntime(sd_ort: Cli, monkeypatch: pytest.MonkeyPatch
     code, out, _ = sd_ort("doctor")
     assert code == 3
     assert out.count("onnxruntime is not installed") == len(doctor.PROVIDERS)
+
+
+def test_what_clashes_in_an_environment_of_a_host() -> None:
+    asked = ["click>=8.1", "numpy<1", "surely-not-there>=2", "numpy<1; extra == 'dev'"]
+    too_new, missing = doctor.clashes(asked)
+    assert too_new.startswith("numpy ")
+    assert too_new.endswith("is installed, and <1 was tested")
+    assert missing == "surely-not-there is not installed: pip install 'surely-not-there>=2'"
+    assert doctor.clashes() == [], "what the tests run with was tested"

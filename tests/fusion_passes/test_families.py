@@ -30,6 +30,7 @@ from sd_ort.family import presets, signatures
 from sd_ort.family.checkpoints import PresetSource, component_signature, is_sdxl
 from sd_ort.family.modules import wrap
 from sd_ort.family.presets import PRESETS, Preset
+from sd_ort.hosts.diffusers import accelerate
 from sd_ort.optimize.optimizer import COUNTED, optimize, optimize_component
 from sd_ort.optimize.targets import PORTABLE, Target
 
@@ -295,13 +296,15 @@ def test_distilled_model_draws_what_diffusers_draws(tmp_path: Path, monkeypatch:
     optimize(tmp_path / "raw", tmp_path / "out", hoisted=True)
     arguments: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 3, "output_type": "np"}
     pipeline, reference = StableDiffusionPipeline.from_pretrained(tmp_path / "out"), torch_pipeline("lcm", True)
+    theirs = accelerate(torch_pipeline("lcm", True), tmp_path / "out", provider="cpu")
     for scale in (1.0, 6.0):
-        seed = [torch.Generator().manual_seed(3) for _ in range(2)]
-        drawn, expected = (
+        seed = [torch.Generator().manual_seed(3) for _ in range(3)]
+        drawn, accelerated, expected = (
             np.asarray(p("a cat", guidance_scale=scale, generator=g, **arguments).images)
-            for p, g in zip((pipeline, reference), seed, strict=True)
+            for p, g in zip((pipeline, theirs, reference), seed, strict=True)
         )
         assert expected.std() > 0.05
         assert np.abs(drawn - expected).max() < 1e-4
+        assert np.abs(accelerated - expected).max() < 1e-4
     with pytest.raises(InputError, match="cannot take 60 steps"):
         pipeline("a cat", **arguments | {"num_inference_steps": 60})

@@ -11,12 +11,14 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from pictures import psnr
 from PIL import Image
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.core.errors import InputError
 from sd_ort.export.exporter import export
+from sd_ort.hosts.diffusers import OrtControlNet, accelerate
 
 PROMPT = "a red circle on a blue background"
 SETTINGS: dict[str, Any] = {"prompt": PROMPT, "num_inference_steps": 4, "guidance_scale": 4.0, "output_type": "np"}
@@ -33,12 +35,6 @@ def one_thread() -> Iterator[None]:
 
 def seeds(*values: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(value) for value in values]
-
-
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    assert b.std() > 0.05, "a flat picture proves nothing"
-    return float(-10 * np.log10(np.mean((a - b) ** 2) + 1e-20))
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +184,9 @@ def test_controlnet(controlled: Path, control_reference: Any, picture: Image.Ima
     assert psnr(draw(ours, image=picture, generator=3, height=64, width=64), expected) < 50, "without effect"
     with pytest.raises(InputError, match="give a control_image"):
         draw(ours, height=64, width=64)
+    theirs = accelerate(as_kind("StableDiffusionControlNetPipeline", control_reference), controlled, provider="cpu")
+    assert type(theirs.controlnet) is OrtControlNet
+    assert psnr(draw(theirs, image=picture, generator=seeds(3)[0], **arguments), expected) > MIN_PSNR
 
 
 @pytest.mark.parametrize("guess", [False, True])
@@ -273,7 +272,7 @@ def test_generate_from_a_picture(
     common = ("generate", PROMPT, "--model", tiny_export, "--steps", 2, "--seed", 1, "--image", tmp_path / "in.png")
     out = tmp_path / "out.png"
     code, _, error = sd_ort(*common, "--mask", tmp_path / "mask.png", "--low-memory", "--out", out)
-    assert (code, Image.open(out).size) == (0, (64, 64)), error
+    assert (code, np.asarray(Image.open(out)).shape) == (0, (64, 64, 3)), error
     code, _, error = sd_ort(*common[:-2], "--strength", 0.5)
     assert (code, "give it with --image" in error) == (2, True)
     (tmp_path / "text.png").write_text("no picture")

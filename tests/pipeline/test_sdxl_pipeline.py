@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from minis import mini
+from pictures import psnr
 from PIL import Image
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.export.exporter import export
 from sd_ort.family.presets import PRESETS
+from sd_ort.hosts.diffusers import OrtTextEncoder, OrtUNet, OrtVae, accelerate
 from sd_ort.merge import merge
 from sd_ort.optimize.optimizer import optimize
 from sd_ort.pipeline.merged import MergedPipeline
@@ -33,12 +35,6 @@ MIN_PSNR = 60.0
 
 def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
     return np.asarray(pipeline(**{**SETTINGS, **arguments}).images)
-
-
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    assert b.std() > 0.05, "a flat picture proves nothing"
-    return float(-10 * np.log10(np.mean((a - b) ** 2) + 1e-20))
 
 
 def seed(value: int) -> torch.Generator:
@@ -153,3 +149,25 @@ def test_hoisted_and_merged(sdxl: Path, tmp_path: Path) -> None:
         plain, hoisted, merged = (draw(p, generator=7, negative_prompt=negative, **SIZE) for p in pipelines)
         assert psnr(hoisted, plain) > 80
         assert psnr(merged, plain) > 80
+
+
+def test_base_and_refiner_in_diffusers(sdxl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps by the base and the last by the refiner, whose UNet and text encoder are others."""
+    monkeypatch.setitem(PRESETS, "refiner-mini", mini(PRESETS["sdxl-refiner-tiny"]))
+    names = ["text_encoder_2", "unet"]
+    export(None, tmp_path / "raw", preset="refiner-mini", random_weights=True, exporter="torchscript", components=names)
+    drawn = []
+    for accelerated in (False, True):
+        base, refiner = (torch_pipeline(name, random_weights=True) for name in ("sdxl-mini", "refiner-mini"))
+        if accelerated:
+            accelerate(base, sdxl, provider="cpu")
+            accelerate(refiner, tmp_path / "raw", provider="cpu")
+            assert {type(refiner.unet), type(refiner.text_encoder_2), type(base.vae)} == {
+                OrtUNet,
+                OrtTextEncoder,
+                OrtVae,
+            }
+        told = {**SETTINGS, "num_inference_steps": 4}
+        halfway = base(**told | {"output_type": "latent"}, denoising_end=0.5, generator=seed(3), **SIZE).images
+        drawn.append(np.asarray(refiner(**told, denoising_start=0.5, image=halfway, generator=seed(3)).images))
+    assert psnr(drawn[1], drawn[0]) > MIN_PSNR

@@ -1,0 +1,119 @@
+"""The names and arguments of a WebUI that our extension relies on, looked up in its sources.
+
+    python scripts/checks/webui.py --webui CHECKOUT [--webui CHECKOUT ...]
+
+CHECKOUT is the source of AUTOMATIC1111's WebUI, its AMD fork, Forge or reForge. Nothing of it is run or imported: its
+files are parsed, and each line of the table that is not found is said. tests/hosts/test_webui.py runs the extension
+against these interfaces.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+Wanted = dict[str, dict[str, list[str] | None]]
+
+# File -> function or Class.method, or variable -> names of its arguments that must be there, in this order.
+WEBUI: Wanted = {
+    "modules/sd_unet.py": {
+        "SdUnetOption.create_unet": ["self"],
+        "SdUnet.forward": ["self", "x", "timesteps", "context"],
+        "SdUnet.activate": ["self"],
+        "SdUnet.deactivate": ["self"],
+        "current_unet": None,
+    },
+    "modules/script_callbacks.py": {"on_list_unets": ["callback"]},
+    "modules/paths.py": {"models_path": None},
+    "modules/shared.py": {"sd_model": None},
+    "extensions-builtin/Lora/networks.py": {"loaded_networks": None},
+    "extensions-builtin/Lora/network.py": {"Network.__init__": ["self", "name", "network_on_disk"]},
+}
+FORGE: Wanted = {
+    "modules_forge/__init__.py": {},
+    "modules/paths.py": {"models_path": None},
+    "modules/scripts.py": {
+        "Script.process_before_every_sampling": ["self", "p"],
+        "Script.title": ["self"],
+        "Script.show": ["self", "is_img2img"],
+        "Script.ui": ["self", "is_img2img"],
+        "AlwaysVisible": None,
+    },
+    "backend/patcher/base.py": {
+        "ModelPatcher.set_model_unet_function_wrapper": ["self", "unet_wrapper_function"],
+        "ModelPatcher.clone": ["self"],
+        "ModelPatcher.add_patches": ["self"],
+    },
+    "backend/modules/k_model.py": {
+        "KModel.apply_model": ["self", "x", "t", "c_concat", "c_crossattn", "control", "transformer_options"]
+    },
+}
+# Lines that these files must hold: what is called how.
+LINES = {
+    "webui": {"modules/sd_unet.py": ["current_unet.forward(x, timesteps, context, *args, **kwargs)"]},
+    "forge": {
+        "backend/sampling/sampling_function.py": [
+            'model_options[\'model_function_wrapper\'](model.apply_model, {"input": input_x, "timestep": timestep_'
+        ],
+        "backend/modules/k_model.py": [
+            "self.diffusion_model(xc, t, context=context, control=control, transformer_options=transformer_options"
+        ],
+        "backend/patcher/base.py": ["self.lora_patches = {}"],
+    },
+}
+
+
+def defined(tree: ast.Module) -> Iterator[tuple[str, list[str] | None]]:
+    """Functions and methods with their arguments, and variables of the module."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+        elif isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef):
+                    yield f"{node.name}.{inner.name}", [argument.arg for argument in inner.args.args]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for name in (n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)):
+                yield name.id, None
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((alias.asname or alias.name, None) for alias in node.names)
+
+
+def check(checkout: Path) -> list[str]:
+    """What our extension relies on and is not there, one a line."""
+    kind = "forge" if (checkout / "modules_forge").is_dir() else "webui"
+    missing = []
+    for name, wanted in (FORGE if kind == "forge" else WEBUI).items():
+        path = checkout / name
+        if not path.is_file():
+            if wanted:
+                missing.append(f"{name} is not there")
+            continue
+        there = dict(defined(ast.parse(path.read_text(encoding="utf-8"))))
+        for what, arguments in wanted.items():
+            if what not in there:
+                missing.append(f"{name} has no {what}")
+            elif arguments is not None and (there[what] or [])[: len(arguments)] != arguments:
+                missing.append(f"{name}: {what} takes {there[what]}, not {arguments}")
+    for name, lines in LINES[kind].items():
+        text = (checkout / name).read_text(encoding="utf-8") if (checkout / name).is_file() else ""
+        missing += [f"{name} lacks {line!r}" for line in lines if line not in text]
+    click.echo(f"{checkout}: {kind}, {'; '.join(missing) or 'all that the extension relies on is there'}")
+    return missing
+
+
+@click.command()
+@click.option("--webui", "checkouts", type=click.Path(path_type=Path, exists=True), multiple=True, required=True)
+def main(checkouts: tuple[Path, ...]) -> None:
+    """Look up in CHECKOUTs what our extension relies on."""
+    missing = [check(checkout) for checkout in checkouts]
+    sys.exit(any(missing))
+
+
+if __name__ == "__main__":
+    main()

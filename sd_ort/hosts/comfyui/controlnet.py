@@ -1,0 +1,59 @@
+"""A folder's ControlNet as ComfyUI's CONTROL_NET, for stock Apply ControlNet nodes, beside or instead of torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.controlnet
+import comfy.model_management
+import torch
+
+from sd_ort.family.signatures import levels, time_ids_split
+from sd_ort.hosts.models import HostModels
+
+
+def open_controlnet(models: HostModels) -> comfy.controlnet.ControlNet:
+    """The folder's ControlNet. Raises InputError for a folder without one."""
+    models.models.require("controlnet")
+    device = torch.device("cpu") if models.device.type == "cpu" else comfy.model_management.get_torch_device()
+    vae = models.config("vae_decoder") if "vae_decoder" in models else {"block_out_channels": [0] * 4}
+    return comfy.controlnet.ControlNet(
+        control_model=ControlModel(models),
+        compression_ratio=2 ** (levels(vae) - 1),
+        load_device=device,
+        manual_cast_dtype=None,
+    )
+
+
+class ControlModel(torch.nn.Module):
+    """What ComfyUI calls at every step. `dtype`: of its graph."""
+
+    def __init__(self, models: HostModels) -> None:
+        super().__init__()
+        self.models, self.dtype = models, models.dtype("controlnet")
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        hint: torch.Tensor,
+        timesteps: torch.Tensor,
+        context: torch.Tensor,
+        y: torch.Tensor | None = None,
+        **_: Any,
+    ) -> dict[str, list[torch.Tensor]]:
+        """Latents x (B, C, h, w), picture hint (B, 3, H, W) in 0..1, timesteps (B,), context (B, S, C) -> residuals of
+        strength 1, by where they go, outermost first."""
+        names = self.models.inputs("controlnet")
+        rank = len(self.models.models["controlnet"].inputs["timestep"].shape)
+        feed = {
+            "sample": x,
+            "timestep": timesteps.float()[:1].reshape((1,) * rank),
+            "encoder_hidden_states": context,
+            "controlnet_cond": hint.expand(len(x), -1, -1, -1) if len(hint) == 1 else hint,
+            "conditioning_scale": torch.ones(1),
+        }
+        if y is not None and "text_embeds" in names:
+            pooled = time_ids_split(self.models.config("controlnet"))[0]
+            feed |= {"text_embeds": y[:, :pooled], "time_ids": y[:, pooled:]}
+        *down, middle = (value.to(x) for value in self.models.run("controlnet", **feed).values())
+        return {"output": down, "middle": [middle]}

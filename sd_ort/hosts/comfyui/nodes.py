@@ -1,0 +1,175 @@
+"""The nodes: Load sd-ort model, Load sd-ort ControlNet, Convert checkpoint, sd-ort info."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import comfy.utils
+from comfy_api.latest import ComfyExtension, io
+
+from sd_ort.core.errors import explained
+from sd_ort.core.folder import read_manifest
+from sd_ort.hosts.comfyui import folders
+from sd_ort.hosts.models import HostModels, default_provider
+
+CATEGORY = "sd-ort"
+PROVIDERS = ["auto", "cpu", "cuda", "rocm", "migraphx"]
+log = logging.getLogger("sd_ort")
+
+
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    """ComfyUI shows an error's message in a box: one line that says what to do."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"sd-ort: {explained(error)[0]}") from error
+
+
+def _reporter(steps: int) -> folders.Report:
+    """Lines of converting, to ComfyUI's log and to the node's progress bar."""
+    bar = comfy.utils.ProgressBar(steps)
+
+    def report(line: str) -> None:
+        log.info("%s", line)
+        bar.update(1)
+
+    return report
+
+
+class LoadModel(io.ComfyNode):
+    """A pipeline folder, or a checkpoint that is converted once, as MODEL, CLIP and VAE."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SdOrtLoadModel",
+            display_name="Load sd-ort model",
+            category=CATEGORY,
+            description="Stable Diffusion on ONNX Runtime's fused graphs, for stock samplers, prompts and VAE nodes.",
+            inputs=[
+                io.Combo.Input(
+                    "model",
+                    options=[*folders.converted(), *folders.checkpoints()],
+                    tooltip="A folder of models/sd_ort, or a checkpoint, which is converted the first time (minutes).",
+                ),
+                io.Combo.Input("provider", options=PROVIDERS, default="auto", tooltip="auto: the installed wheel's."),
+            ],
+            outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: str, provider: str) -> io.NodeOutput:
+        from sd_ort.hosts.comfyui.clip import open_clip
+        from sd_ort.hosts.comfyui.model import open_model
+        from sd_ort.hosts.comfyui.vae import open_vae
+
+        with in_one_line():
+            chosen = default_provider() if provider == "auto" else provider
+            folder = folders.folder_of(model, chosen, _reporter(12))
+            # Each opens the folder for itself: LoRAs of one reopen no session of another.
+            return io.NodeOutput(*(made(HostModels(folder, chosen)) for made in (open_model, open_clip, open_vae)))
+
+
+class LoadControlNet(io.ComfyNode):
+    """The ControlNet that a pipeline folder was exported with."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SdOrtLoadControlNet",
+            display_name="Load sd-ort ControlNet",
+            category=CATEGORY,
+            inputs=[
+                io.Combo.Input("model", options=folders.converted()),
+                io.Combo.Input("provider", options=PROVIDERS, default="auto"),
+            ],
+            outputs=[io.ControlNet.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: str, provider: str) -> io.NodeOutput:
+        from sd_ort.hosts.comfyui.controlnet import open_controlnet
+
+        with in_one_line():
+            chosen = default_provider() if provider == "auto" else provider
+            return io.NodeOutput(open_controlnet(HostModels(folders.folder_of(model, chosen, _reporter(12)), chosen)))
+
+
+class Convert(io.ComfyNode):
+    """A checkpoint of models/checkpoints as a pipeline folder of models/sd_ort."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SdOrtConvert",
+            display_name="Convert checkpoint (sd-ort)",
+            category=CATEGORY,
+            is_output_node=True,
+            inputs=[
+                io.Combo.Input("checkpoint", options=folders.checkpoints()),
+                io.String.Input("name", default="my-model", tooltip="The folder it becomes in models/sd_ort."),
+                io.Combo.Input("target", options=[*PROVIDERS, "portable"], default="auto"),
+                io.Boolean.Input("float16", default=True),
+            ],
+            outputs=[io.String.Output(display_name="folder")],
+        )
+
+    @classmethod
+    def execute(cls, checkpoint: str, name: str, target: str, float16: bool) -> io.NodeOutput:
+        with in_one_line():
+            made = folders.convert(checkpoint, name, target, float16, _reporter(12))
+        return io.NodeOutput(str(made))
+
+
+class Info(io.ComfyNode):
+    """What a model of ours is made of, and how fast it was."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SdOrtInfo",
+            display_name="sd-ort info",
+            category=CATEGORY,
+            inputs=[io.Model.Input("model"), io.Latent.Input("after", optional=True, tooltip="Wait for a sampler.")],
+            outputs=[io.String.Output(display_name="info")],
+        )
+
+    @classmethod
+    def execute(cls, model: Any, after: Any = None) -> io.NodeOutput:
+        with in_one_line():
+            return io.NodeOutput(described(model))
+
+
+def described(model: Any) -> str:
+    """Fused nodes, provider, memory and ms a step of a MODEL of ours, one a line; or that it is none."""
+    inner: Any = getattr(model.model, "diffusion_model", None)
+    models = getattr(inner, "models", None)
+    if not isinstance(models, HostModels):
+        return "this MODEL is not sd-ort's"
+    manifest = read_manifest(models.folder)
+    counts = manifest.get("components", {}).get("unet", {}).get("counts", {})
+    fused = ", ".join(f"{count} {op}" for op, count in counts.items())
+    size = sum(path.stat().st_size for path in (models.folder / "unet").iterdir()) / 1e6
+    steps = inner.called.seconds
+    return "\n".join(
+        [
+            f"folder: {models.folder}",
+            f"provider: {models.provider}, tensors on {models.device}, {models.dtype('unet')}",
+            f"fused in the UNet: {fused or 'nothing: the folder was not optimized'}",
+            f"UNet on disk: {size:.0f} MB",
+            f"step: {1e3 * sorted(steps)[len(steps) // 2]:.1f} ms (median of {len(steps)})"
+            if steps
+            else "step: none yet",
+        ]
+    )
+
+
+class SdOrtExtension(ComfyExtension):
+    """What ComfyUI asks for its nodes."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return [LoadModel, LoadControlNet, Convert, Info]

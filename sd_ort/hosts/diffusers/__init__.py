@@ -1,0 +1,14 @@
+"""diffusers' pipelines on fused graphs: `accelerate(pipe)`, or a folder whose model_index.json names these classes."""
+
+from __future__ import annotations
+
+from diffusers import ModelMixin
+
+from sd_ort.hosts.diffusers.accelerate import accelerate
+from sd_ort.hosts.diffusers.components import OrtControlNet, OrtTextEncoder, OrtUNet, OrtVae
+from sd_ort.hosts.diffusers.install import install, uninstall
+
+# diffusers looks for ModelMixin in the module that a model_index.json names, to know how its classes are loaded.
+__all__ = [
+    "ModelMixin", "OrtControlNet", "OrtTextEncoder", "OrtUNet", "OrtVae", "accelerate", "install", "uninstall",
+]  # fmt: skip

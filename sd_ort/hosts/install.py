@@ -1,0 +1,66 @@
+"""A small folder of ours inside a host: written, replaced and removed, and nothing of anyone else's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from sd_ort.core.errors import InputError, OutputError
+from sd_ort.core.files import read_json, write_bytes
+
+MARKER = "sd_ort_installed.json"
+
+
+def install_folder(target: Path, files: Mapping[str, bytes]) -> list[Path]:
+    """Write `files` (path inside the folder -> content) to the folder `target`; what an older version of ours had there
+    and this one has not goes. Returns their paths.
+
+    Raises OutputError for a folder that is there and was not written by this function, or a file in it that was not.
+    """
+    ours = _ours(target)
+    if target.exists() and not ours:
+        raise OutputError(f"{target} exists and is not sd-ort's: move it away, or rename it.")
+    if foreign := [name for name in files if (target / name).exists() and name not in ours]:
+        raise OutputError(f"{target / foreign[0]} was not written by sd-ort: move it away.")
+    for name in ours - set(files) - {MARKER}:
+        (target / name).unlink(missing_ok=True)
+    content = {**files, MARKER: (json.dumps({"files": sorted([*files, MARKER])}, indent=1) + "\n").encode()}
+    for name, data in content.items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(target / name, data, overwrite=True)
+    return [target / name for name in files]
+
+
+def uninstall_folder(target: Path) -> None:
+    """Remove what `install_folder` wrote, and the folder if nothing else is in it.
+
+    Raises InputError where it wrote nothing.
+    """
+    ours = _ours(target)
+    if not ours:
+        raise InputError(f"{target} was not written by sd-ort: nothing to uninstall.")
+    for name in ours:
+        (target / name).unlink(missing_ok=True)
+    for folder in (*sorted((p for p in target.rglob("*") if p.is_dir()), reverse=True), target):
+        if folder.name == "__pycache__":
+            for compiled in folder.glob("*.pyc"):
+                compiled.unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _ours(target: Path) -> set[str]:
+    """Names that the marker lists, none of which leads out of the folder."""
+    path = target / MARKER
+    if not path.is_file():
+        return set()
+    names = read_json(path).get("files")
+    if not isinstance(names, list) or not all(isinstance(n, str) and _inside(n) for n in names):
+        raise InputError(f"{path} is damaged: remove {target} yourself.")
+    return set(names)
+
+
+def _inside(name: str) -> bool:
+    path = Path(name)
+    return not path.is_absolute() and ".." not in path.parts

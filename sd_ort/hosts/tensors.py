@@ -1,0 +1,132 @@
+"""ONNX Runtime on torch's memory: inputs and outputs are bound where they lie, and streams wait for each other.
+
+A run reads what torch's current stream has written by then, and what torch does next follows the run; nobody waits on
+the host. A captured graph reads and writes fixed tensors: what lies elsewhere is copied into them, on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from sd_ort.core.errors import SdOrtError, first_line
+from sd_ort.runtime.captured import UNCAPTURED, GraphModel, _options
+from sd_ort.runtime.session import DTYPES, Model
+
+Tensors = dict[str, torch.Tensor]
+
+
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """NumPy's dtype as torch's."""
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+class Bound:
+    """A session's run over torch tensors of one set of shapes, captured as graph `number` or not.
+
+    `inputs`, `outputs`: contiguous tensors by name, of the graph's dtypes, on one device.
+    """
+
+    def __init__(self, session: Any, inputs: Tensors, outputs: Tensors, number: int = UNCAPTURED) -> None:
+        self.session, self.inputs, self.outputs, self.number = session, inputs, outputs, number
+        self.binding = session.io_binding()
+        for name, tensor in inputs.items():
+            self.binding.bind_input(name, *_memory(tensor))
+        for name, tensor in outputs.items():
+            self.binding.bind_output(name, *_memory(tensor))
+        self.options = _options(number, wait=False)
+
+    def run(self) -> None:
+        """Queue the run on the session's stream. Raises SdOrtError when ONNX Runtime fails."""
+        try:
+            self.session.run_with_iobinding(self.binding, self.options)
+        except Exception as error:  # pybind's exceptions share no base class but Exception
+            raise _failed(self.inputs, error) from error
+
+
+class TensorModel:
+    """One component as a function of torch tensors on a device that torch and ONNX Runtime share.
+
+    Made from a session on the stream `stream` (its handle; None on a CPU, whose runs are waited for). A `GraphModel`
+    is captured once for a set of shapes, of which at most `GraphModel.SHAPES` are kept.
+    """
+
+    def __init__(self, model: Model, device: torch.device, stream: int | None = None) -> None:
+        self.model, self.device = model, device
+        self.stream = None if stream is None else torch.cuda.ExternalStream(stream, device=device)
+        self.shapes: dict[Any, dict[str, tuple[int, ...]]] = {}
+        self.captured: dict[Any, Bound] = {}
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """Outputs by name, the caller's own, for one tensor an input. Raises SdOrtError when ONNX Runtime fails."""
+        given = {
+            name: tensor.to(self.device, torch_dtype(self.model.dtype(name))).contiguous()
+            for name, tensor in tensors.items()
+        }
+        key = tuple((name, tuple(tensor.shape)) for name, tensor in sorted(given.items()))
+        with self.model.lock:
+            if key not in self.shapes:
+                self.shapes[key] = self._learn(given)
+            if isinstance(self.model, GraphModel):
+                return self._replay(self.model, key, given)
+            outputs = self._empty(key)
+            bound = Bound(self.model.session, given, outputs)
+            self._queued(bound)
+            return outputs
+
+    def _replay(self, model: GraphModel, key: Any, given: Tensors) -> Tensors:
+        """By the graph of these shapes, whose tensors are fixed: inputs are copied in and outputs out."""
+        bound = self.captured.pop(key, None)
+        if bound is None:
+            if len(self.captured) == model.SHAPES:
+                oldest = self.captured.pop(next(iter(self.captured)))
+                if oldest.number != UNCAPTURED and hasattr(model.session, "release_captured_graph"):
+                    model.session.release_captured_graph(oldest.number)
+            bound = Bound(model.session, {n: t.clone() for n, t in given.items()}, self._empty(key), model.number())
+            self._queued(bound)  # captures
+        self.captured[key] = bound
+        for name, tensor in given.items():
+            bound.inputs[name].copy_(tensor)
+        self._queued(bound)
+        return {name: tensor.clone() for name, tensor in bound.outputs.items()}
+
+    def _queued(self, bound: Bound) -> None:
+        if self.stream is None:
+            bound.run()
+            return
+        torchs = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(torchs)
+        bound.run()
+        torchs.wait_stream(self.stream)
+
+    def _empty(self, key: Any) -> Tensors:
+        return {
+            output.name: torch.empty(self.shapes[key][output.name], dtype=torch_dtype(DTYPES[output.type]),
+                                     device=self.device)
+            for output in self.model.session.get_outputs()
+        }  # fmt: skip
+
+    def _learn(self, given: Tensors) -> dict[str, tuple[int, ...]]:
+        """Shapes of the outputs for these inputs, by a run whose outputs ONNX Runtime allocates."""
+        bound = Bound(self.model.session, given, {})
+        for name in self.model.outputs:
+            bound.binding.bind_output(name, self.device.type)
+        self._queued(bound)
+        return {
+            name: tuple(value.shape())
+            for name, value in zip(self.model.outputs, bound.binding.get_outputs(), strict=True)
+        }
+
+
+def _memory(tensor: torch.Tensor) -> tuple[str, int, Any, list[int], int]:
+    """What `IOBinding.bind_input` and `bind_output` take behind the name."""
+    dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+    return tensor.device.type, tensor.device.index or 0, dtype, list(tensor.shape), tensor.data_ptr()
+
+
+def _failed(inputs: Tensors, error: Exception) -> SdOrtError:
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
+    return SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}")

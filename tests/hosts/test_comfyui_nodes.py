@@ -1,0 +1,155 @@
+"""ComfyUI's nodes against its interfaces as recorded (V3, 0.33.0); scripts/checks/comfyui.py runs the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sd_ort.core.errors import InputError
+from sd_ort.hosts.comfyui import comfy_entrypoint
+from sd_ort.hosts.installers import HERE
+from sd_ort.hosts.models import HostModels
+
+
+def module(name: str, **content: Any) -> types.ModuleType:
+    made = types.ModuleType(name)
+    made.__dict__.update(content)
+    return made
+
+
+class Kind:
+    """io.Combo, io.Model, ...: makers of inputs and outputs."""
+
+    def __init__(self, name: str) -> None:
+        self.Input = lambda id, **told: types.SimpleNamespace(kind=name, id=id, **told)
+        self.Output = lambda display_name=None: types.SimpleNamespace(kind=name)
+
+
+class Base:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+
+KINDS = {name: Kind(name) for name in ("Combo", "String", "Boolean", "Model", "Clip", "Vae", "Latent", "ControlNet")}
+
+
+@pytest.fixture
+def comfy(tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Modules that the nodes import; returns ComfyUI's models folder, which has one folder of ours."""
+    paths = {"checkpoints": ([], set())}
+    folder_paths = module(
+        "folder_paths",
+        models_dir=str(tmp_path),
+        folder_names_and_paths=paths,
+        add_model_folder_path=lambda kind, path: paths.update({kind: ([path], set())}),
+        get_folder_paths=lambda kind: paths[kind][0],
+        get_filename_list=lambda kind: ["a.safetensors", "b.ckpt"],
+        get_full_path=lambda kind, name: None,
+    )
+    io = types.SimpleNamespace(
+        ComfyNode=object,
+        Schema=lambda **told: types.SimpleNamespace(**told),
+        NodeOutput=lambda *made: types.SimpleNamespace(result=made),
+        **KINDS,
+    )
+    utils = module("comfy.utils", ProgressBar=lambda total: types.SimpleNamespace(update=lambda by: None))
+    modules = {
+        "folder_paths": folder_paths,
+        "comfy": module("comfy", utils=utils),
+        "comfy.utils": utils,
+        "comfy_api": module("comfy_api"),
+        "comfy_api.latest": module("comfy_api.latest", ComfyExtension=Base, io=io),
+        "comfy.model_base": module("comfy.model_base", SDXL=Base, SDXLRefiner=Base, BaseModel=Base),
+        "comfy.model_management": module("comfy.model_management"),
+        "comfy.supported_models": module("comfy.supported_models"),
+        "comfy.sd": module("comfy.sd", CLIP=Base, VAE=Base),
+        "comfy.sd1_clip": module("comfy.sd1_clip", SDClipModel=Base),
+        "comfy.sdxl_clip": module("comfy.sdxl_clip", SDXLClipModel=Base, SDXLTokenizer=Base),
+        "comfy.controlnet": module("comfy.controlnet", ControlNet=Base),
+        "comfy.model_patcher": module("comfy.model_patcher", ModelPatcher=Base),
+        "comfy.lora": module("comfy.lora"),
+        "comfy.weight_adapter": module("comfy.weight_adapter"),
+        "comfy.patcher_extension": module("comfy.patcher_extension", CallbacksMP=Base),
+    }
+    for name, content in modules.items():
+        monkeypatch.setitem(sys.modules, name, content)
+        if name.startswith("comfy."):
+            setattr(modules["comfy"], name.removeprefix("comfy."), content)
+    (tmp_path / "sd_ort").mkdir()
+    (tmp_path / "sd_ort" / "tiny").symlink_to(tiny_export, target_is_directory=True)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("sd_ort.hosts.comfyui.")]:
+        del sys.modules[name]  # they hold what was monkeypatched
+
+
+def test_nodes_and_workflows(comfy: Path) -> None:
+    """What the workflows give our nodes is what their schemas take, in that order."""
+    extension = asyncio.run(comfy_entrypoint())
+    schemas = {node.define_schema().node_id: node.define_schema() for node in asyncio.run(extension.get_node_list())}
+    assert schemas["SdOrtLoadModel"].inputs[0].options == ["tiny", "a.safetensors"]
+    assert [output.kind for output in schemas["SdOrtLoadModel"].outputs] == ["Model", "Clip", "Vae"]
+    seen = set()
+    for path in (HERE / "comfyui" / "workflows").glob("*.json"):
+        for node in json.loads(path.read_text())["nodes"]:
+            if schema := schemas.get(node["type"]):
+                seen.add(node["type"])
+                assert [given["name"] for given in node["inputs"]] == [given.id for given in schema.inputs]
+                assert [output["type"] for output in node["outputs"]] == [
+                    {"ControlNet": "CONTROL_NET"}.get(output.kind, output.kind.upper()) for output in schema.outputs
+                ]
+    assert seen == {"SdOrtLoadModel", "SdOrtLoadControlNet"}
+
+
+def test_errors_reach_the_box_in_one_line(comfy: Path) -> None:
+    nodes = importlib.import_module("sd_ort.hosts.comfyui.nodes")
+    for call, message in (
+        (lambda: nodes.Convert.execute("a.safetensors", "../up", "auto", True), "no name of a folder"),
+        (lambda: nodes.Convert.execute("a.safetensors", "new", "auto", True), "neither in models/checkpoints nor"),
+        (lambda: nodes.LoadModel.execute("tiny", "rocm"), "rocm"),
+        (lambda: nodes.LoadControlNet.execute("tiny", "cpu"), "has no controlnet"),
+    ):
+        with pytest.raises(RuntimeError, match=message) as caught:
+            call()
+        assert str(caught.value).startswith("sd-ort: ")
+        assert "\n" not in str(caught.value)
+    theirs = types.SimpleNamespace(model=types.SimpleNamespace(diffusion_model=torch.nn.Identity()))
+    assert nodes.Info.execute(theirs).result == ("this MODEL is not sd-ort's",)
+
+
+def test_diffusion_model(comfy: Path, tiny_export: Path) -> None:
+    """Called as ComfyUI calls it: the folder's UNet answers, what it cannot do is refused, LoRAs find weights."""
+    model = importlib.import_module("sd_ort.hosts.comfyui.model")
+    models = HostModels(tiny_export, "cpu")
+    name = "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.weight"
+    ours = model.DiffusionModel(models, {name: "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"})
+    wrapped = torch.nn.ModuleDict({"diffusion_model": ours})
+    (key,) = wrapped.state_dict()
+    width = models.unet_config["cross_attention_dim"]
+    assert ours.names == {key: name}
+    assert tuple(wrapped.state_dict()[key].shape)[1] == width
+    generator = torch.Generator().manual_seed(0)
+    x, context = torch.randn(2, 4, 8, 8, generator=generator), torch.randn(2, 77, width, generator=generator)
+    times = torch.full((2,), 7.0)
+    options = {"uuids": ["u", "v"], "cond_or_uncond": [0, 1], "patches": {}}
+    feed = {"sample": x, "timestep": times[:1], "encoder_hidden_states": context}
+    with torch.inference_mode():
+        drawn = ours(x, times, context=context, control=None, transformer_options=options)
+    assert torch.equal(drawn, models.run("unet", **feed)["out_sample"])
+    nodes = importlib.import_module("sd_ort.hosts.comfyui.nodes")
+    patcher = types.SimpleNamespace(model=types.SimpleNamespace(diffusion_model=ours))
+    assert "median of 1" in nodes.Info.execute(patcher).result[0]
+    for more, message in (
+        ({"transformer_options": {"patches": {"output_block_patch": []}}}, r"layers \(output_block_patch\)"),
+        ({"control": {"input": [x], "output": [], "middle": []}}, "T2I-Adapters"),
+        ({"control": {"output": [x] * 12, "middle": [x]}}, "takes no ControlNet"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ours(x, times, context=context, **more)

@@ -1,0 +1,229 @@
+"""The WebUIs' extension against their interfaces as recorded: names and arguments that `scripts/checks/webui.py` finds
+in checkouts of AUTOMATIC1111's AMD fork and of Forge."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sd_ort.core.errors import InputError
+from sd_ort.core.folder import MANIFEST
+from sd_ort.hosts.models import HostModels
+from sd_ort.hosts.webui import extension
+from sd_ort.hosts.webui.unet import WebUNet, numbers_of
+
+
+def module(name: str, **content: Any) -> types.ModuleType:
+    made = types.ModuleType(name)
+    made.__dict__.update(content)
+    return made
+
+
+class SdUnetOption:
+    model_name = None
+    label = None
+
+
+class SdUnet(torch.nn.Module):
+    def activate(self) -> None: ...
+
+    def deactivate(self) -> None: ...
+
+
+class TheirUNet(torch.nn.Module):
+    """The host's own."""
+
+    def forward(self, x: torch.Tensor, timesteps: Any, context: Any, **_: Any) -> torch.Tensor:
+        return torch.full_like(x, 42.0)
+
+
+class KModel(torch.nn.Module):
+    """Forge's, as far as it calls `diffusion_model`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.diffusion_model = TheirUNet()
+
+    def apply_model(
+        self, x: Any, t: Any, c_crossattn: Any, control: Any = None, transformer_options: Any = None
+    ) -> Any:
+        options = transformer_options or {}
+        return self.diffusion_model(x, t, context=c_crossattn, control=control, transformer_options=options)
+
+
+class Patcher:
+    """Forge's UnetPatcher, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.model, self.lora_patches, self.wrapper = KModel(), dict[Any, Any](), None
+
+    def clone(self) -> Patcher:
+        made = Patcher()
+        made.model, made.lora_patches = self.model, dict(self.lora_patches)
+        return made
+
+    def set_model_unet_function_wrapper(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+
+
+@pytest.fixture
+def root(tiny_export: Path, tmp_path: Path) -> Path:
+    """A host's models folder with one of ours, and a folder that is none."""
+    (tmp_path / "sd_ort" / "other").mkdir(parents=True)
+    (tmp_path / "sd_ort" / "tiny").symlink_to(tiny_export, target_is_directory=True)
+    assert (tmp_path / "sd_ort" / "tiny" / MANIFEST).is_file()
+    return tmp_path
+
+
+@pytest.fixture
+def webui(root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Modules of a WebUI: `callbacks` are what was given to on_list_unets."""
+    callbacks: list[Any] = []
+    model = types.SimpleNamespace(model=types.SimpleNamespace(diffusion_model=TheirUNet()))
+    networks = module("networks", loaded_networks=[])
+    networks.__spec__ = types.SimpleNamespace(name="networks")  # type: ignore[assignment]
+    made = {
+        "modules": module("modules"),
+        "modules.paths": module("modules.paths", models_path=str(root)),
+        "modules.script_callbacks": module("modules.script_callbacks", on_list_unets=callbacks.append),
+        "modules.sd_unet": module("modules.sd_unet", SdUnetOption=SdUnetOption, SdUnet=SdUnet, current_unet=None),
+        "modules.shared": module("modules.shared", sd_model=model),
+        "networks": networks,
+    }
+    for name, content in made.items():
+        monkeypatch.setitem(sys.modules, name, content)
+    return types.SimpleNamespace(
+        callbacks=callbacks, **{name.split(".")[-1]: content for name, content in made.items()}
+    )
+
+
+@pytest.fixture(scope="module")
+def given(tiny_export: Path) -> dict[str, torch.Tensor]:
+    """What a host calls a UNet with, and what the folder's says to it."""
+    models = HostModels(tiny_export, "cpu")
+    generator = torch.Generator().manual_seed(0)
+    width = models.unet_config["cross_attention_dim"]
+    made = {
+        "x": torch.randn(2, 4, 8, 8, generator=generator),
+        "context": torch.randn(2, 77, width, generator=generator),
+    }
+    feed = {"sample": made["x"], "timestep": torch.full((1,), 7.0), "encoder_hidden_states": made["context"]}
+    return {**made, "timesteps": torch.full((2,), 7.0), "expected": models.run("unet", **feed)["out_sample"]}
+
+
+def test_webui(webui: Any, given: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]) -> None:
+    """A choice a folder; its UNet draws; what it cannot is drawn by the host's, and said."""
+    assert extension.host() == "webui"
+    assert extension.hook() is None
+    unets: list[Any] = []
+    webui.callbacks[0](unets)
+    assert [(option.label, option.model_name) for option in unets] == [("[sd-ort] tiny", "tiny")]
+    unet = webui.sd_unet.current_unet = unets[0].create_unet()
+    assert isinstance(unet, SdUnet)
+    unet.activate()
+    x, timesteps, context = (given[name] for name in ("x", "timesteps", "context"))
+    assert torch.equal(unet.forward(x, timesteps, context), given["expected"])
+    assert not capsys.readouterr().out
+    theirs = unet.forward(x, timesteps, context, y=torch.zeros(2, 5))
+    assert torch.equal(theirs, torch.full_like(x, 42.0))
+    assert webui.sd_unet.current_unet is unet
+    said = capsys.readouterr().out
+    assert said.startswith("sd-ort: the checkpoint is an SDXL one")
+    assert said.count("\n") == 1
+    unet.deactivate()
+    assert torch.equal(unet.forward(x, timesteps, context), torch.full_like(x, 42.0))
+
+
+@pytest.fixture
+def lora(tmp_path: Path, given: dict[str, torch.Tensor]) -> Path:
+    name = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k"
+    width = given["context"].shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"{name}.lora_down.weight": torch.randn(2, width, generator=generator),
+        f"{name}.lora_up.weight": torch.randn(32, 2, generator=generator),
+    }
+    save_file(tensors, tmp_path / "lora.safetensors")
+    return tmp_path / "lora.safetensors"
+
+
+def test_webui_loras(webui: Any, given: dict[str, torch.Tensor], lora: Path) -> None:
+    """Those that the prompt's tags have loaded, at their strengths; taken off again."""
+    unet = extension.webui_unet(extension.models_root() / "tiny")
+    unet.activate()
+    call = [given[name] for name in ("x", "timesteps", "context")]
+    net = types.SimpleNamespace(network_on_disk=types.SimpleNamespace(filename=str(lora)), unet_multiplier=0.8)
+    webui.networks.loaded_networks.append(net)
+    drawn = unet.forward(*call)
+    assert not torch.allclose(drawn, given["expected"], atol=1e-4)
+    webui.networks.loaded_networks.clear()
+    assert torch.equal(unet.forward(*call), given["expected"])
+
+
+def test_forge(
+    webui: Any, given: dict[str, torch.Tensor], lora: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The wrapper stands in while the checkbox is on; control and patches that do not fit fall back."""
+    widget = lambda **told: types.SimpleNamespace(**told)  # noqa: E731
+
+    class Accordion:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: Any) -> None: ...
+
+    class Script: ...
+
+    forge = module("modules_forge")
+    forge.__spec__ = types.SimpleNamespace(name="modules_forge")  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "modules_forge", forge)
+    monkeypatch.setitem(sys.modules, "gradio", module("gradio", Accordion=Accordion, Checkbox=widget, Dropdown=widget))
+    monkeypatch.setitem(sys.modules, "modules.scripts", module("scripts", Script=Script, AlwaysVisible=object()))
+    script = extension.hook()()  # type: ignore[misc]
+    assert isinstance(script, Script)
+    enabled, folder = script.ui(False)
+    assert (enabled.value, folder.choices) == (False, ["tiny"])
+    patcher = Patcher()
+    p = types.SimpleNamespace(sd_model=types.SimpleNamespace(forge_objects=types.SimpleNamespace(unet=patcher)))
+    script.process_before_every_sampling(p, False, "tiny")
+    assert p.sd_model.forge_objects.unet is patcher
+    patcher.lora_patches[(str(lora), 0.8, 1.0, False)] = {}
+    for expect_lora in (True, False):
+        p.sd_model.forge_objects.unet = patcher
+        script.process_before_every_sampling(p, True, "tiny", x=None, noise=None)
+        unet = p.sd_model.forge_objects.unet
+        call = {"input": given["x"], "timestep": given["timesteps"], "c": {"c_crossattn": given["context"]}}
+        drawn = unet.wrapper(unet.model.apply_model, call)
+        assert torch.equal(drawn, given["expected"]) != expect_lora
+        patcher.lora_patches.clear()
+    assert isinstance(patcher.model.diffusion_model, TheirUNet)
+    call["c"]["transformer_options"] = {"patches_replace": {"attn2": {}}}
+    assert torch.equal(unet.wrapper(unet.model.apply_model, call), torch.full_like(given["x"], 42.0))
+    assert "changes the UNet's layers (attn2)" in capsys.readouterr().out
+    script.process_before_every_sampling(p, True, "not there")
+    assert "sd-ort: " in capsys.readouterr().out
+
+
+def test_sizes_are_read_back() -> None:
+    """SDXL's embeddings as sgm and ComfyUI compute them, in half precision."""
+    numbers = torch.tensor([[1024.0, 832, 0, 16, 1531, 4096], [16_000, 1, 999, 2, 3, 512]])
+    frequencies = torch.exp(-torch.arange(128) / 128 * torch.log(torch.tensor(10_000.0)))
+    angles = numbers[..., None] * frequencies
+    embedded = torch.cat([angles.cos(), angles.sin()], -1).reshape(2, -1)
+    for dtype in (torch.float32, torch.float16):
+        assert torch.equal(numbers_of(embedded.to(dtype).float(), 6, 256), numbers)
+    with pytest.raises(InputError, match="could not be read"):
+        numbers_of(torch.randn(2, 6 * 256), 6, 256)
+
+
+def test_a_folder_of_another_family(tiny_export: Path, given: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(InputError, match="prompts have 5 channels"):
+        WebUNet(tiny_export, "cpu")(given["x"], given["timesteps"], given["context"][..., :5])
