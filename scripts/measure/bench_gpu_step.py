@@ -173,8 +173,8 @@ def ort_engine(
     print(f"  optimized in {time.perf_counter() - started:.1f} s: {made['counts']}", flush=True)
     started = time.perf_counter()
     library = library_path()
-    if library is None:
-        raise SystemExit("build the op library first: sd-ort build-ops --cuda sm_90")
+    if library is None or not (library.parent / CUDA_LIBRARY).is_file():
+        raise SdOrtError("build the op library first: sd-ort build-ops --cuda sm_90")
     ctypes.CDLL(str(library.parent / CUDA_LIBRARY)).sd_ort_enable_tuning(int(variant.tune))
     return session_engine(label, "cuda", path, hoisted, inputs, shape, started)
 

@@ -161,7 +161,6 @@ def command(
     except KeyboardInterrupt:
         click.echo(f"\nsd-ort: interrupted; what was measured is in {out / f'{kind}.json'}.", err=True)
         ctx.exit(130)
-    click.echo(text)
-    click.echo(f"{out / f'{kind}.json'}  {report.write(out)}")
+    click.echo(f"{text}\n{out / f'{kind}.json'}  {report.write(out)}")
     if all(row["status"] == "failed" for row in result["engines"]):
         ctx.exit(1)

@@ -90,7 +90,6 @@ OURS = {each.ep: each for each in PROVIDERS.values() if each.vendor} | {
 
 # The provider that each wheel is installed for, by name; None for one that sd-ort does not drive. All of them install
 # the same package `onnxruntime` and overwrite each other's files.
-WHEELS: dict[str, str | None] = {each.wheel: name for name, each in PROVIDERS.items() if each.wheel} | {
-    "onnxruntime-directml": None,
-    "onnxruntime-openvino": None,
+WHEELS: dict[str, str | None] = {"onnxruntime-directml": None, "onnxruntime-openvino": None} | {
+    each.wheel: name for name, each in PROVIDERS.items() if each.wheel
 }
