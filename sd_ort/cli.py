@@ -5,16 +5,15 @@ from __future__ import annotations
 import importlib
 import io
 import os
-import signal
 import sys
 import threading
 import traceback
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
 from sd_ort.core.errors import explained
-from sd_ort.core.interrupts import INTERRUPTED, STOPPABLE
+from sd_ort.core.interrupts import INTERRUPTED, STOPPABLE, begin_command
 
 # Subcommand -> one line of help. Each lives in sd_ort/commands/<name>.py as `command`.
 COMMANDS = {
@@ -58,13 +57,9 @@ def cli() -> None:
     """Make Stable Diffusion fast through ONNX Runtime."""
 
 
-def _terminate(signum: int, frame: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def main() -> None:
     """Entry point: every error becomes one line on stderr and an exit code; Ctrl-C and SIGTERM exit with 130."""
-    signal.signal(signal.SIGTERM, _terminate)
+    begin_command()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be text

@@ -12,6 +12,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from pictures import psnr
 
 from sd_ort import StableDiffusionPipeline
 from sd_ort.check.explain import explain
@@ -42,12 +43,6 @@ SETTINGS: dict[str, Any] = {
 
 def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
     return np.asarray(pipeline(**{**SETTINGS, **arguments}).images)
-
-
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    assert b.std() > 0.05, "a flat picture proves nothing"
-    return float(-10 * np.log10(np.mean((a - b) ** 2) + 1e-20))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np, onnx, onnxruntime
 from onnx import TensorProto, helper
 from sd_ort.core.errors import SdOrtError
-from sd_ort.runtime import providers, session, wheels
+from sd_ort.runtime import provider_records, providers, session, wheels
 
 path = Path(sys.argv[1]) / "unet" / "model.onnx"
 path.parent.mkdir(parents=True)
@@ -45,7 +45,7 @@ try:
 except SdOrtError as error:
     found |= {"ok": False, "error": str(error), "exit_code": error.exit_code, "kind": type(error).__name__}
 found["missing_libraries"] = providers.missing_libraries(name)
-raw = onnxruntime.InferenceSession(str(path), providers=[providers.PROVIDERS[name].ep, "CPUExecutionProvider"])
+raw = onnxruntime.InferenceSession(str(path), providers=[provider_records.PROVIDERS[name].ep, "CPUExecutionProvider"])
 found["onnxruntime_alone_uses"] = raw.get_providers()
 print(json.dumps(found))
 """
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "provider_wheels.json")
     out = parser.parse_args().out
     sys.path.insert(0, str(ROOT))
-    from sd_ort.runtime.providers import PROVIDERS
+    from sd_ort.runtime.provider_records import PROVIDERS
 
     results = {extra: check(extra) for extra in ("rocm", "migraphx")}
     verdicts = {extra: is_right(found, PROVIDERS[extra].ep) for extra, found in results.items()}

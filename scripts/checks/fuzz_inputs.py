@@ -21,7 +21,7 @@ from typing import Any
 import onnx
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from sd_ort.check.explain import explain
@@ -122,7 +122,13 @@ def main() -> None:
     while time.monotonic() < end:  # a round is always whole: Hypothesis replays what it draws
 
         @seed(rounds)
-        @settings(max_examples=ROUND, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @settings(
+            max_examples=ROUND,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.generate, Phase.shrink),  # explaining takes minutes
+        )
         @given(st.data())
         def fuzz(draw: st.DataObject) -> None:
             if draw.draw(st.booleans()):

@@ -42,7 +42,7 @@ from sd_ort.runtime.library import CUDA_LIBRARY, PROVIDER_LIBRARIES, library_pat
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from gpu_models import DEVICE, export_raw, random_inputs, random_module, write_raw
+from gpu_models import DEVICE, export_raw, limits, random_inputs, random_module, write_raw
 
 from sd_ort.core import folder
 from sd_ort.core.errors import SdOrtError
@@ -173,8 +173,8 @@ def ort_engine(
     print(f"  optimized in {time.perf_counter() - started:.1f} s: {made['counts']}", flush=True)
     started = time.perf_counter()
     library = library_path()
-    if library is None:
-        raise SystemExit("build the op library first: sd-ort build-ops --cuda sm_90")
+    if library is None or not (library.parent / CUDA_LIBRARY).is_file():
+        raise SdOrtError("build the op library first: sd-ort build-ops --cuda sm_90")
     ctypes.CDLL(str(library.parent / CUDA_LIBRARY)).sd_ort_enable_tuning(int(variant.tune))
     return session_engine(label, "cuda", path, hoisted, inputs, shape, started)
 
@@ -291,29 +291,6 @@ def profile(engine: Contender, calls: int = 5, show: int = 0) -> dict[str, Any]:
         "kernels": sum(counts.values()) / calls,
         "classes_ms": dict(classes.most_common()),
         "top": [[round(t, 4), counts[n] / calls, n[:160]] for n, t in kernels.most_common(60)],
-    }
-
-
-def limits() -> dict[str, float]:
-    """This GPU's float16 matrix product in TFLOP/s and device-to-device copy in GB/s (read and written)."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.float16) for _ in range(2))
-    source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
-    to = torch.empty_like(source)
-
-    def seconds(run: Callable[[], Any]) -> float:
-        for _ in range(3):
-            run()
-        begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
-        begin.record()
-        for _ in range(10):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e4
-
-    return {
-        "matrix_tflops": 2 * 8192**3 / seconds(lambda: torch.matmul(a, b)) / 1e12,
-        "copy_gbs": 2 * source.numel() / seconds(lambda: to.copy_(source)) / 1e9,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import lzma
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import onnx
@@ -98,3 +98,26 @@ def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> 
     out.parent.mkdir(parents=True, exist_ok=True)
     ir.save(made, out, external_data=folder.DATA)
     net.to(DEVICE)
+
+
+def limits() -> dict[str, float]:
+    """This GPU's float16 matrix product in TFLOP/s and device-to-device copy in GB/s (read and written)."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.float16) for _ in range(2))
+    source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
+    to = torch.empty_like(source)
+
+    def seconds(run: Callable[[], object]) -> float:
+        for _ in range(3):
+            run()
+        begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        begin.record()
+        for _ in range(10):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e4
+
+    return {
+        "matrix_tflops": 2 * 8192**3 / seconds(lambda: torch.matmul(a, b)) / 1e12,
+        "copy_gbs": 2 * source.numel() / seconds(lambda: to.copy_(source)) / 1e9,
+    }

@@ -14,7 +14,8 @@ from packaging.requirements import Requirement
 from sd_ort.core.errors import SdOrtError
 from sd_ort.runtime import machine, tuning
 from sd_ort.runtime.library import library_path
-from sd_ort.runtime.providers import PROVIDERS, check_provider, missing_libraries
+from sd_ort.runtime.provider_records import PROVIDERS
+from sd_ort.runtime.providers import check_provider, missing_libraries
 from sd_ort.runtime.wheels import installed_wheels, runtime
 
 

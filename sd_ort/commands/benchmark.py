@@ -10,6 +10,7 @@ import click
 
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.paths import real
+from sd_ort.runtime.provider_records import PROVIDERS
 
 
 def _sizes(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -22,10 +23,17 @@ def _sizes(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[
     return sizes
 
 
+def _check_out(out: Path, folders: tuple[Path, ...]) -> None:
+    """Raise OutputError where results would lie in a pipeline folder."""
+    for folder in folders:
+        if real(folder) in (real(out), *real(out).parents):
+            raise OutputError(f"--out {out} lies in the pipeline folder {folder}: choose another folder.")
+
+
 @click.command()
 @click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
-    "--provider", default="cpu", show_default=True, help="cpu, cuda, rocm, migraphx, or our own: hip, sdcuda."
+    "--provider", default="cpu", show_default=True, help=f"One of {', '.join(PROVIDERS)}; hip and sdcuda are ours."
 )
 @click.option("--engines", "names", default="", help="Instead of raw and torch: raw,ours,ort,torch-compile,... or all.")
 @click.option("--ablation", is_flag=True, help="Rows from the raw export on, one fusion switched on after another.")
@@ -122,26 +130,19 @@ def command(
     from sd_ort.runtime.providers import check_provider
 
     provider = options["provider"]
-    wanted = contenders.NAMES if names == "all" else tuple(filter(None, names.split(",")))
     if ablation and (names or mlperf or profile):
         raise InputError("--ablation has its own rows: give it without --engines, --mlperf and --profile.")
     if ablation:
         engines, notes = contenders.ablation(folders[0], provider)
     else:
+        wanted = contenders.NAMES if names == "all" else tuple(filter(None, names.split(",")))
         engines, notes = contenders.find_engines(folders, torch_model, wanted, provider)
-    for folder in folders:
-        if real(folder) in (real(out), *real(out).parents):
-            raise OutputError(f"--out {out} lies in the pipeline folder {folder}: choose another folder.")
+    _check_out(out, folders)
     check_provider(provider, allow_fallback=options["allow_fallback"])
     settings = Settings(guidance=default_guidance(folders[0]) if guidance is None else guidance, **options)
-
     kind = "ablation" if ablation else "mlperf" if mlperf else "profile" if profile else "benchmark"
-    common: dict[str, Any] = {
-        "notes": [*notes, *remarks],
-        "work": work or cache_folder() / "benchmark",
-        "jobs": jobs,
-        "say": partial(click.echo, err=True),
-    }
+    say, made = partial(click.echo, err=True), work or cache_folder() / "benchmark"
+    common: dict[str, Any] = {"notes": [*notes, *remarks], "work": made, "jobs": jobs, "say": say}
     try:
         if mlperf:
             from sd_ort.benchmark import mlperf as stage
@@ -160,7 +161,6 @@ def command(
     except KeyboardInterrupt:
         click.echo(f"\nsd-ort: interrupted; what was measured is in {out / f'{kind}.json'}.", err=True)
         ctx.exit(130)
-    click.echo(text)
-    click.echo(f"{out / f'{kind}.json'}  {report.write(out)}")
+    click.echo(f"{text}\n{out / f'{kind}.json'}  {report.write(out)}")
     if all(row["status"] == "failed" for row in result["engines"]):
         ctx.exit(1)

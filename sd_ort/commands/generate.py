@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from sd_ort.runtime.provider_records import PROVIDERS
+
 
 @click.command()
 @click.argument("prompt")
@@ -38,7 +40,7 @@ import click
     "--provider",
     default="cpu",
     show_default=True,
-    help="cpu, cuda, rocm, migraphx, our own (hip, sdcuda), or plugin:LIBRARY.",
+    help=f"One of {', '.join(PROVIDERS)}, or plugin:LIBRARY; hip and sdcuda are ours.",
 )
 @click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")
 @click.option("--graph/--no-graph", default=None, help="Capture the UNet as a GPU graph [default: where it can be].")
@@ -80,7 +82,7 @@ def command(
     Image number i is drawn from seed + i, so each can be drawn again alone. The files keep prompt, seed and settings
     as PNG text.
     """
-    from sd_ort.core.errors import InputError, OutputError
+    from sd_ort.core.errors import InputError
     from sd_ort.core.folder import components
     from sd_ort.pipeline.arguments import check_numbers, check_seeds, check_text
 
@@ -95,15 +97,11 @@ def command(
     first = random.randrange(2**31) if seed is None else seed
     check_seeds(first, num_images)
     seeds = range(first, first + num_images)
-    paths = image_paths(out, prompt, seeds)
-    if not overwrite and (taken := [path for path in paths if path.exists()]):
-        raise OutputError(f"{taken[0]} exists: choose another --out or pass --overwrite.")
-
+    paths = free_paths(out, prompt, seeds, overwrite)
     kind = "Inpaint" if mask else "Img2Img" if image else "ControlNet" if control_image else ""
     pipeline = open_pipeline(folder, kind, loading)
     add_loras(pipeline, loras)
-    for word in words:
-        pipeline.load_textual_inversion(word)
+    add_words(pipeline, words)
     changing = {"strength": strength, "clip_skip": clip_skip, "prompt_syntax": "weights" if weights else None}
     given = {name: value for name, value in {**opened, **changing}.items() if value is not None}
     settings = png_text(
@@ -147,6 +145,22 @@ def add_loras(pipeline: Any, loras: tuple[str, ...]) -> None:
         pipeline.load_lora_weights(lora, f"lora{number}")
     if strengths:
         pipeline.set_adapters([f"lora{i}" for i in range(len(strengths))], [strength for _, strength in strengths])
+
+
+def add_words(pipeline: Any, words: tuple[str, ...]) -> None:
+    """Load textual inversions."""
+    for word in words:
+        pipeline.load_textual_inversion(word)
+
+
+def free_paths(out: Path, prompt: str, seeds: range, overwrite: bool) -> list[Path]:
+    """A PNG for each image. Raises OutputError where one exists that must not be overwritten."""
+    from sd_ort.core.errors import OutputError
+
+    paths = image_paths(out, prompt, seeds)
+    if not overwrite and (taken := [path for path in paths if path.exists()]):
+        raise OutputError(f"{taken[0]} exists: choose another --out or pass --overwrite.")
+    return paths
 
 
 def png_text(**settings: object) -> dict[str, str]:

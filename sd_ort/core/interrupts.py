@@ -16,10 +16,25 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 # Name prefix of threads that an interrupt does not wait for: what they write is removed, and the process ends.
 STOPPABLE = "sd-ort-stoppable"
 INTERRUPTED = "sd-ort: interrupted; no half-written output is left."
+
+
+_command = False
+
+
+def begin_command() -> None:
+    """From now on this process is a command: SIGTERM interrupts it as Ctrl-C does, and `guarded` may end it."""
+    global _command
+    _command = True
+    signal.signal(signal.SIGTERM, _terminate)
+
+
+def _terminate(signum: int, frame: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def in_threads(make: Callable[[str, threading.Event], None], names: Iterable[str], at_once: int) -> None:
@@ -60,9 +75,9 @@ def held_back() -> Iterator[list[int]]:
 @contextmanager
 def guarded(folder: Path) -> Iterator[None]:
     """While the body runs as a command, a second process (`watcher`) ends this one if it is not gone 1.5 s after a
-    signal; `folder`, which holds what is half written, is then removed."""
-    is_command = signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN, None)
-    if not is_command or threading.current_thread() is not threading.main_thread():
+    signal; `folder`, which holds what is half written, is then removed. An interrupt leaves it watching to the end: a
+    thread that nobody waits for can keep the lock from whoever wants to exit."""
+    if not _command or threading.current_thread() is not threading.main_thread():
         yield
         return
     read, write = os.pipe()
@@ -76,7 +91,15 @@ def guarded(folder: Path) -> Iterator[None]:
     before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     try:
         yield
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(write)
-        watcher.wait()
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        _dismiss(watcher, write, before)
+        raise
+    _dismiss(watcher, write, before)
+
+
+def _dismiss(watcher: subprocess.Popen[bytes], pipe: int, wakeup: int) -> None:
+    signal.set_wakeup_fd(wakeup)
+    os.close(pipe)
+    watcher.wait()

@@ -223,10 +223,12 @@ def _check_model(model: onnx.ModelProto) -> None:
 
 
 class _Context:
-    """What a node may call: operators by opset, and functions."""
+    """What a node may call, operators by opset and functions; and the function's own attributes, which it may name."""
 
-    def __init__(self, opsets: dict[str, int], functions: dict[Key, onnx.FunctionProto]) -> None:
-        self.opsets, self.functions = opsets, functions
+    def __init__(
+        self, opsets: dict[str, int], functions: dict[Key, onnx.FunctionProto], attributes: Iterable[str] = ()
+    ) -> None:
+        self.opsets, self.functions, self.attributes = opsets, functions, frozenset(attributes)
 
 
 def _opsets(imports: Any) -> dict[str, int]:
@@ -284,7 +286,8 @@ def _subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def _check_function(function: onnx.FunctionProto, functions: dict[Key, onnx.FunctionProto]) -> None:
-    context = _Context(_opsets(function.opset_import), functions)
+    attributes = [*function.attribute, *(attribute.name for attribute in function.attribute_proto)]
+    context = _Context(_opsets(function.opset_import), functions, attributes)
     scopes = _check_nodes(function.node, set(function.input), (), context)
     if lost := [name for name in function.output if not _is_made(name, scopes)]:
         raise _Refusal(f"has a function {function.name!r} whose output {lost[0]!r} nothing makes: export it again")
@@ -293,6 +296,8 @@ def _check_function(function: onnx.FunctionProto, functions: dict[Key, onnx.Func
 def _check_operator(node: onnx.NodeProto, context: _Context) -> None:
     """Whether ONNX has the operator, and its attributes and number of inputs are those of the schema."""
     domain = "" if node.domain == "ai.onnx" else node.domain
+    if any(a.ref_attr_name and a.ref_attr_name not in context.attributes for a in node.attribute):
+        raise _Refusal(f"has a {node.op_type} with an attribute of a function that it is not in: export it again")
     if (node.domain, node.op_type, node.overload) in context.functions:
         return
     if domain not in context.opsets:

@@ -38,7 +38,7 @@ from sd_ort.export.tracing import DEFAULT_OPSET, EXPORTERS, OPSETS, tidy
 from sd_ort.family.checkpoints import FileOptions, Source, choose, component_signature, is_sdxl, open_source
 from sd_ort.family.modules import wrap
 from sd_ort.family.signatures import MODEL_OF, Config, Signature, Tensor, size
-from sd_ort.runtime.providers import CPU_EP
+from sd_ort.runtime.provider_records import CPU_EP
 from sd_ort.runtime.wheels import runtime
 
 if TYPE_CHECKING:

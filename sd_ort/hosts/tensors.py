@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sd_ort.core.errors import SdOrtError, first_line
-from sd_ort.runtime.captured import UNCAPTURED, GraphModel, _options
+from sd_ort.runtime.captured import UNCAPTURED, GraphModel, run_options
 from sd_ort.runtime.session import DTYPES, Model
 
 Tensors = dict[str, torch.Tensor]
@@ -37,7 +37,7 @@ class Bound:
             self.binding.bind_input(name, *_memory(tensor))
         for name, tensor in outputs.items():
             self.binding.bind_output(name, *_memory(tensor))
-        self.options = _options(number, wait=False)
+        self.options = run_options(number, wait=False)
 
     def run(self) -> None:
         """Queue the run on the session's stream. Raises SdOrtError when ONNX Runtime fails."""

@@ -27,7 +27,8 @@ from fusion_passes.lower import (
 from fusion_passes.lower.standard_attention import standard_attention
 from fusion_passes.lower.take_apart import take_apart
 from fusion_passes.pass_ import Pass
-from sd_ort.runtime.wheels import WHEELS, installed_wheels
+from sd_ort.runtime.provider_records import WHEELS
+from sd_ort.runtime.wheels import installed_wheels
 
 Limit = Callable[[ir.Node], str | None]
 

@@ -106,12 +106,12 @@ class BoundShapes:
             self.binding.bind_ortvalue_input(name, bound)
         declared = {output.name: output.type for output in session.get_outputs()}
         missing = [name for name in declared if name not in self.outputs]
-        self.waiting, self.queued = (_options(number, wait) for wait in (True, False))
+        self.waiting, self.queued = (run_options(number, wait) for wait in (True, False))
         if missing:
             for name in declared:
                 # What has no shape yet cannot be bound to a plugin's memory; on the CPU it gets its shape as well.
                 self.binding.bind_output(name, "cpu" if ":" in device else device)
-            self._run(_options(UNCAPTURED, True))
+            self._run(run_options(UNCAPTURED, True))
             made = dict(zip(declared, self.binding.get_outputs(), strict=True))
             for name in missing:
                 dtype = DTYPES[declared[name]]
@@ -143,7 +143,7 @@ class BoundShapes:
             raise SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}") from error
 
 
-def _options(number: int, wait: bool) -> Any:
+def run_options(number: int, wait: bool) -> Any:
     options = runtime().RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(number))
     if not wait:

@@ -14,9 +14,8 @@ import numpy as np
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.folder import MODEL, check_model, model_name, read_manifest
 from sd_ort.runtime.library import library_path
+from sd_ort.runtime.provider_records import CPU_EP, Provider
 from sd_ort.runtime.providers import (
-    CPU_EP,
-    Provider,
     check_provider,
     is_plugin,
     log,

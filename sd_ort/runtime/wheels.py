@@ -11,18 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import ProviderError
-
-# The provider that each wheel is installed for, by name; None for one that sd-ort does not drive. All of them install
-# the same package `onnxruntime` and overwrite each other's files.
-WHEELS = {
-    "onnxruntime": "cpu",
-    "onnxruntime-gpu": "cuda",
-    "onnxruntime-rocm": "rocm",
-    "onnxruntime-migraphx": "migraphx",
-    "onnxruntime-directml": None,
-    "onnxruntime-openvino": None,
-}
-
+from sd_ort.runtime.provider_records import WHEELS
 
 # ONNX Runtime's severity: its warnings are about plugins that nobody asked for, and what exporters leave behind.
 ERRORS_ONLY = 3

@@ -21,7 +21,7 @@ from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.core.folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
-from sd_ort.runtime import build, providers, tuning
+from sd_ort.runtime import build, provider_records, providers, tuning
 from sd_ort.runtime.captured import UNCAPTURED, GraphModel
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 from sd_ort.runtime.providers import plugin_devices, provider_named
@@ -260,7 +260,7 @@ def test_captured_by_the_package(provider: str, folder: Path) -> None:
 @pytest.fixture
 def by_name(provider: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """`sdcuda`, whose devices are the host's here."""
-    monkeypatch.setitem(providers.PROVIDERS, "sdcuda", providers.OURS["SdOrtHost"])
+    monkeypatch.setitem(provider_records.PROVIDERS, "sdcuda", provider_records.OURS["SdOrtHost"])
     return "sdcuda"
 
 
@@ -274,6 +274,7 @@ def test_a_whole_pipeline_by_the_plain_call(
 ) -> None:
     """Captured and queued, nothing warned of, the CPU's picture; what was tuned is kept and found again."""
     monkeypatch.setenv("SD_ORT_TUNING", str(tmp_path / "tuning"))
+    monkeypatch.setattr(tuning, "Finalize", lambda *_, **__: None)  # at the process's end the variable is gone
     assert sd_ort("optimize", tiny_export, tmp_path / "ours", "--target", "gpu")[0] == 0
     size = {"height": 64, "width": 64}
     arguments = {**size, "num_inference_steps": 3, "generator": 0, "progress": False}

@@ -306,7 +306,7 @@ def test_model_draws_unseen_prompts() -> None:
     import train_demo_model
     from diffusers import StableDiffusionPipeline
 
-    pipeline = StableDiffusionPipeline.from_pretrained(MODEL_DIR)
+    pipeline = StableDiffusionPipeline.from_pretrained(MODEL_DIR, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     prompts = scenes.unseen_prompts(8, seed=0)
     threads = torch.get_num_threads()

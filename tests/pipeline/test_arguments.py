@@ -21,7 +21,7 @@ from sd_ort.family.schedulers import make_scheduler
 from sd_ort.pipeline.request import PICTURES, REFUSED, Request
 
 PROMPT = "a red circle on a blue background"
-SETTINGS: dict[str, Any] = {"num_inference_steps": 3, "guidance_scale": 4.0, "height": 64, "width": 64}
+SETTINGS: dict[str, Any] = {"num_inference_steps": 2, "guidance_scale": 4.0, "height": 64, "width": 64}
 MIN_PSNR = 60.0  # dB, of fp32 pictures in 0..1; measured: above 90
 
 THEIRS = {
@@ -138,8 +138,8 @@ def embeddings(reference: Any) -> dict[str, Any]:
     "arguments",
     [
         {"guidance_rescale": 0.7},
-        {"timesteps": [900, 500, 100]},
-        {"sigmas": [12.0, 4.0, 1.0, 0.3]},
+        {"timesteps": [900, 300]},
+        {"sigmas": [12.0, 4.0, 0.3]},
         {"prompt_embeds": "both"},
         {"prompt": ["a", "b"], "num_images_per_prompt": 2, "negative_prompt": ["c", "d"]},
     ],
@@ -152,7 +152,7 @@ def test_as_diffusers(reference: Any, pipeline: Any, plain: np.ndarray, argument
     assert len(ours) > 1 or psnr(ours, plain) < 50, "without effect"
 
 
-@pytest.mark.parametrize("arguments", [{"guidance_rescale": 0.7}, {"timesteps": [900, 500, 100]}], ids=str)
+@pytest.mark.parametrize("arguments", [{"guidance_rescale": 0.7}, {"timesteps": [900, 300]}], ids=str)
 def test_on_the_device(pipeline: Any, arguments: dict[str, Any]) -> None:
     looped = StableDiffusionPipeline.from_pipe(pipeline)
     looped.device_loop = True

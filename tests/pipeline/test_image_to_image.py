@@ -11,6 +11,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from pictures import psnr
 from PIL import Image
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
@@ -34,12 +35,6 @@ def one_thread() -> Iterator[None]:
 
 def seeds(*values: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(value) for value in values]
-
-
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    assert b.std() > 0.05, "a flat picture proves nothing"
-    return float(-10 * np.log10(np.mean((a - b) ** 2) + 1e-20))
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +272,7 @@ def test_generate_from_a_picture(
     common = ("generate", PROMPT, "--model", tiny_export, "--steps", 2, "--seed", 1, "--image", tmp_path / "in.png")
     out = tmp_path / "out.png"
     code, _, error = sd_ort(*common, "--mask", tmp_path / "mask.png", "--low-memory", "--out", out)
-    assert (code, Image.open(out).size) == (0, (64, 64)), error
+    assert (code, np.asarray(Image.open(out)).shape) == (0, (64, 64, 3)), error
     code, _, error = sd_ort(*common[:-2], "--strength", 0.5)
     assert (code, "give it with --image" in error) == (2, True)
     (tmp_path / "text.png").write_text("no picture")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pictures import psnr
 from safetensors.torch import save_file
 
 from fusion_passes import recipes
@@ -20,7 +22,7 @@ from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.family.checkpoints import PresetSource
 from sd_ort.optimize.optimizer import optimize
-from sd_ort.pipeline.lora import Loras, read_adapter
+from sd_ort.pipeline.lora import LoraMethods, Loras, read_adapter
 
 Tensors = dict[str, torch.Tensor]
 SETTINGS: dict[str, Any] = {
@@ -114,11 +116,6 @@ def draw(pipeline: Any) -> np.ndarray:
     return np.asarray(pipeline(**SETTINGS, generator=torch.Generator().manual_seed(3)).images)
 
 
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    assert b.std() > 0.02, "a flat picture proves nothing"
-    return float(-10 * np.log10(np.mean((a - b) ** 2) + 1e-20))
-
-
 def test_draws_what_diffusers_draws(optimized: Path, weights: dict, make: Callable) -> None:
     ours, theirs = StableDiffusionPipeline.from_pretrained(optimized), torch_pipeline("sd15-tiny", True, 0)
     before = draw(ours)
@@ -130,8 +127,8 @@ def test_draws_what_diffusers_draws(optimized: Path, weights: dict, make: Callab
         for component in MODULES:
             getattr(theirs, component).load_state_dict(fused(weights[component], component, adapters, make))
         drawn = draw(ours)
-        assert psnr(drawn, draw(theirs)) >= 60
-        assert psnr(drawn, before) < 40
+        assert psnr(drawn, draw(theirs), 0.02) >= 60
+        assert psnr(drawn, before, 0.02) < 40
     ours.set_adapters(["one", "two"], 0.0)
     np.testing.assert_array_equal(draw(ours), before)
     ours.set_adapters("one")
@@ -229,3 +226,18 @@ def test_strength_on_the_command_line() -> None:
     assert lora_strength("a/b.safetensors:0.8") == ("a/b.safetensors", 0.8)
     with pytest.raises(InputError, match="no strength"):
         lora_strength("b.safetensors:much")
+
+
+def test_a_call_may_weigh_all_loras() -> None:
+    """cross_attention_kwargs={"scale": s}: weights change when s does, and not at every call."""
+    taken: list[dict[str, float]] = []
+
+    class Recorded(LoraMethods):
+        loras: Any = SimpleNamespace(weights=dict, adapters=["a", "b"])
+        models = SimpleNamespace(replace_weights=taken.append)
+
+    pipeline = Recorded()
+    pipeline.set_adapters(["a", "b"], [0.8, -0.4])
+    for scale in (1.0, 0.5, 0.5, 1.0):
+        pipeline.scale_loras(scale)
+    assert taken == [{"a": 0.8, "b": -0.4}, {"a": 0.4, "b": -0.2}, {"a": 0.8, "b": -0.4}]

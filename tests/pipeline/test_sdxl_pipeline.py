@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from minis import mini
+from pictures import psnr
 from PIL import Image
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
@@ -34,12 +35,6 @@ MIN_PSNR = 60.0
 
 def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
     return np.asarray(pipeline(**{**SETTINGS, **arguments}).images)
-
-
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    assert b.std() > 0.05, "a flat picture proves nothing"
-    return float(-10 * np.log10(np.mean((a - b) ** 2) + 1e-20))
 
 
 def seed(value: int) -> torch.Generator:

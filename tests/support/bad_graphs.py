@@ -233,6 +233,7 @@ REFUSED: dict[str, Change] = {
     "100,001 nodes": many_nodes,
     "attribute of another type": replace("Conv", attribute={"pads": [1.0, 1.0, 1.0, 1.0]}),
     "unknown attribute": replace("Sigmoid", attribute={"slope": 3}),
+    "attribute of no function": lambda p: setattr(node(p, "Cast").attribute[0], "ref_attr_name", "x"),
     "missing attribute": replace("Cast", attribute={}),
     "attribute with two types": wrong_field,
     "negative size": set_dims(4, -4, 3, 3),
