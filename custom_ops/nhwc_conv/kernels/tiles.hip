@@ -99,7 +99,9 @@ __device__ inline uint32_t load_one(const T* from, bool valid) {
 
 template <class T>
 __device__ inline void store_eight(const Eight& eight, T* to) {
-  memcpy(__builtin_assume_aligned(to, mma::kPadding * sizeof(T)), eight.bits, sizeof(eight.bits));
+  // nvcc 13 loses the type of any other pointer here.
+  void* const place = to;
+  memcpy(__builtin_assume_aligned(place, mma::kPadding * sizeof(T)), eight.bits, sizeof(eight.bits));
 }
 
 // 8 elements of a pixel's window from `depth` on; `place` is that of the first.
