@@ -85,7 +85,8 @@ def perm(value: ir.Value | None) -> list[int] | None:
         return None
     given = node.attributes.get_ints("perm")
     if given is not None:
-        return [axis % len(given) for axis in given]
+        axes_given = [axis % len(given) for axis in given]
+        return axes_given if sorted(axes_given) == list(range(len(given))) else None
     axes = rank(node.inputs[0])
     return None if axes is None else list(range(axes))[::-1]
 

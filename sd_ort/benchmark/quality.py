@@ -54,9 +54,10 @@ def clip_score(prompts: Sequence[str], images: Sequence[np.ndarray], clip: Path)
     """Mean CLIP score (100 x cosine) by torchmetrics with the model in the folder `clip`, or why there is none."""
     import torch
     from torchmetrics.multimodal import CLIPScore
+    from transformers import CLIPModel, CLIPProcessor
 
     try:
-        metric = CLIPScore(model_name_or_path=str(clip))
+        metric = CLIPScore(lambda: (CLIPModel.from_pretrained(clip), CLIPProcessor.from_pretrained(clip)))
         for prompt, image in zip(prompts, images, strict=True):
             metric.update(torch.from_numpy(image.copy()).permute(2, 0, 1), prompt)
         return float(metric.compute())

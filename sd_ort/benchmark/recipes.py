@@ -119,12 +119,12 @@ def _ours(task: Task, target: str, dtype: str, step: str = "") -> None:
 
 def _raw(task: Task, dtype: str) -> None:
     """The export as it is, its weights and tensors in `dtype`."""
-    from sd_ort.graphs.load import load
     from sd_ort.graphs.save import save
-    from sd_ort.optimize import calibration, precision
+    from sd_ort.optimize import calibration, precision, raw
 
-    model = load(task.source)
-    keep = calibration.calibrate(model, task.source, task.out.parent).nodes if dtype == "float16" else set()
+    source = raw.of_file(task.source)
+    model = source.model()
+    keep = calibration.calibrate(model, source, task.out.parent).nodes if dtype == "float16" else set()
     precision.convert(model, dtype, keep=keep)
     save(model, task.out)
 

@@ -49,7 +49,7 @@ def find(config: Mapping[str, Any], steps: int, eta: float) -> Plan | None:
         return None
     with (
         suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile),
-        np.load(path, allow_pickle=False) as file,
+        np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file,
     ):
         told, scales, weights = file["told"], file["scales"], file["weights"]
         schedule = LinearSchedule(told, scales, weights, int(file["draws"]))

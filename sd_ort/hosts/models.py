@@ -15,8 +15,9 @@ from sd_ort.family.configs import component_config
 from sd_ort.hosts.tensors import TensorModel, Tensors, torch_dtype
 from sd_ort.pipeline.lora import LoraMethods, Loras
 from sd_ort.runtime.components import Components
+from sd_ort.runtime.provider_records import WHEELS
 from sd_ort.runtime.providers import check_provider, log
-from sd_ort.runtime.wheels import WHEELS, installed_wheels
+from sd_ort.runtime.wheels import installed_wheels
 
 
 def default_provider() -> str:

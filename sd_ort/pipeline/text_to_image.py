@@ -293,7 +293,8 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         """Standard normal noise (B, C, h, w), float32; drawn as diffusers draws it, or the given one, checked."""
         shape = self._latent_shape(request)
         if given is None:
-            return draw_noise(shape, request.generator)
+            generator: Any = request.generator  # torch's own, since `Request.check`
+            return draw_noise(shape, generator)
         noise = torch.as_tensor(given, dtype=torch.float32)
         if tuple(noise.shape) != shape:
             raise InputError(f"latents of shape {tuple(noise.shape)} were given where {shape} are needed.")

@@ -16,7 +16,7 @@ def mini_presets():
     PRESETS.update(made)
     yield
     for name in made:
-        del PRESETS[name]
+        PRESETS.pop(name, None)
 
 
 @pytest.fixture(scope="session")

@@ -245,8 +245,8 @@ def test_interrupt_and_full_disk(
 ) -> None:
     save = stage.save
 
-    def fail_on_the_second(model: ir.Model, path: Path, before_each: Callable[[], None]) -> None:
-        save(model, path, before_each)
+    def fail_on_the_second(model: ir.Model, path: Path, before_each: Callable[[], None], **options: bool) -> None:
+        save(model, path, before_each, **options)
         if path.parent.name == "vae_decoder":
             raise error
 

@@ -44,9 +44,9 @@ def seed(value: int) -> torch.Generator:
 @pytest.fixture(scope="module")
 def preset() -> Iterator[str]:
     """SDXL with two resolutions: all that this file is about, in a tenth of the time of `sdxl-tiny`."""
-    PRESETS["sdxl-mini"] = mini(PRESETS["sdxl-tiny"])
-    yield "sdxl-mini"
-    del PRESETS["sdxl-mini"]
+    PRESETS["sdxl-of-this-file"] = mini(PRESETS["sdxl-tiny"])
+    yield "sdxl-of-this-file"
+    del PRESETS["sdxl-of-this-file"]
 
 
 @pytest.fixture(scope="module")
