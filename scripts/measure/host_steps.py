@@ -29,7 +29,7 @@ PROMPT = "a red circle on a blue background"
 
 def in_diffusers(folder: Path, provider: str) -> Any:
     """diffusers' own pipeline on the folder's components."""
-    models = HostModels(folder, provider)
+    models = HostModels(folder, provider, share=True)
     scheduler = diffusers.DDIMScheduler.from_pretrained(folder / "scheduler")
     made = diffusers.StableDiffusionPipeline(
         OrtVae(models), OrtTextEncoder(models), models.tokenizer("text_encoder"), OrtUNet(models), scheduler,

@@ -37,8 +37,11 @@ class HostModels(LoraMethods):
     `device` is where their outputs lie: the GPU that torch and ONNX Runtime share, or else the host's memory.
     """
 
-    def __init__(self, folder: Path | str, provider: str | None = None, **options: Any) -> None:
-        """`provider`: None for `default_provider`. `options`: those of `runtime.components.Components`.
+    def __init__(self, folder: Path | str, provider: str | None = None, *, share: bool = False, **options: Any) -> None:
+        """`provider`: None for `default_provider`. `share`: bind torch's tensors where they lie on a GPU. Without it they
+        pass through the host's memory: the one picture drawn by sharing on a GPU was wrong (13 dB from our own
+        pipeline's, results/hosts/host_steps_h200.json), for a reason not found yet. `options`: those of
+        `runtime.components.Components`.
 
         Raises InputError for a folder that holds no pipeline, ProviderError for a provider that cannot be used.
         """
@@ -47,7 +50,7 @@ class HostModels(LoraMethods):
         self.models = Components(self.folder, self.provider, **options)
         self.index = read_index(self.folder)
         self.unet_config = component_config(self.folder, "unet")
-        shared = self.models.device == "cuda" and torch.cuda.is_available() and self.models.stream is not None
+        shared = share and self.models.device == "cuda" and torch.cuda.is_available() and self.models.stream is not None
         self.device = torch.device("cuda", 0) if shared else torch.device("cpu")
         self.on_device: dict[str, TensorModel] = {}
         self.changes = 0  # of weights: what was computed with others is no longer true

@@ -64,7 +64,8 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Short hash of the commit this package runs from, with "+" when tracked files were changed; None outside git."""
+    """Short hash of the commit this package runs from, with "+" when tracked files were changed; outside git
+    $SD_ORT_COMMIT, or None."""
 
     def git(*arguments: str) -> str | None:
         root = Path(__file__).resolve().parent
@@ -76,7 +77,7 @@ def commit() -> str | None:
 
     hash_ = git("rev-parse", "--short", "HEAD")
     if hash_ is None:
-        return None
+        return os.environ.get("SD_ORT_COMMIT")
     return hash_ + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
