@@ -38,10 +38,10 @@ class HostModels(LoraMethods):
     """
 
     def __init__(self, folder: Path | str, provider: str | None = None, *, share: bool = False, **options: Any) -> None:
-        """`provider`: None for `default_provider`. `share`: bind torch's tensors where they lie on a GPU; else they pass
+        """`provider`: None for `default_provider`. `share`: bind torch's tensors where they lie on a GPU, else they go
         through the host's memory. It is off because the one picture drawn with it, from random weights on an H200, was
-        13 dB from our own pipeline's (results/hosts/host_steps_h200.json): by float16 latents or by a fault, that is not
-        known yet. `options`: those of `runtime.components.Components`.
+        13 dB from our own pipeline's (results/hosts/host_steps_h200.json): by float16 latents or by a fault, is not
+        known. `options`: those of `runtime.components.Components`.
 
         Raises InputError for a folder that holds no pipeline, ProviderError for a provider that cannot be used.
         """
