@@ -23,7 +23,7 @@ from typing import Any
 import click
 
 from sd_ort.core.files import read_json, write_json
-from sd_ort.runtime.machine import machine
+from sd_ort.runtime.machine import commit, machine, versions
 
 FILL = """
 import sys
@@ -84,7 +84,9 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         "# `sd-ort optimize CHECKPOINT OUT --float16`, random weights", "",
         "The load average is that of the machine while it was measured: with more than its cores, the processor's "
-        "seconds say more than the clock's.", "",
+        "seconds say more than the clock's. Peak memory is what was resident, mapped pages of the checkpoint and the "
+        "output included.",
+        "",
         "| preset | target | way | seconds | processor seconds | peak memory | load average | copying the checkpoint |",
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -104,7 +106,7 @@ def table(result: dict[str, Any]) -> str:
 @click.option("--scratch", type=click.Path(path_type=Path), help="Folder for checkpoints, which are kept there.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="A .json file.")
 def main(presets: tuple[str, ...], target: str, slow: bool, scratch: Path | None, out: Path) -> None:
-    result = read_json(out) if out.is_file() else {"machine": machine(), "rows": {}}
+    result = read_json(out) if out.is_file() else {"machine": machine(), "versions": versions(), "rows": {}}
     for preset in presets:
         ways = {"template": FILL} | ({"export and optimize": SLOW} if slow else {})
         if not (left := {way: text for way, text in ways.items() if f"{preset}/{target}/{way}" not in result["rows"]}):
@@ -116,7 +118,7 @@ def main(presets: tuple[str, ...], target: str, slow: bool, scratch: Path | None
             speed = copying(kept, work)
             for way, text in left.items():
                 row = measure(text, kept, work / way.split()[0], target)
-                result["rows"][f"{preset}/{target}/{way}"] = {**row, "copying_mb_s": round(speed)}
+                result["rows"][f"{preset}/{target}/{way}"] = {**row, "copying_mb_s": round(speed), "commit": commit()}
                 write_json(out, result)
                 out.with_suffix(".md").write_text(table(result))
                 click.echo(f"{preset}, {way}: {row}")
