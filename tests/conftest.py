@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +51,17 @@ def tiny_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
             export(None, first, preset="sd15-tiny", random_weights=True)
         shutil.copytree(first, mine)
     return mine
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """One torch thread: for models this small a second one only waits, for long when the machine is busy."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

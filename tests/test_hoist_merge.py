@@ -45,9 +45,7 @@ def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
     return np.asarray(pipeline(**{**SETTINGS, **arguments}).images)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

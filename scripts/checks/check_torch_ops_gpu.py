@@ -10,7 +10,6 @@ graph, autocast, and tensors of two devices. Exits with 1 when one fails. Needs 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="write the lines there too")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    lines = [f"{', '.join(machine()['gpus']) or 'CPU'}; torch {torch.__version__}; commit {revision()}"]
+    lines = [f"{', '.join(machine()['gpus']) or 'CPU'}; torch {torch.__version__}; commit {commit()}"]
     print(lines[0], flush=True)
     failed = 0
     for name in NAMES:
@@ -60,10 +59,6 @@ def main() -> int:
         options.log.parent.mkdir(exist_ok=True, parents=True)
         options.log.write_text("\n".join(lines) + "\n")
     return 1 if failed else 0
-
-
-def revision() -> str | None:
-    return os.environ.get("SD_ORT_COMMIT") or commit()
 
 
 def operator(name: str) -> Any:

@@ -24,7 +24,6 @@ import argparse
 import ctypes
 import gc
 import json
-import os
 import re
 import statistics
 import sys
@@ -379,7 +378,7 @@ def main() -> None:
                     f"{ {k: round(v, 3) for k, v in row['profile']['classes_ms'].items()} }")  # fmt: skip
         result = {
             "preset": options.preset, "component": options.component, "batch": options.batch, "size": options.size,
-            "commit": os.environ.get("SD_ORT_COMMIT") or machine.commit(), "machine": machine.machine(),
+            "commit": machine.commit(), "machine": machine.machine(),
             "versions": machine.versions(), "limits": limits() if DEVICE == "cuda" else {}, "tflop": flops,
             "rows": rows,
         }  # fmt: skip

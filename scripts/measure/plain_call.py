@@ -17,7 +17,6 @@ import contextlib
 import datetime
 import gc
 import json
-import os
 import subprocess
 import sys
 import time
@@ -87,8 +86,7 @@ def say(line: str) -> None:
 
 def where() -> dict[str, Any]:
     """Machine, versions and commit."""
-    commit = os.environ.get("SD_ORT_COMMIT") or machine.commit()
-    return {"machine": machine.machine(), "versions": machine.versions(), "commit": commit}
+    return {"machine": machine.machine(), "versions": machine.versions(), "commit": machine.commit()}
 
 
 # --- make -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import copy
 import datetime
 import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -66,7 +65,7 @@ def main() -> None:
         "when": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
         "machine": machine.machine(),
         "versions": machine.versions() | {"torch": torch.__version__},
-        "commit": os.environ.get("SD_ORT_COMMIT") or machine.commit(),
+        "commit": machine.commit(),
         "models": {},
     }
     for preset in options.presets:

@@ -29,6 +29,7 @@ from sd_ort.benchmark.runner import Prepared, prepare
 from sd_ort.benchmark.worker import Worker
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.files import JSON_LIMIT
+from sd_ort.core.folder import read_index
 from sd_ort.demo import fidelity
 from sd_ort.runtime import device
 
@@ -118,7 +119,7 @@ def official_settings(contenders: Sequence[Engine], settings: Settings) -> Setti
     """The rules' steps, guidance, size and single latent. Raises InputError for a model that is not SDXL with Euler."""
     for engine in contenders:
         folder = Path(engine.raw or engine.directory)
-        index = json.loads((folder / "model_index.json").read_text()) if folder.is_dir() else {}
+        index = read_index(folder) if folder.is_dir() else {}
         scheduler = (index.get("scheduler") or ["", ""])[1]
         if "XL" not in index.get("_class_name", "") or scheduler != "EulerDiscreteScheduler":
             raise InputError(

@@ -1,7 +1,7 @@
 """Schedules of a folder's own scheduler that an earlier process found.
 
-Finding one needs diffusers, whose import takes longer than a picture on a GPU (6.5 of 20 s on an H200's host,
-results/plain_call). A schedule is numbers, a few kB, and depends on the configuration and the number of steps alone.
+Finding one needs diffusers, whose import takes seconds, longer than a picture on a GPU. A schedule is numbers, a few
+kB, and depends on the configuration and the number of steps alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 
 from sd_ort.core.cache import cache_folder, keep, kept
 from sd_ort.core.files import code_hash
-from sd_ort.family.schedule import LinearSchedule
+from sd_ort.family.schedule import REMEMBERED, LinearSchedule
 
 KIND = "schedules"
 MOST_BYTES = 1 << 20  # of weights, which have the square of the steps: 500 steps
@@ -45,8 +46,16 @@ def known(config: Mapping[str, Any]) -> bool:
 def find(config: Mapping[str, Any], steps: int, eta: float) -> Plan | None:
     """The plan of a scheduler with this configuration, if an earlier process kept it."""
     path = kept(_name(config, steps, eta))
-    if path is None:
-        return None
+    with suppress(OSError):  # another process may clear it away
+        if path is not None:
+            state = path.stat()
+            return _read(path, state.st_mtime_ns, state.st_size)
+    return None
+
+
+@lru_cache(REMEMBERED)
+def _read(path: Path, changed_ns: int, size: int) -> Plan | None:
+    """The plan in a file, read once a process for each state of the file: every image asks."""
     with (
         suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile),
         np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file,
@@ -73,11 +82,16 @@ def remember(config: Mapping[str, Any], steps: int, eta: float, plan: Plan) -> N
 
 
 def _name(config: Mapping[str, Any], steps: int, eta: float) -> str:
-    return f"{KIND}/{_key(config)}-{steps}-{eta:g}.npz"
+    return f"{KIND}/{_key(config)}-{steps}-{float(eta)!r}.npz"
 
 
 def _key(config: Mapping[str, Any]) -> str:
     """Hash over all that decides the numbers beside steps and eta, the code that finds them included."""
-    made_by = [version("diffusers"), version("torch"), code_hash(Path(__file__).parent)]
-    what = json.dumps([dict(config), made_by], sort_keys=True, default=str)
+    what = json.dumps([dict(config), _made_by()], sort_keys=True, default=str)
     return hashlib.sha256(what.encode()).hexdigest()[:20]
+
+
+@cache
+def _made_by() -> list[str]:
+    """The code that finds schedules: it does not change within a process."""
+    return [version("diffusers"), version("torch"), code_hash(Path(__file__).parent)]

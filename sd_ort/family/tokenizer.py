@@ -1,6 +1,5 @@
 """A folder's CLIP tokenizer. transformers makes its rules, once; they are kept, and later processes need the small
-`tokenizers` library alone: importing transformers takes longer than a picture on a GPU (4 of 20 s on an H200's host,
-results/plain_call).
+`tokenizers` library alone: importing transformers takes seconds, longer than a picture on a GPU.
 """
 
 from __future__ import annotations
@@ -47,13 +46,7 @@ class ClipTokenizer:
     def whole(self) -> Any:
         """transformers' tokenizer of the folder."""
         if self._whole is None:
-            from transformers import CLIPTokenizer
-
-            try:
-                self._whole = CLIPTokenizer.from_pretrained(self.folder, local_files_only=True)
-            except Exception as error:  # transformers and its Rust half each fail in their own ways
-                reason = f"{self.folder} holds no CLIP tokenizer ({first_line(error)}): export the pipeline again."
-                raise InputError(reason) from error
+            self._whole = whole_tokenizer(self.folder)
         return self._whole
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -73,6 +66,17 @@ class ClipTokenizer:
         if self._whole is not None:
             return [list(ids) for ids in self._whole(list(texts), verbose=False).input_ids]
         return [encoding.ids for encoding in self._rules.encode_batch(list(texts))]
+
+
+def whole_tokenizer(folder: Path) -> Any:
+    """transformers' tokenizer of a folder. Raises InputError when it holds none."""
+    from transformers import CLIPTokenizer
+
+    try:
+        return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers and its Rust half each fail in their own ways
+        reason = f"{folder} holds no CLIP tokenizer ({first_line(error)}): export the pipeline again."
+        raise InputError(reason) from error
 
 
 def _described(tokenizer: Any) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from sd_ort.core.errors import InputError, SdOrtError, first_line
+from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.folder import read_index
 from sd_ort.family.configs import component_config
+from sd_ort.family.tokenizer import whole_tokenizer
 from sd_ort.hosts.tensors import TensorModel, Tensors, torch_dtype
 from sd_ort.pipeline.lora import LoraMethods, Loras
 from sd_ort.runtime.components import Components
@@ -64,13 +65,7 @@ class HostModels(LoraMethods):
 
     def tokenizer(self, component: str) -> Any:
         """transformers' tokenizer of a text encoder. Raises InputError when the folder holds none."""
-        from transformers import CLIPTokenizer
-
-        path = self.folder / component.replace("text_encoder", "tokenizer")
-        try:
-            return CLIPTokenizer.from_pretrained(path, local_files_only=True)
-        except Exception as error:  # transformers and its Rust half each fail in their own ways
-            raise InputError(f"{path} holds no CLIP tokenizer ({first_line(error)}): export it again.") from error
+        return whole_tokenizer(self.folder / component.replace("text_encoder", "tokenizer"))
 
     def dtype(self, component: str) -> torch.dtype:
         """The dtype of a component's first floating input, float32 for one that has none."""

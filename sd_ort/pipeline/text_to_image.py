@@ -134,7 +134,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
             device_loop=device_loop,
         )
         pipeline._check_unet()
-        if not (pipeline.device_loop and plans.known(scheduler_config(folder))):
+        if not (pipeline.device_loop and plans.known(pipeline._scheduler_config)):
             assert pipeline.scheduler  # diffusers says now whether it can drive this UNet
         for name in needed if not low_memory else ():
             models[name]  # opened now, so that the first image takes no longer than the second
@@ -148,6 +148,10 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         return VaeImageProcessor(
             self.vae_scale_factor, vae_latent_channels=self.vae.latent_channels, do_convert_rgb=True
         )
+
+    @cached_property
+    def _scheduler_config(self) -> dict[str, Any]:
+        return scheduler_config(self.folder)
 
     @property
     def scheduler(self) -> Any:
@@ -221,10 +225,10 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
     def _answer(self, request: Request, size: tuple[int, int]) -> Any:
         """Check the rest of a request, draw, and give back what was asked for."""
         request.size = size
-        config = scheduler_config(self.folder) if self._scheduler is None else self._scheduler.config
+        config = self._scheduler_config if self._scheduler is None else self._scheduler.config
         request.check(self.size_multiple, config.get("num_train_timesteps", 1000))
         if self._plannable(request):
-            request.plan = plans.find(scheduler_config(self.folder), request.num_inference_steps, request.eta)
+            request.plan = plans.find(self._scheduler_config, request.num_inference_steps, request.eta)
         if request.plan is None:
             request.scheduler = copy.deepcopy(self.scheduler)
         scale = float(request.guidance_scale or 0.0)
@@ -245,7 +249,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
 
     def _keep_plan(self, request: Request, timesteps: torch.Tensor) -> None:
         """Keep what this request needs of the scheduler for later processes, if they could do with it."""
-        config = scheduler_config(self.folder)
+        config = self._scheduler_config
         if not self._plannable(request) or plans.find(config, request.num_inference_steps, request.eta):
             return
         schedule = self._device_schedule(request, timesteps)

@@ -64,8 +64,10 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Short hash of the commit this package runs from, with "+" when tracked files were changed; outside git
-    $SD_ORT_COMMIT, or None."""
+    """$SD_ORT_COMMIT, for machines without git, or the short hash of the commit this package runs from, with "+" when
+    tracked files were changed; None outside git."""
+    if told := os.environ.get("SD_ORT_COMMIT"):
+        return told
 
     def git(*arguments: str) -> str | None:
         root = Path(__file__).resolve().parent
@@ -77,7 +79,7 @@ def commit() -> str | None:
 
     hash_ = git("rev-parse", "--short", "HEAD")
     if hash_ is None:
-        return os.environ.get("SD_ORT_COMMIT")
+        return None
     return hash_ + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 

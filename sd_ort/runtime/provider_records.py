@@ -46,8 +46,8 @@ PROVIDERS = {
         "CUDAExecutionProvider",
         "cuda",
         "onnxruntime-gpu",
-        # Trying all of cuDNN's algorithms takes 0.5 to 1.2 s of a first image; a step of SD 1.5 took 5.60 ms on an H200
-        # either way.
+        # Trying all of cuDNN's algorithms takes up to a second of a first image, and made no step of SD 1.5 faster
+        # (tried by hand on an H200, no script of ours repeats it).
         options={
             "arena_extend_strategy": "kSameAsRequested",
             "cudnn_conv_use_max_workspace": "1",

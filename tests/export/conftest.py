@@ -16,7 +16,7 @@ def mini_presets():
     PRESETS.update(made)
     yield
     for name in made:
-        PRESETS.pop(name, None)
+        del PRESETS[name]
 
 
 @pytest.fixture(scope="session")

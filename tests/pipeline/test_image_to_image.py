@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,7 @@ SETTINGS: dict[str, Any] = {"prompt": PROMPT, "num_inference_steps": 4, "guidanc
 MIN_PSNR = 60.0  # dB, of fp32 pictures in 0..1; measured: above 90
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def seeds(*values: int) -> list[torch.Generator]:
