@@ -21,7 +21,7 @@ import onnx_ir as ir
 from fusion_passes import checks as c
 from sd_ort.core.errors import InputError
 from sd_ort.family import signatures
-from sd_ort.family.conditions import CONDITIONS_BY_NAME
+from sd_ort.family.conditions import CONDITIONS_BY_NAME, Axis
 from sd_ort.family.configs import component_config
 
 Arrays = dict[str, np.ndarray]
@@ -33,7 +33,7 @@ SIZES: tuple[dict[str, int], ...] = (
 )
 CLIP_VOCABULARY = 49408
 # What the axes are called by Optimum and by diffusers' old conversion script, where they say more than our sizes.
-ALIASES: Mapping[str, signatures.Axis] = {
+ALIASES: Mapping[str, Axis] = {
     "batch_size": "batch", "sequence_length": "sequence", "steps": 1, "height_latent": "height",
     "width_latent": "width", "latent_height": "height", "latent_width": "width",
 }  # fmt: skip
@@ -93,7 +93,7 @@ def _shape(
     return shape
 
 
-def _pixels(component: str, value: ir.Value, axis: signatures.Axis, known: Sequence[signatures.Axis]) -> int:
+def _pixels(component: str, value: ir.Value, axis: Axis, known: Sequence[Axis]) -> int:
     """Pixels a latent pixel, for the image that a VAE encoder reads when no config tells its axes."""
     return 8 if component == "vae_encoder" and not known and axis in ("height", "width") else 1
 
@@ -122,9 +122,7 @@ def _rows(ids: ir.Value) -> int | None:
     return min((size for size in rows if size is not None), default=None)
 
 
-def _family_axes(
-    component: str, inputs: Sequence[ir.Value], config: Mapping[str, Any]
-) -> dict[str, tuple[signatures.Axis, ...]]:
+def _family_axes(component: str, inputs: Sequence[ir.Value], config: Mapping[str, Any]) -> dict[str, tuple[Axis, ...]]:
     if not config:
         return {}
     controlnet = any(str(v.name).startswith("down_block") for v in inputs)
