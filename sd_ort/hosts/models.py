@@ -101,13 +101,13 @@ class HostModels(LoraMethods):
         """
         if changes and self.loras is None:
             self.loras = Loras(self.folder)
-        weights = self.loras.corrected(component, changes) if self.loras and changes else {}
-        self.models.replace_weights(weights)
-        self.reopen()
+        if self.loras is not None:
+            self.weights_changed(self.loras.apply(self.models, {component: changes}))
 
-    def reopen(self) -> None:
-        """After sessions were closed, for other weights."""
-        self.on_device.clear()
+    def weights_changed(self, closed: bool) -> None:
+        """After a change of weights, for which sessions may have been closed."""
+        if closed:
+            self.on_device.clear()
         self.changes += 1
 
 

@@ -165,9 +165,10 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
     def scheduler(self, scheduler: Any) -> None:
         self._scheduler, self._planned = scheduler, False
 
-    def reopen(self) -> None:
+    def weights_changed(self, closed: bool) -> None:
         """Let go of captured graphs and buffers of sessions that were closed."""
-        self.loop = DeviceLoop(self.models)
+        if closed:
+            self.loop = DeviceLoop(self.models)
 
     @property
     def default_size(self) -> int:
