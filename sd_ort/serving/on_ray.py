@@ -10,6 +10,7 @@ import secrets
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +18,7 @@ from typing import Any, Self
 import psutil
 
 from sd_ort.core.errors import InputError, SdOrtError, first_line
+from sd_ort.core.interrupts import in_threads
 from sd_ort.serving.pictures import Model, Picture, ReplicaDied
 from sd_ort.serving.replica import Actor, Failed, Opening
 
@@ -94,33 +96,43 @@ class Cluster:
     def __enter__(self) -> Self:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # without it nobody else on the machine may talk to Ray
         logging.getLogger("ray").setLevel(logging.ERROR)
-        handler = signal.getsignal(signal.SIGTERM)
         self.folder = tempfile.mkdtemp(prefix="sd-ort-ray-", dir="/tmp")  # a socket's path may have 107 characters
         try:
-            self.ray.init(
-                address="local",
-                num_cpus=max(1, len(self.replicas)),
-                num_gpus=0,
-                object_store_memory=STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=bool(os.environ.get("SD_ORT_TRACEBACK")),
-                logging_level="error",
-                _node_ip_address="127.0.0.1",
-                _temp_dir=self.folder,
-            )
+            in_threads(self._init, ["ray"], 1)  # in another thread, since it takes seconds
+            signal.signal(
+                signal.SIGTERM, signal.getsignal(signal.SIGTERM)
+            )  # in the place of Ray's, which prints stacks
         except BaseException as error:
             self._end()
             if isinstance(error, Exception):
                 raise SdOrtError(f"Ray does not start: {first_line(error)}") from error
             raise
-        signal.signal(signal.SIGTERM, handler)  # Ray's would exit with another code than Ctrl-C
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         for replica in self.replicas:
             replica.stop()
+        with contextlib.suppress(Exception):  # it may find some of its processes gone
+            self.ray.shutdown()
         self._end()
 
+    def _init(self, name: str, stopped: threading.Event) -> None:
+        self.ray.init(
+            address="local",
+            num_cpus=max(1, len(self.replicas)),
+            num_gpus=0,
+            object_store_memory=STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=bool(os.environ.get("SD_ORT_TRACEBACK")),
+            logging_level="error",
+            _node_ip_address="127.0.0.1",
+            _temp_dir=self.folder,
+        )
+
     def _end(self) -> None:
-        self.ray.shutdown()
+        """End those of Ray's processes that are left, and remove its files."""
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if process.name().startswith("ray::") or any(self.folder in word for word in process.cmdline()):
+                    process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
