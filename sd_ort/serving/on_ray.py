@@ -18,7 +18,7 @@ from typing import Any, Self
 import psutil
 
 from sd_ort.core.errors import InputError, SdOrtError, first_line
-from sd_ort.core.interrupts import in_threads
+from sd_ort.core.interrupts import STOPPABLE
 from sd_ort.serving.pictures import Model, Picture, ReplicaDied
 from sd_ort.serving.replica import Actor, Failed, Opening
 
@@ -97,15 +97,19 @@ class Cluster:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # without it nobody else on the machine may talk to Ray
         logging.getLogger("ray").setLevel(logging.ERROR)
         self.folder = tempfile.mkdtemp(prefix="sd-ort-ray-", dir="/tmp")  # a socket's path may have 107 characters
+        self.over, started = threading.Event(), threading.Event()
+        self.failure: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(started,), name=f"{STOPPABLE}-ray", daemon=True)
+        self.thread.start()
         try:
-            in_threads(self._init, ["ray"], 1)  # in another thread, since it takes seconds
+            started.wait()
             signal.signal(
                 signal.SIGTERM, signal.getsignal(signal.SIGTERM)
             )  # in the place of Ray's, which prints stacks
-        except BaseException as error:
+            if self.failure is not None:
+                raise SdOrtError(f"Ray does not start: {first_line(self.failure)}") from self.failure
+        except BaseException:
             self._end()
-            if isinstance(error, Exception):
-                raise SdOrtError(f"Ray does not start: {first_line(error)}") from error
             raise
         return self
 
@@ -114,20 +118,31 @@ class Cluster:
             replica.stop()
         with contextlib.suppress(Exception):  # it may find some of its processes gone
             self.ray.shutdown()
+        self.over.set()
+        self.thread.join()
         self._end()
 
-    def _init(self, name: str, stopped: threading.Event) -> None:
-        self.ray.init(
-            address="local",
-            num_cpus=max(1, len(self.replicas)),
-            num_gpus=0,
-            object_store_memory=STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=bool(os.environ.get("SD_ORT_TRACEBACK")),
-            logging_level="error",
-            _node_ip_address="127.0.0.1",
-            _temp_dir=self.folder,
-        )
+    def _run(self, started: threading.Event) -> None:
+        """Start Ray, and stay: Linux ends its processes with the thread that started them.
+
+        A thread of its own, since starting takes seconds in which the main one shall hear of signals.
+        """
+        try:
+            self.ray.init(
+                address="local",
+                num_cpus=max(1, len(self.replicas)),
+                num_gpus=0,
+                object_store_memory=STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=bool(os.environ.get("SD_ORT_TRACEBACK")),
+                logging_level="error",
+                _node_ip_address="127.0.0.1",
+                _temp_dir=self.folder,
+            )
+        except BaseException as error:
+            self.failure = error
+        started.set()
+        self.over.wait()
 
     def _end(self) -> None:
         """End those of Ray's processes that are left, and remove its files."""
