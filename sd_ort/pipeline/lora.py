@@ -19,15 +19,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fusion_passes import recipes
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.folder import check_component, read_manifest
-from sd_ort.graphs import hoist
-from sd_ort.graphs.load import load
+
+if TYPE_CHECKING:
+    from fusion_passes.recipes import Recipe  # what reads graphs takes half a second to import
 
 log = logging.getLogger("sd_ort")
 Weights = Mapping[str, Any]
@@ -139,6 +139,9 @@ class Loras:
 
     def __init__(self, folder: Path) -> None:
         """Raises InputError for a folder whose manifest does not say where its weights come from."""
+        from fusion_passes import recipes
+        from sd_ort.graphs import hoist
+
         self.folder = folder
         entries = read_manifest(folder).get("components", {})
         self.recipes = {n: recipes.load(e["weights"]) for n, e in entries.items() if "weights" in e}
@@ -189,6 +192,8 @@ class Loras:
 
     def _sources(self, component: str) -> dict[str, str]:
         """Module with underscores -> its weight's name, of all that a component's recipes read."""
+        from fusion_passes import recipes
+
         names = {name for recipe in self.recipes.get(component, {}).values() for name in recipes.sources(recipe)}
         modules = {name.removesuffix(".weight"): name for name in names if name.endswith(".weight")}
         return {module.removeprefix("text_model.").replace(".", "_"): name for module, name in modules.items()}
@@ -204,8 +209,11 @@ class Loras:
         return total
 
     def _corrected(
-        self, part: str, table: Mapping[str, recipes.Recipe], changes: Mapping[str, np.ndarray]
+        self, part: str, table: Mapping[str, Recipe], changes: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
+        from fusion_passes import recipes
+        from sd_ort.graphs.load import load
+
         made = {}
         for name, value in load(check_component(self.folder, part)).graph.initializers.items():
             if name not in table or value.const_value is None:
