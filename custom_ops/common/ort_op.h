@@ -238,7 +238,9 @@ class Tensors {
   // Allocates the output; null when an optional one is not asked for.
   void* output(size_t index, const std::vector<int64_t>& shape) {
     OrtValue* value = nullptr;
-    if (index < outputs_) check(ort_api->KernelContext_GetOutput(context_, index, shape.data(), shape.size(), &value));
+    if (index < outputs_ && (left_out_ >> index & 1) == 0) {
+      check(ort_api->KernelContext_GetOutput(context_, index, shape.data(), shape.size(), &value));
+    }
     if (value == nullptr) return nullptr;
     if (memory_ == nullptr) check(ort_api->GetTensorMemoryInfo(value, &memory_));
     void* data = nullptr;
@@ -248,6 +250,9 @@ class Tensors {
     return data;
   }
 
+  // Outputs that count as not asked for, a bit each.
+  void leave_out(uint32_t outputs) { left_out_ = outputs; }
+
   // Where the outputs live: the provider's own memory.
   const OrtMemoryInfo* memory() const { return memory_; }
 
@@ -255,6 +260,7 @@ class Tensors {
   OrtKernelContext* context_;
   size_t inputs_ = 0;
   size_t outputs_ = 0;
+  uint32_t left_out_ = 0;
   const OrtMemoryInfo* memory_ = nullptr;
 };
 

@@ -1,11 +1,16 @@
-// The ways to run MultiHeadAttention on a GPU: our kernels, and products of a BLAS library with our softmax between.
+// The ways to run MultiHeadAttention on a GPU: our kernels, products of a BLAS library with our softmax between, and
+// what cuDNN proposes (not on AMD).
 #include <algorithm>
 
 #include "common/blas_lt.h"
 #include "common/check.h"
 #include "common/tunable.h"
+#include "common/vendors/which.h"
 #include "multi_head_attention/op.h"
 #include "softmax/op.h"
+#if !SD_ORT_HIP
+#include "multi_head_attention/cudnn.h"
+#endif
 
 namespace sd_ort {
 namespace {
@@ -125,6 +130,19 @@ Candidate<MultiHeadAttentionParams> products(const char* name, int64_t scores_by
       [=](const Params& p) { return Products(p, scores_bytes).workspace_bytes(); }};
 }
 
+#if !SD_ORT_HIP
+constexpr int kPlans = 4;
+constexpr int64_t kLargestCudnnHead = 256;  // beyond it two products are the untuned choice
+
+Candidate<MultiHeadAttentionParams> library_candidate(int number) {
+  using Params = MultiHeadAttentionParams;
+  return {
+      "cudnn_" + std::to_string(number), [=](const Params& p) { return CudnnAttention(p).supports(number); },
+      [=](const Params& p, void* workspace, void* stream) { return CudnnAttention(p).run(number, workspace, stream); },
+      [=](const Params& p) { return CudnnAttention(p).workspace_bytes(number); }};
+}
+#endif
+
 constexpr struct {
   const char* name;
   Kernel kernel;
@@ -145,10 +163,16 @@ std::vector<Candidate<MultiHeadAttentionParams>> candidates() {
   }
   all.push_back(products("products", kScoresBytes));
   all.push_back(products("products_in_cache", kScoresInCacheBytes));
+#if !SD_ORT_HIP
+  for (int number = 0; number < kPlans; ++number) all.push_back(library_candidate(number));
+#endif
   return all;
 }
 
 std::string default_name(const MultiHeadAttentionParams& p) {
+#if !SD_ORT_HIP
+  if (p.head_size <= kLargestCudnnHead && CudnnAttention(p).supports(0)) return "cudnn_0";
+#endif
   if (Products(p, kScoresBytes).supported()) return "products";
   const Kernel best = multi_head_attention_default(p);
   for (const auto& [name, kernel] : kKernels) {

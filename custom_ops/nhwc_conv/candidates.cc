@@ -10,15 +10,15 @@ namespace sd_ort {
 namespace {
 
 #if !SD_ORT_HIP
-constexpr int kPlans = 8;
+constexpr int kPlans = 16;
 
 Candidate<NhwcConvParams> library_candidate(int number) {
   return {"cudnn_" + std::to_string(number),
-          [=](const NhwcConvParams& p) { return Cudnn::instance().supports(p, number); },
+          [=](const NhwcConvParams& p) { return CudnnConvolution(p).supports(number); },
           [=](const NhwcConvParams& p, void* workspace, void* stream) {
-            return Cudnn::instance().run(p, number, workspace, stream);
+            return CudnnConvolution(p).run(number, workspace, stream);
           },
-          [=](const NhwcConvParams& p) { return Cudnn::instance().workspace_bytes(p, number); }};
+          [=](const NhwcConvParams& p) { return CudnnConvolution(p).workspace_bytes(number); }};
 }
 #endif
 

@@ -1,7 +1,5 @@
 #include "provider/assignment.h"
 
-#include <set>
-
 #include "provider/kernel.h"
 
 namespace sd_ort {
@@ -19,6 +17,14 @@ bool is_shape_arithmetic(const Node& node, const std::set<std::string>& on_host)
     if (output.there && !is_integer(output.type)) return false;
   }
   return reads_shapes;
+}
+
+bool is_read(const NodeValue& output) {
+  size_t consumers = 0;
+  bool leaves_the_graph = false;
+  check(ort_api->ValueInfo_GetValueNumConsumers(output.info, &consumers));
+  check(ort_api->ValueInfo_IsGraphOutput(output.info, &leaves_the_graph));
+  return consumers > 0 || leaves_the_graph;
 }
 
 }  // namespace
@@ -43,6 +49,10 @@ Assignment assign(const OrtGraph* graph, OrtEpGraphSupportInfo* support) {
       check(ep_api->EpGraphSupportInfo_LookUpKernel(support, each, &found));
     }
     if (found != nullptr) assignment.taken.push_back(each);
+    for (size_t i = 1; found != nullptr && i < node.outputs.size(); ++i) {
+      const NodeValue& output = node.outputs[i];
+      if (output.there && !is_read(output)) assignment.unread.insert(output.name);
+    }
     for (const NodeValue& output : node.outputs) {
       if (found == nullptr ? is_integer(output.type) : spec->host_output) on_host.insert(output.name);
     }

@@ -1,6 +1,7 @@
 // Which nodes of a graph the provider takes.
 #pragma once
 
+#include <set>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,7 @@ namespace sd_ort {
 struct Assignment {
   std::vector<const OrtNode*> taken;
   std::vector<std::string> refused;  // "Conv 'conv_1': reason", of operators that the provider has
+  std::set<std::string> unread;      // outputs behind the first, of taken nodes, that nobody reads
 };
 
 // Nodes with a kernel, but for shape arithmetic: integers computed from shapes and constants alone stay on the host,

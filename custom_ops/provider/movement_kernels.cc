@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "provider/kernel.h"
 #include "provider/kernels/kernels.h"
@@ -35,6 +36,28 @@ void copy_box(const Tensor& like, const std::vector<int64_t>& sizes, int64_t fro
   launched(strided_copy(copy, stream));
 }
 
+// Concat of `parts` along an axis, or Split into them: `sizes` are theirs along it, `joined` has all of them.
+void join_parts(const Tensor& like, void* joined, const std::vector<void*>& parts, const std::vector<int64_t>& sizes,
+                const std::vector<int64_t>& shape, int64_t axis, bool apart, void* stream) {
+  const int64_t inner = count_of({shape.begin() + axis + 1, shape.end()});
+  require(shape[axis] * inner <= INT32_MAX, "a row of the joined tensor has more than 2^31 elements");
+  if (count_of(shape) == 0) return;
+  Join j{};
+  j.joined = joined;
+  j.width = static_cast<int32_t>(shape[axis] * inner);
+  j.element_bytes = static_cast<int>(element_bytes(like.type));
+  j.rows = count_of({shape.begin(), shape.begin() + axis});
+  j.apart = apart;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    j.parts[j.count++] = parts[i];
+    j.begins[j.count] = j.begins[j.count - 1] + static_cast<int32_t>(sizes[i] * inner);
+    if (j.count < kMostParts && i + 1 < parts.size()) continue;
+    launched(join(j, stream));
+    j.begins[0] = j.begins[j.count];
+    j.count = 0;
+  }
+}
+
 class Transpose : public Kernel {
  public:
   explicit Transpose(const OrtKernelInfo* info) : perm_(Attributes(info).integers("perm", {})) {}
@@ -64,13 +87,14 @@ class Concat : public Kernel {
     shape[axis] = 0;
     for (size_t i = 0; i < call.inputs(); ++i) shape[axis] += call.input(i).shape.at(axis);
     void* y = call.output(0, shape);
-    const std::vector<int64_t> strides = strides_of(shape);
-    int64_t at = 0;
+    std::vector<void*> parts;
+    std::vector<int64_t> sizes;
     for (size_t i = 0; i < call.inputs(); ++i) {
       const Tensor x = call.input(i);
-      copy_box(x, x.shape, 0, strides_of(x.shape), y, at * strides[axis], strides, call.stream());
-      at += x.shape[axis];
+      parts.push_back(const_cast<void*>(x.data));
+      sizes.push_back(x.shape[axis]);
     }
+    join_parts(call.input(0), y, parts, sizes, shape, axis, false, call.stream());
   }
 
  private:
@@ -91,16 +115,16 @@ class Split : public Kernel {
         sizes.push_back(std::max<int64_t>(0, std::min(chunk, left)));
       }
     }
-    const std::vector<int64_t> strides = strides_of(x.shape);
-    int64_t at = 0;
+    require(static_cast<int64_t>(sizes.size()) == parts &&
+                std::accumulate(sizes.begin(), sizes.end(), int64_t{0}) == x.shape[axis],
+            "Split: the sizes do not add up");
+    std::vector<void*> outputs;
     for (size_t i = 0; i < call.outputs(); ++i) {
       std::vector<int64_t> shape = x.shape;
-      shape[axis] = sizes.at(i);
-      void* y = call.output(i, shape);
-      if (y != nullptr) copy_box(x, shape, at * strides[axis], strides, y, 0, strides_of(shape), call.stream());
-      at += sizes[i];
+      shape[axis] = sizes[i];
+      outputs.push_back(call.output(i, shape));
     }
-    require(at == x.shape[axis], "Split: the sizes do not add up");
+    join_parts(x, const_cast<void*>(x.data), outputs, sizes, x.shape, axis, true, call.stream());
   }
 
  private:

@@ -113,9 +113,10 @@ void Provider::set_graph_functions() {
   };
 }
 
-void Provider::take_nodes(const OrtGraph* graph, OrtEpGraphSupportInfo* support) const {
+void Provider::take_nodes(const OrtGraph* graph, OrtEpGraphSupportInfo* support) {
   const Assignment assignment = assign(graph, support);
   for (const OrtNode* node : assignment.taken) check(ep_api->EpGraphSupportInfo_AddSingleNode(support, node));
+  unread_.insert(assignment.unread.begin(), assignment.unread.end());
   for (const std::string& reason : assignment.refused) log("left to other providers: " + reason);
 }
 

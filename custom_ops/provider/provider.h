@@ -2,6 +2,8 @@
 #pragma once
 
 #include <memory>
+#include <set>
+#include <string>
 
 #include "provider/graphs.h"
 #include "provider/options.h"
@@ -19,13 +21,16 @@ class Provider : public OrtEp {
   Provider(const Provider&) = delete;
   Provider& operator=(const Provider&) = delete;
 
+  // Whether a node's output, not its first, is read by anybody: a sum that nobody reads need not be written.
+  bool is_read(const std::string& output) const { return unread_.count(output) == 0; }
+
  private:
   static Provider& of(OrtEp* self) { return *static_cast<Provider*>(self); }
   static const Provider& of(const OrtEp* self) { return *static_cast<const Provider*>(self); }
 
   void set_functions();
   void set_graph_functions();
-  void take_nodes(const OrtGraph* graph, OrtEpGraphSupportInfo* support) const;
+  void take_nodes(const OrtGraph* graph, OrtEpGraphSupportInfo* support);
   void log(const std::string& message) const;
 
   const Options options_;
@@ -35,6 +40,7 @@ class Provider : public OrtEp {
   std::shared_ptr<Pool> pool_;
   device::Stream stream_;
   std::unique_ptr<Graphs> graphs_;
+  std::set<std::string> unread_;
 };
 
 }  // namespace sd_ort

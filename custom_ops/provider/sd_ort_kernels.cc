@@ -2,6 +2,7 @@
 #include "bindings.h"  // made by CMake: the binding.h of every operator in operators.txt
 #include "provider/device.h"
 #include "provider/kernels/kernels.h"
+#include "provider/provider.h"
 #include "provider/run_op.h"
 #include "provider_bindings.h"
 
@@ -23,21 +24,41 @@ DType dtype_of(const OrtKernelInfo* info) {
   return named.dtype();
 }
 
+// A bit for each output that nobody reads.
+uint32_t unread_outputs(const OrtKernelInfo* info) {
+  const OrtEp* provider = nullptr;
+  check(ep_api->KernelInfo_GetEp(info, &provider));
+  size_t count = 0;
+  check(ort_api->KernelInfo_GetOutputCount(info, &count));
+  uint32_t unread = 0;
+  for (size_t i = 1; i < count; ++i) {
+    size_t bytes = 0;
+    check(ort_api->KernelInfo_GetOutputName(info, i, nullptr, &bytes));
+    std::vector<char> name(bytes);
+    check(ort_api->KernelInfo_GetOutputName(info, i, name.data(), &bytes));
+    if (!static_cast<const Provider*>(provider)->is_read(name.data())) unread |= 1u << i;
+  }
+  return unread;
+}
+
 template <class Binding, const GpuOp& (*op)()>
 class BoundKernel : public Kernel {
  public:
-  explicit BoundKernel(const OrtKernelInfo* info) : attributes_(Binding::attributes(Attributes(info))) {
+  explicit BoundKernel(const OrtKernelInfo* info)
+      : attributes_(Binding::attributes(Attributes(info))), unread_(unread_outputs(info)) {
     attributes_.dtype = dtype_of(info);
   }
 
   void compute(Call& call) const override {
     auto params = attributes_;
+    call.tensors().leave_out(unread_);
     Binding::bind(call.tensors(), params);
     run_op(op(), &params, call);
   }
 
  private:
   typename Binding::Params attributes_;
+  uint32_t unread_;
 };
 
 // Inputs of the binding's type T must all have one type that the kernels take.

@@ -2,41 +2,35 @@
 
     python scripts/measure/host_steps.py FOLDER --provider cuda [--steps 50] [--rounds 7] [--out results/hosts/x.json]
 
-FOLDER is a Stable Diffusion folder that `sd-ort optimize` wrote. Both draw one picture from the same noise; the PSNR
-between the two is given. A step is the time of a whole picture over its steps, median of the rounds.
+FOLDER is a Stable Diffusion folder that `sd-ort optimize` wrote. On a GPU diffusers draws twice: its tensors go through
+the host's memory (share=False), or ONNX Runtime takes them where they lie (share=True). All draw one picture from the
+same noise, in float32 as our loop keeps latents; the PSNR to our own call's is given. A step is the time of a whole
+picture over its steps, median of the rounds; the ratio to ours is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
-import diffusers
 import numpy as np
 import torch
 
 from sd_ort import StableDiffusionPipeline
-from sd_ort.hosts.diffusers import OrtTextEncoder, OrtUNet, OrtVae
-from sd_ort.hosts.models import HostModels
+from sd_ort.core.metrics import psnr
 from sd_ort.runtime import machine
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checks"))
+
+from host_tensors_gpu import in_diffusers, models_of
+
 PROMPT = "a red circle on a blue background"
-
-
-def in_diffusers(folder: Path, provider: str) -> Any:
-    """diffusers' own pipeline on the folder's components."""
-    models = HostModels(folder, provider, share=True)
-    scheduler = diffusers.DDIMScheduler.from_pretrained(folder / "scheduler")
-    made = diffusers.StableDiffusionPipeline(
-        OrtVae(models), OrtTextEncoder(models), models.tokenizer("text_encoder"), OrtUNet(models), scheduler,
-        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
-    )  # fmt: skip
-    made.set_progress_bar_config(disable=True)
-    return made
 
 
 @click.command()
@@ -49,27 +43,29 @@ def in_diffusers(folder: Path, provider: str) -> Any:
 def main(folder: Path, provider: str, steps: int, rounds: int, side: int | None, out: Path | None) -> None:
     """Time both and compare their pictures."""
     ours = StableDiffusionPipeline.from_pretrained(folder, provider, scheduler="ddim")
-    theirs = in_diffusers(folder, provider)
     side = side or ours.default_size
     noise = torch.randn((1, 4, side // 8, side // 8), generator=torch.Generator().manual_seed(1))
-    arguments = {"num_inference_steps": steps, "guidance_scale": 5.0, "height": side, "width": side}
+    arguments: dict[str, Any] = {"num_inference_steps": steps, "guidance_scale": 5.0, "height": side, "width": side}
 
     def own() -> np.ndarray:
         return np.asarray(ours(PROMPT, latents=noise, progress=False, **arguments).images[0])
 
-    def hosted() -> np.ndarray:
-        latents = noise.to(theirs.device, theirs.unet.dtype)
-        return np.asarray(theirs(PROMPT, latents=latents, **arguments).images[0])
+    def hosted(share: bool) -> Callable[[], np.ndarray]:
+        theirs = in_diffusers(models_of(folder, provider, share))
+        return lambda: np.asarray(theirs(PROMPT, latents=noise.to(theirs.device), **arguments).images[0])
 
-    pictures = [own(), hosted()]
-    seconds: dict[str, list[float]] = {"sd-ort": [], "diffusers on sd-ort": []}
+    draws = {"sd-ort": own, "diffusers, share=False": hosted(False)}
+    if provider != "cpu":
+        draws["diffusers, share=True"] = hosted(True)
+    pictures = {name: draw() for name, draw in draws.items()}
+    assert pictures["sd-ort"].std() > 5, "a flat picture proves nothing"
+    seconds: dict[str, list[float]] = {name: [] for name in draws}
     for _ in range(rounds):
-        for name, draw in (("sd-ort", own), ("diffusers on sd-ort", hosted)):
+        for name, draw in draws.items():
             started = time.perf_counter()
             draw()
             seconds[name].append(time.perf_counter() - started)
-    assert pictures[0].std() > 5, "a flat picture proves nothing"
-    off = np.mean((pictures[0].astype(float) - pictures[1]) ** 2)
+    own_seconds, hosts = seconds["sd-ort"], list(draws)[1:]
     found = {
         "machine": machine.machine(),
         "versions": machine.versions(),
@@ -79,8 +75,11 @@ def main(folder: Path, provider: str, steps: int, rounds: int, side: int | None,
         "pixels": side,
         "steps": steps,
         "ms a step of a whole picture": {n: round(1e3 * statistics.median(s) / steps, 3) for n, s in seconds.items()},
-        "diffusers of ours": round(statistics.median(b / a for a, b in zip(*seconds.values(), strict=True)), 3),
-        "PSNR of the pictures, dB": round(float(10 * np.log10(255**2 / max(off, 1e-6))), 1),
+        "of ours": {
+            name: round(statistics.median(b / a for a, b in zip(own_seconds, seconds[name], strict=True)), 3)
+            for name in hosts
+        },
+        "PSNR to our picture, dB": {name: round(psnr(pictures[name], pictures["sd-ort"]), 1) for name in hosts},
     }
     text = json.dumps(found, indent=1)
     click.echo(text)

@@ -14,7 +14,8 @@ from sd_ort.core.folder import read_index
 from sd_ort.family.configs import component_config
 from sd_ort.family.tokenizer import whole_tokenizer
 from sd_ort.hosts.tensors import TensorModel, Tensors, torch_dtype
-from sd_ort.pipeline.lora import LoraMethods, Loras
+from sd_ort.pipeline.lora import Loras
+from sd_ort.pipeline.lora_methods import LoraMethods
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.provider_records import WHEELS
 from sd_ort.runtime.providers import check_provider, log
@@ -51,8 +52,9 @@ class HostModels(LoraMethods):
         self.models = Components(self.folder, self.provider, **options)
         self.index = read_index(self.folder)
         self.unet_config = component_config(self.folder, "unet")
-        shared = share and self.models.device == "cuda" and torch.cuda.is_available() and self.models.stream is not None
-        self.device = torch.device("cuda", 0) if shared else torch.device("cpu")
+        on_gpu = self.models.device == "cuda" and torch.cuda.is_available() and self.models.stream is not None
+        self.shared = share and on_gpu
+        self.device = torch.device("cuda", 0) if self.shared else torch.device("cpu")
         self.on_device: dict[str, TensorModel] = {}
         self.changes = 0  # of weights: what was computed with others is no longer true
 
@@ -83,13 +85,14 @@ class HostModels(LoraMethods):
         Raises InputError when the names are not those of the graph's inputs, SdOrtError when ONNX Runtime fails.
         """
         model = self.models[component]
-        if self.device.type == "cpu" or tensors.keys() != model.inputs.keys():
+        if not self.shared or tensors.keys() != model.inputs.keys():
             outputs = model(**{name: _array(tensor) for name, tensor in tensors.items()})
             return {name: torch.from_numpy(array) for name, array in outputs.items()}
         made = self.on_device.get(component)
         if made is None or made.model is not model:
-            assert self.models.stream is not None
-            made = self.on_device[component] = TensorModel(model, self.device, self.models.stream.handle)
+            stream = self.models.stream
+            made = TensorModel(model, self.device, None if stream is None else stream.handle)
+            self.on_device[component] = made
         return made(tensors)
 
     def change(self, component: str, changes: Mapping[str, np.ndarray]) -> None:
@@ -99,13 +102,13 @@ class HostModels(LoraMethods):
         """
         if changes and self.loras is None:
             self.loras = Loras(self.folder)
-        weights = self.loras.corrected(component, changes) if self.loras and changes else {}
-        self.models.replace_weights(weights)
-        self.reopen()
+        if self.loras is not None:
+            self.weights_changed(self.loras.apply(self.models, {component: changes}))
 
-    def reopen(self) -> None:
-        """After sessions were closed, for other weights."""
-        self.on_device.clear()
+    def weights_changed(self, closed: bool) -> None:
+        """After a change of weights, for which sessions may have been closed."""
+        if closed:
+            self.on_device.clear()
         self.changes += 1
 
 

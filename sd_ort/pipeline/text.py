@@ -11,8 +11,8 @@ import numpy as np
 
 from sd_ort.core.errors import InputError
 from sd_ort.family.conditioning import guidance_embedding, text_encoders, text_length, token_ids
+from sd_ort.family.conditions import is_sdxl, time_ids_split
 from sd_ort.family.configs import component_config
-from sd_ort.family.signatures import time_ids_split
 from sd_ort.family.tokenizer import ClipTokenizer
 from sd_ort.pipeline import embeddings, weighting
 from sd_ort.pipeline.drawing import check_finite
@@ -56,7 +56,7 @@ class Texts:
     def __init__(self, folder: Path, models: Components, index: Mapping[str, Any], unet: Mapping[str, Any]) -> None:
         """`index`: the folder's model_index.json; `unet`: its config. Raises InputError without a tokenizer."""
         self.folder, self.models, self.index, self.unet = folder, models, index, unet
-        self.is_xl = unet.get("addition_embed_type") == "text_time"
+        self.is_xl = is_sdxl(unet)
         self.words: dict[str, Words] = {}
         self.forget()
 

@@ -21,6 +21,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.folder import read_index
 from sd_ort.family import plans
 from sd_ort.family.conditioning import text_encoders
+from sd_ort.family.conditions import is_sdxl
 from sd_ort.family.configs import component_config, scheduler_config
 from sd_ort.family.schedulers import make_scheduler, set_timesteps
 from sd_ort.family.signatures import default_latents, latent_multiple
@@ -31,7 +32,7 @@ from sd_ort.pipeline.drawing import check_finite
 from sd_ort.pipeline.embeddings import EmbeddingMethods
 from sd_ort.pipeline.images import as_array, finished, readable
 from sd_ort.pipeline.like_diffusers import DiffusersMethods, loading_options
-from sd_ort.pipeline.lora import LoraMethods
+from sd_ort.pipeline.lora_methods import LoraMethods
 from sd_ort.pipeline.noise import draw_noise, sources
 from sd_ort.pipeline.output import PipelineOutput
 from sd_ort.pipeline.request import PICTURES, Prompt, Request, request
@@ -80,7 +81,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         self.loop = DeviceLoop(models)
         self.index = read_index(folder)
         self.unet_config = component_config(folder, "unet", required=True)
-        self.is_xl = self.unet_config.get("addition_embed_type") == "text_time"
+        self.is_xl = is_sdxl(self.unet_config)
         config = component_config(folder, "vae_decoder", required=True)
         self.vae = Vae(models, config, tiling=vae_tiling, slicing=vae_slicing)
         self.vae_scale_factor = self.vae.scale_factor
@@ -167,9 +168,10 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
     def scheduler(self, scheduler: Any) -> None:
         self._scheduler, self._planned = scheduler, False
 
-    def reopen(self) -> None:
+    def weights_changed(self, closed: bool) -> None:
         """Let go of captured graphs and buffers of sessions that were closed."""
-        self.loop = DeviceLoop(self.models)
+        if closed:
+            self.loop = DeviceLoop(self.models)
 
     @property
     def default_size(self) -> int:

@@ -12,6 +12,8 @@ from typing import Any
 
 import graph_fixtures
 import numpy as np
+import onnx
+import onnx.parser
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
@@ -232,6 +234,51 @@ def test_unsupported_node_is_left_to_the_cpu(provider: str) -> None:
         assert placed(session)[where]["Softmax"] == 1
         weights = np.exp(x) / np.exp(x).sum(axis, keepdims=True)
         np.testing.assert_allclose(session.run(None, {"x": x})[0], weights, rtol=1e-6)
+
+
+def test_parts_of_any_width_are_joined_and_taken_apart(provider: str) -> None:
+    """Split into more parts than one launch takes, and Concat of them turned around, in elements of 2 and 8 bytes."""
+    widths = [*range(1, 38), 8, 16, 24]
+    ends = np.cumsum(widths)
+    names = [f"p{i}" for i in range(len(widths))]
+    for dtype in ("float16", "int64"):
+        graph = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 20]>
+            g ({dtype}[3, {ends[-1]}, k] x) => ({dtype}[3, {ends[-1]}, k] y)
+            <int64[{len(widths)}] widths = {{{", ".join(map(str, widths))}}}> {{
+                {", ".join(names)} = Split <axis = 1> (x, widths)
+                y = Concat <axis = 1> ({", ".join(reversed(names))})
+            }}""")
+        session = session_of(graph.SerializeToString(), provider)
+        assert placed(session)["SdOrtHost"] == Counter(Split=1, Concat=1)
+        for k in (1, 8):
+            x = np.arange(3 * ends[-1] * k).reshape(3, -1, k).astype(dtype)
+            wanted = np.concatenate(np.split(x, ends[:-1], axis=1)[::-1], axis=1)
+            np.testing.assert_array_equal(session.run(None, {"x": x})[0], wanted)
+
+
+def test_a_sum_that_nobody_reads_is_not_made(provider: str) -> None:
+    """11 MiB hold an image and its normalization, 4 each, and with the sum they do not."""
+    graph = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 20, "sd_ort": 1]>
+        g (float[1, 1024, 32, 32] x) => (float[1, 1024, 32, 32] y)
+        <float[32] gamma, float[32] beta, float[1, 1, 1, 32] skip> {
+            y, sum = sd_ort.SkipGroupNorm <groups = 4, activation = 0, channels_last = 1> (x, gamma, beta, skip)
+        }
+        <opset_import: ["": 20], domain: "sd_ort">
+        SkipGroupNorm <groups, activation, channels_last> (x, gamma, beta, skip) => (y, sum) {
+            sum = Add (x, skip)
+            y = Identity (sum)
+        }""")
+    for name, value in (("gamma", np.ones(32)), ("beta", np.zeros(32)), ("skip", np.zeros((1, 1, 1, 32)))):
+        graph.graph.initializer.append(onnx.numpy_helper.from_array(value.astype(np.float32), name))
+    session = session_of(graph.SerializeToString(), provider, {"memory_limit": str(11 << 20)})
+    x = np.random.default_rng(0).normal(size=(1, 1024, 32, 32)).astype(np.float32)
+    groups = x.reshape(1, -1, 4, 8)
+    wanted = (groups - groups.mean((1, 3), keepdims=True)) / groups.std((1, 3), keepdims=True)
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], wanted.reshape(x.shape), atol=1e-4)
+    graph.graph.output.append(helper.make_tensor_value_info("sum", TensorProto.FLOAT, [1, 1024, 32, 32]))
+    session = session_of(graph.SerializeToString(), provider, {"memory_limit": str(11 << 20)})
+    with pytest.raises(Exception, match=r"[Aa]lloc|memory"):
+        session.run(None, {"x": x})
 
 
 def test_session_of_the_package(provider: str, folder: Path) -> None:

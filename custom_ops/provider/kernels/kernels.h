@@ -23,6 +23,21 @@ struct StridedCopy {
 };
 const char* strided_copy(const StridedCopy& copy, void* stream);
 
+// Parts laid side by side in rows, or taken apart: columns `begins[i]` to `begins[i + 1]` of `joined`, (rows, width),
+// are parts[i], (rows, begins[i + 1] - begins[i]). Null parts are left out.
+constexpr int kMostParts = 32;
+struct Join {
+  void* joined;
+  void* parts[kMostParts];
+  int32_t begins[kMostParts + 1];  // in elements of the row
+  int32_t width;                   // of the whole row
+  int32_t count;
+  int element_bytes;  // 1, 2, 4 or 8
+  int64_t rows;
+  bool apart;
+};
+const char* join(const Join& join, void* stream);
+
 // Every element of `to` made the element at `value`, which the host reads.
 const char* fill(void* to, int64_t count, const void* value, int element_bytes, void* stream);
 

@@ -25,6 +25,23 @@ struct Copy {
 };
 
 template <class T>
+struct JoinParts {
+  Join j;
+  SD_ORT_DEVICE void operator()(uint32_t i) const {
+    const uint32_t first = static_cast<uint32_t>(j.begins[0]), span = static_cast<uint32_t>(j.begins[j.count]) - first;
+    const uint32_t row = i / span;
+    const int32_t column = static_cast<int32_t>(i - row * span + first);
+    int part = 0;
+    while (column >= j.begins[part + 1]) ++part;
+    const int64_t wide = j.begins[part + 1] - j.begins[part];
+    T* const in_part = static_cast<T*>(j.parts[part]) + row * wide + (column - j.begins[part]);
+    T* const in_row = static_cast<T*>(j.joined) + static_cast<int64_t>(row) * j.width + column;
+    if (j.parts[part] == nullptr) return;
+    *(j.apart ? in_part : in_row) = *(j.apart ? in_row : in_part);
+  }
+};
+
+template <class T>
 struct Fill {
   T* to;
   T value;
@@ -161,7 +178,31 @@ void widen(StridedCopy& c) {
   }
 }
 
+// The same for parts: all of them have to be wide enough.
+void widen(Join& j) {
+  const auto even = [&] {
+    const uintptr_t bytes = 2 * static_cast<uintptr_t>(j.element_bytes);
+    bool all = j.width % 2 == 0 && reinterpret_cast<uintptr_t>(j.joined) % bytes == 0;
+    for (int i = 0; i <= j.count; ++i) all = all && j.begins[i] % 2 == 0;
+    for (int i = 0; i < j.count; ++i) all = all && reinterpret_cast<uintptr_t>(j.parts[i]) % bytes == 0;
+    return all;
+  };
+  while (j.element_bytes < 16 && even()) {
+    j.element_bytes *= 2;
+    j.width /= 2;
+    for (int i = 0; i <= j.count; ++i) j.begins[i] /= 2;
+  }
+}
+
 }  // namespace
+
+const char* join(const Join& call, void* stream) {
+  Join j = call;
+  widen(j);
+  const int64_t count = j.rows * (j.begins[j.count] - j.begins[0]);
+  if (j.element_bytes == 16) return for_each(count, JoinParts<Sixteen>{j}, stream);
+  return by_size(j.element_bytes, [&](auto sample) { return for_each(count, JoinParts<decltype(sample)>{j}, stream); });
+}
 
 const char* strided_copy(const StridedCopy& copy, void* stream) {
   StridedCopy c = copy;
