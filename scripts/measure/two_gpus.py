@@ -40,7 +40,7 @@ from sd_ort import StableDiffusionPipeline  # noqa: E402
 from sd_ort.core import metrics  # noqa: E402
 from sd_ort.core.files import write_text  # noqa: E402
 from sd_ort.pipeline.device_loop import DeviceLoop  # noqa: E402
-from sd_ort.pipeline.guidance_split import Side, SplitLoop, SplitStep  # noqa: E402
+from sd_ort.pipeline.guidance_split import Side, SplitStep  # noqa: E402
 
 ALIKE_DB = 40.0  # PSNR of pictures that differ by rounding alone
 BATCHES = 8  # of a measurement of images a second
@@ -98,11 +98,16 @@ def quick(options: argparse.Namespace, preset: str) -> bool:
         alike, same = metrics.psnr(two, one), np.array_equal(two, again)
         say(
             f"{preset}, {steps} steps: split against one device {alike:.1f} dB, split twice the same bytes: {same}; "
-            f"deviation {one.std():.1f}; {1e3 * alone.step_seconds:.2f} and {1e3 * split.step_seconds:.2f} ms a step"
+            f"deviation {one.std():.1f}; {milliseconds(alone):.2f} and {milliseconds(split):.2f} ms a step"
         )
         right.append(same and alike > ALIKE_DB and one.std() > 5)
     say(f"{preset}: UNet {type(pipeline.unet).__name__}, {type(pipeline.models.partner['unet']).__name__}")
     return right[0]
+
+
+def milliseconds(loop: DeviceLoop) -> float:
+    """A step of its last picture."""
+    return 1e3 * float(loop.step_seconds or 0)
 
 
 def measure(options: argparse.Namespace, preset: str) -> dict[str, Any]:
@@ -126,7 +131,7 @@ def guidance(pipeline: Any, options: argparse.Namespace, preset: str) -> dict[st
             started = time.perf_counter()
             pictures[name].append(np.asarray(pipeline(**request(options, preset)).images[0]))
             seconds[name].append(time.perf_counter() - started)
-            steps[name].append(1e3 * float(loop.step_seconds or 0))
+            steps[name].append(milliseconds(loop))
     step_ms = {name: median(values[2:]) for name, values in steps.items()}
     image_s = {name: median(values[2:]) for name, values in seconds.items()}
     found = {
@@ -198,7 +203,7 @@ def exchange(loop: Any) -> float:
         return on_device(loop, lambda: step.run(False), 300)
 
 
-def copies(loop: SplitLoop | Any) -> float:
+def copies(loop: Any) -> float:
     """Seconds of one prediction's way to the other device."""
     here, there = (newest(part).steps[1] for part in (loop, loop.other))
     size = Side(here, loop.events[0]).size
