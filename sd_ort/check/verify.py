@@ -189,9 +189,11 @@ def _in_half(model: ir.Model, feeds: Sequence[Arrays]) -> list[Arrays]:
 
 
 def _run(path: Path, feeds: Sequence[Arrays], provider: str = "cpu", library: bool = False) -> list[Arrays]:
-    """Outputs of every run; the session is gone afterwards."""
+    """Outputs of every run; the session is gone afterwards. A hoisted graph's timestep has an axis where its source's
+    may have none."""
     model = Model(create_session(path, provider, library=library))
-    return [model(**feed) for feed in feeds]
+    one = {name for name, declared in model.inputs.items() if len(declared.shape) == 1}
+    return [model(**{name: np.atleast_1d(a) if name in one else a for name, a in feed.items()}) for feed in feeds]
 
 
 @contextmanager

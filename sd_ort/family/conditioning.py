@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,21 @@ def text_length(folder: Path, name: str, tokenizer: Any) -> int:
     if length < 3:
         raise InputError(f"{folder / name} takes {length} tokens, and its prompt needs 3: export the pipeline again.")
     return int(length)
+
+
+def embedding_output(outputs: Iterable[str], is_xl: bool) -> str:
+    """Which output of a text encoder the UNet reads: the last hidden state or, for SDXL, that of the penultimate layer.
+
+    Optimum's encoders of SDXL give the embeddings and all layers, `hidden_states.0` and on. Raises InputError for an
+    encoder that gives none of these.
+    """
+    names = list(outputs)
+    every = sum(name.startswith("hidden_states.") for name in names)
+    penultimate = f"hidden_states.{every - 2}" if every else "hidden_states"
+    wanted = penultimate if is_xl else "last_hidden_state"
+    if wanted not in names:
+        raise InputError(f"a text encoder gives {', '.join(names)} but not {wanted}: export the pipeline with sd-ort.")
+    return wanted
 
 
 def text_encoders(index: dict[str, Any]) -> list[str]:

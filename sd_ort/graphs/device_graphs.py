@@ -70,15 +70,17 @@ class Between:
     """What `between` does, beside the schedule.
 
     `sample`: dtype of the UNet's input and output. `timestep`: dtype of its input of that name, None where a hoisted
-    UNet has none. `by_step`: dtypes of other inputs that change with the step. `first`: before the first step, with
-    nothing predicted yet. `guided`: classifier-free guidance of 2B rows. `rescaled`: it keeps some of the positive
-    prediction's deviation (Lin et al., 2023, section 3.4). `draws`: whether the schedule has random
-    numbers. `channels`: whether constant channels go behind the latents'. `kept`: whether a mask keeps a picture.
-    `controls`: of each ControlNet the dtype of its scale. `split`: the two sides of guidance are predicted apart.
+    UNet has none; `scalar`: it has no axis. `by_step`: dtypes of other inputs that change with the step. `first`:
+    before the first step, with nothing predicted yet. `guided`: classifier-free guidance of 2B rows. `rescaled`: it
+    keeps some of the positive prediction's deviation (Lin et al., 2023, section 3.4). `draws`: whether the schedule has
+    random numbers. `channels`: whether constant channels go behind the latents'. `kept`: whether a mask keeps a
+    picture. `controls`: of each ControlNet the dtype of its scale. `split`: the two sides of guidance are predicted
+    apart.
     """
 
     sample: np.dtype
     timestep: np.dtype | None
+    scalar: bool = False
     by_step: tuple[tuple[str, np.dtype], ...] = ()
     first: bool = False
     guided: bool = True
@@ -102,8 +104,8 @@ def between(what: Between) -> bytes:
         mask (B, 1, h, w), kept_picture and kept_noise (T + 1,): outside the mask the latents of step i are
         kept_picture[i] picture + kept_noise[i] noise
         with `channels`: channels (B, C', h, w); for each of `controls` scales_<i> (T + 1,)
-    Outputs: history_out, index_out, latents (B, C, h, w), sample (rows, C + C', h, w), timestep (1,), each <name>,
-        conditioning_scale_<i> (1,).
+    Outputs: history_out, index_out, latents (B, C, h, w), sample (rows, C + C', h, w), timestep (1,) or (), each
+        <name>, conditioning_scale_<i> (1,).
     """
     inputs = ["float[n,b,c,h,w] history", "int64[1] index", "float[t1,n] weights", "float[t1] scales"]
     outputs = ["float[n,b,c,h,w] history_out", "int64[1] index_out", "float[b,c,h,w] latents"]
@@ -150,7 +152,9 @@ def between(what: Between) -> bytes:
     if what.timestep is not None:
         inputs.append("float[t1] timesteps")
         outputs.append(f"{_type(what.timestep)}[] timestep")
-        lines += ["time = Gather <axis = 0> (timesteps, index_out)", f"timestep = {_cast(what.timestep)} (time)"]
+        lines += ["time = Gather <axis = 0> (timesteps, index_out)"]
+        lines += ["only_time = Squeeze (time, front)"] if what.scalar else []
+        lines += [f"timestep = {_cast(what.timestep)} ({'only_time' if what.scalar else 'time'})"]
     if what.by_step:
         inputs.append("int64[t1,rows] place")
         lines += ["scalar = Squeeze (index_out, front)", "places = Gather <axis = 0> (place, scalar)"]

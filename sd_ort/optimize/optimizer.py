@@ -32,6 +32,7 @@ from sd_ort.graphs import hoist
 from sd_ort.graphs.filling import fill
 from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
+from sd_ort.graphs.timestep import give_axis
 from sd_ort.optimize import calibration, precision, raw
 from sd_ort.optimize.raw import Raw
 from sd_ort.optimize.targets import TARGETS, Target, default_target
@@ -87,8 +88,8 @@ def optimize(
     if inputs:
         check_recorded(inputs, names)
     asked, hoisted = hoisted, chosen_hoisting(hoisted, dtype, target, names)
-    if hoisted and not asked and not hoist.has_time_axis(load(folder.check_component(source, hoist.PARTS["step"]))):
-        report("the UNet is not hoisted, since its timestep has no axis.")
+    if hoisted and not asked and not give_axis(load(folder.check_component(source, hoist.PARTS["step"]))):
+        report("the UNet is not hoisted, since it computes with its timestep, which has no axis, at once.")
         hoisted = False
     if hoist.is_hoisted(source):
         raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")

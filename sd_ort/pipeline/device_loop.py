@@ -102,7 +102,7 @@ class DeviceLoop:
 
     def value(self, array: Any) -> Any:
         """An array on the device."""
-        return runtime().OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), **place(self.models.device))
+        return runtime().OrtValue.ortvalue_from_numpy(np.asarray(array, order="C"), **place(self.models.device))
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         """Memory on the device."""
@@ -160,9 +160,9 @@ class Buffers:
         sample = np.zeros((drawing.rows, *shape[1:]), unet.dtype("sample"))
         self.values["sample"] = loop.value(sample)
         timed = [unet, *(loop.models[control.name] for control in drawing.controls)]
-        self.timestep = next((np.dtype(model.dtype("timestep")) for model in timed if "timestep" in model.inputs), None)
+        self.timestep = next((model.one("timestep") for model in timed if "timestep" in model.inputs), None)
         if self.timestep is not None:
-            self.values["timestep"] = loop.value(np.zeros((1,), self.timestep))
+            self.values["timestep"] = loop.value(self.timestep)
         for name in unet.inputs:
             if name not in self.values and name in drawing.conditioning:
                 self.values[name] = self.give(name, drawing.conditioning, unet.dtype(name))
@@ -299,7 +299,8 @@ class Steps:
             by_step = self._time(buffers, states)
         what = Between(
             np.dtype(unet.dtype("sample")),
-            buffers.timestep,
+            None if buffers.timestep is None else buffers.timestep.dtype,
+            buffers.timestep is not None and not buffers.timestep.ndim,
             tuple(by_step.items()),
             controls=tuple(buffers.controls.dtypes),
             guided=drawing.guidance is not None,

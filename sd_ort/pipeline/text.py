@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from sd_ort.core.errors import InputError
-from sd_ort.family.conditioning import guidance_embedding, text_encoders, text_length, token_ids
+from sd_ort.family.conditioning import embedding_output, guidance_embedding, text_encoders, text_length, token_ids
 from sd_ort.family.conditions import is_sdxl, time_ids_split
 from sd_ort.family.configs import component_config
 from sd_ort.family.tokenizer import ClipTokenizer
@@ -115,7 +115,7 @@ class Texts:
                 parts = [part for text in texts for part in self._chunks(tokenizer, name, text, length, runs)]
                 tokens, weights = (np.stack(each) for each in zip(*((p.ids, p.weights) for p in parts), strict=True))
             outputs = self._encoder(name, clip_skip or 0)(input_ids=tokens)
-            made = outputs["hidden_states" if self.is_xl else "last_hidden_state"].astype(np.float32)
+            made = outputs[embedding_output(outputs, self.is_xl)].astype(np.float32)
             check_finite(made, name)
             if weights is not None:
                 made = weighting.weighed(made, weights)

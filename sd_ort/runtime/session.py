@@ -265,6 +265,10 @@ class Model:
             raise InputError(f"input {name} has the unsupported type {declared}: export the pipeline with sd-ort.")
         return DTYPES[declared]
 
+    def one(self, name: str, number: float = 0) -> np.ndarray:
+        """A number as the input `name` takes it: in its type, with as many axes of size 1 as the graph declares."""
+        return np.full((1,) * len(self.inputs[name].shape), number, self.dtype(name))
+
 
 def load(folder: Path, component: str, provider: str = "cpu", **options: Any) -> Model:
     """Open one component of a pipeline folder; options as for `create_session`."""
