@@ -134,6 +134,11 @@ def test_the_option_is_numbers(sd_ort: Callable[..., tuple[int, str, str]], tiny
     code, _, error = sd_ort("generate", "a", "--model", tiny_export, "--split-guidance", "0;1")
     assert code == 2
     assert "no numbers of devices" in error
+    listed = tiny_export.parent / "prompts.txt"
+    listed.write_text("a\nb\n")
+    code, _, error = sd_ort("generate", "--prompts", listed, "--model", tiny_export, "--split-guidance", "0,1")
+    assert code == 2
+    assert "--split-guidance is for one prompt" in error
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
