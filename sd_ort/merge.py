@@ -25,7 +25,8 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.paths import output_path
 from sd_ort.family.conditioning import embedding_output, latent_scale, text_encoders
 from sd_ort.family.configs import component_config
-from sd_ort.family.schedule import LinearSchedule, linear_schedule
+from sd_ort.family.plans import LinearSchedule
+from sd_ort.family.schedule import linear_schedule
 from sd_ort.family.schedulers import make_scheduler, set_timesteps
 from sd_ort.graphs import hoist, sampling_step
 from sd_ort.graphs.inline import inline

@@ -26,13 +26,13 @@ class Denoiser:
     def __init__(
         self,
         models: Mapping[str, Model],
-        conditioning: Mapping[str, torch.Tensor],
+        conditioning: Mapping[str, np.ndarray],
         timesteps: torch.Tensor,
         controls: Sequence[Control] = (),
     ) -> None:
         """Run what runs once. Raises InputError when the UNet wants a ControlNet and there is no image for it."""
         self.models = models
-        self.conditioning = {name: value.numpy() for name, value in conditioning.items()}
+        self.conditioning = conditioning
         self.timesteps = timesteps
         self.controls = controls
         self.by_step: dict[str, np.ndarray] = {}

@@ -11,7 +11,7 @@ import numpy as np
 from sd_ort.core.errors import SdOrtError
 
 if TYPE_CHECKING:
-    from sd_ort.family.schedule import LinearSchedule
+    from sd_ort.family.plans import LinearSchedule
     from sd_ort.pipeline.control import Control
 
 Arrays = Mapping[str, np.ndarray]

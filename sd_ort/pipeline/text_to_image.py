@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import read_index
@@ -31,16 +31,19 @@ from sd_ort.pipeline.control import Control
 from sd_ort.pipeline.drawing import check_finite
 from sd_ort.pipeline.embeddings import EmbeddingMethods
 from sd_ort.pipeline.guidance_split import check_split, on_first, open_loop
-from sd_ort.pipeline.images import readable
+from sd_ort.pipeline.images import as_array, finished, readable
 from sd_ort.pipeline.like_diffusers import DiffusersMethods, loading_options
-from sd_ort.pipeline.lora import LoraMethods
-from sd_ort.pipeline.noise import draw_noise
+from sd_ort.pipeline.lora_methods import LoraMethods
+from sd_ort.pipeline.noise import draw_noise, sources
 from sd_ort.pipeline.output import PipelineOutput
 from sd_ort.pipeline.request import PICTURES, Prompt, Request, request
 from sd_ort.pipeline.sampling import Sampling
 from sd_ort.pipeline.text import Texts
 from sd_ort.pipeline.vae import Vae
 from sd_ort.runtime.components import Components
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("sd_ort")
 
@@ -150,15 +153,15 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         pipeline._check_unet()
         if not (pipeline.device_loop and plans.known(pipeline._scheduler_config)):
             assert pipeline.scheduler  # diffusers says now whether it can drive this UNet
-        for name in needed if not low_memory else ():
-            models[name]  # opened now, so that the first image takes no longer than the second
-        if models.partner is not None:
-            models.partner["unet"]
+        if not low_memory:  # opened now, so that the first image takes no longer than the second
+            models.open([*needed, *(name for name in models if name.startswith("unet_"))])
+            if models.partner is not None:
+                models.partner.open([name for name in models if name == "unet" or name.startswith("unet_")])
         return pipeline
 
     @cached_property
     def image_processor(self) -> Any:
-        """diffusers', for pictures that are given, and for those that the device does not finish itself."""
+        """diffusers', for pictures that are given."""
         from diffusers.image_processor import VaeImageProcessor
 
         return VaeImageProcessor(
@@ -227,7 +230,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
             decoding: Future[PipelineOutput] | None = None
             for call in calls:
                 try:
-                    latents = self(**{**call, "output_type": "latent", "return_dict": True}).images
+                    latents = self(**{**call, "output_type": "latent", "return_dict": True}).images.numpy()
                 except Exception:
                     if decoding is not None:
                         yield decoding.result()  # which is drawn already
@@ -244,12 +247,12 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         conditioning = self.texts.condition(request)
         plan = request.plan
         if plan is None:
-            timesteps = self._end(self._schedule(request), request)
-            sigma = request.scheduler.init_noise_sigma
+            timesteps: Any = self._end(self._schedule(request), request)
+            sigma = float(request.scheduler.init_noise_sigma)
             self._keep_plan(request, timesteps)
         else:
-            timesteps, sigma = torch.from_numpy(plan.timesteps), plan.initial
-        noise = self._noise(request, request.latents) * sigma
+            timesteps, sigma = plan.timesteps, plan.initial
+        noise = self._noise(request, request.latents) * np.float32(sigma)
         return self._sample(noise, timesteps, conditioning, request, self._controls(request, len(timesteps)))
 
     def _request(self, **arguments: Any) -> Request:
@@ -270,6 +273,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
             request.plan = plans.find(self._scheduler_config, request.num_inference_steps, request.eta)
         if request.plan is None:
             request.scheduler = copy.deepcopy(self.scheduler)
+        request.generator = sources(request.generator, torch_too=request.plan is None)
         scale = float(request.guidance_scale or 0.0)
         if self.unet_config.get("time_cond_proj_dim"):
             request.told_guidance = scale
@@ -332,36 +336,39 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         (height, width), side = request.size, self.vae_scale_factor
         return request.batch, self.vae.latent_channels, height // side, width // side
 
-    def _noise(self, request: Request, given: Any = None) -> torch.Tensor:
+    def _noise(self, request: Request, given: Any = None) -> np.ndarray:
         """Standard normal noise (B, C, h, w), float32; drawn as diffusers draws it, or the given one, checked."""
         shape = self._latent_shape(request)
         if given is None:
-            generator: Any = request.generator  # torch's own, since `Request.check`
-            return draw_noise(shape, generator)
-        noise = torch.as_tensor(given, dtype=torch.float32)
-        if tuple(noise.shape) != shape:
-            raise InputError(f"latents of shape {tuple(noise.shape)} were given where {shape} are needed.")
+            return draw_noise(shape, request.generator)
+        noise = as_array(given)
+        if noise.shape != shape:
+            raise InputError(f"latents of shape {noise.shape} were given where {shape} are needed.")
         return noise
 
     # --- Images -----------------------------------------------------------------------------------------------------
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents (B, C, h, w) as the scheduler leaves them -> images (B, 3, H, W), float32, about -1..1."""
-        return self.vae.to_pixels(latents)
+        import torch
 
-    def _finish(self, latents: torch.Tensor, request: Request) -> PipelineOutput:
+        return torch.from_numpy(self.vae.to_pixels(as_array(latents)))
+
+    def _finish(self, latents: np.ndarray, request: Request) -> PipelineOutput:
         """Latents as the scheduler leaves them -> what the caller asked for."""
         if request.output_type == "latent":
-            return PipelineOutput(latents)
-        images, flags = self.decode(latents), None
-        check_finite(images.numpy(), "vae_decoder")
+            import torch
+
+            return PipelineOutput(torch.from_numpy(latents))
+        images, flags = self.vae.to_pixels(latents), None
+        check_finite(images, "vae_decoder")
         if self.safety_checker and "safety_checker" in self.models:
-            pixels = (images / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy()
+            pixels = finished(images, "np")
             checked, flags = safety.check(self.models["safety_checker"], self.folder, pixels)
-            images = torch.from_numpy(checked).permute(0, 3, 1, 2) * 2 - 1
+            images = checked.transpose(0, 3, 1, 2) * 2 - 1
             if any(flags):
                 log.warning("the safety checker flagged %d of %d images: they are black.", sum(flags), len(flags))
-        return PipelineOutput(self.image_processor.postprocess(images, request.output_type), flags)
+        return PipelineOutput(finished(images, request.output_type), flags)
 
 
 def cutoff(scheduler: Any, share: float) -> int:

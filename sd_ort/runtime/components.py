@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class Components(MutableMapping[str, Model]):
         self.low_memory = low_memory
         self.options = session_options
         self.opened: dict[str, Model] = {}
+        self.checked: set[str] = set()
         self.weights: dict[str, Mapping[str, np.ndarray]] = {}
         self.held: dict[str, HeldWeights] = {}
         check_provider(provider, allow_fallback=bool(session_options.get("allow_fallback")))
@@ -127,12 +129,14 @@ class Components(MutableMapping[str, Model]):
                     f"{self.folder} has no {name}: export the whole pipeline with `sd-ort export MODEL OUT`."
                 )
             check_component(*self._place(name))
+            self.checked.add(name)
 
     def __getitem__(self, name: str) -> Model:
         if name in self.elsewhere:
             return self.elsewhere[name][name]
         if name not in self.opened:
-            self.require(name)
+            if name not in self.checked:
+                self.require(name)
             if self.low_memory:
                 keep = _kind(name) in TOGETHER
                 for other in [other for other in self.opened if not (keep and _kind(other) in TOGETHER)]:
@@ -140,6 +144,13 @@ class Components(MutableMapping[str, Model]):
                 gc.collect()
             self.opened[name] = self._open(name)
         return self.opened[name]
+
+    def open(self, names: Sequence[str]) -> None:
+        """Open components at once: most of that time each reads its own file. Raises what opening the first one of
+        those that fail raises."""
+        with ThreadPoolExecutor(1 if self.low_memory or is_plugin(self.provider) else max(1, len(names))) as threads:
+            for opened in [threads.submit(self.__getitem__, name) for name in names]:
+                opened.result()
 
     def _open(self, name: str) -> Model:
         if self.device != "cpu" and self.graph is not False and _kind(name) in CAPTURED:
