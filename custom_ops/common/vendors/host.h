@@ -149,12 +149,10 @@ inline hostError_t hostGraphLaunch(hostGraphExec_t graph, hostStream_t stream) {
   return hostSuccess;
 }
 
-// The provider for this vendor: its name, a PCI id that no GPU has, the vendor's name, whether sd_ort's kernels take
-// bfloat16.
+// The provider for this vendor: its name, a PCI id that no GPU has, the vendor's name.
 constexpr const char* gpuProviderName = "SdOrtHost";
 constexpr uint32_t gpuVendorId = 0x1D05;
 constexpr const char* gpuVendorName = "sd-ort";
-constexpr bool gpuHasBFloat16 = false;
 
 inline hostError_t gpuMallocPinned(void** data, size_t bytes) { return hostMalloc(data, bytes); }
 inline hostError_t gpuFreePinned(void* data) { return hostFree(data); }
