@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
-import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sd_ort.core.errors import InputError
 from sd_ort.graphs.device_graphs import SIDES
 from sd_ort.pipeline.device_loop import DeviceLoop
 from sd_ort.runtime.providers import warn_once
@@ -34,29 +32,6 @@ if TYPE_CHECKING:
     from sd_ort.pipeline.drawing import Drawing
     from sd_ort.runtime.components import Components
     from sd_ort.runtime.stream import Stream
-
-
-def check_split(devices: Sequence[int], apart: bool, low_memory: bool, device_loop: bool | None) -> None:
-    """Raise InputError for devices, or options beside them, with which guidance cannot be split. `apart`: the folder
-    has a UNet of its own, and is not merged."""
-    if len(devices) != 2 or devices[0] == devices[1] or min(devices) < 0:
-        listed = ", ".join(map(str, devices))
-        raise InputError(f"guidance is split between two different devices, such as 0 and 1, not {listed}.")
-    if not apart:
-        raise InputError("a merged model is one session: split guidance with the folder it was made from.")
-    if low_memory:
-        raise InputError("split guidance keeps a UNet on both devices: leave low_memory off.")
-    if device_loop is False:
-        raise InputError("split guidance runs in the loop on the devices: leave device_loop on.")
-
-
-def on_first(devices: Sequence[int], provider: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A session's options for the first of two devices; on a CPU with half of its threads, where none are given."""
-    made = dict(options)
-    if provider == "cpu":
-        made["threads"] = made.get("threads") or max(1, (os.cpu_count() or 2) // 2)
-    given = dict(made.get("provider_options") or {})
-    return {**made, "provider_options": {**given, "device_id": str(devices[0])}}
 
 
 def open_loop(models: Components) -> DeviceLoop:
