@@ -113,6 +113,10 @@ def main() -> None:
         "batch 1, on the host vendor with launches dropped. In MiB. "
         f"ONNX Runtime {ort.__version__}, commit {machine.commit()}.",
         "",
+        "Three of the largest live at once where a convolution's bias is added by the GroupNorm behind it and others "
+        "read",
+        "the sum too: the convolution's result, the sum, and the normalized image.",
+        "",
         "| image | weights | two largest activations | least for a decode | beyond the weights, in largest ones |",
         "|---|---|---|---|---|",
     ]  # fmt: skip
