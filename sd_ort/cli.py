@@ -24,6 +24,7 @@ COMMANDS = {
     "extract": "Cut a subgraph out of a component, for a bug report.",
     "merge": "Write a whole pipeline as one ONNX model.",
     "generate": "Draw images from a prompt.",
+    "serve": "Answer requests for images over HTTP, on several GPUs.",
     "benchmark": "Measure latency and memory, engines side by side.",
     "tune": "Measure kernel candidates at a model's shapes, ahead of time.",
     "report": "Turn benchmark results into an HTML page, or compare two runs.",

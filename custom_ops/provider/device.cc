@@ -24,25 +24,10 @@ auto kind(Copy direction) {
 
 }  // namespace
 
-#if SD_ORT_HOST
-const char* const kProvider = "SdOrtHost";
-const char* const kMemory = "SdOrtHost";
-const uint32_t kVendorId = 0x1D05;
-const char* const kVendor = "sd-ort";
-const bool kHasBFloat16 = false;
-#elif SD_ORT_HIP
-const char* const kProvider = "SdOrtHip";
-const char* const kMemory = "SdOrtHip";
-const uint32_t kVendorId = 0x1002;
-const char* const kVendor = "AMD";
-const bool kHasBFloat16 = true;
-#else
-const char* const kProvider = "SdOrtCuda";
-const char* const kMemory = "SdOrtCuda";
-const uint32_t kVendorId = 0x10DE;
-const char* const kVendor = "NVIDIA";
-const bool kHasBFloat16 = true;
-#endif
+const char* const kProvider = gpuProviderName;
+const char* const kMemory = gpuProviderName;
+const uint32_t kVendorId = gpuVendorId;
+const char* const kVendor = gpuVendorName;
 
 int count() {
   int devices = 0;
@@ -52,13 +37,7 @@ int count() {
 }
 
 Properties properties(int device) {
-#if SD_ORT_HOST
-  hostDeviceProp found;
-#elif SD_ORT_HIP
-  hipDeviceProp_t found;
-#else
-  cudaDeviceProp found;
-#endif
+  gpuDeviceProp_t found;
   check(SD_ORT_GPU_NAME(GetDeviceProperties)(&found, device), "the device's properties cannot be read");
   return {found.name, found.totalGlobalMem};
 }
@@ -82,23 +61,12 @@ void release(void* data) noexcept { (void)SD_ORT_GPU_NAME(Free)(data); }
 
 void* allocate_pinned(size_t bytes) noexcept {
   void* data = nullptr;
-#if SD_ORT_HOST || SD_ORT_HIP
-  const bool made = SD_ORT_GPU_NAME(HostMalloc)(&data, bytes, SD_ORT_GPU_NAME(HostMallocDefault)) == gpuSuccess;
-#else
-  const bool made = cudaHostAlloc(&data, bytes, cudaHostAllocDefault) == cudaSuccess;
-#endif
-  if (made) return data;
+  if (gpuMallocPinned(&data, bytes) == gpuSuccess) return data;
   (void)SD_ORT_GPU_NAME(GetLastError)();
   return nullptr;
 }
 
-void release_pinned(void* data) noexcept {
-#if SD_ORT_HOST || SD_ORT_HIP
-  (void)SD_ORT_GPU_NAME(HostFree)(data);
-#else
-  (void)cudaFreeHost(data);
-#endif
-}
+void release_pinned(void* data) noexcept { (void)gpuFreePinned(data); }
 
 Stream create_stream() {
   gpuStream_t stream = nullptr;
@@ -165,11 +133,7 @@ Graph end_capture(Stream stream) {
   SD_ORT_GPU_NAME(Graph_t) graph = nullptr;
   SD_ORT_GPU_NAME(GraphExec_t) made = nullptr;
   check(SD_ORT_GPU_NAME(StreamEndCapture)(of(stream), &graph), "the run could not be captured");
-#if SD_ORT_HOST
-  const gpuError_t error = hostGraphInstantiate(&made, graph, 0);
-#else
   const gpuError_t error = SD_ORT_GPU_NAME(GraphInstantiateWithFlags)(&made, graph, 0);
-#endif
   (void)SD_ORT_GPU_NAME(GraphDestroy)(graph);
   check(error, "the captured run cannot be made a graph");
   return made;

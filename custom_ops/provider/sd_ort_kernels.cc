@@ -66,7 +66,6 @@ template <class Binding>
 const char* refuses_types(const Node& node) {
   const auto type = node.input(0).type;
   if (!is_float(type)) return "X is neither float32, float16 nor bfloat16";
-  if (type == ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16 && !device::kHasBFloat16) return "this device has no bfloat16";
   size_t index = 0;
   for (const Port& port : Binding::kInputs) {
     const NodeValue& input = node.input(index++);

@@ -36,6 +36,7 @@ from sd_ort.core.quiet import quiet
 from sd_ort.export.origins import equal_tensors, origins
 from sd_ort.export.tracing import DEFAULT_OPSET, EXPORTERS, OPSETS, tidy
 from sd_ort.family.checkpoints import FileOptions, Source, choose, component_signature, is_sdxl, open_source
+from sd_ort.family.conditions import CONDITIONS_BY_NAME
 from sd_ort.family.modules import wrap
 from sd_ort.family.signatures import MODEL_OF, Config, Signature, Tensor, size
 from sd_ort.runtime.provider_records import CPU_EP
@@ -74,16 +75,16 @@ NOISY = (
 
 
 def example(tensor: Tensor, sizes: Mapping[str, int], config: Mapping[str, Any], seed: int) -> torch.Tensor:
-    """Random values for an input: token ids in the vocabulary, timesteps in 0..1000, SDXL's sizes, or normal noise."""
+    """Random values for an input: token ids in the vocabulary, timesteps in 0..1000, conditions, or normal noise."""
     generator = torch.Generator().manual_seed(seed + zlib.crc32(tensor.name.encode()))
     shape = [size(axis, sizes) for axis in tensor.axes]
+    if condition := CONDITIONS_BY_NAME.get(tensor.name):
+        made = condition.made_up(np.random.default_rng([seed, zlib.crc32(tensor.name.encode())]), shape, config)
+        return torch.from_numpy(made.astype(tensor.dtype))
     if tensor.dtype == "int64":
-        count = config["num_class_embeds" if tensor.name == "class_labels" else "vocab_size"]
-        return torch.randint(count, shape, generator=generator)
+        return torch.randint(config["vocab_size"], shape, generator=generator)
     if tensor.name == "timestep":
         return torch.rand(shape, generator=generator) * 1000
-    if tensor.name == "time_ids":
-        return torch.randint(1024, shape, generator=generator).float()
     if tensor.name == "conditioning_scale":
         return torch.full(shape, 0.8)
     return torch.randn(shape, generator=generator)

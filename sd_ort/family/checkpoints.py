@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.folder import CONFIG_FOLDERS, MODEL, copy_configs, read_index, tree_hash
 from sd_ort.core.quiet import no_progress_bars
-from sd_ort.family import presets, signatures
+from sd_ort.family import conditions, presets, signatures
 from sd_ort.family.configs import read_config
 from sd_ort.family.hub import download_configs, download_model, download_pipeline
 from sd_ort.family.presets import PRESETS
@@ -315,20 +315,9 @@ def open_folder(name: str, folder: Path) -> FolderSource:
     return FolderSource(name, folder, index, configs)
 
 
-# Parts of a diffusers UNet that would need inputs which the pipelines do not give.
-FOREIGN = ("encoder_hid_dim_type", "encoder_hid_dim")
-CLASS_EMBEDDINGS = ("timestep", "projection", "simple_projection")
-
-
 def _check_unet(folder: Path, config: Config) -> None:
-    foreign = [key for key in FOREIGN if config.get(key)]
-    # GLIGEN's gated layers read boxes and phrases, which no pipeline here gives: they would be left out without a word.
-    known = {
-        "addition_embed_type": ("text_time",), "class_embed_type": CLASS_EMBEDDINGS, "attention_type": ("default",),
-    }  # fmt: skip
-    foreign += [key for key, values in known.items() if config.get(key) not in (None, *values)]
-    if foreign:
-        raise InputError(f"{folder} has a UNet with {foreign[0]} = {config[foreign[0]]}, which sd-ort does not export.")
+    if key := conditions.unknown(config):
+        raise InputError(f"{folder} has a UNet with {key} = {config[key]}, which sd-ort does not export.")
 
 
 def with_controlnet(source: FolderSource, folder: Path) -> FolderSource:
@@ -358,7 +347,7 @@ def choose(source: Source, wanted: Sequence[str] | None) -> list[str]:
 
 def is_sdxl(source: Source) -> bool:
     """Whether the UNet takes SDXL's extra inputs, text_embeds and time_ids."""
-    return bool(source.configs["unet"].get("addition_embed_type") == "text_time")
+    return conditions.is_sdxl(source.configs["unet"])
 
 
 def component_signature(source: Source, component: str, config: Config) -> Signature:

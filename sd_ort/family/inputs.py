@@ -1,10 +1,10 @@
 """Made-up inputs such as a component meets in use, for verification and calibration; `recorded` reads real ones.
 
 They have the distributions of the pipeline: latents and text states N(0, 1), latents for the VAE decoder divided by its
-scaling factor, images in [-1, 1], timesteps 1..999, prompts between a start and an end token. SDXL's time_ids are the
-sizes of a square image. What an input of another model may hold is read off the graph: rows of the table that it
-indexes, positive numbers where their logarithm or root is taken, times where their sines are. The same seed gives the
-same numbers.
+scaling factor, images in [-1, 1], timesteps 1..999, prompts between a start and an end token; `conditions` makes up the
+rest of what a denoiser is told. What an input of another model may hold is read off the graph: rows of the table that
+it indexes, positive numbers where their logarithm or root is taken, times where their sines are. The same seed gives
+the same numbers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import onnx_ir as ir
 from fusion_passes import checks as c
 from sd_ort.core.errors import InputError
 from sd_ort.family import signatures
+from sd_ort.family.conditions import CONDITIONS_BY_NAME, Axis
 from sd_ort.family.configs import component_config
 
 Arrays = dict[str, np.ndarray]
@@ -32,7 +33,7 @@ SIZES: tuple[dict[str, int], ...] = (
 )
 CLIP_VOCABULARY = 49408
 # What the axes are called by Optimum and by diffusers' old conversion script, where they say more than our sizes.
-ALIASES: Mapping[str, signatures.Axis] = {
+ALIASES: Mapping[str, Axis] = {
     "batch_size": "batch", "sequence_length": "sequence", "steps": 1, "height_latent": "height",
     "width_latent": "width", "latent_height": "height", "latent_width": "width",
 }  # fmt: skip
@@ -92,7 +93,7 @@ def _shape(
     return shape
 
 
-def _pixels(component: str, value: ir.Value, axis: signatures.Axis, known: Sequence[signatures.Axis]) -> int:
+def _pixels(component: str, value: ir.Value, axis: Axis, known: Sequence[Axis]) -> int:
     """Pixels a latent pixel, for the image that a VAE encoder reads when no config tells its axes."""
     return 8 if component == "vae_encoder" and not known and axis in ("height", "width") else 1
 
@@ -121,9 +122,7 @@ def _rows(ids: ir.Value) -> int | None:
     return min((size for size in rows if size is not None), default=None)
 
 
-def _family_axes(
-    component: str, inputs: Sequence[ir.Value], config: Mapping[str, Any]
-) -> dict[str, tuple[signatures.Axis, ...]]:
+def _family_axes(component: str, inputs: Sequence[ir.Value], config: Mapping[str, Any]) -> dict[str, tuple[Axis, ...]]:
     if not config:
         return {}
     controlnet = any(str(v.name).startswith("down_block") for v in inputs)
@@ -140,10 +139,11 @@ def _values(component: str, value: ir.Value, shape: list[int], config: Mapping[s
         return _token_ids(random, shape, _rows(value) or int(config.get("vocab_size", CLIP_VOCABULARY)))
     if name in ("timestep", "timesteps"):
         return random.integers(1, 1000, shape).astype(np.int64 if value.dtype == ir.DataType.INT64 else np.float32)
-    if name == "time_ids":  # height and width of the original, top and left of the crop, height and width (or a score)
-        return np.broadcast_to(np.array([1024, 1024, 0, 0, 1024, 1024][: shape[-1]], np.float32), shape).copy()
-    if name == "class_labels" and config.get("num_class_embeds"):
-        return random.integers(0, config["num_class_embeds"], shape)
+    whole = value.dtype is not None and not value.dtype.is_floating_point()
+    if condition := CONDITIONS_BY_NAME.get(name):
+        made = condition.made_up(random, shape, config)
+        if not whole or np.issubdtype(made.dtype, np.integer):
+            return made.astype(np.int64 if whole else np.float32)
     if name == "conditioning_scale":
         return np.ones(shape, np.float32)
     if component == "vae_encoder":
@@ -152,7 +152,7 @@ def _values(component: str, value: ir.Value, shape: list[int], config: Mapping[s
         return random.uniform(0, 1, shape).astype(np.float32)
     if name.endswith("mask") and len(shape) == 2:
         return (np.arange(shape[1]) < random.integers(1, shape[1] + 1, (shape[0], 1))).astype(np.float32)
-    if value.dtype is not None and not value.dtype.is_floating_point():
+    if whole:
         return _whole_numbers(component, value, shape, random)
     used = {op for op, _, _ in _uses(value)}
     if used & {"Log", "Sqrt"}:

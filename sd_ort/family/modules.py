@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sd_ort.family.conditions import CONDITIONS
 from sd_ort.family.signatures import signature
 
 
@@ -61,9 +62,10 @@ class ControlNet(torch.nn.Module):
 
 def _denoiser_options(named: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What UNet and ControlNet take by keyword, of the inputs `named`."""
-    options: dict[str, Any] = {name: named[name] for name in ("timestep_cond", "class_labels") if name in named}
-    if "text_embeds" in named:
-        options["added_cond_kwargs"] = {name: named[name] for name in ("text_embeds", "time_ids")}
+    there = [condition for condition in CONDITIONS if condition.name in named]
+    options: dict[str, Any] = {condition.name: named[condition.name] for condition in there if not condition.added}
+    if added := {condition.name: named[condition.name] for condition in there if condition.added}:
+        options["added_cond_kwargs"] = added
     return options
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sd_ort.family.signatures import Config, levels, time_ids_split
+from sd_ort.family.conditions import time_ids_split
+from sd_ort.family.signatures import Config, levels
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Axis = int | str
+from sd_ort.family.conditions import CONDITIONS, Axis
+
 Config = dict[str, Any]
 
 
@@ -125,33 +126,8 @@ def _denoiser_inputs(unet: Mapping[str, Any]) -> list[Tensor]:
         Tensor("timestep", (1,)),
         Tensor("encoder_hidden_states", ("batch", "sequence", unet["cross_attention_dim"])),
     ]
-    if unet.get("addition_embed_type") == "text_time":
-        pooled, ids = time_ids_split(unet)
-        inputs += [Tensor("text_embeds", ("batch", pooled)), Tensor("time_ids", ("batch", ids))]
-    if unet.get("time_cond_proj_dim"):  # the guidance scale, told to a distilled model: LCM
-        inputs.append(Tensor("timestep_cond", ("batch", unet["time_cond_proj_dim"])))
-    return inputs + _class_labels(unet)
-
-
-def _class_labels(unet: Mapping[str, Any]) -> list[Tensor]:
-    """The input beside the timestep: a noise level (x4 upscaler), an image embedding and its noise level (unCLIP)."""
-    kind = unet.get("class_embed_type")
-    if kind in ("projection", "simple_projection"):
-        return [Tensor("class_labels", ("batch", unet["projection_class_embeddings_input_dim"]))]
-    if kind == "timestep":
-        return [Tensor("class_labels", ("batch",))]
-    return [Tensor("class_labels", ("batch",), "int64")] if unet.get("num_class_embeds") else []
-
-
-def time_ids_split(unet: Mapping[str, Any]) -> tuple[int, int]:
-    """(width of text_embeds, number of time_ids) of an SDXL UNet, from its embedding widths.
-
-    `projection_class_embeddings_input_dim = pooled + ids * addition_time_embed_dim`; base SDXL takes 6 ids (original
-    size, crop, target size), the refiner 5 (original size, crop, aesthetic score).
-    """
-    total, each = unet["projection_class_embeddings_input_dim"], unet["addition_time_embed_dim"]
-    ids = 5 if (total - 5 * each) == unet["cross_attention_dim"] else 6
-    return total - ids * each, ids
+    kinds = [(condition.name, condition.kind(unet)) for condition in CONDITIONS]
+    return inputs + [Tensor(name, *kind) for name, kind in kinds if kind is not None]
 
 
 def _unet(config: Mapping[str, Any], controlnet: bool) -> Signature:

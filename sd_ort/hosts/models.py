@@ -14,7 +14,8 @@ from sd_ort.core.folder import read_index
 from sd_ort.family.configs import component_config
 from sd_ort.family.tokenizer import whole_tokenizer
 from sd_ort.hosts.tensors import TensorModel, Tensors, torch_dtype
-from sd_ort.pipeline.lora import LoraMethods, Loras
+from sd_ort.pipeline.lora import Loras
+from sd_ort.pipeline.lora_methods import LoraMethods
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.provider_records import WHEELS
 from sd_ort.runtime.providers import check_provider, log
@@ -101,13 +102,13 @@ class HostModels(LoraMethods):
         """
         if changes and self.loras is None:
             self.loras = Loras(self.folder)
-        weights = self.loras.corrected(component, changes) if self.loras and changes else {}
-        self.models.replace_weights(weights)
-        self.reopen()
+        if self.loras is not None:
+            self.weights_changed(self.loras.apply(self.models, {component: changes}))
 
-    def reopen(self) -> None:
-        """After sessions were closed, for other weights."""
-        self.on_device.clear()
+    def weights_changed(self, closed: bool) -> None:
+        """After a change of weights, for which sessions may have been closed."""
+        if closed:
+            self.on_device.clear()
         self.changes += 1
 
 

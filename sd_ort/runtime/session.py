@@ -57,6 +57,7 @@ def create_session(
     library: Path | bool = True,
     profile: Path | None = None,
     weights: Mapping[str, np.ndarray] | None = None,
+    held: Mapping[str, ort.OrtValue] | None = None,
     changed: bytes | None = None,
     once: bool = False,
 ) -> ort.InferenceSession:
@@ -67,8 +68,9 @@ def create_session(
     CUDA or HIP graphs; such a session runs only through `GraphModel`. `provider_options`: more options of the
     provider, over those of the table. `library`: the custom-op library to register, True for the one found, False
     for none. `profile`: file-name prefix of ONNX Runtime's profile. `weights`: numbers for initializers of the data
-    file, by name, instead of those in the file; of the same shape and type. `changed`: a graph to open instead of the
-    file's, over the file's data. `once`: it runs a time or two, for which weights are not worth being packed.
+    file, by name, instead of those in the file; of the same shape and type. `held`: the same on the provider's
+    device, to be read there whenever it runs (`sd_ort.runtime.held`). `changed`: a graph to open instead of the file's,
+    over the file's data. `once`: it runs a time or two, for which weights are not worth being packed.
 
     Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
     installed, not loadable or silently dropped.
@@ -89,6 +91,7 @@ def create_session(
     if weights:
         values = [onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for a in weights.values()]
         options.add_external_initializers(list(weights), values)
+    kept = _hold(options, provider, held or {})
     if not _register_ops(options, library):
         _check_overloads(model_path, onnxruntime.__version__)
         if entry.device != "cpu" and library:
@@ -99,7 +102,7 @@ def create_session(
     try:
         if changed is not None:
             options.add_session_config_entry(DATA_FOLDER, str(model_path.parent))
-        session = onnxruntime.InferenceSession(changed or str(model_path), options, **asked)
+        session = onnxruntime.InferenceSession(changed or str(model_path), options, **asked, **kept)
     except Exception as error:  # pybind's exceptions share no base class but Exception
         # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
         reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
@@ -163,6 +166,17 @@ def _session_options(provider: str, threads: int | None, profile: Path | None) -
         options.enable_profiling = True
         options.profile_file_prefix = str(profile)
     return options
+
+
+def _hold(options: Any, provider: str, held: Mapping[str, Any]) -> dict[str, Any]:
+    """Have the weights `held` read where they are: no kernel may pack them, no optimizer of a CPU's layout copy them.
+    Returns more arguments of the session."""
+    for name, value in held.items():
+        options.add_initializer(name, value)
+    if not held:
+        return {}
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    return {"disabled_optimizers": ["NchwcTransformer"]} if provider == "cpu" else {}
 
 
 def _asked(provider: str, options: Any, chosen: dict[str, str]) -> dict[str, Any]:
@@ -251,6 +265,10 @@ class Model:
             raise InputError(f"input {name} has the unsupported type {declared}: export the pipeline with sd-ort.")
         return DTYPES[declared]
 
+    def one(self, name: str, number: float = 0) -> np.ndarray:
+        """A number as the input `name` takes it: in its type, with as many axes of size 1 as the graph declares."""
+        return np.full((1,) * len(self.inputs[name].shape), number, self.dtype(name))
+
 
 def load(folder: Path, component: str, provider: str = "cpu", **options: Any) -> Model:
     """Open one component of a pipeline folder; options as for `create_session`."""
@@ -258,16 +276,23 @@ def load(folder: Path, component: str, provider: str = "cpu", **options: Any) ->
 
 
 def open_graph(
-    graph: bytes, provider: str, provider_options: Mapping[str, str] | None = None, *, capture: bool = False
+    graph: bytes,
+    provider: str,
+    provider_options: Mapping[str, str] | None = None,
+    *,
+    capture: bool = False,
+    held: Mapping[str, Any] | None = None,
 ) -> Any:
     """A session on a small graph of our own, a serialized ONNX model, beside a component's on the same provider.
 
-    `capture`: its runs are captured as graphs. Raises SdOrtError when ONNX Runtime refuses that.
+    `capture`: its runs are captured as graphs. `held`: as in `create_session`. Raises SdOrtError when ONNX Runtime
+    refuses that.
     """
     onnxruntime = runtime()
     options = _session_options(provider, None, None)
+    kept = _hold(options, provider, held or {})
     asked = _asked(provider, options, _chosen(provider_named(provider), False, capture, provider_options or {}))
     try:
-        return onnxruntime.InferenceSession(graph, options, **asked)
+        return onnxruntime.InferenceSession(graph, options, **asked, **kept)
     except Exception as error:  # pybind's exceptions share no base class but Exception
-        raise SdOrtError(f"ONNX Runtime refuses a graph of the sampling loop: {first_line(error)}") from error
+        raise SdOrtError(f"ONNX Runtime refuses a graph of our own: {first_line(error)}") from error

@@ -21,8 +21,13 @@ from sd_ort.commands.generate import lora_strength
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.family.checkpoints import PresetSource
+from sd_ort.graphs.load import load
 from sd_ort.optimize.optimizer import optimize
-from sd_ort.pipeline.lora import LoraMethods, Loras, read_adapter
+from sd_ort.pipeline.adapters import read_adapter
+from sd_ort.pipeline.lora import Loras
+from sd_ort.pipeline.lora_methods import LoraMethods
+from sd_ort.runtime.components import Components
+from sd_ort.runtime.held import reads_in_place
 
 Tensors = dict[str, torch.Tensor]
 SETTINGS: dict[str, Any] = {
@@ -117,47 +122,70 @@ def draw(pipeline: Any) -> np.ndarray:
 
 
 def test_draws_what_diffusers_draws(optimized: Path, weights: dict, make: Callable) -> None:
-    ours, theirs = StableDiffusionPipeline.from_pretrained(optimized), torch_pipeline("sd15-tiny", True, 0)
-    before = draw(ours)
-    ours.load_lora_weights(kohya(make(1)), "one")
-    ours.load_lora_weights(peft(make(2)), "two")
-    assert ours.get_active_adapters() == ["one", "two"]
+    """Over reopened sessions, as a CPU has them, and in place, as GPUs have them."""
+    theirs = torch_pipeline("sd15-tiny", True, 0)
+    plain, in_place = (StableDiffusionPipeline.from_pretrained(optimized) for _ in range(2))
+    in_place.models.in_place = True
+    untouched = draw(plain)
+    for ours in (plain, in_place):
+        ours.load_lora_weights(kohya(make(1)), "one")
+        ours.load_lora_weights(peft(make(2)), "two")
+        assert ours.get_active_adapters() == ["one", "two"]
+    in_place.set_adapters("one", 0.0)
+    before = draw(in_place)
+    assert psnr(before, untouched, 0.02) >= 60
+    opened = {name: model.session for name, model in in_place.models.opened.items()}
     for adapters in ({1: 0.5}, {1: 1.0}, {2: 1.5}, {1: 0.7, 2: -0.4}):
-        ours.set_adapters([{1: "one", 2: "two"}[seed] for seed in adapters], list(adapters.values()))
         for component in MODULES:
             getattr(theirs, component).load_state_dict(fused(weights[component], component, adapters, make))
-        drawn = draw(ours)
-        assert psnr(drawn, draw(theirs), 0.02) >= 60
-        assert psnr(drawn, before, 0.02) < 40
-    ours.set_adapters(["one", "two"], 0.0)
-    np.testing.assert_array_equal(draw(ours), before)
-    ours.set_adapters("one")
-    ours.unload_lora_weights()
-    assert ours.get_list_adapters() == []
-    np.testing.assert_array_equal(draw(ours), before)
+        wanted = draw(theirs)
+        for ours in (plain, in_place):
+            ours.set_adapters([{1: "one", 2: "two"}[seed] for seed in adapters], list(adapters.values()))
+            drawn = draw(ours)
+            assert psnr(drawn, wanted, 0.02) >= 60
+            assert psnr(drawn, untouched, 0.02) < 40
+    for ours, first in ((plain, untouched), (in_place, before)):
+        ours.set_adapters(["one", "two"], 0.0)
+        np.testing.assert_array_equal(draw(ours), first)
+        ours.set_adapters("one")
+        ours.unload_lora_weights()
+        assert ours.get_list_adapters() == []
+        np.testing.assert_array_equal(draw(ours), first)
+    assert {name: model.session for name, model in in_place.models.opened.items()} == opened
 
 
 @pytest.mark.parametrize("target", ["cuda", "rocm"])
 def test_packed_and_hoisted_weights(tiny_export: Path, weights: dict, make: Callable, tmp_path: Path, target: str):
-    """The corrected numbers of every initializer are those of optimizing the corrected checkpoint, but for rounding."""
+    """The corrected numbers of every initializer are those of optimizing the corrected checkpoint, but for rounding;
+    the same where they are computed on the device, two LoRAs at once; without changes those on disk."""
     out = tmp_path / "out"
     optimize(tiny_export, out, target=target, dtype="float16", components=["unet"], hoisted=True, calibrate=False)
     loras = Loras(out)
-    loras.add("a", read_adapter(kohya(make(1)), {}), "a")
-    changed = loras.weights({"a": 0.8})
-    new = {n: t.numpy() for n, t in fused(weights["unet"], "unet", {1: 0.8}, make).items()}
-    changed = {part: changed[part] for part in loras.parts["unet"] if part in changed}
+    for seed in (1, 2):
+        loras.add(str(seed), read_adapter(kohya(make(seed)), {}), "a")
+    changes = loras.changes({"1": 0.8, "2": -0.3})
+    changed = loras.corrected("unet", changes["unet"])
+    new = {n: t.numpy() for n, t in fused(weights["unet"], "unet", {1: 0.8, 2: -0.3}, make).items()}
     assert len(changed) == 3
+    models = Components(out)
+    models.in_place = True
+    assert loras.apply(models, changes)
     touched = set()
-    for numbers in changed.values():
+    for part, numbers in changed.items():
+        assert models.held[part].changed == numbers.keys()
         for name, array in numbers.items():
             recipe = loras.recipes["unet"][name]
             touched |= set(recipes.sources(recipe))
             wanted = recipes.evaluate(recipe, new.__getitem__)
             assert array.dtype == wanted.dtype
-            np.testing.assert_allclose(array.astype(np.float32), wanted.astype(np.float32), rtol=2e-3, atol=1e-3)
+            for made in (array, models.held[part].values[name].numpy()):
+                np.testing.assert_allclose(made.astype(np.float32), wanted.astype(np.float32), rtol=2e-3, atol=1e-3)
     assert {f"{module}.weight" for module in MODULES["unet"]} <= touched
-    assert loras.weights({"a": 0.0}) == {}
+    assert not loras.apply(models, {})
+    for part, numbers in changed.items():
+        values = load(out / part / "model.onnx").graph.initializers
+        for name in numbers:
+            np.testing.assert_array_equal(models.held[part].values[name].numpy(), values[name].const_value.numpy())
 
 
 def test_formats_are_the_same(make: Callable, tmp_path: Path) -> None:
@@ -170,7 +198,7 @@ def test_formats_are_the_same(make: Callable, tmp_path: Path) -> None:
             assert adapter.modules[component].keys() == modules.keys()
             for name, correction in modules.items():
                 np.testing.assert_allclose(
-                    adapter.modules[component][name].change(), correction.change(), rtol=1e-5, atol=1e-6
+                    adapter.modules[component][name].change().dense(), correction.change().dense(), rtol=1e-5, atol=1e-6
                 )
 
 
@@ -180,7 +208,7 @@ def test_alpha_in_the_metadata(make: Callable, tmp_path: Path) -> None:
     plain = read_adapter(peft(make(1)), {})
     name = f"{BLOCK}.attn1.to_q".replace(".", "_")
     np.testing.assert_allclose(
-        adapter.modules["unet"][name].change(), plain.modules["unet"][name].change() * 8 / RANK, rtol=1e-5
+        adapter.modules["unet"][name].change().dense(), plain.modules["unet"][name].change(8 / RANK).dense(), rtol=1e-5
     )
 
 
@@ -233,11 +261,16 @@ def test_a_call_may_weigh_all_loras() -> None:
     taken: list[dict[str, float]] = []
 
     class Recorded(LoraMethods):
-        loras: Any = SimpleNamespace(weights=dict, adapters=["a", "b"])
-        models = SimpleNamespace(replace_weights=taken.append)
+        loras: Any = SimpleNamespace(changes=dict, adapters=["a", "b"], apply=lambda _, changes: taken.append(changes))
+        models: Any = None
 
     pipeline = Recorded()
     pipeline.set_adapters(["a", "b"], [0.8, -0.4])
     for scale in (1.0, 0.5, 0.5, 1.0):
         pipeline.scale_loras(scale)
     assert taken == [{"a": 0.8, "b": -0.4}, {"a": 0.4, "b": -0.2}, {"a": 0.8, "b": -0.4}]
+
+
+def test_who_reads_in_place() -> None:
+    """A provider is tried on one product: the CPU's own follows what is written, when it may not pack."""
+    assert reads_in_place("cpu", "cpu", {})

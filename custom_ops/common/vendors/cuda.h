@@ -108,6 +108,16 @@ inline int compute_capability() {
   return major;
 }
 
+// The provider for this vendor: its name, the vendor's PCI id and name.
+constexpr const char* gpuProviderName = "SdOrtCuda";
+constexpr uint32_t gpuVendorId = 0x10DE;
+constexpr const char* gpuVendorName = "NVIDIA";
+
+inline cudaError_t gpuMallocPinned(void** data, size_t bytes) {
+  return cudaHostAlloc(data, bytes, cudaHostAllocDefault);
+}
+inline cudaError_t gpuFreePinned(void* data) { return cudaFreeHost(data); }
+
 using gpuDeviceProp_t = cudaDeviceProp;
 
 // Host: the architecture as compilers name it: sm_90.

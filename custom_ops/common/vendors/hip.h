@@ -107,6 +107,16 @@ __device__ inline float power_of_two(float x) {
 // Host: has a kernel take so many bytes of dynamic LDS, which needs no call here.
 inline void allow_lds(const void*, size_t) {}
 
+// The provider for this vendor: its name, the vendor's PCI id and name.
+constexpr const char* gpuProviderName = "SdOrtHip";
+constexpr uint32_t gpuVendorId = 0x1002;
+constexpr const char* gpuVendorName = "AMD";
+
+inline hipError_t gpuMallocPinned(void** data, size_t bytes) {
+  return hipHostMalloc(data, bytes, hipHostMallocDefault);
+}
+inline hipError_t gpuFreePinned(void* data) { return hipHostFree(data); }
+
 using gpuDeviceProp_t = hipDeviceProp_t;
 
 // Host: the architecture as compilers name it, without features: gfx90a of gfx90a:sramecc+:xnack-.

@@ -66,7 +66,7 @@ using hostEvent_t = HostEvent*;
 enum hostMemcpyKind { hostMemcpyHostToDevice, hostMemcpyDeviceToHost, hostMemcpyDeviceToDevice, hostMemcpyDefault };
 enum hostStreamCaptureMode { hostStreamCaptureModeRelaxed };
 enum hostStreamCaptureStatus { hostStreamCaptureStatusNone, hostStreamCaptureStatusActive };
-constexpr unsigned hostStreamNonBlocking = 1, hostEventDisableTiming = 2, hostHostMallocDefault = 0;
+constexpr unsigned hostStreamNonBlocking = 1, hostEventDisableTiming = 2;
 
 // The one device: its memory is what malloc gives.
 struct hostDeviceProp {
@@ -86,8 +86,6 @@ inline hostError_t hostMalloc(void** data, size_t bytes) {
   return *data == nullptr ? hostErrorMemoryAllocation : hostSuccess;
 }
 inline hostError_t hostFree(void* data) { return std::free(data), hostSuccess; }
-inline hostError_t hostHostMalloc(void** data, size_t bytes, unsigned) { return hostMalloc(data, bytes); }
-inline hostError_t hostHostFree(void* data) { return hostFree(data); }
 inline hostError_t hostMemGetInfo(size_t* available, size_t* total) {
   *available = *total = hostDeviceProp().totalGlobalMem;
   return hostSuccess;
@@ -141,7 +139,7 @@ inline hostError_t hostStreamIsCapturing(hostStream_t stream, hostStreamCaptureS
   *status = stream->capturing == nullptr ? hostStreamCaptureStatusNone : hostStreamCaptureStatusActive;
   return hostSuccess;
 }
-inline hostError_t hostGraphInstantiate(hostGraphExec_t* made, hostGraph_t graph, unsigned long long) {
+inline hostError_t hostGraphInstantiateWithFlags(hostGraphExec_t* made, hostGraph_t graph, unsigned long long) {
   return *made = new HostGraph(*graph), hostSuccess;
 }
 inline hostError_t hostGraphDestroy(hostGraph_t graph) { return delete graph, hostSuccess; }
@@ -150,6 +148,14 @@ inline hostError_t hostGraphLaunch(hostGraphExec_t graph, hostStream_t stream) {
   for (const auto& launch : graph->launches) stream->launch(launch);
   return hostSuccess;
 }
+
+// The provider for this vendor: its name, a PCI id that no GPU has, the vendor's name.
+constexpr const char* gpuProviderName = "SdOrtHost";
+constexpr uint32_t gpuVendorId = 0x1D05;
+constexpr const char* gpuVendorName = "sd-ort";
+
+inline hostError_t gpuMallocPinned(void** data, size_t bytes) { return hostMalloc(data, bytes); }
+inline hostError_t gpuFreePinned(void* data) { return hostFree(data); }
 
 using gpuDeviceProp_t = hostDeviceProp;
 inline std::string arch_name(const gpuDeviceProp_t& properties) { return properties.name; }

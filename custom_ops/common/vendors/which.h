@@ -11,3 +11,9 @@
 #define SD_ORT_HOST 0
 #define SD_ORT_HIP 0
 #endif
+
+namespace sd_ort {
+
+constexpr bool kHip = SD_ORT_HIP;
+
+}  // namespace sd_ort

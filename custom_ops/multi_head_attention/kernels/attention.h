@@ -9,6 +9,7 @@
 #include "common/math.h"
 #include "common/mma.h"
 #include "common/reduce.h"
+#include "multi_head_attention/kernels/tiles.h"
 #include "multi_head_attention/op.h"
 
 namespace sd_ort {
@@ -218,16 +219,6 @@ class ColumnTile {
   Vec<T, 8> patches_[kSteps][4];
 };
 #endif
-
-// Blocks that a multiprocessor should hold, for nvcc, which spends registers to that limit. On AMD the number means
-// waves, and the compiler chooses well.
-constexpr int min_blocks(int head, int queries) {
-#if SD_ORT_HIP
-  return 1;
-#else
-  return queries == 64 && head <= 64 ? 3 : 1;
-#endif
-}
 
 // Per query: the largest score so far, in powers of two, and the sum of 2^(score - largest) over the lane's keys.
 struct SoftmaxState {

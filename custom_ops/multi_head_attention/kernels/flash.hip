@@ -137,27 +137,21 @@ const char* launch_flash(const MultiHeadAttentionParams& p, void* stream) {
                              ceil_div(p.sequence, kQueries), kThreads, stream);
 }
 
-// The tiles of one head size. AMD's registers end sooner than NVIDIA's, and its waves of 64 take more queries.
+template <class T, int kHead, MultiHeadAttentionKernel kKernel>
+const char* run_tile(const MultiHeadAttentionParams& p, void* stream) {
+  constexpr AttentionTile kTile = flash_tile(kKernel, kHead);
+  return launch_flash<T, kHead, kTile.queries, kTile.keys, kTile.threads>(p, stream);
+}
+
 template <class T, int kHead>
 const char* run_flash(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel kernel, void* stream) {
-#if SD_ORT_HIP
-  constexpr int kKeys = kHead > 96 ? 32 : 64;
-  if (kernel == MultiHeadAttentionKernel::kLarge) return launch_flash<T, kHead, 128, kKeys, 256>(p, stream);
+  if (kernel == MultiHeadAttentionKernel::kLarge) return run_tile<T, kHead, MultiHeadAttentionKernel::kLarge>(p, stream);
   if constexpr (kHead <= kLargestShortHead) {
-    if (kernel == MultiHeadAttentionKernel::kShort) return launch_flash<T, kHead, 128, 80, 256>(p, stream);
+    if (kernel == MultiHeadAttentionKernel::kShort) {
+      return run_tile<T, kHead, MultiHeadAttentionKernel::kShort>(p, stream);
+    }
   }
-  return launch_flash<T, kHead, 64, kKeys / 2, 128>(p, stream);
-#else
-  if (kernel == MultiHeadAttentionKernel::kLarge) {
-    if constexpr (kHead <= 64) return launch_flash<T, kHead, 128, 64, 128>(p, stream);
-    return launch_flash<T, kHead, 128, 64, 256>(p, stream);
-  }
-  if constexpr (kHead <= kLargestShortHead) {
-    constexpr int kQueries = kHead <= 48 ? 128 : 64;
-    if (kernel == MultiHeadAttentionKernel::kShort) return launch_flash<T, kHead, kQueries, 80, 128>(p, stream);
-  }
-  return launch_flash<T, kHead, 64, 64, 128>(p, stream);
-#endif
+  return run_tile<T, kHead, MultiHeadAttentionKernel::kSmall>(p, stream);
 }
 
 template <class T>
@@ -168,20 +162,13 @@ const char* run_head(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel
   if (p.head_size <= 80) return run_flash<T, 80>(p, kernel, stream);
   if (p.head_size <= 96) return run_flash<T, 96>(p, kernel, stream);
   if (p.head_size <= 128) return run_flash<T, 128>(p, kernel, stream);
-#if SD_ORT_HIP
+  if constexpr (kLargestFlashHead > 128) return run_flash<T, kLargestFlashHead>(p, kernel, stream);
   return "no instance of this head size";
-#else
-  return run_flash<T, 160>(p, kernel, stream);
-#endif
 }
 
 }  // namespace
 
-#if SD_ORT_HIP
-int64_t attention_largest_flash_head() { return 128; }
-#else
-int64_t attention_largest_flash_head() { return 160; }
-#endif
+int64_t attention_largest_flash_head() { return kLargestFlashHead; }
 
 const char* attention_flash(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel kernel, void* stream) {
   return p.dtype == DType::kFloat16 ? run_head<half_t>(p, kernel, stream) : run_head<bf16_t>(p, kernel, stream);

@@ -261,14 +261,11 @@ const char* launch_wide(const MultiHeadAttentionParams& p, void* stream) {
 
 template <class T>
 const char* run_head(const MultiHeadAttentionParams& p, void* stream) {
-#if SD_ORT_HIP
-  constexpr int kThreads = 512;
-  if (p.head_size <= 160) return launch_wide<T, 160, 32, 256>(p, stream);
-#else
-  constexpr int kThreads = 256;
-#endif
-  if (p.head_size <= 256) return launch_wide<T, 256, 64, kThreads>(p, stream);
-  return launch_wide<T, 512, 64, kThreads>(p, stream);
+  if constexpr (kLargestFlashHead < 160) {
+    if (p.head_size <= 160) return launch_wide<T, 160, 32, wide_threads(160)>(p, stream);
+  }
+  if (p.head_size <= 256) return launch_wide<T, 256, 64, wide_threads(256)>(p, stream);
+  return launch_wide<T, 512, 64, wide_threads(512)>(p, stream);
 }
 
 }  // namespace

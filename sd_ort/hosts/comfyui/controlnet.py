@@ -8,7 +8,8 @@ import comfy.controlnet
 import comfy.model_management
 import torch
 
-from sd_ort.family.signatures import levels, time_ids_split
+from sd_ort.family.conditions import time_ids_split
+from sd_ort.family.signatures import levels
 from sd_ort.hosts.models import HostModels
 
 

@@ -16,8 +16,8 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from sd_ort.core.errors import InputError
+from sd_ort.family.conditions import is_sdxl, time_ids_split
 from sd_ort.family.configs import scheduler_config
-from sd_ort.family.signatures import time_ids_split
 from sd_ort.hosts.comfyui.patches import follow_patches
 from sd_ort.hosts.models import HostModels
 from sd_ort.hosts.unet import HostUNet, refuse_patches, residuals_of
@@ -30,7 +30,7 @@ PREDICTIONS = {"epsilon": "EPS", "v_prediction": "V_PREDICTION"}
 def open_model(models: HostModels) -> ModelPatcher:
     """The folder's UNet as a MODEL. Raises InputError for a family that ComfyUI's nodes would not know."""
     config = models.config("unet")
-    xl = config.get("addition_embed_type") == "text_time"
+    xl = is_sdxl(config)
     if config.get("in_channels") not in (4, 9) or config.get("time_cond_proj_dim") or config.get("class_embed_type"):
         raise InputError(f"{models.folder} is neither SD 1.x, 2.x nor SDXL, or their inpainting: use sd-ort generate.")
     if not xl:

@@ -10,7 +10,7 @@ import torch
 
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import MANIFEST
-from sd_ort.family.signatures import time_ids_split
+from sd_ort.family.conditions import is_sdxl, time_ids_split
 from sd_ort.hosts.models import HostModels
 from sd_ort.hosts.unet import HostUNet, refuse_patches, residuals_of
 
@@ -67,7 +67,7 @@ class WebUNet(torch.nn.Module):
         if unknown := [name for name, value in more.items() if value is not None]:
             raise InputError(f"sd-ort's graph takes no {', '.join(unknown)}.")
         told = {"encoder_hidden_states": context}
-        if self.models.unet_config.get("addition_embed_type") == "text_time":
+        if is_sdxl(self.models.unet_config):
             if y is None:
                 raise InputError("this is an SDXL folder, and the checkpoint is none: choose another folder.")
             pooled, count = time_ids_split(self.models.unet_config)

@@ -1,0 +1,217 @@
+"""Changes of a checkpoint's tensors, as changes of the weights that an optimized graph has, in open sessions.
+
+The weights of an optimized graph are transposed, packed and rounded ones. Their recipes (`fusion_passes.recipes`) are
+linear, so that the recipe of a change is the change of the weight.
+
+    on a GPU      once a pipeline its sessions are opened over weights in memory of ours. From then on a change is
+                  computed on the device and written there: nothing is opened, captured graphs stay valid, and a step
+                  takes what it took
+    on a CPU      sessions are opened again with the changed weights in place of those on disk, packed as any others:
+                  kernels that read weights as they are took 7 to 12 % longer a step (`Components.in_place`)
+
+In both a change is added to the numbers on disk, never to earlier sums: without changes the weights are those on disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from fusion_passes import recipes
+from fusion_passes.operators.record import DOMAIN
+from sd_ort.core.errors import InputError, SdOrtError, first_line
+from sd_ort.core.folder import check_component, read_manifest
+from sd_ort.graphs import corrections, hoist
+from sd_ort.graphs.load import load
+from sd_ort.pipeline.adapters import LowRank
+from sd_ort.runtime.components import Components
+from sd_ort.runtime.held import HeldWeights, host_value
+from sd_ort.runtime.session import open_graph
+
+Change = LowRank | np.ndarray  # of a tensor in torch's layout, float32
+Changes = Mapping[str, Change]  # by the tensor's name in the checkpoint
+
+# Operators of ai.onnx whose kernels read a weight as it is, when none may be packed. What other operators read may be
+# folded into other constants while a session is opened, such as what is cast.
+READ_AS_THEY_ARE = frozenset({"MatMul", "Gemm", "Conv"})
+OPERATORS = frozenset({DOMAIN, "com.microsoft"})
+
+
+class Corrections:
+    """The weights of one pipeline folder with changes of the checkpoint's tensors added."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InputError for a folder whose manifest does not say where its weights come from."""
+        self.folder = folder
+        entries = read_manifest(folder).get("components", {})
+        self.recipes = {n: recipes.load(e["weights"]) for n, e in entries.items() if "weights" in e}
+        if "unet" not in self.recipes:
+            raise InputError(f"{folder} does not say where its weights come from: export it again with this sd-ort.")
+        self.parts = {n: list(hoist.PARTS.values()) if "hoisted" in e else [n] for n, e in entries.items()}
+        self.known: dict[str, dict[str, ir.Value]] = {}
+        self.sessions: dict[corrections.Form, Any] = {}
+
+    def modules(self, component: str) -> dict[str, str]:
+        """Module with underscores -> its weight's name, of all that a component's recipes read."""
+        names = {name for recipe in self.recipes.get(component, {}).values() for name in recipes.sources(recipe)}
+        modules = {name.removesuffix(".weight"): name for name in names if name.endswith(".weight")}
+        return {module.removeprefix("text_model.").replace(".", "_"): name for module, name in modules.items()}
+
+    def check(self, changes: Mapping[str, Changes]) -> None:
+        """Raise InputError for changes of other shapes than the folder's weights have."""
+        for component in changes.keys() & self.recipes.keys():
+            blank = {name: np.broadcast_to(np.int8(0), change.shape) for name, change in changes[component].items()}
+            for part in self.parts[component]:
+                for name in self._touched(component, part, blank):
+                    self._change(component, part, name, blank)
+
+    def corrected(self, component: str, changes: Changes) -> dict[str, dict[str, np.ndarray]]:
+        """Component folder -> initializer -> its numbers with `changes` added, of those that change.
+
+        Raises InputError for a change of another shape.
+        """
+        made = {part: self._numbers(component, part, changes) for part in self.parts[component]}
+        return {part: numbers for part, numbers in made.items() if numbers}
+
+    def apply(self, models: Components, changes: Mapping[str, Changes]) -> bool:
+        """Have the folder's sessions run with these changes by component, and no others; whether any was closed for it.
+
+        Nothing may run meanwhile. Raises InputError for changes of other shapes, before anything is changed.
+        """
+        self.check(changes)
+        closed, others = False, dict[str, dict[str, np.ndarray]]()
+        with models.lock:
+            for component in self.recipes:
+                given = changes.get(component, {})
+                for part in self.parts[component]:
+                    left: Iterable[str] = self._touched(component, part, given)
+                    if left and models.in_place and part not in models.held:
+                        models.hold(part, {n: _numbers(v) for n, v in self._weights(part).items() if _readable(v)})
+                        closed = True
+                    if part in models.held:
+                        self._write(models, component, part, given)
+                        left = [name for name in left if name not in models.held[part].values]
+                    others[part] = self._numbers(component, part, given, left)
+            return models.replace_weights(others) or closed
+
+    def _weights(self, part: str) -> dict[str, ir.Value]:
+        """The initializers of a component folder, by name; their numbers stay on disk."""
+        if part not in self.known:
+            found = load(check_component(self.folder, part)).graph.initializers
+            self.known[part] = {name: value for name, value in found.items() if value.const_value is not None}
+        return self.known[part]
+
+    def _touched(self, component: str, part: str, changes: Mapping[str, Any]) -> list[str]:
+        """The initializers that `changes` change."""
+        table = self.recipes[component] if changes else {}
+        here = [name for name in self._weights(part) if name in table] if changes else []
+        return [name for name in here if any(source in changes for source in recipes.sources(table[name]))]
+
+    def _numbers(
+        self, component: str, part: str, changes: Changes, names: Iterable[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Initializer -> its numbers with `changes` added, of all that change or of `names`."""
+        names = list(self._touched(component, part, changes) if names is None else names)
+
+        def make(name: str) -> np.ndarray:
+            weight = _numbers(self._weights(part)[name])
+            change = self._change(component, part, name, changes)
+            return np.add(weight, change.reshape(weight.shape), dtype=np.float32).astype(weight.dtype, copy=False)
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            return dict(zip(names, threads.map(make, names), strict=True))
+
+    def _change(self, component: str, part: str, name: str, changes: Changes) -> np.ndarray:
+        """What is added to an initializer. Raises InputError when that is of another shape."""
+        recipe, weight = self.recipes[component][name], self._weights(part)[name]
+        shape = [int(size) for size in weight.const_value.shape]  # type: ignore[union-attr, arg-type]
+        try:
+            change = _change(recipe, changes)
+            if change.size != np.prod(shape) or change.ndim < len(shape):
+                raise ValueError(f"{list(change.shape)} instead of {shape}")
+        except ValueError as error:
+            where = ", ".join(recipes.sources(recipe))
+            raise InputError(f"the LoRA is of another family: its {where} has another shape ({error}).") from error
+        return change
+
+    # --- In place ---------------------------------------------------------------------------------------------------
+
+    def _write(self, models: Components, component: str, part: str, changes: Changes) -> None:
+        """Write what changes, and what is changed no more, where a component's session reads it."""
+        held, weights = models.held[part], self._weights(part)
+        touched = held.values.keys() & set(self._touched(component, part, changes))
+        for name in held.changed - touched:
+            held.write(name, _numbers(weights[name]))
+        held.changed |= touched
+        for name in touched:
+            numbers, recipe = _numbers(weights[name]), self.recipes[component][name]
+            if not self._compute(models, held, name, numbers, recipe, changes):
+                held.write(name, self._numbers(component, part, changes, [name])[name])
+        held.changed = touched
+
+    def _compute(
+        self, models: Components, held: HeldWeights, name: str, base: np.ndarray, recipe: recipes.Recipe, given: Changes
+    ) -> bool:
+        """Compute a weight on the device, into its memory; False for changes that no graph of ours takes."""
+        found = [given.get(source) for source in recipes.sources(recipe)]
+        like = next(change for change in found if change is not None)
+        if not all(change is None or isinstance(change, LowRank) for change in found):
+            return False
+        assert isinstance(like, LowRank)
+        form = corrections.form(recipe, like.shape, base.dtype)
+        if form is None:
+            return False
+        if form not in self.sessions:
+            made = corrections.correction(form)
+            self.sessions[form] = open_graph(made, models.provider, models.options["provider_options"])
+        feed = {"base": base}
+        for number, change in enumerate(found):
+            factors = change if isinstance(change, LowRank) else like.zero()
+            feed |= {f"up_{number}": factors.up, f"down_{number}": factors.down}
+        binding = self.sessions[form].io_binding()
+        for key, array in feed.items():
+            binding.bind_ortvalue_input(key, host_value(array))
+        binding.bind_ortvalue_output("weight", held.values[name])
+        try:
+            self.sessions[form].run_with_iobinding(binding)
+        except Exception as error:  # pybind's exceptions share no base class but Exception
+            raise SdOrtError(f"ONNX Runtime failed to add a LoRA to {name}: {first_line(error)}") from error
+        return True
+
+
+def _change(recipe: recipes.Recipe, changes: Changes) -> np.ndarray:
+    """What a recipe makes of the changes of the tensors that it reads. A product is transposed before it is made."""
+    if isinstance(recipe, list) and recipe[:2] == ["transpose", [1, 0]] and isinstance(recipe[2], str):
+        change = changes[recipe[2]]
+        if isinstance(change, LowRank) and len(change.shape) == 2:
+            return change.transposed().dense()
+    dense = {name: _dense(changes[name]) for name in recipes.sources(recipe) if name in changes}
+    made = recipes.change(recipe, dense)
+    assert made is not None  # the caller asks for what changes
+    return made
+
+
+def _dense(change: Change) -> np.ndarray:
+    return change.dense() if isinstance(change, LowRank) else change
+
+
+def _numbers(weight: ir.Value) -> np.ndarray:
+    assert weight.const_value is not None
+    numbers: np.ndarray = weight.const_value.numpy()
+    return numbers
+
+
+def _readable(weight: ir.Value) -> bool:
+    """Whether a weight may lie in memory of ours: a matrix or filters that kernels read as they are."""
+    shape, readers = weight.const_value.shape, weight.uses()  # type: ignore[union-attr]
+    as_it_is = all(
+        node.domain in OPERATORS or (node.domain in ("", "ai.onnx") and node.op_type in READ_AS_THEY_ARE)
+        for node, _ in readers
+    )
+    return len(shape) >= 2 and bool(readers) and as_it_is and weight.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16)

@@ -1,0 +1,65 @@
+"""The GPUs that this process may use, and the environment variables that show another process one of them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+from sd_ort.core.errors import InputError, ProviderError
+
+# What the vendors' runtimes read when they are loaded: numbers of GPUs, or NVIDIA's names of them, with commas.
+NVIDIA, AMD = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+VARIABLE = {"cuda": NVIDIA, "sdcuda": NVIDIA, "rocm": AMD, "migraphx": AMD, "hip": AMD}
+
+
+def one_each(provider: str, count: int) -> list[dict[str, str]]:
+    """The environments of `count` processes with a GPU each, the first ones that this process sees.
+
+    Raises ProviderError for a provider that drives no GPUs, InputError for more GPUs than there are.
+    """
+    if provider not in VARIABLE:
+        drivers = ", ".join(VARIABLE)
+        raise ProviderError(f"the provider {provider} takes no --gpus: choose --provider from {drivers}.")
+    found = visible_gpus(VARIABLE[provider])
+    if count > len(found):
+        raise InputError(f"{count} GPUs were asked for, and {len(found)} are there for the {provider} provider.")
+    return [{VARIABLE[provider]: name} for name in found[:count]]
+
+
+def visible_gpus(variable: str) -> list[str]:
+    """Names of a vendor's GPUs as its variable takes them: those it lists already, or all of the machine."""
+    count = nvidia_gpus() if variable == NVIDIA else amd_gpus()
+    listed = os.environ.get(variable)
+    if listed is None:
+        return [str(index) for index in range(count)]
+    return [name.strip() for name in listed.split(",") if name.strip()][:count]
+
+
+def nvidia_gpus() -> int:
+    """How many GPUs NVIDIA's driver has."""
+    count = ctypes.c_uint()
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    failed = library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    return 0 if failed else count.value
+
+
+def amd_gpus(nodes: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> int:
+    """How many GPUs the amdgpu driver has for computing; its other nodes are processors, without SIMD units."""
+    found = 0
+    for path in nodes.glob("*/properties"):
+        try:
+            properties = dict(line.split(maxsplit=1) for line in path.read_text().splitlines() if " " in line)
+        except OSError:
+            continue
+        found += int(properties.get("simd_count", "0")) > 0
+    return found
+
+
+def threads_each(replicas: int) -> int:
+    """CPU threads for each of several processes that share the cores of this one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // replicas)
