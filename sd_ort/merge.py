@@ -23,14 +23,16 @@ from fusion_passes.rewriting import constant
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.core.paths import output_path
-from sd_ort.family.conditioning import latent_scale, text_encoders
+from sd_ort.family.conditioning import embedding_output, latent_scale, text_encoders
 from sd_ort.family.configs import component_config
-from sd_ort.family.schedule import LinearSchedule, linear_schedule
+from sd_ort.family.plans import LinearSchedule
+from sd_ort.family.schedule import linear_schedule
 from sd_ort.family.schedulers import make_scheduler, set_timesteps
 from sd_ort.graphs import hoist, sampling_step
 from sd_ort.graphs.inline import inline
 from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
+from sd_ort.graphs.timestep import give_axis
 
 FLOAT = ir.DataType.FLOAT
 
@@ -61,6 +63,8 @@ def merge(
     read = {str(value.name) for part in parts.values() for value in part.graph.inputs}
     if foreign := read & {"timestep_cond", "class_labels"}:
         raise InputError(f"{source} has a UNet that takes {', '.join(foreign)}, which a merged model has no input for.")
+    if "timestep" in {value.name for value in parts["unet"].graph.inputs} and not give_axis(parts["unet"]):
+        raise InputError(f"{source} has a UNet that computes with its timestep, which has no axis, at once.")
     chosen = make_scheduler(source, scheduler)
     set_timesteps(chosen, steps)
     schedule = linear_schedule(chosen, chosen.timesteps, float(chosen.init_noise_sigma))
@@ -123,7 +127,7 @@ class _Merger:
                 for kind in ("negative", "input")
             ]
             outputs = inline(self.model, self.parts[name], {"input_ids": self._node("Concat", ids, axis=0)}, f"{name}.")
-            hidden.append(outputs["hidden_states" if self.is_xl else "last_hidden_state"])
+            hidden.append(outputs[embedding_output(outputs, self.is_xl)])
             if "text_embeds" in outputs:
                 conditioning["text_embeds"] = outputs["text_embeds"]
         conditioning["encoder_hidden_states"] = self._node("Concat", hidden, axis=2) if len(hidden) > 1 else hidden[0]

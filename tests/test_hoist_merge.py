@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+import toy
 from pictures import psnr
 
 from sd_ort import StableDiffusionPipeline
@@ -230,6 +232,43 @@ def test_opsets_of_what_is_merged() -> None:
         whole = model(first)
         with pytest.raises(InputError, match="optimize the whole folder again"):
             inline(whole, model(second, domain), {"x": whole.graph.outputs[0]}, "b/")
+
+
+# --- Optimum's timestep -----------------------------------------------------------------------------------------------
+
+
+def _optimum(folder: Path) -> Path:
+    """The toy with a UNet that takes a timestep of shape [], as Optimum writes it: Unsqueeze, Cast, Expand to rows."""
+    toy.write(folder)
+    text = f"""<ir_version: 8, opset_import: ["" : 18]> unet (float[batch,4,height,width] sample, int64 timestep,
+        float[batch,sequence,{toy.WIDTH}] encoder_hidden_states) => (float[batch,4,height,width] out_sample)
+        <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[2] axes = {{1, 2}}, int64[1] last = {{3}},
+         int64[4] column = {{-1, 1, 1, 1}}, float small = {{0.001}}> {{
+            told = ReduceMean <keepdims = 1> (encoder_hidden_states, axes)  wide = Unsqueeze (told, last)
+            row = Unsqueeze (timestep, zero)  number = Cast <to = 1> (row)
+            shape = Shape (sample)  batch = Slice (shape, zero, one)  rows = Expand (number, batch)
+            scaled = Mul (rows, small)  angle = Sin (scaled)  shift = Reshape (angle, column)
+            a = Add (sample, wide)  out_sample = Add (a, shift)
+        }}"""
+    toy.save(onnx.parser.parse_model(text), folder / "unet")
+    return folder
+
+
+def test_a_timestep_without_an_axis(work: Path) -> None:
+    """Raw, optimized, hoisted and merged, on the host and in the loop of GPUs, one picture."""
+    source = _optimum(work / "optimum")
+    expected = draw(StableDiffusionPipeline.from_pretrained(source))
+    for name, options in {"fused": {}, "split": {"hoisted": True}, "half": {"dtype": "float16"}}.items():
+        optimize(source, work / f"optimum-{name}", target="portable" if name != "half" else "cuda", **options)
+        assert verify(source, work / f"optimum-{name}")["passed"]
+    assert read_manifest(work / "optimum-half")["options"]["hoist"]
+    for folder in (source, work / "optimum-fused", work / "optimum-split"):
+        for device_loop in (False, True):
+            pipeline = StableDiffusionPipeline.from_pretrained(folder, device_loop=device_loop)
+            assert psnr(draw(pipeline), expected) > 80
+            assert bool(pipeline.loop.kept) == device_loop
+    merge(work / "optimum-fused", work / "optimum-merged")
+    assert psnr(draw(MergedPipeline.from_pretrained(work / "optimum-merged")), expected) > 80
 
 
 # --- The loop on the device -----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "common/op.h"
+#include "common/tuner.h"
 
 namespace sd_ort {
 
@@ -52,6 +53,9 @@ class Cudnn {
     enum Pointwise { kAdd = 0, kMultiply = 1, kDivide = 6, kSubtract = 9, kExp = 13, kLog = 15 };
     enum Reduction { kSum = 0, kMaximum = 3 };
     using Sizes = std::vector<int64_t>;
+
+    // No plans that compute in less than float32: TF32, Winograd's and Fourier transforms.
+    void keep_float32() { keeps_float32_ = true; }
 
     // `id` names the tensor's memory in a run; virtual tensors get one.
     const Descriptor& tensor(int64_t id, DType type, const Sizes& sizes, const Sizes& strides,
@@ -144,11 +148,17 @@ class Cudnn {
     std::vector<std::unique_ptr<Descriptor>> all_;
     std::vector<void*> operations_;
     int64_t next_id_ = 1000;
+    bool keeps_float32_ = false;
   };
 
-  // Never destroyed: at the process's end the library may be gone before this.
+  // That of the current device: a handle, and plans made with it, belong to the device which is current when they are
+  // made. Never destroyed: at the process's end the library may be gone before this.
   static Cudnn& instance() {
-    static Cudnn* const library = new Cudnn;
+    static std::mutex mutex;
+    static auto* const libraries = new std::map<int, Cudnn*>;
+    std::lock_guard<std::mutex> lock(mutex);
+    Cudnn*& library = (*libraries)[current_device()];
+    if (library == nullptr) library = new Cudnn;
     return *library;
   }
 
@@ -198,13 +208,15 @@ class Cudnn {
   static constexpr int kFloat = 0;
 
  private:
-  static constexpr int kPointwise = 0, kConfig = 3, kHeuristics = 4, kExecutionPlan = 5, kConvolutionForward = 10,
-                       kPointwiseOperation = 13, kOperationGraph = 15, kVariantPack = 16, kTensor = 17, kProduct = 18,
-                       kProductOperation = 19, kReduction = 21, kReductionOperation = 22;
-  static constexpr int kTypeHandle = 0, kTypePointer = 6, kTypeHeuristics = 8, kTypePointwise = 14,
+  static constexpr int kPointwise = 0, kEngine = 2, kConfig = 3, kHeuristics = 4, kExecutionPlan = 5,
+                       kConvolutionForward = 10, kPointwiseOperation = 13, kOperationGraph = 15, kVariantPack = 16,
+                       kTensor = 17, kProduct = 18, kProductOperation = 19, kReduction = 21, kReductionOperation = 22;
+  static constexpr int kTypeHandle = 0, kTypePointer = 6, kTypeHeuristics = 8, kTypeNote = 11, kTypePointwise = 14,
                        kTypeDescriptor = 15, kTypeReduction = 18;
   static constexpr int kHalf = 2, kBFloat16 = 9;
+  static constexpr int kByItsModel = 3, kFallbacks = 2;         // heuristics
   static constexpr int kWanted = 16;                            // proposals for a graph
+  static constexpr int kNotes = 16;                             // of an engine, at most
   static constexpr int64_t kWorkspaceLimit = int64_t{1} << 30;  // bytes
 
   struct Plan {
@@ -215,8 +227,8 @@ class Cudnn {
   // What cuDNN proposes for a graph, best first, and how many of the proposals were made plans or dropped.
   struct Proposals {
     Graph graph;
-    std::unique_ptr<Descriptor> operations, heuristics;
-    std::vector<std::unique_ptr<Descriptor>> configs;
+    std::unique_ptr<Descriptor> operations;
+    std::vector<std::unique_ptr<Descriptor>> heuristics, configs;
     size_t tried = 0;
     std::vector<Plan> plans;
   };
@@ -263,22 +275,44 @@ class Cudnn {
                          made.graph.operations_.data());
     made.operations->set(800, kTypeHandle, 1, &handle_);
     if (!made.operations->finalize()) return;
-    const int mode_a = 3;
-    made.heuristics = std::make_unique<Descriptor>(kHeuristics);
-    made.heuristics->set(201, *made.operations);
-    made.heuristics->set(200, kTypeHeuristics, 1, &mode_a);
-    if (!made.heuristics->finalize()) return;
+    consider(made, kByItsModel);
+    if (made.graph.keeps_float32_) consider(made, kFallbacks);  // the others are fast, and hardly ever exact
+  }
+
+  void consider(Proposals& made, int heuristics) {
+    made.heuristics.push_back(std::make_unique<Descriptor>(kHeuristics));
+    Descriptor& asked = *made.heuristics.back();
+    asked.set(201, *made.operations);
+    asked.set(200, kTypeHeuristics, 1, &heuristics);
+    if (!asked.finalize()) return;
+    std::vector<std::unique_ptr<Descriptor>> configs;
     std::vector<void*> wanted;
     for (int i = 0; i < kWanted; ++i) {
-      made.configs.push_back(std::make_unique<Descriptor>(kConfig));
-      wanted.push_back(made.configs.back()->get());
+      configs.push_back(std::make_unique<Descriptor>(kConfig));
+      wanted.push_back(configs.back()->get());
     }
     int64_t count = 0;
-    if (get_(made.heuristics->get(), 202, kTypeDescriptor, kWanted, &count, wanted.data()) != 0) count = 0;
-    made.configs.resize(count < kWanted ? count : kWanted);
+    if (get_(asked.get(), 202, kTypeDescriptor, kWanted, &count, wanted.data()) != 0) return;
+    for (int64_t i = 0; i < count && i < kWanted; ++i) made.configs.push_back(std::move(configs[i]));
+  }
+
+  // Whether the engine of `config` says that it is no plain arithmetic of the operands' type.
+  bool is_inexact(const Descriptor& config) {
+    Descriptor engine(kEngine);
+    void* handle = engine.get();
+    int64_t count = 0;
+    if (get_(config.get(), 300, kTypeDescriptor, 1, &count, &handle) != 0) return true;
+    int notes[kNotes];
+    if (get_(handle, 1303, kTypeNote, kNotes, &count, notes) != 0) return true;
+    // Tensor cores, operands or sums of fewer bits, Fourier transforms; Winograd's of several sizes.
+    for (int64_t i = 0; i < count; ++i) {
+      if (notes[i] <= 3 || (notes[i] >= 5 && notes[i] <= 8)) return true;
+    }
+    return false;
   }
 
   void make_plan(Proposals& proposals, const Descriptor& config) {
+    if (proposals.graph.keeps_float32_ && is_inexact(config)) return;
     void* const handle = config.get();
     int64_t found = 0;
     Plan made;

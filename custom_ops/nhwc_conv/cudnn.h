@@ -31,6 +31,7 @@ class CudnnConvolution {
 
   Cudnn::Build build() const {
     return [this](Graph& graph) {
+      if (p_.dtype == DType::kFloat32) graph.keep_float32();
       const Graph::Sizes out = {p_.batch, p_.filter_count, p_.out_height, p_.out_width};
       const auto in_memory = [&](int64_t id, const Graph::Sizes& sizes) -> const Cudnn::Descriptor& {
         return graph.tensor(id, p_.dtype, sizes, channels_last(sizes));

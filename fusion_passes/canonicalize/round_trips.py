@@ -4,6 +4,7 @@ Reshape(Reshape(x)), Squeeze(Unsqueeze(x)) to the shape of x   =>  x
 Transpose(Transpose(x)) back to the order of x                 =>  x
 Cast(Cast(x, wider), type of x)                                =>  x
 x * 1, x / 1, x + 0, x - 0                                     =>  x
+Slice(x, step 1) to the shape of x                             =>  x
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ def origin(node: ir.Node) -> ir.Value | None:
             wider = WIDER.get(x.dtype) if x.dtype is not None else None
             if x.dtype == y.dtype and wider and all(v.dtype in wider for v in between[:i]):
                 return x
+    if node.op_type == "Slice":
+        x, steps = node.inputs[0], node.inputs[4] if len(node.inputs) > 4 else None
+        forward = steps is None or set(c.ints(steps) or ()) == {1}
+        return x if forward and c.same_shape(x, y) and _is_sized(y) else None
     neutral, operands = NEUTRAL.get(node.op_type), node.inputs
     if neutral is None or len(operands) != 2:
         return None

@@ -4,6 +4,8 @@
     NhwcConv 1x1 (x, w, b?)                                 =>  LinearAdd(x, w', b?)
     NhwcConv 1x1 (x, w) -> BiasAdd(., b, skip)              =>  LinearAdd(x, w', b, skip)
     NhwcConv 1x1 (x, w) -> SkipGroupNorm(., g, h, skip, b)  =>  LinearAdd(x, w', b, skip) -> s -> GroupNorm(s, g, h)
+    MatMul(x, w) -> Reshape -> BiasAdd(., b, skip)          =>  LinearAdd(Reshape(x), w, b, skip)    of a square w
+    MatMul(x, w) -> Add(., b)                               =>  LinearAdd(x, w, b)
     MatMul(x, w)                                            =>  LinearAdd(x, w)
 
 A convolution of one pixel is a matrix product over NHWC tensors. The last rule only gives the product to the operator
@@ -14,7 +16,7 @@ convolutions, results that something else reads too. Runs after `nhwc_layout`, `
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
@@ -38,6 +40,9 @@ def linear_add(model: ir.Model) -> Outcome:
     """Rewrite the products of `model` in place; counts them."""
     outcome = Outcome(Counter(linear_add=0))
     for node in list(model.graph):
+        if node.op_type == "Add" and node.domain == "":
+            outcome.counts["linear_add"] += _add(model.graph, node)
+            continue
         if node.domain != DOMAIN or node.op_type not in ("BiasAdd", "SkipGroupNorm"):
             continue
         if (_bias_add if node.op_type == "BiasAdd" else _skip_group_norm)(model.graph, node):
@@ -97,9 +102,53 @@ def _alone(value: ir.Value | None) -> _Product | None:
 def _bias_add(graph: ir.Graph, node: ir.Node) -> bool:
     x, bias, skip = node.inputs
     for value, other in ((x, skip), (skip, x)):
+        if not c.same_shape(value, other):
+            continue
+        product, reshape = _alone(value), None
+        if product is None and (reshape := _reshape_of_square(value)) is not None:
+            product = _alone(reshape.inputs[0])
+            assert product is not None
+            product = replace(product, x=_reshaped_too(graph, node, reshape, product.x))
+        if product is None:
+            continue
+        _insert(graph, node, product, node.outputs[0], bias, other)
+        for old in (node, reshape, product.node):
+            if old is not None:
+                graph.remove(old, safe=True)
+        return True
+    return False
+
+
+def _reshape_of_square(value: ir.Value | None) -> ir.Node | None:
+    """The Reshape that yields `value` for one reader of the product of some x by a square matrix, whose shape is x's.
+
+    The last axis is neither split nor joined.
+    """
+    if value is None or len(list(value.uses())) != 1 or value.is_graph_output():
+        return None
+    node = value.producer()
+    product = _alone(node.inputs[0]) if node is not None and node.op_type == "Reshape" else None
+    if node is None or product is None or product.node.op_type != "MatMul":
+        return None
+    width = c.size(product.x, -1)
+    return node if width is not None and width == c.size(node.inputs[0], -1) == c.size(value, -1) else None
+
+
+def _reshaped_too(graph: ir.Graph, before: ir.Node, reshape: ir.Node, x: ir.Value) -> ir.Value:
+    """x, of the shape that `reshape` reads, as it would make it."""
+    old = reshape.outputs[0]
+    made = ir.node("Reshape", [x, reshape.inputs[1]], {k: a.value for k, a in reshape.attributes.items()})
+    result = made.outputs[0]
+    result.name, result.type, result.shape = f"{old.name}.rows", old.type, old.shape
+    graph.insert_before(before, made)
+    return result
+
+
+def _add(graph: ir.Graph, node: ir.Node) -> bool:
+    for value, bias in (node.inputs, node.inputs[::-1]):
         product = _alone(value)
-        if product is not None and c.same_shape(value, other):
-            _insert(graph, node, product, node.outputs[0], bias, other)
+        if product is not None and product.node.op_type == "MatMul" and c.is_vector(bias, c.size(value, -1)):
+            _insert(graph, node, product, node.outputs[0], bias, None)
             graph.remove(node, safe=True)
             graph.remove(product.node, safe=True)
             return True
@@ -158,7 +207,9 @@ def _matrix(graph: ir.Graph, node: ir.Node) -> ir.Value:
 def _case(name: str, body: str, fires: int = 1, refused: str | None = None, **ops: int) -> Case:
     graph = f"""<ir_version: 10, opset_import: ["" : 21]>
         f (float[N,H,W,8] xt, float[N,H,W,8] yt, float[N,8,W,H] t) => (float[N,8,P,Q] z)
-        <float[8,8,3,3] k, float[8,8,1,1] p, float[8,1,1,1] q, float[8] b, float[8] c, float[8] g, float[8] h> {{
+        <float[8,8,3,3] k, float[8,8,1,1] p, float[8,1,1,1] q, float[8] b, float[8] c, float[8] g, float[8] h,
+         float[8,8] w, float[16,8] v,
+         int64[3] rows = {{0, -1, 8}}, int64[3] wide = {{0, -1, 16}}> {{
             x = Transpose <perm = [0, 3, 1, 2]> (xt)  y = Transpose <perm = [0, 3, 1, 2]> (yt)
             {body}
         }}"""
@@ -167,12 +218,22 @@ def _case(name: str, body: str, fires: int = 1, refused: str | None = None, **op
 
 _CONV = "a = Conv <pads = [1, 1, 1, 1]> (x, k, b)"
 _NORM = "GroupNormalization <num_groups = 2>"
+# A linear layer over the image's rows, and back.
+_FIRST = "i = Transpose <perm = [0, 2, 3, 1]> (x)"
+_ROWS = f"{_FIRST}  r = Reshape (i, rows)  m = MatMul (r, w)"
+_WIDE = f"{_FIRST}  d = Concat <axis = 3> (i, i)  r = Reshape (d, wide)  m = MatMul (r, v)"
+_IMAGE = "o = Shape (i)  u = Reshape (a, o)  z = Transpose <perm = [0, 3, 1, 2]> (u)"
+_ADDED = f"{_IMAGE.replace('z =', 'e =')}  z = Add (e, y)"
 CASES = [
     _case("1x1", "z = Conv (x, p, b)", NhwcConv=0),
     _case("residual", "a = Conv (x, p, b)  z = Add (a, y)", BiasAdd=0, Add=0),
     _case("shortcut", f"{_CONV}  d = Conv (y, p, c)  z = Add (a, d)", NhwcConv=1, BiasAdd=0),
     _case("norm", f"a = Conv (x, p, b)  s = Add (a, y)  z = {_NORM} (s, g, h)", GroupNorm=1, SkipGroupNorm=0),
     _case("sum read too", f"a = Conv (x, p, b)  s = Add (a, y)  n = {_NORM} (s, g, h)  z = Add (s, n)", GroupNorm=1),
+    _case("bias", f"{_ROWS}  a = Add (b, m)  {_IMAGE}", Add=0, MatMul=0),
+    _case("product read twice", f"{_ROWS}  a = Add (m, b)  d = Mul (a, m)  {_IMAGE.replace('(a', '(d')}", Add=1),
+    _case("rows", f"{_ROWS}  a = Add (m, b)  {_ADDED}", Add=0, BiasAdd=0),
+    _case("rows of another width", f"{_WIDE}  a = Add (m, b)  {_ADDED}", BiasAdd=1),
     _case("two images", "z = MatMul (x, t)", 0, "not constant", MatMul=1),
     _case("3x3", _CONV.replace("a =", "z ="), 0, "one pixel", NhwcConv=1),
     _case("strided", "z = Conv <strides = [2, 2]> (x, p, b)", 0, "one pixel", NhwcConv=1),

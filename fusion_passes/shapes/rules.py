@@ -115,6 +115,8 @@ def _slice(node: ir.Node, facts: Facts) -> list[Shape] | None:
             x[axis] = constant(len(range(size)[start : ends[i] : step]))
         elif start == 0 and step == 1 and ends is not None and ends[i] >= 2**31 - 1:
             pass
+        elif start == 0 and step == 1 and ends_dims is not None and ends_dims[i] == x[axis]:
+            pass  # a mask, cut to the length of a sequence that it was made for
         elif start == 0 and step == 1 and ends_dims is not None and ends is None and _is_table(node.inputs[0]):
             x[axis] = ends_dims[i]  # a table of positions, sliced to the length of the sequence, is long enough
         else:

@@ -19,6 +19,8 @@ import foreign  # noqa: E402
 import onnx_ir as ir  # noqa: E402
 from mutations import fused, mutate  # noqa: E402
 
+from sd_ort.runtime.machine import commit, machine, versions  # noqa: E402
+
 SMALL = 700  # nodes
 
 
@@ -28,6 +30,7 @@ def main() -> None:
     parser.add_argument("--mutants", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     options = parser.parse_args()
+    print(f"{machine()}\n{versions()}, commit {commit()}")
     sources = {name: foreign.load(name) for name in options.names}
     sources = {name: model for name, model in sources.items() if len(model.graph.node) <= SMALL or len(sources) < 9}
     wanted = {name: fused(ir.from_proto(model)) for name, model in sources.items()}

@@ -12,8 +12,23 @@ import click
 from sd_ort.runtime.provider_records import PROVIDERS
 
 
+class Devices(click.ParamType):
+    """Numbers of devices, such as 0,1."""
+
+    name = "devices"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        try:
+            return tuple(int(number) for number in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} are no numbers of devices: write 0,1.", param, ctx)
+
+
 @click.command()
-@click.argument("prompt")
+@click.argument("prompt", required=False)
+@click.option(
+    "--prompts", type=click.Path(path_type=Path, dir_okay=False), help="A file of prompts instead, one a line."
+)
 @click.option("--model", "folder", type=click.Path(path_type=Path), required=True, help="Pipeline folder to draw with.")
 @click.option("--steps", type=click.IntRange(1), default=25, show_default=True, help="Denoising steps.")
 @click.option("--guidance", type=float, help="Guidance scale; 1 or less is none [default: 7.5, demo model 3].")
@@ -42,8 +57,16 @@ from sd_ort.runtime.provider_records import PROVIDERS
     show_default=True,
     help=f"One of {', '.join(PROVIDERS)}, or plugin:LIBRARY; hip and sdcuda are ours.",
 )
+@click.option("--gpus", type=click.IntRange(1), help="Draw on so many GPUs, a replica on each.")
+@click.option("--replicas", type=click.IntRange(1), help="Draw with so many replicas on the CPU, or on one GPU.")
 @click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")
 @click.option("--graph/--no-graph", default=None, help="Capture the UNet as a GPU graph [default: where it can be].")
+@click.option(
+    "--split-guidance", type=Devices(), metavar="A,B", help="Predict one half of guidance on each of two devices: 0,1."
+)
+@click.option(
+    "--decode-on", type=click.IntRange(0), metavar="N", help="Decode on device N while the next batch is drawn."
+)
 @click.option("--low-memory", is_flag=True, help="Keep one component in memory at a time.")
 @click.option("--vae-tiling", is_flag=True, help="Decode large images in overlapping tiles.")
 @click.option("--vae-slicing", is_flag=True, help="Decode the images of a batch one by one.")
@@ -53,7 +76,10 @@ from sd_ort.runtime.provider_records import PROVIDERS
 )
 @click.option("--overwrite", is_flag=True, help="Replace files that exist.")
 def command(
-    prompt: str,
+    prompt: str | None,
+    prompts: Path | None,
+    gpus: int | None,
+    replicas: int | None,
     folder: Path,
     steps: int,
     guidance: float | None,
@@ -80,8 +106,13 @@ def command(
     With --image, the picture is drawn over; with --mask too, only where the mask is white.
 
     Image number i is drawn from seed + i, so each can be drawn again alone. The files keep prompt, seed and settings
-    as PNG text.
+    as PNG text. With --prompts, --gpus or --replicas the first seed is 0, and files that are there already stay: the
+    same command goes on where it was interrupted.
     """
+    if prompts or gpus or replicas or prompt is None:
+        from sd_ort.commands.prompt_list import draw_list
+
+        return draw_list(click.get_current_context().params)
     from sd_ort.core.errors import InputError
     from sd_ort.core.folder import components
     from sd_ort.pipeline.arguments import check_numbers, check_seeds, check_text
@@ -109,13 +140,14 @@ def command(
         scheduler=type(pipeline.scheduler).__name__, loras=", ".join(loras) or None,
         embeddings=", ".join(words) or None, **changing,
     )  # fmt: skip
-    for start in range(0, num_images, batch):
-        part = seeds[start : start + batch]
-        images = pipeline(
-            prompt, height=height, width=width, num_inference_steps=steps, guidance_scale=guidance,
-            negative_prompt=negative, num_images_per_prompt=len(part), generator=list(part), **given,
-        ).images  # fmt: skip
-        for drawn, image_seed, path in zip(images, part, paths[start:], strict=False):
+    alike = {
+        "prompt": prompt, "height": height, "width": width, "num_inference_steps": steps, "guidance_scale": guidance,
+        "negative_prompt": negative, **given,
+    }  # fmt: skip
+    parts = [seeds[start : start + batch] for start in range(0, num_images, batch)]
+    calls = ({**alike, "num_images_per_prompt": len(part), "generator": list(part)} for part in parts)
+    for number, output in enumerate(pipeline.draw_each(calls)):
+        for drawn, image_seed, path in zip(output.images, parts[number], paths[number * batch :], strict=False):
             save_png(drawn, path, {**settings, "seed": str(image_seed)}, overwrite=overwrite)
             click.echo(path)
 
@@ -211,17 +243,10 @@ def image_paths(out: Path, prompt: str, seeds: range) -> list[Path]:
 
 def save_png(image: object, path: Path, settings: dict[str, str], *, overwrite: bool) -> None:
     """Write a PIL image with its settings as PNG text; the file appears whole or not at all."""
-    import io
-
-    from PIL import Image, PngImagePlugin
+    from PIL import Image
 
     from sd_ort.core.files import write_bytes
+    from sd_ort.pipeline.png import png_bytes
 
     assert isinstance(image, Image.Image)
-    info = PngImagePlugin.PngInfo()
-    info.add_text("Software", "sd-ort")
-    for key, value in settings.items():
-        info.add_itxt(key, value)
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", pnginfo=info)
-    write_bytes(path, buffer.getvalue(), overwrite=overwrite)
+    write_bytes(path, png_bytes(image, settings), overwrite=overwrite)

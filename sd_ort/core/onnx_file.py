@@ -8,6 +8,7 @@ has, with attributes of the right types; functions do not call themselves.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from graphlib import CycleError, TopologicalSorter
@@ -177,13 +178,9 @@ def _number(text: str) -> int:
 @cache
 def _bits(data_type: int) -> int | None:
     """Bits of an element, or None for what is no number."""
-    import onnx_ir as ir
-
-    try:
-        dtype = ir.DataType(data_type)
-        return None if dtype in (ir.DataType.UNDEFINED, ir.DataType.STRING) else dtype.bitwidth
-    except (ValueError, TypeError):
-        return None
+    name = _type_name(data_type)  # most say it, as FLOAT8E4M3FN and INT4 do
+    digits = re.match(r"[A-Z]+(\d+)", name)
+    return int(digits[1]) if digits else {"FLOAT": 32, "DOUBLE": 64, "BOOL": 8}.get(name)
 
 
 def _type_name(data_type: int) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from sd_ort.core.errors import InputError
 from sd_ort.family.configs import component_config
@@ -18,23 +17,26 @@ from sd_ort.family.tokenizer import ClipTokenizer
 log = logging.getLogger("sd_ort")
 
 
-def latent_scale(vae_config: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def latent_scale(vae_config: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """(mean, factor), (1, C or 1, 1, 1) float32: the VAE's own latents are the pipeline's times factor, plus mean."""
-    factor = torch.full((1, 1, 1, 1), 1 / vae_config.get("scaling_factor", 0.18215), dtype=torch.float64)
-    mean = torch.full((1, 1, 1, 1), vae_config.get("shift_factor") or 0.0)
+    factor = np.full((1, 1, 1, 1), 1 / vae_config.get("scaling_factor", 0.18215))
+    mean = np.full((1, 1, 1, 1), vae_config.get("shift_factor") or 0.0, np.float32)
     if vae_config.get("latents_mean") and vae_config.get("latents_std"):
-        mean = mean + torch.tensor(vae_config["latents_mean"]).view(1, -1, 1, 1)
-        factor = factor * torch.tensor(vae_config["latents_std"]).view(1, -1, 1, 1)
-    return mean.float(), factor.float()
+        mean = mean + np.asarray(vae_config["latents_mean"], np.float32).reshape(1, -1, 1, 1)
+        factor = factor * np.asarray(vae_config["latents_std"], np.float32).reshape(1, -1, 1, 1)
+    return mean, factor.astype(np.float32)
 
 
-def guidance_embedding(scale: float, width: int) -> torch.Tensor:
+def guidance_embedding(scale: float, width: int) -> np.ndarray:
     """A guidance scale as UNets distilled with it (LCM) take it, (1, width): sines, then cosines, of
     1000 (scale - 1) at `width / 2` frequencies from 1 to 1e-4, as transformers encode positions (Vaswani et al., 2017).
     """
+    import torch  # the UNet learned its sines of large angles in float32, roundings included
+
     half = width // 2
     angles = 1000 * (scale - 1) * torch.exp(torch.arange(half) * (-math.log(1e4) / (half - 1)))
-    return torch.cat([angles.sin(), angles.cos(), torch.zeros(width % 2)])[None]
+    made: np.ndarray = torch.cat([angles.sin(), angles.cos(), torch.zeros(width % 2)])[None].numpy()
+    return made
 
 
 def text_length(folder: Path, name: str, tokenizer: Any) -> int:
@@ -45,6 +47,21 @@ def text_length(folder: Path, name: str, tokenizer: Any) -> int:
     if length < 3:
         raise InputError(f"{folder / name} takes {length} tokens, and its prompt needs 3: export the pipeline again.")
     return int(length)
+
+
+def embedding_output(outputs: Iterable[str], is_xl: bool) -> str:
+    """Which output of a text encoder the UNet reads: the last hidden state or, for SDXL, that of the penultimate layer.
+
+    Optimum's encoders of SDXL give the embeddings and all layers, `hidden_states.0` and on. Raises InputError for an
+    encoder that gives none of these.
+    """
+    names = list(outputs)
+    every = sum(name.startswith("hidden_states.") for name in names)
+    penultimate = f"hidden_states.{every - 2}" if every else "hidden_states"
+    wanted = penultimate if is_xl else "last_hidden_state"
+    if wanted not in names:
+        raise InputError(f"a text encoder gives {', '.join(names)} but not {wanted}: export the pipeline with sd-ort.")
+    return wanted
 
 
 def text_encoders(index: dict[str, Any]) -> list[str]:

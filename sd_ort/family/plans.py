@@ -1,7 +1,7 @@
-"""Schedules of a folder's own scheduler that an earlier process found.
+"""Schedulers as numbers, and those of a folder's own scheduler that an earlier process found.
 
-Finding one needs diffusers, whose import takes seconds, longer than a picture on a GPU. A schedule is numbers, a few
-kB, and depends on the configuration and the number of steps alone.
+Finding them (`family.schedule`) needs torch and diffusers, whose imports take seconds, longer than a picture on a GPU.
+They are a few kB, and depend on the configuration and the number of steps alone.
 """
 
 from __future__ import annotations
@@ -22,10 +22,24 @@ import numpy as np
 
 from sd_ort.core.cache import cache_folder, keep, kept
 from sd_ort.core.files import code_hash
-from sd_ort.family.schedule import REMEMBERED, LinearSchedule
 
 KIND = "schedules"
 MOST_BYTES = 1 << 20  # of weights, which have the square of the steps: 500 steps
+REMEMBERED = 32  # schedules; each took up to some hundred milliseconds to find
+
+
+@dataclass(frozen=True)
+class LinearSchedule:
+    """T steps and S draws: `timesteps` (T,), `scales` (T,) of the UNet's input, `weights` (T + 1, 1 + T + S); float32.
+    What they mean is in `family.schedule`.
+
+    `draws`: S, how many times the scheduler draws standard normal numbers of the latents' shape, in that order.
+    """
+
+    timesteps: np.ndarray
+    scales: np.ndarray
+    weights: np.ndarray
+    draws: int = 0
 
 
 @dataclass(frozen=True)

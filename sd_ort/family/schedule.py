@@ -18,7 +18,6 @@ import inspect
 import json
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,22 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from sd_ort.core.errors import InputError
-
-REMEMBERED = 32  # schedules; each took up to some hundred milliseconds to find
-
-
-@dataclass(frozen=True)
-class LinearSchedule:
-    """T steps and S draws: `timesteps` (T,), `scales` (T,) of the UNet's input, `weights` (T + 1, 1 + T + S); float32.
-
-    `draws`: S, how many times the scheduler draws standard normal numbers of the latents' shape, in that order.
-    """
-
-    timesteps: np.ndarray
-    scales: np.ndarray
-    weights: np.ndarray
-    draws: int = 0
-
+from sd_ort.family.plans import REMEMBERED, LinearSchedule
 
 _remembered: OrderedDict[Any, LinearSchedule] = OrderedDict()
 _lock = threading.Lock()

@@ -6,8 +6,6 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.family.configs import scheduler_config
 
@@ -36,6 +34,8 @@ def make_scheduler(folder: Path, scheduler: Any = None) -> Any:
 
 def _try_a_step(scheduler: Any) -> None:
     """Use a scheduler as the sampling loop does, once; raises what it raises."""
+    import torch
+
     scheduler.set_timesteps(10)
     latents = torch.zeros(1, 4, 1, 1) * scheduler.init_noise_sigma
     with torch.random.fork_rng(devices=[]):  # ancestral schedulers draw

@@ -23,9 +23,9 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.folder import MODEL
 from sd_ort.graphs.inline import inline, subgraphs
 from sd_ort.graphs.load import load
+from sd_ort.graphs.timestep import TIMESTEP, give_axis
 
 PROMPT_INPUTS = frozenset({"encoder_hidden_states", "text_embeds", "time_ids", "timestep_cond", "class_labels"})
-TIMESTEP = "timestep"
 TIME_EMBEDDING = "time_embedding"
 # Components of a hoisted pipeline folder, by graph. The step graph keeps the name of the UNet.
 PARTS = {"prompt": "unet_prompt", "time": "unet_time", "step": "unet"}
@@ -40,11 +40,6 @@ def is_hoisted(folder: Path) -> bool:
     return (folder / PARTS["prompt"] / MODEL).is_file() and (folder / PARTS["time"] / MODEL).is_file()
 
 
-def has_time_axis(model: ir.Model) -> bool:
-    """Whether the timestep of a UNet has an axis, for the whole schedule once it is hoisted: Optimum's has none."""
-    return any(value.name == TIMESTEP and value.shape is not None and len(value.shape) for value in model.graph.inputs)
-
-
 def split(model: ir.Model) -> dict[str, ir.Model]:
     """The graphs "prompt", "time" and "step" of a UNet.
 
@@ -53,8 +48,8 @@ def split(model: ir.Model) -> dict[str, ir.Model]:
     names = {str(value.name) for value in model.graph.inputs}
     if not {"sample", TIMESTEP, "encoder_hidden_states"} <= names:
         raise InputError(f"a graph that reads {', '.join(sorted(names))} is no UNet: only a UNet can be hoisted.")
-    if not has_time_axis(model):
-        raise InputError("this UNet's timestep has no axis, so that it takes one time only: leave out --hoist.")
+    if not give_axis(model):
+        raise InputError("this UNet computes with its timestep, which has no axis, at once: leave out --hoist.")
     common.NameFixPass()(model)
     levels = _levels(model.clone().graph)  # a clone: nodes that a pass took out still count as readers in the original
     parts = {

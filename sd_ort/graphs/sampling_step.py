@@ -12,10 +12,14 @@ Sums are elementwise products and a ReduceSum, not a MatMul, which GPUs compute 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import onnx
-import onnx_ir as ir
 
 from sd_ort.core.errors import InputError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 OPSET = 18
 
@@ -81,4 +85,6 @@ def graph(text: str, opset: int) -> ir.Model:
     """One of the graphs above as a model of `opset`. Raises InputError for an opset that lacks its operators."""
     if opset < OPSET:
         raise InputError(f"the graphs are of opset {opset}, below {OPSET}: optimize them first, or export them again.")
+    import onnx_ir as ir
+
     return ir.from_proto(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : {opset}]>\nstep {text}'))

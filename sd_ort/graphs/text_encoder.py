@@ -47,8 +47,12 @@ def skip_layers(model: ir.Model, layers: int, skip: int) -> None:
 
     A layer has two norms, and one follows the last: norm 2 (layers - skip) reads what that many layers gave. For
     `last_hidden_state` it takes the weights of the last norm, and its result; `hidden_states`, SDXL's, are the
-    penultimate layer's before any norm, so that they come from what the norm of one layer earlier reads.
+    penultimate layer's before any norm, so that they come from what the norm of one layer earlier reads. Where every
+    layer is an output (Optimum's SDXL), the penultimate one gets the name of an earlier one, and that one its name.
     """
+    if f"hidden_states.{layers}" in {value.name for value in model.graph.outputs}:
+        _skip_outputs(model.graph, layers, skip)
+        return
     norms = [node for node in model.graph if node.op_type in NORMS]
     outputs = {str(value.name): value for value in model.graph.outputs}
     normed = "last_hidden_state" in outputs
@@ -59,7 +63,7 @@ def skip_layers(model: ir.Model, layers: int, skip: int) -> None:
     ):
         raise InputError("clip_skip finds no layers in this text encoder: export the pipeline with sd-ort.")
     if place < 0:
-        raise InputError(f"clip_skip {skip} is more than this text encoder's {layers} layers can leave out.")
+        raise _too_many(layers, skip)
     norm, last = norms[place], norms[-1]
     if not normed:
         _give_out(model, outputs["hidden_states"], _read(norm))  # the pooled text goes on through all layers
@@ -70,6 +74,18 @@ def skip_layers(model: ir.Model, layers: int, skip: int) -> None:
             norm.replace_input_with(weights + index, last.inputs[theirs + index])
         _take_place(model, last.outputs[0], norm.outputs[0])
     common.RemoveUnusedNodesPass()(model)
+
+
+def _skip_outputs(graph: ir.Graph, layers: int, skip: int) -> None:
+    outputs = {str(value.name): value for value in graph.outputs}
+    if skip >= layers:
+        raise _too_many(layers, skip)
+    read, earlier = outputs[f"hidden_states.{layers - 1}"], outputs[f"hidden_states.{layers - 1 - skip}"]
+    read.name, earlier.name = earlier.name, read.name
+
+
+def _too_many(layers: int, skip: int) -> InputError:
+    return InputError(f"clip_skip {skip} is more than this text encoder's {layers} layers can leave out.")
 
 
 def add_words(model: ir.Model, first: int, rows: np.ndarray) -> None:

@@ -14,7 +14,8 @@ from sd_ort.core.folder import read_index
 from sd_ort.family.configs import component_config
 from sd_ort.family.tokenizer import whole_tokenizer
 from sd_ort.hosts.tensors import TensorModel, Tensors, torch_dtype
-from sd_ort.pipeline.lora import LoraMethods, Loras
+from sd_ort.pipeline.lora import Loras
+from sd_ort.pipeline.lora_methods import LoraMethods
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.provider_records import WHEELS
 from sd_ort.runtime.providers import check_provider, log

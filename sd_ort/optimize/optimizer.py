@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import threading
 import time
 from collections import Counter
@@ -27,11 +28,13 @@ from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.core.interrupts import in_threads
 from sd_ort.core.paths import output_path
+from sd_ort.family.guessed import guessed_configs
 from sd_ort.family.recorded import check_recorded
 from sd_ort.graphs import hoist
 from sd_ort.graphs.filling import fill
 from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
+from sd_ort.graphs.timestep import give_axis
 from sd_ort.optimize import calibration, precision, raw
 from sd_ort.optimize.raw import Raw
 from sd_ort.optimize.targets import TARGETS, Target, default_target
@@ -87,8 +90,8 @@ def optimize(
     if inputs:
         check_recorded(inputs, names)
     asked, hoisted = hoisted, chosen_hoisting(hoisted, dtype, target, names)
-    if hoisted and not asked and not hoist.has_time_axis(load(folder.check_component(source, hoist.PARTS["step"]))):
-        report("the UNet is not hoisted, since its timestep has no axis.")
+    if hoisted and not asked and not give_axis(load(folder.check_component(source, hoist.PARTS["step"]))):
+        report("the UNet is not hoisted, since it computes with its timestep, which has no axis, at once.")
         hoisted = False
     if hoist.is_hoisted(source):
         raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
@@ -107,6 +110,10 @@ def optimize(
         return folder.read_manifest(output)
     with folder.staged(output, source) as work:
         folder.copy_configs(source, work, names)
+        for name, config in guessed_configs(source).items():  # what was made of a graph no longer shows it
+            if name in names:
+                (work / name).mkdir()
+                (work / name / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         manifest["components"] = optimize_all(
             raws, work, TARGETS[target], dtype, calibrate=calibrate, inputs=inputs, hoisted=hoisted, report=report
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from sd_ort.core.errors import InputError
 from sd_ort.pipeline.images import for_batch
 from sd_ort.pipeline.request import Request
+
+if TYPE_CHECKING:
+    import torch
 
 # ControlNet output -> UNet input, where their names differ.
 MIDDLE = {"mid_block_res_sample": "mid_block_additional_residual"}
@@ -49,6 +50,7 @@ def controls(request: Request, there: Sequence[str], steps: int, vae_scale_facto
     scales = _each(1.0 if scale is None else scale, count, "controlnet_conditioning_scale")
     starts = _each(request.control_guidance_start, count, "control_guidance_start")
     ends = _each(request.control_guidance_end, count, "control_guidance_end")
+    import torch
     from diffusers.image_processor import VaeImageProcessor
 
     processor = VaeImageProcessor(vae_scale_factor, do_convert_rgb=True, do_normalize=False)

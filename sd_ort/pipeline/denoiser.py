@@ -26,13 +26,13 @@ class Denoiser:
     def __init__(
         self,
         models: Mapping[str, Model],
-        conditioning: Mapping[str, torch.Tensor],
+        conditioning: Mapping[str, np.ndarray],
         timesteps: torch.Tensor,
         controls: Sequence[Control] = (),
     ) -> None:
         """Run what runs once. Raises InputError when the UNet wants a ControlNet and there is no image for it."""
         self.models = models
-        self.conditioning = {name: value.numpy() for name, value in conditioning.items()}
+        self.conditioning = conditioning
         self.timesteps = timesteps
         self.controls = controls
         self.by_step: dict[str, np.ndarray] = {}
@@ -51,14 +51,11 @@ class Denoiser:
         unet = self.models["unet"]
         feed = {"sample": sample.numpy(), **self.fixed, **{name: v[index] for name, v in self.by_step.items()}}
         if "timestep" in unet.inputs:
-            feed["timestep"] = self._time(unet, index)
+            feed["timestep"] = unet.one("timestep", self.timesteps[index].item())
         for control, shown in zip(self.controls, self.shown, strict=True):
             for name, residual in self._residuals(control, shown, index, sample).items():
                 feed[name] = feed[name] + residual if name in feed else residual
         return torch.from_numpy(unet(**feed)["out_sample"]).float()
-
-    def _time(self, model: Model, index: int) -> np.ndarray:
-        return np.full((1,) * len(model.inputs["timestep"].shape), self.timesteps[index].item())
 
     def _hoist(self) -> None:
         """Run the prompt's graph, then the time graph for all steps at once; `by_step` becomes (steps, rows, ...)."""
@@ -88,7 +85,7 @@ class Denoiser:
         controlnet = self.models[control.name]
         seen = sample.numpy()[-len(control.image) :, : controlnet.inputs["sample"].shape[1]]
         scale = np.full((1,), control.scales[index])
-        time = self._time(controlnet, index)
+        time = controlnet.one("timestep", self.timesteps[index].item())
         outputs = controlnet(sample=seen, timestep=time, conditioning_scale=scale, **shown)
         named = {MIDDLE.get(name, name): value for name, value in outputs.items()}
         return guessed(named, len(sample)) if control.guess else named

@@ -30,8 +30,12 @@ class ControlNets:
         self.nets: list[BoundShapes] = []
         for number, control in enumerate(drawing.controls):
             net = loop.models[control.name]
-            if (net.dtype("sample"), net.dtype("timestep")) != (loop.models["unet"].dtype("sample"), buffers.timestep):
+            time, shared = net.one("timestep"), buffers.timestep
+            assert shared is not None
+            if (net.dtype("sample"), time.dtype) != (loop.models["unet"].dtype("sample"), shared.dtype):
                 raise InputError(f"{control.name} computes in another type than the UNet: optimize both in one.")
+            if time.ndim != shared.ndim:
+                raise InputError(f"{control.name} takes its timestep otherwise than the UNet: export both with sd-ort.")
             shown = np.dtype(net.dtype("controlnet_cond"))
             self.images.append((loop.value(control.image.numpy().astype(shown)), shown))
             self.dtypes.append(np.dtype(net.dtype("conditioning_scale")))

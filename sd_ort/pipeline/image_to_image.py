@@ -55,14 +55,14 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         timesteps = self._timesteps(request)
         controls = self._controls(request, len(timesteps))
         if request.latents is not None:
-            noisy = self._noise(request, request.latents)
+            noisy = torch.from_numpy(self._noise(request, request.latents))
         else:
             pixels = self.image_processor.preprocess(request.image, *request.size).float()
             start = self._start(pixels, request)
             noisy = start
             if request.denoising_start is None:
                 noisy = self._add_noise(start, self._noise(request), timesteps, request)
-        return self._sample(noisy, timesteps, conditioning, request, controls)
+        return self._sample(noisy.numpy(), timesteps, conditioning, request, controls)
 
     @property
     def _defaults(self) -> Mapping[str, Any]:
@@ -71,7 +71,7 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
     def encode_image(self, pixels: torch.Tensor, generator: Any) -> torch.Tensor:
         """Images (B, 3, H, W) in -1..1 -> latents (B, C, h, w) as the scheduler takes them, drawn from the VAE's
         distribution. `generator`: one, or one an image."""
-        return self.vae.to_latents(pixels, generator)
+        return torch.from_numpy(self.vae.to_latents(pixels.numpy(), generator))
 
     def _start(self, pixels: torch.Tensor, request: Request) -> torch.Tensor:
         """Latents of all images; a picture that is latents already stays as it is."""
@@ -115,9 +115,11 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         return self._end(every[start:], request)
 
     def _add_noise(
-        self, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor, request: Request
+        self, latents: torch.Tensor, noise: np.ndarray, timesteps: torch.Tensor, request: Request
     ) -> torch.Tensor:
-        noisy: torch.Tensor = request.scheduler.add_noise(latents, noise, timesteps[:1].repeat(len(latents)))
+        noisy: torch.Tensor = request.scheduler.add_noise(
+            latents, torch.from_numpy(noise), timesteps[:1].repeat(len(latents))
+        )
         return noisy
 
 
@@ -160,7 +162,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
             assert start is not None
             latents = start
         elif start is None or request.strength == 1 or request.latents is not None:
-            latents = noise * request.scheduler.init_noise_sigma
+            latents = torch.from_numpy(noise) * request.scheduler.init_noise_sigma
         else:
             latents = self._add_noise(start, noise, timesteps, request)
         small = for_batch(self._shrink(mask, request), request, "masks")
@@ -168,10 +170,10 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         if blends:
             assert start is not None
             factors = noise_factors(request.scheduler, timesteps)
-            more["kept"] = Kept(start.numpy(), noise.numpy(), small.numpy(), *factors)
+            more["kept"] = Kept(start.numpy(), noise, small.numpy(), *factors)
         else:
-            more["channels"] = torch.cat([small, self._masked(pixels, mask, request)], 1)
-        output = self._sample(latents, timesteps, conditioning, request, controls, **more)
+            more["channels"] = torch.cat([small, self._masked(pixels, mask, request)], 1).numpy()
+        output = self._sample(latents.numpy(), timesteps, conditioning, request, controls, **more)
         return output if region is None else self._put_back(output, request, region)
 
     @property

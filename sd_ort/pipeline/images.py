@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
-import torch
 from PIL import Image
 
 from sd_ort.core.errors import InputError
 from sd_ort.pipeline.request import Picture, Request
+
+if TYPE_CHECKING:
+    import torch
+
+
+def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether it is torch's, which need not be imported to see it."""
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def as_array(value: Any) -> np.ndarray:
+    """A tensor or an array, float32, on the host."""
+    return np.asarray(value.detach().float().cpu().numpy() if is_tensor(value) else value, np.float32)
 
 
 def readable(picture: Picture | None, what: str = "image") -> Any:
@@ -18,11 +31,22 @@ def readable(picture: Picture | None, what: str = "image") -> Any:
         return [readable(each, what) for each in picture]
     if isinstance(picture, np.ndarray) and picture.ndim in (2, 3, 4) and picture.size:
         return picture.astype(np.float32) / 255 if picture.dtype == np.uint8 else picture
-    if isinstance(picture, torch.Tensor) and picture.ndim in (2, 3, 4) and picture.numel():
-        return picture.float() / 255 if picture.dtype == torch.uint8 else picture.float()
+    if is_tensor(picture) and picture.ndim in (2, 3, 4) and picture.numel():
+        return picture.float() / 255 if str(picture.dtype) == "torch.uint8" else picture.float()
     if isinstance(picture, Image.Image):
         return picture
     raise InputError(f"no {what} was given: pass a PIL image, an array, a tensor, or a list of them.")
+
+
+def finished(pixels: np.ndarray, output_type: str) -> Any:
+    """Pixels (B, 3, H, W), float32, about -1..1, as a caller wants them: "pil", "np" or "pt"."""
+    bright = np.clip(pixels * np.float32(0.5) + np.float32(0.5), 0, 1)
+    if output_type == "pt":
+        import torch
+
+        return torch.from_numpy(bright)
+    rows = np.ascontiguousarray(bright.transpose(0, 2, 3, 1))
+    return rows if output_type == "np" else [Image.fromarray(each) for each in (rows * 255).round().astype(np.uint8)]
 
 
 def size_of(picture: Any, latent_channels: int, factor: int) -> tuple[int, int]:
@@ -30,7 +54,7 @@ def size_of(picture: Any, latent_channels: int, factor: int) -> tuple[int, int]:
     first = picture[0] if isinstance(picture, list) else picture
     if isinstance(first, Image.Image):
         return first.height, first.width
-    if isinstance(first, torch.Tensor):
+    if is_tensor(first):
         height, width = first.shape[-2:]
         each = factor if is_latents(first, latent_channels) else 1
         return height * each, width * each
@@ -41,7 +65,7 @@ def size_of(picture: Any, latent_channels: int, factor: int) -> tuple[int, int]:
 def is_latents(picture: Any, latent_channels: int) -> bool:
     """Whether a `readable` picture is latents already: a tensor of so many channels."""
     first = picture[0] if isinstance(picture, list) else picture
-    return isinstance(first, torch.Tensor) and first.ndim > 2 and first.shape[-3] == latent_channels
+    return is_tensor(first) and first.ndim > 2 and first.shape[-3] == latent_channels
 
 
 def for_batch(x: torch.Tensor, request: Request, what: str) -> torch.Tensor:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import read_manifest, staged
@@ -22,6 +21,8 @@ from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import Model, create_session
 
 if TYPE_CHECKING:
+    import torch
+
     from sd_ort.pipeline.vae import Vae
 
 # Options of diffusers' from_pretrained that say nothing about a folder of ours, and those that it cannot follow.
@@ -66,7 +67,7 @@ def loading_options(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         elif name in ("torch_dtype", "dtype"):
             _check_dtype(value, folder)
         elif name == "variant":
-            _check_dtype({None: None, "fp16": torch.float16, "bf16": torch.bfloat16}.get(value, value), folder)
+            _check_dtype({"fp16": "float16", "bf16": "bfloat16"}.get(value, value), folder)
         elif name in CANNOT and value is not None:
             raise InputError(f"from_pretrained takes no {name}: {CANNOT[name]}.")
         elif name not in IDLE and name not in CANNOT:
@@ -161,17 +162,23 @@ class DiffusersMethods:
     @property
     def dtype(self) -> torch.dtype:
         """Of what the UNet reads."""
+        import torch
+
         return getattr(torch, np.dtype(self.models["unet"].dtype("sample")).name)
 
     @property
     def device(self) -> torch.device:
         """Where the sessions run."""
+        import torch
+
         return torch.device("cpu" if self.models.device == "cpu" else "cuda")
 
     # --- Places and settings ----------------------------------------------------------------------------------------
 
     def to(self, *places: Any, **named: Any) -> Any:
         """This pipeline, if it is there already. Raises InputError for another device or type, with what to do."""
+        import torch
+
         for place in (*places, *named.values()):
             if isinstance(place, torch.dtype):
                 if place != self.dtype:
@@ -226,6 +233,8 @@ class DiffusersMethods:
     ) -> tuple[torch.Tensor | None, ...]:
         """Embeddings (N * images, S, C) of prompts and negative prompts and, for SDXL, their pooled ones (N * images,
         D): what `__call__` takes as prompt_embeds and so on. `more`: what diffusers' takes, of the same names."""
+        import torch
+
         more.pop("lora_scale", None)
         asked = Request(prompt=prompt, negative_prompt=negative_prompt, **more)
         asked.num_images_per_prompt = num_images_per_prompt
@@ -233,7 +242,8 @@ class DiffusersMethods:
         asked.check_text()
         asked.guidance = 1.0 if do_classifier_free_guidance else None
         told = self.texts.condition(asked)
-        halves = [told.embeddings, told.added["text_embeds"]] if self.is_xl else [told.embeddings]
+        rows = [told.embeddings, told.added["text_embeds"]] if self.is_xl else [told.embeddings]
+        halves = [torch.from_numpy(each) for each in rows]
         made: list[torch.Tensor | None] = []
         for half in halves:
             positive = half[-asked.batch :]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import MERGED
 from sd_ort.family.conditioning import text_length, token_ids
-from sd_ort.family.schedule import linear_schedule
+from sd_ort.pipeline.images import finished
 from sd_ort.pipeline.output import PipelineOutput
 from sd_ort.pipeline.request import Request
 from sd_ort.pipeline.text_to_image import StableDiffusionPipeline
@@ -45,10 +44,12 @@ class MergedPipeline(StableDiffusionPipeline):
         model = self.models[MERGED]
         # Inputs with a default: ONNX Runtime lists them apart.
         model.inputs |= {value.name: value for value in model.session.get_overridable_initializers()}
+        from sd_ort.family.schedule import linear_schedule
+
         timesteps, scheduler = self._schedule(request), request.scheduler
         schedule = linear_schedule(scheduler, timesteps, float(scheduler.init_noise_sigma))
         feed: dict[str, Any] = {
-            "latents": self._noise(request, request.latents).numpy(),
+            "latents": self._noise(request, request.latents),
             "timesteps": schedule.timesteps,
             "scales": schedule.scales,
             "weights": schedule.weights,
@@ -64,5 +65,4 @@ class MergedPipeline(StableDiffusionPipeline):
             size = list(request.size)
             feed["negative_strength"] = np.array([0.0 if self.texts.zero_negative(request) else 1.0], np.float32)
             feed["time_ids"] = np.array([[*size, 0, 0, *size]] * request.batch, np.float32)
-        image = torch.from_numpy(model(**feed)["image"])
-        return PipelineOutput(self.image_processor.postprocess(image * 2 - 1, request.output_type))
+        return PipelineOutput(finished(model(**feed)["image"] * 2 - 1, request.output_type))

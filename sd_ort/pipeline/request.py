@@ -9,24 +9,26 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import torch
 from PIL import Image
 
 from sd_ort.core.errors import InputError
 from sd_ort.family.plans import Plan
 from sd_ort.pipeline.arguments import check_numbers, check_seeds, check_text
 
+if TYPE_CHECKING:
+    import torch
+
 Prompt = str | Sequence[str]
-Generator = torch.Generator | Sequence[torch.Generator | int] | int | None
+Generator: TypeAlias = "torch.Generator | Sequence[torch.Generator | int] | int | None"
 Size = tuple[int, int]  # height, width in pixels, or top and left
 # A PIL image, an array (H, W, 3) or (B, H, W, 3), a tensor (B, 3, H, W), both 0..1, latents (B, 4, h, w), or a list.
-Picture = Image.Image | np.ndarray | torch.Tensor | Sequence[Any]
+Picture: TypeAlias = "Image.Image | np.ndarray | torch.Tensor | Sequence[Any]"
 
 # Called as callback(pipeline, step index, timestep, {"latents": Tensor}); may return {"latents": replacement}.
-StepCallback = Callable[[Any, int, Any, dict[str, torch.Tensor]], dict[str, torch.Tensor] | None]
+StepCallback: TypeAlias = "Callable[[Any, int, Any, dict[str, torch.Tensor]], dict[str, torch.Tensor] | None]"
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
@@ -176,7 +178,7 @@ class Request:
                 raise InputError(f"{name} {value} is no part of the schedule between 0 and 1.")
         if self.denoising_start is not None and self.denoising_start >= (self.denoising_end or 1.0):
             raise InputError("denoising_start must lie before denoising_end.")
-        self.generator = _generators(self.generator, self.batch)
+        _check_generators(self.generator, self.batch)
 
     def check_text(self) -> None:
         """Check prompts and what stands for them; sets `count`. Raises InputError."""
@@ -231,17 +233,10 @@ def _same(value: Any, default: Any) -> bool:
     return isinstance(value, (str, int, float, bool, tuple)) and value == default
 
 
-def _generators(given: Generator, batch: int) -> torch.Generator | list[torch.Generator] | None:
-    """What diffusers draws noise with: seeds become generators. Raises InputError for a list of another length."""
-    if given is None or isinstance(given, torch.Generator):
-        return given
-    if isinstance(given, int):
-        return _seeded(given)
-    if len(given) != batch:
+def _check_generators(given: Any, batch: int) -> None:
+    """Raise InputError for a seed that torch does not take, and for a list of another length."""
+    if isinstance(given, Sequence) and len(given) != batch:
         raise InputError(f"{len(given)} generators for {batch} images: give one, or one per image.")
-    return [_seeded(each) if isinstance(each, int) else each for each in given]
-
-
-def _seeded(seed: int) -> torch.Generator:
-    check_seeds(seed, 1)
-    return torch.Generator().manual_seed(seed)
+    for each in given if isinstance(given, Sequence) else [given]:
+        if isinstance(each, int):
+            check_seeds(each, 1)

@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from sd_ort.core.errors import InputError
-from sd_ort.family.conditioning import guidance_embedding, text_encoders, text_length, token_ids
+from sd_ort.family.conditioning import embedding_output, guidance_embedding, text_encoders, text_length, token_ids
 from sd_ort.family.conditions import is_sdxl, time_ids_split
 from sd_ort.family.configs import component_config
 from sd_ort.family.tokenizer import ClipTokenizer
-from sd_ort.graphs.text_encoder import changed
 from sd_ort.pipeline import embeddings, weighting
 from sd_ort.pipeline.drawing import check_finite
 from sd_ort.pipeline.embeddings import Words
+from sd_ort.pipeline.images import as_array
 from sd_ort.pipeline.request import Request, Size
 from sd_ort.pipeline.weighting import Chunk
 from sd_ort.runtime.components import Components
@@ -27,16 +26,17 @@ from sd_ort.runtime.session import Model
 
 @dataclass
 class Conditioning:
-    """What the UNet is told about the prompts: embeddings (B, S, C) and, for SDXL, further inputs by name (B, ...)."""
+    """What the UNet is told about the prompts: embeddings (B, S, C) and, for SDXL, further inputs by name (B, ...);
+    float32."""
 
-    embeddings: torch.Tensor
-    added: dict[str, torch.Tensor] = field(default_factory=dict)
+    embeddings: np.ndarray
+    added: dict[str, np.ndarray] = field(default_factory=dict)
 
     def repeat(self, count: int) -> Conditioning:
         """Each prompt's row `count` times in a row, for several images a prompt."""
         return Conditioning(
-            self.embeddings.repeat_interleave(count, 0),
-            {name: value.repeat_interleave(count, 0) for name, value in self.added.items()},
+            self.embeddings.repeat(count, 0),
+            {name: value.repeat(count, 0) for name, value in self.added.items()},
         )
 
     def after(self, first: Conditioning) -> Conditioning:
@@ -45,8 +45,8 @@ class Conditioning:
             shapes = [list(each.embeddings.shape) for each in (self, first)]
             raise InputError(f"prompt embeddings of {shapes[0]} and negative ones of {shapes[1]} differ in shape.")
         return Conditioning(
-            torch.cat([first.embeddings, self.embeddings]),
-            {name: torch.cat([first.added[name], value]) for name, value in self.added.items()},
+            np.concatenate([first.embeddings, self.embeddings]),
+            {name: np.concatenate([first.added[name], value]) for name, value in self.added.items()},
         )
 
 
@@ -90,7 +90,7 @@ class Texts:
         positive = self._told(alone, sizes[0]).repeat(request.num_images_per_prompt)
         if request.told_guidance is not None:
             told = guidance_embedding(request.told_guidance, self.unet["time_cond_proj_dim"])
-            positive.added["timestep_cond"] = told.repeat(request.batch, 1)
+            positive.added["timestep_cond"] = told.repeat(request.batch, 0)
         if request.guidance is None:
             return positive
         negative = self._told(self._negative(request, alone), sizes[1]).repeat(request.num_images_per_prompt)
@@ -104,8 +104,8 @@ class Texts:
         SDXL concatenates both encoders' penultimate layers on C and adds the second's pooled `text_embeds` (B, D).
         `runs`: read the prompts with weights, each in so many chunks of S / runs tokens (`pipeline.weighting`).
         """
-        hidden: list[torch.Tensor] = []
-        added: dict[str, torch.Tensor] = {}
+        hidden: list[np.ndarray] = []
+        added: dict[str, np.ndarray] = {}
         for (tokenizer, name), texts in zip(self.encoders, prompts, strict=True):
             length = text_length(self.folder, name, tokenizer)
             weights = None
@@ -115,20 +115,22 @@ class Texts:
                 parts = [part for text in texts for part in self._chunks(tokenizer, name, text, length, runs)]
                 tokens, weights = (np.stack(each) for each in zip(*((p.ids, p.weights) for p in parts), strict=True))
             outputs = self._encoder(name, clip_skip or 0)(input_ids=tokens)
-            made = outputs["hidden_states" if self.is_xl else "last_hidden_state"].astype(np.float32)
+            made = outputs[embedding_output(outputs, self.is_xl)].astype(np.float32)
             check_finite(made, name)
             if weights is not None:
                 made = weighting.weighed(made, weights)
-            hidden.append(torch.from_numpy(made.reshape(len(texts), -1, made.shape[-1])))
+            hidden.append(made.reshape(len(texts), -1, made.shape[-1]))
             if "text_embeds" in outputs:
-                added["text_embeds"] = torch.from_numpy(outputs["text_embeds"]).float()[:: runs or 1]
-        return Conditioning(torch.cat(hidden, -1), added)
+                added["text_embeds"] = outputs["text_embeds"].astype(np.float32)[:: runs or 1]
+        return Conditioning(np.concatenate(hidden, -1), added)
 
     def _encoder(self, name: str, skip: int) -> Model:
         """A text encoder that skips its last layers, and knows the words it was taught."""
         words = self.words.get(name)
         if not skip and words is None:
             return self.models[name]
+        from sd_ort.graphs.text_encoder import changed  # what rewrites graphs takes half a second to import
+
         layers = component_config(self.folder, name, required=True)["num_hidden_layers"]
         learned = None if words is None else (words.first, words.table)
         return self.models.variant(name, f"skip {skip}", lambda path: changed(path, layers, skip, learned))
@@ -175,13 +177,13 @@ class Texts:
                 request.negative_prompt_embeds, request.negative_pooled_prompt_embeds, "negative_prompt_embeds"
             )
         if self.zero_negative(request):
-            zeros = {name: torch.zeros_like(value) for name, value in positive.added.items()}
-            return Conditioning(torch.zeros_like(positive.embeddings), zeros)
+            zeros = {name: np.zeros_like(value) for name, value in positive.added.items()}
+            return Conditioning(np.zeros_like(positive.embeddings), zeros)
         negatives = request.per_prompt(request.negative_prompt)
         second = request.per_prompt(request.negative_prompt_2) if request.negative_prompt_2 else None
         return self.encode(self.pair(negatives, second), runs=self._runs(request))
 
-    def _given(self, embeddings: torch.Tensor, pooled: torch.Tensor | None, name: str) -> Conditioning:
+    def _given(self, embeddings: Any, pooled: Any, name: str) -> Conditioning:
         """Embeddings in place of prompts. Raises InputError for shapes that the UNet does not take."""
         width = self.unet["cross_attention_dim"]
         if embeddings.ndim != 3 or embeddings.shape[2] != width:
@@ -189,16 +191,16 @@ class Texts:
                 f"{name} of {list(embeddings.shape)} were given where [prompts, tokens, {width}] are read."
             )
         if not self.is_xl:
-            return Conditioning(embeddings.float())
+            return Conditioning(as_array(embeddings))
         if pooled is None:
             raise InputError(f"{name} of SDXL need their {name.replace('prompt', 'pooled_prompt')} beside.")
-        return Conditioning(embeddings.float(), {"text_embeds": pooled.float()})
+        return Conditioning(as_array(embeddings), {"text_embeds": as_array(pooled)})
 
     def _told(self, conditioning: Conditioning, ids: Sequence[float]) -> Conditioning:
         """With SDXL's `time_ids` (B, 6), or (B, 5) for its refiner."""
         if not self.is_xl:
             return conditioning
-        rows = torch.tensor([list(ids)] * len(conditioning.embeddings), dtype=torch.float32)
+        rows = np.array([list(ids)] * len(conditioning.embeddings), np.float32)
         return Conditioning(conditioning.embeddings, {**conditioning.added, "time_ids": rows})
 
     def _sizes(self, request: Request) -> tuple[list[float], list[float]]:

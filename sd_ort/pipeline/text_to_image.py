@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import read_index
@@ -27,19 +28,22 @@ from sd_ort.family.schedulers import make_scheduler, set_timesteps
 from sd_ort.family.signatures import default_latents, latent_multiple
 from sd_ort.pipeline import control, safety
 from sd_ort.pipeline.control import Control
-from sd_ort.pipeline.device_loop import DeviceLoop
 from sd_ort.pipeline.drawing import check_finite
 from sd_ort.pipeline.embeddings import EmbeddingMethods
-from sd_ort.pipeline.images import readable
+from sd_ort.pipeline.guidance_split import check_split, on_first, open_loop
+from sd_ort.pipeline.images import as_array, finished, readable
 from sd_ort.pipeline.like_diffusers import DiffusersMethods, loading_options
-from sd_ort.pipeline.lora import LoraMethods
-from sd_ort.pipeline.noise import draw_noise
+from sd_ort.pipeline.lora_methods import LoraMethods
+from sd_ort.pipeline.noise import draw_noise, sources
 from sd_ort.pipeline.output import PipelineOutput
 from sd_ort.pipeline.request import PICTURES, Prompt, Request, request
 from sd_ort.pipeline.sampling import Sampling
 from sd_ort.pipeline.text import Texts
 from sd_ort.pipeline.vae import Vae
 from sd_ort.runtime.components import Components
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("sd_ort")
 
@@ -74,8 +78,9 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         self._scheduler = scheduler
         self._planned = scheduler is None  # the folder's own, whose schedules an earlier process may have kept
         self.safety_checker = safety_checker
-        self.device_loop = models.device != "cpu" if device_loop is None else device_loop
-        self.loop = DeviceLoop(models)
+        wanted = models.device != "cpu" or models.partner is not None
+        self.device_loop = wanted if device_loop is None else device_loop
+        self.loop = open_loop(models)
         self.index = read_index(folder)
         self.unet_config = component_config(folder, "unet", required=True)
         self.is_xl = is_sdxl(self.unet_config)
@@ -98,6 +103,8 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         device_loop: bool | None = None,
         graph: bool | None = None,
         controlnet: Sequence[Path | str] = (),
+        split_guidance: Sequence[int] | None = None,
+        decode_on: int | None = None,
         **options: Any,
     ) -> Any:
         """Load a pipeline folder on a provider ("cpu", "cuda", "rocm", "migraphx", or ours: "hip", "sdcuda").
@@ -109,14 +116,19 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         has one. `device_loop`: keep latents, guidance and scheduler on the device (see `pipeline.device_loop`); None
         for doing so on a GPU. `graph`: capture the UNet's runs as CUDA or HIP graphs; None for where the provider can,
         with a warning for what it cannot; False for never; True fails where it cannot. `controlnet`: pipeline folders
-        whose ControlNets are used, instead of this folder's own. `options`: those of
-        `runtime.session.create_session` (threads, allow_fallback, tuning, library, profile).
+        whose ControlNets are used, instead of this folder's own. `split_guidance`: two devices, such as (0, 1), of
+        which one predicts the negative and one the positive half of classifier-free guidance (`guidance_split`).
+        `decode_on`: the device of the VAE decoder, for `draw_each`.
+        `options`: those of `runtime.session.create_session` (threads, allow_fallback, tuning, library, profile).
 
         Raises InputError for a folder, component, scheduler or option that cannot be used, ProviderError for a
         provider that is not installed or not really used.
         """
         folder = Path(folder)
         session_options = loading_options(options, folder)
+        if split_guidance is not None:
+            check_split(split_guidance, "unet" in cls.NEEDS, low_memory, device_loop)
+            session_options = on_first(split_guidance, provider, session_options)
         nets = {f"controlnet_{i + 1}" if i else "controlnet": Path(net) for i, net in enumerate(controlnet)}
         models = Components(folder, provider, low_memory=low_memory, graph=graph, others=nets, **session_options)
         index = read_index(folder)
@@ -125,6 +137,10 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
             raise InputError(f"{folder} holds a {kind or 'pipeline without a class'}: give a Stable Diffusion folder.")
         needed = [*(text_encoders(index) if cls.SEPARATE else ()), *cls.NEEDS, *nets]
         models.require(*needed)
+        if split_guidance is not None:
+            models.open_partner(split_guidance[1])
+        if decode_on is not None:
+            models.place("vae_decoder", decode_on)
         pipeline = cls(
             folder,
             models,
@@ -137,13 +153,15 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         pipeline._check_unet()
         if not (pipeline.device_loop and plans.known(pipeline._scheduler_config)):
             assert pipeline.scheduler  # diffusers says now whether it can drive this UNet
-        for name in needed if not low_memory else ():
-            models[name]  # opened now, so that the first image takes no longer than the second
+        if not low_memory:  # opened now, so that the first image takes no longer than the second
+            models.open([*needed, *(name for name in models if name.startswith("unet_"))])
+            if models.partner is not None:
+                models.partner.open([name for name in models if name == "unet" or name.startswith("unet_")])
         return pipeline
 
     @cached_property
     def image_processor(self) -> Any:
-        """diffusers', for pictures that are given, and for those that the device does not finish itself."""
+        """diffusers', for pictures that are given."""
         from diffusers.image_processor import VaeImageProcessor
 
         return VaeImageProcessor(
@@ -168,7 +186,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
     def weights_changed(self, closed: bool) -> None:
         """Let go of captured graphs and buffers of sessions that were closed."""
         if closed:
-            self.loop = DeviceLoop(self.models)
+            self.loop = open_loop(self.models)
 
     @property
     def default_size(self) -> int:
@@ -202,17 +220,39 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         asked.image = None
         return self._answer(asked, (asked.height or self.default_size, asked.width or self.default_size))
 
+    def draw_each(self, calls: Iterable[Mapping[str, Any]]) -> Iterator[PipelineOutput]:
+        """What each call, the arguments of `__call__`, draws, in their order. With `decode_on`, the latents of the next
+        call are drawn while those of the one before are decoded: two devices are busy at once."""
+        if "vae_decoder" not in self.models.elsewhere:
+            yield from (self(**{**call, "return_dict": True}) for call in calls)
+            return
+        with ThreadPoolExecutor(1, "decode") as decoder:
+            decoding: Future[PipelineOutput] | None = None
+            for call in calls:
+                try:
+                    latents = self(**{**call, "output_type": "latent", "return_dict": True}).images.numpy()
+                except Exception:
+                    if decoding is not None:
+                        yield decoding.result()  # which is drawn already
+                    raise
+                before, wanted = decoding, Request(output_type=call.get("output_type", "pil"))
+                decoding = decoder.submit(self._finish, latents, wanted)
+                if before is not None:
+                    yield before.result()
+            if decoding is not None:
+                yield decoding.result()
+
     def _draw(self, request: Request) -> PipelineOutput:
         """What the call asks for, once it was checked."""
         conditioning = self.texts.condition(request)
         plan = request.plan
         if plan is None:
-            timesteps = self._end(self._schedule(request), request)
-            sigma = request.scheduler.init_noise_sigma
+            timesteps: Any = self._end(self._schedule(request), request)
+            sigma = float(request.scheduler.init_noise_sigma)
             self._keep_plan(request, timesteps)
         else:
-            timesteps, sigma = torch.from_numpy(plan.timesteps), plan.initial
-        noise = self._noise(request, request.latents) * sigma
+            timesteps, sigma = plan.timesteps, plan.initial
+        noise = self._noise(request, request.latents) * np.float32(sigma)
         return self._sample(noise, timesteps, conditioning, request, self._controls(request, len(timesteps)))
 
     def _request(self, **arguments: Any) -> Request:
@@ -233,6 +273,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
             request.plan = plans.find(self._scheduler_config, request.num_inference_steps, request.eta)
         if request.plan is None:
             request.scheduler = copy.deepcopy(self.scheduler)
+        request.generator = sources(request.generator, torch_too=request.plan is None)
         scale = float(request.guidance_scale or 0.0)
         if self.unet_config.get("time_cond_proj_dim"):
             request.told_guidance = scale
@@ -295,36 +336,39 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         (height, width), side = request.size, self.vae_scale_factor
         return request.batch, self.vae.latent_channels, height // side, width // side
 
-    def _noise(self, request: Request, given: Any = None) -> torch.Tensor:
+    def _noise(self, request: Request, given: Any = None) -> np.ndarray:
         """Standard normal noise (B, C, h, w), float32; drawn as diffusers draws it, or the given one, checked."""
         shape = self._latent_shape(request)
         if given is None:
-            generator: Any = request.generator  # torch's own, since `Request.check`
-            return draw_noise(shape, generator)
-        noise = torch.as_tensor(given, dtype=torch.float32)
-        if tuple(noise.shape) != shape:
-            raise InputError(f"latents of shape {tuple(noise.shape)} were given where {shape} are needed.")
+            return draw_noise(shape, request.generator)
+        noise = as_array(given)
+        if noise.shape != shape:
+            raise InputError(f"latents of shape {noise.shape} were given where {shape} are needed.")
         return noise
 
     # --- Images -----------------------------------------------------------------------------------------------------
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents (B, C, h, w) as the scheduler leaves them -> images (B, 3, H, W), float32, about -1..1."""
-        return self.vae.to_pixels(latents)
+        import torch
 
-    def _finish(self, latents: torch.Tensor, request: Request) -> PipelineOutput:
+        return torch.from_numpy(self.vae.to_pixels(as_array(latents)))
+
+    def _finish(self, latents: np.ndarray, request: Request) -> PipelineOutput:
         """Latents as the scheduler leaves them -> what the caller asked for."""
         if request.output_type == "latent":
-            return PipelineOutput(latents)
-        images, flags = self.decode(latents), None
-        check_finite(images.numpy(), "vae_decoder")
+            import torch
+
+            return PipelineOutput(torch.from_numpy(latents))
+        images, flags = self.vae.to_pixels(latents), None
+        check_finite(images, "vae_decoder")
         if self.safety_checker and "safety_checker" in self.models:
-            pixels = (images / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy()
+            pixels = finished(images, "np")
             checked, flags = safety.check(self.models["safety_checker"], self.folder, pixels)
-            images = torch.from_numpy(checked).permute(0, 3, 1, 2) * 2 - 1
+            images = checked.transpose(0, 3, 1, 2) * 2 - 1
             if any(flags):
                 log.warning("the safety checker flagged %d of %d images: they are black.", sum(flags), len(flags))
-        return PipelineOutput(self.image_processor.postprocess(images, request.output_type), flags)
+        return PipelineOutput(finished(images, request.output_type), flags)
 
 
 def cutoff(scheduler: Any, share: float) -> int:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from sd_ort.family.conditioning import latent_scale
 from sd_ort.family.configs import Config
 from sd_ort.family.signatures import levels
 from sd_ort.pipeline import tiling
+from sd_ort.pipeline.images import as_array
 from sd_ort.pipeline.noise import draw_noise
 from sd_ort.runtime.session import Model
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Vae:
     """`decode` and `encode` are diffusers': the VAE's own latents. The pipelines' latents, scaled to unit variance,
-    are those of `to_pixels` and `to_latents`. Pixels (B, 3, H, W) float32, -1..1; latents (B, C, h, w) float32."""
+    are those of `to_pixels` and `to_latents`, in arrays. Pixels (B, 3, H, W) float32, -1..1; latents (B, C, h, w)
+    float32."""
 
     def __init__(
         self, models: Mapping[str, Model], config: Mapping[str, Any], *, tiling: bool = False, slicing: bool = False
@@ -34,20 +38,24 @@ class Vae:
     @property
     def dtype(self) -> torch.dtype:
         """Of what the decoder reads."""
+        import torch
+
         return getattr(torch, np.dtype(self.models["vae_decoder"].dtype("latent_sample")).name)
 
-    def to_pixels(self, latents: torch.Tensor) -> torch.Tensor:
+    def to_pixels(self, latents: np.ndarray) -> np.ndarray:
         """Latents as the scheduler leaves them -> pixels."""
         mean, factor = latent_scale(self.config)
         return self._decoded(latents * factor + mean)
 
-    def to_latents(self, pixels: torch.Tensor, generator: Any) -> torch.Tensor:
+    def to_latents(self, pixels: np.ndarray, generator: Any) -> np.ndarray:
         """Pixels -> latents as the scheduler takes them, drawn from the VAE's distribution. `generator`: torch's, or a
         list of one an image."""
+        import torch
+
         latents = self._encoded(pixels)
         if latents.shape[1] == 2 * self.latent_channels:  # a distribution, where a tiny autoencoder has latents
-            mean, log_variance = latents.chunk(2, dim=1)
-            std = torch.exp(0.5 * log_variance.clamp(-30, 20))
+            mean, log_variance = np.split(latents, 2, axis=1)
+            std = torch.exp(0.5 * torch.from_numpy(log_variance).clamp(-30, 20)).numpy()
             if isinstance(generator, list):
                 generator = generator[: len(mean)]
             latents = mean + std * draw_noise(mean.shape, generator)
@@ -56,12 +64,16 @@ class Vae:
 
     def decode(self, z: torch.Tensor, return_dict: bool = True, generator: Any = None) -> Any:
         """The VAE's own latents -> pixels, as `.sample` or, without `return_dict`, in a tuple."""
-        sample = self._decoded(z.float())
+        import torch
+
+        sample = torch.from_numpy(self._decoded(as_array(z)))
         return SimpleNamespace(sample=sample) if return_dict else (sample,)
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
         """Pixels -> the VAE's own latents, as `.latent_dist`, or `.latents` of a tiny autoencoder."""
-        made = self._encoded(x.float())
+        import torch
+
+        made = torch.from_numpy(self._encoded(as_array(x)))
         if made.shape[1] == self.latent_channels:
             return SimpleNamespace(latents=made) if return_dict else (made,)
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
@@ -83,23 +95,23 @@ class Vae:
     def disable_slicing(self) -> None:
         self.use_slicing = False
 
-    def _decoded(self, latents: torch.Tensor) -> torch.Tensor:
+    def _decoded(self, latents: np.ndarray) -> np.ndarray:
         def run(part: np.ndarray) -> np.ndarray:
             return self.models["vae_decoder"](latent_sample=part)["sample"]
 
         return self._parts(run, latents, self.tile // self.scale_factor, self.tile)
 
-    def _encoded(self, pixels: torch.Tensor) -> torch.Tensor:
+    def _encoded(self, pixels: np.ndarray) -> np.ndarray:
         def run(part: np.ndarray) -> np.ndarray:
             return next(iter(self.models["vae_encoder"](sample=part).values()))
 
         return self._parts(run, pixels, self.tile, self.tile // self.scale_factor)
 
-    def _parts(self, run: tiling.Run, x: torch.Tensor, tile: int, tile_out: int) -> torch.Tensor:
+    def _parts(self, run: tiling.Run, x: np.ndarray, tile: int, tile_out: int) -> np.ndarray:
         """`run` on all of x (B, C, H, W), or in parts."""
 
         def one(part: np.ndarray) -> np.ndarray:
             return tiling.tiled(run, part, tile, tile_out) if self.use_tiling else run(part)
 
-        array = x.numpy()
-        return torch.from_numpy(tiling.sliced(one, array) if self.use_slicing else one(array)).float()
+        made = tiling.sliced(one, x) if self.use_slicing else one(x)
+        return made.astype(np.float32)

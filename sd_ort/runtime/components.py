@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ import numpy as np
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.folder import MODEL, check_component, components
-from sd_ort.runtime.captured import GraphModel
+from sd_ort.runtime.captured import CAPTURING, GraphModel
 from sd_ort.runtime.held import HeldWeights, reads_in_place
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.providers import check_provider, is_plugin, provider_named, warn_once
 from sd_ort.runtime.session import Model, create_session
-from sd_ort.runtime.stream import open_stream
+from sd_ort.runtime.stream import Turn, open_stream
 
 # Components that take turns at every step: with --low-memory they stay in memory together.
 TOGETHER = frozenset({"unet", "controlnet"})
@@ -34,7 +35,8 @@ class Components(MutableMapping[str, Model]):
     `low_memory`: opening one drops the others, so that only one is in memory (see `TOGETHER`). `graph`: capture the
     runs of those in `CAPTURED` as graphs; None for where the provider can, with one warning for what it cannot capture.
     On a GPU all sessions share the stream `stream`, and `lock` is held while one of them runs: threads take turns. On
-    a CPU there is no stream, and sessions run at once.
+    a CPU there is no stream, and sessions run at once. `partner`: the same components on another device, if any;
+    `elsewhere`: components that run on other devices than the rest.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Components(MutableMapping[str, Model]):
         self.low_memory = low_memory
         self.options = session_options
         self.opened: dict[str, Model] = {}
+        self.checked: set[str] = set()
         self.weights: dict[str, Mapping[str, np.ndarray]] = {}
         self.held: dict[str, HeldWeights] = {}
         check_provider(provider, allow_fallback=bool(session_options.get("allow_fallback")))
@@ -72,17 +75,47 @@ class Components(MutableMapping[str, Model]):
             given["user_compute_stream"] = str(self.stream.handle)
         self.options["provider_options"] = given
         self.device = entry.device if self.stream is not None or "user_compute_stream" in given else "cpu"
+        if self.device != "cpu" and (number := int(given.get("device_id", 0))):
+            self.device += f"@{number}"
         self.graph = graph
-        self.lock: Any = threading.RLock() if self.device != "cpu" else contextlib.nullcontext()
+        self.lock: Any = contextlib.nullcontext() if self.device == "cpu" else threading.RLock()
+        if self.stream is not None:
+            self.lock = Turn(self.stream)
+        self.partner: Components | None = None
+        self.elsewhere: dict[str, Components] = {}
+
+    def open_partner(self, number: int) -> None:
+        """Have a `partner` on device `number`. Raises as `_beside`."""
+        self.partner = self._beside(number)
+
+    def place(self, name: str, number: int) -> None:
+        """Run a component on device `number` from now on. Another thread may run it there while others run here.
+        Raises as `_beside`."""
+        there = self.elsewhere[name] = self._beside(number)
+        if there.stream is not None:
+            there.lock = Turn(there.stream, CAPTURING)
+
+    def _beside(self, number: int) -> Components:
+        """The same components with the same weights on device `number`; on a CPU, sessions beside these. Raises
+        ProviderError for a device that is not there, or a provider that drives one device."""
+        if is_plugin(self.provider):
+            raise ProviderError(f"the {self.provider} provider drives one device: take cuda or rocm for two.")
+        options = {**self.options["provider_options"], "device_id": str(number)}
+        options.pop("user_compute_stream", None)
+        session_options = {**self.options, "provider_options": options}
+        made = Components(self.folder, self.provider, graph=self.graph, others=self.others, **session_options)
+        made.weights = self.weights
+        return made
 
     @cached_property
     def in_place(self) -> bool:
         """Whether weights can be changed under open sessions (see `hold`): on a GPU, where the provider does as told.
 
         A CPU's kernels want them packed: without, a step of SD 1.5 takes 1.07 times as long at 64 x 64 latents and 1.12
-        at 32 x 32. And where a library is missing, what `sd_ort`'s operators read is folded into other constants.
+        at 32 x 32. And where a library is missing, what `sd_ort`'s operators read is folded into other constants. With
+        a `partner` both open theirs anew.
         """
-        if self.device == "cpu" or self.low_memory:
+        if self.device == "cpu" or self.low_memory or self.partner is not None:
             return False
         if not is_plugin(self.provider) and not (self.options.get("library", True) and library_path()):
             return False
@@ -96,10 +129,14 @@ class Components(MutableMapping[str, Model]):
                     f"{self.folder} has no {name}: export the whole pipeline with `sd-ort export MODEL OUT`."
                 )
             check_component(*self._place(name))
+            self.checked.add(name)
 
     def __getitem__(self, name: str) -> Model:
+        if name in self.elsewhere:
+            return self.elsewhere[name][name]
         if name not in self.opened:
-            self.require(name)
+            if name not in self.checked:
+                self.require(name)
             if self.low_memory:
                 keep = _kind(name) in TOGETHER
                 for other in [other for other in self.opened if not (keep and _kind(other) in TOGETHER)]:
@@ -107,6 +144,13 @@ class Components(MutableMapping[str, Model]):
                 gc.collect()
             self.opened[name] = self._open(name)
         return self.opened[name]
+
+    def open(self, names: Sequence[str]) -> None:
+        """Open components at once: most of that time each reads its own file. Raises what opening the first one of
+        those that fail raises."""
+        with ThreadPoolExecutor(1 if self.low_memory or is_plugin(self.provider) else max(1, len(names))) as threads:
+            for opened in [threads.submit(self.__getitem__, name) for name in names]:
+                opened.result()
 
     def _open(self, name: str) -> Model:
         if self.device != "cpu" and self.graph is not False and _kind(name) in CAPTURED:
@@ -168,6 +212,8 @@ class Components(MutableMapping[str, Model]):
         for name in closed:
             self._close(name)
         self.weights = new
+        if self.partner is not None:
+            self.partner.replace_weights(weights)
         return bool(closed)
 
     def hold(self, name: str, weights: Mapping[str, np.ndarray]) -> HeldWeights:
@@ -184,6 +230,9 @@ class Components(MutableMapping[str, Model]):
         self.drop_variants(name)
 
     def __setitem__(self, name: str, model: Model) -> None:
+        if self.partner is not None and _kind(name) in TOGETHER:
+            raise InputError(f"{name} is open on two devices: load the pipeline on one to replace it.")
+        self.elsewhere.pop(name, None)
         self.opened[name] = model
 
     def __delitem__(self, name: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from sd_ort.core.cache import cache_folder
@@ -45,8 +46,10 @@ def library_path(name: str = LIBRARY) -> Path | None:
 _CPU_SOURCES = {"registry.cc", "cpu_library.cc", "ort_op.h", "binding.h", "cpu.h", "cpu.cc"}
 
 
+@cache
 def sources_hash(cpu: bool = True) -> str:
-    """Hash of everything that CMake compiles; without `cpu`, of what the GPU libraries alone are made of."""
+    """Hash of everything that CMake compiles; without `cpu`, of what the GPU libraries alone are made of. Read once
+    a process."""
     digest = hashlib.sha256()
     suffixes = {".cc", ".h", ".hip", ".txt"}
     for path in sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes):

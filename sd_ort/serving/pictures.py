@@ -9,10 +9,11 @@ from sd_ort.core.errors import SdOrtError
 
 @dataclass(frozen=True)
 class Settings:
-    """What all pictures of a batch share: `width` and `height` in pixels, denoising steps, guidance scale."""
+    """What all pictures of a batch share: `width` and `height` in pixels, None for the model's own, denoising steps,
+    guidance scale."""
 
-    width: int
-    height: int
+    width: int | None
+    height: int | None
     steps: int
     guidance: float
 
@@ -29,12 +30,14 @@ class Picture:
     def text(self) -> dict[str, str]:
         """What its PNG file says of how it was drawn."""
         settings = self.settings
+        size = {name: str(side) for name, side in (("width", settings.width), ("height", settings.height)) if side}
         return {
             "prompt": self.prompt,
             "negative_prompt": self.negative,
             "steps": str(settings.steps),
             "guidance": str(settings.guidance),
             "seed": str(self.seed),
+            **size,
         }
 
 

@@ -37,6 +37,7 @@ def _left(body: str, dtype: str = "float") -> list[str]:
         onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 21]>
         g ({dtype}[N,4,6] x) => ({dtype} z)
         <int64[3] other = {{0, 6, 4}}, int64[1] flat = {{-1}}, int64[3] back = {{-1, 4, 6}}, int64[1] axis = {{0}},
+         int64[1] last = {{-1}}, int64[1] before = {{-99}}, int64[1] reverse = {{-1}},
          float zero = {{0}}, float one = {{1}}, float[2,1,1] zeros = {{0, 0}}> {{ {body} }}""")
     )
     fusion_passes.canonicalize(model)
@@ -51,6 +52,7 @@ def _left(body: str, dtype: str = "float") -> list[str]:
         "a = Transpose <perm = [1, 2, 0]> (x)  b = Transpose <perm = [2, 0, 1]> (a)  z = Relu (b)",
         "a = Cast <to = 11> (x)  b = Cast <to = 1> (a)  z = Relu (b)",
         "a = Add (zero, x)  b = Mul (a, one)  c = Sub (b, zero)  z = Relu (c)",
+        "s = Shape <end = 1> (x)  a = Slice (x, axis, s, axis)  z = Relu (a)",
     ],
 )
 def test_round_trips_go(body: str) -> None:
@@ -66,6 +68,8 @@ def test_round_trips_go(body: str) -> None:
         ("a = Sub (zero, x)  z = Relu (a)", "Sub"),
         ("a = Div (one, x)  z = Relu (a)", "Div"),
         ("a = Add (x, zeros)  z = Relu (a)", "Add"),
+        ("s = Shape <start = 1, end = 2> (x)  a = Slice (x, axis, s, axis)  z = Relu (a)", "Slice"),
+        ("a = Slice (x, last, before, axis, reverse)  z = Relu (a)", "Slice"),
     ],
 )
 def test_what_only_looks_like_a_round_trip_stays(body: str, stays: str) -> None:

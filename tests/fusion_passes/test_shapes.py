@@ -38,6 +38,11 @@ def shape(body: str, version: int = 17, more: str = "", inputs: str = "float[B,8
         ('y = Einsum <equation = "bchw,bdhw->bcd"> (x, x)', "B, 8, 8"),
         ("i = Constant <value_ints = [0, 0]> ()  y = GatherND (x, i)", "H, W"),
         ("y = Trilu (x)", "B, 8, H, W"),
+        # a Slice from 0 to the size of the axis, as transformers cuts masks to the length of the keys; to another, none
+        ("z = Constant <value_ints = [0]> () a = Constant <value_ints = [2]> () "
+         "h = Shape <start = 2, end = 3> (x) y = Slice (x, z, h, a)", "B, 8, H, W"),
+        ("z = Constant <value_ints = [0]> () a = Constant <value_ints = [3]> () "
+         "h = Shape <start = 2, end = 3> (x) y = Slice (x, z, h, a)", "B, 8, H, y_3"),
         ("a = Constant <value_int = 1> ()  y = CumSum (x, a)", "B, 8, H, W"),
         ("k = Constant <value_ints = [3]> ()  y, i = TopK <axis = 1> (x, k)", "B, 3, H, W"),
         ("y = DepthToSpace <blocksize = 2> (x)", "B, 2, 2*H, 2*W"),

@@ -23,7 +23,9 @@ from sd_ort.core.errors import InputError
 from sd_ort.family.checkpoints import PresetSource
 from sd_ort.graphs.load import load
 from sd_ort.optimize.optimizer import optimize
-from sd_ort.pipeline.lora import LoraMethods, Loras, read_adapter
+from sd_ort.pipeline.adapters import read_adapter
+from sd_ort.pipeline.lora import Loras
+from sd_ort.pipeline.lora_methods import LoraMethods
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.held import reads_in_place
 

@@ -154,6 +154,7 @@ def test_hoisted_and_merged(sdxl: Path, tmp_path: Path) -> None:
 def test_base_and_refiner_in_diffusers(sdxl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first steps by the base and the last by the refiner, whose UNet and text encoder are others."""
     monkeypatch.setitem(PRESETS, "refiner-mini", mini(PRESETS["sdxl-refiner-tiny"]))
+    monkeypatch.setitem(PRESETS, "sdxl-mini", mini(PRESETS["sdxl-tiny"]))
     names = ["text_encoder_2", "unet"]
     export(None, tmp_path / "raw", preset="refiner-mini", random_weights=True, exporter="torchscript", components=names)
     drawn = []

@@ -1,0 +1,198 @@
+"""Data parallel on 1 to N GPUs: images a second, seconds of a batch, and what of N times one GPU is reached.
+
+    scale_gpus.py FOLDER --gpus 2 --provider cuda                 replicas in Ray's actors, as `sd-ort serve` has them
+    scale_gpus.py FOLDER --gpus 2 --provider cuda --without-ray   the same replicas in plain processes, one a GPU
+    scale_gpus.py FOLDER --replicas 2                             a dry run on the CPU, whose replicas share its cores
+
+All replicas are loaded once; rounds of 1, 2, ... of them take turns, each of as many images a replica, and a speed-up
+is the ratio within a round. Images are drawn, decoded and compressed as PNG files, handed out by the dispatcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sd_ort.core import files, metrics
+from sd_ort.core.errors import SdOrtError
+from sd_ort.runtime import machine
+from sd_ort.serving import replica as here
+from sd_ort.serving.dispatch import Dispatcher, Replica
+from sd_ort.serving.pictures import Model, Picture, Settings
+
+GOAL = 1.9  # times one GPU's images a second, on two
+actor = here.Actor()  # of a process of `PlainReplica`
+
+
+def call(method: str, argument: Any) -> Any:
+    """In a replica's process: what its actor answers."""
+    return getattr(actor, method)(argument)
+
+
+class PlainReplica:
+    """A replica in a process of its own without Ray: see `dispatch.Replica`."""
+
+    def __init__(self, opening: here.Opening, name: str) -> None:
+        self.opening, self.name = opening, name
+        self.pool = ProcessPoolExecutor(1, get_context("spawn"))
+
+    async def start(self) -> Model:
+        return self._checked(await asyncio.wrap_future(self.pool.submit(call, "load", self.opening)))
+
+    async def draw(self, pictures: Sequence[Picture]) -> list[bytes]:
+        return self._checked(await asyncio.wrap_future(self.pool.submit(call, "draw", pictures)))
+
+    def stop(self) -> None:
+        self.pool.shutdown(cancel_futures=True)
+
+    def alive(self) -> bool:
+        return True
+
+    @staticmethod
+    def _checked(result: Any) -> Any:
+        if isinstance(result, here.Failed):
+            raise result.error()
+        return result
+
+
+@dataclass
+class Loaded:
+    """A replica that stays loaded from one dispatcher to the next; `seconds` of each batch it drew."""
+
+    name: str
+    replica: Replica
+    model: Model
+    seconds: list[float] = field(default_factory=list)
+
+    async def start(self) -> Model:
+        return self.model
+
+    async def draw(self, pictures: Sequence[Picture]) -> list[bytes]:
+        start = time.perf_counter()
+        drawn = await self.replica.draw(pictures)
+        self.seconds.append(time.perf_counter() - start)
+        return drawn
+
+    def stop(self) -> None:
+        pass
+
+    def alive(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def replicas_of(openings: Sequence[here.Opening], *, ray: bool) -> Iterator[Sequence[Replica]]:
+    """The replicas, not yet loaded, ended on leaving."""
+    if ray:
+        from sd_ort.serving.on_ray import Cluster
+
+        with Cluster(openings) as cluster:
+            yield cluster.replicas
+        return
+    plain = [PlainReplica(opening, str(place)) for place, opening in enumerate(openings)]
+    try:
+        yield plain
+    finally:
+        for each in plain:
+            each.stop()
+
+
+async def images_a_second(replicas: Sequence[Replica], pictures: Sequence[Picture], batch: int) -> float:
+    """All pictures submitted at once, drawn by these replicas alone."""
+    dispatcher = Dispatcher(replicas, batch)
+    await dispatcher.start()
+    start = time.perf_counter()
+    await asyncio.gather(*dispatcher.submit(pictures))
+    seconds = time.perf_counter() - start
+    if dispatcher.counts.restarts:
+        raise SdOrtError("a replica died: nothing was measured.")
+    dispatcher.close()
+    return len(pictures) / seconds
+
+
+async def measured(replicas: Sequence[Replica], given: argparse.Namespace, settings: Settings) -> list[dict[str, Any]]:
+    """One row for each batch size and number of replicas."""
+    models = await asyncio.gather(*(replica.start() for replica in replicas))
+    loaded = [Loaded(replica.name, replica, model) for replica, model in zip(replicas, models, strict=True)]
+    rows = []
+    for batch in given.batch:
+        each = -(-given.images // batch) * batch  # images of a replica
+        pictures = [Picture(given.prompt, "", seed, settings) for seed in range(each * len(loaded))]
+        await asyncio.gather(*(one.draw(pictures[:batch]) for one in loaded for _ in range(given.warm_up)))
+        speeds: dict[int, list[float]] = {count: [] for count in range(1, len(loaded) + 1)}
+        latencies: dict[int, list[float]] = {count: [] for count in speeds}
+        for _ in range(given.rounds):
+            for count in speeds:
+                for one in loaded:
+                    one.seconds.clear()
+                speeds[count].append(await images_a_second(loaded[:count], pictures[: each * count], batch))
+                latencies[count] += [seconds for one in loaded for seconds in one.seconds]
+        for count in speeds:
+            ratios = [more / one for more, one in zip(speeds[count], speeds[1], strict=True)]
+            row = {
+                "replicas": count, "batch": batch, "images_a_round": each * count,
+                "images_s": metrics.summary(speeds[count]), "batch_s": metrics.summary(latencies[count]),
+                "speedup": metrics.summary(ratios), "efficiency": median(ratios) / count,
+            }  # fmt: skip
+            rows.append(row)
+            print(f"batch {batch}, {count} replicas: {median(speeds[count]):.3f} images/s,", end=" ")
+            print(f"{median(latencies[count]):.3f} s a batch, {median(ratios):.2f} times one", flush=True)
+    return rows
+
+
+def main() -> int:
+    """Command line; returns the exit code: 1 where two GPUs miss the goal."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="pipeline folder")
+    parser.add_argument("--gpus", type=int, help="a replica on each of so many GPUs")
+    parser.add_argument("--replicas", type=int, help="so many on the CPU: a dry run")
+    parser.add_argument("--provider", default="cpu", help="execution provider (cpu)")
+    parser.add_argument("--without-ray", action="store_true", help="plain processes instead of Ray's actors")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="images drawn at once (1 4)")
+    parser.add_argument("--images", type=int, default=16, help="images of a replica in a round (16)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds (3)")
+    parser.add_argument("--warm-up", type=int, default=2, help="batches of each size before the rounds (2)")
+    parser.add_argument("--side", type=int, help="pixels (the model's)")
+    parser.add_argument("--steps", type=int, default=25, help="denoising steps (25)")
+    parser.add_argument("--guidance", type=float, default=7.5, help="guidance scale (7.5)")
+    parser.add_argument("--prompt", default="a red circle on a blue background", help="what to draw")
+    parser.add_argument("--out", type=Path, help="the result, JSON")
+    given = parser.parse_args()
+
+    opening = here.Opening(given.folder, {"provider": given.provider}, guidance=given.guidance)
+    openings = here.several(opening, given.gpus, given.replicas, None)
+    settings = Settings(given.side, given.side, given.steps, given.guidance)
+    with replicas_of(openings, ray=not given.without_ray) as replicas:
+        rows = asyncio.run(measured(replicas, given, settings))
+    report = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["scripts/measure/scale_gpus.py", *sys.argv[1:]]),
+        "commit": machine.commit(),
+        "machine": machine.machine(),
+        "versions": machine.versions(),
+        "processes": "plain, without Ray" if given.without_ray else "Ray's actors",
+        "devices": f"{given.gpus} GPUs" if given.gpus else f"{len(openings)} replicas that share one device: a dry run",
+        "model": str(given.folder),
+        "rows": rows,
+    }
+    if given.out:
+        files.write_json(given.out, report)
+    missed = [row for row in rows if given.gpus and row["replicas"] == 2 and row["speedup"]["median"] < GOAL]
+    if given.gpus and given.gpus > 1:
+        print(f"goal of {GOAL} times one GPU: {'missed' if missed else 'reached'}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
