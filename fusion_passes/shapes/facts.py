@@ -32,7 +32,7 @@ class Facts:
         if value is None or value not in self.elements:
             return None
         numbers = [element.value for element in self.elements[value]]
-        known = [n for n in numbers if n is not None and abs(n) < INT64_LIMIT]
+        known = [n for n in numbers if n is not None and -INT64_LIMIT <= n < INT64_LIMIT]
         return known if len(known) == len(numbers) else None
 
 
