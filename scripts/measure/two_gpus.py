@@ -234,7 +234,7 @@ def exchange(loop: Any) -> float:
         real = newest(part).steps[1]
         steps: Any = SimpleNamespace(every=[Nothing()], between=Nothing(), noise=real.noise, received=real.received)
         sides.append(Side(steps, events))
-    step = SplitStep(sides, loop.pool)
+    step = SplitStep(sides, None if loop.models.stream is not None else loop.pool)
     with loop.models.lock:
         return on_device(loop, lambda: step.run(False), 300)
 
