@@ -24,6 +24,7 @@ import numpy as np
 
 from sd_ort.graphs.device_graphs import SIDES
 from sd_ort.pipeline.device_loop import DeviceLoop
+from sd_ort.runtime.chained import is_captured
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import DTYPES
 
@@ -63,7 +64,10 @@ class SplitLoop(DeviceLoop):
                 buffers = self.buffers(first)
                 here = buffers.begin(first)
                 sides = [Side(steps, events) for steps, events in zip((here, there), self.events, strict=True)]
-                return buffers.finish(first, [SplitStep(sides, self.pool)])
+                # A captured graph is its thread's own: in another one ONNX Runtime would capture it again. Replays are
+                # queued so quickly that one thread keeps both devices busy.
+                pool = None if is_captured(self.models["unet"]) else self.pool
+                return buffers.finish(first, [SplitStep(sides, pool)])
 
     @property
     def held_bytes(self) -> int:
@@ -116,20 +120,23 @@ class Side:
 
 
 class SplitStep:
-    """One step on two devices."""
+    """One step on two devices. `pool`: where both sides predict at once; None to queue one after the other."""
 
-    def __init__(self, sides: Sequence[Side], pool: ThreadPoolExecutor) -> None:
+    def __init__(self, sides: Sequence[Side], pool: ThreadPoolExecutor | None) -> None:
         self.sides, self.pool = sides, pool
 
     def run(self, wait: bool = True) -> None:
         """Run, or queue without `wait`. Raises SdOrtError when ONNX Runtime fails on either side."""
         turned = self.sides[::-1]
-        predictions = [
-            self.pool.submit(side.predict, other, wait) for side, other in zip(self.sides, turned, strict=True)
-        ]
-        concurrent.futures.wait(predictions)  # of both, also when one fails
-        for prediction in predictions:
-            prediction.result()
+        if self.pool is None:
+            for side, other in zip(self.sides, turned, strict=True):
+                side.predict(other, wait)
+        else:
+            pairs = zip(self.sides, turned, strict=True)
+            predictions = [self.pool.submit(side.predict, other, wait) for side, other in pairs]
+            concurrent.futures.wait(predictions)  # for both, also when one fails
+            for prediction in predictions:
+                prediction.result()
         for side, other in zip(self.sides, turned, strict=True):
             side.step(other, wait)
         if self.sides[0].stream is not None:
