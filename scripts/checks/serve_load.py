@@ -34,7 +34,7 @@ from sd_ort.runtime import machine
 from sd_ort.serving.pictures import Picture, Settings
 from sd_ort.serving.replica import Opening, Replica
 
-SIDES, STEPS = (128, 96), (10, 5)
+SIDES, STEPS = (128, 64), (10, 5)
 
 
 def fields_of(place: int, prompt: str) -> dict[str, Any]:

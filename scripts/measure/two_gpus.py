@@ -13,6 +13,7 @@ are random. What is compared runs in turn, in one process, on the same sessions.
     unet_ms      calls of the UNet alone, of both rows on one device and of one row on each
     exchange_us  a step without UNet and scheduler: two copies, four events and, mostly, the host's work to queue them
     copy_us      one prediction to the other device, copies queued one behind the other
+    spread       layers of the UNet on both devices: what each holds, what is handed on, steps
     images_s     pictures a second of batches in a row, decoded where they are drawn or on the other device meanwhile
 """
 
@@ -23,7 +24,7 @@ import datetime
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -39,6 +40,8 @@ from plain_call import PROMPT, SIZES, say, where  # noqa: E402
 from sd_ort import StableDiffusionPipeline  # noqa: E402
 from sd_ort.core import metrics  # noqa: E402
 from sd_ort.core.files import write_text  # noqa: E402
+from sd_ort.core.folder import MODEL  # noqa: E402
+from sd_ort.graphs.ranges import ranges  # noqa: E402
 from sd_ort.pipeline.device_loop import DeviceLoop  # noqa: E402
 from sd_ort.pipeline.guidance_split import Side, SplitStep  # noqa: E402
 
@@ -61,13 +64,13 @@ def main() -> None:
         sys.exit(not all(right))
     report: dict[str, Any] = {"when": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC", **where()}
     report["settings"] = {"provider": options.provider, "steps": options.steps, "random_weights": True}
-    report["presets"] = {}
+    report["presets"], started = {}, time.perf_counter()
     for preset in options.presets:
-        started = time.perf_counter()
-        report["presets"][preset] = measure(options, preset)
-        say(f"{preset}: {time.perf_counter() - started:.0f} s  {json.dumps(report['presets'][preset])}")
-        write_text(options.out.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
-        write_text(options.out.with_suffix(".md"), table(report))
+        for found in measure(options, preset):
+            report["presets"].setdefault(preset, {}).update(found)
+            say(f"{preset}, after {time.perf_counter() - started:.0f} s: {json.dumps(found)}")
+            write_text(options.out.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
+            write_text(options.out.with_suffix(".md"), table(report))
 
 
 def opened(options: argparse.Namespace, preset: str) -> Any:
@@ -102,7 +105,19 @@ def quick(options: argparse.Namespace, preset: str) -> bool:
         )
         right.append(same and alike > ALIKE_DB and one.std() > 5)
     say(f"{preset}: UNet {type(pipeline.unet).__name__}, {type(pipeline.models.partner['unet']).__name__}")
-    return right[0]
+    return right[0] and spread_alike(options, preset, one)
+
+
+def spread_alike(options: argparse.Namespace, preset: str, one: np.ndarray) -> bool:
+    """Draw with a UNet whose layers are on two devices. Returns whether it is the picture `one`, of all steps."""
+    pipeline = StableDiffusionPipeline.from_pretrained(
+        options.work / preset / "ours", options.provider, unet_on=(0, 1), device_loop=True
+    )
+    spread, again = (np.asarray(pipeline(**request(options, preset)).images[0]) for _ in range(2))
+    alike, same = metrics.psnr(spread, one), np.array_equal(spread, again)
+    kinds = ", ".join(type(link.model).__name__ for link in pipeline.unet.links)
+    say(f"{preset}: layers on two devices {alike:.1f} dB, twice the same bytes: {same}; {kinds}")
+    return same and alike > ALIKE_DB
 
 
 def milliseconds(loop: DeviceLoop) -> float:
@@ -110,9 +125,32 @@ def milliseconds(loop: DeviceLoop) -> float:
     return 1e3 * float(loop.step_seconds or 0)
 
 
-def measure(options: argparse.Namespace, preset: str) -> dict[str, Any]:
+def measure(options: argparse.Namespace, preset: str) -> Iterator[dict[str, Any]]:
+    """The measurements of a preset, as they come."""
     pipeline = opened(options, preset)
-    return {**guidance(pipeline, options, preset), "overlap": overlap(pipeline, options, preset)}
+    yield guidance(pipeline, options, preset)
+    yield {"overlap": overlap(pipeline, options, preset)}
+    del pipeline
+    yield {"spread": spread(options, preset)}
+
+
+# --- Layers on two devices ------------------------------------------------------------------------------------------
+
+
+def spread(options: argparse.Namespace, preset: str) -> dict[str, Any]:
+    """A UNet whose layers are spread over two devices: what each holds, and its steps."""
+    folder = options.work / preset / "ours"
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, options.provider, unet_on=(0, 1), device_loop=True)
+    steps = []
+    for _ in range(2 + options.rounds):
+        pipeline(**request(options, preset))
+        steps.append(milliseconds(pipeline.loop))
+    chain = newest(pipeline.loop).unet
+    return {
+        "weights_MB": [part.bytes / 1e6 for part in ranges(folder / "unet" / MODEL, 2)],
+        "handed_on_MB": [sum(copy.size for copy in copies) / 1e6 for copies in chain.copies[1:]],
+        "step_ms": median(steps[2:]),
+    }
 
 
 # --- Guidance -------------------------------------------------------------------------------------------------------
@@ -198,7 +236,7 @@ def exchange(loop: Any) -> float:
         real = newest(part).steps[1]
         steps: Any = SimpleNamespace(every=[Nothing()], between=Nothing(), noise=real.noise, received=real.received)
         sides.append(Side(steps, events))
-    step = SplitStep(sides, loop.pool)
+    step = SplitStep(sides, None if loop.models.stream is not None else loop.pool)
     with loop.models.lock:
         return on_device(loop, lambda: step.run(False), 300)
 
@@ -300,12 +338,29 @@ def table(report: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for preset, found in report["presets"].items():
-        for row in found["overlap"]:
+        for row in found.get("overlap", ()):
             one, two = row["images_s"].values()
             lines.append(
                 f"| {preset} | {row['steps']} | {row['batch']} | {one:.2f} | {two:.2f} | {row['speedup']:.2f}x "
                 f"| {row['worst_psnr_db']:.1f} dB |"
             )
+    lines += [
+        "",
+        "## A U-Net's layers on both devices",
+        "",
+        "For one that does not fit: the devices take turns. Handed on: to the second device, and back.",
+        "",
+        "| | weights on each | handed on | step, 1 device | 2 devices |",
+        "|---|---|---|---|---|",
+    ]
+    for preset, found in report["presets"].items():
+        if "spread" not in found:
+            continue
+        row = found["spread"]
+        held, handed = (" + ".join(f"{size:.1f}" for size in row[name]) for name in ("weights_MB", "handed_on_MB"))
+        lines.append(
+            f"| {preset} | {held} MB | {handed} MB | {found['step_ms']['one']:.2f} ms | {row['step_ms']:.2f} ms |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -64,6 +64,7 @@ class Devices(click.ParamType):
 @click.option(
     "--split-guidance", type=Devices(), metavar="A,B", help="Predict one half of guidance on each of two devices: 0,1."
 )
+@click.option("--unet-on", type=Devices(), metavar="A,B,...", help="Spread a large UNet over devices: 0,1.")
 @click.option(
     "--decode-on", type=click.IntRange(0), metavar="N", help="Decode on device N while the next batch is drawn."
 )

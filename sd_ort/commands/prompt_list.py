@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 LOADING = ("scheduler", "provider", "allow_fallback", "graph", "low_memory", "vae_tiling", "vae_slicing")
-ONE_PROMPT = ("image", "mask", "strength", "control_image", "split_guidance", "decode_on")
+ONE_PROMPT = ("image", "mask", "strength", "control_image", "split_guidance", "unet_on", "decode_on")
 
 
 def prepare(loras: tuple[str, ...], words: tuple[str, ...], pipeline: Any) -> None:

@@ -26,6 +26,7 @@ from sd_ort.graphs.device_graphs import SIDES, Between, identifier
 from sd_ort.pipeline.device_control import ControlNets
 from sd_ort.pipeline.drawing import Arrays, Drawing, Part, check_finite
 from sd_ort.runtime.captured import UNCAPTURED, BoundShapes, GraphModel, place
+from sd_ort.runtime.chained import ChainedModel, is_captured
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import DTYPES, open_graph
 from sd_ort.runtime.wheels import runtime
@@ -110,6 +111,8 @@ class DeviceLoop:
 
     def bind(self, model: Model, feed: Mapping[str, Any], outputs: Mapping[str, Any] | None = None) -> BoundShapes:
         """A component over buffers, captured where its session captures."""
+        if isinstance(model, ChainedModel):
+            return model.bind({n: feed[n] for n in model.inputs})
         number = model.number() if isinstance(model, GraphModel) else UNCAPTURED
         return BoundShapes(model.session, {n: feed[n] for n in model.inputs}, self.models.device, number, outputs)
 
@@ -132,7 +135,7 @@ class DeviceLoop:
 
     def repeated(self, make: Callable[[Any], bytes], key: Any, values: Mapping[str, Any]) -> BoundShapes:
         """As `graph`, captured where the UNet is and the provider can."""
-        if isinstance(self.models["unet"], GraphModel):
+        if is_captured(self.models["unet"]):
             try:
                 return self.graph(make, key, values, capture=True)
             except SdOrtError as error:

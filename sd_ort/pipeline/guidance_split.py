@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
-import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sd_ort.core.errors import InputError
 from sd_ort.graphs.device_graphs import SIDES
 from sd_ort.pipeline.device_loop import DeviceLoop
+from sd_ort.runtime.chained import is_captured
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import DTYPES
 
@@ -34,29 +33,6 @@ if TYPE_CHECKING:
     from sd_ort.pipeline.drawing import Drawing
     from sd_ort.runtime.components import Components
     from sd_ort.runtime.stream import Stream
-
-
-def check_split(devices: Sequence[int], apart: bool, low_memory: bool, device_loop: bool | None) -> None:
-    """Raise InputError for devices, or options beside them, with which guidance cannot be split. `apart`: the folder
-    has a UNet of its own, and is not merged."""
-    if len(devices) != 2 or devices[0] == devices[1] or min(devices) < 0:
-        listed = ", ".join(map(str, devices))
-        raise InputError(f"guidance is split between two different devices, such as 0 and 1, not {listed}.")
-    if not apart:
-        raise InputError("a merged model is one session: split guidance with the folder it was made from.")
-    if low_memory:
-        raise InputError("split guidance keeps a UNet on both devices: leave low_memory off.")
-    if device_loop is False:
-        raise InputError("split guidance runs in the loop on the devices: leave device_loop on.")
-
-
-def on_first(devices: Sequence[int], provider: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A session's options for the first of two devices; on a CPU with half of its threads, where none are given."""
-    made = dict(options)
-    if provider == "cpu":
-        made["threads"] = made.get("threads") or max(1, (os.cpu_count() or 2) // 2)
-    given = dict(made.get("provider_options") or {})
-    return {**made, "provider_options": {**given, "device_id": str(devices[0])}}
 
 
 def open_loop(models: Components) -> DeviceLoop:
@@ -88,7 +64,10 @@ class SplitLoop(DeviceLoop):
                 buffers = self.buffers(first)
                 here = buffers.begin(first)
                 sides = [Side(steps, events) for steps, events in zip((here, there), self.events, strict=True)]
-                return buffers.finish(first, [SplitStep(sides, self.pool)])
+                # A captured graph is its thread's own: in another one ONNX Runtime would capture it again. Replays are
+                # queued so quickly that one thread keeps both devices busy.
+                pool = None if is_captured(self.models["unet"]) else self.pool
+                return buffers.finish(first, [SplitStep(sides, pool)])
 
     @property
     def held_bytes(self) -> int:
@@ -141,20 +120,23 @@ class Side:
 
 
 class SplitStep:
-    """One step on two devices."""
+    """One step on two devices. `pool`: where both sides predict at once; None to queue one after the other."""
 
-    def __init__(self, sides: Sequence[Side], pool: ThreadPoolExecutor) -> None:
+    def __init__(self, sides: Sequence[Side], pool: ThreadPoolExecutor | None) -> None:
         self.sides, self.pool = sides, pool
 
     def run(self, wait: bool = True) -> None:
         """Run, or queue without `wait`. Raises SdOrtError when ONNX Runtime fails on either side."""
         turned = self.sides[::-1]
-        predictions = [
-            self.pool.submit(side.predict, other, wait) for side, other in zip(self.sides, turned, strict=True)
-        ]
-        concurrent.futures.wait(predictions)  # of both, also when one fails
-        for prediction in predictions:
-            prediction.result()
+        if self.pool is None:
+            for side, other in zip(self.sides, turned, strict=True):
+                side.predict(other, wait)
+        else:
+            pairs = zip(self.sides, turned, strict=True)
+            predictions = [self.pool.submit(side.predict, other, wait) for side, other in pairs]
+            concurrent.futures.wait(predictions)  # for both, also when one fails
+            for prediction in predictions:
+                prediction.result()
         for side, other in zip(self.sides, turned, strict=True):
             side.step(other, wait)
         if self.sides[0].stream is not None:

@@ -28,9 +28,10 @@ from sd_ort.family.schedulers import make_scheduler, set_timesteps
 from sd_ort.family.signatures import default_latents, latent_multiple
 from sd_ort.pipeline import control, safety
 from sd_ort.pipeline.control import Control
+from sd_ort.pipeline.devices import Devices
 from sd_ort.pipeline.drawing import check_finite
 from sd_ort.pipeline.embeddings import EmbeddingMethods
-from sd_ort.pipeline.guidance_split import check_split, on_first, open_loop
+from sd_ort.pipeline.guidance_split import open_loop
 from sd_ort.pipeline.images import as_array, finished, readable
 from sd_ort.pipeline.like_diffusers import DiffusersMethods, loading_options
 from sd_ort.pipeline.lora_methods import LoraMethods
@@ -104,6 +105,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         graph: bool | None = None,
         controlnet: Sequence[Path | str] = (),
         split_guidance: Sequence[int] | None = None,
+        unet_on: Sequence[int] | None = None,
         decode_on: int | None = None,
         **options: Any,
     ) -> Any:
@@ -118,6 +120,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         with a warning for what it cannot; False for never; True fails where it cannot. `controlnet`: pipeline folders
         whose ControlNets are used, instead of this folder's own. `split_guidance`: two devices, such as (0, 1), of
         which one predicts the negative and one the positive half of classifier-free guidance (`guidance_split`).
+        `unet_on`: the devices of a UNet that is too large for one: each holds a range of its layers.
         `decode_on`: the device of the VAE decoder, for `draw_each`.
         `options`: those of `runtime.session.create_session` (threads, allow_fallback, tuning, library, profile).
 
@@ -126,9 +129,9 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         """
         folder = Path(folder)
         session_options = loading_options(options, folder)
-        if split_guidance is not None:
-            check_split(split_guidance, "unet" in cls.NEEDS, low_memory, device_loop)
-            session_options = on_first(split_guidance, provider, session_options)
+        devices = Devices(split_guidance, unet_on, decode_on)
+        devices.check("unet" in cls.NEEDS, low_memory, device_loop)
+        session_options = devices.options(provider, session_options)
         nets = {f"controlnet_{i + 1}" if i else "controlnet": Path(net) for i, net in enumerate(controlnet)}
         models = Components(folder, provider, low_memory=low_memory, graph=graph, others=nets, **session_options)
         index = read_index(folder)
@@ -137,10 +140,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
             raise InputError(f"{folder} holds a {kind or 'pipeline without a class'}: give a Stable Diffusion folder.")
         needed = [*(text_encoders(index) if cls.SEPARATE else ()), *cls.NEEDS, *nets]
         models.require(*needed)
-        if split_guidance is not None:
-            models.open_partner(split_guidance[1])
-        if decode_on is not None:
-            models.place("vae_decoder", decode_on)
+        devices.place(models)
         pipeline = cls(
             folder,
             models,

@@ -16,6 +16,7 @@ import numpy as np
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.folder import MODEL, check_component, components
 from sd_ort.runtime.captured import CAPTURING, GraphModel
+from sd_ort.runtime.chained import ChainedModel, Link, Range
 from sd_ort.runtime.held import HeldWeights, reads_in_place
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.providers import check_provider, is_plugin, provider_named, warn_once
@@ -36,7 +37,8 @@ class Components(MutableMapping[str, Model]):
     runs of those in `CAPTURED` as graphs; None for where the provider can, with one warning for what it cannot capture.
     On a GPU all sessions share the stream `stream`, and `lock` is held while one of them runs: threads take turns. On
     a CPU there is no stream, and sessions run at once. `partner`: the same components on another device, if any;
-    `elsewhere`: components that run on other devices than the rest.
+    `elsewhere`: components that run on other devices than the rest; `spreads`: those of which each device runs a range
+    of the graph, and how it is cut.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Components(MutableMapping[str, Model]):
             self.lock = Turn(self.stream)
         self.partner: Components | None = None
         self.elsewhere: dict[str, Components] = {}
+        self.spreads: dict[str, tuple[list[Components], Callable[[Path, int], Sequence[Range]]]] = {}
 
     def open_partner(self, number: int) -> None:
         """Have a `partner` on device `number`. Raises as `_beside`."""
@@ -94,6 +97,11 @@ class Components(MutableMapping[str, Model]):
         there = self.elsewhere[name] = self._beside(number)
         if there.stream is not None:
             there.lock = Turn(there.stream, CAPTURING)
+
+    def spread(self, name: str, numbers: Sequence[int], cut: Callable[[Path, int], Sequence[Range]]) -> None:
+        """Run ranges of a component's graph, as `cut` gives them, on this device and then on devices `numbers`.
+        Raises as `_beside`."""
+        self.spreads[name] = [self, *(self._beside(number) for number in numbers)], cut
 
     def _beside(self, number: int) -> Components:
         """The same components with the same weights on device `number`; on a CPU, sessions beside these. Raises
@@ -113,9 +121,9 @@ class Components(MutableMapping[str, Model]):
 
         A CPU's kernels want them packed: without, a step of SD 1.5 takes 1.07 times as long at 64 x 64 latents and 1.12
         at 32 x 32. And where a library is missing, what `sd_ort`'s operators read is folded into other constants. With
-        a `partner` both open theirs anew.
+        a `partner` or `spreads` all open theirs anew.
         """
-        if self.device == "cpu" or self.low_memory or self.partner is not None:
+        if self.device == "cpu" or self.low_memory or self.partner is not None or self.spreads:
             return False
         if not is_plugin(self.provider) and not (self.options.get("library", True) and library_path()):
             return False
@@ -152,14 +160,25 @@ class Components(MutableMapping[str, Model]):
             for opened in [threads.submit(self.__getitem__, name) for name in names]:
                 opened.result()
 
-    def _open(self, name: str) -> Model:
+    def _open(self, name: str, part: Range | None = None) -> Model:
+        if part is None and name in self.spreads:
+            return self._chained(name)
         if self.device != "cpu" and self.graph is not False and _kind(name) in CAPTURED:
             try:
-                session = self._session(name, graph=True)
+                session = self._session(name, part, graph=True)
                 return GraphModel(session, self.device, self.lock)
             except InputError as error:
                 self._cannot_capture(name, error)
-        return Model(self._session(name), self.lock)
+        return Model(self._session(name, part), self.lock)
+
+    def _chained(self, name: str) -> Model:
+        every, cut = self.spreads[name]
+        folder, component = self._place(name)
+        links = []
+        for each, part in zip(every, cut(folder / component / MODEL, len(every)), strict=True):
+            each.weights = self.weights
+            links.append(Link(each._open(name, part), each.device, each.stream))
+        return ChainedModel(links)
 
     def variant(self, name: str, label: str, make: Callable[[Path], bytes]) -> Model:
         """A component with a changed graph over its own weights: `make` is given the path of its model and returns the
@@ -181,9 +200,12 @@ class Components(MutableMapping[str, Model]):
         """The folder of a component, and its name there."""
         return (self.others[name], "controlnet") if name in self.others else (self.folder, name)
 
-    def _session(self, name: str, **more: Any) -> Any:
+    def _session(self, name: str, part: Range | None = None, **more: Any) -> Any:
         folder, component = self._place(name)
         path, weights = folder / component / MODEL, self.weights.get(name)
+        if part is not None:
+            weights = {key: value for key, value in (weights or {}).items() if key in part.weights}
+            more["changed"] = part.graph
         held = self.held[name].values if name in self.held else None
         return create_session(path, self.provider, weights=weights, held=held, **more, **self.options)
 
@@ -230,7 +252,7 @@ class Components(MutableMapping[str, Model]):
         self.drop_variants(name)
 
     def __setitem__(self, name: str, model: Model) -> None:
-        if self.partner is not None and _kind(name) in TOGETHER:
+        if (self.partner is not None and _kind(name) in TOGETHER) or name in self.spreads:
             raise InputError(f"{name} is open on two devices: load the pipeline on one to replace it.")
         self.elsewhere.pop(name, None)
         self.opened[name] = model

@@ -18,15 +18,17 @@ from PIL import Image
 from sd_ort import StableDiffusionPipeline
 from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.core.folder import MODEL
+from sd_ort.graphs.ranges import ranges
 from sd_ort.optimize.optimizer import optimize
 from sd_ort.pipeline.guidance_split import Events, Side, SplitStep
 from sd_ort.pipeline.merged import MergedPipeline
+from sd_ort.runtime.chained import BoundChain, Copy
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.stream import Stream
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS: dict[str, Any] = {
-    "prompt": "a red circle", "height": 64, "width": 64, "num_inference_steps": 3, "guidance_scale": 4.0,
+    "prompt": "a red circle", "height": 64, "width": 64, "num_inference_steps": 2, "guidance_scale": 4.0,
     "output_type": "np", "generator": 7, "progress": False,
 }  # fmt: skip
 
@@ -47,10 +49,10 @@ def test_same_bytes_on_two_devices(hoisted: Path) -> None:
     folder's weights, and with changed ones."""
     one = StableDiffusionPipeline.from_pretrained(hoisted, device_loop=True)
     two = StableDiffusionPipeline.from_pretrained(hoisted, split_guidance=(0, 1))
+    several = {"num_images_per_prompt": 2, "guidance_rescale": 0.5, "output_type": "latent"}
+    np.testing.assert_array_equal(draw(two, **several), draw(one, **several))
     first = draw(one)
     np.testing.assert_array_equal(draw(two), first)
-    for arguments in ({"num_images_per_prompt": 2}, {"guidance_rescale": 0.5, "output_type": "latent"}):
-        np.testing.assert_array_equal(draw(two, **arguments), draw(one, **arguments))
     assert two.loop.other.kept.keys() != two.loop.kept.keys(), "each side has its half"
     assert len(two.loop.other.kept) == 2
 
@@ -63,8 +65,34 @@ def test_same_bytes_on_two_devices(hoisted: Path) -> None:
     for pipeline in (one, two):
         pipeline.models.replace_weights({"unet": {name: value.numpy() * np.float32(1.5)}})
         pipeline.weights_changed(closed=True)
-    np.testing.assert_array_equal(draw(two), draw(one))
-    assert np.abs(draw(two) - first).max() > 1e-3
+    changed = draw(two)
+    np.testing.assert_array_equal(changed, draw(one))
+    assert np.abs(changed - first).max() > 1e-3
+
+
+def test_unet_spread_over_devices(hoisted: Path) -> None:
+    """Each of three devices has its range of the layers, changed weights too; in the loop on the devices, and on the
+    host."""
+    graph = ir.load(hoisted / "unet" / MODEL).graph
+    cut = ranges(hoisted / "unet" / MODEL, 3)
+    sizes = [part.bytes for part in cut]
+    whole = sum(value.const_value.nbytes for value in graph.initializers.values() if value.const_value is not None)
+    assert max(sizes) < 1.25 * min(sizes)
+    assert whole <= sum(sizes) < 1.01 * whole
+    name = max(cut[-1].weights - cut[0].weights)
+    value = graph.initializers[name].const_value
+    assert value is not None
+    drawn = []
+    for devices in (None, (0, 1, 2)):
+        pipeline = StableDiffusionPipeline.from_pretrained(hoisted, unet_on=devices, device_loop=True)
+        pipeline.models.replace_weights({"unet": {name: value.numpy() * np.float32(1.5)}})
+        pipeline.weights_changed(closed=True)
+        drawn.append(draw(pipeline))
+    pipeline.device_loop = False
+    drawn.append(draw(pipeline))
+    assert len(pipeline.models["unet"].links) == 3
+    for spread in drawn[1:]:
+        np.testing.assert_allclose(spread, drawn[0], atol=1e-5)
 
 
 def test_what_is_not_split_is_said(tiny_export: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -116,6 +144,10 @@ def test_generate_on_two_devices(
         ({"split_guidance": (1, 1)}, "two different devices"),
         ({"split_guidance": (0, 1), "low_memory": True}, "leave low_memory off"),
         ({"split_guidance": (0, 1), "device_loop": False}, "leave device_loop on"),
+        ({"split_guidance": (0, 1), "unet_on": (0, 1)}, "choose split_guidance or unet_on"),
+        ({"split_guidance": (0, 1, 2)}, "between two devices, not 3"),
+        ({"unet_on": (0,)}, "two or more different devices, such as 0 and 1, not 0"),
+        ({"unet_on": range(400)}, "no 400 parts of about the same size"),
     ],
 )
 def test_refused(tiny_export: Path, options: dict[str, Any], message: str) -> None:
@@ -124,7 +156,7 @@ def test_refused(tiny_export: Path, options: dict[str, Any], message: str) -> No
 
 
 def test_merged_is_refused(tiny_export: Path) -> None:
-    with pytest.raises(InputError, match="split guidance with the folder it was made from"):
+    with pytest.raises(InputError, match="a merged model is one session"):
         MergedPipeline.from_pretrained(tiny_export, split_guidance=(0, 1))
 
 
@@ -222,17 +254,7 @@ def test_order_on_two_streams(seed: int) -> None:
         steps: Any = SimpleNamespace(every=[unet, between], between=between, noise=noise[side], received=received[side])
         sides.append(Side(steps, Events(stream)))  # type: ignore[arg-type]
 
-    class Here:
-        """A pool that runs at once, so that the order on the host is always the same."""
-
-        def submit(self, work: Callable[..., None], *arguments: Any) -> Any:
-            import concurrent.futures
-
-            future: concurrent.futures.Future[None] = concurrent.futures.Future()
-            future.set_result(work(*arguments))
-            return future
-
-    step, expected = SplitStep(sides, Here()), 1  # type: ignore[arg-type]
+    step, expected = SplitStep(sides, None), 1
     for _ in range(6):
         step.run(wait=False)
         expected = 20 * expected + 1
@@ -240,3 +262,39 @@ def test_order_on_two_streams(seed: int) -> None:
         done = chance.choice(streams).advance() or streams[0].advance() or streams[1].advance()
         assert done, "both devices wait for each other"
     assert latents[0][0] == latents[1][0] == expected
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_order_of_ranges(seed: int) -> None:
+    """However three devices share their time: a range reads what those before it gave in this step, also the first's
+    result in the last, and the step after the chain its result. A range adds its number to what it reads."""
+    streams, chance = [Queue() for _ in range(3)], random.Random(seed)
+    sample, first, second, third, result = (Value([1]) for _ in range(5))
+    taken = {name: Value([0]) for name in ("first in 1", "first in 2", "second in 2")}
+
+    def part(number: int, work: Callable[[], None]) -> Any:
+        return SimpleNamespace(run=lambda wait: streams[number].queued.append(("run", work)))
+
+    chain = BoundChain.__new__(BoundChain)
+    chain.links = [SimpleNamespace(stream=stream) for stream in streams]  # type: ignore[misc]
+    chain.parts = [
+        part(0, lambda: first.__setitem__(0, sample[0] + 1)),
+        part(1, lambda: second.__setitem__(0, taken["first in 1"][0] + 2)),
+        part(2, lambda: third.__setitem__(0, taken["first in 2"][0] + taken["second in 2"][0] + 3)),
+    ]
+    chain.copies = [
+        [],
+        [Copy(first, 0, taken["first in 1"])],
+        [Copy(first, 0, taken["first in 2"]), Copy(second, 1, taken["second in 2"])],
+        [Copy(third, 2, result)],
+    ]
+    chain.reserve_events()
+    expected = 1
+    for _ in range(4):
+        chain.run(wait=False)
+        streams[0].queued.append(("run", lambda: sample.__setitem__(0, result[0])))  # what is between two steps
+        expected = (expected + 1) + (expected + 3) + 3
+    while any(stream.queued for stream in streams):
+        done = chance.choice(streams).advance() or any(stream.advance() for stream in streams)
+        assert done, "the devices wait for each other"
+    assert sample[0] == expected
