@@ -44,9 +44,9 @@ def origin(node: ir.Node) -> ir.Value | None:
             if x.dtype == y.dtype and wider and all(v.dtype in wider for v in between[:i]):
                 return x
     if node.op_type == "Slice":
-        x, steps = node.inputs[0], node.inputs[4] if len(node.inputs) > 4 else None
+        whole, steps = node.inputs[0], node.inputs[4] if len(node.inputs) > 4 else None
         forward = steps is None or set(c.ints(steps) or ()) == {1}
-        return x if forward and c.same_shape(x, y) and _is_sized(y) else None
+        return whole if forward and c.same_shape(whole, y) and _is_sized(y) else None
     neutral, operands = NEUTRAL.get(node.op_type), node.inputs
     if neutral is None or len(operands) != 2:
         return None

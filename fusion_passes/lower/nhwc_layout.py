@@ -202,13 +202,13 @@ class _Walk:
         if "auto_pad" not in node.attributes:
             lists["pads"] = [0, 0, 0, 0]
         defaults = {name: ir.AttrInt64s(name, numbers) for name, numbers in lists.items()}
-        attributes = {"group": 1, **defaults, **node.attributes}
+        attributes: dict[str, int | ir.Attr] = {"group": 1, **defaults, **node.attributes}
         inputs = [self.nhwc_of(x, node), moved, *node.inputs[2:]]
         self.replace(node, "NhwcConv", inputs, attributes, DOMAIN)
         return None
 
     def _fused(self, node: ir.Node, operator: Operator) -> None:
-        attributes = {**node.attributes, "channels_last": 1}
+        attributes: dict[str, int | ir.Attr] = {**node.attributes, "channels_last": 1}
         inputs = list(node.inputs)
         for index in operator.images:
             image = inputs[index]

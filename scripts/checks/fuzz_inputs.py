@@ -28,6 +28,7 @@ from sd_ort.check.explain import explain
 from sd_ort.core.errors import SdOrtError
 from sd_ort.optimize.optimizer import optimize
 from sd_ort.runtime import tuning
+from sd_ort.runtime.machine import commit, machine, versions
 
 ODD = st.sampled_from([0, 1, -1, 2, 7, 99, 1 << 31, (1 << 63) - 1, -(1 << 63)])
 TEXTS = st.sampled_from(["", "x", "sample", "moved", "../../secret", "/dev/zero", "Sigmoid", "Loop", "com.microsoft"])
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--folder", type=Path, required=True, help="A small pipeline folder to damage copies of.")
     options = parser.parse_args()
+    print(f"{machine()}\n{versions()}, commit {commit()}", flush=True)
     end = time.monotonic() + options.seconds
     rounds = 0
     while time.monotonic() < end:  # a round is always whole: Hypothesis replays what it draws

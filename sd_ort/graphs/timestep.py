@@ -34,7 +34,7 @@ def give_axis(model: ir.Model) -> bool:
     for value in scalars:
         value.shape = ir.Shape([1])
     for node in makers:
-        if node.op_type != "Expand":
+        if node.op_type != "Expand" and node.inputs[0] is not None:
             ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
             model.graph.remove(node, safe=True)
     return True
