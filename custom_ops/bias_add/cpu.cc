@@ -32,7 +32,7 @@ void run(const BiasAddParams& p, const Parallel& parallel) {
 }  // namespace
 
 void bias_add(const BiasAddParams& params, const Parallel& parallel) {
-  params.dtype == DType::kFloat32 ? run<float>(params, parallel) : run<Half>(params, parallel);
+  by_type(params.dtype, [&](auto sample) { run<decltype(sample)>(params, parallel); });
 }
 
 }  // namespace SD_ORT_ISA

@@ -37,7 +37,7 @@ void run(const BiasSplitGeluParams& p, const Parallel& parallel) {
 }  // namespace
 
 void bias_split_gelu(const BiasSplitGeluParams& params, const Parallel& parallel) {
-  params.dtype == DType::kFloat32 ? run<float>(params, parallel) : run<Half>(params, parallel);
+  by_type(params.dtype, [&](auto sample) { run<decltype(sample)>(params, parallel); });
 }
 
 }  // namespace SD_ORT_ISA

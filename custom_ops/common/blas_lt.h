@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "common/op.h"
+#include "common/tuner.h"
 #include "common/vendors/which.h"
 
 namespace sd_ort {
@@ -42,9 +43,14 @@ class BlasLt {
     float scale = 1.f;
   };
 
+  // That of the current device: a handle belongs to the device which is current when it is made.
   static BlasLt& instance() {
-    static BlasLt library;
-    return library;
+    static std::mutex mutex;
+    static std::map<int, std::unique_ptr<BlasLt>> libraries;
+    std::lock_guard<std::mutex> lock(mutex);
+    std::unique_ptr<BlasLt>& library = libraries[current_device()];
+    if (library == nullptr) library.reset(new BlasLt);
+    return *library;
   }
 
   // Whether the library is here and proposes at least `number` + 1 algorithms for products of this shape.

@@ -1,5 +1,7 @@
 // Vectors of floats for CPU kernels, in GCC and clang vector extensions: no intrinsics but for half conversion.
 //
+// bfloat16 is for the provider's host vendor alone, which only tests run: no instruction set but the baseline has it.
+//
 // Every cpu.cc is compiled once for each instruction set below, into namespace sd_ort::SD_ORT_ISA, and the best one
 // that the processor runs is taken at run time (SD_ORT_CPU_KERNEL). So cpu.cc must put nothing outside that namespace
 // and call no non-trivial inline function of the standard library, whose one copy might be the one with AVX2 in it.
@@ -36,14 +38,15 @@ inline bool runs_avx512() {
   return runs;
 }
 }  // namespace sd_ort
-#define SD_ORT_CPU_KERNEL(name, Params)                                    \
-  SD_ORT_DECLARE_KERNEL(baseline, name, Params)                            \
-  SD_ORT_DECLARE_KERNEL(avx2, name, Params)                                \
-  SD_ORT_DECLARE_KERNEL(avx512, name, Params)                              \
-  inline void name##_cpu(const Params& params, const Parallel& parallel) { \
-    return runs_avx512() ? avx512::name(params, parallel)                  \
-           : runs_avx2() ? avx2::name(params, parallel)                    \
-                         : baseline::name(params, parallel);               \
+#define SD_ORT_CPU_KERNEL(name, Params)                                            \
+  SD_ORT_DECLARE_KERNEL(baseline, name, Params)                                    \
+  SD_ORT_DECLARE_KERNEL(avx2, name, Params)                                        \
+  SD_ORT_DECLARE_KERNEL(avx512, name, Params)                                      \
+  inline void name##_cpu(const Params& params, const Parallel& parallel) {         \
+    if (params.dtype == DType::kBFloat16) return baseline::name(params, parallel); \
+    return runs_avx512() ? avx512::name(params, parallel)                          \
+           : runs_avx2() ? avx2::name(params, parallel)                            \
+                         : baseline::name(params, parallel);                       \
   }
 #else
 #define SD_ORT_CPU_KERNEL(name, Params)         \
@@ -110,6 +113,23 @@ inline Half to_half(float x) {
 }
 #endif
 
+// A bfloat16 by its bits.
+struct BFloat {
+  uint16_t bits;
+};
+inline float to_float(BFloat x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+inline BFloat to_bfloat(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>(bits >> 16 | 0x40u)};  // NaN
+  return {static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};                  // to nearest even
+}
+
 inline float to_float(float x) { return x; }
 template <class T>
 T from_float(float x);
@@ -120,6 +140,10 @@ inline float from_float<float>(float x) {
 template <>
 inline Half from_float<Half>(float x) {
   return to_half(x);
+}
+template <>
+inline BFloat from_float<BFloat>(float x) {
+  return to_bfloat(x);
 }
 
 inline Floats splat(float x) { return x - Floats{}; }
@@ -169,6 +193,32 @@ inline void store(Half* to, Floats values) {
 inline Floats load(const Half* from) { return load_eight(from); }
 inline void store(Half* to, Floats values) { store_eight(to, values); }
 #endif
+
+inline Floats load(const BFloat* from) {
+  Floats values;
+  for (int64_t i = 0; i < kLanes; ++i) values[i] = to_float(from[i]);
+  return values;
+}
+inline void store(BFloat* to, Floats values) {
+  for (int64_t i = 0; i < kLanes; ++i) to[i] = to_bfloat(values[i]);
+}
+inline Eight load_eight(const BFloat* from) {
+  Eight values;
+  for (int i = 0; i < 8; ++i) values[i] = to_float(from[i]);
+  return values;
+}
+inline void store_eight(BFloat* to, Eight values) {
+  for (int i = 0; i < 8; ++i) to[i] = to_bfloat(values[i]);
+}
+
+// run(T{}) with the type's T.
+template <class Run>
+inline void by_type(DType dtype, Run run) {
+#if !defined(__AVX2__)
+  if (dtype == DType::kBFloat16) return run(BFloat{});
+#endif
+  dtype == DType::kFloat32 ? run(float{}) : run(Half{});
+}
 
 // The first `count` elements of a vector; the other lanes are 0, or left alone in memory.
 template <class Vector = Floats, class T>

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "common/op.h"
+#include "common/tuner.h"
 
 namespace sd_ort {
 
@@ -150,9 +151,14 @@ class Cudnn {
     bool keeps_float32_ = false;
   };
 
-  // Never destroyed: at the process's end the library may be gone before this.
+  // That of the current device: a handle, and plans made with it, belong to the device which is current when they are
+  // made. Never destroyed: at the process's end the library may be gone before this.
   static Cudnn& instance() {
-    static Cudnn* const library = new Cudnn;
+    static std::mutex mutex;
+    static auto* const libraries = new std::map<int, Cudnn*>;
+    std::lock_guard<std::mutex> lock(mutex);
+    Cudnn*& library = (*libraries)[current_device()];
+    if (library == nullptr) library = new Cudnn;
     return *library;
   }
 

@@ -249,7 +249,7 @@ class Tensors {
   // Allocates the output; null when an optional one is not asked for.
   void* output(size_t index, const std::vector<int64_t>& shape) {
     OrtValue* value = nullptr;
-    if (index < outputs_ && (left_out_ >> index & 1) == 0) {
+    if (index < outputs_ && (index >= 32 || (left_out_ >> index & 1) == 0)) {
       check(ort_api->KernelContext_GetOutput(context_, index, shape.data(), shape.size(), &value));
     }
     if (value == nullptr) return nullptr;
@@ -261,7 +261,7 @@ class Tensors {
     return data;
   }
 
-  // Outputs that count as not asked for, a bit each.
+  // Outputs that count as not asked for, a bit each of the first 32.
   void leave_out(uint32_t outputs) { left_out_ = outputs; }
 
   // Where the outputs live: the provider's own memory.

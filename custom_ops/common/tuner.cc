@@ -183,6 +183,11 @@ const char* try_candidate(const GpuOp& op, int candidate, const void* params, co
 
 }  // namespace
 
+int current_device() {
+  int device = 0;
+  return SD_ORT_GPU_NAME(GetDevice)(&device) == gpuSuccess ? device : 0;
+}
+
 std::string gpu_arch() {
   int device = 0;
   if (SD_ORT_GPU_NAME(GetDevice)(&device) != gpuSuccess) return "";

@@ -10,6 +10,9 @@
 
 namespace sd_ort {
 
+// The number of the current device; 0 when there is none.
+int current_device();
+
 // The current device's architecture as its compiler names it: "gfx942", "sm_90"; empty when there is no device.
 std::string gpu_arch();
 

@@ -33,8 +33,9 @@ float inverse_deviation(const Moments& moments, float epsilon) {
 }
 
 float affine(const void* values, DType dtype, int64_t i) {
-  return dtype == DType::kFloat32 ? static_cast<const float*>(values)[i]
-                                  : to_float(static_cast<const Half*>(values)[i]);
+  float value;
+  by_type(dtype, [&](auto sample) { value = to_float(static_cast<const decltype(sample)*>(values)[i]); });
+  return value;
 }
 
 float total(const float* values, int64_t count) {
@@ -294,7 +295,8 @@ class GroupNorm {
   }
 
   static const float* as_floats(const float* from, int64_t, float*) { return from; }
-  static const float* as_floats(const Half* from, int64_t count, float* buffer) {
+  template <class Narrow>
+  static const float* as_floats(const Narrow* from, int64_t count, float* buffer) {
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) store(buffer + i, load(from + i));
     for (; i < count; ++i) buffer[i] = to_float(from[i]);
@@ -320,7 +322,7 @@ void run(const GroupNormParams& params, const Parallel& parallel) {
 }  // namespace
 
 void group_norm(const GroupNormParams& params, const Parallel& parallel) {
-  params.dtype == DType::kFloat32 ? run<float>(params, parallel) : run<Half>(params, parallel);
+  by_type(params.dtype, [&](auto sample) { run<decltype(sample)>(params, parallel); });
 }
 
 }  // namespace SD_ORT_ISA

@@ -54,9 +54,9 @@ def output_shapes(case: Case) -> dict[str, Shape]:
 
 
 def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
-    """Weights that keep the magnitude of their input."""
+    """Weights that keep the magnitude of their input; of damaged shapes, too."""
     shape = case.inputs[name]
-    return rng.standard_normal(shape) / np.sqrt(max(shape[0], 1)) if name == "W" else None
+    return rng.standard_normal(shape) / np.sqrt(max((*shape, 1)[0], 1)) if name == "W" else None
 
 
 def _case(*shape: int, n: int, bias: bool = True, skip: bool = True, values: str = "normal", big: bool = False) -> Case:

@@ -57,7 +57,7 @@ void run(const LinearAddParams& p, const Parallel& parallel) {
 }  // namespace
 
 void linear_add(const LinearAddParams& params, const Parallel& parallel) {
-  params.dtype == DType::kFloat32 ? run<float>(params, parallel) : run<Half>(params, parallel);
+  by_type(params.dtype, [&](auto sample) { run<decltype(sample)>(params, parallel); });
 }
 
 }  // namespace SD_ORT_ISA

@@ -285,7 +285,7 @@ void run(const MultiHeadAttentionParams& p, const Parallel& parallel) {
 }  // namespace
 
 void multi_head_attention(const MultiHeadAttentionParams& params, const Parallel& parallel) {
-  params.dtype == DType::kFloat32 ? run<float>(params, parallel) : run<Half>(params, parallel);
+  by_type(params.dtype, [&](auto sample) { run<decltype(sample)>(params, parallel); });
 }
 
 }  // namespace SD_ORT_ISA

@@ -103,7 +103,7 @@ void run(const NhwcConvParams& p, const Parallel& parallel) {
 }  // namespace
 
 void nhwc_conv(const NhwcConvParams& params, const Parallel& parallel) {
-  params.dtype == DType::kFloat32 ? run<float>(params, parallel) : run<Half>(params, parallel);
+  by_type(params.dtype, [&](auto sample) { run<decltype(sample)>(params, parallel); });
 }
 
 }  // namespace SD_ORT_ISA

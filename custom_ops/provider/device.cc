@@ -28,7 +28,6 @@ const char* const kProvider = gpuProviderName;
 const char* const kMemory = gpuProviderName;
 const uint32_t kVendorId = gpuVendorId;
 const char* const kVendor = gpuVendorName;
-const bool kHasBFloat16 = gpuHasBFloat16;
 
 int count() {
   int devices = 0;

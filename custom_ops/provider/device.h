@@ -16,7 +16,6 @@ extern const char* const kProvider;  // the execution provider's name: SdOrtHip,
 extern const char* const kMemory;    // the name of its memory
 extern const uint32_t kVendorId;     // PCI vendor id; 0x1D05, which no GPU has, for the host
 extern const char* const kVendor;    // and its name
-extern const bool kHasBFloat16;      // whether sd_ort's kernels take bfloat16
 enum class Copy { kToDevice, kToHost, kOnDevice };
 
 struct Properties {

@@ -92,7 +92,7 @@ void run(const SkipLayerNormParams& p, const Parallel& parallel) {
 }  // namespace
 
 void skip_layer_norm(const SkipLayerNormParams& params, const Parallel& parallel) {
-  params.dtype == DType::kFloat32 ? run<float>(params, parallel) : run<Half>(params, parallel);
+  by_type(params.dtype, [&](auto sample) { run<decltype(sample)>(params, parallel); });
 }
 
 }  // namespace SD_ORT_ISA

@@ -45,11 +45,11 @@ def output_shapes(case: Case) -> dict[str, Shape]:
 
 
 def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
-    """Filters that keep the magnitude of their input."""
+    """Filters that keep the magnitude of their input; of damaged shapes, too."""
     if name != "W":
         return None
     shape = case.inputs["W"]
-    return rng.standard_normal(shape) / np.sqrt(9 * shape[1])
+    return rng.standard_normal(shape) / np.sqrt(9 * max((*shape, 1, 1)[1], 1))
 
 
 def _case(n: int, c: int, h: int, w: int, m: int, values: str = "normal") -> Case:

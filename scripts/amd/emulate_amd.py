@@ -23,7 +23,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -180,8 +180,8 @@ def _symbols_of(call: dict) -> set[str]:
 # ---- the table
 
 
-def table(listing: dict, outcomes: list[Outcome], emulator: str) -> str:
-    """results/ops_amd_emulated.md."""
+def table(listing: dict, outcomes: list[Outcome], emulator: str, operators: Collection[str]) -> str:
+    """results/ops_amd_emulated.md, of these operators."""
     counted: dict[tuple[str, str, str], list[Outcome]] = {}
     for one in outcomes:
         counted.setdefault((one.operator, one.dtype, one.arch), []).append(one)
@@ -209,7 +209,6 @@ def table(listing: dict, outcomes: list[Outcome], emulator: str) -> str:
         f"| operator | type | {' | '.join(archs)} |",
         "|---|---|" + "---|" * len(archs),
     ]
-    operators = [load(folder).name for folder in GPU_OPERATORS]
     for operator in operators:
         for dtype in DTYPES:
             cells = [_cell(counted.get((operator, dtype, arch), []), exist[operator, dtype, arch]) for arch in archs]
@@ -220,6 +219,7 @@ def table(listing: dict, outcomes: list[Outcome], emulator: str) -> str:
     lines += ["", "## Kernels that were not run", ""]
     run = {(one.arch, symbol) for one in outcomes for symbol in one.symbols}
     missing = [entry for entry in listing["kernels"] if entry["arch"] in archs]
+    missing = [entry for entry in missing if not entry["operators"] or {*operators} & {*entry["operators"]}]
     missing = [entry for entry in missing if (entry["arch"], entry["symbol"]) not in run]
     lines += sorted(_missing_lines(missing)) or ["None."]
     return "\n".join(lines) + "\n"
@@ -265,6 +265,7 @@ def main() -> None:
     parser.add_argument("--kernels", type=Path, help="a kernels.json; by default the sources' own, built if need be")
     parser.add_argument("--arch", nargs="+", choices=ARCHS, default=ARCHS)
     parser.add_argument("--op", nargs="+", help="operators, as BiasAdd; all by default")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where to write the table")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=[*DTYPES])
     parser.add_argument("--small", type=int, default=20_000, help="run all calls up to this cost")
     parser.add_argument("--largest", type=int, default=2_000_000, help="no call of a higher cost")
@@ -280,7 +281,7 @@ def main() -> None:
     for name in options.op or operators:
         if name not in operators:
             raise SystemExit(f"no operator {name}: there are {', '.join(operators)}")
-    wanted = set(options.op or operators)
+    wanted = options.op or list(operators)
     calls = [call for call in listing["calls"] if call["operator"] in wanted and call["dtype"] in options.dtype]
     for arch in options.arch:
         machine = Machine(listing, arch, emulator)
@@ -294,9 +295,10 @@ def main() -> None:
             with log.open("a") as file:
                 file.write(json.dumps(asdict(outcome)) + "\n")
     outcomes = _outcomes(listing, emulator, _read(log, emulator))
-    RESULTS.write_text(table(listing, outcomes, emulator.version))
+    outcomes = [one for one in outcomes if one.operator in wanted]
+    options.out.write_text(table(listing, outcomes, emulator.version, wanted))
     faults = sum(bool(one.fault) for one in outcomes)
-    print(f"{RESULTS}: {len(outcomes)} calls, {faults} faults or gaps")
+    print(f"{options.out}: {len(outcomes)} calls, {faults} faults or gaps")
 
 
 def _read(log: Path, emulator: Emulator) -> dict[tuple[str, ...], Outcome]:

@@ -5,27 +5,23 @@
 CHECKOUT is ComfyUI's source, 0.33.0 or later, of which nothing is changed: models, nodes and pictures lie in a
 temporary folder. Its requirements must be installed beside sd-ort (einops, torchsde, comfy-aimdo, comfy-kitchen,
 aiohttp, av, ...; torchvision and torchaudio may be missing, they are stubbed). The demo model is optimized for the CPU,
-with a ControlNet and two LoRAs of made-up weights, and every workflow of sd_ort/hosts/comfyui/workflows is run. Text to
-image, image to image, ControlNet and two LoRAs must draw what our own pipelines draw from the same noise (PSNR of the
-8-bit pictures at least 40 dB); inpainting must keep what its mask leaves; a latent is enlarged and drawn over. Then
-steps are timed inside ComfyUI's sampler and in our own loop, in turn.
+with a ControlNet and two LoRAs of made-up weights, and every workflow of sd_ort/hosts/comfyui/workflows is run; text to
+image also on a small SDXL of random weights. All but the latent upscaling must draw what our own pipelines draw from
+the same noise (PSNR of the 8-bit pictures at least 40 dB). Inpainting is held against the same steps with the latents
+outside its mask put back exactly: pixels there are no measure, since the VAE decodes all of a picture at once. A latent
+is enlarged and drawn over. Then steps are timed inside ComfyUI's sampler and in our own loop, in turn.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
+import importlib
 import json
+import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
-import types
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,125 +30,41 @@ import click
 import diffusers
 import numpy as np
 import torch
+from comfyui_expected import (
+    GUIDANCE,
+    MODEL,
+    PROMPT,
+    SEED,
+    SIDE,
+    euler,
+    ours,
+    ours_from_picture,
+    ours_inpainted,
+    psnr,
+)
+from comfyui_host import as_prompt, run, start
+from findings import report
 from PIL import Image
 from safetensors.torch import save_file
 
-from sd_ort import StableDiffusionPipeline, demo
+from sd_ort import StableDiffusionPipeline
+from sd_ort.demo import scenes
 from sd_ort.export.exporter import export
-from sd_ort.hosts.diffusers import accelerate
 from sd_ort.hosts.install import install_folder
 from sd_ort.hosts.installers import CONTENT, HERE
 from sd_ort.hosts.models import HostModels
 from sd_ort.optimize.optimizer import optimize
-from sd_ort.runtime import machine
 
 WORKFLOWS = HERE / "comfyui" / "workflows"
-PROMPT, SEED, STEPS, GUIDANCE, SIDE = "a red circle on a blue background", 7, 10, 3.0, 128
+SCENE = "a yellow circle above a green square on a blue background"
 MIN_PSNR = 40.0
-MODEL = Path(demo.__file__).parent / "model"
-
-
-# --- ComfyUI without its server -------------------------------------------------------------------------------------
-
-
-class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """torchvision and torchaudio where they are missing: modules of which every name is an empty class."""
-
-    NAMES = ("torchvision", "torchaudio")
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.split(".")[0] not in self.NAMES:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        class Stub(types.ModuleType):
-            def __getattr__(self, name: str) -> Any:
-                if name.startswith("__"):
-                    raise AttributeError(name)
-                return type(name, (), {})
-
-        return Stub(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__dict__["__version__"] = "0"
-
-
-class Server:
-    """What the executor would tell a browser."""
-
-    client_id = None
-    last_node_id = None
-    last_prompt_id = None
-    sockets_metadata: dict[str, Any] = {}  # noqa: RUF012 (ComfyUI reads it)
-
-    def send_sync(self, event: str, data: Any, sid: Any = None) -> None:
-        """Nobody listens."""
-
-
-def start(checkout: Path, base: Path) -> Any:
-    """Import ComfyUI from its checkout, on the CPU, with models, custom nodes and pictures below `base`."""
-    if not (checkout / "execution.py").is_file():
-        raise click.ClickException(f"{checkout} is no checkout of ComfyUI: it has no execution.py.")
-    if missing := [name for name in Stubs.NAMES if importlib.util.find_spec(name) is None]:
-        click.echo(f"stubbed: {', '.join(missing)}")
-        sys.meta_path.insert(0, Stubs())
-    sys.path.insert(0, str(checkout))
-    sys.argv = sys.argv[:1]
-    cli_args = importlib.import_module("comfy.cli_args")
-    cli_args.args.cpu, cli_args.args.base_directory = True, str(base)
-    try:
-        nodes, execution = importlib.import_module("nodes"), importlib.import_module("execution")
-    except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"ComfyUI needs {error.name}: pip install -r {checkout}/requirements.txt."
-        ) from error
-    asyncio.run(nodes.load_custom_node(str(base / "custom_nodes" / "sd_ort_nodes")))
-    if "SdOrtLoadModel" not in nodes.NODE_CLASS_MAPPINGS:
-        raise click.ClickException("ComfyUI did not load our nodes: see its log above.")
-    return nodes, execution
-
-
-def as_prompt(workflow: dict[str, Any]) -> dict[str, Any]:
-    """A workflow of the editor as what its server is sent: node -> class and inputs."""
-    links = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
-    prompt = {}
-    for node in workflow["nodes"]:
-        values, inputs = iter(node["widgets_values"]), {}
-        for given in node["inputs"]:
-            if "widget" in given:
-                inputs[given["name"]] = next(values)
-                if given["name"] == "seed":
-                    next(values)  # what happens to it after a run
-            elif given["link"] is not None:
-                inputs[given["name"]] = links[given["link"]]
-        prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
-    return prompt
-
-
-def run(execution: Any, prompt: dict[str, Any], output: Path) -> np.ndarray:
-    """The picture (H, W, 3), uint8, that a prompt saves, by ComfyUI's own check and executor."""
-    before = set(output.rglob("*.png"))
-    name, server = str(uuid.uuid4()), Server()
-    valid, error, outputs, why = asyncio.run(execution.validate_prompt(name, prompt, None))
-    if not valid:
-        raise click.ClickException(f"ComfyUI refuses the workflow: {error} {why}")
-    arguments = {"lru": 0, "ram": 0, "ram_inactive": 0}
-    executor = execution.PromptExecutor(server, cache_type=execution.CacheType.CLASSIC, cache_args=arguments)
-    executor.execute(prompt, name, {}, outputs)
-    if not executor.success:
-        failed = [data for event, data in executor.status_messages if event == "execution_error"]
-        reasons = "; ".join(f"{data['node_type']}: {data['exception_message'].strip()}" for data in failed)
-        raise click.ClickException(f"ComfyUI's executor failed: {reasons}")
-    (made,) = set(output.rglob("*.png")) - before
-    return np.asarray(Image.open(made).convert("RGB"))
 
 
 # --- What it works on -----------------------------------------------------------------------------------------------
 
 
 def prepare(base: Path) -> None:
-    """Folders of the demo model with and without a ControlNet, two LoRAs, pictures, and our nodes, below `base`."""
+    """Folders of the demo model with and without a ControlNet, a small SDXL, two LoRAs, and pictures, below `base`."""
     generator = torch.Generator().manual_seed(0)
     unet = diffusers.UNet2DConditionModel.from_pretrained(MODEL / "unet")
     net = diffusers.ControlNetModel.from_unet(unet, conditioning_channels=3)
@@ -160,9 +72,13 @@ def prepare(base: Path) -> None:
         if not parameter.any():  # its last layers begin at zero: a ControlNet that does nothing proves nothing
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.02
     net.save_pretrained(base / "net")
-    for name, controlnet in (("demo", None), ("demo-controlnet", str(base / "net"))):
-        source = str(MODEL) if controlnet else "demo"
-        export(source, base / "raw" / name, exporter="torchscript", controlnet=controlnet)
+    models: dict[str, dict[str, Any]] = {
+        "demo": {"model": "demo"},
+        "demo-controlnet": {"model": str(MODEL), "controlnet": str(base / "net")},
+        "sdxl-tiny": {"model": None, "preset": "sdxl-tiny", "random_weights": True},
+    }
+    for name, source in models.items():
+        export(out=base / "raw" / name, exporter="torchscript", **source)
         optimize(base / "raw" / name, base / "models" / "sd_ort" / name, target="cpu")
     (base / "models" / "loras").mkdir()
     weights = {"unet": unet.state_dict()}
@@ -184,81 +100,13 @@ def prepare(base: Path) -> None:
         lora[f"{key}.lora_down.weight"] = torch.randn(4, 128, generator=generator) * 0.1
         lora[f"{key}.lora_up.weight"] = torch.randn(128, 4, generator=generator) * 0.1
         save_file(lora, base / "models" / "loras" / f"{name}.safetensors")
-    y, x = np.mgrid[:SIDE, :SIDE]
-    pixels = np.stack([2 * x, 2 * y, 255 - x - y], -1).clip(0, 255).astype(np.uint8)
+    scene = scenes.parse(SCENE)
+    pixels = scenes.render(scene, scenes.layout(scene, random.Random(0)))
     (base / "input").mkdir()
     Image.fromarray(pixels).save(base / "input" / "picture.png")
     alpha = np.full((SIDE, SIDE), 255, np.uint8)
     alpha[: SIDE // 2] = 0  # ComfyUI draws where a picture is transparent
     Image.fromarray(np.dstack([pixels, alpha])).save(base / "input" / "masked.png")
-    install_folder(base / "custom_nodes" / "sd_ort_nodes", CONTENT["comfyui"]())
-
-
-# --- The same pictures from our own pipelines -----------------------------------------------------------------------
-
-
-def euler(folder: Path) -> Any:
-    """diffusers' scheduler of ComfyUI's sampler `euler` with its scheduler `normal`."""
-    config = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
-    return diffusers.EulerDiscreteScheduler.from_config(config, timestep_spacing="linspace")
-
-
-def ours(folder: Path, **more: Any) -> np.ndarray:
-    """Text to image by `StableDiffusionPipeline`, from the noise that ComfyUI begins with; uint8."""
-    loras = more.pop("loras", {})
-    scheduler = euler(folder)
-    pipeline = StableDiffusionPipeline.from_pretrained(folder, scheduler=scheduler)
-    for path in loras:
-        pipeline.load_lora_weights(path, path.stem)
-    if loras:
-        pipeline.set_adapters([path.stem for path in loras], list(loras.values()))
-    scheduler.set_timesteps(STEPS)
-    top = float(scheduler.sigmas[0])
-    noise = torch.randn((1, 4, SIDE // 8, SIDE // 8), generator=torch.Generator().manual_seed(SEED))
-    # ComfyUI begins with sqrt(1 + sigma^2) of the noise, diffusers' euler at these timesteps with sigma of it.
-    arguments = {"num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "height": SIDE, "width": SIDE}
-    start = noise * (1 + top**2) ** 0.5 / top
-    drawn = pipeline(PROMPT, latents=start, output_type="np", progress=False, **arguments, **more).images
-    return eight_bits(drawn[0])
-
-
-def ours_from_picture(folder: Path, picture: Image.Image) -> np.ndarray:
-    """Image to image on the same components, from the mean of the picture's latents, as ComfyUI encodes; uint8."""
-    torchs = diffusers.StableDiffusionImg2ImgPipeline.from_pretrained(
-        MODEL, safety_checker=None, requires_safety_checker=False, feature_extractor=None
-    )
-    pipeline = accelerate(torchs, folder, provider="cpu")
-    pipeline.scheduler = euler(folder)
-    pixels = torch.from_numpy(np.asarray(picture, np.float32) / 127.5 - 1).permute(2, 0, 1)[None]
-    moments = HostModels(folder, "cpu").run("vae_encoder", sample=pixels)["latent_parameters"]
-    latents = moments.chunk(2, 1)[0] * pipeline.vae.config.scaling_factor
-    generator = torch.Generator().manual_seed(SEED)
-    drawn = pipeline(
-        PROMPT, image=latents, strength=0.5, num_inference_steps=STEPS, guidance_scale=GUIDANCE, generator=generator,
-        output_type="np",
-    ).images  # fmt: skip
-    return eight_bits(drawn[0])
-
-
-def there_and_back(folder: Path, picture: Image.Image) -> np.ndarray:
-    """The picture through the VAE and back; uint8."""
-    models = HostModels(folder, "cpu")
-    pixels = torch.from_numpy(np.asarray(picture, np.float32) / 127.5 - 1).permute(2, 0, 1)[None]
-    latents = models.run("vae_encoder", sample=pixels)["latent_parameters"].chunk(2, 1)[0]
-    decoded = models.run("vae_decoder", latent_sample=latents)["sample"][0].permute(1, 2, 0).numpy()
-    return eight_bits((decoded / 2 + 0.5).clip(0, 1))
-
-
-def eight_bits(picture: np.ndarray) -> np.ndarray:
-    """As ComfyUI saves pictures."""
-    return (255.0 * picture).clip(0, 255).astype(np.uint8)
-
-
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    """dB between two 8-bit pictures, of which the second must not be flat."""
-    assert a.shape == b.shape, f"{a.shape} and {b.shape}"
-    assert b.std() > 10, "a flat picture proves nothing"
-    return float(10 * np.log10(255**2 / max(np.mean((a.astype(float) - b) ** 2), 1e-6)))
 
 
 # --- Time a step ----------------------------------------------------------------------------------------------------
@@ -316,6 +164,15 @@ def step_times(nodes: Any, folder: Path, side: int, rounds: int, steps: int = 12
 # --- All of it ------------------------------------------------------------------------------------------------------
 
 
+def with_model(prompt: dict[str, Any], model: str) -> dict[str, Any]:
+    """The same workflow with another model of ours."""
+    made: dict[str, Any] = json.loads(json.dumps(prompt))
+    for node in made.values():
+        if node["class_type"] == "SdOrtLoadModel":
+            node["inputs"]["model"] = model
+    return made
+
+
 @contextlib.contextmanager
 def workplace(given: Path | None) -> Iterator[Path]:
     """A temporary folder, or the one given, which is kept."""
@@ -337,12 +194,13 @@ def main(comfyui: Path, out: Path | None, work: Path | None, rounds: int, side: 
     """Run the example workflows in ComfyUI and compare their pictures with our own pipelines'."""
     torch.set_num_threads(1)
     with workplace(work) as base:
-        if not (base / "custom_nodes").is_dir():
+        if not (base / "input").is_dir():
             prepare(base)
         install_folder(base / "custom_nodes" / "sd_ort_nodes", CONTENT["comfyui"]())
         nodes, execution = start(comfyui.absolute(), base)
         folders, loras = base / "models" / "sd_ort", base / "models" / "loras"
         picture = Image.open(base / "input" / "picture.png")
+        upper = np.repeat(np.arange(SIDE // 8)[:, None] < SIDE // 16, SIDE // 8, axis=1)
         expected = {
             "text_to_image": lambda: ours(folders / "demo"),
             "image_to_image": lambda: ours_from_picture(folders / "demo", picture),
@@ -352,27 +210,21 @@ def main(comfyui: Path, out: Path | None, work: Path | None, rounds: int, side: 
             "controlnet": lambda: ours(
                 folders / "demo-controlnet", control_image=picture, controlnet_conditioning_scale=0.7
             ),
+            "inpainting": lambda: ours_inpainted(folders / "demo", picture, upper),
+            "sdxl": lambda: ours(folders / "sdxl-tiny", negative_prompt=""),
         }
-        pictures = {
-            path.stem: run(execution, as_prompt(json.loads(path.read_text())), base / "output")
-            for path in sorted(WORKFLOWS.glob("*.json"))
-        }
+        prompts = {path.stem: as_prompt(json.loads(path.read_text())) for path in sorted(WORKFLOWS.glob("*.json"))}
+        prompts["sdxl"] = with_model(prompts["text_to_image"], "sdxl-tiny")
+        pictures = {name: run(execution, prompt, base / "output") for name, prompt in prompts.items()}
         found = {name: round(psnr(pictures[name], make()), 1) for name, make in expected.items()}
         differs = {
-            name: round(psnr(pictures[name], pictures["text_to_image"]), 1) for name in ("two_loras", "controlnet")
+            name: round(psnr(pictures[name], pictures["text_to_image"]), 1)
+            for name in ("two_loras", "controlnet", "inpainting")
         }
-        there = there_and_back(folders / "demo", picture)
-        lower = slice(SIDE * 3 // 4, None)  # well below the mask, whose edge the VAE smears
-        kept = psnr(pictures["inpainting"][lower], there[lower])
-        drawn = psnr(pictures["inpainting"][: SIDE // 2], there[: SIDE // 2])
         findings = {
-            "machine": machine.machine(),
-            "versions": machine.versions(),
-            "commit": machine.commit(),
             "ComfyUI": importlib.import_module("comfyui_version").__version__,
             "PSNR to our own pipelines, dB": found,
             "PSNR to text to image without them, dB": differs,
-            "inpainting": {"kept, dB": round(kept, 1), "drawn over, dB": round(drawn, 1)},
             "latent upscale": list(pictures["latent_upscale"].shape),
             "times": step_times(nodes, folders / "demo", side, rounds) if rounds else None,
         }
@@ -381,16 +233,11 @@ def main(comfyui: Path, out: Path | None, work: Path | None, rounds: int, side: 
             (base / "compared").mkdir()
             for name, made in pictures.items():
                 Image.fromarray(made).save(base / "compared" / f"{name}.png")
-    text = json.dumps(findings, indent=1)
-    click.echo(text)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text + "\n")
+    report("Our nodes in ComfyUI, headless on a CPU", "scripts/checks/comfyui.py --comfyui CHECKOUT", findings, out)
     assert all(value >= MIN_PSNR for value in found.values()), f"below {MIN_PSNR} dB"
     assert all(value < MIN_PSNR for value in differs.values()), (
-        "a LoRA or ControlNet that changes nothing proves nothing"
+        "a LoRA, ControlNet or mask that changes nothing proves nothing"
     )
-    assert kept > drawn + 10, "the mask was not kept"
     assert pictures["latent_upscale"].shape == (SIDE * 3 // 2, SIDE * 3 // 2, 3)
 
 

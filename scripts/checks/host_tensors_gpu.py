@@ -19,7 +19,6 @@ On a CPU, where nothing is shared, the same code runs over torch's memory there.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,12 @@ import click
 import diffusers
 import numpy as np
 import torch
+from findings import report
 
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.core.metrics import psnr
 from sd_ort.hosts.diffusers import OrtTextEncoder, OrtUNet, OrtVae
 from sd_ort.hosts.models import HostModels
-from sd_ort.runtime import machine
 
 PROMPTS = ("a red circle on a blue background", "a small green square left of a yellow triangle on a white background")
 SIZE = {"num_inference_steps": demo.STEPS, "guidance_scale": demo.GUIDANCE, "height": demo.HEIGHT, "width": demo.WIDTH}
@@ -174,19 +173,9 @@ def main(folder: Path, provider: str, count: int, out: Path | None) -> None:
     """Compare pictures and calls."""
     with torch.no_grad():
         drawn, called = pictures(folder, provider), calls(folder, provider, count)
-    found = {
-        "machine": machine.machine(),
-        "versions": machine.versions(),
-        "commit": machine.commit(),
-        "provider": provider,
-        "PSNR to our own call, dB": drawn,
-        "UNet calls, largest difference": called,
-    }
-    text = json.dumps(found, indent=1)
-    click.echo(text)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text + "\n")
+    found = {"PSNR to our own call, dB": drawn, "UNet calls, largest difference": called}
+    command = "scripts/checks/host_tensors_gpu.py FOLDER"
+    report("Hosts' tensors shared with ONNX Runtime, and not", command, found, out, provider=provider)
     not_here = called.pop("inputs not on the device")
     wrong = [name for name, value in drawn.items() if "float32" in name and value < MIN_PSNR]
     wrong += [name for name, value in called.items() if not value <= MAX_OFF]

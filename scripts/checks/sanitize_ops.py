@@ -27,6 +27,7 @@ from onnx import helper
 
 from custom_ops import CPU_OPERATORS
 from custom_ops.op import Case, Operator, draw, load
+from sd_ort.runtime.machine import commit, machine, versions
 
 SOURCES = Path(__file__).resolve().parents[2] / "custom_ops"
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-sanitize=vptr -fno-omit-frame-pointer -g1 -O1"
@@ -160,6 +161,7 @@ def main() -> None:
     if options.library:
         run_all(options.library, options.operators, options.nodes)
         return
+    print(f"{machine()}\n{versions()}, commit {commit()}", flush=True)
     compiler = os.environ.get("CXX", "g++")
     preloaded = [
         subprocess.check_output([compiler, f"-print-file-name={name}"], text=True).strip()

@@ -1,20 +1,25 @@
-"""The names and arguments of a WebUI that our extension relies on, looked up in its sources.
+"""Our extension in a WebUI's sources: what it relies on is looked up there and, with a folder, it is run in them.
 
-    python scripts/checks/webui.py --webui CHECKOUT [--webui CHECKOUT ...]
+    python scripts/checks/webui.py --webui CHECKOUT [--webui CHECKOUT ...] [--folder FOLDER] [--out FILE.json]
 
-CHECKOUT is the source of AUTOMATIC1111's WebUI, its AMD fork, Forge or reForge. Nothing of it is run or imported: its
-files are parsed, and each line of the table that is not found is said. tests/hosts/test_webui.py runs the extension
-against these interfaces.
+CHECKOUT is the source of AUTOMATIC1111's WebUI, its AMD fork or Forge. Its files are parsed, and each line of the
+table that is not found is said. FOLDER is the demo model, optimized for the CPU: with it webui_run.py hooks the
+extension into the modules of each checkout, in a process of its own, and calls it as they do. No page, no sampler and
+no VAE of the host is run. tests/hosts/test_webui.py runs the extension against these interfaces as recorded.
 """
 
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
+from findings import report
 
 Wanted = dict[str, dict[str, list[str] | None]]
 
@@ -107,12 +112,43 @@ def check(checkout: Path) -> list[str]:
     return missing
 
 
+def ran(checkout: Path, folder: Path) -> dict[str, Any]:
+    """What the extension did inside of the checkout's modules. Raises ClickException when they, or it, failed."""
+    script = Path(__file__).with_name("webui_run.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(checkout.absolute()), str(folder.absolute())],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise click.ClickException(f"{checkout}: {done.stderr.strip().splitlines()[-1]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def wrong(found: dict[str, Any]) -> list[str]:
+    """What is not as it must be: our UNet draws what the host's draws, and where it refuses, the host's draws."""
+    limits = {"off": 1e-4, "refused, off": 0.0, "let go, off": 0.0, "host's UNet called": 0}
+    bad = [name for name, limit in limits.items() if found.get(name, 0) > limit]
+    return bad + [name for name in ("host's UNet called then",) if found[name] != 1]
+
+
 @click.command()
 @click.option("--webui", "checkouts", type=click.Path(path_type=Path, exists=True), multiple=True, required=True)
-def main(checkouts: tuple[Path, ...]) -> None:
-    """Look up in CHECKOUTs what our extension relies on."""
-    missing = [check(checkout) for checkout in checkouts]
-    sys.exit(any(missing))
+@click.option("--folder", type=click.Path(path_type=Path, exists=True), help="The demo model, optimized for the CPU.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write the findings here, .json and .md.")
+def main(checkouts: tuple[Path, ...], folder: Path | None, out: Path | None) -> None:
+    """Look up in CHECKOUTs what our extension relies on, and run it there."""
+    found: dict[str, Any] = {}
+    bad = []
+    for checkout in checkouts:
+        missing = check(checkout)
+        done = ran(checkout, folder) if folder else {}
+        found[checkout.name] = {"missing": missing, **done}
+        bad += [*missing, *(wrong(done) if done else [])]
+    if folder:
+        report("The WebUI extension in the hosts' own modules", "scripts/checks/webui.py", found, out)
+    if bad:
+        raise click.ClickException("; ".join(bad))
 
 
 if __name__ == "__main__":

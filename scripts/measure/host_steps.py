@@ -10,7 +10,6 @@ picture over its steps, median of the rounds; the ratio to ours is the median of
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -24,10 +23,10 @@ import torch
 
 from sd_ort import StableDiffusionPipeline
 from sd_ort.core.metrics import psnr
-from sd_ort.runtime import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checks"))
 
+from findings import report
 from host_tensors_gpu import in_diffusers, models_of
 
 PROMPT = "a red circle on a blue background"
@@ -67,13 +66,6 @@ def main(folder: Path, provider: str, steps: int, rounds: int, side: int | None,
             seconds[name].append(time.perf_counter() - started)
     own_seconds, hosts = seconds["sd-ort"], list(draws)[1:]
     found = {
-        "machine": machine.machine(),
-        "versions": machine.versions(),
-        "commit": machine.commit(),
-        "folder": folder.name,
-        "provider": provider,
-        "pixels": side,
-        "steps": steps,
         "ms a step of a whole picture": {n: round(1e3 * statistics.median(s) / steps, 3) for n, s in seconds.items()},
         "of ours": {
             name: round(statistics.median(b / a for a, b in zip(own_seconds, seconds[name], strict=True)), 3)
@@ -81,11 +73,8 @@ def main(folder: Path, provider: str, steps: int, rounds: int, side: int | None,
         },
         "PSNR to our picture, dB": {name: round(psnr(pictures[name], pictures["sd-ort"]), 1) for name in hosts},
     }
-    text = json.dumps(found, indent=1)
-    click.echo(text)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text + "\n")
+    about = {"folder": folder.name, "provider": provider, "pixels": side, "steps": steps}
+    report("diffusers' loop on our components", "scripts/measure/host_steps.py FOLDER", found, out, **about)
 
 
 if __name__ == "__main__":

@@ -70,13 +70,10 @@ class PlainReplica:
 class Loaded:
     """A replica that stays loaded from one dispatcher to the next; `seconds` of each batch it drew."""
 
+    name: str
     replica: Replica
     model: Model
     seconds: list[float] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.replica.name
 
     async def start(self) -> Model:
         return self.model
@@ -126,8 +123,8 @@ async def images_a_second(replicas: Sequence[Replica], pictures: Sequence[Pictur
 
 async def measured(replicas: Sequence[Replica], given: argparse.Namespace, settings: Settings) -> list[dict[str, Any]]:
     """One row for each batch size and number of replicas."""
-    loaded = [Loaded(replica, model) for replica, model in zip(
-        replicas, await asyncio.gather(*(replica.start() for replica in replicas)), strict=True)]  # fmt: skip
+    models = await asyncio.gather(*(replica.start() for replica in replicas))
+    loaded = [Loaded(replica.name, replica, model) for replica, model in zip(replicas, models, strict=True)]
     rows = []
     for batch in given.batch:
         each = -(-given.images // batch) * batch  # images of a replica

@@ -12,6 +12,18 @@ import click
 from sd_ort.runtime.provider_records import PROVIDERS
 
 
+class Devices(click.ParamType):
+    """Numbers of devices, such as 0,1."""
+
+    name = "devices"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        try:
+            return tuple(int(number) for number in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} are no numbers of devices: write 0,1.", param, ctx)
+
+
 @click.command()
 @click.argument("prompt", required=False)
 @click.option(
@@ -49,6 +61,13 @@ from sd_ort.runtime.provider_records import PROVIDERS
 @click.option("--replicas", type=click.IntRange(1), help="Draw with so many replicas on the CPU, or on one GPU.")
 @click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")
 @click.option("--graph/--no-graph", default=None, help="Capture the UNet as a GPU graph [default: where it can be].")
+@click.option(
+    "--split-guidance", type=Devices(), metavar="A,B", help="Predict one half of guidance on each of two devices: 0,1."
+)
+@click.option("--unet-on", type=Devices(), metavar="A,B,...", help="Spread a large UNet over devices: 0,1.")
+@click.option(
+    "--decode-on", type=click.IntRange(0), metavar="N", help="Decode on device N while the next batch is drawn."
+)
 @click.option("--low-memory", is_flag=True, help="Keep one component in memory at a time.")
 @click.option("--vae-tiling", is_flag=True, help="Decode large images in overlapping tiles.")
 @click.option("--vae-slicing", is_flag=True, help="Decode the images of a batch one by one.")
@@ -122,13 +141,14 @@ def command(
         scheduler=type(pipeline.scheduler).__name__, loras=", ".join(loras) or None,
         embeddings=", ".join(words) or None, **changing,
     )  # fmt: skip
-    for start in range(0, num_images, batch):
-        part = seeds[start : start + batch]
-        images = pipeline(
-            prompt, height=height, width=width, num_inference_steps=steps, guidance_scale=guidance,
-            negative_prompt=negative, num_images_per_prompt=len(part), generator=list(part), **given,
-        ).images  # fmt: skip
-        for drawn, image_seed, path in zip(images, part, paths[start:], strict=False):
+    alike = {
+        "prompt": prompt, "height": height, "width": width, "num_inference_steps": steps, "guidance_scale": guidance,
+        "negative_prompt": negative, **given,
+    }  # fmt: skip
+    parts = [seeds[start : start + batch] for start in range(0, num_images, batch)]
+    calls = ({**alike, "num_images_per_prompt": len(part), "generator": list(part)} for part in parts)
+    for number, output in enumerate(pipeline.draw_each(calls)):
+        for drawn, image_seed, path in zip(output.images, parts[number], paths[number * batch :], strict=False):
             save_png(drawn, path, {**settings, "seed": str(image_seed)}, overwrite=overwrite)
             click.echo(path)
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 LOADING = ("scheduler", "provider", "allow_fallback", "graph", "low_memory", "vae_tiling", "vae_slicing")
-PICTURES = ("image", "mask", "strength", "control_image")
+ONE_PROMPT = ("image", "mask", "strength", "control_image", "split_guidance", "unet_on", "decode_on")
 
 
 def prepare(loras: tuple[str, ...], words: tuple[str, ...], pipeline: Any) -> None:
@@ -29,7 +29,7 @@ def draw_list(options: Mapping[str, Any]) -> None:
     from sd_ort.core.files import write_bytes
     from sd_ort.serving import prompts
 
-    for name in PICTURES:
+    for name in ONE_PROMPT:
         if options[name] is not None:
             raise InputError(f"--{name.replace('_', '-')} is for one prompt, without --gpus and --replicas.")
     openings, asked = what_is_asked(options)

@@ -24,12 +24,18 @@ class Config(dict[str, Any]):
 
 
 def component_config(folder: Path, component: str, *, required: bool = False) -> dict[str, Any]:
-    """config.json of a component, or {} when its folder has none and it is not `required`.
+    """config.json of a component; when its folder has none, {} or, if it is `required`, what its graph shows
+    (`family.guessed`).
 
-    Raises InputError for one that is damaged.
+    Raises InputError for one that is damaged, and for a graph that does not show what is needed.
     """
     path = folder / component / "config.json"
-    return read_config(path) if required or path.is_file() else {}
+    if path.is_file() or not required:
+        return read_config(path) if path.is_file() else {}
+    from sd_ort.family.guessed import guessed_configs
+
+    found = guessed_configs(folder)
+    return _checked(path, found[component], CONFIG) if component in found else read_config(path)
 
 
 def config_beside(model: Path) -> dict[str, Any]:

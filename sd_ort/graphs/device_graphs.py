@@ -20,6 +20,7 @@ import onnx
 from sd_ort.graphs import sampling_step
 
 OPSET = 18
+SIDES = ("negative", "positive")  # of classifier-free guidance, in the order of their rows
 TYPES = {"float32": "float", "float16": "float16", "int64": "int64", "int32": "int32"}
 
 
@@ -73,7 +74,8 @@ class Between:
     before the first step, with nothing predicted yet. `guided`: classifier-free guidance of 2B rows. `rescaled`: it
     keeps some of the positive prediction's deviation (Lin et al., 2023, section 3.4). `draws`: whether the schedule has
     random numbers. `channels`: whether constant channels go behind the latents'. `kept`: whether a mask keeps a
-    picture. `controls`: of each ControlNet the dtype of its scale.
+    picture. `controls`: of each ControlNet the dtype of its scale. `split`: the two sides of guidance are predicted
+    apart.
     """
 
     sample: np.dtype
@@ -87,6 +89,7 @@ class Between:
     channels: bool = False
     kept: bool = False
     controls: tuple[np.dtype, ...] = ()
+    split: bool = False
 
 
 def between(what: Between) -> bytes:
@@ -95,8 +98,8 @@ def between(what: Between) -> bytes:
     Inputs, B images of (C, h, w) latents, T steps, S draws, float32 where no other type is named:
         history (1 + T + S, B, C, h, w): first latents, predictions, draws;  index (1,) int64: steps made
         weights (T + 1, 1 + T + S);  scales, timesteps (T + 1,);  place (T + 1, rows) int64, every_<name> (.., ...)
-        before the first step: start (B, C, h, w), draws (S, B, C, h, w); else noise (rows, C, h, w) in the UNet's type,
-        positions (1 + T + S,) int64: 0, 1, ...,
+        before the first step: start (B, C, h, w), draws (S, B, C, h, w); else noise (rows, C, h, w) in the UNet's type
+        (with `split` negative_noise and positive_noise of B rows each), positions (1 + T + S,) int64: 0, 1, ...,
         guidance (1,), with `rescaled` rescale (1,), and with `kept` picture, picture_noise (B, C, h, w),
         mask (B, 1, h, w), kept_picture and kept_noise (T + 1,): outside the mask the latents of step i are
         kept_picture[i] picture + kept_noise[i] noise
@@ -141,7 +144,7 @@ def between(what: Between) -> bytes:
         inputs.append("float[b,k,h,w] channels")
         lines.append("wide = Concat <axis = 1> (scaled, channels)")
         rows = "wide"
-    if what.guided:
+    if what.guided and not what.split:
         lines.append(f"twice = Concat <axis = 0> ({rows}, {rows})")
         rows = "twice"
     lines.append(f"sample = {_cast(what.sample)} ({rows})")
@@ -188,13 +191,20 @@ def _start(what: Between, inputs: list[str]) -> list[str]:
 
 def _record(what: Between, inputs: list[str]) -> list[str]:
     """history_out and index_out after a step: its prediction, guided, takes its place."""
-    inputs += [f"{_type(what.sample)}[rows,c,h,w] noise", "int64[n] positions"]
-    lines = ["prediction = Cast <to = 1> (noise)"]
-    if what.guided:
-        inputs.append("float[1] guidance")
+    noise = [f"{side}_noise" for side in SIDES] if what.split else ["noise"]
+    inputs += ["int64[n] positions", *(f"{_type(what.sample)}[rows,c,h,w] {name}" for name in noise)]
+    if what.split:
+        lines = [f"{side} = Cast <to = 1> ({name})" for side, name in zip(SIDES, noise, strict=True)]
+    elif what.guided:
         lines = [
             "wide_noise = Cast <to = 1> (noise)",
             "negative, positive = Split <axis = 0, num_outputs = 2> (wide_noise)",
+        ]
+    else:
+        lines = ["prediction = Cast <to = 1> (noise)"]
+    if what.guided:
+        inputs.append("float[1] guidance")
+        lines += [
             "difference = Sub (positive, negative)",
             "push = Mul (guidance, difference)",
             f"{'guided' if what.rescaled else 'prediction'} = Add (negative, push)",

@@ -72,7 +72,7 @@ def join(folder: Path) -> ir.Model:
     named = {str(v.name): v for part in parts.values() for v in part.graph.inputs}
     made = {str(v.name) for part in parts.values() for v in part.graph.outputs}
     order = [name for name in ("sample", TIMESTEP, *sorted(PROMPT_INPUTS), *named) if name in named]
-    inputs = {name: _like(named[name]) for name in dict.fromkeys(order) if name not in made}
+    inputs = {name: like(named[name]) for name in dict.fromkeys(order) if name not in made}
     inputs[TIMESTEP].shape = ir.Shape([1])
     graph = ir.Graph(
         list(inputs.values()), [], nodes=[], opset_imports=dict(step.graph.opset_imports), name=step.graph.name
@@ -100,7 +100,7 @@ def _levels(graph: ir.Graph) -> dict[str, int]:
     values: dict[ir.Value, int] = {value: by_input[str(value.name)] for value in graph.inputs}
     levels: dict[str, int] = {}
     for node in graph:
-        level = max((values.get(v, ANYWHERE) for v in _reads(node)), default=ANYWHERE)
+        level = max((values.get(v, ANYWHERE) for v in reads(node)), default=ANYWHERE)
         if _is_batch_size(node, graph):
             level = ANYWHERE
         levels |= {_key(n): level for n in (node, *_inner(node))}
@@ -117,12 +117,12 @@ def _key(node: ir.Node) -> str:
     return str(node.outputs[0].name)
 
 
-def _reads(node: ir.Node) -> list[ir.Value]:
+def reads(node: ir.Node) -> list[ir.Value]:
     """All values a node depends on, those that its subgraphs take from outside included."""
     found = [value for value in node.inputs if value is not None]
     for graph in subgraphs(node):
         own = {output for inner in graph for output in inner.outputs} | set(graph.inputs)
-        found += [v for inner in graph for v in _reads(inner) if v not in own and v.producer() is not None]
+        found += [v for inner in graph for v in reads(inner) if v not in own and v.producer() is not None]
         found += [v for v in graph.outputs if v not in own]
     return found
 
@@ -170,13 +170,13 @@ def _part(model: ir.Model, levels: dict[str, int], level: int) -> ir.Model:
     sample = next(v for v in graph.inputs if v.name == "sample")
     batch = sample.shape[0] if sample.shape is not None else None
     mine = [node for node in graph if levels[_key(node)] == level]
-    read = [v for node in mine for v in _reads(node)] + (list(graph.outputs) if level == STEP else [])
+    read = [v for node in mine for v in reads(node)] + (list(graph.outputs) if level == STEP else [])
     incoming = [v for v in dict.fromkeys(read) if _made_below(v, levels, level)]
     outgoing = [v for node in mine for v in node.outputs if any(levels[_key(u)] > level for u, _ in v.uses())]
     if level == STEP:
         outgoing = list(graph.outputs)
     names = [v.name for v in outgoing]
-    cut = [_like(value) for value in incoming]
+    cut = [like(value) for value in incoming]
     for value, new in zip(incoming, cut, strict=True):
         ir.convenience.replace_all_uses_with(value, new)
         value.name = f"{value.name}.elsewhere"
@@ -203,7 +203,8 @@ def _made_below(value: ir.Value, levels: dict[str, int], level: int) -> bool:
     return producer is not None and ANYWHERE < levels[_key(producer)] < level
 
 
-def _like(value: ir.Value) -> ir.Value:
+def like(value: ir.Value) -> ir.Value:
+    """A value of the same name, type and shape that nothing makes: an input."""
     shape = None if value.shape is None else ir.Shape(list(value.shape))
     return ir.Value(name=value.name, type=value.type, shape=shape)
 

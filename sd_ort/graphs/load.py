@@ -18,3 +18,17 @@ def load(path: Path) -> ir.Model:
     model = ir.from_proto(onnx_file.read(path))
     assert isinstance(model, ir.Model)
     return model
+
+
+def over_data(model: ir.Model, folder: Path) -> bytes:
+    """A changed model as bytes, its weights where they lie in `folder`, which it names relative to that folder (see
+    `runtime.session.create_session`, `changed`)."""
+    for value in model.graph.initializers.values():
+        if isinstance(value.const_value, ir.ExternalTensor):
+            kept = value.const_value
+            name = Path(kept.location).name
+            value.const_value = ir.ExternalTensor(
+                name, kept.offset, kept.length, kept.dtype, shape=kept.shape, name=str(value.name), base_dir=folder
+            )
+    serialized: bytes = ir.to_proto(model).SerializeToString()
+    return serialized

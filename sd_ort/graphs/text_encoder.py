@@ -14,7 +14,7 @@ import onnx_ir.passes.common as common
 from fusion_passes import checks as c
 from fusion_passes.rewriting import constant
 from sd_ort.core.errors import InputError
-from sd_ort.graphs.load import load
+from sd_ort.graphs.load import load, over_data
 
 NORMS = ("LayerNormalization", "SkipLayerNormalization")
 SUM = 3  # output of SkipLayerNormalization: what it normalizes
@@ -31,15 +31,7 @@ def changed(path: Path, layers: int, skip: int = 0, words: tuple[int, np.ndarray
         skip_layers(model, layers, skip)
     if words is not None:
         add_words(model, *words)
-    for value in model.graph.initializers.values():
-        if isinstance(value.const_value, ir.ExternalTensor):
-            kept = value.const_value
-            name = Path(kept.location).name
-            value.const_value = ir.ExternalTensor(
-                name, kept.offset, kept.length, kept.dtype, shape=kept.shape, name=str(value.name), base_dir=path.parent
-            )
-    serialized: bytes = ir.to_proto(model).SerializeToString()
-    return serialized
+    return over_data(model, path.parent)
 
 
 def skip_layers(model: ir.Model, layers: int, skip: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import threading
 import time
 from collections import Counter
@@ -27,6 +28,7 @@ from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.core.interrupts import in_threads
 from sd_ort.core.paths import output_path
+from sd_ort.family.guessed import guessed_configs
 from sd_ort.family.recorded import check_recorded
 from sd_ort.graphs import hoist
 from sd_ort.graphs.filling import fill
@@ -108,6 +110,10 @@ def optimize(
         return folder.read_manifest(output)
     with folder.staged(output, source) as work:
         folder.copy_configs(source, work, names)
+        for name, config in guessed_configs(source).items():  # what was made of a graph no longer shows it
+            if name in names:
+                (work / name).mkdir()
+                (work / name / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         manifest["components"] = optimize_all(
             raws, work, TARGETS[target], dtype, calibrate=calibrate, inputs=inputs, hoisted=hoisted, report=report
         )

@@ -13,7 +13,7 @@ import itertools
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,11 @@ import numpy as np
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.progress import step_bar
 from sd_ort.graphs import device_graphs
-from sd_ort.graphs.device_graphs import Between, identifier
+from sd_ort.graphs.device_graphs import SIDES, Between, identifier
 from sd_ort.pipeline.device_control import ControlNets
-from sd_ort.pipeline.drawing import Arrays, Drawing, check_finite
+from sd_ort.pipeline.drawing import Arrays, Drawing, Part, check_finite
 from sd_ort.runtime.captured import UNCAPTURED, BoundShapes, GraphModel, place
+from sd_ort.runtime.chained import ChainedModel, is_captured
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import DTYPES, open_graph
 from sd_ort.runtime.wheels import runtime
@@ -60,23 +61,28 @@ class DeviceLoop:
         them, and when ONNX Runtime fails.
         """
         with self.models.lock:
+            buffers = self.buffers(drawing)
             try:
-                buffers = self._buffers(drawing)
-            except SdOrtError as error:
-                self.kept.clear()
-                self.models.without_graph("unet", error)
-                buffers = self._buffers(drawing)
-            try:
-                return buffers.draw(drawing)
+                return buffers.finish(drawing, buffers.begin(drawing).every)
             finally:
                 if self.models.low_memory:
                     self.kept.clear()
+
+    def buffers(self, drawing: Drawing) -> Buffers:
+        """Those of a kind of drawing; with a UNet that is not captured, after a warning, where it cannot be."""
+        try:
+            return self._buffers(drawing)
+        except SdOrtError as error:
+            self.kept.clear()
+            self.models.without_graph("unet", error)
+            return self._buffers(drawing)
 
     def _buffers(self, drawing: Drawing) -> Buffers:
         conditioning = tuple((name, value.shape) for name, value in sorted(drawing.conditioning.items()))
         channels = None if drawing.channels is None else drawing.channels.shape
         controls = tuple((control.name, control.image.shape) for control in drawing.controls)
-        key = (id(self.models["unet"]), drawing.latents.shape, drawing.rows, conditioning, channels, controls)
+        shape = drawing.latents.shape, drawing.rows, drawing.side
+        key = (id(self.models["unet"]), *shape, conditioning, channels, controls)
         buffers = self.kept.pop(key, None)
         if buffers is None:
             if len(self.kept) == self.KEPT:
@@ -105,6 +111,8 @@ class DeviceLoop:
 
     def bind(self, model: Model, feed: Mapping[str, Any], outputs: Mapping[str, Any] | None = None) -> BoundShapes:
         """A component over buffers, captured where its session captures."""
+        if isinstance(model, ChainedModel):
+            return model.bind({n: feed[n] for n in model.inputs})
         number = model.number() if isinstance(model, GraphModel) else UNCAPTURED
         return BoundShapes(model.session, {n: feed[n] for n in model.inputs}, self.models.device, number, outputs)
 
@@ -117,7 +125,7 @@ class DeviceLoop:
         if name not in self.graphs:
             options = self.models.options["provider_options"]
             kept = {k: v for k, v in options.items() if k in ("device_id", "user_compute_stream")}
-            provider = self.models.provider if kept else "cpu"
+            provider = "cpu" if self.models.device == "cpu" else self.models.provider
             self.graphs[name] = open_graph(make(key), provider, kept, capture=capture)
         session = self.graphs[name]
         read = {value.name: values[value.name] for value in session.get_inputs()}
@@ -127,7 +135,7 @@ class DeviceLoop:
 
     def repeated(self, make: Callable[[Any], bytes], key: Any, values: Mapping[str, Any]) -> BoundShapes:
         """As `graph`, captured where the UNet is and the provider can."""
-        if isinstance(self.models["unet"], GraphModel):
+        if is_captured(self.models["unet"]):
             try:
                 return self.graph(make, key, values, capture=True)
             except SdOrtError as error:
@@ -193,26 +201,30 @@ class Buffers:
             self.steps[1].between.release()
             self.steps = None
 
-    def draw(self, drawing: Drawing) -> np.ndarray:
-        """As `DeviceLoop.run`."""
+    def begin(self, drawing: Drawing) -> Steps:
+        """Give the device what this drawing has of its own, and queue what runs before its first step."""
         for (name, dtype), value in self.given.items():
             value.update_inplace(np.ascontiguousarray(drawing.conditioning[name], dtype))
         self.controls.give(drawing)
-        steps, wait = self._steps(drawing), self.loop.wait
-        *ends, last = self._ends(drawing.decode)
+        steps = self._steps(drawing)
         steps.give(drawing)
         for part in steps.before:
-            part.run(wait)
-        stream, count = self.loop.models.stream, len(drawing.schedule.timesteps)
+            part.run(self.loop.wait)
+        return steps
+
+    def finish(self, drawing: Drawing, every: Sequence[Part]) -> np.ndarray:
+        """Run all steps, each the parts `every` in turn, and what follows them. Returns as `DeviceLoop.run`."""
+        *ends, last = self._ends(drawing.decode)
+        wait, stream, count = self.loop.wait, self.loop.models.stream, len(drawing.schedule.timesteps)
         with step_bar(range(count), drawing.progress) as bar:
             if stream is None:
                 started = time.perf_counter()
                 for _ in bar:
-                    for part in steps.every:
+                    for part in every:
                         part.run(wait)
                 self.loop.step_seconds = (time.perf_counter() - started) / count
             else:
-                self._queue(steps, stream, count, wait)
+                self._queue(every, stream, count, wait)
             for part in ends:
                 part.run(wait)
             if stream is not None and drawing.progress:
@@ -224,12 +236,12 @@ class Buffers:
             self.loop.step_seconds = stream.seconds(0, count) / count
         return self._read(drawing, [*ends, last])
 
-    def _queue(self, steps: Steps, stream: Stream, count: int, wait: bool) -> None:
+    def _queue(self, every: Sequence[Part], stream: Stream, count: int, wait: bool) -> None:
         """All steps, an event before them and one behind each."""
         stream.reserve(count + 1)
         stream.record(0)
         for number in range(count):
-            for part in steps.every:
+            for part in every:
                 part.run(wait)
             stream.record(number + 1)
 
@@ -299,12 +311,20 @@ class Steps:
             draws=drawing.draws is not None,
             channels=drawing.channels is not None,
             kept=drawing.kept is not None,
+            split=drawing.side is not None,
         )
         self.before.append(loop.graph(device_graphs.between, replace(what, first=True), self.values))
         if buffers.unet is None:
             buffers.unet = loop.bind(unet, buffers.values)
         self.unet = buffers.unet
-        self.values["noise"] = self.unet.outputs["out_sample"]
+        self.noise = self.unet.outputs["out_sample"]
+        self.values["noise"] = self.noise
+        if drawing.side is not None:
+            # Of a split guidance: here the other side puts its predictions.
+            dtype = DTYPES[self.noise.data_type()]
+            self.received = loop.value(np.zeros(self.noise.shape(), dtype))
+            for side in SIDES:
+                self.values[f"{side}_noise"] = self.noise if side == drawing.side else self.received
         self.between = loop.repeated(device_graphs.between, what, self.values)
         self.every = [*buffers.controls.every, self.unet, self.between]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -42,7 +42,8 @@ class Drawing:
     sample and timestep, of 2B rows with `guidance` (negative first), of B with None. `draws` (S, B, C, h, w): the
     random numbers of `schedule`. `channels` (B, C', h, w): behind the latents' channels, unscaled. `decode`: (factor,
     mean) of the VAE's latents, for pictures; None for latents. `rescale`: see `pipeline.sampling.guided`.
-    `controls`: ControlNets that see all rows.
+    `controls`: ControlNets that see all rows. `side`: "negative" or "positive" when guidance is split between two
+    devices and these are the B rows of one of them; None for all rows on one device.
     """
 
     latents: np.ndarray
@@ -56,10 +57,26 @@ class Drawing:
     decode: tuple[np.ndarray, np.ndarray] | None = None
     controls: Sequence[Control] = ()
     progress: bool = False
+    side: str | None = None
 
     @property
     def rows(self) -> int:
-        return len(self.latents) * (1 if self.guidance is None else 2)
+        """Of the UNet."""
+        return len(self.latents) * (1 if self.guidance is None or self.side else 2)
+
+    def half(self, side: str) -> Drawing:
+        """What one side of a split guidance draws."""
+        rows = slice(len(self.latents)) if side == "negative" else slice(len(self.latents), None)
+        conditioning = {name: value[rows] for name, value in self.conditioning.items()}
+        controls = [replace(control, image=control.image[rows]) for control in self.controls]
+        return replace(self, conditioning=conditioning, controls=controls, side=side)
+
+
+class Part(Protocol):
+    """What runs in a step, such as a component over its buffers."""
+
+    def run(self, wait: bool = True) -> None:
+        """Run, or queue without `wait`."""
 
 
 def check_finite(numbers: np.ndarray, component: str) -> None:

@@ -60,6 +60,8 @@ class Sampling:
         alike = not controls or (channels is None and not request.guess_mode)
         schedule = self._device_schedule(request, timesteps) if alike else None
         if schedule is None:
+            if self.models.partner is not None:
+                warn_once("guidance is not split, and one device draws: latents go through the host at every step.")
             from sd_ort.pipeline import denoiser, host_loop  # torch, which the loop on the device does without
 
             unet = denoiser.Denoiser(self.models, told, timesteps, controls)
@@ -69,7 +71,8 @@ class Sampling:
         if "controlnet" in self.models and not controls:
             raise InputError("this UNet was exported for a ControlNet: give a control_image (--control-image).")
         checked = self.safety_checker and "safety_checker" in self.models
-        whole = request.output_type == "pil" and not (checked or self.vae.use_tiling or self.vae.use_slicing)
+        apart = checked or self.vae.use_tiling or self.vae.use_slicing or "vae_decoder" in self.models.elsewhere
+        whole = request.output_type == "pil" and not apart
         mean, factor = latent_scale(self.vae.config)
         draws = [self._noise(request) for _ in range(schedule.draws)]
         made = self.loop.run(

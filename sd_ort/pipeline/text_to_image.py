@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,10 @@ from sd_ort.family.schedulers import make_scheduler, set_timesteps
 from sd_ort.family.signatures import default_latents, latent_multiple
 from sd_ort.pipeline import control, safety
 from sd_ort.pipeline.control import Control
-from sd_ort.pipeline.device_loop import DeviceLoop
+from sd_ort.pipeline.devices import Devices
 from sd_ort.pipeline.drawing import check_finite
 from sd_ort.pipeline.embeddings import EmbeddingMethods
+from sd_ort.pipeline.guidance_split import open_loop
 from sd_ort.pipeline.images import as_array, finished, readable
 from sd_ort.pipeline.like_diffusers import DiffusersMethods, loading_options
 from sd_ort.pipeline.lora_methods import LoraMethods
@@ -77,8 +79,9 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         self._scheduler = scheduler
         self._planned = scheduler is None  # the folder's own, whose schedules an earlier process may have kept
         self.safety_checker = safety_checker
-        self.device_loop = models.device != "cpu" if device_loop is None else device_loop
-        self.loop = DeviceLoop(models)
+        wanted = models.device != "cpu" or models.partner is not None
+        self.device_loop = wanted if device_loop is None else device_loop
+        self.loop = open_loop(models)
         self.index = read_index(folder)
         self.unet_config = component_config(folder, "unet", required=True)
         self.is_xl = is_sdxl(self.unet_config)
@@ -101,6 +104,9 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         device_loop: bool | None = None,
         graph: bool | None = None,
         controlnet: Sequence[Path | str] = (),
+        split_guidance: Sequence[int] | None = None,
+        unet_on: Sequence[int] | None = None,
+        decode_on: int | None = None,
         **options: Any,
     ) -> Any:
         """Load a pipeline folder on a provider ("cpu", "cuda", "rocm", "migraphx", or ours: "hip", "sdcuda").
@@ -112,14 +118,20 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         has one. `device_loop`: keep latents, guidance and scheduler on the device (see `pipeline.device_loop`); None
         for doing so on a GPU. `graph`: capture the UNet's runs as CUDA or HIP graphs; None for where the provider can,
         with a warning for what it cannot; False for never; True fails where it cannot. `controlnet`: pipeline folders
-        whose ControlNets are used, instead of this folder's own. `options`: those of
-        `runtime.session.create_session` (threads, allow_fallback, tuning, library, profile).
+        whose ControlNets are used, instead of this folder's own. `split_guidance`: two devices, such as (0, 1), of
+        which one predicts the negative and one the positive half of classifier-free guidance (`guidance_split`).
+        `unet_on`: the devices of a UNet that is too large for one: each holds a range of its layers.
+        `decode_on`: the device of the VAE decoder, for `draw_each`.
+        `options`: those of `runtime.session.create_session` (threads, allow_fallback, tuning, library, profile).
 
         Raises InputError for a folder, component, scheduler or option that cannot be used, ProviderError for a
         provider that is not installed or not really used.
         """
         folder = Path(folder)
         session_options = loading_options(options, folder)
+        devices = Devices(split_guidance, unet_on, decode_on)
+        devices.check("unet" in cls.NEEDS, low_memory, device_loop)
+        session_options = devices.options(provider, session_options)
         nets = {f"controlnet_{i + 1}" if i else "controlnet": Path(net) for i, net in enumerate(controlnet)}
         models = Components(folder, provider, low_memory=low_memory, graph=graph, others=nets, **session_options)
         index = read_index(folder)
@@ -128,6 +140,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
             raise InputError(f"{folder} holds a {kind or 'pipeline without a class'}: give a Stable Diffusion folder.")
         needed = [*(text_encoders(index) if cls.SEPARATE else ()), *cls.NEEDS, *nets]
         models.require(*needed)
+        devices.place(models)
         pipeline = cls(
             folder,
             models,
@@ -142,6 +155,8 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
             assert pipeline.scheduler  # diffusers says now whether it can drive this UNet
         if not low_memory:  # opened now, so that the first image takes no longer than the second
             models.open([*needed, *(name for name in models if name.startswith("unet_"))])
+            if models.partner is not None:
+                models.partner.open([name for name in models if name == "unet" or name.startswith("unet_")])
         return pipeline
 
     @cached_property
@@ -171,7 +186,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
     def weights_changed(self, closed: bool) -> None:
         """Let go of captured graphs and buffers of sessions that were closed."""
         if closed:
-            self.loop = DeviceLoop(self.models)
+            self.loop = open_loop(self.models)
 
     @property
     def default_size(self) -> int:
@@ -204,6 +219,28 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         asked.control_image = asked.image if asked.control_image is None else asked.control_image
         asked.image = None
         return self._answer(asked, (asked.height or self.default_size, asked.width or self.default_size))
+
+    def draw_each(self, calls: Iterable[Mapping[str, Any]]) -> Iterator[PipelineOutput]:
+        """What each call, the arguments of `__call__`, draws, in their order. With `decode_on`, the latents of the next
+        call are drawn while those of the one before are decoded: two devices are busy at once."""
+        if "vae_decoder" not in self.models.elsewhere:
+            yield from (self(**{**call, "return_dict": True}) for call in calls)
+            return
+        with ThreadPoolExecutor(1, "decode") as decoder:
+            decoding: Future[PipelineOutput] | None = None
+            for call in calls:
+                try:
+                    latents = self(**{**call, "output_type": "latent", "return_dict": True}).images.numpy()
+                except Exception:
+                    if decoding is not None:
+                        yield decoding.result()  # which is drawn already
+                    raise
+                before, wanted = decoding, Request(output_type=call.get("output_type", "pil"))
+                decoding = decoder.submit(self._finish, latents, wanted)
+                if before is not None:
+                    yield before.result()
+            if decoding is not None:
+                yield decoding.result()
 
     def _draw(self, request: Request) -> PipelineOutput:
         """What the call asks for, once it was checked."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     import onnxruntime as ort
 
 UNCAPTURED = -1  # ONNX Runtime's annotation for a run that neither captures nor replays
+
+# Held during a capture: meanwhile the driver refuses what other threads ask of any device, memory for one.
+CAPTURING = threading.RLock()
 
 
 class GraphModel(Model):
@@ -73,9 +77,11 @@ class GraphModel(Model):
 
 
 def place(device: str) -> dict[str, Any]:
-    """A device's name as ONNX Runtime's OrtValue takes it: "cpu" and "cuda", or "gpu:VENDOR" of a plugin provider."""
-    kind, _, vendor = device.partition(":")
-    return {"device_type": kind, "device_id": 0, **({"vendor_id": int(vendor)} if vendor else {})}
+    """A device's name as ONNX Runtime's OrtValue takes it: "cpu" and "cuda", or "gpu:VENDOR" of a plugin provider; the
+    second one is "cuda@1"."""
+    name, _, number = device.partition("@")
+    kind, _, vendor = name.partition(":")
+    return {"device_type": kind, "device_id": int(number or 0), **({"vendor_id": int(vendor)} if vendor else {})}
 
 
 class BoundShapes:
@@ -108,9 +114,10 @@ class BoundShapes:
         missing = [name for name in declared if name not in self.outputs]
         self.waiting, self.queued = (run_options(number, wait) for wait in (True, False))
         if missing:
+            # What has no shape yet cannot be bound to a plugin's memory; on the CPU it gets its shape as well.
+            where = place("cpu" if ":" in device else device)
             for name in declared:
-                # What has no shape yet cannot be bound to a plugin's memory; on the CPU it gets its shape as well.
-                self.binding.bind_output(name, "cpu" if ":" in device else device)
+                self.binding.bind_output(name, where["device_type"], where["device_id"])
             self._run(run_options(UNCAPTURED, True))
             made = dict(zip(declared, self.binding.get_outputs(), strict=True))
             for name in missing:
@@ -119,7 +126,8 @@ class BoundShapes:
             self.binding.clear_binding_outputs()
         for name in declared:
             self.binding.bind_ortvalue_output(name, self.outputs[name])
-        self.run()
+        with nullcontext() if number == UNCAPTURED else CAPTURING:
+            self.run()
 
     def run(self, wait: bool = True) -> None:
         """Run over the buffers, by replay once the graph is captured.

@@ -15,12 +15,13 @@ import numpy as np
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.folder import MODEL, check_component, components
-from sd_ort.runtime.captured import GraphModel
+from sd_ort.runtime.captured import CAPTURING, GraphModel
+from sd_ort.runtime.chained import ChainedModel, Link, Range
 from sd_ort.runtime.held import HeldWeights, reads_in_place
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.providers import check_provider, is_plugin, provider_named, warn_once
 from sd_ort.runtime.session import Model, create_session
-from sd_ort.runtime.stream import open_stream
+from sd_ort.runtime.stream import Turn, open_stream
 
 # Components that take turns at every step: with --low-memory they stay in memory together.
 TOGETHER = frozenset({"unet", "controlnet"})
@@ -35,7 +36,9 @@ class Components(MutableMapping[str, Model]):
     `low_memory`: opening one drops the others, so that only one is in memory (see `TOGETHER`). `graph`: capture the
     runs of those in `CAPTURED` as graphs; None for where the provider can, with one warning for what it cannot capture.
     On a GPU all sessions share the stream `stream`, and `lock` is held while one of them runs: threads take turns. On
-    a CPU there is no stream, and sessions run at once.
+    a CPU there is no stream, and sessions run at once. `partner`: the same components on another device, if any;
+    `elsewhere`: components that run on other devices than the rest; `spreads`: those of which each device runs a range
+    of the graph, and how it is cut.
     """
 
     def __init__(
@@ -74,17 +77,53 @@ class Components(MutableMapping[str, Model]):
             given["user_compute_stream"] = str(self.stream.handle)
         self.options["provider_options"] = given
         self.device = entry.device if self.stream is not None or "user_compute_stream" in given else "cpu"
+        if self.device != "cpu" and (number := int(given.get("device_id", 0))):
+            self.device += f"@{number}"
         self.graph = graph
-        self.lock: Any = threading.RLock() if self.device != "cpu" else contextlib.nullcontext()
+        self.lock: Any = contextlib.nullcontext() if self.device == "cpu" else threading.RLock()
+        if self.stream is not None:
+            self.lock = Turn(self.stream)
+        self.partner: Components | None = None
+        self.elsewhere: dict[str, Components] = {}
+        self.spreads: dict[str, tuple[list[Components], Callable[[Path, int], Sequence[Range]]]] = {}
+
+    def open_partner(self, number: int) -> None:
+        """Have a `partner` on device `number`. Raises as `_beside`."""
+        self.partner = self._beside(number)
+
+    def place(self, name: str, number: int) -> None:
+        """Run a component on device `number` from now on. Another thread may run it there while others run here.
+        Raises as `_beside`."""
+        there = self.elsewhere[name] = self._beside(number)
+        if there.stream is not None:
+            there.lock = Turn(there.stream, CAPTURING)
+
+    def spread(self, name: str, numbers: Sequence[int], cut: Callable[[Path, int], Sequence[Range]]) -> None:
+        """Run ranges of a component's graph, as `cut` gives them, on this device and then on devices `numbers`.
+        Raises as `_beside`."""
+        self.spreads[name] = [self, *(self._beside(number) for number in numbers)], cut
+
+    def _beside(self, number: int) -> Components:
+        """The same components with the same weights on device `number`; on a CPU, sessions beside these. Raises
+        ProviderError for a device that is not there, or a provider that drives one device."""
+        if is_plugin(self.provider):
+            raise ProviderError(f"the {self.provider} provider drives one device: take cuda or rocm for two.")
+        options = {**self.options["provider_options"], "device_id": str(number)}
+        options.pop("user_compute_stream", None)
+        session_options = {**self.options, "provider_options": options}
+        made = Components(self.folder, self.provider, graph=self.graph, others=self.others, **session_options)
+        made.weights = self.weights
+        return made
 
     @cached_property
     def in_place(self) -> bool:
         """Whether weights can be changed under open sessions (see `hold`): on a GPU, where the provider does as told.
 
         A CPU's kernels want them packed: without, a step of SD 1.5 takes 1.07 times as long at 64 x 64 latents and 1.12
-        at 32 x 32. And where a library is missing, what `sd_ort`'s operators read is folded into other constants.
+        at 32 x 32. And where a library is missing, what `sd_ort`'s operators read is folded into other constants. With
+        a `partner` or `spreads` all open theirs anew.
         """
-        if self.device == "cpu" or self.low_memory:
+        if self.device == "cpu" or self.low_memory or self.partner is not None or self.spreads:
             return False
         if not is_plugin(self.provider) and not (self.options.get("library", True) and library_path()):
             return False
@@ -101,6 +140,8 @@ class Components(MutableMapping[str, Model]):
             self.checked.add(name)
 
     def __getitem__(self, name: str) -> Model:
+        if name in self.elsewhere:
+            return self.elsewhere[name][name]
         if name not in self.opened:
             if name not in self.checked:
                 self.require(name)
@@ -119,14 +160,25 @@ class Components(MutableMapping[str, Model]):
             for opened in [threads.submit(self.__getitem__, name) for name in names]:
                 opened.result()
 
-    def _open(self, name: str) -> Model:
+    def _open(self, name: str, part: Range | None = None) -> Model:
+        if part is None and name in self.spreads:
+            return self._chained(name)
         if self.device != "cpu" and self.graph is not False and _kind(name) in CAPTURED:
             try:
-                session = self._session(name, graph=True)
+                session = self._session(name, part, graph=True)
                 return GraphModel(session, self.device, self.lock)
             except InputError as error:
                 self._cannot_capture(name, error)
-        return Model(self._session(name), self.lock)
+        return Model(self._session(name, part), self.lock)
+
+    def _chained(self, name: str) -> Model:
+        every, cut = self.spreads[name]
+        folder, component = self._place(name)
+        links = []
+        for each, part in zip(every, cut(folder / component / MODEL, len(every)), strict=True):
+            each.weights = self.weights
+            links.append(Link(each._open(name, part), each.device, each.stream))
+        return ChainedModel(links)
 
     def variant(self, name: str, label: str, make: Callable[[Path], bytes]) -> Model:
         """A component with a changed graph over its own weights: `make` is given the path of its model and returns the
@@ -148,9 +200,12 @@ class Components(MutableMapping[str, Model]):
         """The folder of a component, and its name there."""
         return (self.others[name], "controlnet") if name in self.others else (self.folder, name)
 
-    def _session(self, name: str, **more: Any) -> Any:
+    def _session(self, name: str, part: Range | None = None, **more: Any) -> Any:
         folder, component = self._place(name)
         path, weights = folder / component / MODEL, self.weights.get(name)
+        if part is not None:
+            weights = {key: value for key, value in (weights or {}).items() if key in part.weights}
+            more["changed"] = part.graph
         held = self.held[name].values if name in self.held else None
         return create_session(path, self.provider, weights=weights, held=held, **more, **self.options)
 
@@ -179,6 +234,8 @@ class Components(MutableMapping[str, Model]):
         for name in closed:
             self._close(name)
         self.weights = new
+        if self.partner is not None:
+            self.partner.replace_weights(weights)
         return bool(closed)
 
     def hold(self, name: str, weights: Mapping[str, np.ndarray]) -> HeldWeights:
@@ -195,6 +252,9 @@ class Components(MutableMapping[str, Model]):
         self.drop_variants(name)
 
     def __setitem__(self, name: str, model: Model) -> None:
+        if (self.partner is not None and _kind(name) in TOGETHER) or name in self.spreads:
+            raise InputError(f"{name} is open on two devices: load the pipeline on one to replace it.")
+        self.elsewhere.pop(name, None)
         self.opened[name] = model
 
     def __delitem__(self, name: str) -> None:

@@ -95,9 +95,10 @@ def create_session(
     kept = _hold(options, provider, held or {})
     if not _register_ops(options, library):
         _check_overloads(model_path, onnxruntime.__version__)
-        if entry.device != "cpu" and library:
+        missing = library and not is_plugin(provider)  # ours brings its kernels along
+        if missing and entry.device != "cpu":
             warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
-        elif library and read_manifest(model_path.parent.parent).get("stage") == "optimize":
+        elif missing and read_manifest(model_path.parent.parent).get("stage") == "optimize":
             warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
     if provider == "cpu" and not multiplies_bfloat16():
         made = read_manifest(model_path.parent.parent).get("options", {})

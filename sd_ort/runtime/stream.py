@@ -1,12 +1,15 @@
 """A GPU stream of our own, for all sessions of a pipeline: their runs follow each other without anyone waiting.
 
 Made through the runtime library that ONNX Runtime's provider itself is linked to (libcudart or libamdhip64), or through
-our own provider, so no framework for GPUs need be installed. Plain copies to and from the device wait for it.
+our own provider, so no framework for GPUs need be installed. Plain copies to and from the device wait for it, if it is
+the thread's current device (`Turn`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +30,9 @@ class Stream:
             self.c: Any = ctypes.CDLL(library)
         except OSError as error:
             raise ProviderError(f"{library} cannot be loaded: {error}.") from error
-        self.prefix = prefix
-        self._call("SetDevice", device)
+        self.prefix, self.device = prefix, device
+        self._check_device()
+        self.use()
         handle = ctypes.c_void_p()
         self._call("StreamCreate", ctypes.byref(handle))
         self.handle = int(handle.value or 0)
@@ -38,16 +42,49 @@ class Stream:
         if code := getattr(self.c, self.prefix + name)(*arguments):
             raise ProviderError(f"{self.prefix}{name} failed with error {code}: is the GPU visible (`sd-ort doctor`)?")
 
+    def _check_device(self) -> None:
+        """Raise ProviderError for a device that is not there."""
+        count = ctypes.c_int(0)
+        if hasattr(self.c, self.prefix + "GetDeviceCount"):
+            self._call("GetDeviceCount", ctypes.byref(count))
+            if self.device >= count.value:
+                seen = f"{count.value} GPU{'s' if count.value != 1 else ''}"
+                raise ProviderError(f"GPU {self.device} is not there: this machine shows {seen}, counted from 0.")
+
+    def use(self) -> None:
+        """Make its device this thread's current one."""
+        self._call("SetDevice", self.device)
+
+    def event(self) -> ctypes.c_void_p:
+        """A new event, which may be recorded again and again."""
+        self.use()
+        event = ctypes.c_void_p()
+        self._call("EventCreate", ctypes.byref(event))
+        return event
+
+    def mark(self, event: ctypes.c_void_p) -> None:
+        """Record an event of this stream: it stands for what is queued by now."""
+        self._call("EventRecord", event, ctypes.c_void_p(self.handle))
+
+    def follow(self, event: ctypes.c_void_p) -> None:
+        """What is queued from now on waits, on the device, for what `event`, of another stream, stands for by now; an
+        event that was never recorded stands for nothing."""
+        self._call("StreamWaitEvent", ctypes.c_void_p(self.handle), event, ctypes.c_uint(0))
+
+    def send(self, source: int, other: Stream, target: int, size: int) -> None:
+        """Queue a copy of `size` bytes from an address on this device to one on the device of `other`."""
+        _reach(self, other)
+        to, from_, queue = (ctypes.c_void_p(pointer) for pointer in (target, source, self.handle))
+        self._call("MemcpyPeerAsync", to, other.device, from_, self.device, ctypes.c_size_t(size), queue)
+
     def reserve(self, count: int) -> None:
         """Have `count` events ready."""
         while len(self.events) < count:
-            event = ctypes.c_void_p()
-            self._call("EventCreate", ctypes.byref(event))
-            self.events.append(event)
+            self.events.append(self.event())
 
     def record(self, number: int) -> None:
         """Mark with event `number` what is queued by now."""
-        self._call("EventRecord", self.events[number], ctypes.c_void_p(self.handle))
+        self.mark(self.events[number])
 
     def wait(self, number: int) -> None:
         """Return when all is done that was queued before event `number`."""
@@ -58,6 +95,34 @@ class Stream:
         milliseconds = ctypes.c_float()
         self._call("EventElapsedTime", ctypes.byref(milliseconds), self.events[first], self.events[last])
         return milliseconds.value / 1e3
+
+
+class Turn:
+    """A lock for threads that share a stream; while it is held, the stream's device is the thread's current one, and
+    the locks `more` are held too."""
+
+    def __init__(self, stream: Stream, *more: Any) -> None:
+        self.stream, self.locks = stream, (threading.RLock(), *more)
+
+    def __enter__(self) -> None:
+        for lock in self.locks:
+            lock.acquire()
+        self.stream.use()
+
+    def __exit__(self, *_: object) -> None:
+        for lock in reversed(self.locks):
+            lock.release()
+
+
+@cache
+def _reach(stream: Stream, other: Stream) -> None:
+    """Let the device of `stream` write to that of `other` directly, where it can; else copies go through the host."""
+    stream.use()
+    can = ctypes.c_int(0)
+    stream._call("DeviceCanAccessPeer", ctypes.byref(can), stream.device, other.device)
+    if can.value:
+        getattr(stream.c, stream.prefix + "DeviceEnablePeerAccess")(other.device, 0)  # an error: it is enabled already
+        getattr(stream.c, stream.prefix + "GetLastError")()  # which would be taken for that of a kernel
 
 
 def open_stream(provider: str, device: int = 0) -> Stream | None:

@@ -10,6 +10,7 @@ import secrets
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +18,7 @@ from typing import Any, Self
 import psutil
 
 from sd_ort.core.errors import InputError, SdOrtError, first_line
+from sd_ort.core.interrupts import STOPPABLE
 from sd_ort.serving.pictures import Model, Picture, ReplicaDied
 from sd_ort.serving.replica import Actor, Failed, Opening
 
@@ -94,8 +96,37 @@ class Cluster:
     def __enter__(self) -> Self:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # without it nobody else on the machine may talk to Ray
         logging.getLogger("ray").setLevel(logging.ERROR)
-        handler = signal.getsignal(signal.SIGTERM)
         self.folder = tempfile.mkdtemp(prefix="sd-ort-ray-", dir="/tmp")  # a socket's path may have 107 characters
+        self.over, started = threading.Event(), threading.Event()
+        self.failure: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(started,), name=f"{STOPPABLE}-ray", daemon=True)
+        self.thread.start()
+        try:
+            started.wait()
+            signal.signal(
+                signal.SIGTERM, signal.getsignal(signal.SIGTERM)
+            )  # in the place of Ray's, which prints stacks
+            if self.failure is not None:
+                raise SdOrtError(f"Ray does not start: {first_line(self.failure)}") from self.failure
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        for replica in self.replicas:
+            replica.stop()
+        with contextlib.suppress(Exception):  # it may find some of its processes gone
+            self.ray.shutdown()
+        self.over.set()
+        self.thread.join()
+        self._end()
+
+    def _run(self, started: threading.Event) -> None:
+        """Start Ray, and stay: Linux ends its processes with the thread that started them.
+
+        A thread of its own, since starting takes seconds in which the main one shall hear of signals.
+        """
         try:
             self.ray.init(
                 address="local",
@@ -109,18 +140,14 @@ class Cluster:
                 _temp_dir=self.folder,
             )
         except BaseException as error:
-            self._end()
-            if isinstance(error, Exception):
-                raise SdOrtError(f"Ray does not start: {first_line(error)}") from error
-            raise
-        signal.signal(signal.SIGTERM, handler)  # Ray's would exit with another code than Ctrl-C
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
-        for replica in self.replicas:
-            replica.stop()
-        self._end()
+            self.failure = error
+        started.set()
+        self.over.wait()
 
     def _end(self) -> None:
-        self.ray.shutdown()
+        """End those of Ray's processes that are left, and remove its files."""
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if process.name().startswith("ray::") or any(self.folder in word for word in process.cmdline()):
+                    process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-HEAVY = ("torch", "onnxruntime", "diffusers", "transformers", "onnx", "onnx_ir", "numpy")
+HEAVY = ("torch", "onnxruntime", "diffusers", "transformers", "onnx", "onnx_ir", "numpy", "ray", "uvicorn")
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -214,6 +214,10 @@ def test_controlnets_on_the_device(controlled: Path, picture: Image.Image, count
         assert bool(ours.loop.kept) == looped
     assert psnr(drawn[True, False], drawn[False, False]) > 80
     np.testing.assert_array_equal(drawn[True, False], drawn[True, True])
+    if count == 1:  # each side of a split guidance has the ControlNet, and shows it the picture
+        ours = StableDiffusionPipeline.from_pretrained(controlled, controlnet=[controlled], split_guidance=(0, 1))
+        split = draw(ours, control_image=shown, generator=3, progress=False, **arguments)
+        np.testing.assert_array_equal(split, drawn[True, True])
 
 
 def test_inpainting_with_a_controlnet(

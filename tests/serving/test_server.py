@@ -35,9 +35,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return toy.write(tmp_path_factory.mktemp("toy") / "model")
 
 
-async def ask(app: Any, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> Any:
-    """(status, content) of a request, as an ASGI server would hand it on; the client waits."""
+async def ask(
+    app: Any, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None, *, goes: bool = False
+) -> Any:
+    """(status, content) of a request, as an ASGI server would hand it on; the client waits, or `goes` at once."""
     parts, sent = [{"type": "http.request", "body": body, "more_body": False}], []
+    if goes:
+        parts.insert(0, {"type": "http.disconnect"})
 
     async def receive() -> Any:
         if not parts:
@@ -77,8 +81,10 @@ def test_answers() -> None:
         waiting = asyncio.gather(*(status(hello) for _ in range(3)))
         await settled()
         assert await status({**hello, "n": 2}) == 503
+        assert (await ask(app, "POST", IMAGES, b'{"prompt": "gone"}', allowed, goes=True))[0] == 499
         one.gate.set()
         assert await waiting == [200] * 3
+        assert one.batches == [["hello"]] * 3
         assert await status({"prompt": "poison"}) == 400
         assert await status({"prompt": "bug"}) == 500
 

@@ -108,11 +108,10 @@ inline int compute_capability() {
   return major;
 }
 
-// The provider for this vendor: its name, the vendor's PCI id and name, whether sd_ort's kernels take bfloat16.
+// The provider for this vendor: its name, the vendor's PCI id and name.
 constexpr const char* gpuProviderName = "SdOrtCuda";
 constexpr uint32_t gpuVendorId = 0x10DE;
 constexpr const char* gpuVendorName = "NVIDIA";
-constexpr bool gpuHasBFloat16 = true;
 
 inline cudaError_t gpuMallocPinned(void** data, size_t bytes) {
   return cudaHostAlloc(data, bytes, cudaHostAllocDefault);

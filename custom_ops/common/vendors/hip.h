@@ -107,11 +107,10 @@ __device__ inline float power_of_two(float x) {
 // Host: has a kernel take so many bytes of dynamic LDS, which needs no call here.
 inline void allow_lds(const void*, size_t) {}
 
-// The provider for this vendor: its name, the vendor's PCI id and name, whether sd_ort's kernels take bfloat16.
+// The provider for this vendor: its name, the vendor's PCI id and name.
 constexpr const char* gpuProviderName = "SdOrtHip";
 constexpr uint32_t gpuVendorId = 0x1002;
 constexpr const char* gpuVendorName = "AMD";
-constexpr bool gpuHasBFloat16 = true;
 
 inline hipError_t gpuMallocPinned(void** data, size_t bytes) {
   return hipHostMalloc(data, bytes, hipHostMallocDefault);

@@ -1,0 +1,122 @@
+"""What ComfyUI's pictures are compared with: the same ones by our own pipelines, from the noise that it begins with."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from PIL import Image
+
+from sd_ort import StableDiffusionPipeline, demo
+from sd_ort.hosts.diffusers import accelerate
+from sd_ort.hosts.models import HostModels
+
+PROMPT, SEED, STEPS, GUIDANCE, SIDE = "a red circle on a blue background", 7, 10, 3.0, demo.HEIGHT
+MODEL = Path(demo.__file__).parent / "model"
+
+
+def euler(folder: Path) -> Any:
+    """diffusers' scheduler of ComfyUI's sampler `euler` with its scheduler `normal`."""
+    config = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
+    return diffusers.EulerDiscreteScheduler.from_config(config, timestep_spacing="linspace")
+
+
+def noise() -> torch.Tensor:
+    """What ComfyUI draws for the seed: (1, 4, h, w), float32."""
+    return torch.randn((1, 4, SIDE // 8, SIDE // 8), generator=torch.Generator().manual_seed(SEED))
+
+
+def ours(folder: Path, **more: Any) -> np.ndarray:
+    """Text to image by `StableDiffusionPipeline`, of SD or SDXL; uint8."""
+    loras = more.pop("loras", {})
+    scheduler = euler(folder)
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, scheduler=scheduler)
+    for path in loras:
+        pipeline.load_lora_weights(path, path.stem)
+    if loras:
+        pipeline.set_adapters([path.stem for path in loras], list(loras.values()))
+    scheduler.set_timesteps(STEPS)
+    top = float(scheduler.sigmas[0])
+    # ComfyUI begins with sqrt(1 + sigma^2) of the noise, diffusers' euler at these timesteps with sigma of it.
+    arguments = {"num_inference_steps": STEPS, "guidance_scale": GUIDANCE, "height": SIDE, "width": SIDE}
+    start = noise() * (1 + top**2) ** 0.5 / top
+    drawn = pipeline(PROMPT, latents=start, output_type="np", progress=False, **arguments, **more).images
+    return eight_bits(drawn[0])
+
+
+def in_diffusers(folder: Path) -> Any:
+    """diffusers' image-to-image pipeline of the demo model on the folder's components."""
+    torchs = diffusers.StableDiffusionImg2ImgPipeline.from_pretrained(
+        MODEL, safety_checker=None, requires_safety_checker=False, feature_extractor=None
+    )
+    pipeline = accelerate(torchs, folder, provider="cpu")
+    pipeline.scheduler = euler(folder)
+    return pipeline
+
+
+def pixels_of(picture: Image.Image) -> torch.Tensor:
+    """(1, 3, H, W) in -1..1."""
+    return torch.from_numpy(np.asarray(picture, np.float32) / 127.5 - 1).permute(2, 0, 1)[None]
+
+
+def encoded(folder: Path, picture: Image.Image) -> torch.Tensor:
+    """The mean of the picture's unscaled latents, as ComfyUI encodes."""
+    moments = HostModels(folder, "cpu").run("vae_encoder", sample=pixels_of(picture))["latent_parameters"]
+    return moments.chunk(2, 1)[0]
+
+
+def ours_from_picture(folder: Path, picture: Image.Image) -> np.ndarray:
+    """Image to image on the same components, from the picture's latents; uint8."""
+    pipeline = in_diffusers(folder)
+    latents = encoded(folder, picture) * pipeline.vae.config.scaling_factor
+    generator = torch.Generator().manual_seed(SEED)
+    drawn = pipeline(
+        PROMPT, image=latents, strength=0.5, num_inference_steps=STEPS, guidance_scale=GUIDANCE, generator=generator,
+        output_type="np",
+    ).images  # fmt: skip
+    return eight_bits(drawn[0])
+
+
+@torch.no_grad()
+def ours_inpainted(folder: Path, picture: Image.Image, mask: np.ndarray) -> np.ndarray:
+    """The picture drawn over where `mask` (h, w) of its latents is 1, as ComfyUI inpaints with a UNet that knows of no
+    mask: what is kept goes into every step with that step's noise, and comes out of it as it was; uint8."""
+    pipeline = in_diffusers(folder)
+    scale = pipeline.vae.config.scaling_factor
+    kept, over, noised = encoded(folder, picture) * scale, torch.from_numpy(mask).float(), noise()
+    told, untold = pipeline.encode_prompt(PROMPT, "cpu", 1, True, negative_prompt="")
+    scheduler = pipeline.scheduler
+    scheduler.set_timesteps(STEPS)
+    sigmas = scheduler.sigmas.tolist()
+    x = kept + noised * (1 + sigmas[0] ** 2) ** 0.5
+    for t, (now, after) in zip(scheduler.timesteps, pairwise(sigmas), strict=True):
+        given = x * over + (kept + noised * now) * (1 - over)
+        rows = scheduler.scale_model_input(given, t).repeat(2, 1, 1, 1)
+        without, with_prompt = pipeline.unet(rows, t, torch.cat([untold, told])).sample.chunk(2)
+        clean = scheduler.step(without + GUIDANCE * (with_prompt - without), t, given).pred_original_sample
+        clean = clean * over + kept * (1 - over)
+        x = x + (x - clean) / now * (after - now)
+    return decoded(folder, x / scale)
+
+
+def decoded(folder: Path, latents: torch.Tensor) -> np.ndarray:
+    """The picture of unscaled latents; uint8."""
+    made = HostModels(folder, "cpu").run("vae_decoder", latent_sample=latents)["sample"][0].permute(1, 2, 0).numpy()
+    return eight_bits((made / 2 + 0.5).clip(0, 1))
+
+
+def eight_bits(picture: np.ndarray) -> np.ndarray:
+    """As ComfyUI saves pictures."""
+    return (255.0 * picture).clip(0, 255).astype(np.uint8)
+
+
+def psnr(a: np.ndarray, b: np.ndarray) -> float:
+    """dB between two 8-bit pictures, of which the second must not be flat."""
+    assert a.shape == b.shape, f"{a.shape} and {b.shape}"
+    assert b.std() > 10, "a flat picture proves nothing"
+    return float(10 * np.log10(255**2 / max(np.mean((a.astype(float) - b) ** 2), 1e-6)))

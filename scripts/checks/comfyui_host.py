@@ -1,0 +1,84 @@
+"""ComfyUI without its server: started headless from a checkout, a workflow run by its own check and executor."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from PIL import Image
+from stubs import stub_missing
+
+
+class Server:
+    """What the executor would tell a browser."""
+
+    client_id = None
+    last_node_id = None
+    last_prompt_id = None
+    sockets_metadata: dict[str, Any] = {}  # noqa: RUF012 (ComfyUI reads it)
+
+    def send_sync(self, event: str, data: Any, sid: Any = None) -> None:
+        """Nobody listens."""
+
+
+def start(checkout: Path, base: Path) -> Any:
+    """Import ComfyUI from its checkout, on the CPU, with models, custom nodes and pictures below `base`."""
+    if not (checkout / "execution.py").is_file():
+        raise click.ClickException(f"{checkout} is no checkout of ComfyUI: it has no execution.py.")
+    if stubbed := stub_missing(("torchvision", "torchaudio")):
+        click.echo(f"stubbed: {', '.join(stubbed)}")
+    sys.path.insert(0, str(checkout))
+    sys.argv = sys.argv[:1]
+    cli_args = importlib.import_module("comfy.cli_args")
+    cli_args.args.cpu, cli_args.args.base_directory = True, str(base)
+    try:
+        nodes, execution = importlib.import_module("nodes"), importlib.import_module("execution")
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"ComfyUI needs {error.name}: pip install -r {checkout}/requirements.txt."
+        ) from error
+    asyncio.run(nodes.load_custom_node(str(base / "custom_nodes" / "sd_ort_nodes")))
+    if "SdOrtLoadModel" not in nodes.NODE_CLASS_MAPPINGS:
+        raise click.ClickException("ComfyUI did not load our nodes: see its log above.")
+    return nodes, execution
+
+
+def as_prompt(workflow: dict[str, Any]) -> dict[str, Any]:
+    """A workflow of the editor as what its server is sent: node -> class and inputs."""
+    links = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
+    prompt = {}
+    for node in workflow["nodes"]:
+        values, inputs = iter(node["widgets_values"]), {}
+        for given in node["inputs"]:
+            if "widget" in given:
+                inputs[given["name"]] = next(values)
+                if given["name"] == "seed":
+                    next(values)  # what happens to it after a run
+            elif given["link"] is not None:
+                inputs[given["name"]] = links[given["link"]]
+        prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
+    return prompt
+
+
+def run(execution: Any, prompt: dict[str, Any], output: Path) -> np.ndarray:
+    """The picture (H, W, 3), uint8, that a prompt saves, by ComfyUI's own check and executor."""
+    before = set(output.rglob("*.png"))
+    name, server = str(uuid.uuid4()), Server()
+    valid, error, outputs, why = asyncio.run(execution.validate_prompt(name, prompt, None))
+    if not valid:
+        raise click.ClickException(f"ComfyUI refuses the workflow: {error} {why}")
+    arguments = {"lru": 0, "ram": 0, "ram_inactive": 0}
+    executor = execution.PromptExecutor(server, cache_type=execution.CacheType.CLASSIC, cache_args=arguments)
+    executor.execute(prompt, name, {}, outputs)
+    if not executor.success:
+        failed = [data for event, data in executor.status_messages if event == "execution_error"]
+        reasons = "; ".join(f"{data['node_type']}: {data['exception_message'].strip()}" for data in failed)
+        raise click.ClickException(f"ComfyUI's executor failed: {reasons}")
+    (made,) = set(output.rglob("*.png")) - before
+    return np.asarray(Image.open(made).convert("RGB"))

@@ -1,0 +1,128 @@
+"""ComfyUI's page in a browser with a workflow of ours, run from there: the picture beside the nodes' README.
+
+    python scripts/checks/comfyui_page.py --comfyui CHECKOUT --work WORK [--out sd_ort/hosts/comfyui/graph.png]
+
+WORK is what `comfyui.py --work WORK` left: models and our nodes. Needs ComfyUI's requirements (its page is the package
+comfyui-frontend-package), `pip install playwright` and a Chromium. ComfyUI's own server is started on a port of this
+machine, the workflow is loaded and queued as a user would, and the page is taken once the picture is drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from stubs import stub_missing
+
+HERE = Path(__file__).resolve().parents[2] / "sd_ort" / "hosts" / "comfyui"
+LARGEST = 200_000  # bytes of a picture in the repository
+
+
+@contextmanager
+def served(comfyui: Path, work: Path) -> Iterator[str]:
+    """ComfyUI's address on this machine while its server runs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--serve", port, "--comfyui", str(comfyui), "--work", str(work)]
+    )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        for _ in range(300):
+            if process.poll() is not None:
+                raise click.ClickException("ComfyUI's server did not start: see its log above.")
+            try:
+                urllib.request.urlopen(f"{address}/object_info/SdOrtLoadModel", timeout=5).read()
+                break
+            except OSError:
+                time.sleep(1)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def serve(comfyui: Path, work: Path, port: str) -> None:
+    """Be ComfyUI's server, on the CPU."""
+    stub_missing(("torchvision", "torchaudio"))
+    os.chdir(comfyui)
+    sys.path.insert(0, str(comfyui))
+    sys.argv = ["main.py", "--cpu", "--listen", "127.0.0.1", "--port", port, "--base-directory", str(work),
+                "--disable-auto-launch", "--disable-api-nodes"]  # fmt: skip
+    runpy.run_path("main.py", run_name="__main__")
+
+
+def prepared(work: Path) -> None:
+    """Settings of a user who has seen the page before: no tutorial, no map over the graph."""
+    settings = work / "user" / "default" / "comfy.settings.json"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text(json.dumps({"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False}))
+
+
+def wait_for_picture(address: str) -> None:
+    """Return once the server has run what was queued. Raises ClickException when that failed."""
+    for _ in range(300):
+        ran = json.loads(urllib.request.urlopen(f"{address}/history").read()).values()
+        if any(entry["status"]["status_str"] == "error" for entry in ran):
+            raise click.ClickException("the workflow failed: see ComfyUI's log above.")
+        if ran:
+            return
+        time.sleep(1)
+
+
+def photographed(address: str, workflow: dict[str, Any], out: Path) -> None:
+    """The page once the workflow was loaded, queued and its picture was there."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = shutil.which("chromium") or shutil.which("google-chrome")
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1440, "height": 800})
+        page.set_default_timeout(300_000)
+        page.goto(address)
+        page.wait_for_function("window.app && window.app.graph && window.app.extensionManager")
+        page.wait_for_timeout(5000)  # the page loads a workflow of its own first
+        page.evaluate("async workflow => { await window.app.loadGraphData(workflow) }", workflow)
+        page.evaluate("async () => { await window.app.queuePrompt(0) }")
+        wait_for_picture(address)
+        page.mouse.click(700, 780)
+        page.keyboard.press(".")  # the whole graph in view
+        page.wait_for_timeout(8000)  # for the picture to be shown
+        page.screenshot(path=str(out))
+        browser.close()
+
+
+@click.command()
+@click.option("--comfyui", type=click.Path(path_type=Path, exists=True), required=True, help="A checkout of ComfyUI.")
+@click.option("--work", type=click.Path(path_type=Path, exists=True), required=True, help="Of comfyui.py --work.")
+@click.option("--workflow", default="text_to_image", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), default=HERE / "graph.png", show_default=True)
+@click.option("--serve", "port", hidden=True)
+def main(comfyui: Path, work: Path, workflow: str, out: Path, port: str | None) -> None:
+    """Run a workflow from ComfyUI's page and photograph it."""
+    comfyui, work = comfyui.absolute(), work.absolute()
+    if port:
+        serve(comfyui, work, port)
+        return
+    prepared(work)
+    with served(comfyui, work) as address:
+        photographed(address, json.loads((HERE / "workflows" / f"{workflow}.json").read_text()), out)
+    if out.stat().st_size > LARGEST:
+        raise click.ClickException(f"{out} has {out.stat().st_size} bytes: take a smaller page.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Modules that a host imports and this machine lacks: of each, every name is a class that takes anything."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any
+
+
+class AnyName(type):
+    """Of a class whose attributes are such classes too."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return stub(name)
+
+
+def stub(name: str) -> Any:
+    """A class that takes any arguments; its objects have any attribute and are context managers."""
+
+    def anything(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return stub(name)
+
+    body = {
+        "__all__": (),
+        "__init__": lambda self, *_, **__: None,
+        "__getattr__": anything,
+        "__call__": lambda self, *_, **__: self,
+        "__enter__": lambda self: self,
+        "__exit__": lambda self, *_: None,
+        "__iter__": lambda self: iter(()),
+    }
+    return AnyName(name, (), body)
+
+
+class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds those of `names`, and what lies inside of them."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self.names = set(names)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.split(".")[0] not in self.names:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        class Stub(types.ModuleType):
+            def __getattr__(self, name: str) -> Any:
+                if name.startswith("__"):
+                    raise AttributeError(name)
+                return stub(name)
+
+        return Stub(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__dict__.update(__version__="0", __all__=())
+
+
+def stub_missing(names: Iterable[str]) -> list[str]:
+    """Have those of `names` that are not installed be stubs; returns them."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    sys.meta_path.insert(0, Stubs(missing))
+    return missing

@@ -1,0 +1,69 @@
+"""Which device each part of a pipeline runs on, where they are several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sd_ort.core.errors import InputError
+from sd_ort.runtime.components import Components
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The arguments of these names of `StableDiffusionPipeline.from_pretrained`, None for one device."""
+
+    split_guidance: Sequence[int] | None = None
+    unet_on: Sequence[int] | None = None
+    decode_on: int | None = None
+
+    def check(self, apart: bool, low_memory: bool, device_loop: bool | None) -> None:
+        """Raise InputError for devices that do not go together, or with the other options. `apart`: the folder has a
+        UNet of its own, and is not merged."""
+        if self.decode_on is not None and not apart:
+            raise InputError("a merged model is one session: decode elsewhere with the folder it was made from.")
+        if self.unet_on is not None:
+            _check_numbers(self.unet_on, "a UNet is spread over two or more different devices, such as 0 and 1", apart)
+            if self.split_guidance is not None:
+                raise InputError("guidance is split between whole UNets: choose split_guidance or unet_on.")
+        if self.split_guidance is None:
+            return
+        _check_numbers(self.split_guidance, "guidance is split between two different devices, such as 0 and 1", apart)
+        if len(self.split_guidance) > 2:
+            raise InputError(f"guidance is split between two devices, not {len(self.split_guidance)}.")
+        if low_memory:
+            raise InputError("split guidance keeps a UNet on both devices: leave low_memory off.")
+        if device_loop is False:
+            raise InputError("split guidance runs in the loop on the devices: leave device_loop on.")
+
+    def options(self, provider: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """A session's options for the first device; on a CPU a side of guidance has half of the threads, where no
+        number of them is given."""
+        first = self.split_guidance or self.unet_on
+        if first is None:
+            return dict(options)
+        made = {**options, "provider_options": {**(options.get("provider_options") or {}), "device_id": str(first[0])}}
+        if provider == "cpu" and self.split_guidance is not None:
+            made["threads"] = made.get("threads") or max(1, (os.cpu_count() or 2) // 2)
+        return made
+
+    def place(self, models: Components) -> None:
+        """Have the components on these devices. Raises ProviderError for a device that is not there, or a provider that
+        drives one device."""
+        if self.split_guidance is not None:
+            models.open_partner(self.split_guidance[1])
+        if self.unet_on is not None:
+            from sd_ort.graphs.ranges import ranges  # onnx_ir, which a pipeline on one device does without
+
+            models.spread("unet", self.unet_on[1:], ranges)
+        if self.decode_on is not None:
+            models.place("vae_decoder", self.decode_on)
+
+
+def _check_numbers(numbers: Sequence[int], wanted: str, apart: bool) -> None:
+    if len(numbers) < 2 or len(set(numbers)) < len(numbers) or min(numbers) < 0:
+        raise InputError(f"{wanted}, not {', '.join(map(str, numbers))}.")
+    if not apart:
+        raise InputError("a merged model is one session: take the folder it was made from for several devices.")
