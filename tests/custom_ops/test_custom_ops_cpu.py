@@ -323,6 +323,12 @@ def test_unet_for_cpus(library: Path, tmp_path: Path) -> None:
     wanted = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, feeds)[0]
     got = session(tmp_path / MODEL, library).run(None, feeds)[0]
     assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 1e-5
+    counts = optimize_component(graph, tmp_path / "narrow" / MODEL, TARGETS["cpu"], "bfloat16")["counts"]
+    assert (counts["Bfloat16Conv"], counts["Conv"]) == (93, 5)  # the first, the last, and those of stride 2
+    weights = onnx.load(tmp_path / "narrow" / MODEL, load_external_data=False).graph.initializer
+    assert sum(weight.data_type == TensorProto.BFLOAT16 for weight in weights) > 200
+    got = session(tmp_path / "narrow" / MODEL, library).run(None, feeds)[0]
+    assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 0.02
 
 
 def test_instruction_sets_stay_apart(library: Path) -> None:
@@ -334,7 +340,8 @@ def test_instruction_sets_stay_apart(library: Path) -> None:
     assembly = subprocess.run(
         ["objdump", "-d", "-C", "--no-show-raw-insn", str(library)], capture_output=True, text=True, check=True
     ).stdout
-    allowed = {"%ymm": ("sd_ort::avx2::", "sd_ort::avx512::"), "%zmm": ("sd_ort::avx512::",)}
+    widest = ("sd_ort::avx512::",)
+    allowed = {"%ymm": ("sd_ort::avx2::", *widest), "%zmm": widest, "%tmm": widest}
     function = ""
     wide: dict[str, set[str]] = {register: set() for register in allowed}
     for line in assembly.splitlines():
