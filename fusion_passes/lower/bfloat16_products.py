@@ -48,7 +48,7 @@ class Convolution(Rule):
             if any(step != 1 for step in node.attributes.get_ints(name) or ()):
                 return f"its {name} are not 1"
         pads = node.attributes.get_ints("pads") or [0]
-        if any(pad != shape[2] // 2 for pad in pads) or node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
+        if any(pad != (shape[2] == 3) for pad in pads) or node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
             return "its pads are not those that keep the size"
         return _few(shape[:2])
 
