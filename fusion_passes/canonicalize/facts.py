@@ -32,9 +32,11 @@ FOLD_LIMIT = 1 << 16  # bytes: shape arithmetic, masks and frequency tables, nev
 def fold(model: ir.Model) -> None:
     """Apply the rewrites above until nothing changes, then drop what no output needs."""
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    for _ in range(4):
+    for turn in range(4):
         facts = annotate(model.graph)
         changed = _materialize(model.graph, facts) + _drop_no_ops(model.graph)
+        if turn and not changed:
+            break  # what follows has done what it can
         onnxscript.optimizer.fold_constants(model, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT)
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         tidy(model)

@@ -149,7 +149,7 @@ class BeforeFlattening(Rule):
     ) -> Any:
         node = out.producer()
         assert node is not None
-        attributes = {name: a.value for name, a in node.attributes.items()}
+        attributes = dict(node.attributes)
         return op.Reshape(op.GroupNorm(x, gamma, beta, _domain=DOMAIN, **attributes), shape)
 
 

@@ -31,7 +31,7 @@ class GroupNormSilu(Rule):
     def rewrite(self, op: Any, x: ir.Value, gamma: ir.Value, beta: ir.Value, normal: ir.Value) -> Any:
         node = normal.producer()
         assert node is not None
-        attributes = {name: a.value for name, a in node.attributes.items()} | {"activation": 1}
+        attributes = dict(node.attributes) | {"activation": 1}
         return op.GroupNorm(x, gamma, beta, _domain=DOMAIN, **attributes)
 
 

@@ -1,8 +1,10 @@
-"""QuickGelu: CLIP's activation becomes one node.
+"""QuickGelu: CLIP's activation, and the SiLU of a SwiGLU, become one node.
 
-    x * Sigmoid(x * alpha)   =>  QuickGelu(x; alpha)      alpha a constant number, 1.702 in CLIP
+    x * Sigmoid(x * alpha)       =>  QuickGelu(x; alpha)                 alpha a constant number, 1.702 in CLIP
+    (x * Sigmoid(x)) * y         =>  QuickGelu(x; alpha = 1) * y         x and y [N,S,D]
 
-Refused: an alpha that is no constant number; a gate of another tensor is no match.
+Refused: an alpha that is no constant number; a SiLU of images, whose GroupNorm takes it. A gate of another tensor is no
+match.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import onnx_ir as ir
+from onnxscript.rewriter.pattern import OrValue
 
 from fusion_passes import checks as c
 from fusion_passes.operators.record import DOMAIN
@@ -37,7 +40,32 @@ class QuickGeluSwapped(QuickGelu):
         return op.Mul(op.Sigmoid(op.Mul(x, alpha)), x)
 
 
-RULES = (QuickGelu, QuickGeluSwapped)
+class SwiGlu(Rule):
+    """SiLU(x) * y => QuickGelu(x) * y"""
+
+    def silu(self, op: Any, x: Any) -> Any:
+        return OrValue([op.Mul(x, op.Sigmoid(x)), op.Mul(op.Sigmoid(x), x)])
+
+    def pattern(self, op: Any, x: Any, y: Any) -> Any:
+        return op.Mul(self.silu(op, x), y)
+
+    def refuse(self, x: ir.Value, y: ir.Value) -> str | None:
+        if c.rank(x) != 3 or c.rank(y) != 3:
+            return "the gate with SiLU is not [N,S,D]"
+        return None
+
+    def rewrite(self, op: Any, x: ir.Value, y: ir.Value) -> Any:
+        return op.Mul(op.QuickGelu(x, alpha=1.0, _domain=DOMAIN), y)
+
+
+class SwiGluSwapped(SwiGlu):
+    """y * SiLU(x) => QuickGelu(x) * y"""
+
+    def pattern(self, op: Any, x: Any, y: Any) -> Any:
+        return op.Mul(y, self.silu(op, x))
+
+
+RULES = (QuickGelu, QuickGeluSwapped, SwiGlu, SwiGluSwapped)
 
 
 def _graph(body: str, outputs: str = "") -> str:
@@ -46,7 +74,31 @@ def _graph(body: str, outputs: str = "") -> str:
         <float alpha = {{1.702}}, float[8] many> {{ {body} }}"""
 
 
+def _swiglu(body: str, shape: str = "N,S,8", outputs: str = "") -> str:
+    return f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[{shape}] x, float[{shape}] z) => (float[{shape}] y {outputs}) {{ {body} }}"""
+
+
+_ONE = {"QuickGelu": 1, "Sigmoid": 0, "Mul": 1}
+_TOKENS = {"N": 2, "S": 3, "H": 4, "W": 5}
 CASES = [
+    Case("SwiGLU", _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Mul (g, z)"), ops=_ONE, sizes=_TOKENS),
+    Case("SwiGLU swapped", _swiglu("s = Sigmoid (x)  g = Mul (s, x)  y = Mul (z, g)"), ops=_ONE, sizes=_TOKENS),
+    Case(
+        "SwiGLU of images",
+        _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Mul (g, z)", "N,8,H,W"),
+        fires=0,
+        refused="not [N,S,D]",
+        sizes=_TOKENS,
+    ),
+    Case("SiLU without a gate", _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Add (g, z)"), fires=0, sizes=_TOKENS),
+    Case("GLU", _swiglu("s = Sigmoid (x)  g = Mul (z, s)  y = Mul (g, z)"), fires=0, sizes=_TOKENS),
+    Case(
+        "SiLU is an output",
+        _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Mul (g, z)", outputs=", float[N,S,8] g"),
+        fires=0,
+        sizes=_TOKENS,
+    ),
     Case(
         "CLIP",
         _graph("a = Mul (x, alpha)  s = Sigmoid (a)  y = Mul (x, s)"),

@@ -43,7 +43,7 @@ class SkipGroupNorm(Rule):
         assert node is not None
         if not c.same_shape(x, total):
             x, skip = skip, x
-        attributes = {name: a.value for name, a in node.attributes.items()}
+        attributes = dict(node.attributes)
         y, s = op.SkipGroupNorm(x, gamma, beta, skip, _domain=DOMAIN, _outputs=2, **attributes)
         return y, s
 

@@ -132,7 +132,7 @@ def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value) -> None:
         node.outputs[0].type, node.outputs[0].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([size])
     first = None if x.shape is None else x.shape[0]
     rows.outputs[0].type, rows.outputs[0].shape = old.type, ir.Shape([first, 1, 1, width])
-    attributes = {key: attribute.value for key, attribute in norm.attributes.items()}
+    attributes = dict(norm.attributes)
     new = ir.node("SkipGroupNorm", [x, gamma, beta, rows.outputs[0]], attributes, domain=DOMAIN, num_outputs=2)
     new.metadata_props.update(norm.metadata_props)
     made, total = new.outputs

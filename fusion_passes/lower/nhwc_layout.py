@@ -13,6 +13,7 @@ Each connected region of what was moved is then weighed (`layout_regions`): one 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from functools import cached_property
 
 import numpy as np
@@ -116,18 +117,18 @@ class _Walk:
         if channels == 1 and height and width:
             target = [0, height, width, 1] if perm == TO_NHWC else [0, 1, height, width]
             return ir.node("Reshape", [value, constant(self.graph, f"{value.name}.turned", target)])
-        return ir.node("Transpose", [value], {"perm": perm})
+        return ir.node("Transpose", [value], {"perm": ir.AttrInt64s("perm", perm)})
 
     def replace(
         self,
         node: ir.Node,
         op_type: str,
         inputs: list[ir.Value | None],
-        attributes: dict[str, object],
+        attributes: Mapping[str, int | ir.Attr],
         domain: str = "",
     ) -> None:
         """Put an NHWC node beside `node`; its outputs are the counterparts of the old ones."""
-        new = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=len(node.outputs))  # type: ignore[arg-type]
+        new = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=len(node.outputs))
         new.metadata_props.update(node.metadata_props)
         for old, output in zip(node.outputs, new.outputs, strict=True):
             self._describe(output, old)
@@ -197,16 +198,17 @@ class _Walk:
         sizes = [int(shape[axis]) for axis in TO_NHWC]
         moved = derived(self.graph, f"{weight.name}.{node.outputs[0].name}.nhwc", [weight], sizes, "transpose", TO_NHWC)
         # Kernels and the function body want every attribute, whether it is the default or not.
-        defaults = {"dilations": [1, 1], "group": 1, "kernel_shape": sizes[1:3], "strides": [1, 1]}
-        attributes = defaults | {name: a.value for name, a in node.attributes.items()}
-        if "auto_pad" not in attributes:
-            attributes.setdefault("pads", [0, 0, 0, 0])
+        lists = {"dilations": [1, 1], "kernel_shape": sizes[1:3], "strides": [1, 1]}
+        if "auto_pad" not in node.attributes:
+            lists["pads"] = [0, 0, 0, 0]
+        defaults = {name: ir.AttrInt64s(name, numbers) for name, numbers in lists.items()}
+        attributes = {"group": 1, **defaults, **node.attributes}
         inputs = [self.nhwc_of(x, node), moved, *node.inputs[2:]]
         self.replace(node, "NhwcConv", inputs, attributes, DOMAIN)
         return None
 
     def _fused(self, node: ir.Node, operator: Operator) -> None:
-        attributes = {name: a.value for name, a in node.attributes.items()} | {"channels_last": 1}
+        attributes = {**node.attributes, "channels_last": 1}
         inputs = list(node.inputs)
         for index in operator.images:
             image = inputs[index]
@@ -247,7 +249,7 @@ class _Walk:
                 inputs.append(self.nhwc_of(value, node))
             else:
                 return f"an operand of {shape} is neither an image nor one number per channel"
-        self.replace(node, node.op_type, inputs, {name: a.value for name, a in node.attributes.items()})
+        self.replace(node, node.op_type, inputs, node.attributes)
         return None
 
     def _resize(self, node: ir.Node) -> str | None:

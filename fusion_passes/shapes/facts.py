@@ -12,6 +12,7 @@ from fusion_passes.shapes.dims import Dim, constant, symbol
 
 Shape = tuple[Dim, ...]
 
+INT64_LIMIT = 1 << 63  # a product of declared sizes may lie beyond it, and is then a size like any unknown one
 LIST_LIMIT = 64  # longest integer tensor followed element by element: shapes, axes and index lists are shorter
 
 
@@ -31,7 +32,8 @@ class Facts:
         if value is None or value not in self.elements:
             return None
         numbers = [element.value for element in self.elements[value]]
-        return None if any(n is None for n in numbers) else [n for n in numbers if n is not None]
+        known = [n for n in numbers if n is not None and -INT64_LIMIT <= n < INT64_LIMIT]
+        return known if len(known) == len(numbers) else None
 
 
 def broadcast(shapes: Sequence[Shape], facts: Facts) -> Shape:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from fusion_passes.operators import OPERATORS
 from fusion_passes.shapes.contents import ELEMENTS
 from fusion_passes.shapes.dims import Dim, constant, symbol
-from fusion_passes.shapes.facts import LIST_LIMIT, Facts, Shape, broadcast, product
+from fusion_passes.shapes.facts import INT64_LIMIT, LIST_LIMIT, Facts, Shape, broadcast, product
 from fusion_passes.shapes.indexing import INDEXING
 from fusion_passes.shapes.rules import BROADCAST, RULES, SAME_AS_FIRST_INPUT, reshape
 from fusion_passes.shapes.standard import STANDARD, infer_node
@@ -74,7 +74,8 @@ def annotate_new(graph: ir.Graph) -> Facts:
 
 def _write(value: ir.Value, shape: Shape) -> None:
     if value.const_value is None and not value.is_graph_input():
-        value.shape = ir.Shape([d.value if d.value is not None else str(d) for d in shape])
+        sizes = [(d.value, str(d)) for d in shape]
+        value.shape = ir.Shape([name if n is None or n >= INT64_LIMIT else n for n, name in sizes])
 
 
 def _infer(graph: ir.Graph, facts: Facts, version: int | None = None) -> Facts:

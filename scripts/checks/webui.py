@@ -2,8 +2,8 @@
 
     python scripts/checks/webui.py --webui CHECKOUT [--webui CHECKOUT ...] [--folder FOLDER] [--out FILE.json]
 
-CHECKOUT is the source of AUTOMATIC1111's WebUI, its AMD fork or Forge. Its files are parsed, and each line of the
-table that is not found is said. FOLDER is the demo model, optimized for the CPU: with it webui_run.py hooks the
+CHECKOUT is the source of AUTOMATIC1111's WebUI, its AMD fork, Forge or reForge. Its files are parsed, and each line of
+the table that is not found is said. FOLDER is the demo model, optimized for the CPU: with it webui_run.py hooks the
 extension into the modules of each checkout, in a process of its own, and calls it as they do. No page, no sampler and
 no VAE of the host is run. tests/hosts/test_webui.py runs the extension against these interfaces as recorded.
 """
@@ -38,8 +38,7 @@ WEBUI: Wanted = {
     "extensions-builtin/Lora/networks.py": {"loaded_networks": None},
     "extensions-builtin/Lora/network.py": {"Network.__init__": ["self", "name", "network_on_disk"]},
 }
-FORGE: Wanted = {
-    "modules_forge/__init__.py": {},
+SCRIPTS: Wanted = {
     "modules/paths.py": {"models_path": None},
     "modules/scripts.py": {
         "Script.process_before_every_sampling": ["self", "p"],
@@ -48,6 +47,9 @@ FORGE: Wanted = {
         "Script.ui": ["self", "is_img2img"],
         "AlwaysVisible": None,
     },
+}
+FORGE: Wanted = {
+    **SCRIPTS,
     "backend/patcher/base.py": {
         "ModelPatcher.set_model_unet_function_wrapper": ["self", "unet_wrapper_function"],
         "ModelPatcher.clone": ["self"],
@@ -57,6 +59,17 @@ FORGE: Wanted = {
         "KModel.apply_model": ["self", "x", "t", "c_concat", "c_crossattn", "control", "transformer_options"]
     },
 }
+REFORGE: Wanted = {
+    **SCRIPTS,
+    "ldm_patched/modules/model_patcher.py": {
+        "ModelPatcher.set_model_unet_function_wrapper": ["self", "unet_wrapper_function"],
+        "ModelPatcher.clone": ["self"],
+    },
+    "ldm_patched/modules/model_base.py": {
+        "BaseModel.apply_model": ["self", "x", "t", "c_concat", "c_crossattn", "control", "transformer_options"]
+    },
+}
+WANTED = {"webui": WEBUI, "forge": FORGE, "reforge": REFORGE}
 # Lines that these files must hold: what is called how.
 LINES = {
     "webui": {"modules/sd_unet.py": ["current_unet.forward(x, timesteps, context, *args, **kwargs)"]},
@@ -69,7 +82,22 @@ LINES = {
         ],
         "backend/patcher/base.py": ["self.lora_patches = {}"],
     },
+    "reforge": {
+        "ldm_patched/modules/samplers.py": [
+            'model_options[\'model_function_wrapper\'](model.apply_model, {"input": input_x, "timestep": timestep_'
+        ],
+        "extensions-builtin/Lora/networks.py": [
+            "compiled_lora_targets.append([a.filename, b, c])",
+            "current_sd.current_lora_hash = compiled_lora_targets_hash",
+        ],
+    },
 }
+
+
+def kind_of(checkout: Path) -> str:
+    """Which of the three hosts it is, by what only Forge and reForge have."""
+    signs = {"forge": "backend", "reforge": "ldm_patched"}
+    return next((kind for kind, sign in signs.items() if (checkout / sign).is_dir()), "webui")
 
 
 def defined(tree: ast.Module) -> Iterator[tuple[str, list[str] | None]]:
@@ -91,9 +119,9 @@ def defined(tree: ast.Module) -> Iterator[tuple[str, list[str] | None]]:
 
 def check(checkout: Path) -> list[str]:
     """What our extension relies on and is not there, one a line."""
-    kind = "forge" if (checkout / "modules_forge").is_dir() else "webui"
+    kind = kind_of(checkout)
     missing = []
-    for name, wanted in (FORGE if kind == "forge" else WEBUI).items():
+    for name, wanted in WANTED[kind].items():
         path = checkout / name
         if not path.is_file():
             if wanted:

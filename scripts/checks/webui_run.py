@@ -29,7 +29,8 @@ from sd_ort.hosts.install import install_folder
 from sd_ort.hosts.installers import CONTENT
 from sd_ort.hosts.webui.extension import forge_loras
 
-OWN = ("modules", "backend", "modules_forge", "packages_3rdparty")  # of the hosts
+OWN = ("modules", "backend", "modules_forge", "ldm_patched", "packages_3rdparty")  # of the hosts
+CPU = {"webui": ["--use-cpu", "all"], "forge": ["--always-cpu"], "reforge": ["--always-cpu"]}
 stubs = Stubs()
 
 
@@ -66,10 +67,22 @@ def forge_modules() -> list[Any]:
     return parts
 
 
+def reforge_modules() -> list[Any]:
+    """Of reForge, with its settings as they are before a user changes one."""
+    (arguments,) = named("ldm_patched.modules.args_parser")
+    arguments.args.always_cpu = True
+    (initial,) = named("modules.shared_init")
+    initial.initialize()
+    inner = ("samplers", "model_base", "supported_models", "conds")
+    parts = named("modules_forge.unet_patcher", *(f"ldm_patched.modules.{name}" for name in inner))
+    named("modules.scripts")
+    return parts
+
+
 class Theirs(torch.nn.Module):
     """The host's UNet: the demo model's, in torch, called as the hosts call theirs."""
 
-    storage_dtype = computation_dtype = torch.float32
+    storage_dtype = computation_dtype = dtype = torch.float32
     load_device = offload_device = initial_device = torch.device("cpu")
 
     def __init__(self) -> None:
@@ -137,43 +150,74 @@ def in_webui(root: Path) -> dict[str, Any]:
 
 
 def in_forge(root: Path) -> dict[str, Any]:
-    """Forge and reForge: our script on its patcher, called by its sampling function; LoRAs as it keeps them."""
+    """Forge: our script on its patcher, called by its sampling function; LoRAs as its patcher keeps them."""
     unets, sampling, conditions = loaded(forge_modules)
     theirs = Theirs()
     scheduler = DDIMScheduler.from_pretrained(MODEL_DIR / "scheduler")
     patcher = unets.UnetPatcher.from_model(theirs, scheduler, config=SimpleNamespace())
     x, _, context = inputs(1)
     told = [conditions.compile_conditions(c) for c in (context, context * 0.5)]
-    sigma = torch.tensor([3.0])
 
     def predicted(unet: Any) -> torch.Tensor:
-        return torch.cat(sampling.calc_cond_uncond_batch(unet.model, *told, x, sigma, unet.model_options))
+        return torch.cat(sampling.calc_cond_uncond_batch(unet.model, *told, x, torch.tensor([3.0]), unet.model_options))
 
+    model = SimpleNamespace(forge_objects=SimpleNamespace(unet=patcher))
+    found = hooked_by_script(root, model, theirs, predicted)
+    patcher.add_patches(filename="some.safetensors", patches={}, strength_patch=0.8)
+    return found | {"LoRAs": forge_loras(model)}
+
+
+def in_reforge(root: Path) -> dict[str, Any]:
+    """reForge, whose backend is another than Forge's; LoRAs as it keeps them."""
+    unets, samplers, bases, supported, conds = loaded(reforge_modules)
+    theirs = Theirs()
+    described = supported.SD15({"disable_unet_model_creation": True})
+    described.unet_config["disable_unet_model_creation"] = True
+    described.manual_cast_dtype = None
+    base = bases.BaseModel(described)
+    base.diffusion_model = theirs
+    patcher = unets.UnetPatcher(base, torch.device("cpu"), torch.device("cpu"))
+    x, _, context = inputs(1)
+    told = [[{"model_conds": {"c_crossattn": conds.CONDCrossAttn(c)}}] for c in (context, context * 0.5)]
+
+    def predicted(unet: Any) -> torch.Tensor:
+        return torch.cat(samplers.calc_cond_batch(unet.model, told, x, torch.tensor([3.0]), unet.model_options))
+
+    model = SimpleNamespace(forge_objects=SimpleNamespace(unet=patcher), current_lora_hash=str([]))
+    found = hooked_by_script(root, model, theirs, predicted)
+    model.current_lora_hash = str([["some.safetensors", 0.8, 1.0]])  # as its Lora extension writes it
+    return found | {"LoRAs": forge_loras(model)}
+
+
+def hooked_by_script(
+    root: Path, model: Any, theirs: Theirs, predicted: Callable[[Any], torch.Tensor]
+) -> dict[str, Any]:
+    """Our script on the host's `model` with the checkbox on, with something that is refused, and off again."""
+    patcher = model.forge_objects.unet
     expected = predicted(patcher)
-    script = extension(root).Script()
-    request = SimpleNamespace(sd_model=SimpleNamespace(forge_objects=SimpleNamespace(unet=patcher)))
+    script, request = extension(root).Script(), SimpleNamespace(sd_model=model)
     script.process_before_every_sampling(request, True, "demo")
-    unet = request.sd_model.forge_objects.unet
+    unet = model.forge_objects.unet
     before = theirs.calls
     found: dict[str, Any] = {
         "patched": unet is not patcher,
         "off": off(predicted(unet), expected),
         "host's UNet called": theirs.calls - before,
     }
-    unet.model_options["transformer_options"]["patches"] = {"output_block_patch": [lambda *a: a]}  # as FreeU
+    options = unet.model_options.setdefault("transformer_options", {})
+    options["patches"] = {"output_block_patch": [lambda *a: a]}  # as FreeU
     found |= {"refused, off": off(predicted(unet), expected), "host's UNet called then": theirs.calls - before}
-    request.sd_model.forge_objects.unet = patcher
+    model.forge_objects.unet = patcher
     script.process_before_every_sampling(request, False, "demo")
-    found["let go"] = request.sd_model.forge_objects.unet is patcher
-    patcher.add_patches(filename="some.safetensors", patches={}, strength_patch=0.8)
-    found["LoRAs"] = forge_loras(patcher)
-    return found
+    return found | {"let go": model.forge_objects.unet is patcher}
 
 
 @torch.no_grad()
 def main(checkout: Path, folder: Path) -> None:
     """Run the extension in the checkout's modules."""
-    forge = (checkout / "modules_forge").is_dir()
+    kind = next(
+        (k for k, part in (("forge", "backend"), ("reforge", "ldm_patched")) if (checkout / part).is_dir()), "webui"
+    )
     with tempfile.TemporaryDirectory(prefix="sd-ort-webui-") as base:
         root = Path(base)
         (root / "models" / "sd_ort").mkdir(parents=True)
@@ -184,14 +228,11 @@ def main(checkout: Path, folder: Path) -> None:
         os.chdir(root)
         sys.meta_path.insert(0, stubs)
         sys.path.insert(0, str(checkout))
-        sys.argv = ["webui.py", "--data-dir", base, *(["--always-cpu"] if forge else ["--use-cpu", "all"])]
-        found = in_forge(root) if forge else in_webui(root)
-    modules = sorted(n for n in sys.modules if n.split(".")[0] in OWN and n not in stubs.names)
+        sys.argv = ["webui.py", "--data-dir", base, *CPU[kind]]
+        found = {"forge": in_forge, "reforge": in_reforge, "webui": in_webui}[kind](root)
+    modules = [n for n in sys.modules if n.split(".")[0] in OWN and n not in stubs.names]
     print(
-        "\n"
-        + json.dumps(
-            {"kind": "forge" if forge else "webui", **found, "stubbed": sorted(stubs.names), "modules": modules}
-        )
+        "\n" + json.dumps({"kind": kind, **found, "stubbed": sorted(stubs.names), "modules of the host": len(modules)})
     )
 
 

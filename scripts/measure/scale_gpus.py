@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import datetime
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from typing import Any
 from sd_ort.core import files, metrics
 from sd_ort.core.errors import SdOrtError
 from sd_ort.runtime import machine
+from sd_ort.serving import api
 from sd_ort.serving import replica as here
 from sd_ort.serving.dispatch import Dispatcher, Replica
 from sd_ort.serving.pictures import Model, Picture, Settings
@@ -121,6 +123,14 @@ async def images_a_second(replicas: Sequence[Replica], pictures: Sequence[Pictur
     return len(pictures) / seconds
 
 
+def front_seconds(pictures: Sequence[Picture], files: Sequence[bytes], times: int = 20) -> float:
+    """CPU seconds an image in which the one process in front of all replicas makes its answer."""
+    start = time.process_time()
+    for _ in range(times):
+        json.dumps(api.answer(pictures, files)).encode()
+    return (time.process_time() - start) / (times * len(pictures))
+
+
 async def measured(replicas: Sequence[Replica], given: argparse.Namespace, settings: Settings) -> list[dict[str, Any]]:
     """One row for each batch size and number of replicas."""
     models = await asyncio.gather(*(replica.start() for replica in replicas))
@@ -130,6 +140,11 @@ async def measured(replicas: Sequence[Replica], given: argparse.Namespace, setti
         each = -(-given.images // batch) * batch  # images of a replica
         pictures = [Picture(given.prompt, "", seed, settings) for seed in range(each * len(loaded))]
         await asyncio.gather(*(one.draw(pictures[:batch]) for one in loaded for _ in range(given.warm_up)))
+        files = await loaded[0].draw(pictures[:batch])
+        front = front_seconds(pictures[:batch], files)
+        print(
+            f"an image of {len(files[0]) / 1e6:.2f} MB takes {1e3 * front:.1f} ms of the process in front", flush=True
+        )
         speeds: dict[int, list[float]] = {count: [] for count in range(1, len(loaded) + 1)}
         latencies: dict[int, list[float]] = {count: [] for count in speeds}
         for _ in range(given.rounds):
@@ -143,6 +158,7 @@ async def measured(replicas: Sequence[Replica], given: argparse.Namespace, setti
             row = {
                 "replicas": count, "batch": batch, "images_a_round": each * count,
                 "images_s": metrics.summary(speeds[count]), "batch_s": metrics.summary(latencies[count]),
+                "image_MB": len(files[0]) / 1e6, "front_s": front,
                 "speedup": metrics.summary(ratios), "efficiency": median(ratios) / count,
             }  # fmt: skip
             rows.append(row)

@@ -24,7 +24,7 @@ import datetime
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -64,13 +64,13 @@ def main() -> None:
         sys.exit(not all(right))
     report: dict[str, Any] = {"when": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC", **where()}
     report["settings"] = {"provider": options.provider, "steps": options.steps, "random_weights": True}
-    report["presets"] = {}
+    report["presets"], started = {}, time.perf_counter()
     for preset in options.presets:
-        started = time.perf_counter()
-        report["presets"][preset] = measure(options, preset)
-        say(f"{preset}: {time.perf_counter() - started:.0f} s  {json.dumps(report['presets'][preset])}")
-        write_text(options.out.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
-        write_text(options.out.with_suffix(".md"), table(report))
+        for found in measure(options, preset):
+            report["presets"].setdefault(preset, {}).update(found)
+            say(f"{preset}, after {time.perf_counter() - started:.0f} s: {json.dumps(found)}")
+            write_text(options.out.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
+            write_text(options.out.with_suffix(".md"), table(report))
 
 
 def opened(options: argparse.Namespace, preset: str) -> Any:
@@ -125,11 +125,13 @@ def milliseconds(loop: DeviceLoop) -> float:
     return 1e3 * float(loop.step_seconds or 0)
 
 
-def measure(options: argparse.Namespace, preset: str) -> dict[str, Any]:
+def measure(options: argparse.Namespace, preset: str) -> Iterator[dict[str, Any]]:
+    """The measurements of a preset, as they come."""
     pipeline = opened(options, preset)
-    found = {**guidance(pipeline, options, preset), "overlap": overlap(pipeline, options, preset)}
+    yield guidance(pipeline, options, preset)
+    yield {"overlap": overlap(pipeline, options, preset)}
     del pipeline
-    return {**found, "spread": spread(options, preset)}
+    yield {"spread": spread(options, preset)}
 
 
 # --- Layers on two devices ------------------------------------------------------------------------------------------
@@ -336,7 +338,7 @@ def table(report: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for preset, found in report["presets"].items():
-        for row in found["overlap"]:
+        for row in found.get("overlap", ()):
             one, two = row["images_s"].values()
             lines.append(
                 f"| {preset} | {row['steps']} | {row['batch']} | {one:.2f} | {two:.2f} | {row['speedup']:.2f}x "
@@ -352,6 +354,8 @@ def table(report: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for preset, found in report["presets"].items():
+        if "spread" not in found:
+            continue
         row = found["spread"]
         held, handed = (" + ".join(f"{size:.1f}" for size in row[name]) for name in ("weights_MB", "handed_on_MB"))
         lines.append(

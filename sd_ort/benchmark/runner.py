@@ -22,7 +22,7 @@ from sd_ort.core.errors import SdOrtError
 from sd_ort.core.folder import components
 from sd_ort.runtime import device, tuning
 from sd_ort.runtime.library import library_path
-from sd_ort.runtime.providers import provider_named
+from sd_ort.runtime.providers import is_plugin, provider_named
 
 
 def run(
@@ -130,7 +130,7 @@ def notes_on(settings: Settings, meter: device.Meter) -> list[str]:
     notes = []
     if settings.tuning:
         notes.append(_tuning_note(settings.provider))
-    if library_path() is None:
+    if library_path() is None and not is_plugin(settings.provider):  # ours brings its kernels along
         notes.append("no custom-op library was found: fused operators ran as plain ONNX functions.")
     if settings.sequential:
         notes.append("engines ran one after the other: ratios compare different moments.")

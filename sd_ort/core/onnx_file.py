@@ -26,6 +26,7 @@ FILE_LIMIT = (1 << 31) - 1  # bytes: a protobuf's own limit; larger weights are 
 NODE_LIMIT = 100_000  # nodes, once all functions are put in place of their calls
 ARITY_LIMIT = 10_000  # inputs or outputs of one node
 TENSOR_LIMIT = 1 << 40  # bytes of one tensor
+AXIS_LIMIT = 1 << 31  # declared size of an axis of an input or output
 
 
 class _Refusal(Exception):
@@ -238,6 +239,8 @@ def _check_value(value: onnx.ValueInfoProto) -> None:
         raise _Refusal(f"has an input or output {value.name!r} that is no tensor of numbers: export it again")
     if any(size.dim_value < 0 for size in kind.tensor_type.shape.dim):
         raise _Refusal(f"has an input or output {value.name!r} of a negative size: export it again")
+    if any(size.dim_value > AXIS_LIMIT for size in kind.tensor_type.shape.dim):
+        raise _Refusal(f"has an input or output {value.name!r} of an absurd size: export it again")
 
 
 def _check_graph(graph: onnx.GraphProto, outer: Scopes, context: _Context) -> None:

@@ -39,11 +39,9 @@ class HostModels(LoraMethods):
     `device` is where their outputs lie: the GPU that torch and ONNX Runtime share, or else the host's memory.
     """
 
-    def __init__(self, folder: Path | str, provider: str | None = None, *, share: bool = False, **options: Any) -> None:
-        """`provider`: None for `default_provider`. `share`: bind torch's tensors where they lie on a GPU, else they go
-        through the host's memory. It is off because the one picture drawn with it, from random weights on an H200, was
-        13 dB from our own pipeline's (results/hosts/host_steps_h200.json): by float16 latents or by a fault, is not
-        known. `options`: those of `runtime.components.Components`.
+    def __init__(self, folder: Path | str, provider: str | None = None, *, share: bool = True, **options: Any) -> None:
+        """`provider`: None for `default_provider`. `share`: on a GPU that torch sees too bind its tensors where they
+        lie; else they go through the host's memory. `options`: those of `runtime.components.Components`.
 
         Raises InputError for a folder that holds no pipeline, ProviderError for a provider that cannot be used.
         """
@@ -52,9 +50,10 @@ class HostModels(LoraMethods):
         self.models = Components(self.folder, self.provider, **options)
         self.index = read_index(self.folder)
         self.unet_config = component_config(self.folder, "unet")
-        on_gpu = self.models.device == "cuda" and torch.cuda.is_available() and self.models.stream is not None
+        number = int(self.models.options["provider_options"].get("device_id", 0))
+        on_gpu = self.models.device == "cuda" and self.models.stream is not None and number < torch.cuda.device_count()
         self.shared = share and on_gpu
-        self.device = torch.device("cuda", 0) if self.shared else torch.device("cpu")
+        self.device = torch.device("cuda", number) if self.shared else torch.device("cpu")
         self.on_device: dict[str, TensorModel] = {}
         self.changes = 0  # of weights: what was computed with others is no longer true
 

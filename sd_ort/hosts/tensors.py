@@ -113,7 +113,7 @@ class TensorModel:
         """Shapes of the outputs for these inputs, by a run whose outputs ONNX Runtime allocates."""
         bound = Bound(self.model.session, given, {})
         for name in self.model.outputs:
-            bound.binding.bind_output(name, self.device.type)
+            bound.binding.bind_output(name, self.device.type, self.device.index or 0)
         self._queued(bound)
         return {
             name: tuple(value.shape())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ class Replica:
         from sd_ort.family.configs import scheduler_config
 
         self.opening = opening
+        self.writers = ThreadPoolExecutor(4)
         self.pipeline: Any = StableDiffusionPipeline.from_pretrained(opening.folder, **opening.loading)
         opening.prepare(self.pipeline)
         self.model = Model(
@@ -91,7 +93,7 @@ class Replica:
             **self.opening.drawing,
         ).images
         texts = [{**picture.text(), **self.opening.text} for picture in pictures]
-        return [png_bytes(image, text) for image, text in zip(drawn, texts, strict=True)]
+        return list(self.writers.map(png_bytes, drawn, texts))  # compressing takes longer than a step, and no lock
 
 
 @dataclass(frozen=True)

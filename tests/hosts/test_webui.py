@@ -212,6 +212,19 @@ def test_forge(
     assert "sd-ort: " in capsys.readouterr().out
 
 
+def test_reforge_loras() -> None:
+    """Its patcher does not say which they are: its Lora extension's text does; other changes of weights are refused."""
+    patcher = types.SimpleNamespace(patches={"a weight": []})
+    model = types.SimpleNamespace(forge_objects=types.SimpleNamespace(unet=patcher))
+    model.current_lora_hash = str([["a.safetensors", 0.8, 1.0], ["b.safetensors", -0.5, 0.0]])
+    assert extension.forge_loras(model) == [("a.safetensors", 0.8), ("b.safetensors", -0.5)]
+    model.current_lora_hash = str([])
+    with pytest.raises(InputError, match="no LoRA tag changes the weights"):
+        extension.forge_loras(model)
+    patcher.patches.clear()
+    assert extension.forge_loras(model) == []
+
+
 def test_sizes_are_read_back() -> None:
     """SDXL's embeddings as sgm and ComfyUI compute them, in half precision."""
     numbers = torch.tensor([[1024.0, 832, 0, 16, 1531, 4096], [16_000, 1, 999, 2, 3, 512]])

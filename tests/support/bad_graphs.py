@@ -281,6 +281,7 @@ REFUSED: dict[str, Change] = {
     "input of texts": elem_type(TensorProto.STRING),
     "input of unknown type": elem_type(999),
     "input of a negative size": input_size(-3),
+    "input of an absurd size": input_size((1 << 63) - 1),
     "input a sequence": make_sequence,
     "output without a type": lambda p: p.graph.output[0].ClearField("type"),
 }

@@ -8,13 +8,14 @@ What the graph cannot do is drawn by the host's own UNet, and said in a warning.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sd_ort.core.errors import explained
+from sd_ort.core.errors import InputError, explained
 from sd_ort.hosts.webui.unet import WebUNet, folders
 
 TITLE = "sd-ort"
@@ -144,7 +145,7 @@ def forge_script() -> type[Any]:
                 if folder not in opened:
                     opened.clear()
                     opened[folder] = WebUNet(models_root() / folder)
-                opened[folder].use_loras(forge_loras(objects.unet))
+                opened[folder].use_loras(forge_loras(p.sd_model))
             except Exception as error:
                 warn(error)
                 return
@@ -155,9 +156,16 @@ def forge_script() -> type[Any]:
     return SdOrtScript
 
 
-def forge_loras(unet: Any) -> list[tuple[str, float]]:
-    """Files and strengths of the LoRAs on a UNet's patcher, as Forge's Lora extension has put them there."""
-    return [(str(key[0]), float(key[1])) for key in getattr(unet, "lora_patches", {})]
+def forge_loras(model: Any) -> list[tuple[str, float]]:
+    """Files and strengths of the LoRAs of the host's model: Forge's Lora extension keeps them on the UNet's patcher,
+    reForge's beside the model, as text. Raises InputError where weights were changed by something else."""
+    patcher = model.forge_objects.unet
+    if hasattr(patcher, "lora_patches"):
+        return [(str(key[0]), float(key[1])) for key in patcher.lora_patches]
+    named = ast.literal_eval(getattr(model, "current_lora_hash", None) or "[]")
+    if patcher.patches and not named:
+        raise InputError("something that is no LoRA tag changes the weights of the host's UNet.")
+    return [(str(path), float(strength)) for path, strength, *_ in named]
 
 
 def forge_wrapper(ours: WebUNet) -> Callable[[Any, dict[str, Any]], Any]:

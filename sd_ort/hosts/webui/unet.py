@@ -23,13 +23,13 @@ def folders(root: Path) -> list[str]:
 
 
 class WebUNet(torch.nn.Module):
-    """`diffusion_model` of both hosts on a pipeline folder."""
+    """`diffusion_model` of the hosts on a pipeline folder; `dtype`: of its graph, which reForge asks for."""
 
     def __init__(self, folder: Path, provider: str | None = None) -> None:
         """Raises what `HostModels` raises."""
         super().__init__()
         self.models = HostModels(folder, provider)
-        self.called = HostUNet(self.models)
+        self.called, self.dtype = HostUNet(self.models), self.models.dtype("unet")
         self.loras: list[tuple[str, float]] = []
 
     def use_loras(self, loras: Sequence[tuple[str, float]]) -> None:
