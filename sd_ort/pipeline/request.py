@@ -146,8 +146,8 @@ class Request:
             raise InputError(f"{len(listed)} {what} for {self.count} prompts: give one, or one a prompt.")
         return listed
 
-    def check(self, multiple: int, trained_steps: int) -> None:
-        """Check what needs no model, at heights and widths of `size`, multiples of `multiple`; sets `count`.
+    def check(self, trained_steps: int) -> None:
+        """Check what needs no model, at heights and widths of `size`; sets `count`.
 
         Raises InputError for what does not fit together.
         """
@@ -156,8 +156,6 @@ class Request:
         images = self.num_images_per_prompt
         scales = {"guidance_scale": self.guidance_scale, "eta": self.eta, "guidance_rescale": self.guidance_rescale}
         check_numbers(height, width, self.batch if images > 0 else 1, **scales)
-        if height % multiple or width % multiple or height < multiple or width < multiple:
-            raise InputError(f"height {height} and width {width} must be multiples of {multiple}.")
         if self.num_inference_steps < 1 or images < 1:
             raise InputError("num_inference_steps and num_images_per_prompt must be 1 or more.")
         if self.num_inference_steps > trained_steps:
@@ -199,6 +197,20 @@ class Request:
             raise InputError(f"clip_skip {self.clip_skip} skips no layers: give 0 or more.")
         for texts in (self.prompt, self.prompt_2, self.negative_prompt, self.negative_prompt_2):
             check_text([texts] if isinstance(texts, str) else texts or [])
+
+
+def check_size(size: Size, side: int, multiple: int, doubles: Callable[[], bool]) -> None:
+    """Raise InputError for a height and width that a pipeline cannot draw.
+
+    `side`: pixels of a latent. `multiple`: of sizes that halve evenly at every level of the UNet. `doubles`: whether
+    its graph takes no others (`graphs.upsampling`).
+    """
+    needed, why = side, ""
+    if any(length % multiple for length in size) and doubles():
+        times = (multiple // side).bit_length() - 1
+        needed, why = multiple, f": this UNet halves latents {times} times, and its graph can only double them again"
+    if any(length % needed or length < needed for length in size):
+        raise InputError(f"height {size[0]} and width {size[1]} must be multiples of {needed}{why}.")
 
 
 def request(defaults: Mapping[str, Any], leaves: Sequence[str], arguments: Mapping[str, Any]) -> Request:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.folder import read_index
+from sd_ort.core.folder import check_component, read_index
 from sd_ort.family import plans
 from sd_ort.family.conditioning import text_encoders
 from sd_ort.family.conditions import is_sdxl
@@ -37,7 +37,7 @@ from sd_ort.pipeline.like_diffusers import DiffusersMethods, loading_options
 from sd_ort.pipeline.lora_methods import LoraMethods
 from sd_ort.pipeline.noise import draw_noise, sources
 from sd_ort.pipeline.output import PipelineOutput
-from sd_ort.pipeline.request import PICTURES, Prompt, Request, request
+from sd_ort.pipeline.request import PICTURES, Prompt, Request, check_size, request
 from sd_ort.pipeline.sampling import Sampling
 from sd_ort.pipeline.text import Texts
 from sd_ort.pipeline.vae import Vae
@@ -195,8 +195,17 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
 
     @property
     def size_multiple(self) -> int:
-        """Heights and widths in pixels must be multiples of this, or the UNet's skip connections do not line up."""
+        """Heights and widths in pixels that are multiples of this halve evenly at every level of the UNet; most graphs
+        can draw no others."""
         return self.vae_scale_factor * latent_multiple(self.unet_config)
+
+    @cached_property
+    def _doubles(self) -> bool:
+        """Whether only sizes that halve evenly can be drawn (`graphs.upsampling`)."""
+        from sd_ort.graphs.load import load
+        from sd_ort.graphs.upsampling import doubles
+
+        return doubles(load(check_component(self.folder, "unet")))
 
     # --- Drawing ----------------------------------------------------------------------------------------------------
 
@@ -268,7 +277,8 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         """Check the rest of a request, draw, and give back what was asked for."""
         request.size = size
         config = self._scheduler_config if self._scheduler is None else self._scheduler.config
-        request.check(self.size_multiple, config.get("num_train_timesteps", 1000))
+        request.check(config.get("num_train_timesteps", 1000))
+        check_size(size, self.vae_scale_factor, self.size_multiple, lambda: self._doubles)
         if self._plannable(request):
             request.plan = plans.find(self._scheduler_config, request.num_inference_steps, request.eta)
         if request.plan is None:

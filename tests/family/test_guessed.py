@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +78,16 @@ GRAPHS = {
 }
 
 
-def make_small_folder(path: Path) -> Path:
+def make_small_folder(path: Path, graphs: Mapping[str, str] = GRAPHS) -> Path:
     random = np.random.default_rng(0)
     shapes = {"words": (514, 8), "down": (4, 4, 2, 2), "up": (4, 4, 1, 1), "rgb": (3, 4, 1, 1), "pixels": (4, 3, 2, 2)}
     shapes["wide"] = (8, 4, 3, 3)
     weights = {name: random.standard_normal(shape, np.float32) / 4 for name, shape in shapes.items()}
     weights |= {"little": np.float32(1e-3), "column": np.array([-1, 1, 1, 1]), "double": np.array([1, 1, 2, 2], "f")}
+    weights |= {"first": np.array([0]), "second": np.array([2]), "fourth": np.array([4])}
     PresetSource("sd15-tiny", 0).write_configs(make(path))
     (path / "model_index.json").write_text(json.dumps(INDEX))
-    for name, text in GRAPHS.items():
+    for name, text in graphs.items():
         model = onnx.parser.parse_model(f'<ir_version: 7, opset_import: ["" : 14]> {name} {text}')
         used = {value for node in model.graph.node for value in node.input}
         model.graph.initializer.extend(onnx.numpy_helper.from_array(w, n) for n, w in weights.items() if n in used)
@@ -121,6 +123,30 @@ def test_old_folders_are_optimized_verified_and_drawn(tmp_path: Path) -> None:
             assert psnr(drawn[0], drawn[-1]) > 80
     assert drawn[0].shape == (1, 64, 32, 3)
     assert component_config(tmp_path / "out", "unet") == component_config(source, "unet", required=True)
+
+
+FIXED = 'Resize <mode = "nearest"> (d, , double)'
+FOLLOWING = """Shape (sample)  e2 = Shape (d)  e3 = Slice (e2, first, second)  e4 = Slice (e1, second, fourth)
+        e5 = Concat <axis = 0> (e3, e4)  e = Resize <mode = "nearest"> (d, , , e5)"""
+
+
+def test_sizes_that_do_not_halve_are_refused_where_the_graph_doubles(tmp_path: Path) -> None:
+    """Resizes to the size of another value, as diffusers' `upsample_size` is traced, draw any multiple of 8."""
+    settings: dict[str, Any] = {"height": 72, "width": 64, "num_inference_steps": 1, "output_type": "np"}
+    fixed = StableDiffusionPipeline.from_pretrained(make_small_folder(tmp_path / "fixed"))
+    with pytest.raises(InputError, match="multiples of 16: this UNet halves latents 1 times, and its graph can only"):
+        fixed("a cat", **settings)
+    with pytest.raises(InputError, match=r"must be multiples of 16"):
+        fixed("a cat", **settings | {"height": 60})
+    assert FIXED in GRAPHS["unet"]
+    unet = GRAPHS["unet"].replace(f"e = {FIXED}", f"e1 = {FOLLOWING}")
+    following = make_small_folder(tmp_path / "following", GRAPHS | {"unet": unet})
+    optimize(following, tmp_path / "out", target="portable")
+    for folder in (following, tmp_path / "out"):
+        pipeline = StableDiffusionPipeline.from_pretrained(folder)
+        assert pipeline("a cat", **settings).images.shape == (1, 72, 64, 3)
+        with pytest.raises(InputError, match="must be multiples of 8"):
+            pipeline("a cat", **settings | {"height": 60})
 
 
 def test_what_no_graph_shows_is_asked_for(tmp_path: Path) -> None:
