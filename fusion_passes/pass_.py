@@ -63,13 +63,14 @@ class Pass:
     """A rewrite of a whole model, in place.
 
     `name` is that of its file; two passes of one name are equal. `after` are the passes that it builds on: where they
-    run at all, they run before it.
+    run at all, they run before it. `rounds`: whether what it makes computes with numbers rounded to bfloat16.
     """
 
     name: str
     run: Callable[[ir.Model], Outcome] = field(compare=False, repr=False)
     cases: Sequence[Case] = field(default=(), compare=False, repr=False)
     after: tuple[Pass, ...] = field(default=(), compare=False, repr=False)
+    rounds: bool = field(default=False, compare=False, repr=False)
 
 
 def run_all(model: ir.Model, passes: Iterable[Pass]) -> dict[str, Outcome]:

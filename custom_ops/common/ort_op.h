@@ -9,13 +9,18 @@
 //   infer(Shapes&)                               output shapes from input shapes, dims may be symbolic
 //   bind(Tensors&, Params&)                      once per call: checks shapes, fills pointers and sizes
 //   cpu(const Params&, const Parallel&)          the CPU kernel
+// and, where a CPU kernel keeps something made of a constant input from call to call,
+//   State             what is kept, of a node; Params::kept points to it
+//   kConstant         the input's index: where it is not constant, kept is null
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <exception>
+#include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "common/check.h"
@@ -82,6 +87,12 @@ class Attributes {
     std::vector<int64_t> values(count);
     check(ort_api->KernelInfoGetAttributeArray_int64(info_, name, values.data(), &count));
     return values;
+  }
+  // Whether an input is an initializer that stays as it is.
+  bool is_constant(size_t index) const {
+    int constant = 0;
+    const OrtValue* value = nullptr;
+    return !ignore(ort_api->KernelInfoGetConstantInput_tensor(info_, index, &constant, &value)) && constant != 0;
   }
   std::string text(const char* name, const std::string& absent) const {
     size_t bytes = 0;
@@ -295,6 +306,25 @@ struct GpuLibrary {
   decltype(&sd_ort_run) run;
 };
 
+// What a node's kernel keeps from call to call; most keep nothing.
+template <class Binding, class = void>
+struct NodeState {
+  explicit NodeState(const Attributes&) {}
+  template <class Params>
+  void give(Params&) const {}
+};
+template <class Binding>
+struct NodeState<Binding, std::void_t<typename Binding::State>> {
+  explicit NodeState(const Attributes& node) {
+    if (node.is_constant(Binding::kConstant)) state = std::make_unique<typename Binding::State>();
+  }
+  template <class Params>
+  void give(Params& params) const {
+    params.kept = state.get();
+  }
+  std::unique_ptr<typename Binding::State> state;
+};
+
 template <class Binding>
 class CustomOp : public OrtCustomOp {
  public:
@@ -328,7 +358,7 @@ class CustomOp : public OrtCustomOp {
       return guarded([&] {
         Params params = Binding::attributes(Attributes(info));
         params.dtype = self(op).dtype_;
-        *kernel = new Kernel{&self(op), params};
+        *kernel = new Kernel{&self(op), params, NodeState<Binding>(Attributes(info))};
       });
     };
     KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
@@ -344,9 +374,11 @@ class CustomOp : public OrtCustomOp {
   struct Kernel {
     const CustomOp* op;
     Params attributes;
+    NodeState<Binding> state;
 
     void compute(OrtKernelContext* context) const {
       Params params = attributes;
+      state.give(params);
       Tensors tensors(context);
       Binding::bind(tensors, params);
       if (op->gpu_ == nullptr) {

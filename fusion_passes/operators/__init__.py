@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fusion_passes.operators import (
+    bfloat16_conv,
+    bfloat16_matmul,
     bias_add,
     bias_split_gelu,
     group_norm,
@@ -31,6 +33,8 @@ OPERATORS: tuple[Operator, ...] = (
     upsample_nearest.OPERATOR,
     nhwc_conv.OPERATOR,
     winograd_conv.OPERATOR,
+    bfloat16_conv.OPERATOR,
+    bfloat16_matmul.OPERATOR,
     linear_add.OPERATOR,
     scaled_dot_product_attention.OPERATOR,
 )

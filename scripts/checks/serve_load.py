@@ -116,7 +116,7 @@ def main() -> int:
                "--port", "0"]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        address = server.stdout.readline().split()[-1]
+        address = next(line for line in server.stdout if "http://" in line).split()[-1]
         answers, seconds = load(address, server.pid, given)
         shown = numbers(address)
         processes = psutil.Process(server.pid).children(recursive=True)

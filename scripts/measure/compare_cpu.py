@@ -48,14 +48,14 @@ def make_raw(source: Path, out: Path) -> None:
         os.symlink(path.resolve(), out.parent / path.name)
 
 
-def make_ours(target: str) -> Callable[[Path, Path], None]:
+def make_ours(target: str, dtype: str = "float32") -> Callable[[Path, Path], None]:
     """`sd-ort optimize --target ...`"""
 
     def make(source: Path, out: Path) -> None:
         from sd_ort.optimize.optimizer import optimize_component
         from sd_ort.optimize.targets import TARGETS
 
-        optimize_component(source, out, TARGETS[target])
+        optimize_component(source, out, TARGETS[target], dtype)
 
     return make
 
@@ -103,6 +103,7 @@ ENGINES = (
     Contender("OpenVINO, bfloat16", "raw", make_raw, openvino="bfloat16"),
     Contender("ours cpu, no library", "cpu", make_ours("cpu")),
     Contender("ours cpu", "cpu", make_ours("cpu"), library=True),
+    Contender("ours cpu, bfloat16", "cpu-bfloat16", make_ours("cpu", "bfloat16"), library=True),
     Contender("ours portable, no library", "portable", make_ours("portable")),
     Contender("ours portable", "portable", make_ours("portable"), library=True),
 )
@@ -283,7 +284,7 @@ def table(result: dict[str, Any]) -> str:
         f"Measured by `scripts/measure/compare_cpu.py` at commit {result['commit']}, {result['threads']} threads on "
         f"{machine['cpu']} ({machine['cores']} cores, {machine['memory_GB']} GB), {machine['system']}, "
         + ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-        + f". {result['weights']}. One step in float32, batch {BATCH}; medians of "
+        + f". {result['weights']}. One step in float32 where no other type is named, batch {BATCH}; medians of "
         + ", ".join(f"{len(rows[0]['seconds'][edge])} steps at {edge} x {edge}" for edge in edges)
         + ", engines in turn, a process each. Peak memory is resident, mapped weights included.",
         "",

@@ -21,7 +21,12 @@ from sd_ort.core.folder import MODEL, bare_model, model_name
     "[default: what the installed onnxruntime wheel drives].",
 )
 @click.option("--float16", "dtype", flag_value="float16", help="Weights and tensors in float16.")
-@click.option("--bfloat16", "dtype", flag_value="bfloat16", help="Weights and tensors in bfloat16.")
+@click.option(
+    "--bfloat16",
+    "dtype",
+    flag_value="bfloat16",
+    help="Weights and tensors in bfloat16; for target cpu, weights and products.",
+)
 @click.option(
     "--calibrate/--no-calibrate",
     default=None,

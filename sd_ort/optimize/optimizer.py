@@ -229,7 +229,7 @@ def optimize_component(
         not_fused = fusion_passes.why_not_fused(model)
         fused = fusion_passes.fuse(model, target.fusions)
         few = why_few(before, Counter(node.op_type for node in model.graph))
-        lowered = run_all(model, target.passes)
+        lowered = run_all(model, target.passes_for(dtype))
     _go_on(stopped)
     output.parent.mkdir(parents=True, exist_ok=True)
     measured = None

@@ -31,6 +31,8 @@ BFLOAT16_OPSET = 22
 STORED = 1024
 # Inputs that the standard wants in float32 (or that hold no data of the model) whatever the type of the first.
 FIXED_INPUTS = frozenset({("Resize", 1), ("Resize", 2)})
+# Weights that a kernel reads in bfloat16, and rounds where they are float32: (operator, input).
+READS_BFLOAT16 = frozenset({("Bfloat16Conv", 1), ("Bfloat16MatMul", 1)})
 
 
 def convert(
@@ -70,7 +72,7 @@ def store_weights(model: ir.Model, dtype: str) -> None:
     """Store the float32 weights of `model` in `dtype`, each followed by a Cast to float32, in place.
 
     A session folds these casts while it is opened, so that it computes in float32 what fits half the disk. Tensors of
-    fewer than `STORED` numbers stay as they are.
+    fewer than `STORED` numbers stay as they are, and kernels that read bfloat16 (`READS_BFLOAT16`) need no cast.
     """
     half, graph = HALF[dtype], model.graph
     first = next(iter(graph))
@@ -81,12 +83,17 @@ def store_weights(model: ir.Model, dtype: str) -> None:
             continue
         stored = _half_tensor(f"{name}.{half.name.lower()}", value, half)
         graph.register_initializer(stored)
-        cast = ir.node("Cast", [stored], {"to": int(FLOAT)})
-        cast.outputs[0].name = f"{name}.float32"
-        cast.outputs[0].shape, cast.outputs[0].dtype = value.shape, FLOAT
-        graph.insert_before(first, cast)
-        for node, index in value.uses():
-            node.replace_input_with(index, cast.outputs[0])
+        uses = list(value.uses())
+        direct = [use for use in uses if dtype == "bfloat16" and (use[0].op_type, use[1]) in READS_BFLOAT16]
+        for node, index in direct:
+            node.replace_input_with(index, stored)
+        if len(direct) < len(uses):
+            cast = ir.node("Cast", [stored], {"to": int(FLOAT)})
+            cast.outputs[0].name = f"{name}.float32"
+            cast.outputs[0].shape, cast.outputs[0].dtype = value.shape, FLOAT
+            graph.insert_before(first, cast)
+            for node, index in value.uses():
+                node.replace_input_with(index, cast.outputs[0])
         del graph.initializers[name]
 
 

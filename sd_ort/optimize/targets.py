@@ -16,6 +16,7 @@ import onnx_ir as ir
 from fusion_passes import FUSIONS, OPERATORS
 from fusion_passes import checks as c
 from fusion_passes.lower import (
+    bfloat16_products,
     fold_bias,
     layer_norm,
     linear_add,
@@ -103,7 +104,7 @@ class Target:
     `fusions`, then `passes`, the lowerings, run in this order. Operators absent from `contrib` run as `sd_ort`
     operators. `float32_inputs` are inputs (operator, index) that stay in fp32 in a half precision model. `dtypes` are
     the precisions that its kernels take; with `half_weights` half precision is that of the weights at rest alone, which
-    are cast to float32 while a session is opened.
+    are cast to float32 while a session is opened; `bfloat16_passes` take the place of `passes` in bfloat16.
     """
 
     name: str
@@ -113,6 +114,11 @@ class Target:
     float32_inputs: frozenset[tuple[str, int]] = frozenset()
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
     half_weights: bool = False
+    bfloat16_passes: tuple[Pass, ...] = ()
+
+    def passes_for(self, dtype: str) -> tuple[Pass, ...]:
+        """The lowerings of a precision."""
+        return self.bfloat16_passes if dtype == "bfloat16" and self.bfloat16_passes else self.passes
 
 
 _FLOAT32_INPUTS = frozenset((operator.name, i) for operator in OPERATORS for i in operator.float32_inputs)
@@ -128,6 +134,7 @@ CPU = Target(
     passes=(_NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS),
     contrib={"QuickGelu": _any, "MultiHeadAttention": _any},
     half_weights=True,  # its kernels compute half precision in float32, with casts around each
+    bfloat16_passes=(_NO_SDPA, standard_attention(_long_keys), bfloat16_products.PASS),
 )
 
 # onnxruntime's schema of com.microsoft NhwcConv, read at 1.31, takes no bfloat16.

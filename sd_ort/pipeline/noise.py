@@ -100,8 +100,8 @@ def _log(x: np.ndarray) -> np.ndarray:
     x = mantissa - np.float32(1) + np.where(small, mantissa, np.float32(0))
     square = x * x
     y = _polynomial(x, 7.0376836292e-2, LOG) * x
-    y = _fused(y, square, exponent * np.float32(-2.12194440e-4)) - np.float32(0.5) * square
-    return _fused(exponent, np.float32(0.693359375), x + y)
+    y = multiply_add(y, square, exponent * np.float32(-2.12194440e-4)) - np.float32(0.5) * square
+    return multiply_add(exponent, np.float32(0.693359375), x + y)
 
 
 def _sine_cosine(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -109,11 +109,11 @@ def _sine_cosine(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     octant = ((x * np.float32(1.27323954473516)).astype(np.int32) + 1) & ~1
     turns = octant.astype(np.float32)
     for part in (-0.78515625, -2.4187564849853515625e-4, -3.77489497744594108e-8):  # of pi / 4
-        x = _fused(turns, np.float32(part), x)
+        x = multiply_add(turns, np.float32(part), x)
     square = x * x
     cosine = _polynomial(square, 2.443315711809948e-5, COSINE) * square
-    cosine = _fused(cosine, square, np.float32(-0.5) * square) + np.float32(1)
-    sine = _fused(_polynomial(square, -1.9515295891e-4, SINE) * square, x, x)
+    cosine = multiply_add(cosine, square, np.float32(-0.5) * square) + np.float32(1)
+    sine = multiply_add(_polynomial(square, -1.9515295891e-4, SINE) * square, x, x)
     swapped = (octant & 2) != 0
     sine, cosine = np.where(swapped, cosine, sine), np.where(swapped, sine, cosine)
     return np.where(octant & 4, -sine, sine), np.where((octant - 2) & 4, cosine, -cosine)
@@ -122,11 +122,11 @@ def _sine_cosine(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _polynomial(x: np.ndarray, first: float, rest: Sequence[float]) -> np.ndarray:
     y = np.full_like(x, first)
     for number in rest:
-        y = _fused(y, x, np.float32(number))
+        y = multiply_add(y, x, np.float32(number))
     return y
 
 
-def _fused(a: np.ndarray, b: Any, c: Any) -> np.ndarray:
+def multiply_add(a: np.ndarray, b: Any, c: Any) -> np.ndarray:
     """a * b + c rounded once to float32. The product is exact in float64, and so the sum's two roundings differ from
     one only where the first ends half way between two float32 numbers: there it goes to the neighbor with an odd last
     bit instead, which the second cannot mistake (Boldo and Melquiond, 2008)."""

@@ -96,6 +96,8 @@ class BoundChain(BoundShapes):
         self.outputs = {name: copy.target for name, copy in zip(self.parts[-1].outputs, back, strict=True)}
         self.copies.append(back)
         self.reserve_events()
+        if links[0].stream is not None:
+            links[0].stream.use()
 
     def reserve_events(self) -> None:
         """Events of each range, if it has a stream: that what it reads is sent, by each other one, and that it ran."""

@@ -38,6 +38,12 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has matrix units for bfloat16 (AMX), as far as the system tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.is_file() and "amx_bf16" in cpuinfo.read_text().split()
+
+
 def gpus() -> list[str]:
     """Name and driver of each GPU that nvidia-smi or amd-smi/rocm-smi reports; [] without such a tool."""
     queries = (

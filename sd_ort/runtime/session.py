@@ -14,6 +14,7 @@ import numpy as np
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.folder import MODEL, check_model, model_name, read_manifest
 from sd_ort.runtime.library import library_path
+from sd_ort.runtime.machine import multiplies_bfloat16
 from sd_ort.runtime.provider_records import CPU_EP, Provider
 from sd_ort.runtime.providers import (
     check_provider,
@@ -99,6 +100,10 @@ def create_session(
             warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
         elif missing and read_manifest(model_path.parent.parent).get("stage") == "optimize":
             warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
+    if provider == "cpu" and not multiplies_bfloat16():
+        made = read_manifest(model_path.parent.parent).get("options", {})
+        if (made.get("target"), made.get("dtype")) == ("cpu", "bfloat16"):
+            warn_once("this CPU has no matrix units for bfloat16: without --bfloat16 a folder is faster here.")
     asked = _asked(provider, options, _chosen(entry, tuning, graph, provider_options or {}))
     try:
         if changed is not None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import graph_fixtures
+import ml_dtypes
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from custom_ops import CPU_OPERATORS
 from custom_ops.libraries import CpuLibrary, ParallelFor
@@ -243,6 +246,23 @@ def test_empty_convolutions(inputs: dict[str, tuple[int, ...]], dtype: str, libr
     assert (y == np.broadcast_to(arrays["B"].reshape(1, -1, 1, 1), (n, inputs["B"][0], h, w))).all()
 
 
+@pytest.mark.parametrize("folder", ["bfloat16_conv", "bfloat16_matmul"])
+def test_constant_bfloat16_weights_are_packed_once(folder: str, library: Path) -> None:
+    """By the first call, and read by calls of several threads; as many bits as float32 weights that are rounded."""
+    operator = load(folder)
+    case = operator.cases[4]
+    arrays = draw(operator, case, "float32")
+    expected = session(one_node_model(operator, case, arrays, "float32"), library).run(None, arrays)[0]
+    proto = onnx.load_from_string(one_node_model(operator, case, arrays, "float32"))
+    weight = next(value for value in proto.graph.input if value.name == "W")
+    proto.graph.input.remove(weight)
+    proto.graph.initializer.append(numpy_helper.from_array(arrays.pop("W").astype(ml_dtypes.bfloat16), "W"))
+    runner = session(proto.SerializeToString(), library)
+    with ThreadPoolExecutor(3) as threads:
+        drawn = [threads.submit(runner.run, None, arrays) for _ in range(6)]
+    assert all((each.result()[0] == expected).all() for each in drawn)
+
+
 HUGE = 2**62
 EMPTY = [
     ("LinearAdd", "linear_add", {"rows": HUGE, "inner": 4}),
@@ -250,6 +270,8 @@ EMPTY = [
     ("BiasSplitGelu", "bias_split_gelu", {"half": HUGE}),
     ("UpsampleNearest", "upsample_nearest", {"rows": HUGE, "width": HUGE, "scale_height": 1, "scale_width": 1}),
     ("WinogradConv", "winograd_conv", {"batch": HUGE, "height": HUGE, "channels": HUGE, "filter_count": 3}),
+    ("Bfloat16Conv", "bfloat16_conv", {"batch": HUGE, "height": HUGE, "channels": HUGE, "filter_count": 3, "edge": 3}),
+    ("Bfloat16MatMul", "bfloat16_matmul", {"rows": HUGE, "inner": HUGE}),
     ("GroupNorm", "group_norm", {"batch": HUGE, "channels": 8, "groups": 8, "channels_last": 1}),
     ("GroupNorm", "group_norm", {"batch": HUGE, "channels": 8, "groups": 8}),
     ("MultiHeadAttention", "multi_head_attention", {"batch": HUGE, "heads": 8, "kv_sequence": HUGE, "head_size": 8}),
@@ -301,6 +323,12 @@ def test_unet_for_cpus(library: Path, tmp_path: Path) -> None:
     wanted = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, feeds)[0]
     got = session(tmp_path / MODEL, library).run(None, feeds)[0]
     assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 1e-5
+    counts = optimize_component(graph, tmp_path / "narrow" / MODEL, TARGETS["cpu"], "bfloat16")["counts"]
+    assert (counts["Bfloat16Conv"], counts["Conv"]) == (93, 5)  # the first, the last, and those of stride 2
+    weights = onnx.load(tmp_path / "narrow" / MODEL, load_external_data=False).graph.initializer
+    assert sum(weight.data_type == TensorProto.BFLOAT16 for weight in weights) > 200
+    got = session(tmp_path / "narrow" / MODEL, library).run(None, feeds)[0]
+    assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 0.02
 
 
 def test_instruction_sets_stay_apart(library: Path) -> None:
@@ -312,7 +340,8 @@ def test_instruction_sets_stay_apart(library: Path) -> None:
     assembly = subprocess.run(
         ["objdump", "-d", "-C", "--no-show-raw-insn", str(library)], capture_output=True, text=True, check=True
     ).stdout
-    allowed = {"%ymm": ("sd_ort::avx2::", "sd_ort::avx512::"), "%zmm": ("sd_ort::avx512::",)}
+    widest = ("sd_ort::avx512::",)
+    allowed = {"%ymm": ("sd_ort::avx2::", *widest), "%zmm": widest, "%tmm": widest}
     function = ""
     wide: dict[str, set[str]] = {register: set() for register in allowed}
     for line in assembly.splitlines():

@@ -84,7 +84,7 @@ def test_products_and_sums_are_rounded_once() -> None:
     last = np.float32(2**-23)  # the last bit of 1
     a, b, c = np.float32(2**-24) * (1 + last), 1 - last, 1 + last  # a b is a little less than half of that bit
     assert np.float32(np.float64(a) * np.float64(b) + np.float64(c)) != c  # rounded to the half, and then up
-    assert noise._fused(np.array([a, -a]), b, np.array([c, -c])).tolist() == [c, -c]
+    assert noise.multiply_add(np.array([a, -a]), b, np.array([c, -c])).tolist() == [c, -c]
 
 
 DRAW = """

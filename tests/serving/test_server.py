@@ -151,9 +151,8 @@ def server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [sys.executable, "-m", "sd_ort", "serve", str(folder), "--replicas", "2", "--port", "0", "--queue", "500"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        line = process.stdout.readline()
         try:
-            yield process, line.split()[-1]
+            yield process, next(line for line in process.stdout if "http://" in line).split()[-1]
         finally:
             children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
             for each in [process, *children]:

@@ -1,0 +1,78 @@
+"""Bfloat16Conv: the calls that test it. It has no GPU kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import numpy as np
+
+from custom_ops.op import DTYPES, Array, Case, Shape
+
+NAME = "Bfloat16Conv"
+INPUTS = ("X", "W", "B")
+OUTPUTS = ("Y",)
+PARAMETERS = ()
+
+
+class Params(ctypes.Structure):
+    """struct Bfloat16ConvParams of op.h."""
+
+    _fields_ = (
+        ("dtype", ctypes.c_int32),
+        ("weight_dtype", ctypes.c_int32),
+        ("x", ctypes.c_void_p),
+        ("filters", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("batch", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+        ("height", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("filter_count", ctypes.c_int64),
+        ("edge", ctypes.c_int64),
+        ("kept", ctypes.c_void_p),
+        ("packed", ctypes.c_void_p),
+    )
+
+
+def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
+    """The call's Params; `address` maps input and output names to addresses."""
+    number, (filters, _, edge, _) = DTYPES[dtype][0], case.inputs["W"]
+    pointers = (address["X"], address["W"], address.get("B", 0), address["Y"])
+    return Params(number, number, *pointers, *case.inputs["X"], filters, edge)
+
+
+def output_shapes(case: Case) -> dict[str, Shape]:
+    """Y has the shape of X with a channel for each filter."""
+    n, _, h, w = case.inputs["X"]
+    return {"Y": (n, case.inputs["W"][0], h, w)}
+
+
+def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
+    """Filters that keep the magnitude of their input."""
+    if name != "W":
+        return None
+    shape = case.inputs["W"]
+    return rng.standard_normal(shape) / np.sqrt(max(1, shape[1] * shape[2] * shape[3]))
+
+
+def _case(n: int, c: int, h: int, w: int, m: int, edge: int = 3, bias: bool = True, values: str = "normal") -> Case:
+    shapes = {"X": (n, c, h, w), "W": (m, c, edge, edge), **({"B": (m,)} if bias else {})}
+    name = f"{n}x{c}x{h}x{w}-m{m}-k{edge}-b{bias:d}-{values}"
+    return Case(name, shapes, values=values, dtypes=("float32",), float32_roundoffs=8 + edge * c**0.5)
+
+
+# Sizes that no tile, block or vector divides; lines longer and shorter than a block of rows; several images and tasks.
+CASES = [
+    _case(1, 1, 1, 1, 1),
+    _case(1, 5, 7, 9, 3),
+    _case(2, 33, 5, 17, 17, bias=False),
+    _case(2, 40, 4, 4, 70),
+    _case(1, 64, 3, 50, 33),
+    _case(3, 36, 5, 20, 40, edge=1),
+    _case(2, 32, 8, 8, 32, edge=1, bias=False),
+    _case(1, 32, 40, 40, 48),
+    _case(0, 8, 4, 4, 8),
+    *(_case(1, 24, 9, 8, 40, values=values) for values in ("large", "constant")),
+]

@@ -1,0 +1,126 @@
+// Bfloat16Conv on the CPU: pixels are the rows of a product, one for each tap of a filter.
+//
+// An image is rounded, framed with zeros and put in order of pixels: row y (W + 2) + x of its matrix is pixel (y - 1,
+// x - 1), and for result (y, x), counted in the same rows, tap (i, j) reads row (y + i) (W + 2) + x + j. So the rows of
+// a tap follow each other too; the W-th result and the next of each line are made, and not written.
+#include "bfloat16_conv/op.h"
+#include "common/bfloat16.h"
+
+namespace sd_ort {
+namespace SD_ORT_ISA {
+namespace {
+
+constexpr int64_t kSide = 16;
+
+struct Frame {
+  int64_t pad, width, blocks, row_blocks, row_count;
+
+  explicit Frame(const Bfloat16ConvParams& p)
+      : pad(p.edge / 2),
+        width(p.width + 2 * pad),
+        blocks(ceil_div(p.channels, kBlockDepth)),
+        row_blocks(ceil_div(p.height * width, kBlockRows)),
+        row_count(row_blocks * kBlockRows + 2 * pad * (width + 1)) {}
+
+  int64_t numbers() const { return blocks * row_count * kBlockDepth; }  // of an image
+};
+
+// 32 channels of an image, from `channel` on.
+void pack_pixels(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, int64_t channel, uint16_t* to) {
+  memset(to, 0, frame.row_count * kBlockDepth * sizeof(uint16_t));
+  const int64_t plane = p.height * p.width;
+  const float* x = static_cast<const float*>(p.x) + (image * p.channels + channel) * plane;
+  const int64_t channels = p.channels - channel < kBlockDepth ? p.channels - channel : kBlockDepth;
+  alignas(64) uint32_t pairs[kSide * kSide] = {}, rows[kSide * kSide];  // [pair of channels][pixel], and back
+  for (int64_t line = 0; line < p.height; ++line) {
+    uint16_t* start = to + ((line + frame.pad) * frame.width + frame.pad) * kBlockDepth;
+    for (int64_t column = 0; column < p.width; column += kSide) {
+      const int64_t count = p.width - column < kSide ? p.width - column : kSide;
+      for (int64_t c = 0; c < channels; ++c) {
+        const float* from = x + c * plane + line * p.width + column;
+        for (int64_t i = 0; i < count; i += kLanes) {
+          const Ints bits = rounded(count - i >= kLanes ? load(from + i) : load_some(from + i, count - i));
+          uint32_t* at = pairs + c / 2 * kSide + i;
+          Ints both = (Ints)((Words)bits >> 16);
+          if (c % 2 == 1) {
+            memcpy(&both, at, sizeof(both));
+            both |= bits;
+          }
+          memcpy(at, &both, sizeof(both));
+        }
+      }
+      transpose_16(pairs, kSide, rows, kSide);
+      memcpy(start + column * kBlockDepth, rows, count * kBlockDepth * sizeof(uint16_t));
+    }
+  }
+}
+
+// What lies of a block's 32 rows in the image: `count` results from row `row` of the block on, at `at` of the plane.
+struct Run {
+  int64_t row, count, at;
+};
+
+int64_t find_runs(const Bfloat16ConvParams& p, const Frame& frame, int64_t first, Run (&runs)[kBlockRows]) {
+  int64_t found = 0;
+  for (int64_t row = 0; row < kBlockRows;) {
+    const int64_t line = (first + row) / frame.width, column = (first + row) % frame.width;
+    const int64_t left = frame.width - column < kBlockRows - row ? frame.width - column : kBlockRows - row;
+    const int64_t inside = p.width - column < left ? p.width - column : left;
+    if (line < p.height && inside > 0) runs[found++] = {row, inside, line * p.width + column};
+    row += left;
+  }
+  return found;
+}
+
+void write(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, int64_t first, int64_t filter,
+           const float* sums) {
+  alignas(64) float columns[kBlockColumns * kBlockRows];
+  for (int64_t i = 0; i < kBlockColumns; i += kSide) {
+    for (int64_t j = 0; j < kBlockRows; j += kSide) {
+      transpose_16(sums + j * kBlockColumns + i, kBlockColumns, columns + i * kBlockRows + j, kBlockRows);
+    }
+  }
+  Run runs[kBlockRows];
+  const int64_t found = find_runs(p, frame, first, runs), plane = p.height * p.width;
+  const int64_t filters = p.filter_count - filter < kBlockColumns ? p.filter_count - filter : kBlockColumns;
+  for (int64_t f = 0; f < filters; ++f) {
+    const float bias = p.bias == nullptr ? 0.f : static_cast<const float*>(p.bias)[filter + f];
+    float* y = static_cast<float*>(p.y) + (image * p.filter_count + filter + f) * plane;
+    for (int64_t r = 0; r < found; ++r) {
+      const float* from = columns + f * kBlockRows + runs[r].row;
+      float* to = y + runs[r].at;
+      for (int64_t i = 0; i < runs[r].count; ++i) to[i] = from[i] + bias;
+    }
+  }
+}
+
+}  // namespace
+
+void bfloat16_conv(const Bfloat16ConvParams& p, const Parallel& parallel) {
+  static thread_local Kept kept;
+  const Frame frame(p);
+  uint16_t* rows = kept.get(p.batch * frame.numbers());
+  if (frame.blocks > 0)
+    parallel(p.batch * frame.blocks, [&](size_t task) {
+      const int64_t image = static_cast<int64_t>(task) / frame.blocks,
+                    block = static_cast<int64_t>(task) % frame.blocks;
+      pack_pixels(p, frame, image, block * kBlockDepth,
+                  rows + image * frame.numbers() + block * frame.row_count * kBlockDepth);
+    });
+  const Tasks tasks(p.batch * frame.row_blocks * kBlockRows, 2 * ceil_div(p.filter_count, kBlockColumns));
+  parallel(tasks.count(), [&](size_t task) {
+    const Tiles tiles;
+    alignas(64) float sums[kBlockRows * kBlockColumns];
+    Product product = {nullptr, p.packed, frame.row_count, frame.blocks, p.edge * p.edge, {}};
+    for (int64_t tap = 0; tap < product.taps; ++tap) product.first[tap] = tap / p.edge * frame.width + tap % p.edge;
+    tasks.run(static_cast<int64_t>(task), [&](int64_t block, int64_t panel) {
+      const int64_t image = block / frame.row_blocks, first = block % frame.row_blocks * kBlockRows;
+      product.rows = rows + image * frame.numbers();
+      multiply_block(product, first, panel, sums);
+      write(p, frame, image, first, panel * kPanelColumns, sums);
+    });
+  });
+}
+
+}  // namespace SD_ORT_ISA
+}  // namespace sd_ort

@@ -1,0 +1,16 @@
+"""Bfloat16MatMul in NumPy: the product of the rounded numbers, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+
+from custom_ops.op import Array
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """X (..., K), W (K, N), bias (N) -> Y (..., N)."""
+    x, w = (inputs[name].astype(ml_dtypes.bfloat16).astype(np.float64) for name in ("X", "W"))
+    return {"Y": x @ w + (inputs["bias"].astype(np.float64) if "bias" in inputs else 0)}

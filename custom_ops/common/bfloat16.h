@@ -1,0 +1,264 @@
+// Products of bfloat16 numbers with float32 sums, for CPU kernels: blocks of 32 rows by 32 columns, by the matrix units
+// (AMX) where the processor has them, else by vectors of floats.
+//
+// Rows lie as [block of 32 depths][row][32 depths]; of weights see packed_weights.h. A convolution reads its rows,
+// which are pixels, once a tap, each time from another first row.
+#pragma once
+
+#include "common/cpu.h"
+#include "common/packed_weights.h"
+
+#if defined(__AVX512F__) && (defined(__clang__) || __GNUC__ >= 11)
+#define SD_ORT_AMX
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace sd_ort {
+namespace SD_ORT_ISA {
+
+constexpr int64_t kBlockRows = 32;
+constexpr int64_t kBlockColumns = 2 * kPanelColumns;
+constexpr int64_t kMostTaps = 9;
+
+struct Product {
+  const uint16_t* rows;     // (blocks, row_count, 32)
+  const uint16_t* weights;  // packed
+  int64_t row_count;
+  int64_t blocks;
+  int64_t taps;
+  int64_t first[kMostTaps];  // row that a tap reads for row 0
+};
+
+// Memory that a thread keeps for its next call, aligned to cache lines.
+class Kept {
+ public:
+  ~Kept() { delete[] memory_; }
+  uint16_t* get(int64_t count) {
+    if (count > count_) {
+      delete[] memory_;
+      count_ = 0;
+      memory_ = new uint16_t[count + 32];
+      count_ = count;
+    }
+    return memory_ + (64 - reinterpret_cast<uintptr_t>(memory_) % 64) % 64 / sizeof(uint16_t);
+  }
+
+ private:
+  uint16_t* memory_ = nullptr;
+  int64_t count_ = 0;
+};
+
+using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
+
+// kLanes floats as the upper halves of their lanes, rounded as bfloat16_bits does.
+inline Ints rounded(Floats x) {
+  const Ints bits = (Ints)x;
+  const Ints even = (bits + 0x7fff + (bits >> 16 & 1)) & static_cast<int32_t>(0xffff0000u);
+  const Ints number = x == x;
+  return (number & even) | (~number & 0x7fc00000);
+}
+
+inline void store_bfloat16(uint16_t* to, Floats x) {
+  using Shorts = uint16_t __attribute__((vector_size(kLanes * 2)));
+  const Shorts shorts = __builtin_convertvector((Words)rounded(x) >> 16, Shorts);
+  memcpy(to, &shorts, sizeof(shorts));
+}
+
+// sums[row * 32 + column], of rows `row` .. `row` + 31 and panels `panel`, `panel` + 1.
+inline void block_of_vectors(const Product& p, int64_t row, int64_t panel, float* sums) {
+  const int64_t each = p.taps * p.blocks * kBlockNumbers;
+  for (int64_t half = 0; half < 2; ++half) {
+    for (int64_t r = 0; r < kBlockRows; r += 4) {
+      Floats sum[4][kPanelColumns / kLanes] = {};
+      const uint16_t* weights = p.weights + (panel + half) * each;
+      for (int64_t tap = 0; tap < p.taps; ++tap) {
+        for (int64_t block = 0; block < p.blocks; ++block, weights += kBlockNumbers) {
+          const uint16_t* rows = p.rows + (block * p.row_count + row + r + p.first[tap]) * kBlockDepth;
+          for (int64_t pair = 0; pair < kBlockDepth / 2; ++pair) {
+            for (int64_t v = 0; v < kPanelColumns / kLanes; ++v) {
+              Ints words;
+              memcpy(&words, weights + (pair * kPanelColumns + v * kLanes) * 2, sizeof(words));
+              const Floats even = (Floats)(words << 16), odd = (Floats)(words & static_cast<int32_t>(0xffff0000u));
+              for (int64_t i = 0; i < 4; ++i) {
+                uint32_t both;
+                memcpy(&both, rows + i * kBlockDepth + pair * 2, 4);
+                const uint32_t low = both << 16, high = both & 0xffff0000u;
+                float first, second;
+                memcpy(&first, &low, 4);
+                memcpy(&second, &high, 4);
+                sum[i][v] += splat(first) * even;
+                sum[i][v] += splat(second) * odd;
+              }
+            }
+          }
+        }
+      }
+      for (int64_t i = 0; i < 4; ++i) {
+        for (int64_t v = 0; v < kPanelColumns / kLanes; ++v) {
+          store(sums + (r + i) * kBlockColumns + half * kPanelColumns + v * kLanes, sum[i][v]);
+        }
+      }
+    }
+  }
+}
+
+#if defined(SD_ORT_AMX)
+
+// Whether the processor has matrix units for bfloat16 and Linux lets this process use them (Intel, "Architecture
+// Instruction Set Extensions Programming Reference", CPUID 7.0; Linux, arch_prctl(2): ARCH_REQ_XCOMP_PERM).
+inline bool asks_for_amx() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
+  constexpr long kRequest = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+}
+inline bool runs_amx() {
+  static const bool runs = asks_for_amx();
+  return runs;
+}
+
+#define SD_ORT_TILES __attribute__((target("amx-tile,amx-bf16")))
+
+// Eight tiles of 16 rows of 64 bytes.
+SD_ORT_TILES inline void begin_tiles() {
+  struct alignas(64) {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } config;
+  __asm__ volatile("" ::"r"(&config) : "memory");  // GCC's intrinsic says that it reads 8 bytes: all must be written
+  _tile_loadconfig(&config);
+}
+SD_ORT_TILES inline void end_tiles() { _tile_release(); }
+
+SD_ORT_TILES inline void block_of_tiles(const Product& p, int64_t row, int64_t panel, float* sums) {
+  const int64_t each = p.taps * p.blocks * kBlockNumbers;
+  const uint16_t* left = p.weights + panel * each;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t tap = 0; tap < p.taps; ++tap) {
+    const uint16_t* rows = p.rows + (row + p.first[tap]) * kBlockDepth;
+    for (int64_t block = 0; block < p.blocks; ++block) {
+      _tile_loadd(4, rows, 64);
+      _tile_loadd(6, left, 64);
+      _tile_loadd(7, left + each, 64);
+      _tile_loadd(5, rows + 16 * kBlockDepth, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+      rows += p.row_count * kBlockDepth;
+      left += kBlockNumbers;
+    }
+  }
+  constexpr int64_t kStride = kBlockColumns * sizeof(float);
+  _tile_stored(0, sums, kStride);
+  _tile_stored(1, sums + kPanelColumns, kStride);
+  _tile_stored(2, sums + 16 * kBlockColumns, kStride);
+  _tile_stored(3, sums + 16 * kBlockColumns + kPanelColumns, kStride);
+}
+
+// While it lives, this thread has its tiles.
+class Tiles {
+ public:
+  Tiles() {
+    if (runs_amx()) begin_tiles();
+  }
+  ~Tiles() {
+    if (runs_amx()) end_tiles();
+  }
+};
+
+inline void multiply_block(const Product& p, int64_t row, int64_t panel, float* sums) {
+  runs_amx() ? block_of_tiles(p, row, panel, sums) : block_of_vectors(p, row, panel, sums);
+}
+
+#else
+
+class Tiles {
+ public:
+  Tiles() {}
+  ~Tiles() {}
+};
+
+inline void multiply_block(const Product& p, int64_t row, int64_t panel, float* sums) {
+  block_of_vectors(p, row, panel, sums);
+}
+
+#endif
+
+#if defined(__AVX512F__)
+inline Ints even_quarters(Ints x, Ints y) {
+  return __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+}
+inline Ints odd_quarters(Ints x, Ints y) {
+  return __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+#endif
+
+// 16 x 16 numbers of 32 bits: to[i * to_stride + j] = from[j * from_stride + i].
+template <class T>
+void transpose_16(const T* from, int64_t from_stride, T* to, int64_t to_stride) {
+  static_assert(sizeof(T) == 4);
+#if defined(__AVX512F__)
+  Ints a[16], b[16];
+  for (int i = 0; i < 16; ++i) memcpy(&a[i], from + i * from_stride, sizeof(Ints));
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = __builtin_shufflevector(a[i], a[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+    b[i + 1] = __builtin_shufflevector(a[i], a[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  }
+  for (int i = 0; i < 16; i += 4) {  // a[i + k]: number k of each quarter, of vectors i .. i + 3
+    for (int k = 0; k < 2; ++k) {
+      const Ints x = b[i + k], y = b[i + k + 2];
+      a[i + 2 * k] = __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+      a[i + 2 * k + 1] = __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+  }
+  for (int k = 0; k < 4; ++k) {
+    const Ints low02 = even_quarters(a[k], a[k + 4]), low13 = odd_quarters(a[k], a[k + 4]);
+    const Ints high02 = even_quarters(a[k + 8], a[k + 12]), high13 = odd_quarters(a[k + 8], a[k + 12]);
+    const Ints made[4] = {even_quarters(low02, high02), even_quarters(low13, high13), odd_quarters(low02, high02),
+                          odd_quarters(low13, high13)};
+    for (int i = 0; i < 4; ++i) memcpy(to + (k + 4 * i) * to_stride, &made[i], sizeof(Ints));
+  }
+#else
+  for (int64_t i = 0; i < 16; ++i) {
+    for (int64_t j = 0; j < 16; ++j) to[i * to_stride + j] = from[j * from_stride + i];
+  }
+#endif
+}
+
+// Blocks of rows and pairs of panels as tasks: enough of them for every thread, a task's rows small enough for its
+// cache.
+struct Tasks {
+  static constexpr int64_t kRowBlocks = 16, kLeast = 32;
+  int64_t row_blocks, pairs, chunks, groups, pairs_per_task;
+
+  Tasks(int64_t rows, int64_t panels) : row_blocks(ceil_div(rows, kBlockRows)), pairs(panels / 2) {
+    chunks = ceil_div(row_blocks, kRowBlocks);
+    const int64_t wanted = chunks > 0 ? ceil_div(kLeast, chunks) : 1;
+    pairs_per_task = wanted > 0 && pairs > wanted ? ceil_div(pairs, wanted) : 1;
+    if (chunks >= kLeast) pairs_per_task = pairs > 0 ? pairs : 1;
+    groups = ceil_div(pairs, pairs_per_task);
+  }
+  int64_t count() const { return chunks * groups; }
+
+  // body(row block, panel) for all blocks of a task, the weights of a pair of panels for all its rows.
+  template <class F>
+  void run(int64_t task, F&& body) const {
+    const int64_t chunk = task % chunks, group = task / chunks;
+    const int64_t end = (group + 1) * pairs_per_task < pairs ? (group + 1) * pairs_per_task : pairs;
+    const int64_t last = (chunk + 1) * kRowBlocks < row_blocks ? (chunk + 1) * kRowBlocks : row_blocks;
+    for (int64_t pair = group * pairs_per_task; pair < end; ++pair) {
+      for (int64_t block = chunk * kRowBlocks; block < last; ++block) body(block, 2 * pair);
+    }
+  }
+};
+
+}  // namespace SD_ORT_ISA
+}  // namespace sd_ort

@@ -1,0 +1,146 @@
+"""Products with constant weights that a CPU's matrix units compute, of float32 tensors rounded to bfloat16.
+
+    Conv(x, weight, bias?; 3 x 3 with pads 1, or 1 x 1 without)  =>  Bfloat16Conv(x, weight, bias?)
+    MatMul(x, weight) -> Add(., bias)                            =>  Bfloat16MatMul(x, weight, bias)
+    MatMul(x, weight)                                            =>  Bfloat16MatMul(x, weight)
+
+Refused: weights that are not constant, other filters, strides, pads, dilations or groups, and fewer than 32 channels or
+depths on either side: the first and the last layers of a UNet or VAE stay in float32, and what follows a vector of time
+steps, whose Gemm is no MatMul.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from fusion_passes import checks as c
+from fusion_passes.operators.record import DOMAIN
+from fusion_passes.pass_ import Case, Outcome, Pass
+from fusion_passes.rule import Rule, rule_pass
+
+LEAST = 32
+
+
+def _few(sizes: Any) -> str | None:
+    few = any(not isinstance(size, int) or size < LEAST for size in sizes)
+    return f"it has fewer than {LEAST} channels or depths on a side" if few else None
+
+
+class Convolution(Rule):
+    """Conv => Bfloat16Conv"""
+
+    def pattern(self, op: Any, x: Any, weight: Any) -> Any:
+        return op.Conv(x, weight, _allow_other_attributes=True, _allow_other_inputs=True, _outputs=["y"])
+
+    def refuse(self, weight: ir.Value, y: ir.Value, **_: Any) -> str | None:
+        node = y.producer()
+        assert node is not None
+        shape = c.dims(weight)
+        if shape is None or not c.is_constant(weight):
+            return "its filters are not constant"
+        if shape[2:] not in ([1, 1], [3, 3]):
+            return "its filters are neither 1 x 1 nor 3 x 3"
+        if node.attributes.get_int("group", 1) != 1:
+            return "it has groups"
+        for name in ("strides", "dilations"):
+            if any(step != 1 for step in node.attributes.get_ints(name) or ()):
+                return f"its {name} are not 1"
+        pads = node.attributes.get_ints("pads") or [0]
+        if any(pad != (shape[2] == 3) for pad in pads) or node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
+            return "its pads are not those that keep the size"
+        return _few(shape[:2])
+
+    def rewrite(self, op: Any, weight: ir.Value, y: ir.Value, **_: Any) -> Any:
+        node = y.producer()
+        assert node is not None
+        return op.Bfloat16Conv(*node.inputs, _domain=DOMAIN)
+
+
+class BiasedProduct(Rule):
+    """MatMul -> Add => Bfloat16MatMul"""
+
+    def pattern(self, op: Any, x: Any, weight: Any, bias: Any) -> Any:
+        return op.Add(op.MatMul(x, weight, _outputs=["product"]), bias)
+
+    def refuse(self, weight: ir.Value, bias: ir.Value, **_: Any) -> str | None:
+        if reason := _no_matrix(weight):
+            return reason
+        return None if c.is_vector(bias, c.size(weight, 1)) else "what is added is not one number a column"
+
+    def rewrite(self, op: Any, x: ir.Value, weight: ir.Value, bias: ir.Value, **_: Any) -> Any:
+        return op.Bfloat16MatMul(x, weight, bias, _domain=DOMAIN)
+
+
+class Product(Rule):
+    """MatMul => Bfloat16MatMul"""
+
+    def pattern(self, op: Any, x: Any, weight: Any) -> Any:
+        return op.MatMul(x, weight)
+
+    def refuse(self, weight: ir.Value, **_: Any) -> str | None:
+        return _no_matrix(weight)
+
+    def rewrite(self, op: Any, x: ir.Value, weight: ir.Value) -> Any:
+        return op.Bfloat16MatMul(x, weight, _domain=DOMAIN)
+
+
+def _no_matrix(weight: ir.Value) -> str | None:
+    if not c.is_constant(weight) or c.rank(weight) != 2:
+        return "its second factor is no constant matrix"
+    return _few(c.dims(weight) or ())
+
+
+# A rule meets a product before the sum behind it: those with a bias go first.
+STAGES = tuple(rule_pass("bfloat16_products", rules, ()) for rules in ((Convolution, BiasedProduct), (Product,)))
+
+
+def bfloat16_products(model: ir.Model) -> Outcome:
+    """Rewrite the products of `model` in place; counts them."""
+    outcome = Outcome()
+    for stage in STAGES:
+        outcome += stage.run(model)
+    return outcome
+
+
+def _conv(attributes: str, weight: str = "40,32,3,3", body: str = "y = Conv <{}> (x, w, b)") -> str:
+    return f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N,32,H,W] x) => (float[N,40,P,Q] y) <float[{weight}] w, float[40] b>
+        {{ {body.format(attributes)} }}"""
+
+
+def _matmul(body: str, inner: int = 32, outer: int = 40) -> str:
+    return f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N,S,{inner}] x, float[N,{inner},{outer}] other) => (float[N,S,{outer}] y)
+        <float[{inner},{outer}] w, float[{outer}] b, float[1] n> {{ {body} }}"""
+
+
+_IMAGE, _ROWS = {"N": 2, "H": 9, "W": 6}, {"N": 2, "S": 5}
+_SAME = "pads = [1, 1, 1, 1]"
+
+
+def _refused(name: str, reason: str, graph: str) -> Case:
+    return Case(name, graph, fires=0, refused=reason, sizes={**_IMAGE, **_ROWS})
+
+
+CASES = [
+    Case("3 x 3", _conv(f"{_SAME}, kernel_shape = [3, 3]"), ops={"Bfloat16Conv": 1, "Conv": 0}, sizes=_IMAGE),
+    Case("no bias", _conv(_SAME, body="y = Conv <{}> (x, w)"), ops={"Bfloat16Conv": 1}, sizes=_IMAGE),
+    Case("1 x 1", _conv("", "40,32,1,1", "y = Conv (x, w, b)"), ops={"Bfloat16Conv": 1}, sizes=_IMAGE),
+    Case("product", _matmul("y = MatMul (x, w)"), ops={"Bfloat16MatMul": 1, "MatMul": 0}, sizes=_ROWS),
+    Case("bias", _matmul("p = MatMul (x, w)  y = Add (p, b)"), ops={"Bfloat16MatMul": 1, "Add": 0}, sizes=_ROWS),
+    Case("a number", _matmul("p = MatMul (x, w)  y = Add (p, n)"), ops={"Bfloat16MatMul": 1, "Add": 1}, sizes=_ROWS),
+    _refused("stride 2", "strides", _conv(f"{_SAME}, strides = [2, 2]")),
+    _refused("dilated", "dilations", _conv("pads = [2, 2, 2, 2], dilations = [2, 2]")),
+    _refused("no pads", "pads", _conv("kernel_shape = [3, 3]")),
+    _refused("framed pixels", "pads", _conv(_SAME, "40,32,1,1")),
+    _refused("padded by name", "pads", _conv('auto_pad = "SAME_UPPER"')),
+    _refused("groups", "groups", _conv(f"{_SAME}, group = 2", "40,16,3,3")),
+    _refused("1 x 3", "3 x 3", _conv("pads = [0, 1, 0, 1]", "40,32,1,3")),
+    _refused("two tensors", "constant", _matmul("y = MatMul (x, other)")),
+    _refused("few depths", "fewer", _matmul("y = MatMul (x, w)", inner=8)),
+    _refused("few columns", "fewer", _matmul("y = MatMul (x, w)", outer=8)),
+]
+
+PASS = Pass("bfloat16_products", bfloat16_products, CASES, rounds=True)
