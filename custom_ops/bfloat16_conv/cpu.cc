@@ -113,7 +113,7 @@ void bfloat16_conv(const Bfloat16ConvParams& p, const Parallel& parallel) {
     alignas(64) float sums[kBlockRows * kBlockColumns];
     Product product = {nullptr, p.packed, frame.row_count, frame.blocks, p.edge * p.edge, {}};
     for (int64_t tap = 0; tap < product.taps; ++tap) product.first[tap] = tap / p.edge * frame.width + tap % p.edge;
-    tasks.run(static_cast<int64_t>(task), [&](int64_t block, int64_t panel) {
+    tasks.run(static_cast<int64_t>(task), false, [&](int64_t block, int64_t panel) {
       const int64_t image = block / frame.row_blocks, first = block % frame.row_blocks * kBlockRows;
       product.rows = rows + image * frame.numbers();
       multiply_block(product, first, panel, sums);

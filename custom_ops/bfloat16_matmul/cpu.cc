@@ -6,6 +6,8 @@ namespace sd_ort {
 namespace SD_ORT_ISA {
 namespace {
 
+constexpr int64_t kCached = 1 << 19;  // weights that stay in a core's cache while its rows go by: 1 MiB
+
 // Rows `row` .. `row` + 31 of X, zeros behind its last row and column.
 void pack_rows(const Bfloat16MatMulParams& p, int64_t row, int64_t row_count, uint16_t* to) {
   for (int64_t r = row; r < row + kBlockRows; ++r) {
@@ -45,10 +47,11 @@ void bfloat16_matmul(const Bfloat16MatMulParams& p, const Parallel& parallel) {
   parallel(tasks.row_blocks,
            [&](size_t block) { pack_rows(p, static_cast<int64_t>(block) * kBlockRows, row_count, rows); });
   const Product product = {rows, p.packed, row_count, blocks, 1, {}};
+  const bool by_rows = tasks.pairs_per_task * blocks * 2 * kBlockNumbers < kCached;
   parallel(tasks.count(), [&](size_t task) {
     const Tiles tiles;
     alignas(64) float sums[kBlockRows * kBlockColumns];
-    tasks.run(static_cast<int64_t>(task), [&](int64_t block, int64_t panel) {
+    tasks.run(static_cast<int64_t>(task), by_rows, [&](int64_t block, int64_t panel) {
       multiply_block(product, block * kBlockRows, panel, sums);
       write(p, block * kBlockRows, panel * kPanelColumns, sums);
     });

@@ -248,14 +248,18 @@ struct Tasks {
   }
   int64_t count() const { return chunks * groups; }
 
-  // body(row block, panel) for all blocks of a task, the weights of a pair of panels for all its rows.
+  // body(row block, panel) for all blocks of a task: the weights of a pair of panels for all its rows or, with
+  // `by_rows`, where a row of results lies in one page, some rows for all its weights.
   template <class F>
-  void run(int64_t task, F&& body) const {
+  void run(int64_t task, bool by_rows, F&& body) const {
     const int64_t chunk = task % chunks, group = task / chunks;
     const int64_t end = (group + 1) * pairs_per_task < pairs ? (group + 1) * pairs_per_task : pairs;
     const int64_t last = (chunk + 1) * kRowBlocks < row_blocks ? (chunk + 1) * kRowBlocks : row_blocks;
-    for (int64_t pair = group * pairs_per_task; pair < end; ++pair) {
-      for (int64_t block = chunk * kRowBlocks; block < last; ++block) body(block, 2 * pair);
+    const int64_t first = chunk * kRowBlocks, begin = group * pairs_per_task;
+    for (int64_t i = 0; i < (last - first) * (end - begin); ++i) {
+      const int64_t block = by_rows ? i / (end - begin) : i % (last - first);
+      const int64_t pair = by_rows ? i % (end - begin) : i / (last - first);
+      body(first + block, 2 * (begin + pair));
     }
   }
 };
