@@ -98,6 +98,11 @@ def step_seconds(draw: Callable[[Any], Any], pipeline: Any, steps: int) -> float
     return float(pipeline.loop.step_seconds or call["cpu_seconds"] / steps)
 
 
+def opened(pipeline: Any) -> list[Any]:
+    """The sessions that LoRAs change. Where they were closed, opening them is part of a change."""
+    return [pipeline.models[name].session for name in ("text_encoder", "unet")]
+
+
 def changes(pipeline: Any, rounds: int) -> dict[str, dict[str, float]]:
     """What was changed -> the median of `rounds` changes, each ready for the next call."""
     first, second = pipeline.get_list_adapters()
@@ -105,8 +110,7 @@ def changes(pipeline: Any, rounds: int) -> dict[str, dict[str, float]]:
     def ready(*given: Any) -> Callable[[], None]:
         def work() -> None:
             pipeline.set_adapters(*given)
-            for name in ("text_encoder", "unet"):
-                pipeline.models[name]  # where sessions were closed, opening them is part of the change
+            opened(pipeline)
 
         return work
 
@@ -129,10 +133,10 @@ def measure(folder: Path, loras: list[Path], provider: str, side: int, steps: in
     draw = drawer(side, steps)
     plain, ours = (StableDiffusionPipeline.from_pretrained(folder, provider) for _ in range(2))
     untouched = draw(plain)
-    loading = timed(lambda: [ours.load_lora_weights(path, path.stem) for path in loras])
+    loading = timed(lambda: ([ours.load_lora_weights(path, path.stem) for path in loras], opened(ours)))
     with_loras = draw(ours)
     row: dict[str, Any] = {"in place": ours.models.in_place, "loading both": loading}
-    opened = [ours.models["unet"].session, ours.models["text_encoder"].session]
+    sessions = opened(ours)
     times: dict[str, list[float]] = {"without": [], "with": []}
     for _ in range(rounds):
         times["without"].append(step_seconds(draw, plain, steps))
@@ -142,7 +146,7 @@ def measure(folder: Path, loras: list[Path], provider: str, side: int, steps: in
     click.echo(f"step with LoRAs / without: {row['step ratio']}")
     row["changes"] = changes(ours, rounds)
     row["picture at strength 0 as without"] = bool(np.array_equal(draw(ours), untouched))
-    row["sessions reopened"] = opened != [ours.models["unet"].session, ours.models["text_encoder"].session]
+    row["sessions reopened"] = opened(ours) != sessions
     ours.set_adapters([path.stem for path in loras])
     row["picture as after loading"] = bool(np.array_equal(draw(ours), with_loras))
     row["PSNR to without"] = round(psnr(with_loras, untouched), 1)

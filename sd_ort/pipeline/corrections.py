@@ -170,10 +170,12 @@ class Corrections:
         if form not in self.sessions:
             made = corrections.correction(form)
             self.sessions[form] = open_graph(made, models.provider, models.options["provider_options"])
-        feed = {"base": base}
+        feed = {"base": np.ascontiguousarray(base)}
         for number, change in enumerate(found):
             factors = change if isinstance(change, LowRank) else like.zero()
-            feed |= {f"up_{number}": factors.up, f"down_{number}": factors.down}
+            # Contiguous here, for ONNX Runtime reads the memory of these arrays when it runs.
+            pair = {f"up_{number}": factors.up, f"down_{number}": factors.down}
+            feed |= {key: np.ascontiguousarray(array) for key, array in pair.items()}
         binding = self.sessions[form].io_binding()
         for key, array in feed.items():
             binding.bind_ortvalue_input(key, host_value(array))

@@ -18,8 +18,8 @@ BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
 
 
 def host_value(array: np.ndarray) -> Any:
-    """An OrtValue over an array of the host, of any type that weights have."""
-    value, array = runtime().OrtValue, np.ascontiguousarray(array)
+    """An OrtValue over a contiguous array of the host, which must outlive it, of any type that weights have."""
+    value = runtime().OrtValue
     if array.dtype == ml_dtypes.bfloat16:
         return value.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), BFLOAT16)
     return value.ortvalue_from_numpy(array)

@@ -105,6 +105,14 @@ def test_a_timestep_without_an_axis(sd_ort: Cli, source: Path) -> None:
     assert "leave out --hoist" in err
 
 
+def test_the_component_that_makes_nan_is_named(sd_ort: Cli, source: Path) -> None:
+    nan = bad_graphs.inline_weight(data_type=1, dims=[1], float_data=[float("nan")])
+    bad_graphs.damage(source / "unet", nan)
+    names = {path.name for path in source.parent.iterdir()}
+    result = sd_ort("generate", "a cat", "--model", source, "--out", source.parent / "out.png", "--steps", 1)
+    assert "unet" in check(result, source.parent, names)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", bad_graphs.REFUSED)
 def test_graph(sd_ort: Cli, source: Path, optimized: Path, name: str, command: str) -> None:
