@@ -145,7 +145,8 @@ const char* run_tile(const MultiHeadAttentionParams& p, void* stream) {
 
 template <class T, int kHead>
 const char* run_flash(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel kernel, void* stream) {
-  if (kernel == MultiHeadAttentionKernel::kLarge) return run_tile<T, kHead, MultiHeadAttentionKernel::kLarge>(p, stream);
+  if (kernel == MultiHeadAttentionKernel::kLarge)
+    return run_tile<T, kHead, MultiHeadAttentionKernel::kLarge>(p, stream);
   if constexpr (kHead <= kLargestShortHead) {
     if (kernel == MultiHeadAttentionKernel::kShort) {
       return run_tile<T, kHead, MultiHeadAttentionKernel::kShort>(p, stream);

@@ -1,4 +1,5 @@
-// The sizes that were tuned per vendor. AMD's registers end sooner than NVIDIA's, and its waves of 64 take more queries.
+// The sizes that were tuned per vendor. AMD's registers end sooner than NVIDIA's, and its waves of 64 take more
+// queries.
 #pragma once
 
 #include "common/vendors/which.h"
