@@ -39,7 +39,6 @@ def ranges(path: Path, count: int) -> list[Range]:
     Raises InputError for a graph with fewer places to cut.
     """
     model = load(path)
-    common.NameFixPass()(model)
     annotate(model.graph)
     places = _places(model.graph, count)
     if len(set(places)) <= count:

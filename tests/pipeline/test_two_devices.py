@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 from PIL import Image
@@ -79,6 +80,9 @@ def test_unet_spread_over_devices(hoisted: Path) -> None:
     whole = sum(value.const_value.nbytes for value in graph.initializers.values() if value.const_value is not None)
     assert max(sizes) < 1.25 * min(sizes)
     assert whole <= sum(sizes) < 1.01 * whole
+    parts = [onnx.load_from_string(part.graph).graph for part in cut]
+    omitted = sum(not value.name for node in graph for value in node.outputs)
+    assert sum(not name for part in parts for node in part.node for name in node.output) == omitted > 0
     name = max(cut[-1].weights - cut[0].weights)
     value = graph.initializers[name].const_value
     assert value is not None
