@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -238,8 +237,9 @@ def image_paths(out: Path, prompt: str, seeds: range) -> list[Path]:
     """One PNG path a seed: `out` itself for one image and a file name, else names that end in the seed."""
     if out.suffix.lower() == ".png":
         return [out] if len(seeds) == 1 else [out.with_stem(f"{out.stem}-{seed}") for seed in seeds]
-    words = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:48] or "image"
-    return [out / f"{words}-{seed}.png" for seed in seeds]
+    from sd_ort.core.paths import words_of
+
+    return [out / f"{words_of(prompt)}-{seed}.png" for seed in seeds]
 
 
 def save_png(image: object, path: Path, settings: dict[str, str], *, overwrite: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from sd_ort.core.errors import InputError, OutputError
@@ -50,3 +51,8 @@ def output_path(output: Path, *sources: Path) -> Path:
         if found == source or found in source.parents or source in found.parents:
             raise OutputError(f"{output} and {source} are one folder, or one lies in the other: choose another OUT.")
     return found
+
+
+def words_of(prompt: str) -> str:
+    """A prompt as part of a file's name: its letters and digits, joined by hyphens; "image" for one without."""
+    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:48] or "image"

@@ -16,6 +16,7 @@ from fusion_passes import checks as c
 from sd_ort.core.errors import InputError
 from sd_ort.core.files import read_json
 from sd_ort.core.folder import COMPONENTS, MODEL, check_component
+from sd_ort.family.conditions import is_sdxl
 from sd_ort.graphs.load import load
 from sd_ort.runtime.providers import warn_once
 
@@ -58,7 +59,7 @@ def guessed_configs(folder: Path) -> dict[str, Config]:
 def _guessed(folder: Path, missing: tuple[str, ...], _changed: int) -> dict[str, Config]:
     graphs = {name: load(check_component(folder, name)).graph for name in {*missing, "unet"}}
     unet = _unet(graphs["unet"])
-    width, is_xl = unet["cross_attention_dim"], "addition_embed_type" in unet
+    width, is_xl = unet["cross_attention_dim"], is_sdxl(unet)
     family = FAMILIES.get((width, is_xl))
     said = family.name if family else f"{'SDXL' if is_xl else SD1.name}, though its text is {width} wide"
     family = family or (FAMILIES[2048, True] if is_xl else SD1)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LoraMethods:
-    """For a pipeline with `folder`, `models`, `unet_config` and `reopen`."""
+    """For a pipeline with `folder`, `models`, `unet_config` and `weights_changed`."""
 
     folder: Path
     models: Any

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from sd_ort.core.errors import InputError
 from sd_ort.runtime.captured import UNCAPTURED, BoundShapes, GraphModel, place
 from sd_ort.runtime.session import DTYPES, Model
 from sd_ort.runtime.wheels import runtime
@@ -51,10 +50,7 @@ class ChainedModel(Model):
 
     def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
         """As `Model.__call__`."""
-        if arrays.keys() != self.inputs.keys():
-            raise InputError(
-                f"the model takes {', '.join(self.inputs)}, not {', '.join(arrays)}: export the pipeline with sd-ort."
-            )
+        self.check_names(arrays)
         values = dict(arrays)
         for link in self.links:
             values |= link.model(**{name: values[name] for name in link.model.inputs})

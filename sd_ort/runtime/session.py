@@ -251,10 +251,7 @@ class Model:
         Raises InputError when the names are not those of the graph's inputs, SdOrtError when ONNX Runtime fails, for
         example for want of memory.
         """
-        if arrays.keys() != self.inputs.keys():
-            raise InputError(
-                f"the model takes {', '.join(self.inputs)}, not {', '.join(arrays)}: export the pipeline with sd-ort."
-            )
+        self.check_names(arrays)
         feed = {name: np.asarray(array, self.dtype(name), order="C") for name, array in arrays.items()}
         try:
             with self.lock:
@@ -263,6 +260,13 @@ class Model:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
             raise SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}") from error
         return dict(zip(self.outputs, results, strict=True))
+
+    def check_names(self, arrays: Mapping[str, Any]) -> None:
+        """Raise InputError for other names than those of the inputs."""
+        if arrays.keys() != self.inputs.keys():
+            raise InputError(
+                f"the model takes {', '.join(self.inputs)}, not {', '.join(arrays)}: export the pipeline with sd-ort."
+            )
 
     def dtype(self, name: str) -> Any:
         """NumPy dtype of an input. Raises InputError for an element type no Stable Diffusion graph has."""

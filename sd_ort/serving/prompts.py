@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 
 from sd_ort.core.errors import InputError, OutputError
+from sd_ort.core.paths import words_of
 from sd_ort.pipeline.arguments import check_seeds, check_text
 from sd_ort.serving.dispatch import Dispatcher
 from sd_ort.serving.pictures import Picture, Settings
@@ -57,7 +57,7 @@ def tasks(prompts: Sequence[str], negative: str, settings: Settings, first: int,
     seeds = count(first)
     found = []
     for number, prompt in enumerate(prompts, 1):
-        words = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:48] or "image"
+        words = words_of(prompt)
         for seed in islice(seeds, images):
             found.append(Task(Picture(prompt, negative, seed, settings), out / f"{number:05d}-{words}-{seed}.png"))
     return found

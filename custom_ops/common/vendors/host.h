@@ -164,26 +164,11 @@ using gpuDeviceProp_t = hostDeviceProp;
 inline std::string arch_name(const gpuDeviceProp_t& properties) { return properties.name; }
 
 using half_t = SD_ORT_ISA::Half;
-struct bf16_t {
-  uint16_t bits;
-};
+using bf16_t = SD_ORT_ISA::BFloat;
 using SD_ORT_ISA::to_float;
-inline float to_float(bf16_t x) {
-  const uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
-  float value;
-  std::memcpy(&value, &wide, 4);
-  return value;
-}
 template <class T>
 T from_float(float x) {
   return SD_ORT_ISA::from_float<T>(x);
-}
-template <>
-inline bf16_t from_float<bf16_t>(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((bits >> 16) | 0x40u)};  // keep NaN a NaN
-  return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};                  // to nearest even
 }
 
 }  // namespace sd_ort
