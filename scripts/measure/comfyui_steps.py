@@ -122,7 +122,12 @@ def main(
             found["PSNR to our own pipeline, dB"] = round(psnr(picture, ours(drawn, provider)), 1)
         if timed:
             draws = {"ComfyUI": in_comfyui(timed, provider, side), "own loop": in_own_loop(timed, provider, side)}
-            found |= {"timed": "/".join(timed.absolute().parts[-2:]), "pixels": side, "steps": list(steps), "rounds": rounds}
+            found |= {
+                "timed": "/".join(timed.absolute().parts[-2:]),
+                "pixels": side,
+                "steps": list(steps),
+                "rounds": rounds,
+            }
             found |= step_times(draws, *steps, rounds)
     report("A step in ComfyUI's sampler", "scripts/measure/comfyui_steps.py", found, out, provider=provider)
     if drawn and found["PSNR to our own pipeline, dB"] < MIN_PSNR:

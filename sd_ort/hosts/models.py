@@ -78,7 +78,9 @@ class HostModels(LoraMethods):
         """Names of a component's inputs."""
         return list(self.models[component].inputs)
 
-    def run(self, component: str, *, lent: Tensors | None = None, lend: bool = False, **tensors: torch.Tensor) -> Tensors:
+    def run(
+        self, component: str, *, lent: Tensors | None = None, lend: bool = False, **tensors: torch.Tensor
+    ) -> Tensors:
         """Outputs by name, on `device`, for one tensor an input, of any floating dtype.
 
         They are the caller's own, or with `lend` good until the component's next such run for the same shapes. `lent`:

@@ -277,4 +277,4 @@ def test_graph_reads_what_is_lent(hoisted: Path) -> None:
     lent = {}
     for part in ("unet_prompt", "unet_time"):
         lent |= next(iter(models.on_device[part].lends.values()))
-    assert {name for name, tensor in graph.inputs.items() if tensor is lent.get(name)} == graph.inputs.keys() - {"sample"}
+    assert {n for n, tensor in graph.inputs.items() if tensor is lent.get(n)} == graph.inputs.keys() - {"sample"}
