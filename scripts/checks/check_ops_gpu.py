@@ -9,7 +9,7 @@ Exits with 1 when a candidate fails. The large shapes that are timed are checked
 elements: NumPy takes minutes for more. Calls are taken in an order drawn once, the large ones last, and --seconds ends
 an operator's check early, for vendors' libraries that take seconds for each new shape: the log says how many calls of
 how many were made, and which were slowest. --sanitizer makes a small call of every kernel of ours under NVIDIA's
-compute-sanitizer, and exits with 2 where that is not installed. Needs NumPy, ml_dtypes, CMake and nvcc or a ROCm install.
+compute-sanitizer (2 where that is not installed). Needs NumPy, ml_dtypes, CMake and nvcc or a ROCm install.
 """
 
 from __future__ import annotations
