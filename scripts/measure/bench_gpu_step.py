@@ -10,7 +10,7 @@ engines; `size` is the latent's edge. Every engine runs float16 from device buff
 of the outputs against torch in float32 (TF32 off). Rounds of calls take turns between the engines, so that a change of
 the machine's clocks meets all of them; a ratio is the median of the rounds' ratios.
 
---graph FILE takes a raw export without weights (make_step_graph.py) instead of exporting again, which takes
+--graph FILE takes a raw export without weights (weightless_graphs.py) instead of exporting again, which takes
 a minute or two; an export in --work is taken again. --variants names sessions to compare, see VARIANTS; --provider adds
 our own execution provider, in the same process; --profile adds each one's time by kernel class. Rows say how long a
 session took to open (`session_s`) and how long the host is busy with a queued call (`host_ms`). The commit is
@@ -41,7 +41,7 @@ from sd_ort.runtime.library import CUDA_LIBRARY, PROVIDER_LIBRARIES, library_pat
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from gpu_models import DEVICE, export_raw, limits, random_inputs, random_module, write_raw
+from gpu_models import DEVICE, export_raw, fill, limits, random_inputs, random_module
 
 from sd_ort.core import folder
 from sd_ort.core.errors import SdOrtError
@@ -342,7 +342,7 @@ def main() -> None:
         if raw.is_file():
             pass  # of the same seed
         elif options.graph:
-            write_raw(options.graph, module.state_dict(), raw)
+            fill(options.graph, module.state_dict(), raw.parent)
         else:
             export_raw(options.preset, options.component, net, raw)
         say("raw export")
