@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sd_ort.core.errors import SdOrtError
 from sd_ort.graphs import device_graphs
 from sd_ort.pipeline.drawing import check_finite
 from sd_ort.runtime.session import DTYPES
@@ -41,21 +40,12 @@ class DeviceTexts:
         self.checks: list[tuple[Any, str]] = []
         self.made: dict[tuple[str, np.dtype], Any] = {}
         for encoder, embeddings in tokens.outputs.items():
-            bound = self._bound(encoder)
+            bound = loop.bind(loop.models[encoder], {"input_ids": self.values[encoder]})
             self.parts.append(bound)
             types = {output.name: np.dtype(DTYPES[output.type]) for output in bound.session.get_outputs()}
             self.sources[EMBEDDINGS].append(Made(bound.outputs[embeddings], types[embeddings], encoder))
             if POOLED in types:
                 self.sources[POOLED] = [Made(bound.outputs[POOLED], types[POOLED], encoder)]
-
-    def _bound(self, encoder: str) -> BoundShapes:
-        """An encoder over its tokens; uncaptured where it cannot be captured."""
-        read, models = {"input_ids": self.values[encoder]}, self.loop.models
-        try:
-            return self.loop.bind(models[encoder], read)
-        except SdOrtError as error:
-            models.without_graph(encoder, error)
-            return self.loop.bind(models[encoder], read)
 
     def __contains__(self, name: str) -> bool:
         return bool(self.sources.get(name))
