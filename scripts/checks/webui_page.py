@@ -116,15 +116,13 @@ def served(checkout: Path, python: Path, data: Path, log: Path) -> Iterator[str]
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
     try:
-        address = f"http://127.0.0.1:{port}"
         for _ in range(300):
             if process.poll() is not None:
                 raise click.ClickException(f"the WebUI did not start: {log.read_text().strip().splitlines()[-1]}")
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{address}/sdapi/v1/sd-models", timeout=5).read()
+            if "Startup time:" in log.read_text():  # its API answers before it is whole
                 break
             time.sleep(1)
-        yield address
+        yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait()
