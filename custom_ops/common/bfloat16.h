@@ -67,11 +67,29 @@ inline void store_bfloat16(uint16_t* to, Floats x) {
   memcpy(to, &shorts, sizeof(shorts));
 }
 
-// sums[row * 32 + column], of rows `row` .. `row` + 31 and panels `panel`, `panel` + 1.
-inline void block_of_vectors(const Product& p, int64_t row, int64_t panel, float* sums) {
+// 32 numbers of a row, rounded; zeros from `count` on.
+inline void round_row(const float* from, int64_t count, uint16_t* to) {
+  for (int64_t i = 0; i < kBlockDepth; i += kLanes) {
+    const int64_t left = count - i;
+    store_bfloat16(to + i, left >= kLanes ? load(from + i) : load_some(from + i, left > 0 ? left : 0));
+  }
+}
+inline void round_row(const BFloat* from, int64_t count, uint16_t* to) {
+  if (count >= kBlockDepth) {
+    memcpy(to, from, kBlockDepth * sizeof(uint16_t));
+  } else {
+    memset(to, 0, kBlockDepth * sizeof(uint16_t));
+    if (count > 0) memcpy(to, from, count * sizeof(uint16_t));
+  }
+}
+
+// sums[row * 32 + column], of kRows (16 or 32) rows from `row` on and panels `panel`, `panel` + 1; with kAdd they are
+// added to what is there.
+template <bool kAdd, int64_t kRows>
+void block_of_vectors(const Product& p, int64_t row, int64_t panel, float* sums) {
   const int64_t each = p.taps * p.blocks * kBlockNumbers;
   for (int64_t half = 0; half < 2; ++half) {
-    for (int64_t r = 0; r < kBlockRows; r += 4) {
+    for (int64_t r = 0; r < kRows; r += 4) {
       Floats sum[4][kPanelColumns / kLanes] = {};
       const uint16_t* weights = p.weights + (panel + half) * each;
       for (int64_t tap = 0; tap < p.taps; ++tap) {
@@ -98,7 +116,8 @@ inline void block_of_vectors(const Product& p, int64_t row, int64_t panel, float
       }
       for (int64_t i = 0; i < 4; ++i) {
         for (int64_t v = 0; v < kPanelColumns / kLanes; ++v) {
-          store(sums + (r + i) * kBlockColumns + half * kPanelColumns + v * kLanes, sum[i][v]);
+          float* to = sums + (r + i) * kBlockColumns + half * kPanelColumns + v * kLanes;
+          store(to, kAdd ? load(to) + sum[i][v] : sum[i][v]);
         }
       }
     }
@@ -134,33 +153,43 @@ SD_ORT_TILES inline void begin_tiles() {
 }
 SD_ORT_TILES inline void end_tiles() { _tile_release(); }
 
-SD_ORT_TILES inline void block_of_tiles(const Product& p, int64_t row, int64_t panel, float* sums) {
+template <bool kAdd, int64_t kRows>
+SD_ORT_TILES void block_of_tiles(const Product& p, int64_t row, int64_t panel, float* sums) {
+  constexpr int64_t kStride = kBlockColumns * sizeof(float);
+  constexpr bool kLower = kRows > 16;
+  float* lower = sums + 16 * kBlockColumns;
   const int64_t each = p.taps * p.blocks * kBlockNumbers;
   const uint16_t* left = p.weights + panel * each;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  if (kAdd) {
+    _tile_loadd(0, sums, kStride);
+    _tile_loadd(1, sums + kPanelColumns, kStride);
+    if (kLower) _tile_loadd(2, lower, kStride);
+    if (kLower) _tile_loadd(3, lower + kPanelColumns, kStride);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
   for (int64_t tap = 0; tap < p.taps; ++tap) {
     const uint16_t* rows = p.rows + (row + p.first[tap]) * kBlockDepth;
     for (int64_t block = 0; block < p.blocks; ++block) {
       _tile_loadd(4, rows, 64);
       _tile_loadd(6, left, 64);
       _tile_loadd(7, left + each, 64);
-      _tile_loadd(5, rows + 16 * kBlockDepth, 64);
+      if (kLower) _tile_loadd(5, rows + 16 * kBlockDepth, 64);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      if (kLower) _tile_dpbf16ps(2, 5, 6);
+      if (kLower) _tile_dpbf16ps(3, 5, 7);
       rows += p.row_count * kBlockDepth;
       left += kBlockNumbers;
     }
   }
-  constexpr int64_t kStride = kBlockColumns * sizeof(float);
   _tile_stored(0, sums, kStride);
   _tile_stored(1, sums + kPanelColumns, kStride);
-  _tile_stored(2, sums + 16 * kBlockColumns, kStride);
-  _tile_stored(3, sums + 16 * kBlockColumns + kPanelColumns, kStride);
+  if (kLower) _tile_stored(2, lower, kStride);
+  if (kLower) _tile_stored(3, lower + kPanelColumns, kStride);
 }
 
 // While it lives, this thread has its tiles.
@@ -174,8 +203,9 @@ class Tiles {
   }
 };
 
-inline void multiply_block(const Product& p, int64_t row, int64_t panel, float* sums) {
-  runs_amx() ? block_of_tiles(p, row, panel, sums) : block_of_vectors(p, row, panel, sums);
+template <bool kAdd = false, int64_t kRows = kBlockRows>
+void multiply_block(const Product& p, int64_t row, int64_t panel, float* sums) {
+  runs_amx() ? block_of_tiles<kAdd, kRows>(p, row, panel, sums) : block_of_vectors<kAdd, kRows>(p, row, panel, sums);
 }
 
 #else
@@ -186,8 +216,9 @@ class Tiles {
   ~Tiles() {}
 };
 
-inline void multiply_block(const Product& p, int64_t row, int64_t panel, float* sums) {
-  block_of_vectors(p, row, panel, sums);
+template <bool kAdd = false, int64_t kRows = kBlockRows>
+void multiply_block(const Product& p, int64_t row, int64_t panel, float* sums) {
+  block_of_vectors<kAdd, kRows>(p, row, panel, sums);
 }
 
 #endif

@@ -16,6 +16,7 @@ from fusion_passes.operators.record import Operator
 # Folders of custom_ops by the operator that they have kernels for. The others' bodies are one standard operator, or
 # two, whose numbers the cases of their fusions compare.
 KERNELS = {
+    "Bfloat16Attention": "bfloat16_attention",
     "Bfloat16Conv": "bfloat16_conv",
     "Bfloat16MatMul": "bfloat16_matmul",
     "BiasAdd": "bias_add",
