@@ -11,6 +11,7 @@ SD_ORT_BFLOAT16_KERNEL(bfloat16_attention, MultiHeadAttentionParams)
 struct Bfloat16AttentionBinding {
   using Params = MultiHeadAttentionParams;
   static constexpr const char* kName = "Bfloat16Attention";
+  static constexpr bool kBFloat16 = true;
   static constexpr Port kInputs[] = {{Port::kT}, {Port::kT, true}, {Port::kT, true}};  // query, key, value
   static constexpr Port kOutputs[] = {{Port::kT}};
 

@@ -178,13 +178,6 @@ void weigh(const float* scores, int64_t count, float scale, State& state) {
   }
 }
 
-inline void put(float* to, Floats x, int64_t count) { count >= kLanes ? store(to, x) : store_some(to, x, count); }
-inline void put(BFloat* to, Floats x, int64_t count) {
-  alignas(64) uint16_t bits[kLanes];
-  store_bfloat16(bits, x);
-  memcpy(to, bits, (count < kLanes ? count : kLanes) * sizeof(uint16_t));
-}
-
 // Queries `first` .. `first` + 31 of the output, from sums [depth][query].
 template <class T>
 void write(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch, int64_t head, int64_t first,
@@ -199,7 +192,7 @@ void write(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch,
         const Floats inverse = splat(sum == 0.f ? 0.f : 1.f / sum);  // without keys
         T* to = static_cast<T*>(p.output) + ((batch * p.sequence + first + query + q) * p.heads + head) * p.head_size;
         for (int64_t i = 0; i < kSide && depth + i < p.head_size; i += kLanes) {
-          put(to + depth + i, load(rows + q * kSide + i) * inverse, p.head_size - depth - i);
+          store_up_to(to + depth + i, load(rows + q * kSide + i) * inverse, p.head_size - depth - i);
         }
       }
     }
@@ -229,7 +222,7 @@ void attend(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch
   for (int64_t key = 0; key < sizes.keys; key += kKeys) {
     const int64_t count = sizes.keys - key < kKeys ? sizes.keys - key : kKeys;
     for (int64_t i = 0; i < columns; ++i) {
-      const Product score = {keys, queries + i * column, sizes.keys, sizes.depth_blocks, 1, {}};
+      const Product score = {keys, queries + i * column, sizes.keys * kBlockDepth, kBlockDepth, sizes.depth_blocks, 1, {}};
       for (int64_t k = 0; k < count; k += kBlockRows) multiply_block(score, key + k, 0, scores + k * kQueries);
       for (int64_t k = p.kv_sequence - key; k < count; ++k) {
         for (int64_t v = 0; v < kQueries; v += kLanes) store(scores + k * kQueries + v, splat(-INFINITY));
@@ -239,7 +232,8 @@ void attend(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch
       find_largest(scores, count, most);
       raise(most, scale, sizes.depth, states[i], output);
       weigh(scores, count, scale, states[i]);
-      const Product sum = {values + key * sizes.depth, states[i].weights, sizes.depth, count / kBlockDepth, 1, {}};
+      const Product sum = {values + key * sizes.depth, states[i].weights, sizes.depth * kBlockDepth, kBlockDepth,
+                           count / kBlockDepth,        1,                 {}};
       for (int64_t d = 0; d < p.head_size; d += kBlockRows) {
         p.head_size - d > 16 ? multiply_block<true>(sum, d, 0, output + d * kQueries)
                              : multiply_block<true, 16>(sum, d, 0, output + d * kQueries);

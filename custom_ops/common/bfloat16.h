@@ -1,8 +1,8 @@
 // Products of bfloat16 numbers with float32 sums, for CPU kernels: blocks of 32 rows by 32 columns, by the matrix units
 // (AMX) where the processor has them, else by vectors of floats.
 //
-// Rows lie as [block of 32 depths][row][32 depths]; of weights see packed_weights.h. A convolution reads its rows,
-// which are pixels, once a tap, each time from another first row.
+// Rows lie as [block of 32 depths][row][32 depths], or where a caller has them with whole blocks; of weights see
+// packed_weights.h. A convolution reads its rows, which are pixels, once a tap, each time from another first row.
 #pragma once
 
 #include "common/cpu.h"
@@ -24,9 +24,10 @@ constexpr int64_t kBlockColumns = 2 * kPanelColumns;
 constexpr int64_t kMostTaps = 9;
 
 struct Product {
-  const uint16_t* rows;     // (blocks, row_count, 32)
+  const uint16_t* rows;     // number i of block b of row r lies at b * block_stride + r * row_stride + i
   const uint16_t* weights;  // packed
-  int64_t row_count;
+  int64_t block_stride;
+  int64_t row_stride;
   int64_t blocks;
   int64_t taps;
   int64_t first[kMostTaps];  // row that a tap reads for row 0
@@ -83,6 +84,15 @@ inline void round_row(const BFloat* from, int64_t count, uint16_t* to) {
   }
 }
 
+// `count` numbers, or kLanes of them if there are more.
+inline void store_up_to(float* to, Floats x, int64_t count) { count >= kLanes ? store(to, x) : store_some(to, x, count); }
+inline void store_up_to(BFloat* to, Floats x, int64_t count) {
+  if (count >= kLanes) return store_bfloat16(&to->bits, x);
+  uint16_t bits[kLanes];
+  store_bfloat16(bits, x);
+  memcpy(to, bits, count * sizeof(uint16_t));
+}
+
 // sums[row * 32 + column], of kRows (16 or 32) rows from `row` on and panels `panel`, `panel` + 1; with kAdd they are
 // added to what is there.
 template <bool kAdd, int64_t kRows>
@@ -94,7 +104,7 @@ void block_of_vectors(const Product& p, int64_t row, int64_t panel, float* sums)
       const uint16_t* weights = p.weights + (panel + half) * each;
       for (int64_t tap = 0; tap < p.taps; ++tap) {
         for (int64_t block = 0; block < p.blocks; ++block, weights += kBlockNumbers) {
-          const uint16_t* rows = p.rows + (block * p.row_count + row + r + p.first[tap]) * kBlockDepth;
+          const uint16_t* rows = p.rows + block * p.block_stride + (row + r + p.first[tap]) * p.row_stride;
           for (int64_t pair = 0; pair < kBlockDepth / 2; ++pair) {
             for (int64_t v = 0; v < kPanelColumns / kLanes; ++v) {
               Ints words;
@@ -102,7 +112,7 @@ void block_of_vectors(const Product& p, int64_t row, int64_t panel, float* sums)
               const Floats even = (Floats)(words << 16), odd = (Floats)(words & static_cast<int32_t>(0xffff0000u));
               for (int64_t i = 0; i < 4; ++i) {
                 uint32_t both;
-                memcpy(&both, rows + i * kBlockDepth + pair * 2, 4);
+                memcpy(&both, rows + i * p.row_stride + pair * 2, 4);
                 const uint32_t low = both << 16, high = both & 0xffff0000u;
                 float first, second;
                 memcpy(&first, &low, 4);
@@ -159,6 +169,7 @@ SD_ORT_TILES void block_of_tiles(const Product& p, int64_t row, int64_t panel, f
   constexpr bool kLower = kRows > 16;
   float* lower = sums + 16 * kBlockColumns;
   const int64_t each = p.taps * p.blocks * kBlockNumbers;
+  const int64_t bytes = p.row_stride * sizeof(uint16_t);
   const uint16_t* left = p.weights + panel * each;
   if (kAdd) {
     _tile_loadd(0, sums, kStride);
@@ -172,17 +183,17 @@ SD_ORT_TILES void block_of_tiles(const Product& p, int64_t row, int64_t panel, f
     _tile_zero(3);
   }
   for (int64_t tap = 0; tap < p.taps; ++tap) {
-    const uint16_t* rows = p.rows + (row + p.first[tap]) * kBlockDepth;
+    const uint16_t* rows = p.rows + (row + p.first[tap]) * p.row_stride;
     for (int64_t block = 0; block < p.blocks; ++block) {
-      _tile_loadd(4, rows, 64);
+      _tile_loadd(4, rows, bytes);
       _tile_loadd(6, left, 64);
       _tile_loadd(7, left + each, 64);
-      if (kLower) _tile_loadd(5, rows + 16 * kBlockDepth, 64);
+      if (kLower) _tile_loadd(5, rows + 16 * p.row_stride, bytes);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
       if (kLower) _tile_dpbf16ps(2, 5, 6);
       if (kLower) _tile_dpbf16ps(3, 5, 7);
-      rows += p.row_count * kBlockDepth;
+      rows += p.block_stride;
       left += kBlockNumbers;
     }
   }

@@ -324,6 +324,8 @@ inline Floats erf(Floats x) {
   return select(x < splat(0.f), -value, value);
 }
 
+inline Floats gelu(Floats x) { return 0.5f * x * (1.f + erf(x * 0.70710678f)); }
+
 // Rows of `length` elements that one task of a row-wise kernel takes: enough that starting it costs nothing.
 inline int64_t rows_per_task(int64_t length) { return length >= 16384 ? 1 : 16384 / (length > 0 ? length : 1); }
 inline int64_t count_tasks(int64_t rows, int64_t rows_a_task) { return (rows + rows_a_task - 1) / rows_a_task; }

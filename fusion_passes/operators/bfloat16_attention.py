@@ -1,6 +1,6 @@
 """Bfloat16Attention(query, key?, value?; num_heads, scale): MultiHeadAttention, packed or not, without a mask.
 
-query, key and value are rounded to bfloat16, and so are the weights of the softmax, which function bodies leave in
+query, key and value, all float32 or all bfloat16 as the output, are rounded to bfloat16, and so are the weights of the softmax, which function bodies leave in
 float32; sums are in float32."""
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ def body(node: ir.Node) -> tuple[str, str]:
     rounded = "".join(
         f"{n}_16 = Cast <to = 16> ({n})  {n}_rounded = Cast <to = 1> ({n}_16)  " for n in inputs.split(", ")
     )
-    return form, f"({inputs}) => (output) {{ {rounded} {statements} }}"
+    statements = statements.replace("output = Reshape", "wide = Reshape")
+    return form, f"({inputs}) => (output) {{ {rounded} {statements} output = CastLike (wide, query) }}"
 
 
 OPERATOR = Operator(

@@ -17,6 +17,7 @@ from fusion_passes import FUSIONS, OPERATORS
 from fusion_passes import checks as c
 from fusion_passes.lower import (
     bfloat16_attention,
+    bfloat16_edges,
     bfloat16_products,
     fold_bias,
     layer_norm,
@@ -141,6 +142,7 @@ CPU = Target(
         pack_qkv.BFLOAT16_PASS,
         standard_attention(_long_keys),
         bfloat16_products.PASS,
+        bfloat16_edges.PASS,
     ),
 )
 
