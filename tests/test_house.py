@@ -4,6 +4,7 @@ layers."""
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -68,3 +69,13 @@ def test_scripts_import_nothing_from_tests() -> None:
     found = [(path, node.module) for path, node in nodes(ast.ImportFrom) if (node.module or "").split(".")[0] in names]
     found += [(path, alias.name) for path, node in nodes(ast.Import) for alias in node.names if alias.name in names]
     assert [(path, module) for path, module in found if path.startswith("scripts/")] == []
+
+
+def test_kernels_wait_first() -> None:
+    """A kernel that began early and did not wait would read what another one has not written yet."""
+    files = [path for suffix in ("*.hip", "*.h") for path in (ROOT / "custom_ops").rglob(suffix)]
+    bodies = [
+        body for path in files for body in re.findall(r"^__global__ .*?\) \{\n(.*?)\n", path.read_text(), re.M | re.S)
+    ]
+    assert len(bodies) == sum(len(re.findall(r"^\s*__global__ ", path.read_text(), re.M)) for path in files) > 20
+    assert {body.strip() for body in bodies} == {"wait_for_predecessor();"}

@@ -29,9 +29,19 @@ class Outcome:
 
 
 def check_case(
-    library: GpuLibrary, memory: Memory, operator: Operator, case: Case, dtype: str, shift: int = 0
+    library: GpuLibrary,
+    memory: Memory,
+    operator: Operator,
+    case: Case,
+    dtype: str,
+    shift: int = 0,
+    *,
+    ours_only: bool = False,
 ) -> Iterator[Outcome]:
-    """Runs every candidate that supports the call, on fresh outputs; `shift` elements off alignment."""
+    """Runs every candidate that supports the call, on fresh outputs; `shift` elements off alignment.
+
+    `ours_only` leaves out those that are a vendor's library alone.
+    """
     arrays = draw(operator, case, dtype)
     wanted = operator.reference(arrays, case.attributes)
     shift_bytes = shift * DTYPES[dtype][1].itemsize
@@ -49,7 +59,8 @@ def check_case(
         address = {name: guarded.address for name, guarded in (inputs | outputs).items()}
         params = operator.params(case, dtype, address)
         number = library.operator(operator.name, params) if number is None else number
-        if library.is_supported(number, index, params):
+        left_out = ours_only and is_vendors(library.candidates(number)[index])
+        if not left_out and library.is_supported(number, index, params):
             size = library.workspace_bytes(number, index, params)
             workspace = Guarded(memory, np.full(size, 0xFF, np.uint8))
             name = library.candidates(number)[index]
@@ -62,6 +73,11 @@ def check_case(
                 fault = str(failure)
             yield Outcome(operator.name, case.name, dtype, name, error, limit, fault)
         index += 1
+
+
+def is_vendors(candidate: str) -> bool:
+    """Whether the candidate of this name runs no kernel of ours."""
+    return candidate.startswith(("cudnn_", "blas_lt_"))
 
 
 def _judge(

@@ -78,17 +78,7 @@ const char* launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 block
   const void* function = reinterpret_cast<const void*>(kernel);
   cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(lds_bytes));
   if (cluster > 8) cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = lds_bytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  launch_kernel(kernel, grid, block, cluster, lds_bytes, stream, static_cast<Parameters>(arguments)...);
 #endif
   return launch_error();
 }

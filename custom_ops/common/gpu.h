@@ -95,7 +95,7 @@ inline const char* launch_error() {
   T* const name = reinterpret_cast<T*>(dynamic_lds)
 #endif
 
-// Host: runs kernel<<<grid, block, lds_bytes, stream>>>(arguments...); null, or what went wrong.
+// Host: runs kernel(arguments...) over the grid; null, or what went wrong.
 template <class... Parameters, class... Arguments>
 const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t lds_bytes, void* stream,
                    Arguments... arguments) {
@@ -104,9 +104,7 @@ const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
   // tests/gpu_emulator
   emulator::launch(grid, block, 1, lds_bytes, [=] { kernel(static_cast<Parameters>(arguments)...); });
 #else
-  // clang-format off
-  kernel<<<grid, block, lds_bytes, static_cast<gpuStream_t>(stream)>>>(static_cast<Parameters>(arguments)...);
-  // clang-format on
+  launch_kernel(kernel, grid, block, 1, lds_bytes, stream, static_cast<Parameters>(arguments)...);
 #endif
   return launch_error();
 }

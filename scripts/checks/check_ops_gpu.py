@@ -2,19 +2,25 @@
 """Runs every candidate of every custom GPU operator over every case, against NumPy float64, on this machine's GPU.
 
     python scripts/checks/check_ops_gpu.py --arch sm_90 --log results/ops_check_sm_90.txt
-    compute-sanitizer --tool memcheck python scripts/checks/check_ops_gpu.py --arch sm_90 --one-case
+    python scripts/checks/check_ops_gpu.py --arch sm_90 --operators multi_head_attention --seconds 40
+    python scripts/checks/check_ops_gpu.py --arch sm_90 --sanitizer memcheck --seconds 5     # or racecheck, ...
 
 Exits with 1 when a candidate fails. The large shapes that are timed are checked in float16, and only up to --limit
-elements: NumPy takes minutes for more. Needs NumPy, ml_dtypes, CMake and nvcc or a ROCm install.
+elements: NumPy takes minutes for more. Calls are taken in an order drawn once, the large ones last, and --seconds ends
+an operator's check early, for vendors' libraries that take seconds for each new shape: the log says how many calls of
+how many were made, and which were slowest. --sanitizer makes a small call of every kernel of ours under NVIDIA's
+compute-sanitizer (2 where that is not installed). Needs NumPy, ml_dtypes, CMake and nvcc or a ROCm install.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
+import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from math import prod
+from math import inf, prod
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -35,7 +41,11 @@ def main() -> int:
     parser.add_argument("--one-case", action="store_true", help="a small case of each kernel, for compute-sanitizer")
     parser.add_argument("--limit", type=int, default=12_000_000, help="largest input checked, in elements")
     parser.add_argument("--operators", nargs="*", default=GPU_OPERATORS)
+    parser.add_argument("--seconds", type=float, default=inf, help="of an operator's check, about")
+    parser.add_argument("--sanitizer", metavar="TOOL", help="memcheck, racecheck, initcheck or synccheck")
     options = parser.parse_args()
+    if options.sanitizer:
+        return sanitize(options)
     library = GpuLibrary(options.library or build.build_gpu(options.arch))
     memory = DeviceMemory(guard_bytes=0 if options.one_case else GUARD_BYTES)
     lines = [f"{options.arch}, library {library.c.sd_ort_build_hash().decode()}, every candidate against NumPy float64"]
@@ -44,16 +54,25 @@ def main() -> int:
         operator = load(folder)
         started = time.monotonic()
         outcomes: list[candidates.Outcome] = []
-        for case, dtype, shift in calls(library, operator, options.one_case, options.limit):
-            outcomes += candidates.check_case(library, memory, operator, case, dtype, shift)
+        wanted = calls(operator, options.limit) if not options.one_case else covering(library, operator)
+        took: list[tuple[float, str]] = []
+        for case, dtype, shift in wanted:
+            if time.monotonic() - started > options.seconds:
+                break
+            begun = time.monotonic()
+            outcomes += candidates.check_case(library, memory, operator, case, dtype, shift, ours_only=options.one_case)
+            took.append((time.monotonic() - begun, f"{case.name} {dtype}"))
         faults = [outcome for outcome in outcomes if outcome.fault]
         failures += len(faults)
         worst = max((outcome.error / outcome.limit for outcome in outcomes), default=0.0)
         names = {outcome.candidate for outcome in outcomes}
+        calls_made = f"{len(took):4} of {len(wanted):4} calls"
         lines.append(
-            f"{operator.name:24} {len(outcomes):5} runs, {len(names):3} candidates, {len(faults)} faults, "
-            f"worst NMSE {worst:.2f} of the limit, {time.monotonic() - started:.0f} s"
+            f"{operator.name:24} {calls_made}, {len(outcomes):5} runs, {len(names):3} candidates, "
+            f"{len(faults)} faults, worst NMSE {worst:.2f} of the limit, {time.monotonic() - started:.0f} s"
         )
+        if len(took) < len(wanted):
+            lines[-1] += ", slowest: " + ", ".join(f"{name} {seconds:.1f} s" for seconds, name in sorted(took)[:-4:-1])
         print(lines[-1], flush=True)
         lines += [f"  {fault}" for fault in faults]
         for fault in faults[:20]:
@@ -71,34 +90,49 @@ def elements(case: Case) -> int:
     return max(prod(shape) for shape in case.inputs.values())
 
 
-def calls(library: GpuLibrary, operator: Operator, one_case: bool, limit: int) -> Iterator[tuple[Case, str, int]]:
-    """Case, dtype and how many elements its buffers lie off 16-byte alignment."""
+def calls(operator: Operator, limit: int) -> list[tuple[Case, str, int]]:
+    """Case, dtype and how many elements its buffers lie off 16-byte alignment; the large ones last."""
     small = [case for case in operator.cases if not case.benchmark]
-    if one_case:
-        for case in covering(library, operator, small):
-            yield case, "float16", 0
-        return
-    for case in small:
-        for dtype in case.dtypes:
-            yield case, dtype, 0
-    yield small[1], "float16", 1
-    for case in operator.cases:
-        if case.benchmark and elements(case) <= limit:
-            yield case, "float16", 0
+    made = [(case, dtype, 0) for case in small for dtype in case.dtypes]
+    made.append((small[1], "float16", 1))
+    random.Random(0).shuffle(made)
+    large = [case for case in operator.cases if case.benchmark and elements(case) <= limit]
+    return made + [(case, "float16", 0) for case in sorted(large, key=elements)]
 
 
-def covering(library: GpuLibrary, operator: Operator, cases: list[Case]) -> Iterator[Case]:
-    """The largest case under 100 000 elements, and others until every candidate has met one that it takes."""
+def covering(library: GpuLibrary, operator: Operator) -> list[tuple[Case, str, int]]:
+    """The largest case under 100 000 elements, and others until every candidate of ours has met one that it takes."""
     met: set[int] = set()
-    fitting = [case for case in cases if elements(case) < 100_000 and "float16" in case.dtypes]
+    made: list[tuple[Case, str, int]] = []
+    fitting = [
+        case for case in operator.cases if not case.benchmark and elements(case) < 100_000 and "float16" in case.dtypes
+    ]
     for case in sorted(fitting, key=elements, reverse=True):
         names = (*case.inputs, *operator.output_shapes(case))
         params = operator.params(case, "float16", dict.fromkeys(names, 1 << 20))  # aligned; nothing runs
         number = library.operator(operator.name, params)
-        taken = {i for i in range(len(library.candidates(number))) if library.is_supported(number, i, params)}
+        ours = [i for i, name in enumerate(library.candidates(number)) if not candidates.is_vendors(name)]
+        taken = {i for i in ours if library.is_supported(number, i, params)}
         if taken - met:
             met |= taken
-            yield case
+            made.append((case, "float16", 0))
+    return made
+
+
+def sanitize(options: argparse.Namespace) -> int:
+    """A small call of every kernel, each operator's in a process under compute-sanitizer; the worst exit code."""
+    tool = next(filter(None, map(shutil.which, ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer"))), None)
+    if tool is None:
+        print("compute-sanitizer is not on this machine: it comes with the CUDA toolkit (cuda-sanitizer)")
+        return 2
+    library = options.library or build.build_gpu(options.arch)
+    codes = []
+    for operator in options.operators:
+        check = [sys.executable, __file__, "--arch", options.arch, "--library", str(library), "--one-case"]
+        check += ["--operators", operator, "--seconds", str(options.seconds)]
+        done = subprocess.run([tool, "--tool", options.sanitizer, "--error-exitcode", "1", *check], check=False)
+        codes.append(done.returncode)
+    return max(codes, key=abs)
 
 
 if __name__ == "__main__":

@@ -4,25 +4,30 @@
     python scripts/checks/check_torch_ops_gpu.py --log results/torch_ops_check_sm_90.txt
 
 Checks numbers in float16, bfloat16 and float32, gradients, torch's opcheck (schema, tracing), another stream, a CUDA
-graph, autocast, and tensors of two devices. Exits with 1 when one fails. Needs `sd-ort build-ops --cuda ARCH` or --hip.
+graph, autocast, tensors of two devices, and a small U-Net whose calls are captured in CUDA graphs (`optimize`): with
+new numbers, on another stream, from another thread, after changes of its weights. Exits with 1 when one fails. Needs
+`sd-ort build-ops --cuda ARCH` or --hip.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts/fixtures")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts/fixtures"), str(ROOT / "scripts/measure")]
 
+from gpu_models import random_module  # noqa: E402
 from torch_calls import NAMES, Draw, calls  # noqa: E402
 
 from sd_ort.runtime.machine import commit, machine  # noqa: E402
-from sd_ort.torch import operators, reset_status, status  # noqa: E402
+from sd_ort.torch import operators, optimize, reset_status, status  # noqa: E402
 from sd_ort.torch.operators import contract  # noqa: E402
 
 # Norm of the difference over the norm of the result.
@@ -48,7 +53,7 @@ def main() -> int:
             lines.append(f"{name:18} {check.__name__:10} {found}")
             print(lines[-1], flush=True)
     if options.device == "cuda":
-        for of_all in (stream, graph, autocast, two_devices):
+        for of_all in (stream, graph, autocast, two_devices, own_graphs):
             try:
                 found = of_all()
             except Exception as error:
@@ -181,6 +186,44 @@ def two_devices() -> str:
         said = str(refusal)
     assert len(said.splitlines()) == 1, f"it said {said!r}"
     return said
+
+
+def own_graphs() -> str:
+    """Captured calls of a U-Net against the same model without graphs."""
+    model: Any = random_module("sd15-tiny", "unet").half()
+    model = optimize(model, "performance")
+    plain = optimize(copy.deepcopy(model), "performance", graph=False)
+    reset_status()
+
+    def turn(seed: int, size: int = 16) -> None:
+        d = Draw("cuda", torch.float16)
+        sample, context = d(2 + seed, 4, size, size)[seed:], d(2 + seed, 7, model.config.cross_attention_dim)[seed:]
+        made = model(sample, 100 * seed, context).sample
+        wanted = plain(sample, 100 * seed, context).sample
+        assert error(made, wanted) < LIMITS[torch.float16], f"error {error(made, wanted):.1e} in call {seed}"
+
+    with torch.no_grad():
+        for seed in range(4):
+            turn(seed)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            turn(4)
+            turn(5, size=24)
+            turn(6, size=24)
+        with ThreadPoolExecutor(1) as other:
+            other.submit(torch.no_grad()(turn), 7).result()
+        for each in (model, plain):
+            each.conv_in.weight.mul_(1.5)  # in place: read by the graph
+        turn(8)
+        assert status().graphs[type(model).__name__, "captured"] == 2
+        for each in (model, plain):
+            each.conv_out.weight.data = each.conv_out.weight.data * 1.5  # elsewhere: captured anew
+        turn(9)
+        turn(10)
+        turn(11)
+    ran = {what: count for (_, what), count in status().graphs.items()}
+    assert ran == {"captured": 3, "replayed": 9}, str(ran)
+    assert not status().not_captured, str(status())
+    return "captured 3 times, replayed 9 times"
 
 
 if __name__ == "__main__":

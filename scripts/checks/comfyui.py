@@ -9,7 +9,7 @@ with a ControlNet and two LoRAs of made-up weights, and every workflow of sd_ort
 image also on a small SDXL of random weights. All but the latent upscaling must draw what our own pipelines draw from
 the same noise (PSNR of the 8-bit pictures at least 40 dB). Inpainting is held against the same steps with the latents
 outside its mask put back exactly: pixels there are no measure, since the VAE decodes all of a picture at once. A latent
-is enlarged and drawn over. Then steps are timed inside ComfyUI's sampler and in our own loop, in turn.
+is enlarged and drawn over. (Steps are timed by scripts/measure/comfyui_steps.py.)
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ import importlib
 import json
 import random
 import shutil
-import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,28 +29,22 @@ import diffusers
 import numpy as np
 import torch
 from comfyui_expected import (
-    GUIDANCE,
     MODEL,
-    PROMPT,
-    SEED,
     SIDE,
-    euler,
     ours,
     ours_from_picture,
     ours_inpainted,
     psnr,
 )
-from comfyui_host import as_prompt, run, start
+from comfyui_host import as_prompt, run, start, with_model
 from findings import report
 from PIL import Image
 from safetensors.torch import save_file
 
-from sd_ort import StableDiffusionPipeline
 from sd_ort.demo import scenes
 from sd_ort.export.exporter import export
 from sd_ort.hosts.install import install_folder
 from sd_ort.hosts.installers import CONTENT, HERE
-from sd_ort.hosts.models import HostModels
 from sd_ort.optimize.optimizer import optimize
 
 WORKFLOWS = HERE / "comfyui" / "workflows"
@@ -109,68 +101,7 @@ def prepare(base: Path) -> None:
     Image.fromarray(np.dstack([pixels, alpha])).save(base / "input" / "masked.png")
 
 
-# --- Time a step ----------------------------------------------------------------------------------------------------
-
-
-def step_times(nodes: Any, folder: Path, side: int, rounds: int, steps: int = 12) -> dict[str, Any]:
-    """Median ms between two steps of ComfyUI's sampler and of our own loop, in turn; the first steps are left out."""
-    from sd_ort.hosts.comfyui.clip import open_clip
-    from sd_ort.hosts.comfyui.model import open_model
-
-    loaded, clip = open_model(HostModels(folder, "cpu")), open_clip(HostModels(folder, "cpu"))
-    told = [nodes.CLIPTextEncode().encode(clip, text)[0] for text in (PROMPT, "")]
-    latent = {"samples": torch.zeros(1, 4, side // 8, side // 8)}
-    pipeline = StableDiffusionPipeline.from_pretrained(folder, scheduler=euler(folder))
-    sample = importlib.import_module("comfy.sample")
-    noise = sample.prepare_noise(latent["samples"], SEED)
-
-    def theirs(at: list[float]) -> None:
-        def callback(*_: Any) -> None:
-            at.append(time.perf_counter())
-
-        with torch.inference_mode():
-            sample.sample(
-                loaded, noise, steps, GUIDANCE, "euler", "normal", *told, latent["samples"], callback=callback,
-                disable_pbar=True, seed=SEED,
-            )  # fmt: skip
-
-    def own(at: list[float]) -> None:
-        def callback(*_: Any) -> None:
-            at.append(time.perf_counter())
-
-        pipeline(
-            PROMPT, num_inference_steps=steps, guidance_scale=GUIDANCE, height=side, width=side, generator=SEED,
-            callback_on_step_end=callback, progress=False, output_type="latent",
-        )  # fmt: skip
-
-    found: dict[str, list[float]] = {"ComfyUI": [], "own loop": []}
-    ratios = []
-    for _ in range(rounds):
-        medians = {}
-        for name, draw in (("ComfyUI", theirs), ("own loop", own)):
-            at: list[float] = []
-            draw(at)
-            medians[name] = statistics.median(np.diff(at)[2:]) * 1e3
-            found[name].append(medians[name])
-        ratios.append(medians["ComfyUI"] / medians["own loop"])
-    return {
-        "pixels": side,
-        "rounds": rounds,
-        "ms a step": {name: round(statistics.median(values), 2) for name, values in found.items()},
-        "ComfyUI of own loop": round(statistics.median(ratios), 3),
-    }
-
-
 # --- All of it ------------------------------------------------------------------------------------------------------
-
-
-def with_model(prompt: dict[str, Any], model: str) -> dict[str, Any]:
-    """The same workflow with another model of ours."""
-    made: dict[str, Any] = json.loads(json.dumps(prompt))
-    for node in made.values():
-        if node["class_type"] == "SdOrtLoadModel":
-            node["inputs"]["model"] = model
-    return made
 
 
 @contextlib.contextmanager
@@ -188,16 +119,14 @@ def workplace(given: Path | None) -> Iterator[Path]:
 @click.option("--comfyui", type=click.Path(path_type=Path), required=True, help="A checkout of ComfyUI.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the findings here.")
 @click.option("--work", type=click.Path(path_type=Path), help="Keep models and pictures here, and use what is there.")
-@click.option("--rounds", type=int, default=7, show_default=True, help="Of the times; 0 for none.")
-@click.option("--side", type=int, default=256, show_default=True, help="Pixels of the timed pictures' sides.")
-def main(comfyui: Path, out: Path | None, work: Path | None, rounds: int, side: int) -> None:
+def main(comfyui: Path, out: Path | None, work: Path | None) -> None:
     """Run the example workflows in ComfyUI and compare their pictures with our own pipelines'."""
     torch.set_num_threads(1)
     with workplace(work) as base:
         if not (base / "input").is_dir():
             prepare(base)
         install_folder(base / "custom_nodes" / "sd_ort_nodes", CONTENT["comfyui"]())
-        nodes, execution = start(comfyui.absolute(), base)
+        execution = start(comfyui.absolute(), base)
         folders, loras = base / "models" / "sd_ort", base / "models" / "loras"
         picture = Image.open(base / "input" / "picture.png")
         upper = np.repeat(np.arange(SIDE // 8)[:, None] < SIDE // 16, SIDE // 8, axis=1)
@@ -214,7 +143,7 @@ def main(comfyui: Path, out: Path | None, work: Path | None, rounds: int, side: 
             "sdxl": lambda: ours(folders / "sdxl-tiny", negative_prompt=""),
         }
         prompts = {path.stem: as_prompt(json.loads(path.read_text())) for path in sorted(WORKFLOWS.glob("*.json"))}
-        prompts["sdxl"] = with_model(prompts["text_to_image"], "sdxl-tiny")
+        prompts["sdxl"] = with_model(prompts["text_to_image"], model="sdxl-tiny")
         pictures = {name: run(execution, prompt, base / "output") for name, prompt in prompts.items()}
         found = {name: round(psnr(pictures[name], make()), 1) for name, make in expected.items()}
         differs = {
@@ -226,7 +155,6 @@ def main(comfyui: Path, out: Path | None, work: Path | None, rounds: int, side: 
             "PSNR to our own pipelines, dB": found,
             "PSNR to text to image without them, dB": differs,
             "latent upscale": list(pictures["latent_upscale"].shape),
-            "times": step_times(nodes, folders / "demo", side, rounds) if rounds else None,
         }
         if work:
             shutil.rmtree(base / "compared", ignore_errors=True)

@@ -31,11 +31,11 @@ def noise() -> torch.Tensor:
     return torch.randn((1, 4, SIDE // 8, SIDE // 8), generator=torch.Generator().manual_seed(SEED))
 
 
-def ours(folder: Path, **more: Any) -> np.ndarray:
+def ours(folder: Path, provider: str = "cpu", **more: Any) -> np.ndarray:
     """Text to image by `StableDiffusionPipeline`, of SD or SDXL; uint8."""
     loras = more.pop("loras", {})
     scheduler = euler(folder)
-    pipeline = StableDiffusionPipeline.from_pretrained(folder, scheduler=scheduler)
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, provider, scheduler=scheduler)
     for path in loras:
         pipeline.load_lora_weights(path, path.stem)
     if loras:

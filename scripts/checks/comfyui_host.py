@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import sys
 import uuid
 from pathlib import Path
@@ -27,16 +28,19 @@ class Server:
         """Nobody listens."""
 
 
-def start(checkout: Path, base: Path) -> Any:
-    """Import ComfyUI from its checkout, on the CPU, with models, custom nodes and pictures below `base`."""
+def start(checkout: Path, base: Path, cpu: bool = True) -> Any:
+    """ComfyUI's module `execution`, imported from its checkout, with models, custom nodes and pictures below `base`.
+
+    `cpu`: it is to see no GPU.
+    """
     if not (checkout / "execution.py").is_file():
         raise click.ClickException(f"{checkout} is no checkout of ComfyUI: it has no execution.py.")
-    if stubbed := stub_missing(("torchvision", "torchaudio")):
+    if stubbed := stub_missing(("torchvision", "torchaudio", "av")):
         click.echo(f"stubbed: {', '.join(stubbed)}")
     sys.path.insert(0, str(checkout))
     sys.argv = sys.argv[:1]
     cli_args = importlib.import_module("comfy.cli_args")
-    cli_args.args.cpu, cli_args.args.base_directory = True, str(base)
+    cli_args.args.cpu, cli_args.args.base_directory = cpu, str(base)
     try:
         nodes, execution = importlib.import_module("nodes"), importlib.import_module("execution")
     except ModuleNotFoundError as error:
@@ -46,7 +50,16 @@ def start(checkout: Path, base: Path) -> Any:
     asyncio.run(nodes.load_custom_node(str(base / "custom_nodes" / "sd_ort_nodes")))
     if "SdOrtLoadModel" not in nodes.NODE_CLASS_MAPPINGS:
         raise click.ClickException("ComfyUI did not load our nodes: see its log above.")
-    return nodes, execution
+    return execution
+
+
+def with_model(prompt: dict[str, Any], **inputs: str) -> dict[str, Any]:
+    """The same workflow with other `inputs` of our loaders."""
+    made: dict[str, Any] = json.loads(json.dumps(prompt))
+    for node in made.values():
+        if node["class_type"].startswith("SdOrtLoad"):
+            node["inputs"] |= inputs
+    return made
 
 
 def as_prompt(workflow: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Builds libsd_ort_ep_host.so with the sanitizers (GCC or clang), in a temporary f
 tests/custom_ops/test_provider.py with it in a second process: whole components, captured runs, changing shapes, two
 sessions and two threads, wrong options, no more memory. A failing test or what a sanitizer finds ends the run with 1.
 ONNX Runtime itself is not instrumented. On a GPU, memcheck and racecheck of the kernels are
-`compute-sanitizer --tool memcheck python scripts/checks/check_ops_gpu.py --arch sm_90 --one-case`.
+`scripts/checks/check_ops_gpu.py --arch sm_90 --sanitizer memcheck`.
 """
 
 from __future__ import annotations

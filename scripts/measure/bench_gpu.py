@@ -19,21 +19,20 @@ with the weights an export would have.
 from __future__ import annotations
 
 import argparse
-import lzma
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import onnx
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+from gpu_models import fill  # noqa: E402
 
 from sd_ort.benchmark import contenders, recipes, runner  # noqa: E402
 from sd_ort.benchmark.engines import contract  # noqa: E402
@@ -127,25 +126,6 @@ def raw_export(model: str, work: Path, graphs: Path | None) -> None:
         home = work / "made" / recipes.source_hash(raw)
         home.mkdir(parents=True, exist_ok=True)
         scratch.rename(home / recipes.TORCHSCRIPT)
-
-
-def fill(graph: Path, weights: Mapping[str, torch.Tensor], out: Path) -> None:
-    """Write `out`/model.onnx: `graph`, whose external tensors are named after `weights` (".T": transposed), filled."""
-    model = onnx.load_from_string(lzma.decompress(graph.read_bytes()))
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / folder.DATA).open("wb") as data:
-        for tensor in model.graph.initializer:
-            if tensor.data_location != onnx.TensorProto.EXTERNAL:
-                continue
-            value = weights[tensor.name.removesuffix(".T")]
-            value = (value.T if tensor.name.endswith(".T") else value).contiguous()
-            data.seek(-data.tell() % 65536, 1)
-            place = {"location": folder.DATA, "offset": data.tell(), "length": 4 * value.numel()}
-            data.write(value.numpy().tobytes())
-            del tensor.external_data[:]
-            for key, entry in place.items():
-                tensor.external_data.add(key=key, value=str(entry))
-    (out / folder.MODEL).write_bytes(model.SerializeToString())
 
 
 # --- make, run ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import lzma
 import sys
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 
 import onnx
@@ -62,23 +63,26 @@ def random_inputs(preset: str, component: str, batch: int, size: int) -> dict[st
     return inputs
 
 
-def write_raw(graph: Path, parameters: Mapping[str, torch.Tensor], out: Path) -> None:
-    """The raw export `graph`, whose weights are references by name, with the numbers of `parameters` (name, name.T)."""
+def fill(graph: Path, weights: Mapping[str, torch.Tensor], out: Path) -> None:
+    """Writes `out`/model.onnx: a graph of weightless_graphs.py, whose weights are references, with these numbers."""
     model = onnx.load_from_string(lzma.decompress(graph.read_bytes()))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with (out.parent / folder.DATA).open("wb") as data:
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / folder.DATA).open("wb") as data:
         for tensor in model.graph.initializer:
             if tensor.data_location != onnx.TensorProto.EXTERNAL:
                 continue
-            value = parameters[tensor.name.removesuffix(".T")]
-            value = value.T if tensor.name.endswith(".T") else value
+            name = {entry.key: entry.value for entry in tensor.external_data}["location"]
+            value = weights.get(name.removesuffix(".T"))
+            if value is None or value.numel() != prod(tensor.dims):
+                raise ValueError(f"{graph}: its {tensor.name} is no {name} of the model; make the graph again")
+            value = value.T if name.endswith(".T") else value
             data.seek(-data.tell() % 65536, 1)
             place = {"location": folder.DATA, "offset": data.tell(), "length": 4 * value.numel()}
             data.write(value.contiguous().cpu().numpy().tobytes())
             del tensor.external_data[:]
             for key, entry in place.items():
                 tensor.external_data.add(key=key, value=str(entry))
-    out.write_bytes(model.SerializeToString())
+    (out / folder.MODEL).write_bytes(model.SerializeToString())
 
 
 def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> None:

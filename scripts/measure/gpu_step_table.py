@@ -38,7 +38,7 @@ TAIL = """
     scripts/measure/bench_gpu_step.py --component vae_decoder --batch 1 --size 128 --variants 1,3,5 --profile 30
     python scripts/measure/gpu_step_table.py results/gpu_step --out results/gpu_step.md
 
-With --graph and a file of scripts/measure/make_step_graph.py the GPU machine is spared the export, as in these runs.
+With --graph and a file of scripts/measure/weightless_graphs.py the GPU machine is spared the export, as in these runs.
 """
 CLASSES = (
     "convolution", "matrix product", "attention", "group norm", "layer norm", "gelu", "concat, resize, transpose",

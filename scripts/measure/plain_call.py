@@ -31,7 +31,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bench_gpu import fill  # noqa: E402
+from gpu_models import fill  # noqa: E402
 
 from sd_ort.benchmark.contenders import target_of  # noqa: E402
 from sd_ort.core import folder, metrics  # noqa: E402
@@ -93,7 +93,7 @@ def where() -> dict[str, Any]:
 
 
 def device_of(provider: str) -> str:
-    return "cpu" if provider == "cpu" else "cuda"
+    return "cuda" if provider != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def models(preset: str, device: str) -> dict[str, torch.nn.Module]:
@@ -136,7 +136,7 @@ def raw_folder(preset: str, graphs: Path, out: Path, device: str) -> None:
             model = made[name] if made else source.load(name)
             (work / component).mkdir()
             save_config(model, work / component)
-            fill(path, {key: value.cpu() for key, value in model.state_dict().items()}, work / component)
+            fill(path, model.state_dict(), work / component)
         described = {"model": preset, "hash": source.hash, "random_weights": preset != "demo"}
         folder.write_manifest(work, {"stage": "export", "source": described, "options": {"seed": 0}})
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Raw exports without weights, to be filled on a machine that has no exporter: `weightless_graphs.py OUT sd15 demo`.
 
-Writes OUT/<preset>.<component>.onnx.xz, some 100 kB each, in the form that `bench_gpu.py --graphs` and `plain_call.py`
-take: weights are references named after the preset's parameters. Large parameters are hardly touched here, so the
-export takes little memory.
+Writes OUT/<preset>.<component>.onnx.xz, some 100 kB each, in the form that `bench_gpu_step.py --graph`, `bench_gpu.py
+--graphs` and `plain_call.py --graphs` take: each weight is a reference to a "file" named after its parameter, with .T
+where the exporter transposed it. Large parameters are hardly touched here, so the export takes little memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import lzma
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from sd_ort.family.modules import wrap
 from sd_ort.family.signatures import MODEL_OF
 
 UNTOUCHED = 1 << 20  # elements; most of a larger parameter stays as allocated: no exporter compares those
+MARK = 5000.0  # about what parameters hold here, and no other constant does
 
 
 def main() -> None:
@@ -52,27 +54,39 @@ def graph(source: Source, component: str) -> onnx.ModelProto:
     config = dict(model.config) if hasattr(model, "save_config") else model.config.to_dict()
     signature = component_signature(source, component, config)
     module = wrap(component, model, is_sdxl(source), "controlnet" in source.configs)
-    weights = {name: corner(parameter.detach().numpy()) for name, parameter in model.named_parameters()}
-    by_corner = {value: name for name, value in weights.items()}
+    weights = {beginning(parameter.detach().numpy()): name for name, parameter in model.named_parameters()}
     with quiet(*NOISY), torch.no_grad():
         args = [example(tensor, TRACE, config, 1) for tensor in signature.inputs]
         exported = export_dynamo(module, args, signature, DEFAULT_OPSET, Path())
         tidy(exported, signature)
     for value in list(exported.graph.initializers.values()):
-        tensor, name = value.const_value, str(value.name)
-        assert tensor is not None
-        if name not in weights and len(tensor.shape) == 2 and (found := by_corner.get(corner(tensor.numpy().T))):
-            value.name = name = f"{found}.T"  # a folded transpose
-        if name.removesuffix(".T") in weights:
-            value.const_value = ir.ExternalTensor(
-                "random", 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name, base_dir=""
-            )
+        if value.const_value is not None and value.const_value.dtype == ir.DataType.FLOAT:
+            refer(value, weights)
     return ir.to_proto(exported)
 
 
-def corner(array: np.ndarray) -> bytes:
-    """The first numbers of a parameter, which tell it from all others."""
-    return array[(slice(4),) * array.ndim].tobytes() + str(array.shape).encode()
+def refer(value: ir.Value, weights: Mapping[bytes, str]) -> None:
+    """Makes a constant that holds a parameter, reshaped or transposed as exporters fold them, a reference to it.
+
+    Raises SystemExit for one that holds a parameter's numbers in another way: it would keep those of this machine.
+    """
+    tensor = value.const_value
+    assert tensor is not None
+    array = tensor.numpy()
+    name = weights.get(beginning(array))
+    if name is None and array.ndim == 2 and (found := weights.get(beginning(array.T))):
+        name = f"{found}.T"
+    if name is not None:
+        value.const_value = ir.ExternalTensor(
+            name, 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(array.shape), name=str(value.name), base_dir=""
+        )
+    elif (np.abs(array - MARK) < 100).any():
+        raise SystemExit(f"{value.name} {list(array.shape)} is made from a parameter in a way that is not known here")
+
+
+def beginning(array: np.ndarray) -> bytes:
+    """The first numbers of a parameter and how many it has, which tell it from all others in any shape."""
+    return array.flat[:4].tobytes() + str(array.size).encode()
 
 
 def unfilled(config: dict[str, Any]) -> torch.nn.Module:
@@ -91,7 +105,7 @@ def unfilled(config: dict[str, Any]) -> torch.nn.Module:
     with torch.no_grad():
         for parameter in made.parameters():
             touched = parameter if parameter.numel() < UNTOUCHED else parameter[(slice(4),) * parameter.ndim]
-            touched.normal_()
+            touched.normal_(MARK)
     return made.eval()
 
 

@@ -78,12 +78,19 @@ class HostModels(LoraMethods):
         """Names of a component's inputs."""
         return list(self.models[component].inputs)
 
-    def run(self, component: str, **tensors: torch.Tensor) -> Tensors:
+    def run(
+        self, component: str, *, lent: Tensors | None = None, lend: bool = False, **tensors: torch.Tensor
+    ) -> Tensors:
         """Outputs by name, on `device`, for one tensor an input, of any floating dtype.
+
+        They are the caller's own, or with `lend` good until the component's next such run for the same shapes. `lent`:
+        further inputs, which another component's run lent.
 
         Raises InputError when the names are not those of the graph's inputs, SdOrtError when ONNX Runtime fails.
         """
         model = self.models[component]
+        lent = lent or {}
+        tensors = {**tensors, **lent}
         if not self.shared or tensors.keys() != model.inputs.keys():
             outputs = model(**{name: _array(tensor) for name, tensor in tensors.items()})
             return {name: torch.from_numpy(array) for name, array in outputs.items()}
@@ -92,7 +99,7 @@ class HostModels(LoraMethods):
             stream = self.models.stream
             made = TensorModel(model, self.device, None if stream is None else stream.handle)
             self.on_device[component] = made
-        return made(tensors)
+        return made(tensors, lent, lend=lend)
 
     def change(self, component: str, changes: Mapping[str, np.ndarray]) -> None:
         """From now on run `component` with these numbers, float32 in torch's layout, added to its weights by name.

@@ -1,12 +1,13 @@
 """ONNX Runtime on torch's memory: inputs and outputs are bound where they lie, and streams wait for each other.
 
 A run reads what torch's current stream has written by then, and what torch does next follows the run; nobody waits on
-the host. A captured graph reads and writes fixed tensors: what lies elsewhere is copied into them, on the device.
+the host. A captured graph reads and writes fixed tensors: what lies elsewhere is copied into them, on the device. One
+graph may lend its outputs to the next, which then reads them where they lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import numpy as np
@@ -59,9 +60,16 @@ class TensorModel:
         self.stream = None if stream is None else torch.cuda.ExternalStream(stream, device=device)
         self.shapes: dict[Any, dict[str, tuple[int, ...]]] = {}
         self.captured: dict[Any, Bound] = {}
+        self.lends: dict[Any, Tensors] = {}
 
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """Outputs by name, the caller's own, for one tensor an input. Raises SdOrtError when ONNX Runtime fails."""
+    def __call__(
+        self, tensors: Mapping[str, torch.Tensor], lent: Container[str] = (), *, lend: bool = False
+    ) -> Tensors:
+        """Outputs by name for one tensor an input. Raises SdOrtError when ONNX Runtime fails.
+
+        They are the caller's own, or with `lend` good until the next such call of these shapes, which refills them.
+        `lent`: names of inputs that another model lent, which a graph captured now reads where they lie.
+        """
         given = {
             name: tensor.to(self.device, torch_dtype(self.model.dtype(name))).contiguous()
             for name, tensor in tensors.items()
@@ -71,27 +79,41 @@ class TensorModel:
             if key not in self.shapes:
                 self.shapes[key] = self._learn(given)
             if isinstance(self.model, GraphModel):
-                return self._replay(self.model, key, given)
-            outputs = self._empty(key)
-            bound = Bound(self.model.session, given, outputs)
-            self._queued(bound)
-            return outputs
+                outputs = self._replay(self.model, key, given, lent)
+                return dict(outputs) if lend else {name: tensor.clone() for name, tensor in outputs.items()}
+            outputs = self._lending(key) if lend else self._empty(key)
+            self._queued(Bound(self.model.session, given, outputs))
+            return dict(outputs)
 
-    def _replay(self, model: GraphModel, key: Any, given: Tensors) -> Tensors:
-        """By the graph of these shapes, whose tensors are fixed: inputs are copied in and outputs out."""
+    def _replay(self, model: GraphModel, key: Any, given: Tensors, lent: Container[str]) -> Tensors:
+        """The outputs of the graph of these shapes, whose tensors are fixed: inputs are copied in, but those lent."""
         bound = self.captured.pop(key, None)
         if bound is None:
             if len(self.captured) == model.SHAPES:
                 oldest = self.captured.pop(next(iter(self.captured)))
                 if oldest.number != UNCAPTURED and hasattr(model.session, "release_captured_graph"):
                     model.session.release_captured_graph(oldest.number)
-            bound = Bound(model.session, {n: t.clone() for n, t in given.items()}, self._empty(key), model.number())
+            with torch.inference_mode(False):  # outside of it, where a host may come back, its tensors are read-only
+                inputs = {name: tensor if name in lent else tensor.clone() for name, tensor in given.items()}
+                bound = Bound(model.session, inputs, self._empty(key), model.number())
             self._queued(bound)  # captures
         self.captured[key] = bound
         for name, tensor in given.items():
-            bound.inputs[name].copy_(tensor)
+            if bound.inputs[name] is not tensor:
+                bound.inputs[name].copy_(tensor)
         self._queued(bound)
-        return {name: tensor.clone() for name, tensor in bound.outputs.items()}
+        return bound.outputs
+
+    def _lending(self, key: Any) -> Tensors:
+        """The tensors that outputs for these shapes are lent in: always the same, but for the longest unused shapes."""
+        tensors = self.lends.pop(key, None)
+        if tensors is None:
+            if len(self.lends) == GraphModel.SHAPES:
+                self.lends.pop(next(iter(self.lends)))
+            with torch.inference_mode(False):
+                tensors = self._empty(key)
+        self.lends[key] = tensors
+        return tensors
 
     def _queued(self, bound: Bound) -> None:
         if self.stream is None:

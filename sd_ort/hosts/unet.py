@@ -52,21 +52,24 @@ class HostUNet:
         if at.device.type == "cpu" and len(at) > 1 and not bool((at == at[0]).all()):
             raise InputError("the rows of one call have different timesteps: this graph takes one for all of them.")
         feed = {"sample": sample, **self._controlled(sample, residuals, middle)}
+        lent: Tensors = {}
         if self.hoisted:
-            feed |= self._every_prompt(told, key)
-            rows = {"timestep": at[:1].expand(len(sample))}
-            feed |= models.run("unet_time", **{n: {**feed, **rows}[n] for n in models.inputs("unet_time")})
+            prompt = self._every_prompt(told, key)
+            rows = {**prompt, "timestep": at[:1].expand(len(sample))}
+            time_inputs = {name: rows[name] for name in models.inputs("unet_time")}
+            lent = {**prompt, **models.run("unet_time", lend=True, **time_inputs)}
         else:
             feed |= told
         names = models.inputs("unet")
+        lent = {name: tensor for name, tensor in lent.items() if name in names}
         if "timestep" in names:
             rank = len(models.models["unet"].inputs["timestep"].shape)
             feed["timestep"] = at[:1].reshape((1,) * rank)
-        if missing := [name for name in names if name not in feed]:
+        if missing := [name for name in names if name not in feed and name not in lent]:
             raise InputError(
                 f"the UNet of {models.folder} wants {', '.join(missing)}, which this pipeline does not give."
             )
-        out = models.run("unet", **{name: feed[name] for name in names})["out_sample"]
+        out = models.run("unet", lent=lent, **{name: feed[name] for name in names if name not in lent})["out_sample"]
         self.seconds.append(time.perf_counter() - started)
         return out.to(sample.device, sample.dtype)
 
@@ -81,7 +84,7 @@ class HostUNet:
         )
         if not (kept and mark == self.prompt_key):
             names = self.models.inputs("unet_prompt")
-            self.prompt = self.models.run("unet_prompt", **{name: told[name] for name in names})
+            self.prompt = self.models.run("unet_prompt", lend=True, **{name: told[name] for name in names})
             self.prompt_key, self.told = mark, tensors
         return self.prompt
 

@@ -206,7 +206,7 @@ class Components(MutableMapping[str, Model]):
         if part is not None:
             weights = {key: value for key, value in (weights or {}).items() if key in part.weights}
             more["changed"] = part.graph
-        held = self.held[name].values if name in self.held else None
+        held = self.held[name].shared if name in self.held else None
         return create_session(path, self.provider, weights=weights, held=held, **more, **self.options)
 
     def without_graph(self, name: str, error: SdOrtError) -> None:

@@ -26,13 +26,18 @@ def host_value(array: np.ndarray) -> Any:
 
 
 class HeldWeights:
-    """`values`: initializer -> OrtValue on `device`; `changed`: those that hold other numbers than the file."""
+    """`values`: initializer -> OrtValue on `device`, to be written; `shared`: the same memory as a session takes it;
+    `changed`: those that hold other numbers than the file."""
 
     def __init__(self, weights: Mapping[str, np.ndarray], device: str) -> None:
         """`weights`: float16 or float32, which are copied."""
         value = runtime().OrtValue
         copies = {name: np.array(array, order="C") if device == "cpu" else array for name, array in weights.items()}
         self.values = {name: value.ortvalue_from_numpy(array, **place(device)) for name, array in copies.items()}
+        # A session refuses values that own their memory, as those made on a device do; a view by DLPack only keeps it.
+        self.shared = (
+            self.values if device == "cpu" else {name: value.from_dlpack(v) for name, v in self.values.items()}
+        )
         self.changed: set[str] = set()
 
     def write(self, name: str, array: np.ndarray) -> None:
@@ -53,7 +58,7 @@ def reads_in_place(provider: str, device: str, options: Mapping[str, str]) -> bo
     held = HeldWeights({"weight": ones}, device)
     graph = onnx.parser.parse_model(_PRODUCT % ", ".join(["1.0"] * 64)).SerializeToString()
     try:
-        session = open_graph(graph, provider, options, held=held.values)
+        session = open_graph(graph, provider, options, held=held.shared)
         held.write("weight", 0 * ones)
         made: np.ndarray = session.run(None, {"x": ones})[0]
     except (SdOrtError, RuntimeError):

@@ -36,12 +36,14 @@ class Kernels(Protocol):
 
 def of(*tensors: torch.Tensor | None) -> Kernels:
     """The kernels for these tensors. Raises Refused: no library, a type it lacks, tensors of two devices."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    device = present[0].device
-    if any(tensor.device != device for tensor in present):
-        raise RuntimeError(f"the tensors of one call lie on {' and '.join(sorted({str(t.device) for t in present}))}")
-    found = cpu_kernels() if device.type == "cpu" else gpu_kernels()
-    dtype = present[0].dtype
+    first = tensors[0]
+    assert first is not None
+    device, dtype = first.device, first.dtype
+    for tensor in tensors:
+        if tensor is not None and tensor.device != device:
+            places = sorted({str(each.device) for each in tensors if each is not None})
+            raise RuntimeError(f"the tensors of one call lie on {' and '.join(places)}")
+    found = cpu_kernels() if first.is_cpu else gpu_kernels()
     if dtype not in found.dtypes:
         raise Refused(f"no kernel for {str(dtype).removeprefix('torch.')}")
     return found
@@ -150,8 +152,12 @@ class GpuKernels:
         return self._library.path
 
     def run(self, name: str, params: ctypes.Structure, device: torch.device) -> None:
+        index = device.index
+        if index == torch._C._cuda_getDevice():
+            self.launch(name, params, device, torch._C._cuda_getCurrentRawStream(index))
+            return
         with torch.cuda.device(device):
-            self.launch(name, params, device, torch.cuda.current_stream(device).cuda_stream)
+            self.launch(name, params, device, torch._C._cuda_getCurrentRawStream(index))
 
     def launch(self, name: str, params: ctypes.Structure, device: torch.device, stream: int) -> None:
         """As `run`, on the device that is current."""

@@ -18,7 +18,7 @@ from torch import nn
 
 from sd_ort.core.errors import InputError
 from sd_ort.torch import kernels, status
-from sd_ort.torch.modules import attention, images, packing, resnet, transformer
+from sd_ort.torch.modules import attention, images, packing, resnet, transformer, whole
 
 Level = Literal["auto", "performance", "memory"]
 LEVELS = ("auto", "performance", "memory")
@@ -42,7 +42,7 @@ _WITH_LAST_NORM = (UNet2DConditionModel, Encoder, Decoder)
 _FORMAT, _SLICED = "_sd_ort_memory_format", "_sd_ort_sliced"
 
 
-def optimize(target: Target, level: Level = "auto") -> Target:
+def optimize(target: Target, level: Level = "auto", graph: bool | None = None) -> Target:
     """Lets a diffusers pipeline or module (SD 1.x, 2.x, SDXL, ControlNet, VAE) run on our operators; returns it.
 
     Parameters stay the same objects with the same values and names. `restore` undoes everything.
@@ -51,6 +51,11 @@ def optimize(target: Target, level: Level = "auto") -> Target:
     weights of one input's products side by side, and measures every new shape when it is first met: our kernels, to the
     file that later runs load, and convolutions (`torch.backends.cudnn.benchmark`, which stays on). "memory" takes only
     kernels without scratch memory and turns on the VAE's slicing, an image at a time.
+
+    graph: whether calls of a U-Net and a ControlNet on a GPU are captured in CUDA graphs when the same shapes come a
+    second time, and replayed; on unless the level is "memory" (a graph keeps its activations). Calls with gradients,
+    autocast, hooks or offloading are not captured: `status().not_captured` counts them by reason. A model that changed
+    (LoRA layers and their scales, a processor, weights elsewhere in memory) is captured anew.
 
     A module that is not known (another class, processor, norm or activation) is left alone: `status()` counts it with
     the reason. Raises InputError for an unknown level, or a target without modules.
@@ -61,6 +66,8 @@ def optimize(target: Target, level: Level = "auto") -> Target:
     for component in components(target):
         for module in component.modules():
             _replace(module, level)
+            if graph or (graph is None and level != "memory"):
+                whole.capture(module)
         _lay_out(component)
         if level == "memory" and getattr(component, "use_slicing", None) is False:
             component.enable_slicing()  # type: ignore[operator]
@@ -136,6 +143,7 @@ def _replace_processor(attn: Attention, level: Level) -> None:
 
 
 def _restore(module: nn.Module) -> None:
+    whole.release(module)
     if type(module) in _ORIGINALS:
         module.__class__ = _ORIGINALS[type(module)]
     if isinstance(module, Attention) and isinstance(module.processor, attention.FastAttnProcessor):

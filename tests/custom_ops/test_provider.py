@@ -26,6 +26,7 @@ from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.runtime import build, provider_records, providers, tuning
 from sd_ort.runtime.captured import UNCAPTURED, GraphModel
+from sd_ort.runtime.held import HeldWeights
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 from sd_ort.runtime.providers import plugin_devices, provider_named
 from sd_ort.runtime.session import Model, create_session
@@ -343,6 +344,19 @@ def test_captured_by_the_package(provider: str, folder: Path) -> None:
         arrays = made_up(plain.session, {**SIZES, "height": size, "width": size})
         for name, array in graph(**arrays).items():
             np.testing.assert_array_equal(array, plain(**arrays)[name])
+
+
+def test_held_weights_are_taken_where_they_lie(provider: str) -> None:
+    """A session refuses a weight that owns its memory on a device, and takes its view, which sees what is written."""
+    ones = np.ones((8, 8), np.float32)
+    held = HeldWeights({"weight": ones}, provider_named(provider).device)
+    settings = ort.SessionOptions()
+    with pytest.raises(RuntimeError, match="owned by the user"):
+        settings.add_initializer("weight", held.values["weight"])
+    settings.add_initializer("weight", held.shared["weight"])
+    held.write("weight", 3 * ones)
+    assert held.shared["weight"].data_ptr() == held.values["weight"].data_ptr()
+    np.testing.assert_array_equal(held.values["weight"].numpy(), 3 * ones)
 
 
 @pytest.fixture

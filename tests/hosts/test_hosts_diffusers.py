@@ -19,6 +19,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.hosts.diffusers import OrtTextEncoder, OrtUNet, OrtVae, accelerate, install, uninstall
 from sd_ort.hosts.models import HostModels
 from sd_ort.hosts.tensors import TensorModel
+from sd_ort.hosts.unet import HostUNet
 from sd_ort.optimize.optimizer import optimize
 from sd_ort.runtime.captured import GraphModel
 
@@ -256,3 +257,24 @@ def test_bound_where_they_lie(tiny_export: Path, captured: bool) -> None:
         assert torch.allclose(out, expected, atol=1e-5)
     assert all(torch.equal(out, then) for out, then in made)
     assert len(model.captured) == (2 if captured else 0)
+
+
+def test_graph_reads_what_is_lent(hoisted: Path) -> None:
+    """On the CPU's memory: prompts and timesteps change in the tensors that the captured UNet reads, without a copy."""
+    plain, models = HostModels(hoisted, "cpu"), HostModels(hoisted, "cpu")
+    models.shared = True
+    models.models["unet"] = GraphModel(models.models["unet"].session, "cpu")
+    ours, expected = HostUNet(models), HostUNet(plain)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randn(2, 77, models.unet_config["cross_attention_dim"], generator=generator) for _ in range(2)]
+    for number, inference in ((0, True), (0, False), (1, True), (0, False)):
+        told, timestep = {"encoder_hidden_states": prompts[number]}, float(torch.randint(999, (), generator=generator))
+        sample = torch.randn(2, 4, 8, 8, generator=generator)
+        with torch.inference_mode(inference):
+            drawn = ours(sample, timestep, told, key=number)
+        assert torch.allclose(drawn, expected(sample, timestep, told), atol=1e-5)
+    (graph,) = models.on_device["unet"].captured.values()
+    lent = {}
+    for part in ("unet_prompt", "unet_time"):
+        lent |= next(iter(models.on_device[part].lends.values()))
+    assert {n for n, tensor in graph.inputs.items() if tensor is lent.get(n)} == graph.inputs.keys() - {"sample"}

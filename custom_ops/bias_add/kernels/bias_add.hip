@@ -9,6 +9,7 @@ namespace sd_ort {
 template <class T, int kVec, int kBlock>
 __global__ __launch_bounds__(kBlock) void bias_add_kernel(const T* x, const T* bias, const T* skip, T* y,
                                                           uint32_t vectors, uint32_t vectors_per_row) {
+  wait_for_predecessor();
   const uint32_t vector = blockIdx.x * kBlock + threadIdx.x;
   if (vector >= vectors) return;
   const int64_t at = static_cast<int64_t>(vector) * kVec;

@@ -11,6 +11,7 @@ namespace sd_ort {
 template <class T, int kVec, int kBlock>
 __global__ __launch_bounds__(kBlock) void bias_split_gelu_kernel(const T* x, const T* bias, T* y, uint32_t vectors,
                                                                  uint32_t vectors_per_row) {
+  wait_for_predecessor();
   const uint32_t vector = blockIdx.x * kBlock + threadIdx.x;
   if (vector >= vectors) return;
   const uint32_t row = vector / vectors_per_row;

@@ -93,6 +93,43 @@ __device__ inline float power_of_two(float x) {
 #endif
 }
 
+// A kernel begins while the one before it in the stream ends ("programmatic dependent launch", captured graphs too), so
+// that its launch costs nothing. What that one wrote can be read, and what it reads be written, after this call only:
+// it is the first statement of every kernel.
+__device__ inline void wait_for_predecessor() {
+#if SD_ORT_CUDA_CODE >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+#if !defined(SD_ORT_EMULATED)
+// Host: launches in clusters of `cluster` neighboring blocks along x; 1 for none.
+template <class... Parameters>
+void launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, int cluster, size_t lds_bytes, void* stream,
+                   Parameters... arguments) {
+  constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};     // ascending
+  constexpr bool kMayBeginEarly = kArchitectures[0] >= 900;  // all of the library's code waits
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = lds_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  if (kMayBeginEarly) {
+    cudaLaunchAttribute& early = attributes[config.numAttrs++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    cudaLaunchAttribute& together = attributes[config.numAttrs++];
+    together.id = cudaLaunchAttributeClusterDimension;
+    together.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  }
+  cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+#endif
+
 // Host: has a kernel take so many bytes of dynamic LDS, which over 48 KB needs to be asked for.
 inline void allow_lds(const void* kernel, size_t bytes) {
   if (bytes > 48 * 1024) {

@@ -104,6 +104,20 @@ __device__ inline float power_of_two(float x) {
 #endif
 }
 
+// The first statement of every kernel. Here a kernel begins when the one before it in the stream has ended.
+__device__ inline void wait_for_predecessor() {}
+
+#if !defined(SD_ORT_EMULATED)
+// Host: without clusters, which are 1.
+template <class... Parameters>
+void launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, int, size_t lds_bytes, void* stream,
+                   Parameters... arguments) {
+  // clang-format off
+  kernel<<<grid, block, lds_bytes, static_cast<hipStream_t>(stream)>>>(arguments...);
+  // clang-format on
+}
+#endif
+
 // Host: has a kernel take so many bytes of dynamic LDS, which needs no call here.
 inline void allow_lds(const void*, size_t) {}
 

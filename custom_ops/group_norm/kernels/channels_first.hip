@@ -11,6 +11,7 @@ template <class T, int kVec>
 __global__ __launch_bounds__(kChannelsFirstBlock) void group_norm_channels_first_kernel(
     const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta, T* y, T* sum,
     int affine_is_float, int spatial, int channels, int channels_per_group, int activation, float epsilon) {
+  wait_for_predecessor();
   using Pack = Vec<T, kVec>;
   constexpr int kStep = kChannelsFirstBlock * kVec;
   __shared__ float shared[2 * max_waves(kChannelsFirstBlock)];

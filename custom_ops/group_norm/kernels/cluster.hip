@@ -123,6 +123,7 @@ __global__ __launch_bounds__(kMaxClusterThreads) void group_norm_cluster_kernel(
     const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta, T* y, T* sum,
     int affine_is_float, int spatial, int channels, int channels_per_group, int groups_per_block, int pixels_per_block,
     int cluster, int held, int activation, float epsilon) {
+  wait_for_predecessor();
   using Pack = Vec<T, kVec>;
   constexpr int kAhead = ItemsOfThread<T, kVec, kPlain>::kAhead;
   SD_ORT_DYNAMIC_LDS(Pack, items);  // item i of a thread: items[i * threads + thread]

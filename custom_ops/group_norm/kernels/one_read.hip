@@ -13,6 +13,7 @@ __global__ __launch_bounds__(kBlock) void group_norm_one_read_kernel(const T* x,
                                                                      int channels, int channels_per_group,
                                                                      int groups_per_block, int activation,
                                                                      float epsilon) {
+  wait_for_predecessor();
   using Pack = Vec<T, kVec>;
   __shared__ float shared[2 * max_waves(kBlock)];
   const Slice<kVec> slice(kBlock, blockIdx.x, channels_per_group, groups_per_block);

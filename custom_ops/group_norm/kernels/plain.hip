@@ -12,6 +12,7 @@ __global__ __launch_bounds__(kPlainBlock) void group_norm_plain_kernel(
     const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta, T* y, T* sum,
     int affine_is_float, int spatial, int channels, int channels_per_group, int channels_last, int activation,
     float epsilon) {
+  wait_for_predecessor();
   __shared__ float shared[2 * max_waves(kPlainBlock)];
   const int64_t sample = blockIdx.y;
   const int first_channel = static_cast<int>(blockIdx.x) * channels_per_group;

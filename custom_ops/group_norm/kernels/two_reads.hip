@@ -40,6 +40,7 @@ template <class T, int kVec, bool kSkip>
 __global__ __launch_bounds__(kTwoReadBlock) void group_norm_statistics_kernel(
     const T* x, const T* skip, const T* skip_channels, const T* bias, T* sum, float* moments, int spatial, int channels,
     int channels_per_group, int groups_per_block, int pixels_per_chunk, int chunks) {
+  wait_for_predecessor();
   __shared__ float parts[6 * kTwoReadBlock];  // of each thread: low, then high
   const Slice<kVec> slice(kTwoReadBlock, blockIdx.y, channels_per_group, groups_per_block);
   const int64_t sample = blockIdx.z;
@@ -116,6 +117,7 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_apply_kernel(
     const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta,
     const float* moments, T* y, int affine_is_float, int spatial, int channels, int channels_per_group,
     int groups_per_block, int pixels_per_chunk, int chunks, int activation, float epsilon) {
+  wait_for_predecessor();
   __shared__ float parts[3 * kTwoReadBlock], means[GroupNormPlan::kMaxGroupsPerBlock],
       factors[GroupNormPlan::kMaxGroupsPerBlock];
   const int64_t sample = blockIdx.z;

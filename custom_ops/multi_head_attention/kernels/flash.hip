@@ -9,6 +9,7 @@ namespace sd_ort {
 template <class T, int kHead, int kQueries, int kKeys, int kThreads>
 __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries)) void flash_attention_kernel(
     const T* query, const T* key, const T* value, const T* attention_bias, T* output, AttentionShape shape) {
+  wait_for_predecessor();
   using namespace mma;
   constexpr int kWaves = kThreads / SD_ORT_WAVE_SIZE;
   constexpr int kRowTiles = kQueries / kTile / kWaves;

@@ -15,6 +15,7 @@ template <class T, int kColumnTiles>
 __global__ __launch_bounds__(256, 1) void plain_attention_kernel(const T* query, const T* key, const T* value,
                                                                  const T* attention_bias, T* output,
                                                                  AttentionShape shape) {
+  wait_for_predecessor();
   constexpr int kTile = 64, kDepth = 32, kThreads = 256;
   constexpr int kStride = kTile + 4;  // 16-byte rows; neighboring rows start 4 banks apart
   // While scores are computed: kDepth rows of Q^T, then of K^T. Afterwards: 64 rows of V.

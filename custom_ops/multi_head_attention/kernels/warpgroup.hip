@@ -61,6 +61,7 @@ __global__ __launch_bounds__(wgmma::kThreads* kGroups,
                                                                                  const T* value,
                                                                                  const T* attention_bias, T* output,
                                                                                  AttentionShape shape) {
+  wait_for_predecessor();
 #if defined(SD_ORT_WGMMA)
   using namespace mma;
   constexpr int kThreads = wgmma::kThreads * kGroups;

@@ -117,6 +117,7 @@ template <class T, int kHead, int kStage, int kThreads>
 __global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(const T* query, const T* key, const T* value,
                                                                      const T* attention_bias, T* output,
                                                                      AttentionShape shape) {
+  wait_for_predecessor();
   using namespace mma;
   constexpr int kQueries = 64, kKeys = 64;
   constexpr int kWaves = kThreads / SD_ORT_WAVE_SIZE;

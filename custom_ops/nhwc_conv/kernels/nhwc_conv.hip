@@ -9,6 +9,7 @@ namespace sd_ort {
 template <class T>
 __global__ __launch_bounds__(256) void nhwc_conv_kernel(const T* x, const T* filters, const T* bias, const T* skip,
                                                         T* y, uint32_t elements, NhwcConvShape p) {
+  wait_for_predecessor();
   const uint32_t element = blockIdx.x * 256 + threadIdx.x;
   if (element >= elements) return;
   const int channels = p.channels / p.groups;

@@ -146,6 +146,7 @@ template <class T, int kVec>
 __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const T* filters, const T* bias,
                                                               const T* skip, T* y, float* sums, int32_t pixels,
                                                               int32_t split_depth, NhwcConvShape s) {
+  wait_for_predecessor();
   using namespace mma;
   // Waves lie in rows of 32 pixels; 8 waves (of 32 lanes) share the filters by two, 4 (of 64) take all.
   constexpr int kWaves = kThreads / SD_ORT_WAVE_SIZE, kWaveRows = kPixels / 32;
@@ -239,6 +240,7 @@ __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const 
 template <class T>
 __global__ __launch_bounds__(256) void nhwc_conv_sum_kernel(const float* sums, const T* bias, const T* skip, T* y,
                                                             uint32_t elements, int32_t splits, int32_t filter_count) {
+  wait_for_predecessor();
   const uint32_t element = blockIdx.x * 256 + threadIdx.x;
   if (element >= elements) return;
   float sum = 0.f;

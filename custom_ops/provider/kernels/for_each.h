@@ -20,6 +20,7 @@ const char* for_each(int64_t count, const Function& function, void* stream) {
 #else
 template <class Function>
 __global__ __launch_bounds__(256) void for_each_kernel(Function function, uint32_t count) {
+  wait_for_predecessor();
   const uint32_t i = blockIdx.x * 256 + threadIdx.x;
   if (i < count) function(i);
 }

@@ -40,6 +40,7 @@ constexpr int kReducers = 512;
 // Launch: block (512, 1, 1), grid (outputs, 1, 1), no dynamic LDS.
 template <class T>
 __global__ __launch_bounds__(kReducers) void reduce_kernel(Reduce<T> reduce) {
+  wait_for_predecessor();
   __shared__ float parts[kReducers];
   const int thread = static_cast<int>(threadIdx.x);
   parts[thread] = reduce.part(blockIdx.x, thread, kReducers);

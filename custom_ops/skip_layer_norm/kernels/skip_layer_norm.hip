@@ -18,6 +18,7 @@ __global__ __launch_bounds__(kBlock) void skip_layer_norm_kernel(const T* x, con
                                                                  const T* beta, const T* bias, T* y, T* sum,
                                                                  uint32_t rows, uint32_t skip_rows,
                                                                  uint32_t vectors_per_row, float epsilon) {
+  wait_for_predecessor();
   static_assert(kLanes <= 32 || kLanes == kBlock, "a row is reduced within a wave or over the whole block");
   using Pack = Vec<T, kVec>;
   __shared__ float shared[2 * max_waves(kBlock)];
@@ -91,6 +92,7 @@ __global__ __launch_bounds__(kBlock) void skip_layer_norm_any_kernel(const T* x,
                                                                      const T* beta, const T* bias, T* y, T* sum,
                                                                      uint32_t skip_rows, uint32_t channels,
                                                                      float epsilon) {
+  wait_for_predecessor();
   __shared__ float shared[2 * max_waves(kBlock)];
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * channels;
   const int64_t skip_begin = static_cast<int64_t>(blockIdx.x % skip_rows) * channels;

@@ -15,6 +15,7 @@ constexpr int kSoftmaxBlock = 512;
 
 template <class T, int kVec, int kItems>
 __global__ __launch_bounds__(kSoftmaxBlock) void softmax_kernel(const float* scores, T* weights, int columns) {
+  wait_for_predecessor();
   __shared__ float shared[2 * max_waves(kSoftmaxBlock)];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * columns;
   const int begin = kVec * static_cast<int>(threadIdx.x), step = kVec * kSoftmaxBlock;
@@ -53,6 +54,7 @@ __global__ __launch_bounds__(kSoftmaxBlock) void softmax_kernel(const float* sco
 
 template <class T, int kVec>
 __global__ __launch_bounds__(kSoftmaxBlock) void long_softmax_kernel(const float* scores, T* weights, int columns) {
+  wait_for_predecessor();
   __shared__ float shared[2 * max_waves(kSoftmaxBlock)];
   const float* const from = scores + static_cast<int64_t>(blockIdx.x) * columns;
   T* const to = weights + static_cast<int64_t>(blockIdx.x) * columns;

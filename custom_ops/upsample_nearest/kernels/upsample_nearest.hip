@@ -12,6 +12,7 @@ template <class T, int kVec, int kBlock>
 __global__ __launch_bounds__(kBlock) void upsample_nearest_kernel(const T* x, T* y, uint32_t vectors,
                                                                   uint32_t vectors_per_row, uint32_t vectors_per_pixel,
                                                                   uint32_t scale_height, uint32_t scale_width) {
+  wait_for_predecessor();
   const uint32_t vector = blockIdx.x * kBlock + threadIdx.x;
   if (vector >= vectors) return;
   const Vec<T, kVec> piece = Vec<T, kVec>::load(x + static_cast<int64_t>(vector) * kVec);

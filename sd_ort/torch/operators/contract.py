@@ -9,13 +9,15 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_map_only
 
-from sd_ort.torch import status
+from sd_ort.torch import status, watchers
 from sd_ort.torch.kernels import Refused
 
 _LIBRARY = torch.library.Library("sd_ort", "DEF")
 
 Result = Any  # a tensor, or a tuple of tensors
 BY_TORCH = " by torch"  # ends the name of a fallback's range in a profile
+# What an argument of a call is that needs no dispatcher: no subclass, which may be anything.
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, type(None), int, float, bool, torch.dtype})
 # The plain torch expression of every operator, by name.
 PLAIN: dict[str, Callable[..., Result]] = {}
 
@@ -38,7 +40,9 @@ class Operator:
     autocast: Literal["lower", "float32", "widest"]
 
     def define(self) -> Callable[..., Any]:
-        """Registers it; returns `torch.ops.sd_ort.<name>`."""
+        """Registers it; returns a function that calls `torch.ops.sd_ort.<name>`, or without gradients and the like the
+        kernel at once: torch's dispatcher takes two turns through Python, which cost more than a small kernel.
+        """
         PLAIN[self.name] = self.plain
         _LIBRARY.define(self.name + self.schema, tags=(torch.Tag.needs_exact_strides,))
         qualified = f"sd_ort::{self.name}"
@@ -49,7 +53,12 @@ class Operator:
         torch.library.register_fake(qualified, self.fake, lib=_LIBRARY)
         torch.library.register_autograd(qualified, self._backward, setup_context=self._save, lib=_LIBRARY)
         torch.library.register_vmap(qualified, self._refuse_vmap, lib=_LIBRARY)
-        return getattr(torch.ops.sd_ort, self.name).default
+        overload, run = getattr(torch.ops.sd_ort, self.name).default, self._run_at_once
+
+        def call(*arguments: Any) -> Result:
+            return overload(*arguments) if _needs_dispatcher(arguments) else run(*arguments)
+
+        return call
 
     # ---- forward
 
@@ -60,6 +69,16 @@ class Operator:
             status.fallbacks[self.name, str(refused)] += 1
             with torch.profiler.record_function(f"sd_ort::{self.name}{BY_TORCH}"):
                 return _laid_out(self.plain(*arguments), self.fake(*arguments))
+        status.kernels[self.name] += 1
+        return result
+
+    def _run_at_once(self, *arguments: Any) -> Result:
+        """As `_run`, where nobody was promised strides and no profiler wants a range."""
+        try:
+            result = self.launch(*arguments)
+        except Refused as refused:
+            status.fallbacks[self.name, str(refused)] += 1
+            return self.plain(*arguments)
         status.kernels[self.name] += 1
         return result
 
@@ -107,6 +126,15 @@ class Operator:
             )
         by_place = dict(zip(wanted, found, strict=True))
         return tuple(by_place.get(i) for i in range(len(arguments)))
+
+
+def _needs_dispatcher(arguments: tuple[Any, ...]) -> bool:
+    """Whether something stands between the call and its kernel: tracing, gradients, a mode, autocast, a profiler."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or watchers.transformed():
+        return True
+    if watchers.autocast() or watchers.profiled() or not _PLAIN_TYPES.issuperset(map(type, arguments)):
+        return True
+    return not (arguments[0].is_cpu or arguments[0].is_cuda)
 
 
 def _laid_out(result: Result, like: Result) -> Result:

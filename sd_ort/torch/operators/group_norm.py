@@ -17,13 +17,23 @@ Tensor = torch.Tensor
 
 def is_channels_last(x: Tensor) -> bool:
     """Whether x (N, C, ...) lies in memory as (N, ..., C)."""
-    return not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+    if x.is_contiguous():
+        return False
+    if x.ndim == 4:
+        return x.is_contiguous(memory_format=torch.channels_last)
+    return x.movedim(1, -1).is_contiguous()
 
 
 def like(x: Tensor) -> Tensor:
     """An empty tensor of x's shape (N, C, ...): channels last where x is, else contiguous."""
-    if not is_channels_last(x):
+    return _empty(x, is_channels_last(x))
+
+
+def _empty(x: Tensor, last: bool) -> Tensor:
+    if not last:
         return x.new_empty(x.shape)
+    if x.ndim == 4:
+        return torch.empty_like(x, memory_format=torch.channels_last)
     return x.new_empty((x.shape[0], *x.shape[2:], x.shape[1])).movedim(-1, 1)
 
 
@@ -41,7 +51,9 @@ def _plain_skip(
     return _plain(total, gamma, beta, groups, epsilon, silu), total
 
 
-def _params(x: Tensor, gamma: Tensor, beta: Tensor, y: Tensor, groups: int, epsilon: float, silu: bool) -> Params:
+def _params(
+    x: Tensor, last: bool, gamma: Tensor, beta: Tensor, y: Tensor, groups: int, epsilon: float, silu: bool
+) -> Params:
     require(x.ndim >= 3, "x has no spatial axis")
     require(groups > 0 and x.shape[1] % groups == 0, "groups do not divide the channels")
     require(gamma.dtype == beta.dtype and gamma.dtype in (torch.float32, x.dtype), "gamma and beta of another type")
@@ -59,19 +71,17 @@ def _params(x: Tensor, gamma: Tensor, beta: Tensor, y: Tensor, groups: int, epsi
         channels=x.shape[1],
         groups=groups,
         activation=int(silu),
-        channels_last=int(is_channels_last(x)),
+        channels_last=int(last),
         epsilon=epsilon,
     )
 
 
-def _dense(x: Tensor) -> Tensor:
-    return x if is_channels_last(x) else x.contiguous()
-
-
 def _launch(x: Tensor, gamma: Tensor, beta: Tensor, groups: int, epsilon: float, silu: bool) -> Tensor:
     found = kernels.of(x, gamma, beta)
-    x, y = _dense(x), like(x)
-    params = _params(x, gamma, beta, y, groups, epsilon, silu)
+    last = is_channels_last(x)
+    x = x if last else x.contiguous()
+    y = _empty(x, last)
+    params = _params(x, last, gamma, beta, y, groups, epsilon, silu)
     _run(found, "GroupNorm", params, x)
     return y
 
@@ -82,12 +92,14 @@ def _launch_skip(
     found = kernels.of(x, skip, bias, gamma, beta)
     require(one_dtype(x, skip, bias), "x, skip and bias of different types")
     require(skip.shape in (x.shape, x.shape[:2]), "skip is neither as x nor a number a sample and channel")
-    x, y, total = _dense(x), like(x), like(x)
+    last = is_channels_last(x)
+    x = x if last else x.contiguous()
+    y, total = _empty(x, last), _empty(x, last)
     if skip.shape != x.shape:
         skip = skip.contiguous()
     elif skip.stride() != x.stride():
-        skip = like(x).copy_(skip)
-    params = _params(x, gamma, beta, y, groups, epsilon, silu)
+        skip = _empty(x, last).copy_(skip)
+    params = _params(x, last, gamma, beta, y, groups, epsilon, silu)
     params.skip, params.bias, params.sum = pointer(skip), pointer(bias), pointer(total)
     params.skip_broadcast = int(skip.shape != x.shape)
     require(bias is None or (bias.shape == x.shape[1:2] and bias.is_contiguous()), "bias of another size")

@@ -1,0 +1,138 @@
+"""A step inside ComfyUI's sampler beside our own loop, and a picture of its executor beside our own pipeline's.
+
+    python scripts/measure/comfyui_steps.py --comfyui CHECKOUT --drawn DEMO --timed SD15 --provider cuda [--out X.json]
+
+CHECKOUT as for scripts/checks/comfyui.py. DEMO: the demo model as `sd-ort optimize` wrote it, with which the example
+workflow text_to_image is run; at least 40 dB to our own pipeline's picture, else the exit status is 1. SD15: any Stable
+Diffusion folder. Both loops draw its latents with Euler from one noise. A step is what a picture of many steps takes
+more than one of few, over the steps between: loading, prompts and waiting for the end are left out. The loops take
+turns; the ratio is the median of the rounds' ratios. On a GPU tensors are bound where ComfyUI has them, or it fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "checks"))
+
+from comfyui_expected import GUIDANCE, PROMPT, SEED, euler, ours, psnr
+from comfyui_host import as_prompt, run, start, with_model
+from findings import report
+
+from sd_ort import StableDiffusionPipeline
+from sd_ort.hosts.install import install_folder
+from sd_ort.hosts.installers import CONTENT, HERE
+from sd_ort.hosts.models import HostModels
+
+WORKFLOW = HERE / "comfyui" / "workflows" / "text_to_image.json"
+MIN_PSNR = 40.0
+Draw = Callable[[int], Any]
+
+
+def in_comfyui(folder: Path, provider: str, side: int) -> Draw:
+    """Latents by ComfyUI's sampler on the folder's MODEL and CLIP, for a number of steps."""
+    from sd_ort.hosts.comfyui.clip import open_clip
+    from sd_ort.hosts.comfyui.model import open_model
+
+    models = HostModels(folder, provider)
+    if provider != "cpu" and not models.shared:
+        raise click.ClickException(f"torch and {provider} share no device here: torch sees {torch.cuda.device_count()}")
+    loaded, clip = open_model(models), open_clip(HostModels(folder, provider))
+    told = [importlib.import_module("nodes").CLIPTextEncode().encode(clip, text)[0] for text in (PROMPT, "")]
+    sample = importlib.import_module("comfy.sample")
+    empty = torch.zeros(1, models.unet_config["in_channels"], side // 8, side // 8)
+    noise = sample.prepare_noise(empty, SEED)
+
+    def draw(steps: int) -> Any:
+        with torch.inference_mode():
+            made = sample.sample(
+                loaded, noise, steps, GUIDANCE, "euler", "normal", *told, empty, disable_pbar=True, seed=SEED,
+            )  # fmt: skip
+            return made.cpu()
+
+    return draw
+
+
+def in_own_loop(folder: Path, provider: str, side: int) -> Draw:
+    """Latents by `StableDiffusionPipeline`, for a number of steps."""
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, provider, scheduler=euler(folder))
+    return lambda steps: pipeline(
+        PROMPT, num_inference_steps=steps, guidance_scale=GUIDANCE, height=side, width=side, generator=SEED,
+        progress=False, output_type="latent",
+    )  # fmt: skip
+
+
+def step_times(draws: dict[str, Draw], few: int, many: int, rounds: int) -> dict[str, Any]:
+    """Median ms a step of the two ways to draw, and the ratio of the first to the second."""
+    for draw in draws.values():
+        draw(many), draw(few)
+    found: dict[str, list[float]] = {name: [] for name in draws}
+    for _ in range(rounds):
+        for name, draw in draws.items():
+            at = [time.perf_counter()]
+            for steps in (few, many):
+                draw(steps)
+                at.append(time.perf_counter())
+            found[name].append(1e3 * ((at[2] - at[1]) - (at[1] - at[0])) / (many - few))
+    first, second = found.values()
+    return {
+        "ms a step": {name: round(statistics.median(values), 3) for name, values in found.items()},
+        "ComfyUI of own loop": round(statistics.median(a / b for a, b in zip(first, second, strict=True)), 3),
+    }
+
+
+@click.command()
+@click.option("--comfyui", type=click.Path(path_type=Path, exists=True), required=True, help="A checkout of ComfyUI.")
+@click.option("--drawn", type=click.Path(path_type=Path, exists=True), help="The demo model's folder.")
+@click.option("--timed", type=click.Path(path_type=Path, exists=True), help="Another folder, or the same.")
+@click.option("--provider", default="cpu", show_default=True)
+@click.option("--steps", type=(int, int), default=(10, 30), show_default=True, help="Few and many.")
+@click.option("--rounds", default=7, show_default=True)
+@click.option("--side", default=512, show_default=True, help="Pixels of the timed pictures' sides.")
+@click.option("--out", type=click.Path(path_type=Path))
+def main(
+    comfyui: Path, drawn: Path | None, timed: Path | None, provider: str, steps: tuple[int, int], rounds: int,
+    side: int, out: Path | None,
+) -> None:  # fmt: skip
+    """Run ComfyUI headless, compare a picture, time steps."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="sd-ort-comfyui-") as work:
+        base = Path(work)
+        (base / "models" / "sd_ort").mkdir(parents=True)
+        if drawn:
+            (base / "models" / "sd_ort" / "demo").symlink_to(drawn.absolute(), target_is_directory=True)
+        install_folder(base / "custom_nodes" / "sd_ort_nodes", CONTENT["comfyui"]())
+        execution = start(comfyui.absolute(), base, cpu=provider == "cpu")
+        found["ComfyUI"] = importlib.import_module("comfyui_version").__version__
+        found["its device"] = str(importlib.import_module("comfy.model_management").get_torch_device())
+        if drawn:
+            prompt = with_model(as_prompt(json.loads(WORKFLOW.read_text())), model="demo", provider=provider)
+            picture = run(execution, prompt, base / "output")
+            found["PSNR to our own pipeline, dB"] = round(psnr(picture, ours(drawn, provider)), 1)
+        if timed:
+            draws = {"ComfyUI": in_comfyui(timed, provider, side), "own loop": in_own_loop(timed, provider, side)}
+            found |= {
+                "timed": "/".join(timed.absolute().parts[-2:]),
+                "pixels": side,
+                "steps": list(steps),
+                "rounds": rounds,
+            }
+            found |= step_times(draws, *steps, rounds)
+    report("A step in ComfyUI's sampler", "scripts/measure/comfyui_steps.py", found, out, provider=provider)
+    if drawn and found["PSNR to our own pipeline, dB"] < MIN_PSNR:
+        raise click.ClickException(f"the picture is below {MIN_PSNR} dB")
+
+
+if __name__ == "__main__":
+    main()
