@@ -1,7 +1,7 @@
-"""Values that only operators read which round them to bfloat16 anyway are written so: half the memory, the same numbers.
+"""Values that all their readers round to bfloat16 are written in it: half the memory, the same numbers.
 
-    Bfloat16MatMul(; to = float) -> Bfloat16MatMul | Bfloat16Attention        =>  Bfloat16MatMul(; to = bfloat16) -> ...
-    Bfloat16Attention -> Bfloat16MatMul                                       =>  the same, its inputs and output bfloat16
+    Bfloat16MatMul(; to = float) -> Bfloat16MatMul | Bfloat16Attention  =>  Bfloat16MatMul(; to = bfloat16) -> ...
+    Bfloat16Attention -> Bfloat16MatMul                                 =>  the same, its inputs and output bfloat16
 
 A Reshape may stand between. An attention's query, key, value and output are of one type: all are bfloat16, or none.
 Left alone: values that something else reads, and the outputs of the graph.

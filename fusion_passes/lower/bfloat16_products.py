@@ -149,7 +149,8 @@ CASES = [
     Case(
         "gated",
         _matmul(
-            "p = MatMul (x, w)  q = Add (p, b)  l, r = Split <axis = 2, num_outputs = 2> (q)  g = Gelu (r)  y = Mul (l, g)"
+            "p = MatMul (x, w)  q = Add (p, b)  "
+            "l, r = Split <axis = 2, num_outputs = 2> (q)  g = Gelu (r)  y = Mul (l, g)"
         ),
         ops={"Bfloat16MatMul": 1, "BiasSplitGelu": 0},
         sizes=_ROWS,

@@ -1,7 +1,7 @@
 """Bfloat16Attention(query, key?, value?; num_heads, scale): MultiHeadAttention, packed or not, without a mask.
 
-query, key and value, all float32 or all bfloat16 as the output, are rounded to bfloat16, and so are the weights of the softmax, which function bodies leave in
-float32; sums are in float32."""
+query, key and value, all float32 or all bfloat16 as the output, are rounded to bfloat16, and so are the weights of the
+softmax, which function bodies leave in float32; sums are in float32."""
 
 from __future__ import annotations
 
