@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes.recipes import OPERATIONS, note
+from fusion_passes.recipes import OPERATIONS, contiguous, note
 
 
 def read(tensor: ir.TensorProtocol) -> np.ndarray:
@@ -49,9 +49,7 @@ def derived(
     dtype = kept[0].dtype
 
     def evaluate() -> ir.Tensor:
-        return ir.Tensor(
-            np.ascontiguousarray(OPERATIONS[operation](argument, *(read(t) for t in kept))), dtype=dtype, name=name
-        )
+        return ir.Tensor(contiguous(OPERATIONS[operation](argument, *(read(t) for t in kept))), dtype=dtype, name=name)
 
     tensor = ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape), name=name)
     value = ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(dtype))

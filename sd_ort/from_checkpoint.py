@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from sd_ort.family.weights import reader
 from sd_ort.optimize import raw
 from sd_ort.optimize.optimizer import chosen_hoisting, chosen_target, optimize_all
 from sd_ort.optimize.targets import TARGETS
+from sd_ort.runtime.provider_records import PROVIDERS
 
 Report = Callable[[str], None]
 
@@ -78,7 +80,7 @@ def optimize_checkpoint(
             for each in exported:
                 folder.copy_configs(Path(scratch) / "raw", work, [each.name])
             raws = {each.name: each for each in exported}
-            manifest["components"] = optimize_all(
+            manifest["components"], hashes = optimize_all(
                 [raws.get(name) or _fill(found[name], source, name, work / name) for name in names],
                 work,
                 TARGETS[target],
@@ -88,10 +90,26 @@ def optimize_checkpoint(
                 hoisted=hoisted,
                 report=report,
             )
-        folder.write_manifest(work, manifest)
+        folder.write_manifest(work, manifest, hashes)
     how = "nothing was traced" if not missing else f"{', '.join(missing)} traced"
     report(f"{output}: made in {time.perf_counter() - started:.1f} s, {how}.")
     return folder.read_manifest(output)
+
+
+@contextmanager
+def drawable(model: str, provider: str, keep: Path | None, config: str | None, report: Report) -> Iterator[Path]:
+    """The folder of a checkpoint that is optimized for a provider: `keep`, else one that is gone on leaving.
+
+    `config`: of a checkpoint in one file (see `FileOptions`). In float16, but in float32 for the CPU. Raises as
+    `optimize_checkpoint`.
+    """
+    known = PROVIDERS.get(provider)
+    target = "portable" if known is None else known.target or provider
+    dtype = "float32" if provider == "cpu" else "float16"
+    with tempfile.TemporaryDirectory(prefix="sd-ort-") as scratch:
+        folder = keep or Path(scratch) / "model"
+        optimize_checkpoint(model, folder, target=target, dtype=dtype, files=FileOptions(config), report=report)
+        yield folder
 
 
 def template_key(source: Source, component: str, opset: int, exporter: str) -> str:

@@ -28,7 +28,15 @@ class Devices(click.ParamType):
 @click.option(
     "--prompts", type=click.Path(path_type=Path, dir_okay=False), help="A file of prompts instead, one a line."
 )
-@click.option("--model", "folder", type=click.Path(path_type=Path), required=True, help="Pipeline folder to draw with.")
+@click.option(
+    "--model",
+    "folder",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Pipeline folder to draw with, or a checkpoint as `optimize` takes it.",
+)
+@click.option("--config", metavar="MODEL", help="Diffusers folder or hub id of the family of a checkpoint in one file.")
+@click.option("--keep", type=click.Path(path_type=Path), help="Keep the folder that a checkpoint is made into.")
 @click.option("--steps", type=click.IntRange(1), default=25, show_default=True, help="Denoising steps.")
 @click.option("--guidance", type=float, help="Guidance scale; 1 or less is none [default: 7.5, demo model 3].")
 @click.option("--seed", type=click.IntRange(0), help="Seed of the first image, counting up [default: a random one].")
@@ -103,6 +111,9 @@ def command(
 ) -> None:
     """Draw images of PROMPT and write them as PNG files.
 
+    A checkpoint (a .safetensors file, a diffusers folder, a hub id, `demo`) is optimized for the provider first, in
+    float16 but on a CPU, into a folder that goes again unless --keep names it.
+
     With --image, the picture is drawn over; with --mask too, only where the mask is white.
 
     Image number i is drawn from seed + i, so each can be drawn again alone. The files keep prompt, seed and settings
@@ -112,9 +123,8 @@ def command(
     if prompts or gpus or replicas or prompt is None:
         from sd_ort.commands.prompt_list import draw_list
 
-        return draw_list(click.get_current_context().params)
+        return draw_list({**click.get_current_context().params, "folder": whole_folder(folder, loading)})
     from sd_ort.core.errors import InputError
-    from sd_ort.core.folder import components
     from sd_ort.pipeline.arguments import check_numbers, check_seeds, check_text
 
     check_text([prompt, negative or ""])
@@ -123,12 +133,13 @@ def command(
         raise InputError("--mask and --strength change a picture: give it with --image.")
     pictures = {"image": image, "mask_image": mask, "control_image": control_image}
     opened = {name: open_picture(path) for name, path in pictures.items() if path is not None}
-    components(folder)  # a wrong folder is said before the seconds that importing torch takes
-    guidance = default_guidance(folder) if guidance is None else guidance
+    model = folder
     first = random.randrange(2**31) if seed is None else seed
     check_seeds(first, num_images)
     seeds = range(first, first + num_images)
     paths = free_paths(out, prompt, seeds, overwrite)
+    folder = whole_folder(model, loading)
+    guidance = default_guidance(folder) if guidance is None else guidance
     kind = "Inpaint" if mask else "Img2Img" if image else "ControlNet" if control_image else ""
     pipeline = open_pipeline(folder, kind, loading)
     add_loras(pipeline, loras)
@@ -136,7 +147,7 @@ def command(
     changing = {"strength": strength, "clip_skip": clip_skip, "prompt_syntax": "weights" if weights else None}
     given = {name: value for name, value in {**opened, **changing}.items() if value is not None}
     settings = png_text(
-        prompt=prompt, negative_prompt=negative or "", steps=steps, guidance=guidance, model=folder, **pictures,
+        prompt=prompt, negative_prompt=negative or "", steps=steps, guidance=guidance, model=model, **pictures,
         scheduler=type(pipeline.scheduler).__name__, loras=", ".join(loras) or None,
         embeddings=", ".join(words) or None, **changing,
     )  # fmt: skip
@@ -150,6 +161,28 @@ def command(
         for drawn, image_seed, path in zip(output.images, parts[number], paths[number * batch :], strict=False):
             save_png(drawn, path, {**settings, "seed": str(image_seed)}, overwrite=overwrite)
             click.echo(path)
+
+
+def whole_folder(model: Path, loading: dict[str, Any]) -> Path:
+    """The pipeline folder to draw with: `model`, or what a checkpoint is optimized into, until the command ends.
+
+    loading: options of the command, whose `keep` and `config` it takes out. Raises InputError for a model that is
+    neither, before the seconds that importing torch takes.
+    """
+    from sd_ort.commands.optimize import is_checkpoint
+    from sd_ort.core.errors import InputError
+    from sd_ort.core.folder import components
+
+    keep, config = loading.pop("keep"), loading.pop("config")
+    if is_checkpoint(model):
+        from sd_ort.from_checkpoint import drawable
+
+        made = drawable(str(model), loading["provider"], keep, config, lambda line: click.echo(line, err=True))
+        return click.get_current_context().with_resource(made)
+    if keep or config:
+        raise InputError(f"--keep and --config go with a checkpoint: {model} is none.")
+    components(model)
+    return model
 
 
 def open_pipeline(folder: Path, kind: str, loading: dict[str, Any]) -> Any:
@@ -201,11 +234,12 @@ def png_text(**settings: object) -> dict[str, str]:
 
 
 def default_guidance(folder: Path) -> float:
-    """The guidance scale a model draws well with: the demo model's own, 7.5 (diffusers' default) for others."""
+    """The guidance scale a model draws well with: the demo models' own, 7.5 (diffusers' default) for others."""
     from sd_ort import demo
-    from sd_ort.core.folder import read_manifest
+    from sd_ort.family.configs import component_config
 
-    return demo.GUIDANCE if read_manifest(folder).get("source", {}).get("model") == "demo" else 7.5
+    words = component_config(folder, "text_encoder").get("vocab_size")
+    return demo.GUIDANCE if words == demo.VOCABULARY else 7.5
 
 
 def lora_strength(text: str) -> tuple[str, float]:

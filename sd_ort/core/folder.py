@@ -11,7 +11,7 @@ import errno
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,13 +91,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     }
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write `manifest`, adding the format and a size and SHA-256 for every file of every component."""
-    hashes = {}
-    for component in sorted(p.parent.name for p in folder.glob(f"*/{MODEL}")):
-        files = sorted(p for p in (folder / component).iterdir() if p.is_file())
-        hashes[component] = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in files}
+Hashes = Mapping[str, Mapping[str, Any]]
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any], known: Mapping[str, Hashes] | None = None) -> None:
+    """Write `manifest`, adding the format and `file_hashes` of every component, which `known` may have already."""
+    known = known or {}
+    names = sorted(p.parent.name for p in folder.glob(f"*/{MODEL}"))
+    hashes = {name: known.get(name) or file_hashes(folder / name) for name in names}
     (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, **manifest, "files": hashes}, indent=1) + "\n")
+
+
+def file_hashes(component: Path) -> Hashes:
+    """Size and SHA-256 of every file of a component, by name."""
+    files = sorted(p for p in component.iterdir() if p.is_file())
+    return {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in files}
 
 
 def is_intact(folder: Path, manifest: dict[str, Any]) -> bool:

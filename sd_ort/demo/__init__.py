@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["GUIDANCE", "HEIGHT", "MODEL_DIR", "STEPS", "WIDTH"]
+__all__ = ["GUIDANCE", "HEIGHT", "MODEL_DIR", "STEPS", "VOCABULARY", "WIDTH"]
 
 MODEL_DIR = Path(__file__).parent / "model"
 STEPS = 25
 GUIDANCE = 3.0
+VOCABULARY = 621  # tokens: bytes and the captions' words, by which a checkpoint of the demo's family is known
 HEIGHT = WIDTH = 128

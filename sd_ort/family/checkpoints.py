@@ -29,6 +29,8 @@ from sd_ort.family.signatures import MODEL_OF, Config, Signature
 if TYPE_CHECKING:
     import torch
 
+    from sd_ort.family.mapped import MappedFile
+
 
 class Source(Protocol):
     """Where a pipeline comes from."""
@@ -60,6 +62,9 @@ class Source(Protocol):
     @property
     def about(self) -> str:
         """What was found out about it, to be told; empty when the user named all of it."""
+
+    def holder(self, model: str) -> FolderSource | MappedFile | None:
+        """What a model's tensors can be read from one at a time; None when it must be loaded whole."""
 
     def load(self, model: str) -> torch.nn.Module:
         """One model of the pipeline, in fp32 and eval mode."""
@@ -114,6 +119,9 @@ class FolderSource:
     @property
     def folders(self) -> tuple[Path, ...]:
         return (self.folder, *([self.controlnet] if self.controlnet else []))
+
+    def holder(self, model: str) -> FolderSource:
+        return self
 
     def folder_of(self, model: str) -> Path:
         return self.controlnet if model == "controlnet" and self.controlnet else self.folder / model
@@ -187,6 +195,9 @@ class PresetSource:
     def hash(self) -> str:
         text = json.dumps([self.index, self.configs, self.preset.scheduler, self.seed], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def holder(self, model: str) -> None:
+        return None
 
     def load(self, model: str) -> torch.nn.Module:
         from sd_ort.family.random_weights import fill_random

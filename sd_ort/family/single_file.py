@@ -17,25 +17,18 @@ from typing import Any
 
 import torch
 
+from sd_ort import demo
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.folder import CONFIG_FOLDERS, sha256
 from sd_ort.core.quiet import quiet
 from sd_ort.family.checkpoints import FolderSource, Source, model_class, open_folder
 from sd_ort.family.hub import download_configs
+from sd_ort.family.mapped import MappedFile, Recorded
+from sd_ort.family.recognized import FAMILIES, UNET_INPUT, recognize
 from sd_ort.family.signatures import Config
 
 Tensors = dict[str, torch.Tensor]
 
-# diffusers' names of the families that sd-ort runs, in words.
-FAMILIES = {
-    "v1": "Stable Diffusion 1.x",
-    "v2": "Stable Diffusion 2.x",
-    "xl_base": "Stable Diffusion XL",
-    "xl_refiner": "Stable Diffusion XL refiner",
-    "inpainting": "Stable Diffusion 1.x inpainting",
-    "inpainting_v2": "Stable Diffusion 2.x inpainting",
-    "xl_inpaint": "Stable Diffusion XL inpainting",
-}
 # What the names of a model's tensors begin with. SDXL's first encoder is a CLIP of transformers, its second one of
 # OpenCLIP; the refiner has that one alone, in the first place.
 PREFIXES = {
@@ -44,17 +37,6 @@ PREFIXES = {
     "text_encoder": ("cond_stage_model.", "conditioner.embedders.0.transformer."),
     "text_encoder_2": ("conditioner.embedders.1.model.", "conditioner.embedders.0.model."),
 }
-# Width of the text that a UNet attends to -> family, where diffusers, which looks for one layer's or an encoder's name,
-# sees a v1 or an inpainting of v1.
-WIDTHS = {
-    ("v1", 1024): "v2",
-    ("v1", 2048): "xl_base",
-    ("v1", 1280): "xl_refiner",
-    ("inpainting", 1024): "inpainting_v2",
-    ("inpainting", 2048): "xl_inpaint",
-}
-UNET_INPUT = "model.diffusion_model.input_blocks.0.0.weight"
-CROSS = "attn2.to_k.weight"
 PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 # Prefixes of text encoders in OpenCLIP's names, which pack query, key and value in one matrix.
 OPEN_CLIP = ("cond_stage_model.model.", "conditioner.embedders.1.model.", "conditioner.embedders.0.model.")
@@ -68,7 +50,7 @@ class SingleFileSource:
     file: Path
     about: str
     base: FolderSource
-    held: frozenset[str]  # the models whose weights are in the file
+    held: Mapping[str, MappedFile]  # the models whose weights are in the file
     unsafe_pickle: bool = False
     random_weights: bool = field(default=False, init=False)
 
@@ -91,6 +73,9 @@ class SingleFileSource:
         parts = [json.dumps([self.index, self.configs], sort_keys=True), *(sha256(file) for file in files)]
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
+    def holder(self, model: str) -> FolderSource | MappedFile | None:
+        return None if self.unsafe_pickle else self.held.get(model, self.base)
+
     def load(self, model: str) -> torch.nn.Module:
         if model not in self.held:
             return self.base.load(model)
@@ -108,6 +93,7 @@ class SwappedVae:
     source: Source
     base: FolderSource
     file: Path
+    held: MappedFile
     unsafe_pickle: bool = False
 
     @property
@@ -141,6 +127,11 @@ class SwappedVae:
     def hash(self) -> str:
         return hashlib.sha256((self.source.hash + sha256(self.file)).encode()).hexdigest()
 
+    def holder(self, model: str) -> FolderSource | MappedFile | None:
+        if model == "vae":
+            return None if self.unsafe_pickle else self.held
+        return self.source.holder(model)
+
     def load(self, model: str) -> torch.nn.Module:
         return (
             load_model(self.file, "vae", self.base, self.unsafe_pickle) if model == "vae" else self.source.load(model)
@@ -155,10 +146,10 @@ def open_file(path: Path, config: Path | None = None, unsafe_pickle: bool = Fals
     tensors = shapes(path, unsafe_pickle)
     family = recognize(path, tensors)
     base = open_folder(str(config), config) if config else _family_folder(path, family)
-    held = frozenset(name for name in base.configs if _own(tensors, name))
+    held: dict[str, MappedFile] = {}
     for name in base.configs:
-        if name in held:
-            _convert(path, name, base, _own(tensors, name))  # shapes alone: half a checkpoint is told at once
+        if own := _own(tensors, name):
+            held[name] = _map_file(path, name, base, own)  # half a checkpoint is told at once
         elif not base.weight_files(name):
             what, option = ("VAE", "--vae FILE or ") if name == "vae" else (name.replace("_", " "), "")
             raise InputError(f"{path} has no {what}: give {option}a whole diffusers folder of its family as --config.")
@@ -176,8 +167,7 @@ def swap_vae(source: Source, file: Path, unsafe_pickle: bool = False) -> Swapped
     tensors = _own(shapes(file, unsafe_pickle), "vae")
     if not any(name.endswith("decoder.conv_in.weight") for name in tensors):
         raise InputError(f"{file} holds no VAE: give a file with the weights of an AutoencoderKL.")
-    _convert(file, "vae", base, tensors)
-    return SwappedVae(source, base, file, unsafe_pickle)
+    return SwappedVae(source, base, file, _map_file(file, "vae", base, tensors), unsafe_pickle)
 
 
 def load_model(file: Path, model: str, base: FolderSource, unsafe_pickle: bool = False) -> torch.nn.Module:
@@ -259,61 +249,13 @@ def _header(path: Path) -> bytes:
         return file.read(int.from_bytes(file.read(8), "little"))
 
 
-# --- Which model it is ----------------------------------------------------------------------------------------------
-
-
-def recognize(path: Path, tensors: Tensors) -> str:
-    """diffusers' name of the family of a whole checkpoint, a key of FAMILIES. Raises InputError that names others."""
-    from diffusers.loaders.single_file_utils import infer_diffusers_model_type
-
-    if other := _other_kind(tensors):
-        raise InputError(f"{path} is {other}.")
-    family = infer_diffusers_model_type(tensors)
-    width = next((t.shape[-1] for n, t in tensors.items() if n.startswith("model.") and n.endswith(CROSS)), 0)
-    family = WIDTHS.get((family, width), family)
-    if family == "v1" and UNET_INPUT not in tensors:  # what diffusers calls all that it does not know
-        raise InputError(
-            f"{path} holds no Stable Diffusion UNet (it has {len(tensors)} tensors, such as "
-            f"{next(iter(tensors), 'none')}): give a whole checkpoint."
-        )
-    if family not in FAMILIES or UNET_INPUT not in tensors:
-        raise InputError(f"{path} is a {family} model: sd-ort runs {', '.join(FAMILIES.values())}.")
-    channels = tensors[UNET_INPUT].shape[1]
-    if channels not in (4, 9):
-        raise InputError(f"{path} has a UNet of {channels} input channels: sd-ort runs 4, and 9 for inpainting.")
-    if any(name.endswith((".scale_weight", "scaled_fp8")) for name in tensors):
-        raise InputError(f"{path} has fp8 weights with scales beside them: get the file in fp16 or plain fp8.")
-    return family
-
-
-def _other_kind(tensors: Tensors) -> str | None:
-    """What a file is that is no whole checkpoint, and what to do with it, or None."""
-    names = list(tensors)
-
-    def has(*parts: str) -> bool:
-        return any(part in name for name in names for part in parts)
-
-    if has("lora_down", "lora_up", "lora_A", "lora_B", "lora.down", "lora.up", "hada_w1", "lokr_w1", "dora_scale"):
-        return "a LoRA, which goes on top of a model: draw with it as `sd-ort generate --model DIR --lora FILE`"
-    if has("control_model.", "controlnet_cond_embedding", "input_hint_block"):
-        return "a ControlNet: give its diffusers folder to `sd-ort export MODEL OUT --controlnet DIR`"
-    if has("emb_params", "string_to_param") or {"clip_l", "clip_g"} & set(names):
-        return "a textual inversion embedding, not a model: load it with a pipeline's load_textual_inversion"
-    if has("joint_blocks.", "double_blocks.", "double_stream", "single_blocks.", "adaLN_modulation"):
-        return "a diffusion transformer (DiT): sd-ort runs models with a UNet, Stable Diffusion 1.x, 2.x and XL"
-    if UNET_INPUT in tensors:
-        return None
-    if has("decoder.conv_in.weight"):
-        return "a VAE, not a whole model: give it with --vae beside one"
-    if has("down_blocks.0.resnets.0."):
-        return "a UNet alone, with diffusers' names: give the whole diffusers folder it belongs to"
-    if has("text_model.encoder.layers.", "resblocks."):
-        return "a text encoder, not a whole model: give the checkpoint it belongs to"
-    return None
+# --- Its family's folder ----------------------------------------------------------------------------------------------
 
 
 def _family_folder(path: Path, family: str) -> FolderSource:
-    """The folder of configs that diffusers takes for this family, from the hub or its cache."""
+    """The folder of configs that diffusers takes for this family, from the hub or its cache; the demo's from here."""
+    if family == "demo":
+        return open_folder("demo", demo.MODEL_DIR)
     from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS
 
     hub_id = str(DIFFUSERS_DEFAULT_PIPELINE_PATHS[family]["pretrained_model_name_or_path"])
@@ -329,8 +271,22 @@ def _family_folder(path: Path, family: str) -> FolderSource:
 # --- To diffusers' modules ------------------------------------------------------------------------------------------
 
 
+def _map_file(path: Path, model: str, base: FolderSource, tensors: Tensors) -> MappedFile:
+    """The tensors of a model in a file, to be read one at a time. Raises InputError as `_mapped`."""
+    recorded: Tensors = {name: Recorded.of(name, tensor) for name, tensor in tensors.items()}
+    _, made = _mapped(path, model, base, recorded)
+    return MappedFile(path, {name: tensor for name, tensor in made.items() if isinstance(tensor, Recorded)})
+
+
 def _convert(path: Path, model: str, base: FolderSource, tensors: Tensors) -> torch.nn.Module:
-    """A model of `base`'s config with the weights `tensors`, in fp32; with meta tensors, on the meta device.
+    """A model of `base`'s config with the weights `tensors`, in fp32. Raises InputError as `_mapped`."""
+    loaded, made = _mapped(path, model, base, tensors)
+    loaded.load_state_dict({name: tensor.float() for name, tensor in made.items()}, assign=True)
+    return loaded
+
+
+def _mapped(path: Path, model: str, base: FolderSource, tensors: Tensors) -> tuple[torch.nn.Module, Tensors]:
+    """A model of `base`'s config on the meta device, and `tensors` under the names of its weights.
 
     Raises InputError when weights are missing or of other shapes than the config's.
     """
@@ -352,8 +308,7 @@ def _convert(path: Path, model: str, base: FolderSource, tensors: Tensors) -> to
         raise InputError(
             f"the {model} in {path} does not fit the config in {folder}: {wrong[0]} is {there}, not {wanted[wrong[0]]}."
         )
-    loaded.load_state_dict({name: made[name].float() for name in wanted}, assign=True)
-    return loaded
+    return loaded, made
 
 
 def _map(model: torch.nn.Module, config: Config, tensors: Tensors) -> Tensors:

@@ -115,10 +115,10 @@ def optimize(
             if name in names:
                 (work / name).mkdir()
                 (work / name / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        manifest["components"] = optimize_all(
+        manifest["components"], hashes = optimize_all(
             raws, work, TARGETS[target], dtype, calibrate=calibrate, inputs=inputs, hoisted=hoisted, report=report
         )
-        folder.write_manifest(work, manifest)
+        folder.write_manifest(work, manifest, hashes)
     return folder.read_manifest(output)
 
 
@@ -159,12 +159,14 @@ def optimize_all(
     inputs: Path | None = None,
     hoisted: bool = False,
     report: Report = lambda line: None,
-) -> dict[str, Any]:
-    """Optimize components into the folder `work`; returns their entries of the manifest. Options as for `optimize`."""
+) -> tuple[dict[str, Any], dict[str, folder.Hashes]]:
+    """Optimize components into the folder `work`; returns their entries of the manifest and their files' hashes, which
+    are made while another component is at work. Options as for `optimize`."""
     by_name = {each.name: each for each in raws}
     names, largest_first = list(by_name), sorted(by_name, key=lambda name: -by_name[name].bytes)
     del raws  # what a component holds of its checkpoint goes when it is done
     entries: dict[str, Any] = {}
+    hashes: dict[str, folder.Hashes] = {}
 
     def make(name: str, stopped: threading.Event) -> None:
         started, each = time.perf_counter(), by_name.pop(name)
@@ -182,12 +184,13 @@ def optimize_all(
         for written in hoist.PARTS.values() if "hoisted" in entry else [name]:
             _go_on(stopped)
             check_opens(work / written / folder.MODEL)
+            hashes[written] = folder.file_hashes(work / written)
         entry["seconds"] = round(time.perf_counter() - started, 2)
         entries[name] = entry
         report(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
 
     in_threads(make, largest_first, at_once=2)
-    return {name: entries[name] for name in names}
+    return {name: entries[name] for name in names}, hashes
 
 
 def _manifest(source: Path, names: list[str], options: dict[str, Any]) -> dict[str, Any]:

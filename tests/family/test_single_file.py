@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from minis import mini
@@ -18,7 +20,9 @@ from sd_ort.core.errors import InputError
 from sd_ort.export.exporter import save_config
 from sd_ort.family.checkpoints import FileOptions, PresetSource, open_folder, open_source
 from sd_ort.family.presets import PRESETS
-from sd_ort.family.single_file import UNET_INPUT, open_file, recognize, shapes
+from sd_ort.family.recognized import UNET_INPUT, recognize
+from sd_ort.family.single_file import SingleFileSource, open_file, shapes
+from sd_ort.family.weights import finite, reader
 
 Cli = Callable[..., tuple[int, str, str]]
 FAMILIES = ("sd15", "sd21", "sdxl", "sdxl-refiner", "sd15-inpaint")
@@ -72,15 +76,25 @@ def equal(one: torch.nn.Module, other: torch.nn.Module) -> None:
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
+def streamed(source: SingleFileSource, model: str, loaded: torch.nn.Module) -> None:
+    """Each tensor read from the file by itself, as templates are filled, is that of the loaded model."""
+    wanted = loaded.state_dict()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SingleFileSource, "load", lambda *_: pytest.fail("it was loaded whole"))
+        read = reader(source, model, wanted)
+        assert [n for n, w in wanted.items() if not np.array_equal(read(n).astype(np.float32), w.numpy())] == []
+
+
 @pytest.mark.parametrize("preset", FAMILIES)
 def test_equals_the_pipeline_it_was_made_from(checkpoints: Callable, preset: str) -> None:
     file, base = checkpoints(preset)
     source = open_file(file, base)
     original = PresetSource(f"{preset}-one", 3)
-    assert source.held == original.configs.keys()
+    assert source.held.keys() == original.configs.keys()
     for name in original.configs:
         loaded = source.load(name)
         equal(loaded, original.load(name))
+        streamed(source, name, loaded)
         assert {p.dtype for p in loaded.parameters()} == {torch.float32}
         assert all(torch.equal(b, dict(original.load(name).named_buffers())[n]) for n, b in loaded.named_buffers())
 
@@ -108,6 +122,8 @@ def test_storage_types_ema_and_foreign_keys(checkpoints: Callable, tmp_path: Pat
     loaded = source.load("unet").state_dict()
     wanted = PresetSource("sd15-one", 3).load("unet").state_dict()
     assert all(torch.equal(loaded[name], wanted[name].to(dtype).float()) for name in wanted)
+    for name in ("unet", "vae"):
+        streamed(source, name, source.load(name))
     assert {torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}[dtype] in source.about
 
 
@@ -125,7 +141,7 @@ def test_vae_and_encoders_from_elsewhere(checkpoints: Callable, tmp_path: Path) 
     for name in source.configs:
         source.load(name).save_pretrained(whole / name)
     mixed = open_file(tmp_path / "unet.safetensors", whole)
-    assert mixed.held == {"unet"}
+    assert mixed.held.keys() == {"unet"}
     equal(mixed.load("vae"), source.load("vae"))
     equal(mixed.load("unet"), PresetSource("sd15-one", 3).load("unet"))
     own = {n.removeprefix("first_stage_model."): t for n, t in tensors.items() if n.startswith("first_stage")}
@@ -242,3 +258,14 @@ def test_wrong_options(checkpoints: Callable, sd_ort: Cli, tmp_path: Path, monke
     message = refused(sd_ort, tmp_path, file, out)
     assert "Stable Diffusion 1.x checkpoint" in message
     assert "as --config" in message
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
+def test_finite(dtype: type) -> None:
+    numbers = np.ones(70000, dtype)
+    numbers[:2] = ml_dtypes.finfo(dtype).max, -ml_dtypes.finfo(dtype).max
+    assert finite(numbers)
+    for value in (np.nan, np.inf, -np.inf):
+        numbers[-1] = value
+        assert not finite(numbers)
+        assert not finite(numbers.reshape(100, -1).T)

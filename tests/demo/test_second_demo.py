@@ -1,0 +1,76 @@
+"""The second demo checkpoint: other weights, the same scenes by night, drawn from its file in one command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from make_second_demo import NIGHT, by_night, second
+from PIL import Image
+from save_single_file import save
+
+from sd_ort.core.metrics import psnr
+from sd_ort.demo import GUIDANCE, HEIGHT, MODEL_DIR, WIDTH
+from sd_ort.family.checkpoints import open_folder
+
+PROMPT = "a red circle on a blue background"
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, torch.nn.Module]:
+    source = open_folder("demo", MODEL_DIR)
+    made = {name: source.load(name) for name in source.configs}
+    second(made)
+    return made
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_other_weights_that_compute_the_same(models: dict[str, torch.nn.Module]) -> None:
+    first, torch_generator = open_folder("demo", MODEL_DIR), torch.Generator().manual_seed(0)
+    latents, text = (torch.randn(shape, generator=torch_generator) for shape in ((1, 4, 16, 16), (1, 77, 128)))
+    moved = whole = 0
+    with torch.no_grad():
+        for name, model in models.items():
+            original = first.load(name)
+            if name == "unet":
+                pair = [m(latents, 500, text).sample for m in (original, model)]
+            elif name == "vae":
+                pair = [m.decode(latents).sample for m in (original, model)]
+                pair[0] = torch.einsum("ij,bjhw->bihw", NIGHT, pair[0])
+            else:
+                ids = torch.arange(77)[None]
+                pair = [m(ids).last_hidden_state for m in (original, model)]
+            torch.testing.assert_close(pair[1], pair[0], rtol=1e-3, atol=1e-3)
+            for key, tensor in original.state_dict().items():
+                whole += tensor.numel()
+                moved += int((tensor != model.state_dict()[key]).sum())
+    assert moved > 0.8 * whole
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_from_file_to_picture(
+    models: dict[str, torch.nn.Module], sd_ort: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    from sd_ort.benchmark.engines.pytorch import torch_pipeline
+
+    file, out, kept = save(models, tmp_path / "night.safetensors", torch.float16), tmp_path / "a.png", tmp_path / "kept"
+    arguments = ("--steps", 2, "--seed", 3, "--out", out)
+    code, _, said = sd_ort("generate", PROMPT, "--model", file, "--keep", kept, *arguments)
+    assert code == 0, said
+    assert "sd-ort's demo model" in said
+    assert "nothing was traced" in said
+    size = {"height": HEIGHT, "width": WIDTH}
+    noise = torch.Generator().manual_seed(3)
+    pipeline: Any = torch_pipeline("demo")
+    drawn = pipeline(PROMPT, num_inference_steps=2, guidance_scale=GUIDANCE, generator=noise, **size).images[0]
+    drawn.save(tmp_path / "first.png")
+    picture = Image.open(out)
+    assert psnr(np.asarray(picture), by_night(tmp_path / "first.png")) > 40
+    assert picture.info["model"] == str(file)
+    code, _, said = sd_ort("generate", PROMPT, "--model", kept, "--config", "demo", *arguments, "--overwrite")
+    assert code == 2
+    assert "go with a checkpoint" in said
