@@ -296,6 +296,7 @@ def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any])
     if buffers is None:
         return found
     found["step_ms"] = {"text to image": 1e3 * pipeline.loop.step_seconds}
+    found["held_MB"], found["kept"] = pipeline.loop.held_bytes / 1e6, pipeline.loop.KEPT
 
     def unets() -> None:
         for _ in range(options.steps - 1):
