@@ -60,7 +60,7 @@ def whole_images(images: dict[str, Any]) -> list[str]:
             cells += [f"{seconds[engine]:.3f} s" if engine in seconds else "", share]
         lines.append(f"| {words} | {' | '.join(cells)} |")
     alone = [found["parts"]["unet_calls_alone_ms"] / 1e3 for found in images.values()]
-    lines.append(f"| the U-Net's calls of it, alone and queued | {' | '.join(f'{each:.3f} s |' for each in alone)} |")
+    lines.append(f"| its U-Net calls, alone and queued | {' | '.join(f'{each:.3f} s |' for each in alone)} |")
     lines.append("")
     for preset, found in images.items():
         told = found["parts"]
