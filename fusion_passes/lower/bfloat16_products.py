@@ -59,7 +59,7 @@ class Convolution(Rule):
         node = y.producer()
         assert node is not None
         stride = (node.attributes.get_ints("strides") or (1,))[0]
-        return op.Bfloat16Conv(*node.inputs, stride=stride, _domain=DOMAIN)
+        return op.Bfloat16Conv(*node.inputs, stride=stride, x_last=0, y_last=0, _domain=DOMAIN)
 
 
 class BiasedProduct(Rule):

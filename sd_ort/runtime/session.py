@@ -13,6 +13,7 @@ import numpy as np
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.folder import MODEL, check_model, model_name, read_manifest
+from sd_ort.runtime.allocator import given_back
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.machine import multiplies_bfloat16
 from sd_ort.runtime.provider_records import CPU_EP, Provider
@@ -112,7 +113,8 @@ def create_session(
     try:
         if changed is not None:
             options.add_session_config_entry(DATA_FOLDER, str(model_path.parent))
-        session = onnxruntime.InferenceSession(changed or str(model_path), options, **asked, **kept)
+        with given_back() if provider == "cpu" else nullcontext():
+            session = onnxruntime.InferenceSession(changed or str(model_path), options, **asked, **kept)
     except Exception as error:  # pybind's exceptions share no base class but Exception
         # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
         reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
