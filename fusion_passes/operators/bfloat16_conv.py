@@ -1,4 +1,6 @@
-"""Bfloat16Conv(X, W, B?): Conv of X [N,C,H,W], float32, with filters W [M,C,3,3] (pads 1) or [M,C,1,1]; stride. x_last, y_last: X is [N,H,W,C], Y [N,H,W,M].
+"""Bfloat16Conv(X, W, B?): Conv of X [N,C,H,W], float32, with filters W [M,C,3,3] (pads 1) or [M,C,1,1].
+
+stride 1 or 2; x_last, y_last: X is [N,H,W,C], Y [N,H,W,M].
 
 X and W, which is float32 or bfloat16, are rounded to bfloat16 and summed in float32."""
 

@@ -1,8 +1,8 @@
 """The C library's allocator, while a session is opened.
 
 ONNX Runtime makes large tensors then and frees them again: float32 weights out of a folder's float16 ones, and packed
-ones out of these. glibc learns from the first that is freed to take the next from its heap (mallopt(3), M_MMAP_THRESHOLD),
-which keeps the holes: 0.2 GB of SD 1.5's UNet.
+ones out of these. glibc learns from the first that is freed to take the next from its heap (mallopt(3),
+M_MMAP_THRESHOLD), which keeps the holes: 0.2 GB of SD 1.5's UNet.
 """
 
 from __future__ import annotations
