@@ -105,10 +105,8 @@ def create_session(
             warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
         elif missing and read_manifest(model_path.parent.parent).get("stage") == "optimize":
             warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
-    if provider == "cpu" and not multiplies_bfloat16():
-        made = read_manifest(model_path.parent.parent).get("options", {})
-        if (made.get("target"), made.get("dtype")) == ("cpu", "bfloat16"):
-            warn_once("this CPU has no matrix units for bfloat16: without --bfloat16 a folder is faster here.")
+    if provider == "cpu":
+        _warn_of_missing_units(model_path)
     asked = _asked(provider, options, _chosen(entry, tuning, graph, provider_options or {}))
     try:
         if changed is not None:
@@ -130,6 +128,14 @@ def create_session(
 
         results.attach(session, provider, _ops_path(library), tuning, onnxruntime.__version__, model_path)
     return session
+
+
+def _warn_of_missing_units(model_path: Path) -> None:
+    if multiplies_bfloat16():
+        return
+    made = read_manifest(model_path.parent.parent).get("options", {})
+    if (made.get("target"), made.get("dtype")) == ("cpu", "bfloat16"):
+        warn_once("this CPU has no matrix units for bfloat16: without --bfloat16 a folder is faster here.")
 
 
 def check_opens(path: Path) -> None:
