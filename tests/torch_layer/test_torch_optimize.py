@@ -201,6 +201,26 @@ def test_products_of_the_time_and_the_prompt_run_once() -> None:
 
 
 @torch.no_grad()
+def test_layers_put_around_others_later_count() -> None:
+    """A LoRA that is loaded after `optimize`, and a layer replaced by another."""
+    from peft import LoraConfig
+
+    model = optimize(unet(), "performance", graph=False)
+    before = call(model)
+    model.add_adapter(LoraConfig(r=2, target_modules=["time_emb_proj", "to_k"], init_lora_weights=False))
+    wanted = call(restore(copy.deepcopy(model)))
+    assert not torch.allclose(wanted, before, atol=1e-2)
+    torch.testing.assert_close(call(model), wanted, atol=2e-5, rtol=1e-4)
+
+    model = optimize(unet(), "performance", graph=False)
+    block = model.down_blocks[0].resnets[0]
+    block.time_emb_proj = copy.deepcopy(block.time_emb_proj)
+    block.time_emb_proj.weight.mul_(3.0)
+    wanted = call(restore(copy.deepcopy(model)))
+    torch.testing.assert_close(call(model), wanted, atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
 def test_compiles_as_one_graph() -> None:
     model = optimize(one_level(), "performance").to(memory_format=torch.channels_last)
     wanted = call(model)

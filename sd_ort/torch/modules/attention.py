@@ -77,7 +77,9 @@ class FastAttnProcessor:
             q, k, v = stacked_linear(x, *(layer.weight for layer in layers)).chunk(3, dim=-1)
         else:
             q = attn.to_q(x)
-            both = None if self.shared is None else self.shared[0].part(self.shared[1], context)
+            both = None
+            if self.shared is not None:
+                both = self.shared[0].part(self.shared[1], context, attn.to_k, attn.to_v)
             both = stacked_linear(context, attn.to_k.weight, attn.to_v.weight) if both is None else both
             k, v = both.chunk(2, dim=-1)
         return q.unflatten(-1, (attn.heads, -1)), k.unflatten(-1, (attn.heads, -1)), v.unflatten(-1, (attn.heads, -1))

@@ -39,7 +39,7 @@ class FastResnetBlock2D(ResnetBlock2D):
         """The time embedding (N, T) as this block adds it, (N, C)."""
         if TOGETHER in self.__dict__:
             shared, place = self.__dict__[TOGETHER]
-            made: torch.Tensor | None = shared.part(place, temb)
+            made: torch.Tensor | None = shared.part(place, temb, self.time_emb_proj)
             if made is not None:
                 return made
         return self.time_emb_proj(temb if self.skip_time_act else F.silu(temb))

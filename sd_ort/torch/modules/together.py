@@ -37,9 +37,12 @@ class Together:
         for parameters in self._parameters():
             packing.lay_side_by_side(parameters)
 
-    def part(self, place: int, x: Tensor) -> Tensor | None:
-        """The products of x for a place (..., N), its layers' side by side; None where it is to compute them itself."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    def part(self, place: int, x: Tensor, *layers: nn.Module) -> Tensor | None:
+        """The products of x for a place (..., N), its layers' side by side; None where it is to compute them itself.
+
+        layers: those that stand there now, which may be others than before (peft's LoRA around them).
+        """
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or layers != self._places[place]:
             return None
         if place == 0:
             self._held = self._products(x)
