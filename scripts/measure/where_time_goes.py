@@ -96,7 +96,7 @@ def watched(records: list[Record]) -> Iterator[None]:
 
     from sd_ort.runtime.captured import BoundShapes
 
-    session, make, run = onnxruntime.InferenceSession, BoundShapes.__init__, BoundShapes._run
+    session, make, run = onnxruntime.InferenceSession, BoundShapes.__init__, BoundShapes.run
 
     def noted(name: Callable[..., str], function: Any) -> Any:
         def call(*given: Any, **more: Any) -> Any:
@@ -115,12 +115,12 @@ def watched(records: list[Record]) -> Iterator[None]:
 
     onnxruntime.InferenceSession = noted(opened, session)
     BoundShapes.__init__ = noted(lambda b, s, *_: "bind " + outputs(b), make)
-    BoundShapes._run = noted(lambda b, *_: "run " + outputs(b), run)
+    BoundShapes.run = noted(lambda b, *_: "run " + outputs(b), run)
     try:
         yield
     finally:
         onnxruntime.InferenceSession = session
-        BoundShapes.__init__, BoundShapes._run = make, run
+        BoundShapes.__init__, BoundShapes.run = make, run
 
 
 def of_image(draw: Callable[[], None], records: list[Record]) -> dict[str, float]:
