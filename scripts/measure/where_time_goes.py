@@ -137,43 +137,47 @@ def of_image(draw: Callable[[], None], records: list[Record]) -> dict[str, float
 
 
 def of_parts(pipeline: Any) -> dict[str, float]:
-    """What each bound part takes waited for, and a step's parts queued, 50 at a time."""
+    """What each bound part takes waited for, and a step's parts queued, as many as there are steps, up to 50."""
     found: dict[str, float] = {}
     buffers = next(reversed(pipeline.loop.kept.values()))
     steps = buffers.steps[1]
-    stream = pipeline.loop.models.stream
-    named: list[tuple[str, Any]] = [(f"before {i}", part) for i, part in enumerate(steps.before)]
+    stream, count = pipeline.loop.models.stream, min(50, len(steps.schedule.timesteps))
+    named: list[tuple[str, Any]] = [(f"text {i}", part) for i, part in enumerate(buffers.texts.parts)]
+    named += [(f"before {i}", part) for i, part in enumerate(steps.before)]
     named += [(f"step {i}", part) for i, part in enumerate(steps.every)]
     named += [(f"end {i}", part) for part_list in buffers.ends.values() for i, part in enumerate(part_list)]
+    first = steps.before[-1].run  # counts the steps from 0 again
     with pipeline.loop.models.lock:
         for name, part in named:
             label = f"{name}: {', '.join(list(part.outputs)[:3])}"
-            found[f"{label}, waited for"] = each(part.run)
+            found[f"{label}, waited for"] = each(first, part.run)
             if stream is not None and not name.startswith("end"):
-                found[f"{label}, queued, each of 50"] = queued([part], stream)
+                found[f"{label}, queued, each of {count}"] = queued(first, [part], count, stream)
         if stream is not None:
-            found["a whole step queued, each of 50"] = queued(list(steps.every), stream)
+            found[f"a whole step queued, each of {count}"] = queued(first, list(steps.every), count, stream)
     return found
 
 
-def each(run: Callable[[], Any]) -> float:
+def each(first: Callable[[], Any], run: Callable[[], Any]) -> float:
     seconds = []
     for _ in range(7):
+        first()
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
     return 1e3 * median(seconds)
 
 
-def queued(parts: list[Any], stream: Any) -> float:
+def queued(first: Callable[[], Any], parts: list[Any], count: int, stream: Any) -> float:
+    first()
     stream.reserve(2)
     stream.record(0)
-    for _ in range(50):
+    for _ in range(count):
         for part in parts:
             part.run(False)
     stream.record(1)
     stream.wait(1)
-    return 1e3 * float(stream.seconds(0, 1)) / 50
+    return 1e3 * float(stream.seconds(0, 1)) / count
 
 
 if __name__ == "__main__":
