@@ -45,8 +45,11 @@ def main() -> None:
     found: dict[str, Any] = {}
     records: list[Record] = []
     imported = time.perf_counter()
+    loading = cProfile.Profile()
     with watched(records):
-        pipeline = StableDiffusionPipeline.from_pretrained(options.folder, options.provider, device_loop=True)
+        pipeline = loading.runcall(
+            StableDiffusionPipeline.from_pretrained, options.folder, options.provider, device_loop=True
+        )
         loaded = time.perf_counter()
 
         def draw() -> None:
@@ -63,10 +66,7 @@ def main() -> None:
     found["parts"] = of_parts(pipeline)
     profile = cProfile.Profile()
     profile.runcall(draw)
-    stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-    rows = sorted(((f"{Path(k[0]).name}:{k[2]}", v[1], 1e3 * v[2], 1e3 * v[3]) for k, v in stats.items()),
-                  key=lambda row: -row[3])  # fmt: skip
-    found["python"] = [list(row) for row in rows[:70]]
+    found["python"] = {"loading": longest(loading, 30), "an image": longest(profile, 60)}
     show(found)
     if options.out:
         from sd_ort.core.files import write_text
@@ -84,9 +84,17 @@ def show(found: dict[str, Any]) -> None:
         print("warm image, ms:", {name: round(took, 2) for name, took in row.items()})
     for name, took in found["parts"].items():
         print(f"  {took:8.3f}  {name}")
-    print("Python of one image, ms: calls, own, with what it calls")
-    for name, calls, own, whole in found["python"]:
-        print(f"  {calls:6} {own:8.2f} {whole:8.2f}  {name}")
+    for what, rows in found["python"].items():
+        print(f"Python of {what}, ms: calls, own, with what it calls")
+        for name, calls, own, whole in rows:
+            print(f"  {calls:6} {own:8.2f} {whole:8.2f}  {name}")
+
+
+def longest(profile: cProfile.Profile, count: int) -> list[list[Any]]:
+    """The functions that take longest, with what they call: name, calls, milliseconds by themselves and in all."""
+    stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    rows = [[f"{Path(key[0]).name}:{key[2]}", row[1], 1e3 * row[2], 1e3 * row[3]] for key, row in stats.items()]
+    return sorted(rows, key=lambda row: -row[3])[:count]
 
 
 @contextmanager
