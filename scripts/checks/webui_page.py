@@ -32,7 +32,7 @@ from typing import Any
 
 import click
 import numpy as np
-import yaml
+import yaml  # type: ignore[import-untyped]
 from comfyui_expected import psnr
 from findings import report
 from made_loras import MODEL, save_loras
