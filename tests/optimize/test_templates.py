@@ -87,7 +87,9 @@ def test_files_that_do_not_fit(kept: Path, checkpoint: Callable[[int], Path], tm
         assert not list(tmp_path.iterdir())
         return str(error.value)
 
-    assert "NaN" in refused(whole | {name: whole[name] * torch.nan})
+    broken = refused(whole | {name: whole[name] * torch.nan})
+    assert "NaN" in broken
+    assert "--no-calibrate" not in broken
     assert "do not fit" in refused(whole | {name: whole[name][1:].clone()})
     assert "lacks 1 weights" in refused({key: tensor for key, tensor in whole.items() if key != name})
     path.write_bytes(path.read_bytes()[:-50])
