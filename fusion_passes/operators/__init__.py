@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fusion_passes.operators import (
+    bfloat16_attention,
     bfloat16_conv,
     bfloat16_matmul,
     bias_add,
     bias_split_gelu,
     group_norm,
     linear_add,
+    linear_split_gelu,
     multi_head_attention,
     nhwc_conv,
     quick_gelu,
@@ -33,9 +35,11 @@ OPERATORS: tuple[Operator, ...] = (
     upsample_nearest.OPERATOR,
     nhwc_conv.OPERATOR,
     winograd_conv.OPERATOR,
+    bfloat16_attention.OPERATOR,
     bfloat16_conv.OPERATOR,
     bfloat16_matmul.OPERATOR,
     linear_add.OPERATOR,
+    linear_split_gelu.OPERATOR,
     scaled_dot_product_attention.OPERATOR,
 )
 BY_NAME: Mapping[str, Operator] = {operator.name: operator for operator in OPERATORS}

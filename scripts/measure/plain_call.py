@@ -93,7 +93,7 @@ def where() -> dict[str, Any]:
 
 
 def device_of(provider: str) -> str:
-    return "cpu" if provider == "cpu" else "cuda"
+    return "cuda" if provider != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def models(preset: str, device: str) -> dict[str, torch.nn.Module]:
@@ -296,9 +296,12 @@ def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any])
     if buffers is None:
         return found
     found["step_ms"] = {"text to image": 1e3 * pipeline.loop.step_seconds}
+    found["held_MB"], found["kept"] = pipeline.loop.held_bytes / 1e6, pipeline.loop.KEPT
+
+    found["unet_calls"] = len(buffers.steps[1].schedule.timesteps)  # PNDM makes 51 of 50 steps
 
     def unets() -> None:
-        for _ in range(options.steps - 1):
+        for _ in range(found["unet_calls"] - 1):
             buffers.unet.run(False)
         buffers.unet.run()
 

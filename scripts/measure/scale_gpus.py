@@ -3,9 +3,13 @@
     scale_gpus.py FOLDER --gpus 2 --provider cuda                 replicas in Ray's actors, as `sd-ort serve` has them
     scale_gpus.py FOLDER --gpus 2 --provider cuda --without-ray   the same replicas in plain processes, one a GPU
     scale_gpus.py FOLDER --replicas 2                             a dry run on the CPU, whose replicas share its cores
+    scale_gpus.py --check results/serving/scale_*_h200x2.json     the model beside results that are there
 
 All replicas are loaded once; rounds of 1, 2, ... of them take turns, each of as many images a replica, and a speed-up
 is the ratio within a round. Images are drawn, decoded and compressed as PNG files, handed out by the dispatcher.
+
+Beside each number of replicas stands what `sd_ort.serving.scaling` makes of the times of one, and at the end what it
+makes of 8 GPUs and of 8 hosts with them, which nobody measured.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import datetime
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -28,7 +32,7 @@ from typing import Any
 from sd_ort.core import files, metrics
 from sd_ort.core.errors import SdOrtError
 from sd_ort.runtime import machine
-from sd_ort.serving import api
+from sd_ort.serving import api, scaling
 from sd_ort.serving import replica as here
 from sd_ort.serving.dispatch import Dispatcher, Replica
 from sd_ort.serving.pictures import Model, Picture, Settings
@@ -131,6 +135,69 @@ def front_seconds(pictures: Sequence[Picture], files: Sequence[bytes], times: in
     return (time.process_time() - start) / (times * len(pictures))
 
 
+@dataclass
+class Instant:
+    """A replica that draws in no time."""
+
+    name: str = "instant"
+
+    async def start(self) -> Model:
+        return Model(side=64, multiple=8, guidance=1.0, trained_steps=1)
+
+    async def draw(self, pictures: Sequence[Picture]) -> list[bytes]:
+        await asyncio.sleep(0)
+        return [b""] * len(pictures)
+
+    def stop(self) -> None:
+        pass
+
+    def alive(self) -> bool:
+        return True
+
+
+async def dispatch_seconds(settings: Settings, replicas: int, batch: int, images: int = 2000) -> float:
+    """CPU seconds an image in which the dispatcher queues it and hands it out."""
+    dispatcher = Dispatcher([Instant() for _ in range(replicas)], batch)
+    await dispatcher.start()
+    start = time.process_time()
+    for first in range(0, images, 2 * batch * replicas):  # as many as wait beside those that are drawn
+        pictures = [Picture("", "", seed, settings) for seed in range(first, first + 2 * batch * replicas)]
+        await asyncio.gather(*dispatcher.submit(pictures))
+    seconds = time.process_time() - start
+    dispatcher.close()
+    return seconds / images
+
+
+def say_model(report: Mapping[str, Any]) -> None:
+    """Print the check, and what the model says of more GPUs than were there; `report`: ours, or of two_gpus.py."""
+    for name, found in report.get("presets", {}).items():
+        for what, (measured_s, model_s) in scaling.checked_split(found, report["settings"]["steps"]).items():
+            print(
+                f"{name}, guidance split, {what}: measured {1e3 * measured_s:.2f} ms, the model says "
+                f"{1e3 * model_s:.2f} ({100 * (model_s / measured_s - 1):+.1f} %)"
+            )
+    rows = report.get("rows", [])
+    if "dry run" in report.get("devices", ""):
+        print("replicas that share one device: the model is of replicas that do not")
+        return
+    for row in scaling.checked(rows):
+        print(
+            f"batch {row['batch']}, {row['replicas']} replicas: measured {row['measured_images_s']:.3f} images/s, the "
+            f"model says {row['model_images_s']:.3f} ({row['error_percent']:+.1f} %)"
+        )
+    for one in (row for row in rows if row["replicas"] == 1):
+        times = scaling.times_of(one)
+        print(
+            f"batch {one['batch']}, one replica: {times.draw:.4f} s a batch, {1e3 * times.hand_over:.2f} ms to the "
+            f"next; in front {1e3 * times.dispatch:.3f} + {1e3 * times.answer:.3f} ms an image"
+        )
+        if times.dispatch:
+            print(
+                f"not measured, with HTTP: 8 GPUs {times.images_a_second(8):.2f} images/s, 8 such hosts "
+                f"{times.images_a_second(8, hosts=8):.1f}; one host's limit {times.limit():.0f}"
+            )
+
+
 async def measured(replicas: Sequence[Replica], given: argparse.Namespace, settings: Settings) -> list[dict[str, Any]]:
     """One row for each batch size and number of replicas."""
     models = await asyncio.gather(*(replica.start() for replica in replicas))
@@ -142,6 +209,7 @@ async def measured(replicas: Sequence[Replica], given: argparse.Namespace, setti
         await asyncio.gather(*(one.draw(pictures[:batch]) for one in loaded for _ in range(given.warm_up)))
         files = await loaded[0].draw(pictures[:batch])
         front = front_seconds(pictures[:batch], files)
+        dispatch = await dispatch_seconds(settings, len(loaded), batch)
         print(
             f"an image of {len(files[0]) / 1e6:.2f} MB takes {1e3 * front:.1f} ms of the process in front", flush=True
         )
@@ -158,7 +226,7 @@ async def measured(replicas: Sequence[Replica], given: argparse.Namespace, setti
             row = {
                 "replicas": count, "batch": batch, "images_a_round": each * count,
                 "images_s": metrics.summary(speeds[count]), "batch_s": metrics.summary(latencies[count]),
-                "image_MB": len(files[0]) / 1e6, "front_s": front,
+                "image_MB": len(files[0]) / 1e6, "front_s": front, "dispatch_s": dispatch,
                 "speedup": metrics.summary(ratios), "efficiency": median(ratios) / count,
             }  # fmt: skip
             rows.append(row)
@@ -170,7 +238,10 @@ async def measured(replicas: Sequence[Replica], given: argparse.Namespace, setti
 def main() -> int:
     """Command line; returns the exit code: 1 where two GPUs miss the goal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="pipeline folder")
+    parser.add_argument("folder", type=Path, nargs="?", help="pipeline folder")
+    parser.add_argument(
+        "--check", type=Path, nargs="+", help="only print the model beside these results, or two_gpus.json"
+    )
     parser.add_argument("--gpus", type=int, help="a replica on each of so many GPUs")
     parser.add_argument("--replicas", type=int, help="so many on the CPU: a dry run")
     parser.add_argument("--provider", default="cpu", help="execution provider (cpu)")
@@ -185,6 +256,13 @@ def main() -> int:
     parser.add_argument("--prompt", default="a red circle on a blue background", help="what to draw")
     parser.add_argument("--out", type=Path, help="the result, JSON")
     given = parser.parse_args()
+    if given.check:
+        for path in given.check:
+            print(path)
+            say_model(files.read_json(path))
+        return 0
+    if given.folder is None:
+        parser.error("give a pipeline folder")
 
     opening = here.Opening(given.folder, {"provider": given.provider}, guidance=given.guidance)
     openings = here.several(opening, given.gpus, given.replicas, None)
@@ -201,7 +279,9 @@ def main() -> int:
         "devices": f"{given.gpus} GPUs" if given.gpus else f"{len(openings)} replicas that share one device: a dry run",
         "model": str(given.folder),
         "rows": rows,
+        "model_check": scaling.checked(rows),
     }
+    say_model(report)
     if given.out:
         files.write_json(given.out, report)
     missed = [row for row in rows if given.gpus and row["replicas"] == 2 and row["speedup"]["median"] < GOAL]

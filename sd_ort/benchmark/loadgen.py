@@ -1,7 +1,8 @@
 """MLCommons' LoadGen: it decides when queries come, takes the times, and writes MLPerf's official logs.
 
-A query is one image, query i with prompt i. LoadGen hands queries over as they come; a thread here draws what waits,
-up to a batch at a time, and tells LoadGen when each is done. `pip install 'sd-ort[mlperf]'` brings it.
+A query is one image, query i with prompt i. LoadGen hands queries over as they come; threads here draw what waits, one
+of them up to a batch at a time, or as many as keep replicas busy, and tell LoadGen when each is done.
+`pip install 'sd-ort[mlperf]'` brings it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Load:
     """What LoadGen is asked for. `count`: queries, None for as many and as long as MLPerf's rules ask for.
 
     `samples`: prompts there are. `rate`: the server's arrivals a second. `accuracy`: every prompt once, images logged.
+    `callers`: threads that draw at once; where there are several, each draws one prompt at a time.
     """
 
     scenario: str
@@ -42,6 +44,7 @@ class Load:
     count: int | None = None
     rate: float = 1.0
     accuracy: bool = False
+    callers: int = 1
 
 
 def require() -> None:
@@ -66,7 +69,7 @@ def run(draw: Draw, load: Load, out: Path) -> dict[str, Any]:
     logs = loadgen.LogSettings()
     logs.enable_trace = False
     logs.log_output.outdir, logs.log_output.prefix = str(out), LOGS
-    system = System(draw, load.batch, loadgen)
+    system = System(draw, load.batch, loadgen, load.callers)
     sut = loadgen.ConstructSUT(system.issue, lambda: None)
     library = loadgen.ConstructQSL(load.samples, load.samples, lambda numbers: None, lambda numbers: None)
     try:
@@ -75,16 +78,18 @@ def run(draw: Draw, load: Load, out: Path) -> dict[str, Any]:
         loadgen.DestroyQSL(library)
         loadgen.DestroySUT(sut)
     found = parse((out / f"{LOGS}summary.txt").read_text(errors="replace"))
-    return found | {"queries": sum(system.batches), "mean_batch": float(np.mean(system.batches or [0]))}
+    return found | {"queries": system.queries}
 
 
 class System:
-    """The system under test: a queue of queries, and the thread that draws them."""
+    """The system under test: a queue of queries, and the threads that draw them."""
 
-    def __init__(self, draw: Draw, batch: int, loadgen: Any) -> None:
-        self.draw, self.batch, self.loadgen = draw, batch, loadgen
+    def __init__(self, draw: Draw, batch: int, loadgen: Any, callers: int = 1) -> None:
+        self.draw, self.loadgen, self.callers = draw, loadgen, callers
+        self.batch = batch if callers == 1 else 1
         self.waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.batches: list[int] = []
+        self.queries = 0  # that were drawn
+        self.counting = threading.Lock()
         self.failure: BaseException | None = None
 
     def issue(self, samples: Sequence[Any]) -> None:
@@ -95,17 +100,19 @@ class System:
     def serve(self, test: Callable[[], None]) -> None:
         """Draw until `test` ends. After a failure or an interrupt queries are answered undrawn, and it is raised."""
         ended = threading.Thread(target=test, daemon=True)
-        drawing = threading.Thread(target=self._draw_all, daemon=True)
-        drawing.start()
-        ended.start()
+        drawing = [threading.Thread(target=self._draw_all, daemon=True) for _ in range(self.callers)]
+        for each in [*drawing, ended]:
+            each.start()
         try:
             while ended.is_alive():
                 ended.join(0.2)  # LoadGen holds no Python lock, but a join without end would hold Ctrl-C
         except KeyboardInterrupt as interrupt:
             self.failure = interrupt
             ended.join()
-        self.waiting.put(None)
-        drawing.join()
+        for _ in drawing:
+            self.waiting.put(None)
+        for each in drawing:
+            each.join()
         if self.failure is not None:
             raise self.failure
 
@@ -124,7 +131,8 @@ class System:
         if self.failure is None:
             try:
                 images = [np.ascontiguousarray(image) for image in self.draw([number for _, number in samples])]
-                self.batches.append(len(samples))
+                with self.counting:
+                    self.queries += len(samples)
             except SdOrtError as error:
                 self.failure = error
         where = [(image.ctypes.data, image.nbytes) for image in images] or [(0, 0)] * len(samples)

@@ -8,19 +8,23 @@ By its rules (mlcommons/inference_policies, Inference v5.1) SDXL draws COCO-2014
 EulerDiscrete steps with guidance 8, all from one latent, for at least ten minutes, and the server's 99th percentile is
 at most 20 s: `official`. Otherwise model, size, steps and counts are those asked for, and a note says that this is no
 valid MLPerf result.
+
+What is driven is one engine in a process of its own, or, with `Options.gpus` or `Options.replicas`, the replicas of
+`sd-ort serve` (`benchmark.replicas`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sd_ort.benchmark import loadgen, quality
+from sd_ort.benchmark import loadgen, quality, replicas
 from sd_ort.benchmark.engines import contract
 from sd_ort.benchmark.engines.contract import Engine, Settings
 from sd_ort.benchmark.loadgen import Load
@@ -52,7 +56,8 @@ class Options:
     """`queries`: images per scenario. `load`: the server's arrivals per second, as a share of Offline's images per
     second. `official`: MLPerf's counts, durations and settings instead. `accuracy`: also an accuracy run, which logs
     every image. `captions`: a file of prompts. `clip`: a folder with a CLIP model; `inception` and `fid_stats`:
-    Inception's weights and the statistics of the photographs, for FID."""
+    Inception's weights and the statistics of the photographs, for FID. `gpus`, `replicas`: so many replicas, one a GPU
+    or all on one device, instead of one engine."""
 
     queries: int = 32
     load: float = 0.8
@@ -62,6 +67,8 @@ class Options:
     clip: Path | None = None
     inception: Path | None = None
     fid_stats: Path | None = None
+    gpus: int | None = None
+    replicas: int | None = None
 
 
 def run(
@@ -96,6 +103,10 @@ def run(
         )
     record = Record(settings, out, [*notes, about], "mlperf")
     record.report["mlperf"] = {"queries": options.queries, "load": options.load, "official": options.official}
+    if options.gpus or options.replicas:
+        for engine in contenders:
+            replicas.openings(engine, settings, options.gpus, options.replicas)  # what cannot be raises here
+        record.report["mlperf"] |= {"gpus": options.gpus, "replicas": options.replicas}
     meter = device.open_meter(settings.provider)
     rows: list[dict[str, Any]] = record.report["engines"]
 
@@ -140,29 +151,27 @@ def _measure(
     say: Say,
 ) -> None:
     """Load one engine and fill its row, scenario by scenario."""
+    count = None if options.official else options.queries
+    prompts = captions or prompts_for(item.engine.model, count or len(CAPTIONS), settings.seed)
     try:
-        with Worker(item.engine, meter, item.failure) as worker:
-            worker.load(settings)
-            if worker.failure:
-                raise SdOrtError(worker.failure)
-            count = None if options.official else options.queries
-            prompts = captions or prompts_for(item.engine.model, count or len(CAPTIONS), settings.seed)
-            most = max(settings.batches)
-            draw = Drawer(worker, prompts)
-            for batch in dict.fromkeys((1, most)):  # warm up, untimed
-                draw([i % len(prompts) for i in range(batch)])
+        with _opened(item, settings, meter, options, prompts) as draw:
+            draw.warm_up()
             rate = 1.0
             for name in loadgen.SCENARIOS:
                 say(f"{item.engine.label}: {name}")
-                load = Load(name, len(prompts), 1 if name == "SingleStream" else most, count, rate)
+                single = name == "SingleStream"
+                load = Load(name, len(prompts), 1 if single else draw.batch, count, rate,
+                            callers=1 if single else draw.callers)  # fmt: skip
                 row[name] = loadgen.run(draw, load, logs / name)
                 if name == "Offline":
                     rate = options.load * row[name]["images_per_s"]
-                row[name] |= {"batch": load.batch} | ({"rate_per_s": rate} if name == "Server" else {})
+                row[name] |= {"batch": load.batch, "mean_batch": draw.mean_batch()}
+                row[name] |= {"rate_per_s": rate} if name == "Server" else {}
                 save()
             if options.accuracy:
                 say(f"{item.engine.label}: accuracy")
-                loadgen.run(draw, Load("Offline", len(prompts), most, count, rate, accuracy=True), logs / "accuracy")
+                load = Load("Offline", len(prompts), draw.batch, count, rate, accuracy=True, callers=draw.callers)
+                loadgen.run(draw, load, logs / "accuracy")
         row["quality"] = quality.scores(item.engine.model, prompts, draw.images, options.clip, options.inception,
                                         options.fid_stats)  # fmt: skip
         row["status"] = "ok"
@@ -170,13 +179,39 @@ def _measure(
         row |= {"status": "failed", "reason": str(error)}
 
 
-class Drawer:
-    """Draws prompts by number on a worker, and keeps the last image of each."""
+@contextmanager
+def _opened(
+    item: Prepared, settings: Settings, meter: device.Meter, options: Options, prompts: Sequence[str]
+) -> Iterator[Drawer | replicas.Replicas]:
+    """What LoadGen drives. Raises SdOrtError for an engine that cannot be used."""
+    if item.failure:
+        raise SdOrtError(item.failure)
+    if options.gpus or options.replicas:
+        with replicas.on_ray(item.engine, prompts, settings, options.gpus, options.replicas) as several:
+            yield several
+        return
+    with Worker(item.engine, meter) as worker:
+        worker.load(settings)
+        if worker.failure:
+            raise SdOrtError(worker.failure)
+        yield Drawer(worker, prompts, max(settings.batches))
 
-    def __init__(self, worker: Worker, prompts: Sequence[str]) -> None:
-        self.worker = worker
-        self.prompts = prompts
+
+class Drawer:
+    """Draws prompts by number on a worker, up to `batch` at once, and keeps the last image of each."""
+
+    callers = 1
+
+    def __init__(self, worker: Worker, prompts: Sequence[str], batch: int) -> None:
+        self.worker, self.prompts, self.batch = worker, prompts, batch
         self.images: dict[int, np.ndarray] = {}
+        self.drawn: list[int] = []  # sizes of batches
+
+    def warm_up(self) -> None:
+        """Draw one image, and the largest batch."""
+        for batch in dict.fromkeys((1, self.batch)):
+            self([i % len(self.prompts) for i in range(batch)])
+        self.drawn.clear()
 
     def __call__(self, numbers: Sequence[int]) -> list[np.ndarray]:
         """Draw a batch, uint8 images (H, W, 3). Raises SdOrtError when the engine fails."""
@@ -184,7 +219,14 @@ class Drawer:
         result, _ = self.worker.call(contract.draw_batch, len(prompts), prompts, 0)
         images = list(result["images"])
         self.images |= dict(zip(numbers, images, strict=True))
+        self.drawn.append(len(numbers))
         return images
+
+    def mean_batch(self) -> float:
+        """Images a batch of what was drawn since this was last asked."""
+        mean = float(np.mean(self.drawn or [0]))
+        self.drawn.clear()
+        return mean
 
 
 # --- Prompts --------------------------------------------------------------------------------------------------------

@@ -66,6 +66,8 @@ def _check_out(out: Path, folders: tuple[Path, ...]) -> None:
 @click.option(
     "--fid-stats", type=click.Path(path_type=Path), help="With --mlperf: an .npz of the photographs' mu, sigma."
 )
+@click.option("--gpus", type=click.IntRange(1), help="With --mlperf: a replica on each of so many GPUs (Ray).")
+@click.option("--replicas", type=click.IntRange(1), help="With --mlperf: so many on the CPU, or on one GPU (Ray).")
 @click.option("--torch", "torch_model", help="What torch draws with: a diffusers folder, demo, none [default: source].")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads [default: one a core].")
 @click.option("--tuning", is_flag=True, help="Let the provider search for its fastest kernels.")
@@ -101,6 +103,8 @@ def command(
     clip: Path | None,
     inception: Path | None,
     fid_stats: Path | None,
+    gpus: int | None,
+    replicas: int | None,
     torch_model: str | None,
     jobs: int,
     remarks: tuple[str, ...],
@@ -135,8 +139,12 @@ def command(
     if ablation:
         engines, notes = contenders.ablation(folders[0], provider)
     else:
+        if gpus or replicas:
+            torch_model = torch_model or "none"  # replicas draw with pipeline folders
         wanted = contenders.NAMES if names == "all" else tuple(filter(None, names.split(",")))
         engines, notes = contenders.find_engines(folders, torch_model, wanted, provider)
+    if (gpus or replicas) and not mlperf:
+        raise InputError("--gpus and --replicas are what --mlperf drives: give it, or leave them out.")
     _check_out(out, folders)
     check_provider(provider, allow_fallback=options["allow_fallback"])
     settings = Settings(guidance=default_guidance(folders[0]) if guidance is None else guidance, **options)
@@ -147,7 +155,9 @@ def command(
         if mlperf:
             from sd_ort.benchmark import mlperf as stage
 
-            asked = stage.Options(queries, load, official, accuracy, captions, clip, inception, fid_stats)
+            asked = stage.Options(
+                queries, load, official, accuracy, captions, clip, inception, fid_stats, gpus, replicas
+            )
             result = stage.run(engines, settings, out, asked, **common)
             text = stage.to_table(result)
         elif profile:

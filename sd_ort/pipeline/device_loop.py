@@ -1,7 +1,7 @@
 """Drawing on the device: from the prompt's embeddings to the bytes of the picture nothing is copied to the host.
 
 All components read and write buffers with fixed addresses, each the next one's input, and all sessions share one
-stream. Guidance, the scheduler (a matrix, see `family.schedule`) and the next step's input are one small ONNX graph
+stream. Guidance, the scheduler (a table, see `family.schedule`) and the next step's input are one small ONNX graph
 between two UNet calls (`graphs.device_graphs`); the step's number lies on the device too. So a step is two calls
 without arguments, the UNet's mostly the replay of a captured graph, all steps are queued at once, and the host waits
 for the picture alone.
@@ -14,7 +14,6 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +21,9 @@ import numpy as np
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.progress import step_bar
 from sd_ort.graphs import device_graphs
-from sd_ort.graphs.device_graphs import SIDES, Between, identifier
 from sd_ort.pipeline.device_control import ControlNets
+from sd_ort.pipeline.device_steps import Steps
+from sd_ort.pipeline.device_text import DeviceTexts
 from sd_ort.pipeline.drawing import Arrays, Drawing, Part, check_finite
 from sd_ort.runtime.captured import UNCAPTURED, BoundShapes, GraphModel, place
 from sd_ort.runtime.chained import ChainedModel, is_captured
@@ -82,7 +82,9 @@ class DeviceLoop:
         channels = None if drawing.channels is None else drawing.channels.shape
         controls = tuple((control.name, control.image.shape) for control in drawing.controls)
         shape = drawing.latents.shape, drawing.rows, drawing.side
-        key = (id(self.models["unet"]), *shape, conditioning, channels, controls)
+        texts = None if drawing.texts is None else drawing.texts.shape
+        opened = [id(self.models[name]) for name in ("unet", *(drawing.texts.ids if drawing.texts else ()))]
+        key = (*opened, *shape, conditioning, texts, channels, controls)
         buffers = self.kept.pop(key, None)
         if buffers is None:
             if len(self.kept) == self.KEPT:
@@ -149,6 +151,7 @@ class Buffers:
     def __init__(self, loop: DeviceLoop, drawing: Drawing) -> None:
         self.loop = loop
         unet = loop.models["unet"]
+        self.texts = None if drawing.texts is None else DeviceTexts(loop, drawing.texts)
         self.given: dict[tuple[str, np.dtype], Any] = {}
         self.values: dict[str, Any] = {}
         if "unet_prompt" in loop.models:
@@ -167,7 +170,7 @@ class Buffers:
         if self.timestep is not None:
             self.values["timestep"] = loop.value(self.timestep)
         for name in unet.inputs:
-            if name not in self.values and name in drawing.conditioning:
+            if name not in self.values and self.told(name, drawing.conditioning):
                 self.values[name] = self.give(name, drawing.conditioning, unet.dtype(name))
         self.values["latents"] = loop.value(np.zeros_like(drawing.latents))
         self.controls = ControlNets(self, drawing)
@@ -175,8 +178,15 @@ class Buffers:
         self.unet: BoundShapes | None = None
         self.ends: dict[bool, list[BoundShapes]] = {}
 
+    def told(self, name: str, conditioning: Arrays) -> bool:
+        """Whether an input of the UNet says something about the prompts."""
+        return name in conditioning or (self.texts is not None and name in self.texts)
+
     def give(self, name: str, conditioning: Arrays, dtype: Any) -> Any:
-        """The device's copy of a conditioning input, which every drawing renews. Raises InputError without one."""
+        """A conditioning input on the device: made there by the text encoders, or a copy, which every drawing renews.
+        Raises InputError without one."""
+        if self.texts is not None and name in self.texts:
+            return self.texts.told(name, dtype)
         if name not in conditioning:
             raise InputError(f"the UNet reads {name}, which this pipeline does not give: export it with sd-ort.")
         key = name, np.dtype(dtype)
@@ -188,13 +198,16 @@ class Buffers:
         """All values on the device."""
         steps = {} if self.steps is None else self.steps[1].values
         ends = [value for part in self.ends.values() for bound in part for value in bound.outputs.values()]
-        return [*self.given.values(), *self.values.values(), *steps.values(), *ends]
+        texts = [] if self.texts is None else self.texts.held()
+        return [*texts, *self.given.values(), *self.values.values(), *steps.values(), *ends]
 
     def release(self) -> None:
         """Give the captured graphs back."""
         self._release_steps()
         for bound in (*self.controls.nets, *([] if self.unet is None else [self.unet])):
             bound.release()
+        if self.texts is not None:
+            self.texts.release()
 
     def _release_steps(self) -> None:
         if self.steps is not None:
@@ -202,13 +215,19 @@ class Buffers:
             self.steps = None
 
     def begin(self, drawing: Drawing) -> Steps:
-        """Give the device what this drawing has of its own, and queue what runs before its first step."""
+        """Give the device what this drawing has of its own, and queue what runs before its first step.
+
+        Nothing is copied once something is queued: the copy would wait for it.
+        """
         for (name, dtype), value in self.given.items():
             value.update_inplace(np.ascontiguousarray(drawing.conditioning[name], dtype))
         self.controls.give(drawing)
         steps = self._steps(drawing)
-        steps.give(drawing)
-        for part in steps.before:
+        texts = []
+        if self.texts is not None and drawing.texts is not None:
+            self.texts.give(drawing.texts)
+            texts = self.texts.parts
+        for part in (*texts, *steps.give(drawing), *steps.before):
             part.run(self.loop.wait)
         return steps
 
@@ -224,7 +243,7 @@ class Buffers:
                         part.run(wait)
                 self.loop.step_seconds = (time.perf_counter() - started) / count
             else:
-                self._queue(every, stream, count, wait)
+                self._queue(every, stream, count, wait, drawing.progress)
             for part in ends:
                 part.run(wait)
             if stream is not None and drawing.progress:
@@ -236,19 +255,21 @@ class Buffers:
             self.loop.step_seconds = stream.seconds(0, count) / count
         return self._read(drawing, [*ends, last])
 
-    def _queue(self, every: Sequence[Part], stream: Stream, count: int, wait: bool) -> None:
-        """All steps, an event before them and one behind each."""
+    def _queue(self, every: Sequence[Part], stream: Stream, count: int, wait: bool, progress: bool) -> None:
+        """All steps, an event before and behind them and, to show `progress`, one behind each."""
         stream.reserve(count + 1)
         stream.record(0)
         for number in range(count):
             for part in every:
                 part.run(wait)
-            stream.record(number + 1)
+            if progress or number + 1 == count:
+                stream.record(number + 1)
 
     def _steps(self, drawing: Drawing) -> Steps:
         """The buffers for as many steps, draws and inputs as this drawing has."""
-        flags = drawing.guidance is not None, bool(drawing.rescale), drawing.kept is not None
-        key = drawing.schedule.weights.shape, *flags
+        schedule, flags = drawing.schedule, (bool(drawing.rescale), drawing.kept is not None)
+        drawn = int((schedule.drawn != 0).sum(1).max(initial=0))
+        key = schedule.steps.shape, drawn, schedule.draws, bool((schedule.scales != 1).any()), *flags
         if self.steps is None or self.steps[0] != key:
             self._release_steps()  # the old buffers go before the new ones come
             self.steps = key, Steps(self, drawing)
@@ -274,121 +295,12 @@ class Buffers:
 
     def _read(self, drawing: Drawing, ends: list[BoundShapes]) -> np.ndarray:
         """Latents or pictures, once all is done; checked."""
+        if self.texts is not None:
+            self.texts.check()
         check_finite(ends[0].outputs["latents_check"].numpy(), "unet")
         if drawing.decode is None:
             made: np.ndarray = self.values["latents"].numpy()
         else:
             check_finite(ends[-1].outputs["image_check"].numpy(), "vae_decoder")
             made = ends[-1].outputs["image"].numpy()
-        return made.copy()  # on the CPU it is a view of the buffer
-
-
-class Steps:
-    """The buffers and graphs of a schedule: `before` runs once a drawing, then `unet` and `between` in turn."""
-
-    def __init__(self, buffers: Buffers, drawing: Drawing) -> None:
-        loop, self.schedule = buffers.loop, drawing.schedule
-        self.before = [buffers.prompt] if buffers.prompt is not None else []
-        unet = buffers.loop.models["unet"]
-        columns, states = drawing.schedule.weights.shape[::-1]
-        self.rows = drawing.rows
-        self.arrays = self._arrays(drawing)
-        self.values = buffers.values | {name: loop.value(array) for name, array in self.arrays.items()}
-        self.values["history"] = self.values["history_out"] = loop.empty((columns, *drawing.latents.shape), np.float32)
-        self.values["index"] = self.values["index_out"] = loop.value(np.zeros(1, np.int64))
-        self.values["positions"] = loop.value(np.arange(columns))
-        by_step: dict[str, np.dtype] = {}
-        if buffers.prompt is not None:
-            by_step = self._time(buffers, states)
-        what = Between(
-            np.dtype(unet.dtype("sample")),
-            None if buffers.timestep is None else buffers.timestep.dtype,
-            buffers.timestep is not None and not buffers.timestep.ndim,
-            tuple(by_step.items()),
-            controls=tuple(buffers.controls.dtypes),
-            guided=drawing.guidance is not None,
-            rescaled=bool(drawing.guidance is not None and drawing.rescale),
-            draws=drawing.draws is not None,
-            channels=drawing.channels is not None,
-            kept=drawing.kept is not None,
-            split=drawing.side is not None,
-        )
-        self.before.append(loop.graph(device_graphs.between, replace(what, first=True), self.values))
-        if buffers.unet is None:
-            buffers.unet = loop.bind(unet, buffers.values)
-        self.unet = buffers.unet
-        self.noise = self.unet.outputs["out_sample"]
-        self.values["noise"] = self.noise
-        if drawing.side is not None:
-            # Of a split guidance: here the other side puts its predictions.
-            dtype = DTYPES[self.noise.data_type()]
-            self.received = loop.value(np.zeros(self.noise.shape(), dtype))
-            for side in SIDES:
-                self.values[f"{side}_noise"] = self.noise if side == drawing.side else self.received
-        self.between = loop.repeated(device_graphs.between, what, self.values)
-        self.every = [*buffers.controls.every, self.unet, self.between]
-
-    def _arrays(self, drawing: Drawing) -> dict[str, np.ndarray]:
-        """What the graphs read from the host, with one entry more than steps: the input of a step that is not made."""
-        schedule = drawing.schedule
-        timesteps = np.append(schedule.timesteps, schedule.timesteps[-1:])
-        arrays = {
-            "weights": schedule.weights,
-            "scales": np.append(schedule.scales, schedule.scales[-1:]),
-            "timesteps": timesteps,
-            "rows_timesteps": np.repeat(timesteps, self.rows),
-            "start": drawing.latents,
-        }
-        if drawing.guidance is not None:
-            arrays["guidance"] = np.array([drawing.guidance], np.float32)
-            arrays["rescale"] = np.array([drawing.rescale], np.float32)
-        if drawing.draws is not None:
-            arrays["draws"] = drawing.draws
-        for number, control in enumerate(drawing.controls):
-            arrays[f"scales_{number}"] = np.array([*control.scales, 0.0])
-        if drawing.channels is not None:
-            arrays["channels"] = drawing.channels
-        if (kept := drawing.kept) is not None:
-            arrays |= {"picture": kept.picture, "picture_noise": kept.noise, "mask": kept.mask}
-            arrays |= {"kept_picture": kept.picture_factors, "kept_noise": kept.noise_factors}
-        return {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}
-
-    def _time(self, buffers: Buffers, states: int) -> dict[str, np.dtype]:
-        """Run the time graph for all steps at once; the UNet's inputs that change with the step, and their dtypes."""
-        loop, prompt = buffers.loop, buffers.prompt
-        assert prompt is not None
-        model = loop.models["unet_time"]
-        feed = {}
-        conditioning = {name: np.dtype(model.dtype(name)) for name in model.inputs if name != "timestep"}
-        if conditioning:
-            row = loop.value(np.tile(np.arange(self.rows), states))
-            values = {identifier(name): prompt.outputs[name] for name in conditioning} | {"row": row}
-            spread = loop.graph(device_graphs.spread, tuple(conditioning.items()), values)
-            self.before.append(spread)
-            feed = {name: spread.outputs[f"every_{identifier(name)}"] for name in conditioning}
-        dtype = model.dtype("timestep")
-        self.time_input = loop.value(self.arrays["rows_timesteps"].astype(dtype))
-        self.time_dtype = dtype
-        bound = loop.bind(model, {**feed, "timestep": self.time_input})
-        self.before.append(bound)
-        self.values["place"] = loop.value(np.arange(states * self.rows).reshape(states, self.rows))
-        by_step = {}
-        for output in model.session.get_outputs():
-            every = bound.outputs[output.name]
-            by_step[output.name] = np.dtype(DTYPES[output.type])
-            if output.name not in buffers.values:
-                shape = [self.rows, *every.shape()[1:]]
-                buffers.values[output.name] = loop.empty(shape, by_step[output.name])
-            self.values[f"every_{identifier(output.name)}"] = every
-            self.values[identifier(output.name)] = buffers.values[output.name]
-        return by_step
-
-    def give(self, drawing: Drawing) -> None:
-        """Copy to the device what this drawing has of its own; the schedule only when it is another one."""
-        arrays = self._arrays(drawing)
-        for name, array in arrays.items():
-            if name in self.values and not np.array_equal(array, self.arrays[name]):
-                self.values[name].update_inplace(array)
-                if name == "rows_timesteps" and hasattr(self, "time_input"):
-                    self.time_input.update_inplace(array.astype(self.time_dtype))
-        self.arrays = arrays
+        return made.copy() if self.loop.models.device == "cpu" else made  # there it is a view of the buffer

@@ -61,6 +61,7 @@ def create_session(
     held: Mapping[str, ort.OrtValue] | None = None,
     changed: bytes | None = None,
     once: bool = False,
+    sizes: Mapping[str, int] | None = None,
 ) -> ort.InferenceSession:
     """Open `<pipeline folder>/<component>/model.onnx`, or any .onnx file, on a provider.
 
@@ -71,7 +72,8 @@ def create_session(
     for none. `profile`: file-name prefix of ONNX Runtime's profile. `weights`: numbers for initializers of the data
     file, by name, instead of those in the file; of the same shape and type. `held`: the same on the provider's
     device, to be read there whenever it runs (`sd_ort.runtime.held`). `changed`: a graph to open instead of the file's,
-    over the file's data. `once`: it runs a time or two, for which weights are not worth being packed.
+    over the file's data. `once`: it runs a time or two, for which weights are not worth being packed. `sizes`: of open
+    dimensions, by their names, where the graph has them: what depends on them alone is computed once, now.
 
     Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
     installed, not loadable or silently dropped.
@@ -89,6 +91,8 @@ def create_session(
     if once:
         options.add_session_config_entry("session.disable_prepacking", "1")
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    for name, size in (sizes or {}).items():
+        options.add_free_dimension_override_by_name(name, size)
     if weights:
         values = [onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for a in weights.values()]
         options.add_external_initializers(list(weights), values)
@@ -175,14 +179,14 @@ def _session_options(provider: str, threads: int | None, profile: Path | None) -
 
 
 def _hold(options: Any, provider: str, held: Mapping[str, Any]) -> dict[str, Any]:
-    """Have the weights `held` read where they are: no kernel may pack them, no optimizer of a CPU's layout copy them.
-    Returns more arguments of the session."""
+    """Have the weights `held` read where they are: no kernel of a CPU may pack them, no optimizer of its layout copy
+    them. Returns more arguments of the session."""
     for name, value in held.items():
         options.add_initializer(name, value)
-    if not held:
+    if not held or provider != "cpu":
         return {}
     options.add_session_config_entry("session.disable_prepacking", "1")
-    return {"disabled_optimizers": ["NchwcTransformer"]} if provider == "cpu" else {}
+    return {"disabled_optimizers": ["NchwcTransformer"]}
 
 
 def _asked(provider: str, options: Any, chosen: dict[str, str]) -> dict[str, Any]:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import toy
+from PIL import Image
 
-from sd_ort.benchmark import loadgen, mlperf, quality
+from sd_ort.benchmark import loadgen, mlperf, quality, replicas
 from sd_ort.benchmark.loadgen import Load
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.demo import scenes
+from sd_ort.serving.pictures import Model, Picture
+from sd_ort.serving.pictures import Settings as Drawing
+from sd_ort.serving.replica import Opening, Replica
 
 Cli = Callable[..., tuple[int, str, str]]
 SMALL = ("--torch", "none", "--steps", 1, "--height", 64, "--width", 64, "--threads", 1)
@@ -83,6 +92,68 @@ def test_mlperf_of_a_tiny_model(sd_ort: Cli, tiny_export: Path, tmp_path: Path) 
     assert "SingleStream" in (tmp_path / "report.html").read_text()
     logs = tmp_path / "mlperf" / "1"
     assert all((logs / name / "mlperf_log_detail.txt").is_file() for name in (*loadgen.SCENARIOS, "accuracy"))
+
+
+class Here:
+    """Replicas in threads of this process, where `Cluster` has Ray's (which tests/serving starts)."""
+
+    def __init__(self, openings: Sequence[Opening]) -> None:
+        self.replicas = [SimpleNamespace(name=str(place), stop=lambda: None, alive=lambda: True)
+                         for place, _ in enumerate(openings)]  # fmt: skip
+        for each, opening in zip(self.replicas, openings, strict=True):
+            each.start, each.draw = partial(self.start, each, opening), partial(self.draw, each)
+        self.drawing: set[str] = set()
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.replicas.clear()
+
+    async def start(self, each: SimpleNamespace, opening: Opening) -> Model:
+        each.replica = Replica(opening)  # one after another: diffusers cannot be imported twice at once
+        return each.replica.model
+
+    async def draw(self, each: SimpleNamespace, pictures: Sequence[Picture]) -> list[bytes]:
+        self.drawing.add(each.name)
+        return await asyncio.to_thread(each.replica.draw, pictures)
+
+
+def test_mlperf_of_replicas(sd_ort: Cli, tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each image of the accuracy run is that of one pipeline alone, to the byte."""
+    made: list[Here] = []
+    monkeypatch.setattr(replicas, "Cluster", lambda openings: made.append(Here(openings)) or made[0])
+    folder = toy.write(tmp_path / "toy")
+    asked = ("--mlperf", "--replicas", 2, "--queries", 5, "--batch", "1,2", "--accuracy", "--steps", 2, "--guidance", 7)
+    code, table, _ = sd_ort("benchmark", folder, *asked, "--out", tmp_path / "out")
+    assert code == 0, table
+    assert made[0].drawing == {"0", "1"}
+    report = json.loads((tmp_path / "out" / "mlperf.json").read_text())
+    assert report["mlperf"]["replicas"] == 2
+    (row,) = report["engines"]
+    assert [row[name]["queries"] for name in loadgen.SCENARIOS] == [5, 5, 5]
+    assert row["SingleStream"]["mean_batch"] == 1 <= row["Offline"]["mean_batch"] <= 2
+    prompts = mlperf.prompts_for(row["model"], 5, 0)
+    alone = Replica(Opening(folder, {"provider": "cpu", "threads": 1}))
+    logged = json.loads((tmp_path / "out" / "mlperf" / "1" / "accuracy" / "mlperf_log_accuracy.json").read_text())
+    assert sorted(entry["qsl_idx"] for entry in logged) == list(range(5))
+    for entry in logged[:2]:
+        number = entry["qsl_idx"]
+        (file,) = alone.draw([Picture(prompts[number], "", number, Drawing(None, None, 2, 7.0))])
+        assert bytes.fromhex(entry["data"]) == np.asarray(Image.open(io.BytesIO(file))).tobytes()
+
+
+def test_replicas_that_cannot_be(sd_ort: Cli, tmp_path: Path) -> None:
+    folder = toy.write(tmp_path / "toy")
+    for wrong, words in (
+        (("--replicas", 2), "--mlperf drives"),
+        (("--mlperf", "--gpus", 2), "takes no --gpus"),
+        (("--mlperf", "--replicas", 2, "--gpus", 2), "give one"),
+        (("--mlperf", "--replicas", 2, "--torch", "demo"), "not torch eager"),
+    ):
+        code, _, error = sd_ort("benchmark", folder, *wrong, "--out", tmp_path / "out")
+        assert (code in (2, 3), words in error, error.strip().count("\n")) == (True, True, 0), error
+    assert not (tmp_path / "out").exists()
 
 
 def test_official_is_for_sdxl(sd_ort: Cli, tiny_export: Path, tmp_path: Path) -> None:
