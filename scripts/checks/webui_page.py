@@ -21,7 +21,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -34,15 +33,10 @@ import click
 import numpy as np
 import yaml  # type: ignore[import-untyped]
 from comfyui_expected import psnr
+from demo_files import MODEL, save_checkpoint, save_loras
 from findings import report
-from made_loras import MODEL, save_loras
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
-
-from save_single_file import save
-
-from sd_ort.family.checkpoints import open_folder
 from sd_ort.hosts.install import install_folder
 from sd_ort.hosts.installers import CONTENT
 
@@ -62,7 +56,7 @@ def architecture(checkout: Path, clip: Path) -> dict[str, Any]:
     made: dict[str, Any] = yaml.safe_load((checkout / "configs" / "v1-inference.yaml").read_text())
     unet, vae = (json.loads((MODEL / part / "config.json").read_text()) for part in ("unet", "vae"))
     params = made["model"]["params"]
-    params["scale_factor"] = vae["scaling_factor"]
+    params |= {"scale_factor": vae["scaling_factor"], "parameterization": "v"}  # it predicts velocities
     channels = unet["block_out_channels"]
     params["unet_config"]["params"] |= {
         "model_channels": channels[0],
@@ -81,9 +75,7 @@ def prepare(checkout: Path, folder: Path, data: Path) -> None:
     """The WebUI's data folder: extension, checkpoint, LoRAs, folders of ours, and settings of a user."""
     install_folder(data / "extensions" / "sd-ort", CONTENT["webui"]())
     models = data / "models"
-    (models / "Stable-diffusion").mkdir(parents=True)
-    source = open_folder(str(MODEL), MODEL)
-    save({name: source.load(name) for name in source.configs}, models / "Stable-diffusion" / "demo.safetensors")
+    save_checkpoint(models / "Stable-diffusion" / "demo.safetensors")
     shutil.copytree(MODEL / "tokenizer", data / "clip")
     shutil.copy(MODEL / "text_encoder" / "config.json", data / "clip")
     text = yaml.safe_dump(architecture(checkout, data / "clip"))
