@@ -1,4 +1,4 @@
-"""A WebUI (AUTOMATIC1111's or its AMD fork), started whole: pictures of its own UNet and of ours by its API, and its page.
+"""A WebUI (AUTOMATIC1111's or its AMD fork), started whole: pictures of its own UNet and of ours by its API; its page.
 
     python scripts/checks/webui_page.py --webui CHECKOUT --python PYTHON --folder FOLDER [--out X.json] [--page X.png]
 
