@@ -77,8 +77,17 @@ class HostModels(LoraMethods):
         """Names of a component's inputs."""
         return list(self.models[component].inputs)
 
-    def run(
-        self, component: str, *, lent: Tensors | None = None, lend: bool = False, **tensors: torch.Tensor
+    def run(self, component: str, **tensors: torch.Tensor) -> Tensors:
+        """`call` with the inputs by name; the outputs are the caller's own."""
+        return self.call(component, tensors)
+
+    def call(
+        self,
+        component: str,
+        tensors: Mapping[str, torch.Tensor],
+        lent: Mapping[str, torch.Tensor] | None = None,
+        *,
+        lend: bool = False,
     ) -> Tensors:
         """Outputs by name, on `device`, for one tensor an input, of any floating dtype.
 

@@ -88,12 +88,10 @@ def create_session(
     entry = provider_named(provider)
     if graph and entry.graph is None:
         raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
-    options = _session_options(provider, threads, profile)
+    options = _session_options(provider, threads, profile, sizes)
     if once:
         options.add_session_config_entry("session.disable_prepacking", "1")
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    for name, size in (sizes or {}).items():
-        options.add_free_dimension_override_by_name(name, size)
     if weights:
         values = [onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for a in weights.values()]
         options.add_external_initializers(list(weights), values)
@@ -172,8 +170,15 @@ def blaming(path: Path) -> Iterator[None]:
         raise
 
 
-def _session_options(provider: str, threads: int | None, profile: Path | None) -> Any:
+def _session_options(
+    provider: str,
+    threads: int | None = None,
+    profile: Path | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Any:
     options = runtime().SessionOptions()
+    for name, size in (sizes or {}).items():
+        options.add_free_dimension_override_by_name(name, size)
     options.log_severity_level = ERRORS_ONLY
     if provider == "cpu":
         # It would keep one more block from the second step on, of a whole step: 100 MB for SD 1.5 at 256 x 256.
@@ -311,7 +316,7 @@ def open_graph(
     refuses that.
     """
     onnxruntime = runtime()
-    options = _session_options(provider, None, None)
+    options = _session_options(provider)
     kept = _hold(options, provider, held or {})
     asked = _asked(provider, options, _chosen(provider_named(provider), False, capture, provider_options or {}))
     try:
