@@ -30,6 +30,14 @@ def _check_out(out: Path, folders: tuple[Path, ...]) -> None:
             raise OutputError(f"--out {out} lies in the pipeline folder {folder}: choose another folder.")
 
 
+def _check_kind(names: str, ablation: bool, mlperf: bool, profile: bool, replicated: bool) -> None:
+    """Raise InputError for options of two kinds of run."""
+    if ablation and (names or mlperf or profile):
+        raise InputError("--ablation has its own rows: give it without --engines, --mlperf and --profile.")
+    if replicated and not mlperf:
+        raise InputError("--gpus and --replicas are what --mlperf drives: give it, or leave them out.")
+
+
 @click.command()
 @click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
@@ -128,23 +136,22 @@ def command(
       openvino, openvino-bf16  one component on the CPU
     """
     from sd_ort.benchmark import contenders, report, runner, tables
+    from sd_ort.benchmark import mlperf as mlperf_
+    from sd_ort.benchmark import profile as profile_
     from sd_ort.benchmark.engines.contract import Settings
     from sd_ort.commands.generate import default_guidance
     from sd_ort.core.cache import cache_folder
     from sd_ort.runtime.providers import check_provider
 
     provider = options["provider"]
-    if ablation and (names or mlperf or profile):
-        raise InputError("--ablation has its own rows: give it without --engines, --mlperf and --profile.")
+    replicated = bool(gpus or replicas)
+    _check_kind(names, ablation, mlperf, profile, replicated)
     if ablation:
         engines, notes = contenders.ablation(folders[0], provider)
     else:
-        if gpus or replicas:
-            torch_model = torch_model or "none"  # replicas draw with pipeline folders
+        torch_model = torch_model or ("none" if replicated else None)  # replicas draw with pipeline folders
         wanted = contenders.NAMES if names == "all" else tuple(filter(None, names.split(",")))
         engines, notes = contenders.find_engines(folders, torch_model, wanted, provider)
-    if (gpus or replicas) and not mlperf:
-        raise InputError("--gpus and --replicas are what --mlperf drives: give it, or leave them out.")
     _check_out(out, folders)
     check_provider(provider, allow_fallback=options["allow_fallback"])
     settings = Settings(guidance=default_guidance(folders[0]) if guidance is None else guidance, **options)
@@ -153,18 +160,14 @@ def command(
     common: dict[str, Any] = {"notes": [*notes, *remarks], "work": made, "jobs": jobs, "say": say}
     try:
         if mlperf:
-            from sd_ort.benchmark import mlperf as stage
-
-            asked = stage.Options(
-                queries, load, official, accuracy, captions, clip, inception, fid_stats, gpus, replicas
+            more = captions, clip, inception, fid_stats, gpus, replicas
+            result = mlperf_.run(
+                engines, settings, out, mlperf_.Options(queries, load, official, accuracy, *more), **common
             )
-            result = stage.run(engines, settings, out, asked, **common)
-            text = stage.to_table(result)
+            text = mlperf_.to_table(result)
         elif profile:
-            from sd_ort.benchmark import profile as stage_
-
-            result = stage_.run(engines, settings, out, **common)
-            text = stage_.to_table(result)
+            result = profile_.run(engines, settings, out, **common)
+            text = profile_.to_table(result)
         else:
             result = runner.run(engines, settings, out, kind=kind, **common)
             text = tables.to_table(result)
