@@ -138,14 +138,18 @@ def test_hoisting_what_cannot_be(hoisted: Path, tiny_export: Path, tmp_path: Pat
 # --- Schedulers as matrices -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["euler", "ddim", "pndm", "heun", "dpmsolver", "unipc", "deis"])
-def test_linear_schedule(tiny_export: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [("euler", 1), ("ddim", 1), ("pndm", 5), ("heun", 2), ("dpmsolver", 2), ("unipc", 3), ("deis", 2)],
+)
+def test_linear_schedule(tiny_export: Path, name: str, window: int) -> None:
     scheduler = make_scheduler(tiny_export, name)
     config = {key: value for key, value in scheduler.config.items() if not key.startswith("_")}
     scheduler = type(scheduler).from_config({**config, "clip_sample": False})  # DDIM's own default is True
-    scheduler.set_timesteps(7)
+    scheduler.set_timesteps(9)
     initial = float(scheduler.init_noise_sigma)
     schedule = linear_schedule(scheduler, scheduler.timesteps, initial)
+    assert schedule.steps.shape == (len(scheduler.timesteps), window, 2), "it reads more steps than it needs"
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(1, 4, 4, 4, generator=generator)
     history, latents = [latents], latents * initial

@@ -14,7 +14,10 @@ namespace {
 
 constexpr int kWarmUps = 3;
 constexpr int kRuns = 20;
+constexpr int kReplays = 3;
+constexpr double kWindow = 4000;               // microseconds of a replay, about
 constexpr double kHopeless = 2;                // times the best candidate's time: then one run tells enough
+constexpr double kQueueing = 60;               // microseconds that the host may need to queue a launch
 constexpr size_t kCompared = size_t{1} << 22;  // elements of an output, about
 
 const char* message(gpuError_t error) { return error == gpuSuccess ? nullptr : SD_ORT_GPU_NAME(GetErrorString)(error); }
@@ -119,12 +122,13 @@ class Stopwatch {
   }
   Stopwatch(const Stopwatch&) = delete;
   Stopwatch& operator=(const Stopwatch&) = delete;
-  // Microseconds of a launch.
-  const char* time(const GpuOp& op, int candidate, const void* params, void* workspace, double& microseconds) {
+  // Microseconds of what `work` queues.
+  template <class Work>
+  const char* time(const Work& work, double& microseconds) {
     float milliseconds = 0;
     SD_ORT_RETURN_ERROR(made_);
     SD_ORT_RETURN_ERROR(message(SD_ORT_GPU_NAME(EventRecord)(begin_, stream_)));
-    SD_ORT_RETURN_ERROR(op.run(candidate, params, workspace, stream_));
+    SD_ORT_RETURN_ERROR(work());
     SD_ORT_RETURN_ERROR(message(SD_ORT_GPU_NAME(EventRecord)(end_, stream_)));
     SD_ORT_RETURN_ERROR(message(SD_ORT_GPU_NAME(EventSynchronize)(end_)));
     SD_ORT_RETURN_ERROR(message(SD_ORT_GPU_NAME(EventElapsedTime)(&milliseconds, begin_, end_)));
@@ -138,16 +142,73 @@ class Stopwatch {
   const char* made_ = nullptr;
 };
 
-// Median microseconds of kRuns launches, each between two events of its own; of one, when that took kHopeless times as
-// long as `best`. The candidate ran before.
+// A stream of the tuner's own: one that is given may be the default stream, which captures nothing.
+class OwnStream {
+ public:
+  OwnStream() {
+    error_ = message(SD_ORT_GPU_NAME(StreamCreateWithFlags)(&stream_, SD_ORT_GPU_NAME(StreamNonBlocking)));
+  }
+  ~OwnStream() {
+    if (stream_ != nullptr) (void)SD_ORT_GPU_NAME(StreamDestroy)(stream_);
+  }
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+  gpuStream_t get() const { return stream_; }
+  const char* error() const { return error_; }
+
+ private:
+  gpuStream_t stream_ = nullptr;
+  const char* error_ = nullptr;
+};
+
+// `count` launches as a graph. They follow one another as in a captured run: what the host does to queue one, which may
+// be longer than a small kernel, is not timed.
+class Replay {
+ public:
+  template <class Launch>
+  Replay(const Launch& launch, int count, gpuStream_t stream) : stream_(stream) {
+    SD_ORT_GPU_NAME(Graph_t) graph = nullptr;
+    error_ = message(SD_ORT_GPU_NAME(StreamBeginCapture)(stream, SD_ORT_GPU_NAME(StreamCaptureModeRelaxed)));
+    if (error_ != nullptr) return;
+    for (int i = 0; i < count && error_ == nullptr; ++i) error_ = launch();
+    const char* const ended = message(SD_ORT_GPU_NAME(StreamEndCapture)(stream, &graph));
+    if (error_ == nullptr) error_ = ended;
+    if (error_ == nullptr) error_ = message(SD_ORT_GPU_NAME(GraphInstantiateWithFlags)(&graph_, graph, 0));
+    if (graph != nullptr) (void)SD_ORT_GPU_NAME(GraphDestroy)(graph);
+    (void)SD_ORT_GPU_NAME(GetLastError)();
+  }
+  ~Replay() {
+    if (graph_ != nullptr) (void)SD_ORT_GPU_NAME(GraphExecDestroy)(graph_);
+  }
+  Replay(const Replay&) = delete;
+  Replay& operator=(const Replay&) = delete;
+  // Why it cannot be replayed, or null.
+  const char* error() const { return error_; }
+  const char* run() const { return message(SD_ORT_GPU_NAME(GraphLaunch)(graph_, stream_)); }
+
+ private:
+  gpuStream_t stream_;
+  SD_ORT_GPU_NAME(GraphExec_t) graph_ = nullptr;
+  const char* error_ = nullptr;
+};
+
+// Microseconds of a launch: the median of some replays of many, or, of what cannot be captured, of kRuns launches, each
+// between two events of its own. Of one launch, when that took kHopeless times as long as `best`. It ran before.
 const char* measure(const GpuOp& op, int candidate, const void* params, void* workspace, gpuStream_t stream,
                     double best, double& microseconds) {
+  const auto launch = [&] { return op.run(candidate, params, workspace, stream); };
   Stopwatch watch(stream);
-  SD_ORT_RETURN_ERROR(watch.time(op, candidate, params, workspace, microseconds));
-  if (microseconds > kHopeless * best) return nullptr;
-  for (int i = 0; i < kWarmUps; ++i) SD_ORT_RETURN_ERROR(op.run(candidate, params, workspace, stream));
-  std::vector<double> times(kRuns);
-  for (double& time : times) SD_ORT_RETURN_ERROR(watch.time(op, candidate, params, workspace, time));
+  SD_ORT_RETURN_ERROR(watch.time(launch, microseconds));
+  if (microseconds > kHopeless * best + kQueueing) return nullptr;
+  const int count = std::max(1, std::min(kRuns, static_cast<int>(kWindow / std::max(microseconds, 1.0))));
+  const Replay replay(launch, count, stream);
+  const bool captured = replay.error() == nullptr;
+  for (int i = 0; i < (captured ? 1 : kWarmUps); ++i) SD_ORT_RETURN_ERROR(captured ? replay.run() : launch());
+  std::vector<double> times(captured ? kReplays : kRuns);
+  for (double& time : times) {
+    SD_ORT_RETURN_ERROR(watch.time([&] { return captured ? replay.run() : launch(); }, time));
+    if (captured) time /= count;
+  }
   std::sort(times.begin(), times.end());
   microseconds = times[times.size() / 2];
   return nullptr;
@@ -238,11 +299,14 @@ int Tuner::choose(const GpuOp& op, const void* params, void* stream) {
   return op.is_supported(fallback, params) ? fallback : op.is_supported(0, params) ? 0 : -1;
 }
 
-std::string Tuner::tune(const GpuOp& op, const void* params, void* stream_) {
-  const auto stream = static_cast<gpuStream_t>(stream_);
+std::string Tuner::tune(const GpuOp& op, const void* params, void* caller) {
+  const OwnStream own;
+  const gpuStream_t stream = own.get();
   const std::vector<Output> outputs = op.outputs(params);
   Copies wanted;
-  const char* error = run_oracle(op, params, outputs, stream, wanted);
+  const char* error = own.error();
+  if (error == nullptr) error = message(SD_ORT_GPU_NAME(StreamSynchronize)(static_cast<gpuStream_t>(caller)));
+  if (error == nullptr) error = run_oracle(op, params, outputs, stream, wanted);
   if (error != nullptr) return std::string(op.name()) + ": " + op.candidate_name(0) + " fails: " + error;
 
   // The default first: what is hopeless beside it is run once only.

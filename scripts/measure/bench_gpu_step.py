@@ -12,8 +12,9 @@ the machine's clocks meets all of them; a ratio is the median of the rounds' rat
 
 --graph FILE takes a raw export without weights (weightless_graphs.py) instead of exporting again, which takes
 a minute or two; an export in --work is taken again. --variants names sessions to compare, see VARIANTS; --provider adds
-our own execution provider, in the same process; --profile adds each one's time by kernel class. Rows say how long a
-session took to open (`session_s`) and how long the host is busy with a queued call (`host_ms`). The commit is
+our own execution provider, in the same process, and --without PASS that provider without one of its lowerings.
+--profile adds each one's time by kernel class. Rows say how long a session took to open (`session_s`) and how long the
+host is busy with a queued call (`host_ms`). The commit is
 $SD_ORT_COMMIT where there is no git. Without a GPU all runs on the host, our provider on its `host` vendor: to see that
 it works, its times mean nothing.
 """
@@ -207,14 +208,17 @@ def session_engine(
     return Contender(label, lambda: bound.run(wait=False), output, time.perf_counter() - started, session_s)
 
 
-def provider_engine(library: Path, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size) -> Contender:
-    """As `ort_engine`, on our own provider: hoisted, tuned, captured."""
+def provider_engine(
+    library: Path, raw: Path, inputs: Mapping[str, torch.Tensor], shape: torch.Size, without: str = ""
+) -> Contender:
+    """As `ort_engine`, on our own provider: hoisted, tuned, captured; without one of its lowerings."""
     provider = f"plugin:{library}"
-    path = raw.parents[2] / "provider" / raw.parent.name / folder.MODEL
+    path = raw.parents[2] / f"provider{without}" / raw.parent.name / folder.MODEL
     hoisted = path.parent.name == hoist.PARTS["step"]
-    made = optimize_component(raw, path, TARGETS["gpu"], "float16", calibrate=False, hoisted=hoisted)
+    target = replace(TARGETS["gpu"], passes=tuple(each for each in TARGETS["gpu"].passes if each.name != without))
+    made = optimize_component(raw, path, target, "float16", calibrate=False, hoisted=hoisted)
     print(f"  optimized: {made['counts']}", flush=True)
-    name = providers.provider_named(provider).ep
+    name = providers.provider_named(provider).ep + (f" without {without}" if without else "")
     return session_engine(name, provider, path, hoisted, inputs, shape, time.perf_counter(), tuning=True)
 
 
@@ -317,6 +321,7 @@ def main() -> None:
     parser.add_argument("--graph", type=Path, help="raw export without weights")
     parser.add_argument("--variants", default="all", help="numbers of VARIANTS, as 1,2,5")
     parser.add_argument("--provider", action="store_true", help="measure our own provider too, as build-ops made it")
+    parser.add_argument("--without", nargs="*", default=[], metavar="PASS", help="and once without each, as linear_add")
     parser.add_argument("--calls", type=int, default=20, help="calls a round")
     parser.add_argument("--peers", default="compile", help="of eager, compile; empty for none")
     parser.add_argument("--work", type=Path, default=Path("/tmp/sd_ort_step"))
@@ -353,8 +358,9 @@ def main() -> None:
             library = library_path(PROVIDER_LIBRARIES[VENDOR])
             if library is None:
                 raise SystemExit("build our provider first: sd-ort build-ops --cuda sm_90")
-            engines.append(provider_engine(library, raw, inputs, reference.shape))
-            say(f"our provider ready in {engines[-1].ready_s:.1f} s, session in {engines[-1].session_s:.2f} s")
+            for without in ["", *options.without]:
+                engines.append(provider_engine(library, raw, inputs, reference.shape, without))
+                say(f"our provider ready in {engines[-1].ready_s:.1f} s, session in {engines[-1].session_s:.2f} s")
         times = time_rounds(engines, options.calls)
         say("timed")
         rows = []

@@ -93,7 +93,7 @@ def where() -> dict[str, Any]:
 
 
 def device_of(provider: str) -> str:
-    return "cpu" if provider == "cpu" else "cuda"
+    return "cuda" if provider != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def models(preset: str, device: str) -> dict[str, torch.nn.Module]:

@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,22 +24,41 @@ from sd_ort.core.cache import cache_folder, keep, kept
 from sd_ort.core.files import code_hash
 
 KIND = "schedules"
-MOST_BYTES = 1 << 20  # of weights, which have the square of the steps: 500 steps
+MOST_BYTES = 1 << 20  # of a schedule's numbers: those of 500 steps that draw, which have the square of the steps
 REMEMBERED = 32  # schedules; each took up to some hundred milliseconds to find
 
 
 @dataclass(frozen=True)
 class LinearSchedule:
-    """T steps and S draws: `timesteps` (T,), `scales` (T,) of the UNet's input, `weights` (T + 1, 1 + T + S); float32.
-    What they mean is in `family.schedule`.
-
-    `draws`: S, how many times the scheduler draws standard normal numbers of the latents' shape, in that order.
+    """T steps that read the last W latents and predictions, and S draws: `timesteps` (T,), `scales` (T,) of the UNet's
+    input, `steps` (T, W, 2), `drawn` (T, S); float32. What they mean is in `family.schedule`. `initial`: factor of the
+    first latents in `weights`.
     """
 
     timesteps: np.ndarray
     scales: np.ndarray
-    weights: np.ndarray
-    draws: int = 0
+    steps: np.ndarray
+    drawn: np.ndarray
+    initial: float = 1.0
+
+    @property
+    def draws(self) -> int:
+        """S, how many times the scheduler draws standard normal numbers of the latents' shape, in that order."""
+        return self.drawn.shape[1]
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """(T + 1, 1 + T + S), float32: the latents before each step and after the last as sums of the first ones, all
+        predictions and all draws."""
+        count, window = self.steps.shape[:2]
+        made = np.zeros((count + 1, 1 + count + self.draws))
+        made[0, 0] = self.initial
+        for i in range(count):
+            made[i + 1, 1 + count :] = self.drawn[i]
+            for back in range(min(window, i + 1)):
+                made[i + 1] += self.steps[i, back, 0].astype(np.float64) * made[i - back]
+                made[i + 1, 1 + i - back] += self.steps[i, back, 1]
+        return made.astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -74,10 +93,9 @@ def _read(path: Path, changed_ns: int, size: int) -> Plan | None:
         suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile),
         np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file,
     ):
-        told, scales, weights = file["told"], file["scales"], file["weights"]
-        schedule = LinearSchedule(told, scales, weights, int(file["draws"]))
-        count = len(schedule.timesteps)
-        if schedule.weights.shape == (count + 1, count + 1 + schedule.draws) and schedule.scales.shape == (count,):
+        schedule = LinearSchedule(file["told"], file["scales"], file["steps"], file["drawn"])
+        steps, window, kinds = schedule.steps.shape
+        if (kinds, len(schedule.drawn)) == (2, steps) and 1 <= window <= steps and schedule.scales.shape == (steps,):
             return Plan(file["timesteps"], float(file["initial"]), schedule)
     return None  # a damaged file is found again, and replaced
 
@@ -85,12 +103,12 @@ def _read(path: Path, changed_ns: int, size: int) -> Plan | None:
 def remember(config: Mapping[str, Any], steps: int, eta: float, plan: Plan) -> None:
     """Keep a plan for later processes."""
     schedule = plan.schedule
-    if schedule.weights.nbytes > MOST_BYTES:
+    if schedule.steps.nbytes + schedule.drawn.nbytes > MOST_BYTES:
         return
     file = io.BytesIO()
     np.savez(
         file, timesteps=plan.timesteps, initial=np.float64(plan.initial), told=schedule.timesteps,
-        scales=schedule.scales, weights=schedule.weights, draws=np.int64(schedule.draws),
+        scales=schedule.scales, steps=schedule.steps, drawn=schedule.drawn,
     )  # fmt: skip
     keep(_name(config, steps, eta), file.getvalue())
 

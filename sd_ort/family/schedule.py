@@ -1,14 +1,14 @@
-"""Schedulers as numbers: what a scheduler does between two UNet calls, as a matrix.
+"""Schedulers as numbers: what a scheduler does between two UNet calls, as a table.
 
 A scheduler without clipping (Euler, Heun, DDIM, PNDM, DPM-Solver, UniPC, LCM, the ancestral ones, ...) only ever adds
-up what it has: the latents before step i are a weighted sum of the first latents x, the noise predictions so far and
-the random numbers z that it has drawn so far,
+up what it has: the latents after step i are a weighted sum of the latents x and the noise predictions e of this step
+and the few before it, and of the random numbers z that it draws,
 
-    latents_i = weights[i, 0] x + sum_k weights[i, 1 + k] noise_k + sum_s weights[i, 1 + T + s] z_s
-                                                                        (weights[i, 1 + k] = 0 for k >= i)
+    x_(i+1) = sum_j (steps[i, j, 0] x_(i-j) + steps[i, j, 1] e_(i-j)) + sum_s drawn[i, s] z_s         0 <= j < W
 
-The weights are found by running the scheduler on unit vectors, so no formula of any scheduler is repeated here. With
-them a graph of three operators takes the place of the scheduler, on the device or inside a model.
+W is 1 for Euler and DDIM, 2 for DPM-Solver++ (2M) and Heun, 3 for UniPC, 5 for PNDM. The numbers are found by running
+the scheduler on unit vectors, each step's latents independent of what came before, so no formula of any scheduler is
+repeated here. With them a graph of few operators takes the place of the scheduler, on the device or inside a model.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import inspect
 import json
 import threading
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from torch.overrides import TorchFunctionMode
 
 from sd_ort.core.errors import InputError
 from sd_ort.family.plans import REMEMBERED, LinearSchedule
+
+LONG = 6  # steps that a window has at most, of all schedulers but a few
 
 _remembered: OrderedDict[Any, LinearSchedule] = OrderedDict()
 _lock = threading.Lock()
@@ -67,17 +70,54 @@ def _find(scheduler: Any, timesteps: torch.Tensor, initial: float, eta: float) -
     """The schedule, from three runs: one that counts the draws, on unit vectors, and on numbers to check the result."""
     count = len(timesteps)
     with torch.random.fork_rng(devices=[]):  # what draws otherwise must not use up the caller's numbers
-        _, _, draws = _run(scheduler, timesteps, torch.zeros(count + 1, 1, 1, 1, 1), initial, eta)
-        columns = count + 1 + draws
-        unit = torch.eye(columns).reshape(columns, 1, columns, 1, 1)
-        numbers = 3 * torch.randn(columns, 1, 8, 1, 1, generator=torch.Generator().manual_seed(0))
-        states, scales, _ = _run(scheduler, timesteps, unit, initial, eta)
-        tried, _, _ = _run(scheduler, timesteps, numbers, initial, eta)
-    weights = states.reshape(count + 1, columns)
-    expected = (weights @ numbers.reshape(columns, -1)).reshape(tried.shape)
+        nothing = torch.zeros(count, 1, 1, 1, 1)
+        _, _, draws = _run(scheduler, timesteps, nothing[:1], nothing, nothing[:0], eta)
+        unit = torch.eye(2 * count + draws).reshape(-1, 1, 2 * count + draws, 1, 1)
+        after, scales, _ = _run(scheduler, timesteps, *unit.split([count, count, draws]), eta)
+        numbers = 3 * torch.randn(1 + count + draws, 1, 8, 1, 1, generator=torch.Generator().manual_seed(0))
+        first, predictions, drawn = numbers.split([1, count, draws])
+        tried, _, _ = _run(scheduler, timesteps, first * initial, predictions, drawn, eta)
+    table, random = after.reshape(count, -1).split([2 * count, draws], 1)
+    steps = _window(table.reshape(count, 2, count).numpy())
+    schedule = LinearSchedule(timesteps.float().numpy(), scales.numpy(), steps, random.numpy(), initial)
+    expected = torch.from_numpy(schedule.weights[1:] @ numbers.reshape(len(numbers), -1).numpy()).reshape(tried.shape)
     if not torch.allclose(tried, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
         raise _not_linear(scheduler)
-    return LinearSchedule(timesteps.float().numpy(), scales.numpy(), weights.numpy(), draws)
+    return _shorter(schedule) if steps.shape[1] > LONG and not draws else schedule
+
+
+def _window(table: np.ndarray) -> np.ndarray:
+    """Factors (T, 2, T) of the latents and the predictions of each step, after each step -> those of this and the few
+    before it that any step reads, (T, W, 2), the last one first."""
+    count = len(table)
+    read = [(i, i - j) for i in range(count) for j in range(i + 1) if table[i, :, j].any()]
+    made = np.zeros((count, 1 + max(back for _, back in read), 2), np.float32)
+    for i, back in read:
+        made[i, back] = table[i, :, i - back]
+    return made
+
+
+def _shorter(schedule: LinearSchedule) -> LinearSchedule:
+    """The same with a window of few steps, where there is one.
+
+    UniPC corrects latents that it keeps to itself, and so reads, step by step, all that ever was. But what it gives
+    has seen these latents too: of few steps there is one sum that gives the same.
+    """
+    weights = schedule.weights.astype(np.float64)
+    count = len(schedule.steps)
+    for window in range(2, LONG + 1):
+        steps = np.zeros((count, window, 2), np.float32)
+        for i in range(count):
+            back = np.arange(min(window, i + 1))
+            own = 1 + i - back  # the columns of these steps' predictions, of which any sum can be had
+            others = np.delete(np.arange(weights.shape[1]), own)
+            before, after = weights[i - back], weights[i + 1]
+            steps[i, back, 0] = np.linalg.lstsq(before[:, others].T, after[others], rcond=1e-5)[0]
+            steps[i, back, 1] = after[own] - steps[i, back, 0] @ before[:, own]
+        short = replace(schedule, steps=steps)
+        if np.abs(short.weights - weights).max() < 1e-5 * np.abs(weights).max():
+            return short
+    return schedule
 
 
 class _Draws(TorchFunctionMode):
@@ -95,18 +135,23 @@ class _Draws(TorchFunctionMode):
 
 
 def _run(
-    scheduler: Any, timesteps: torch.Tensor, sources: torch.Tensor, initial: float, eta: float
+    scheduler: Any,
+    timesteps: torch.Tensor,
+    latents: torch.Tensor,
+    predictions: torch.Tensor,
+    drawn: torch.Tensor,
+    eta: float,
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Latents before each step and after the last, the input scales and the number of draws, with `sources`
-    (1 + T + S, 1, C, 1, 1) as the first latents, the noise predictions and what is drawn."""
+    """Latents after each step, the input scales and the number of draws, with `predictions` (T, 1, C, 1, 1) and what is
+    `drawn` (S, 1, C, 1, 1). `latents` (1 or T, 1, C, 1, 1): before the first step, or before each, whatever the last
+    one gave."""  # fmt: skip
     probe = copy.deepcopy(scheduler)
     options = {"eta": eta} if "eta" in inspect.signature(probe.step).parameters else {}
-    latents = sources[0] * initial
-    states, scales = [latents], []
-    with _Draws(sources[1 + len(timesteps) :]) as drawn:
+    after, scales = [], []
+    with _Draws(drawn) as draws:
         for index, timestep in enumerate(timesteps):
             one = torch.ones(1, 1, 1, 1)
             scales.append(torch.as_tensor(probe.scale_model_input(one, timestep)).reshape(()).float())
-            latents = probe.step(sources[index + 1], timestep, latents, **options).prev_sample.float()
-            states.append(latents)
-    return torch.stack(states), torch.stack(scales), drawn.count
+            before = latents[index] if index < len(latents) else after[-1]
+            after.append(probe.step(predictions[index], timestep, before, **options).prev_sample.float())
+    return torch.stack(after), torch.stack(scales), draws.count

@@ -1,13 +1,13 @@
 """The small graphs that run on the device between components, so that nothing goes through the host.
 
     spread     rows of one prompt -> rows of all steps, for the time graph of a hoisted UNet
-    between    between two UNet calls: guidance, the scheduler (a matrix, see `family.schedule`), the next input
+    between    between two UNet calls: guidance, the scheduler (a table, see `family.schedule`), the next input
     finish     the last latents -> what the VAE decoder takes
     picture    what the VAE decoder gives -> bytes
 
-`between` may write its `history` and `index` over those it reads: each is read by one node alone, element by element.
-Sums over history are elementwise products and a ReduceSum, not a MatMul, which GPUs compute in TF32. A prediction takes
-its place as in a merged model (`sampling_step.TAKE_PLACE`).
+`between` may write `latents`, `history` and `index` over those it reads: each is read by one node alone, `history`
+element by element. It is as few kernels as can be, for on a GPU the gaps between them take longer than they do. Sums
+are elementwise products and a ReduceSum, not a MatMul, which GPUs compute in TF32.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-
-from sd_ort.graphs import sampling_step
 
 OPSET = 18
 SIDES = ("negative", "positive")  # of classifier-free guidance, in the order of their rows
@@ -71,11 +69,11 @@ class Between:
 
     `sample`: dtype of the UNet's input and output. `timestep`: dtype of its input of that name, None where a hoisted
     UNet has none; `scalar`: it has no axis. `by_step`: dtypes of other inputs that change with the step. `first`:
-    before the first step, with nothing predicted yet. `guided`: classifier-free guidance of 2B rows. `rescaled`: it
-    keeps some of the positive prediction's deviation (Lin et al., 2023, section 3.4). `draws`: whether the schedule has
-    random numbers. `channels`: whether constant channels go behind the latents'. `kept`: whether a mask keeps a
-    picture. `controls`: of each ControlNet the dtype of its scale. `split`: the two sides of guidance are predicted
-    apart.
+    before the first step, with nothing predicted yet. `window`: steps whose latents and predictions are read. `scaled`:
+    whether a step's input is scaled. `guided`: classifier-free guidance of 2B rows. `rescaled`: it keeps some of the
+    positive prediction's deviation (Lin et al., 2023, section 3.4). `draws`: random numbers of a step. `channels`:
+    whether constant channels go behind the latents'. `kept`: whether a mask keeps a picture. `controls`: of each
+    ControlNet the dtype of its scale. `split`: the two sides of guidance are predicted apart.
     """
 
     sample: np.dtype
@@ -83,72 +81,67 @@ class Between:
     scalar: bool = False
     by_step: tuple[tuple[str, np.dtype], ...] = ()
     first: bool = False
+    window: int = 1
+    scaled: bool = True
     guided: bool = True
     rescaled: bool = False
-    draws: bool = False
+    draws: int = 0
     channels: bool = False
     kept: bool = False
     controls: tuple[np.dtype, ...] = ()
     split: bool = False
 
+    @property
+    def kinds(self) -> int:
+        """K, of what a step sums up: its latents, and its prediction, or the negative and the positive one, whose
+        factors hold the guidance."""
+        return 3 if self.guided and not self.rescaled else 2
+
 
 def between(what: Between) -> bytes:
     """The graph between two UNet calls.
 
-    Inputs, B images of (C, h, w) latents, T steps, S draws, float32 where no other type is named:
-        history (1 + T + S, B, C, h, w): first latents, predictions, draws;  index (1,) int64: steps made
-        weights (T + 1, 1 + T + S);  scales, timesteps (T + 1,);  place (T + 1, rows) int64, every_<name> (.., ...)
-        before the first step: start (B, C, h, w), draws (S, B, C, h, w); else noise (rows, C, h, w) in the UNet's type
-        (with `split` negative_noise and positive_noise of B rows each), positions (1 + T + S,) int64: 0, 1, ...,
-        guidance (1,), with `rescaled` rescale (1,), and with `kept` picture, picture_noise (B, C, h, w),
-        mask (B, 1, h, w), kept_picture and kept_noise (T + 1,): outside the mask the latents of step i are
+    Inputs, B images of (C, h, w) latents, T steps, K kinds, W steps of a window, D draws of a step and S of all of
+    them, float32 where no other type is named:
+        index (1,) int64: steps made;  scales, timesteps (T + 1,);  place (T + 1, rows) int64, every_<name> (.., ...)
+        with W > 1: history (W, K, B, C, h, w): of step i at place i modulo W
+        before the first step: start (B, C, h, w); else
+        last_latents (B, C, h, w), noise (rows, C, h, w) in the UNet's type (with `split` negative_noise and
+        positive_noise of B rows each);  weights (T + 1, W K), all factors of the latents after so many steps, and
+        with W > 1 slots (T + 1, W) bool, the place of that step;  with D > 0 draws (S, B, C, h, w), drawn (T + 1, D)
+        int64 and drawn_weights (T + 1, D), which with W = 1 are the last columns of `weights`
+        with `rescaled` guidance, rescale (1,);  with `kept` picture, picture_noise (B, C, h, w), mask (B, 1, h, w),
+        kept_picture and kept_noise (T + 1,): outside the mask the latents of step i are
         kept_picture[i] picture + kept_noise[i] noise
         with `channels`: channels (B, C', h, w); for each of `controls` scales_<i> (T + 1,)
-    Outputs: history_out, index_out, latents (B, C, h, w), sample (rows, C + C', h, w), timestep (1,) or (), each
-        <name>, conditioning_scale_<i> (1,).
+    Outputs: index_out, latents (B, C, h, w), sample (rows, C + C', h, w), timestep (1,) or (), each <name>,
+        conditioning_scale_<i> (1,), with W > 1 history_out.
     """
-    inputs = ["float[n,b,c,h,w] history", "int64[1] index", "float[t1,n] weights", "float[t1] scales"]
-    outputs = ["float[n,b,c,h,w] history_out", "int64[1] index_out", "float[b,c,h,w] latents"]
-    front = [
-        "front = Constant <value_ints = [0]> ()",
-        "one = Constant <value_ints = [1]> ()",
-    ]
-    lines = front + (_start(what, inputs) if what.first else _record(what, inputs))
-    lines += [
-        "row = Gather <axis = 0> (weights, index_out)",
-        "weights_shape = Constant <value_ints = [-1, 1, 1, 1, 1]> ()",
-        "weights_column = Reshape (row, weights_shape)",
-        "parts = Mul (history_out, weights_column)",
-    ]
-    if what.kept and not what.first:
-        inputs += ["float[b,c,h,w] picture", "float[b,c,h,w] picture_noise", "float[b,1,h,w] mask"]
-        inputs += ["float[t1] kept_picture", "float[t1] kept_noise"]
-        lines += [
-            "drawn = ReduceSum <keepdims = 0> (parts, front)",
-            "picture_factor = Gather <axis = 0> (kept_picture, index_out)",
-            "noise_factor = Gather <axis = 0> (kept_noise, index_out)",
-            "picture_part = Mul (picture, picture_factor)",
-            "noise_part = Mul (picture_noise, noise_factor)",
-            "kept = Add (picture_part, noise_part)",
-            "whole = Constant <value = float[1] {1.0}> ()",
-            "outside = Sub (whole, mask)",
-            "kept_part = Mul (outside, kept)",
-            "drawn_part = Mul (mask, drawn)",
-            "latents = Add (kept_part, drawn_part)",
-        ]
-    else:
-        lines.append("latents = ReduceSum <keepdims = 0> (parts, front)")
-    lines += ["scale = Gather <axis = 0> (scales, index_out)", "scaled = Mul (latents, scale)"]
-    rows = "scaled"
+    inputs, outputs = ["int64[1] index"], ["int64[1] index_out", "float[b,c,h,w] latents"]
+    lines = ["front = Constant <value_ints = [0]> ()", "one = Constant <value_ints = [1]> ()"]
+    if what.window > 1:
+        inputs.append("float[window,kinds,b,c,h,w] history")
+        outputs.append("float[window,kinds,b,c,h,w] history_out")
+    lines += _start(what, inputs) if what.first else _step(what, inputs)
+    rows = "latents"
+    if what.scaled:
+        inputs.append("float[t1] scales")
+        lines += ["scale = Gather <axis = 0> (scales, index_out)", "scaled = Mul (latents, scale)"]
+        rows = "scaled"
     if what.channels:
         inputs.append("float[b,k,h,w] channels")
-        lines.append("wide = Concat <axis = 1> (scaled, channels)")
+        lines.append(f"wide = Concat <axis = 1> ({rows}, channels)")
         rows = "wide"
-    if what.guided and not what.split:
-        lines.append(f"twice = Concat <axis = 0> ({rows}, {rows})")
-        rows = "twice"
-    lines.append(f"sample = {_cast(what.sample)} ({rows})")
+    twice = what.guided and not what.split
     outputs.append(f"{_type(what.sample)}[] sample")
+    lines.append(f"{'half' if twice else 'sample'} = {_cast(what.sample)} ({rows})")
+    lines += ["sample = Concat <axis = 0> (half, half)"] if twice else []
+    _time(what, inputs, outputs, lines)
+    return _model(inputs, outputs, lines)
+
+
+def _time(what: Between, inputs: list[str], outputs: list[str], lines: list[str]) -> None:
+    """What else the next step reads: the timestep, rows of time embeddings, scales of ControlNets."""
     if what.timestep is not None:
         inputs.append("float[t1] timesteps")
         outputs.append(f"{_type(what.timestep)}[] timestep")
@@ -167,57 +160,123 @@ def between(what: Between) -> bytes:
         inputs.append(f"{_type(dtype)}[] every_{identifier(name)}")
         outputs.append(f"{_type(dtype)}[] {identifier(name)}")
         lines.append(f"{identifier(name)} = Gather <axis = 0> (every_{identifier(name)}, places)")
-    return _model(inputs, outputs, lines)
 
 
 def _start(what: Between, inputs: list[str]) -> list[str]:
-    """history_out and index_out before the first step: the first latents, zeros for the predictions, the draws."""
+    """latents, index_out and history_out, zeros, before the first step."""
     inputs.append("float[b,c,h,w] start")
-    parts = "first, later"
-    if what.draws:
-        inputs.append("float[s,b,c,h,w] draws")
-        parts += ", draws"
-    return [
-        "states = Shape <start = 0, end = 1> (weights)",
-        "steps = Sub (states, one)",
-        "image = Shape (start)",
-        "shape = Concat <axis = 0> (steps, image)",
-        "later = ConstantOfShape (shape)",
-        "first = Unsqueeze (start, front)",
-        f"history_out = Concat <axis = 0> ({parts})",
-        "index_out = Sub (index, index)",
+    lines = ["latents = Identity (start)", "index_out = Sub (index, index)"]
+    if what.window > 1:
+        lines += ["shape = Shape (history)", "history_out = ConstantOfShape (shape)"]
+    return lines
+
+
+def _step(what: Between, inputs: list[str]) -> list[str]:
+    """latents, index_out and history_out after a step: what was read and predicted takes its place, and all that the
+    scheduler knows is summed up."""
+    inputs += ["float[b,c,h,w] last_latents", "float[t1,n] weights"]
+    lines = [
+        "index_out = Add (index, one)",
+        "before = Unsqueeze (last_latents, front)",
+        *_prediction(what, inputs),
+        "row = Gather <axis = 0> (weights, index_out)",
+        "each = Constant <value_ints = [-1, 1, 1, 1, 1]> ()",
     ]
-
-
-def _record(what: Between, inputs: list[str]) -> list[str]:
-    """history_out and index_out after a step: its prediction, guided, takes its place."""
-    noise = [f"{side}_noise" for side in SIDES] if what.split else ["noise"]
-    inputs += ["int64[n] positions", *(f"{_type(what.sample)}[rows,c,h,w] {name}" for name in noise)]
-    if what.split:
-        lines = [f"{side} = Cast <to = 1> ({name})" for side, name in zip(SIDES, noise, strict=True)]
-    elif what.guided:
-        lines = [
-            "wide_noise = Cast <to = 1> (noise)",
-            "negative, positive = Split <axis = 0, num_outputs = 2> (wide_noise)",
+    if what.draws:
+        inputs += ["float[s,b,c,h,w] draws", "int64[t1,d] drawn"]
+        lines += [
+            "which = Gather <axis = 0> (drawn, index_out)",
+            "only_which = Squeeze (which, front)",
+            "random = Gather <axis = 0> (draws, only_which)",
+        ]
+    now = ["before", "prediction", *(["random"] if what.draws and what.window == 1 else [])]
+    lines.append(f"now = Concat <axis = 0> ({', '.join(now)})")
+    summed = "summed" if what.kept else "latents"
+    if what.window == 1:
+        lines += [
+            "weights_column = Reshape (row, each)",
+            "parts = Mul (now, weights_column)",
+            f"{summed} = ReduceSum <keepdims = 0> (parts, front)",
         ]
     else:
-        lines = ["prediction = Cast <to = 1> (noise)"]
-    if what.guided:
-        inputs.append("float[1] guidance")
+        lines += _window(what, inputs, summed)
+    return [*lines, *(_kept(inputs) if what.kept else [])]
+
+
+def _window(what: Between, inputs: list[str], summed: str) -> list[str]:
+    """history_out, and the sum over the steps of the window and the draws."""
+    inputs.append("bool[t1,window] slots")
+    known = "known" if what.draws else summed
+    lines = [
+        "slot = Gather <axis = 0> (slots, index_out)",
+        "slot_shape = Constant <value_ints = [-1, 1, 1, 1, 1, 1]> ()",
+        "its_slot = Reshape (slot, slot_shape)",
+        "history_out = Where (its_slot, now, history)",
+        f"table_shape = Constant <value_ints = [{what.window}, {what.kinds}, 1, 1, 1, 1]> ()",
+        "table = Reshape (row, table_shape)",
+        "parts = Mul (history_out, table)",
+        "steps_and_kinds = Constant <value_ints = [0, 1]> ()",
+        f"{known} = ReduceSum <keepdims = 0> (parts, steps_and_kinds)",
+    ]
+    if what.draws:
+        inputs.append("float[t1,d] drawn_weights")
+        lines += [
+            "drawn_row = Gather <axis = 0> (drawn_weights, index_out)",
+            "drawn_column = Reshape (drawn_row, each)",
+            "drawn_parts = Mul (random, drawn_column)",
+            "drawn_sum = ReduceSum <keepdims = 0> (drawn_parts, front)",
+            f"{summed} = Add (known, drawn_sum)",
+        ]
+    return lines
+
+
+def _prediction(what: Between, inputs: list[str]) -> list[str]:
+    """prediction (K - 1, B, C, h, w), float32."""
+    noise = [f"{side}_noise" for side in SIDES] if what.split else ["noise"]
+    inputs += [f"{_type(what.sample)}[rows,c,h,w] {name}" for name in noise]
+    if what.split:
+        lines = [f"{side}_side = Cast <to = 1> ({name})" for side, name in zip(SIDES, noise, strict=True)]
+        lines += [f"{side} = Unsqueeze ({side}_side, front)" for side in SIDES]
+        lines += ["prediction = Concat <axis = 0> (negative, positive)"] if not what.rescaled else []
+    else:
+        lines = ["wide_noise = Cast <to = 1> (noise)"]
+        lines.append(f"{'rows' if what.guided else 'prediction'} = Unsqueeze (wide_noise, front)")
+        if what.guided:
+            sides = "sides" if what.rescaled else "prediction"
+            lines += ["apart = Constant <value_ints = [2, -1, 0, 0, 0]> ()", f"{sides} = Reshape (rows, apart)"]
+            lines += ["negative, positive = Split <axis = 0, num_outputs = 2> (sides)"] if what.rescaled else []
+    if what.rescaled:
+        inputs += ["float[1] guidance", "float[1] rescale"]
         lines += [
             "difference = Sub (positive, negative)",
             "push = Mul (guidance, difference)",
-            f"{'guided' if what.rescaled else 'prediction'} = Add (negative, push)",
+            "guided = Add (negative, push)",
+            *_rescale(),
         ]
-    if what.rescaled:
-        inputs.append("float[1] rescale")
-        lines += _rescale()
-    return [*lines, *sampling_step.TAKE_PLACE]
+    return lines
+
+
+def _kept(inputs: list[str]) -> list[str]:
+    """latents: those summed up inside the mask, the noisy picture outside."""
+    inputs += ["float[b,c,h,w] picture", "float[b,c,h,w] picture_noise", "float[b,1,h,w] mask"]
+    inputs += ["float[t1] kept_picture", "float[t1] kept_noise"]
+    return [
+        "picture_factor = Gather <axis = 0> (kept_picture, index_out)",
+        "noise_factor = Gather <axis = 0> (kept_noise, index_out)",
+        "picture_part = Mul (picture, picture_factor)",
+        "noise_part = Mul (picture_noise, noise_factor)",
+        "kept = Add (picture_part, noise_part)",
+        "whole = Constant <value = float[1] {1.0}> ()",
+        "outside = Sub (whole, mask)",
+        "kept_part = Mul (outside, kept)",
+        "summed_part = Mul (mask, summed)",
+        "latents = Add (kept_part, summed_part)",
+    ]
 
 
 def _rescale() -> list[str]:
-    """prediction: `guided` with some of the deviation of `positive`, image by image."""
-    lines = ["axes = Constant <value_ints = [1, 2, 3]> ()"]
+    """prediction: `guided` (1, B, C, h, w) with some of the deviation of `positive`, image by image."""
+    lines = ["axes = Constant <value_ints = [2, 3, 4]> ()"]
     for name in ("positive", "guided"):
         lines += [
             f"{name}_mean = ReduceMean ({name}, axes)",

@@ -1,4 +1,4 @@
-"""Guidance and a linear scheduler (see `family.schedule`) as ONNX graphs, to run on the device or inside a model.
+"""Guidance and a linear scheduler (see `family.schedule`) as ONNX graphs inside a model.
 
 They share one tensor, `history` (T + 1, B, C, h, w) float32: the first latents, then the noise prediction of each step.
     FIRST    latents -> history with zeros where predictions will be
@@ -56,17 +56,7 @@ GUIDE = """(float[rows, c, h, w] noise, float[1] guidance) => (float[b, c, h, w]
     guided = Add (negative, step)
 }"""
 # A prediction takes its place by Where: ONNX Runtime's ScatterND writes it with a single thread, 0.6 ms on an H200.
-# `device_graphs` has the same lines between two steps. `positions` are 0, 1, ..., `front` and `one` constants.
-TAKE_PLACE = [
-    "update = Unsqueeze (prediction, front)",
-    "index_out = Add (index, one)",
-    "found = Equal (positions, index_out)",
-    "column = Constant <value_ints = [-1, 1, 1, 1, 1]> ()",
-    "its_place = Reshape (found, column)",
-    "history_out = Where (its_place, update, history)",
-]
-RECORD = (
-    """(float[b, c, h, w] prediction, float[t1, b, c, h, w] history, int64[1] index)
+RECORD = """(float[b, c, h, w] prediction, float[t1, b, c, h, w] history, int64[1] index)
         => (float[t1, b, c, h, w] history_out, int64[1] index_out) {
     front = Constant <value_ints = [0]> ()
     one = Constant <value_ints = [1]> ()
@@ -75,10 +65,13 @@ RECORD = (
     count = Shape <start = 0, end = 1> (history)
     end = Squeeze (count, front)
     positions = Range (begin, end, step)
-    """
-    + "\n    ".join(TAKE_PLACE)
-    + "\n}"
-)
+    update = Unsqueeze (prediction, front)
+    index_out = Add (index, one)
+    found = Equal (positions, index_out)
+    column = Constant <value_ints = [-1, 1, 1, 1, 1]> ()
+    its_place = Reshape (found, column)
+    history_out = Where (its_place, update, history)
+}"""
 
 
 def graph(text: str, opset: int) -> ir.Model:

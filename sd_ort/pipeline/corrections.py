@@ -32,6 +32,7 @@ from sd_ort.graphs.load import load
 from sd_ort.pipeline.adapters import LowRank
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.held import HeldWeights, host_value
+from sd_ort.runtime.providers import is_plugin
 from sd_ort.runtime.session import open_graph
 
 Change = LowRank | np.ndarray  # of a tensor in torch's layout, float32
@@ -41,6 +42,8 @@ Changes = Mapping[str, Change]  # by the tensor's name in the checkpoint
 # folded into other constants while a session is opened, such as what is cast.
 READ_AS_THEY_ARE = frozenset({"MatMul", "Gemm", "Conv"})
 OPERATORS = frozenset({DOMAIN, "com.microsoft"})
+# ONNX Runtime's own GPU providers transpose filters of these when a session is opened, and read them wrong otherwise.
+TRANSPOSED = frozenset({"NhwcConv"})
 
 
 class Corrections:
@@ -92,7 +95,8 @@ class Corrections:
                 for part in self.parts[component]:
                     left: Iterable[str] = self._touched(component, part, given)
                     if left and models.in_place and part not in models.held:
-                        models.hold(part, {n: _numbers(v) for n, v in self._weights(part).items() if _readable(v)})
+                        values = self._weights(part).items()
+                        models.hold(part, {n: _numbers(v) for n, v in values if readable(v, models.provider)})
                         closed = True
                     if part in models.held:
                         self._write(models, component, part, given)
@@ -209,11 +213,13 @@ def _numbers(weight: ir.Value) -> np.ndarray:
     return numbers
 
 
-def _readable(weight: ir.Value) -> bool:
-    """Whether a weight may lie in memory of ours: a matrix or filters that kernels read as they are."""
+def readable(weight: ir.Value, provider: str) -> bool:
+    """Whether a weight may lie in memory of ours: a matrix or filters that the provider's kernels read as they are."""
     shape, readers = weight.const_value.shape, weight.uses()  # type: ignore[union-attr]
+    packed = frozenset() if provider == "cpu" or is_plugin(provider) else TRANSPOSED
     as_it_is = all(
-        node.domain in OPERATORS or (node.domain in ("", "ai.onnx") and node.op_type in READ_AS_THEY_ARE)
+        (node.domain in OPERATORS and node.op_type not in packed)
+        or (node.domain in ("", "ai.onnx") and node.op_type in READ_AS_THEY_ARE)
         for node, _ in readers
     )
     return len(shape) >= 2 and bool(readers) and as_it_is and weight.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16)

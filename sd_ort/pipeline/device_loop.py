@@ -1,7 +1,7 @@
 """Drawing on the device: from the prompt's embeddings to the bytes of the picture nothing is copied to the host.
 
 All components read and write buffers with fixed addresses, each the next one's input, and all sessions share one
-stream. Guidance, the scheduler (a matrix, see `family.schedule`) and the next step's input are one small ONNX graph
+stream. Guidance, the scheduler (a table, see `family.schedule`) and the next step's input are one small ONNX graph
 between two UNet calls (`graphs.device_graphs`); the step's number lies on the device too. So a step is two calls
 without arguments, the UNet's mostly the replay of a captured graph, all steps are queued at once, and the host waits
 for the picture alone.
@@ -14,7 +14,6 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +21,8 @@ import numpy as np
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.progress import step_bar
 from sd_ort.graphs import device_graphs
-from sd_ort.graphs.device_graphs import SIDES, Between, identifier
 from sd_ort.pipeline.device_control import ControlNets
+from sd_ort.pipeline.device_steps import Steps
 from sd_ort.pipeline.drawing import Arrays, Drawing, Part, check_finite
 from sd_ort.runtime.captured import UNCAPTURED, BoundShapes, GraphModel, place
 from sd_ort.runtime.chained import ChainedModel, is_captured
@@ -247,8 +246,9 @@ class Buffers:
 
     def _steps(self, drawing: Drawing) -> Steps:
         """The buffers for as many steps, draws and inputs as this drawing has."""
-        flags = drawing.guidance is not None, bool(drawing.rescale), drawing.kept is not None
-        key = drawing.schedule.weights.shape, *flags
+        schedule, flags = drawing.schedule, (bool(drawing.rescale), drawing.kept is not None)
+        drawn = int((schedule.drawn != 0).sum(1).max(initial=0))
+        key = schedule.steps.shape, drawn, schedule.draws, bool((schedule.scales != 1).any()), *flags
         if self.steps is None or self.steps[0] != key:
             self._release_steps()  # the old buffers go before the new ones come
             self.steps = key, Steps(self, drawing)
@@ -281,114 +281,3 @@ class Buffers:
             check_finite(ends[-1].outputs["image_check"].numpy(), "vae_decoder")
             made = ends[-1].outputs["image"].numpy()
         return made.copy()  # on the CPU it is a view of the buffer
-
-
-class Steps:
-    """The buffers and graphs of a schedule: `before` runs once a drawing, then `unet` and `between` in turn."""
-
-    def __init__(self, buffers: Buffers, drawing: Drawing) -> None:
-        loop, self.schedule = buffers.loop, drawing.schedule
-        self.before = [buffers.prompt] if buffers.prompt is not None else []
-        unet = buffers.loop.models["unet"]
-        columns, states = drawing.schedule.weights.shape[::-1]
-        self.rows = drawing.rows
-        self.arrays = self._arrays(drawing)
-        self.values = buffers.values | {name: loop.value(array) for name, array in self.arrays.items()}
-        self.values["history"] = self.values["history_out"] = loop.empty((columns, *drawing.latents.shape), np.float32)
-        self.values["index"] = self.values["index_out"] = loop.value(np.zeros(1, np.int64))
-        self.values["positions"] = loop.value(np.arange(columns))
-        by_step: dict[str, np.dtype] = {}
-        if buffers.prompt is not None:
-            by_step = self._time(buffers, states)
-        what = Between(
-            np.dtype(unet.dtype("sample")),
-            None if buffers.timestep is None else buffers.timestep.dtype,
-            buffers.timestep is not None and not buffers.timestep.ndim,
-            tuple(by_step.items()),
-            controls=tuple(buffers.controls.dtypes),
-            guided=drawing.guidance is not None,
-            rescaled=bool(drawing.guidance is not None and drawing.rescale),
-            draws=drawing.draws is not None,
-            channels=drawing.channels is not None,
-            kept=drawing.kept is not None,
-            split=drawing.side is not None,
-        )
-        self.before.append(loop.graph(device_graphs.between, replace(what, first=True), self.values))
-        if buffers.unet is None:
-            buffers.unet = loop.bind(unet, buffers.values)
-        self.unet = buffers.unet
-        self.noise = self.unet.outputs["out_sample"]
-        self.values["noise"] = self.noise
-        if drawing.side is not None:
-            # Of a split guidance: here the other side puts its predictions.
-            dtype = DTYPES[self.noise.data_type()]
-            self.received = loop.value(np.zeros(self.noise.shape(), dtype))
-            for side in SIDES:
-                self.values[f"{side}_noise"] = self.noise if side == drawing.side else self.received
-        self.between = loop.repeated(device_graphs.between, what, self.values)
-        self.every = [*buffers.controls.every, self.unet, self.between]
-
-    def _arrays(self, drawing: Drawing) -> dict[str, np.ndarray]:
-        """What the graphs read from the host, with one entry more than steps: the input of a step that is not made."""
-        schedule = drawing.schedule
-        timesteps = np.append(schedule.timesteps, schedule.timesteps[-1:])
-        arrays = {
-            "weights": schedule.weights,
-            "scales": np.append(schedule.scales, schedule.scales[-1:]),
-            "timesteps": timesteps,
-            "rows_timesteps": np.repeat(timesteps, self.rows),
-            "start": drawing.latents,
-        }
-        if drawing.guidance is not None:
-            arrays["guidance"] = np.array([drawing.guidance], np.float32)
-            arrays["rescale"] = np.array([drawing.rescale], np.float32)
-        if drawing.draws is not None:
-            arrays["draws"] = drawing.draws
-        for number, control in enumerate(drawing.controls):
-            arrays[f"scales_{number}"] = np.array([*control.scales, 0.0])
-        if drawing.channels is not None:
-            arrays["channels"] = drawing.channels
-        if (kept := drawing.kept) is not None:
-            arrays |= {"picture": kept.picture, "picture_noise": kept.noise, "mask": kept.mask}
-            arrays |= {"kept_picture": kept.picture_factors, "kept_noise": kept.noise_factors}
-        return {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}
-
-    def _time(self, buffers: Buffers, states: int) -> dict[str, np.dtype]:
-        """Run the time graph for all steps at once; the UNet's inputs that change with the step, and their dtypes."""
-        loop, prompt = buffers.loop, buffers.prompt
-        assert prompt is not None
-        model = loop.models["unet_time"]
-        feed = {}
-        conditioning = {name: np.dtype(model.dtype(name)) for name in model.inputs if name != "timestep"}
-        if conditioning:
-            row = loop.value(np.tile(np.arange(self.rows), states))
-            values = {identifier(name): prompt.outputs[name] for name in conditioning} | {"row": row}
-            spread = loop.graph(device_graphs.spread, tuple(conditioning.items()), values)
-            self.before.append(spread)
-            feed = {name: spread.outputs[f"every_{identifier(name)}"] for name in conditioning}
-        dtype = model.dtype("timestep")
-        self.time_input = loop.value(self.arrays["rows_timesteps"].astype(dtype))
-        self.time_dtype = dtype
-        bound = loop.bind(model, {**feed, "timestep": self.time_input})
-        self.before.append(bound)
-        self.values["place"] = loop.value(np.arange(states * self.rows).reshape(states, self.rows))
-        by_step = {}
-        for output in model.session.get_outputs():
-            every = bound.outputs[output.name]
-            by_step[output.name] = np.dtype(DTYPES[output.type])
-            if output.name not in buffers.values:
-                shape = [self.rows, *every.shape()[1:]]
-                buffers.values[output.name] = loop.empty(shape, by_step[output.name])
-            self.values[f"every_{identifier(output.name)}"] = every
-            self.values[identifier(output.name)] = buffers.values[output.name]
-        return by_step
-
-    def give(self, drawing: Drawing) -> None:
-        """Copy to the device what this drawing has of its own; the schedule only when it is another one."""
-        arrays = self._arrays(drawing)
-        for name, array in arrays.items():
-            if name in self.values and not np.array_equal(array, self.arrays[name]):
-                self.values[name].update_inplace(array)
-                if name == "rows_timesteps" and hasattr(self, "time_input"):
-                    self.time_input.update_inplace(array.astype(self.time_dtype))
-        self.arrays = arrays

@@ -29,7 +29,7 @@ from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
-    from sd_ort.pipeline.device_loop import Steps
+    from sd_ort.pipeline.device_steps import Steps
     from sd_ort.pipeline.drawing import Drawing
     from sd_ort.runtime.components import Components
     from sd_ort.runtime.stream import Stream

@@ -175,14 +175,14 @@ def _session_options(provider: str, threads: int | None, profile: Path | None) -
 
 
 def _hold(options: Any, provider: str, held: Mapping[str, Any]) -> dict[str, Any]:
-    """Have the weights `held` read where they are: no kernel may pack them, no optimizer of a CPU's layout copy them.
-    Returns more arguments of the session."""
+    """Have the weights `held` read where they are: no kernel of a CPU may pack them, no optimizer of its layout copy
+    them. Returns more arguments of the session."""
     for name, value in held.items():
         options.add_initializer(name, value)
-    if not held:
+    if not held or provider != "cpu":
         return {}
     options.add_session_config_entry("session.disable_prepacking", "1")
-    return {"disabled_optimizers": ["NchwcTransformer"]} if provider == "cpu" else {}
+    return {"disabled_optimizers": ["NchwcTransformer"]}
 
 
 def _asked(provider: str, options: Any, chosen: dict[str, str]) -> dict[str, Any]:

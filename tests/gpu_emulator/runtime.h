@@ -35,4 +35,19 @@ inline int EMULATED(EventElapsedTime)(float* milliseconds, EmulatedEvent* begin,
   return *milliseconds = std::chrono::duration<float, std::milli>(end->time - begin->time).count(), 0;
 }
 
+inline int EMULATED(StreamCreateWithFlags)(void** stream, unsigned) { return *stream = nullptr, 0; }
+inline int EMULATED(StreamDestroy)(void*) { return 0; }
+
+// No graphs: the tuner times launches one by one.
+using EMULATED(Graph_t) = void*;
+using EMULATED(GraphExec_t) = void*;
+constexpr unsigned EMULATED(StreamNonBlocking) = 1;
+constexpr int EMULATED(StreamCaptureModeRelaxed) = 2;
+inline int EMULATED(StreamBeginCapture)(void*, int) { return 801; }
+inline int EMULATED(StreamEndCapture)(void*, void**) { return 801; }
+inline int EMULATED(GraphInstantiateWithFlags)(void**, void*, unsigned long long) { return 801; }
+inline int EMULATED(GraphLaunch)(void*, void*) { return 801; }
+inline int EMULATED(GraphDestroy)(void*) { return 0; }
+inline int EMULATED(GraphExecDestroy)(void*) { return 0; }
+
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from pictures import psnr
@@ -24,6 +25,7 @@ from sd_ort.family.checkpoints import PresetSource
 from sd_ort.graphs.load import load
 from sd_ort.optimize.optimizer import optimize
 from sd_ort.pipeline.adapters import read_adapter
+from sd_ort.pipeline.corrections import readable
 from sd_ort.pipeline.lora import Loras
 from sd_ort.pipeline.lora_methods import LoraMethods
 from sd_ort.runtime.components import Components
@@ -274,3 +276,16 @@ def test_a_call_may_weigh_all_loras() -> None:
 def test_who_reads_in_place() -> None:
     """A provider is tried on one product: the CPU's own follows what is written, when it may not pack."""
     assert reads_in_place("cpu", "cpu", {})
+
+
+def test_filters_that_onnx_runtime_transposes_stay_its_own() -> None:
+    filters, matrix = (ir.tensor(np.ones(shape, np.float32), name="w") for shape in ((2, 2, 3, 3), (2, 2)))
+    for tensor, domain, op_type, read in (
+        (filters, "com.microsoft", "NhwcConv", {"cpu": True, "cuda": False, "rocm": False, "sdcuda": True}),
+        (filters, "", "Conv", {"cuda": True}),
+        (matrix, "", "MatMul", {"cuda": True}),
+        (matrix, "", "Cast", {"cuda": False, "sdcuda": False}),
+    ):
+        weight = ir.val("w", ir.DataType.FLOAT, tensor.shape, const_value=tensor)
+        ir.node(op_type, [weight], domain=domain)
+        assert {provider: readable(weight, provider) for provider in read} == read
