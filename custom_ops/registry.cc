@@ -2,6 +2,8 @@
 // loads, for the execution providers of that GPU. The only C++ file that names execution providers.
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -69,7 +71,7 @@ class Registry {
         add_all(backend.provider, {DType::kFloat32, DType::kFloat16, DType::kBFloat16}, libraries_.back().get());
       }
     }
-    add_all(nullptr, {DType::kFloat32, DType::kFloat16}, nullptr);
+    add_all(nullptr, {DType::kFloat32, DType::kFloat16, DType::kBFloat16}, nullptr);
   }
 
   OrtCustomOpDomain* domain() const { return domain_; }
@@ -86,7 +88,16 @@ class Registry {
 
   template <class Binding>
   void add(const char* provider, DType dtype, const GpuLibrary* gpu) {
-    auto op = std::make_shared<CustomOp<Binding>>(provider, dtype, gpu);
+    if (gpu == nullptr && dtype == DType::kBFloat16 && !kTakesBFloat16<Binding>) return;
+    add<Binding>(provider, dtype, gpu, DType::kFloat32);
+    const bool second = std::any_of(std::begin(Binding::kOutputs), std::end(Binding::kOutputs),
+                                    [](const Port& port) { return port.type == Port::kU; });
+    if (second) add<Binding>(provider, dtype, gpu, DType::kBFloat16);
+  }
+
+  template <class Binding>
+  void add(const char* provider, DType dtype, const GpuLibrary* gpu, DType second) {
+    auto op = std::make_shared<CustomOp<Binding>>(provider, dtype, gpu, second);
     require(op->available(), std::string(Binding::kName) + " is not in the GPU library beside this one; rebuild both");
     check(ort_api->CustomOpDomain_Add(domain_, op.get()));
     ops_.push_back(op);

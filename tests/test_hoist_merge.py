@@ -24,12 +24,14 @@ from sd_ort.core.folder import MODEL, read_manifest
 from sd_ort.family.inputs import SIZES
 from sd_ort.family.schedule import linear_schedule
 from sd_ort.family.schedulers import make_scheduler
-from sd_ort.graphs import hoist
+from sd_ort.graphs import device_graphs, hoist
 from sd_ort.graphs.inline import inline
 from sd_ort.merge import merge
 from sd_ort.optimize.optimizer import optimize
 from sd_ort.pipeline.merged import MergedPipeline
+from sd_ort.runtime.captured import BoundShapes
 from sd_ort.runtime.providers import warn_once
+from sd_ort.runtime.session import Model, open_graph
 
 PARTS = ["text_encoder", "unet", "vae_decoder"]
 SETTINGS: dict[str, Any] = {
@@ -338,6 +340,36 @@ def test_queued_equals_waited(half: Path, hoisted: Path) -> None:
         queued = draw(looped)
         looped.loop.wait = True
         np.testing.assert_array_equal(draw(looped), queued)
+
+
+def test_nothing_goes_through_the_host(hoisted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From tokens to bytes: no component is called with arrays, and one run is waited for, the last."""
+    looped = StableDiffusionPipeline.from_pretrained(hoisted, device_loop=True)
+    expected = draw(looped, output_type="pil", num_inference_steps=2)
+    waits: list[bool] = []
+    run = BoundShapes.run
+    monkeypatch.setattr(BoundShapes, "run", lambda bound, wait=True: waits.append(wait) or run(bound, wait))
+    monkeypatch.setattr(Model, "__call__", None)
+    np.testing.assert_array_equal(draw(looped, output_type="pil", num_inference_steps=2), expected)
+    assert waits.count(True) == 1
+    assert waits[-1]
+
+
+def test_what_text_encoders_made_is_checked() -> None:
+    """Rows in the order asked for, silent ones zero, and a number that is not finite is found by the encoder's part."""
+    parts = [np.arange(6, dtype=np.float16).reshape(2, 1, 3), np.full((2, 1, 2), 7, np.float32)]
+    parts[1][1, 0, 0] = np.nan
+    session = open_graph(device_graphs.told((np.dtype(np.float32), 3, (np.dtype("f2"), np.dtype("f4")))), "cpu")
+    feed = {
+        "part_0": parts[0],
+        "part_1": parts[1],
+        "row": np.array([1, 0, 0]),
+        "silent": np.array([True, False, False]),
+    }
+    told, first, second = session.run(["told", "check_0", "check_1"], feed)
+    np.testing.assert_array_equal(told, [[[0] * 5], [[0, 1, 2, 7, 7]], [[0, 1, 2, 7, 7]]])
+    assert first == 0
+    assert np.isnan(second)
 
 
 def test_buffers_are_bounded(plain: Path) -> None:

@@ -18,12 +18,20 @@ struct Bfloat16ConvBinding {
   static constexpr Port kOutputs[] = {{Port::kT}};                                 // Y
   static constexpr size_t kConstant = 1;
 
-  static Params attributes(const Attributes&) { return {}; }
+  static Params attributes(const Attributes& attributes) {
+    Params params{};
+    params.stride = attributes.integer("stride", 1);
+    require(params.stride == 1 || params.stride == 2, "Bfloat16Conv: stride must be 1 or 2");
+    return params;
+  }
 
   static void infer(Shapes& shapes) {
     if (!shapes.has(0) || !shapes.has(1)) return;
     std::vector<Dim> dims = shapes.input(0);
     dims.at(1) = shapes.input(1)[0];
+    if (shapes.integer("stride", 1) == 2) {
+      for (size_t i = 2; i < dims.size(); ++i) dims[i] = dims[i].known() ? Dim{ceil_div(dims[i].value, 2), ""} : Dim{};
+    }
     shapes.set_output(0, dims);
   }
 
@@ -46,7 +54,8 @@ struct Bfloat16ConvBinding {
     params.x = x.data;
     params.filters = filters.data;
     params.bias = bias.data;
-    params.y = tensors.output(0, {params.batch, params.filter_count, params.height, params.width});
+    params.y = tensors.output(0, {params.batch, params.filter_count, ceil_div(params.height, params.stride),
+                                  ceil_div(params.width, params.stride)});
   }
 
   static void cpu(const Params& given, const Parallel& parallel) {

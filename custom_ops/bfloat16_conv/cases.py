@@ -31,6 +31,7 @@ class Params(ctypes.Structure):
         ("width", ctypes.c_int64),
         ("filter_count", ctypes.c_int64),
         ("edge", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
         ("kept", ctypes.c_void_p),
         ("packed", ctypes.c_void_p),
     )
@@ -40,13 +41,13 @@ def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
     """The call's Params; `address` maps input and output names to addresses."""
     number, (filters, _, edge, _) = DTYPES[dtype][0], case.inputs["W"]
     pointers = (address["X"], address["W"], address.get("B", 0), address["Y"])
-    return Params(number, number, *pointers, *case.inputs["X"], filters, edge)
+    return Params(number, number, *pointers, *case.inputs["X"], filters, edge, case.attributes.get("stride", 1))
 
 
 def output_shapes(case: Case) -> dict[str, Shape]:
-    """Y has the shape of X with a channel for each filter."""
-    n, _, h, w = case.inputs["X"]
-    return {"Y": (n, case.inputs["W"][0], h, w)}
+    """Y has the shape of X, or every second line and column of it, with a channel for each filter."""
+    (n, _, h, w), stride = case.inputs["X"], int(case.attributes.get("stride", 1))
+    return {"Y": (n, case.inputs["W"][0], -(-h // stride), -(-w // stride))}
 
 
 def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
@@ -57,10 +58,13 @@ def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
     return rng.standard_normal(shape) / np.sqrt(max(1, shape[1] * shape[2] * shape[3]))
 
 
-def _case(n: int, c: int, h: int, w: int, m: int, edge: int = 3, bias: bool = True, values: str = "normal") -> Case:
+def _case(
+    n: int, c: int, h: int, w: int, m: int, edge: int = 3, bias: bool = True, stride: int = 1, values: str = "normal"
+) -> Case:
     shapes = {"X": (n, c, h, w), "W": (m, c, edge, edge), **({"B": (m,)} if bias else {})}
-    name = f"{n}x{c}x{h}x{w}-m{m}-k{edge}-b{bias:d}-{values}"
-    return Case(name, shapes, values=values, dtypes=("float32",), float32_roundoffs=8 + edge * c**0.5)
+    name = f"{n}x{c}x{h}x{w}-m{m}-k{edge}-b{bias:d}-{values}" + f"-stride{stride}" * (stride > 1)
+    attributes: dict[str, int | float] = {"stride": stride} if stride > 1 else {}
+    return Case(name, shapes, attributes, values=values, dtypes=("float32",), float32_roundoffs=8 + edge * c**0.5)
 
 
 # Sizes that no tile, block or vector divides; lines longer and shorter than a block of rows; several images and tasks.
@@ -74,5 +78,9 @@ CASES = [
     _case(2, 32, 8, 8, 32, edge=1, bias=False),
     _case(1, 32, 40, 40, 48),
     _case(0, 8, 4, 4, 8),
+    _case(1, 3, 1, 1, 2, stride=2),
+    _case(2, 40, 9, 16, 33, stride=2),
+    _case(1, 33, 12, 35, 48, stride=2, bias=False),
+    _case(2, 36, 7, 8, 20, edge=1, stride=2),
     *(_case(1, 24, 9, 8, 40, values=values) for values in ("large", "constant")),
 ]

@@ -2,7 +2,8 @@
 //
 // An image is rounded, framed with zeros and put in order of pixels: row y (W + 2) + x of its matrix is pixel (y - 1,
 // x - 1), and for result (y, x), counted in the same rows, tap (i, j) reads row (y + i) (W + 2) + x + j. So the rows of
-// a tap follow each other too; the W-th result and the next of each line are made, and not written.
+// a tap follow each other too; the W-th result and the next of each line are made, and not written. With a stride of 2
+// the framed image is taken apart into four, of even and odd lines and columns: what a tap reads lies in one of them.
 #include "bfloat16_conv/op.h"
 #include "common/bfloat16.h"
 
@@ -13,16 +14,24 @@ namespace {
 constexpr int64_t kSide = 16;
 
 struct Frame {
-  int64_t pad, width, blocks, row_blocks, row_count;
+  int64_t stride, pad, lines, columns, width, blocks, row_blocks, part_rows, row_count;
 
+  // `lines` and `columns` of the result; `width` of a part of the framed image.
   explicit Frame(const Bfloat16ConvParams& p)
-      : pad(p.edge / 2),
-        width(p.width + 2 * pad),
+      : stride(p.stride),
+        pad(p.edge / 2),
+        lines(ceil_div(p.height, stride)),
+        columns(ceil_div(p.width, stride)),
+        width(columns + (stride == 1 ? 2 * pad : pad)),
         blocks(ceil_div(p.channels, kBlockDepth)),
-        row_blocks(ceil_div(p.height * width, kBlockRows)),
-        row_count(row_blocks * kBlockRows + 2 * pad * (width + 1)) {}
+        row_blocks(ceil_div(lines * width, kBlockRows)),
+        part_rows(row_blocks * kBlockRows + 2 * pad * (width + 1)),
+        row_count(part_rows * stride * stride) {}
 
   int64_t numbers() const { return blocks * row_count * kBlockDepth; }  // of an image
+  int64_t row(int64_t line, int64_t column) const {                     // of a pixel of the framed image
+    return (line % stride * stride + column % stride) * part_rows + line / stride * width + column / stride;
+  }
 };
 
 // 32 channels of an image, from `channel` on.
@@ -33,7 +42,6 @@ void pack_pixels(const Bfloat16ConvParams& p, const Frame& frame, int64_t image,
   const int64_t channels = p.channels - channel < kBlockDepth ? p.channels - channel : kBlockDepth;
   alignas(64) uint32_t pairs[kSide * kSide] = {}, rows[kSide * kSide];  // [pair of channels][pixel], and back
   for (int64_t line = 0; line < p.height; ++line) {
-    uint16_t* start = to + ((line + frame.pad) * frame.width + frame.pad) * kBlockDepth;
     for (int64_t column = 0; column < p.width; column += kSide) {
       const int64_t count = p.width - column < kSide ? p.width - column : kSide;
       for (int64_t c = 0; c < channels; ++c) {
@@ -50,7 +58,15 @@ void pack_pixels(const Bfloat16ConvParams& p, const Frame& frame, int64_t image,
         }
       }
       transpose_16(pairs, kSide, rows, kSide);
-      memcpy(start + column * kBlockDepth, rows, count * kBlockDepth * sizeof(uint16_t));
+      if (frame.stride == 1) {
+        uint16_t* start = to + frame.row(line + frame.pad, column + frame.pad) * kBlockDepth;
+        memcpy(start, rows, count * kBlockDepth * sizeof(uint16_t));
+      } else {
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t row = frame.row(line + frame.pad, column + i + frame.pad);
+          memcpy(to + row * kBlockDepth, rows + i * kSide, kBlockDepth * sizeof(uint16_t));
+        }
+      }
     }
   }
 }
@@ -60,13 +76,13 @@ struct Run {
   int64_t row, count, at;
 };
 
-int64_t find_runs(const Bfloat16ConvParams& p, const Frame& frame, int64_t first, Run (&runs)[kBlockRows]) {
+int64_t find_runs(const Frame& frame, int64_t first, Run (&runs)[kBlockRows]) {
   int64_t found = 0;
   for (int64_t row = 0; row < kBlockRows;) {
     const int64_t line = (first + row) / frame.width, column = (first + row) % frame.width;
     const int64_t left = frame.width - column < kBlockRows - row ? frame.width - column : kBlockRows - row;
-    const int64_t inside = p.width - column < left ? p.width - column : left;
-    if (line < p.height && inside > 0) runs[found++] = {row, inside, line * p.width + column};
+    const int64_t inside = frame.columns - column < left ? frame.columns - column : left;
+    if (line < frame.lines && inside > 0) runs[found++] = {row, inside, line * frame.columns + column};
     row += left;
   }
   return found;
@@ -81,7 +97,7 @@ void write(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, int64
     }
   }
   Run runs[kBlockRows];
-  const int64_t found = find_runs(p, frame, first, runs), plane = p.height * p.width;
+  const int64_t found = find_runs(frame, first, runs), plane = frame.lines * frame.columns;
   const int64_t filters = p.filter_count - filter < kBlockColumns ? p.filter_count - filter : kBlockColumns;
   for (int64_t f = 0; f < filters; ++f) {
     const float bias = p.bias == nullptr ? 0.f : static_cast<const float*>(p.bias)[filter + f];
@@ -111,8 +127,9 @@ void bfloat16_conv(const Bfloat16ConvParams& p, const Parallel& parallel) {
   parallel(tasks.count(), [&](size_t task) {
     const Tiles tiles;
     alignas(64) float sums[kBlockRows * kBlockColumns];
-    Product product = {nullptr, p.packed, frame.row_count, frame.blocks, p.edge * p.edge, {}};
-    for (int64_t tap = 0; tap < product.taps; ++tap) product.first[tap] = tap / p.edge * frame.width + tap % p.edge;
+    Product product = {
+        nullptr, p.packed, frame.row_count * kBlockDepth, kBlockDepth, frame.blocks, p.edge * p.edge, {}};
+    for (int64_t tap = 0; tap < product.taps; ++tap) product.first[tap] = frame.row(tap / p.edge, tap % p.edge);
     tasks.run(static_cast<int64_t>(task), false, [&](int64_t block, int64_t panel) {
       const int64_t image = block / frame.row_blocks, first = block % frame.row_blocks * kBlockRows;
       product.rows = rows + image * frame.numbers();

@@ -1,6 +1,7 @@
-// Bfloat16Conv(X, W, B?) -> Y: ai.onnx::Conv with filters of 3 x 3 and pads 1, or of 1 x 1 without pads; strides 1,
-// dilations 1, one group; X and W rounded to bfloat16, sums in float32. X is (N, C, H, W), W (M, C, k, k) in float32 or
-// bfloat16, B (M), Y (N, M, H, W). For CPUs with matrix units; others compute the same with vectors.
+// Bfloat16Conv(X, W, B?; stride = 1) -> Y: ai.onnx::Conv with filters of 3 x 3 and pads 1, or of 1 x 1 without pads;
+// strides 1 or 2, dilations 1, one group; X and W rounded to bfloat16, sums in float32. X is (N, C, H, W), W (M, C, k, k)
+// in float32 or bfloat16, B (M), Y (N, M, ceil(H / stride), ceil(W / stride)). For CPUs with matrix units; others compute
+// the same with vectors.
 #pragma once
 
 #include "common/op.h"
@@ -15,13 +16,14 @@ struct Bfloat16ConvParams {
   const void* x;        // (batch, channels, height, width)
   const void* filters;  // (filter_count, channels, edge, edge)
   const void* bias;     // (filter_count) or null
-  void* y;              // (batch, filter_count, height, width)
+  void* y;              // (batch, filter_count, rows and columns of the result)
   int64_t batch;
   int64_t channels;
   int64_t height;
   int64_t width;
   int64_t filter_count;
   int64_t edge;            // 1 or 3
+  int64_t stride;          // 1 or 2
   PackedWeights* kept;     // of the node whose filters are constant, or null
   const uint16_t* packed;  // made of filters before the kernel runs
 };

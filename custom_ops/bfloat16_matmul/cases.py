@@ -13,7 +13,7 @@ from custom_ops.op import DTYPES, Array, Case, Shape
 NAME = "Bfloat16MatMul"
 INPUTS = ("X", "W", "bias")
 OUTPUTS = ("Y",)
-PARAMETERS = ()
+PARAMETERS = ("bias",)
 
 
 class Params(ctypes.Structure):
@@ -22,6 +22,8 @@ class Params(ctypes.Structure):
     _fields_ = (
         ("dtype", ctypes.c_int32),
         ("weight_dtype", ctypes.c_int32),
+        ("y_dtype", ctypes.c_int32),
+        ("gated", ctypes.c_int32),
         ("x", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -36,14 +38,14 @@ class Params(ctypes.Structure):
 
 def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
     """The call's Params; `address` maps input and output names to addresses."""
-    number = DTYPES[dtype][0]
+    number, gated = DTYPES[dtype][0], int(case.attributes.get("gated", 0))
     pointers = (address["X"], address["W"], address.get("bias", 0), address["Y"])
-    return Params(number, number, *pointers, prod(case.inputs["X"][:-1]), *case.inputs["W"])
+    return Params(number, number, number, gated, *pointers, prod(case.inputs["X"][:-1]), *case.inputs["W"])
 
 
 def output_shapes(case: Case) -> dict[str, Shape]:
-    """Y has the shape of X, its last axis W's."""
-    return {"Y": (*case.inputs["X"][:-1], case.inputs["W"][1])}
+    """Y has the shape of X, its last axis W's, or half of it where gated."""
+    return {"Y": (*case.inputs["X"][:-1], case.inputs["W"][1] // (1 + int(case.attributes.get("gated", 0))))}
 
 
 def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
@@ -52,11 +54,14 @@ def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
     return rng.standard_normal(shape) / np.sqrt(max(shape[0], 1)) if name == "W" else None
 
 
-def _case(*shape: int, n: int, bias: bool = True, values: str = "normal") -> Case:
+def _case(*shape: int, n: int, bias: bool = True, gated: bool = False, values: str = "normal") -> Case:
     """X of `shape`, `n` columns."""
     inputs: dict[str, Shape] = {"X": shape, "W": (shape[-1], n), **({"bias": (n,)} if bias else {})}
-    name = "x".join(map(str, shape)) + f"-n{n}-b{bias:d}-{values}"
-    return Case(name, inputs, values=values, dtypes=("float32",), float32_roundoffs=8 + shape[-1] ** 0.5)
+    name = "x".join(map(str, shape)) + f"-n{n}-b{bias:d}-{values}" + "-gated" * gated
+    attributes: dict[str, int | float] = {"gated": 1} if gated else {}
+    return Case(
+        name, inputs, attributes, values=values, dtypes=("float32", "bfloat16"), float32_roundoffs=8 + shape[-1] ** 0.5
+    )
 
 
 # Sizes that no tile, block or vector divides; more rows than a task has, more columns than rows.
@@ -70,4 +75,7 @@ CASES = [
     _case(3, 70, n=700),
     _case(0, 4, 8, n=8),
     _case(2, 64, 64, n=64, values="large"),
+    _case(3, 24, n=2, gated=True),
+    _case(70, 40, n=88, gated=True),
+    _case(2, 40, 64, n=64, bias=False, gated=True),
 ]

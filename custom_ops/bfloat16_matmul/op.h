@@ -1,5 +1,7 @@
-// Bfloat16MatMul(X, W, bias?) -> Y: X W + bias, X and W rounded to bfloat16, sums in float32. X is (..., K), W (K, N)
-// in float32 or bfloat16, bias (N), Y (..., N). For CPUs with matrix units; others compute the same with vectors.
+// Bfloat16MatMul(X, W, bias?; gated = 0, to = 1) -> Y: X W + bias, X and W rounded to bfloat16, sums in float32. X is
+// (..., K), W (K, N) and Y (..., N), each in float32 or bfloat16 (Y by `to`, the number of ONNX's type), bias (N) in
+// float32. With gated = 1 Y is (..., N / 2), left * gelu(right) of the halves of its last axis (Shazeer 2020, GEGLU). For
+// CPUs with matrix units; others compute the same with vectors.
 #pragma once
 
 #include "common/op.h"
@@ -9,12 +11,14 @@ namespace sd_ort {
 class PackedWeights;
 
 struct Bfloat16MatMulParams {
-  DType dtype;         // of x, bias and y: float32
+  DType dtype;         // of x: float32 or bfloat16
   DType weight_dtype;  // float32 or bfloat16
+  DType y_dtype;       // float32 or bfloat16
+  int32_t gated;
   const void* x;       // (rows, inner)
   const void* weight;  // (inner, columns)
   const void* bias;    // (columns) or null
-  void* y;             // (rows, columns)
+  void* y;             // (rows, columns), or half the columns where gated
   int64_t rows;
   int64_t inner;
   int64_t columns;

@@ -7,8 +7,6 @@ namespace sd_ort {
 namespace SD_ORT_ISA {
 namespace {
 
-Floats gelu(Floats x) { return 0.5f * x * (1.f + erf(x * 0.70710678f)); }
-
 template <class T>
 void gate_row(const T* x, const T* bias, T* y, int64_t half) {
   int64_t i = 0;

@@ -1,8 +1,8 @@
 // Products of bfloat16 numbers with float32 sums, for CPU kernels: blocks of 32 rows by 32 columns, by the matrix units
 // (AMX) where the processor has them, else by vectors of floats.
 //
-// Rows lie as [block of 32 depths][row][32 depths]; of weights see packed_weights.h. A convolution reads its rows,
-// which are pixels, once a tap, each time from another first row.
+// Rows lie as [block of 32 depths][row][32 depths], or where a caller has them with whole blocks; of weights see
+// packed_weights.h. A convolution reads its rows, which are pixels, once a tap, each time from another first row.
 #pragma once
 
 #include "common/cpu.h"
@@ -24,9 +24,10 @@ constexpr int64_t kBlockColumns = 2 * kPanelColumns;
 constexpr int64_t kMostTaps = 9;
 
 struct Product {
-  const uint16_t* rows;     // (blocks, row_count, 32)
+  const uint16_t* rows;     // number i of block b of row r lies at b * block_stride + r * row_stride + i
   const uint16_t* weights;  // packed
-  int64_t row_count;
+  int64_t block_stride;
+  int64_t row_stride;
   int64_t blocks;
   int64_t taps;
   int64_t first[kMostTaps];  // row that a tap reads for row 0
@@ -67,16 +68,43 @@ inline void store_bfloat16(uint16_t* to, Floats x) {
   memcpy(to, &shorts, sizeof(shorts));
 }
 
-// sums[row * 32 + column], of rows `row` .. `row` + 31 and panels `panel`, `panel` + 1.
-inline void block_of_vectors(const Product& p, int64_t row, int64_t panel, float* sums) {
+// 32 numbers of a row, rounded; zeros from `count` on.
+inline void round_row(const float* from, int64_t count, uint16_t* to) {
+  for (int64_t i = 0; i < kBlockDepth; i += kLanes) {
+    const int64_t left = count - i;
+    store_bfloat16(to + i, left >= kLanes ? load(from + i) : load_some(from + i, left > 0 ? left : 0));
+  }
+}
+inline void round_row(const BFloat* from, int64_t count, uint16_t* to) {
+  if (count >= kBlockDepth) {
+    memcpy(to, from, kBlockDepth * sizeof(uint16_t));
+  } else {
+    memset(to, 0, kBlockDepth * sizeof(uint16_t));
+    if (count > 0) memcpy(to, from, count * sizeof(uint16_t));
+  }
+}
+
+// `count` numbers, or kLanes of them if there are more.
+inline void store_up_to(float* to, Floats x, int64_t count) { count >= kLanes ? store(to, x) : store_some(to, x, count); }
+inline void store_up_to(BFloat* to, Floats x, int64_t count) {
+  if (count >= kLanes) return store_bfloat16(&to->bits, x);
+  uint16_t bits[kLanes];
+  store_bfloat16(bits, x);
+  memcpy(to, bits, count * sizeof(uint16_t));
+}
+
+// sums[row * 32 + column], of kRows (16 or 32) rows from `row` on and panels `panel`, `panel` + 1; with kAdd they are
+// added to what is there.
+template <bool kAdd, int64_t kRows>
+void block_of_vectors(const Product& p, int64_t row, int64_t panel, float* sums) {
   const int64_t each = p.taps * p.blocks * kBlockNumbers;
   for (int64_t half = 0; half < 2; ++half) {
-    for (int64_t r = 0; r < kBlockRows; r += 4) {
+    for (int64_t r = 0; r < kRows; r += 4) {
       Floats sum[4][kPanelColumns / kLanes] = {};
       const uint16_t* weights = p.weights + (panel + half) * each;
       for (int64_t tap = 0; tap < p.taps; ++tap) {
         for (int64_t block = 0; block < p.blocks; ++block, weights += kBlockNumbers) {
-          const uint16_t* rows = p.rows + (block * p.row_count + row + r + p.first[tap]) * kBlockDepth;
+          const uint16_t* rows = p.rows + block * p.block_stride + (row + r + p.first[tap]) * p.row_stride;
           for (int64_t pair = 0; pair < kBlockDepth / 2; ++pair) {
             for (int64_t v = 0; v < kPanelColumns / kLanes; ++v) {
               Ints words;
@@ -84,7 +112,7 @@ inline void block_of_vectors(const Product& p, int64_t row, int64_t panel, float
               const Floats even = (Floats)(words << 16), odd = (Floats)(words & static_cast<int32_t>(0xffff0000u));
               for (int64_t i = 0; i < 4; ++i) {
                 uint32_t both;
-                memcpy(&both, rows + i * kBlockDepth + pair * 2, 4);
+                memcpy(&both, rows + i * p.row_stride + pair * 2, 4);
                 const uint32_t low = both << 16, high = both & 0xffff0000u;
                 float first, second;
                 memcpy(&first, &low, 4);
@@ -98,7 +126,8 @@ inline void block_of_vectors(const Product& p, int64_t row, int64_t panel, float
       }
       for (int64_t i = 0; i < 4; ++i) {
         for (int64_t v = 0; v < kPanelColumns / kLanes; ++v) {
-          store(sums + (r + i) * kBlockColumns + half * kPanelColumns + v * kLanes, sum[i][v]);
+          float* to = sums + (r + i) * kBlockColumns + half * kPanelColumns + v * kLanes;
+          store(to, kAdd ? load(to) + sum[i][v] : sum[i][v]);
         }
       }
     }
@@ -134,33 +163,44 @@ SD_ORT_TILES inline void begin_tiles() {
 }
 SD_ORT_TILES inline void end_tiles() { _tile_release(); }
 
-SD_ORT_TILES inline void block_of_tiles(const Product& p, int64_t row, int64_t panel, float* sums) {
+template <bool kAdd, int64_t kRows>
+SD_ORT_TILES void block_of_tiles(const Product& p, int64_t row, int64_t panel, float* sums) {
+  constexpr int64_t kStride = kBlockColumns * sizeof(float);
+  constexpr bool kLower = kRows > 16;
+  float* lower = sums + 16 * kBlockColumns;
   const int64_t each = p.taps * p.blocks * kBlockNumbers;
+  const int64_t bytes = p.row_stride * sizeof(uint16_t);
   const uint16_t* left = p.weights + panel * each;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  if (kAdd) {
+    _tile_loadd(0, sums, kStride);
+    _tile_loadd(1, sums + kPanelColumns, kStride);
+    if (kLower) _tile_loadd(2, lower, kStride);
+    if (kLower) _tile_loadd(3, lower + kPanelColumns, kStride);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
   for (int64_t tap = 0; tap < p.taps; ++tap) {
-    const uint16_t* rows = p.rows + (row + p.first[tap]) * kBlockDepth;
+    const uint16_t* rows = p.rows + (row + p.first[tap]) * p.row_stride;
     for (int64_t block = 0; block < p.blocks; ++block) {
-      _tile_loadd(4, rows, 64);
+      _tile_loadd(4, rows, bytes);
       _tile_loadd(6, left, 64);
       _tile_loadd(7, left + each, 64);
-      _tile_loadd(5, rows + 16 * kBlockDepth, 64);
+      if (kLower) _tile_loadd(5, rows + 16 * p.row_stride, bytes);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-      rows += p.row_count * kBlockDepth;
+      if (kLower) _tile_dpbf16ps(2, 5, 6);
+      if (kLower) _tile_dpbf16ps(3, 5, 7);
+      rows += p.block_stride;
       left += kBlockNumbers;
     }
   }
-  constexpr int64_t kStride = kBlockColumns * sizeof(float);
   _tile_stored(0, sums, kStride);
   _tile_stored(1, sums + kPanelColumns, kStride);
-  _tile_stored(2, sums + 16 * kBlockColumns, kStride);
-  _tile_stored(3, sums + 16 * kBlockColumns + kPanelColumns, kStride);
+  if (kLower) _tile_stored(2, lower, kStride);
+  if (kLower) _tile_stored(3, lower + kPanelColumns, kStride);
 }
 
 // While it lives, this thread has its tiles.
@@ -174,8 +214,9 @@ class Tiles {
   }
 };
 
-inline void multiply_block(const Product& p, int64_t row, int64_t panel, float* sums) {
-  runs_amx() ? block_of_tiles(p, row, panel, sums) : block_of_vectors(p, row, panel, sums);
+template <bool kAdd = false, int64_t kRows = kBlockRows>
+void multiply_block(const Product& p, int64_t row, int64_t panel, float* sums) {
+  runs_amx() ? block_of_tiles<kAdd, kRows>(p, row, panel, sums) : block_of_vectors<kAdd, kRows>(p, row, panel, sums);
 }
 
 #else
@@ -186,8 +227,9 @@ class Tiles {
   ~Tiles() {}
 };
 
-inline void multiply_block(const Product& p, int64_t row, int64_t panel, float* sums) {
-  block_of_vectors(p, row, panel, sums);
+template <bool kAdd = false, int64_t kRows = kBlockRows>
+void multiply_block(const Product& p, int64_t row, int64_t panel, float* sums) {
+  block_of_vectors<kAdd, kRows>(p, row, panel, sums);
 }
 
 #endif

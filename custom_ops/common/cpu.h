@@ -1,6 +1,7 @@
 // Vectors of floats for CPU kernels, in GCC and clang vector extensions: no intrinsics but for half conversion.
 //
-// bfloat16 is for the provider's host vendor alone, which only tests run: no instruction set but the baseline has it.
+// bfloat16 tensors are for the provider's host vendor alone, which only tests run: no instruction set but the baseline
+// has them. Kernels that are made for bfloat16 (SD_ORT_BFLOAT16_KERNEL) have them in all.
 //
 // Every cpu.cc is compiled once for each instruction set below, into namespace sd_ort::SD_ORT_ISA, and the best one
 // that the processor runs is taken at run time (SD_ORT_CPU_KERNEL). So cpu.cc must put nothing outside that namespace
@@ -38,20 +39,23 @@ inline bool runs_avx512() {
   return runs;
 }
 }  // namespace sd_ort
-#define SD_ORT_CPU_KERNEL(name, Params)                                            \
-  SD_ORT_DECLARE_KERNEL(baseline, name, Params)                                    \
-  SD_ORT_DECLARE_KERNEL(avx2, name, Params)                                        \
-  SD_ORT_DECLARE_KERNEL(avx512, name, Params)                                      \
-  inline void name##_cpu(const Params& params, const Parallel& parallel) {         \
-    if (params.dtype == DType::kBFloat16) return baseline::name(params, parallel); \
-    return runs_avx512() ? avx512::name(params, parallel)                          \
-           : runs_avx2() ? avx2::name(params, parallel)                            \
-                         : baseline::name(params, parallel);                       \
+#define SD_ORT_CPU_KERNEL_UNLESS(plain, name, Params)                      \
+  SD_ORT_DECLARE_KERNEL(baseline, name, Params)                            \
+  SD_ORT_DECLARE_KERNEL(avx2, name, Params)                                \
+  SD_ORT_DECLARE_KERNEL(avx512, name, Params)                              \
+  inline void name##_cpu(const Params& params, const Parallel& parallel) { \
+    if (plain) return baseline::name(params, parallel);                    \
+    return runs_avx512() ? avx512::name(params, parallel)                  \
+           : runs_avx2() ? avx2::name(params, parallel)                    \
+                         : baseline::name(params, parallel);               \
   }
+#define SD_ORT_CPU_KERNEL(name, Params) SD_ORT_CPU_KERNEL_UNLESS(params.dtype == DType::kBFloat16, name, Params)
+#define SD_ORT_BFLOAT16_KERNEL(name, Params) SD_ORT_CPU_KERNEL_UNLESS(false, name, Params)
 #else
 #define SD_ORT_CPU_KERNEL(name, Params)         \
   SD_ORT_DECLARE_KERNEL(baseline, name, Params) \
   inline void name##_cpu(const Params& params, const Parallel& parallel) { return baseline::name(params, parallel); }
+#define SD_ORT_BFLOAT16_KERNEL SD_ORT_CPU_KERNEL
 #endif
 
 namespace sd_ort {
@@ -232,6 +236,15 @@ inline void store_some(T* to, Vector values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = from_float<T>(values[i]);
 }
 
+#if defined(__AVX512F__)
+inline Floats load_some(const float* from, int64_t count) {
+  return (Floats)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), from);
+}
+inline void store_some(float* to, Floats values, int64_t count) {
+  _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1u << count) - 1), (__m512)values);
+}
+#endif
+
 inline Floats select(Ints mask, Floats yes, Floats no) { return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no)); }
 inline Floats minimum(Floats a, Floats b) { return select(a < b, a, b); }
 inline Floats maximum(Floats a, Floats b) { return select(a > b, a, b); }
@@ -310,6 +323,8 @@ inline Floats erf(Floats x) {
   const Floats value = splat(1.f) - p * t * exp(-magnitude * magnitude);
   return select(x < splat(0.f), -value, value);
 }
+
+inline Floats gelu(Floats x) { return 0.5f * x * (1.f + erf(x * 0.70710678f)); }
 
 // Rows of `length` elements that one task of a row-wise kernel takes: enough that starting it costs nothing.
 inline int64_t rows_per_task(int64_t length) { return length >= 16384 ? 1 : 16384 / (length > 0 ? length : 1); }

@@ -9,6 +9,8 @@
 //   infer(Shapes&)                               output shapes from input shapes, dims may be symbolic
 //   bind(Tensors&, Params&)                      once per call: checks shapes, fills pointers and sizes
 //   cpu(const Params&, const Parallel&)          the CPU kernel
+// and, of a CPU kernel that computes in bfloat16,
+//   kBFloat16         true: T may be bfloat16 on CPUs
 // and, where a CPU kernel keeps something made of a constant input from call to call,
 //   State             what is kept, of a node; Params::kept points to it
 //   kConstant         the input's index: where it is not constant, kept is null
@@ -55,9 +57,10 @@ OrtStatus* guarded(F&& body) {
   }
 }
 
-// An input or output: kT has the element type the kernel is registered for; kAny has any type and is checked by bind.
+// An input or output: kT has the element type the kernel is registered for; kU one of its own, float32 or bfloat16, for
+// which the kernel is registered too; kAny, of inputs, has any type and is checked by bind.
 struct Port {
-  enum Type { kT, kAny } type = kT;
+  enum Type { kT, kU, kAny } type = kT;
   bool optional = false;
 };
 
@@ -152,18 +155,34 @@ class Shapes {
     return value;
   }
 
-  // All outputs have the element type of input `typed_by`. Call for every output whose rank is known. A size that is
+  // An attribute of the node, or `absent`.
+  int64_t integer(const char* name, int64_t absent) const {
+    const OrtOpAttr* attribute = nullptr;
+    int64_t value = absent;
+    size_t bytes = 0;
+    OrtStatus* status = ort_api->ShapeInferContext_GetAttribute(context_, name, &attribute);
+    if (status == nullptr && attribute != nullptr) {
+      status = ort_api->ReadOpAttr(attribute, ORT_OP_ATTR_INT, &value, sizeof(value), &bytes);
+    }
+    if (status != nullptr) ort_api->ReleaseStatus(status);
+    return value;
+  }
+
+  // All outputs have the element type of input `typed_by`, or `type`. Call for every output whose rank is known. A size that is
   // neither known nor named gets a name of its own: ONNX Runtime takes two sizes of -1 for equal ones, and puts one
   // tensor into the buffer of another.
   void set_output(size_t index, std::vector<Dim> dims, size_t typed_by = 0) {
-    static std::atomic<int> unknown{0};
-    for (Dim& dim : dims) {
-      if (dim.value < 0 && dim.symbol.empty()) dim.symbol = "sd_ort_unknown_" + std::to_string(unknown++);
-    }
     OrtTensorTypeAndShapeInfo* typed = nullptr;
     ONNXTensorElementDataType type;
     check(ort_api->ShapeInferContext_GetInputTypeShape(context_, typed_by, &typed));
     check(ort_api->GetTensorElementType(typed, &type));
+    set_typed_output(index, std::move(dims), type);
+  }
+  void set_typed_output(size_t index, std::vector<Dim> dims, ONNXTensorElementDataType type) {
+    static std::atomic<int> unknown{0};
+    for (Dim& dim : dims) {
+      if (dim.value < 0 && dim.symbol.empty()) dim.symbol = "sd_ort_unknown_" + std::to_string(unknown++);
+    }
     OrtTensorTypeAndShapeInfo* info = nullptr;
     check(ort_api->CreateTensorTypeAndShapeInfo(&info));
     std::vector<int64_t> values;
@@ -325,14 +344,20 @@ struct NodeState<Binding, std::void_t<typename Binding::State>> {
   std::unique_ptr<typename Binding::State> state;
 };
 
+template <class Binding, class = void>
+constexpr bool kTakesBFloat16 = false;
+template <class Binding>
+constexpr bool kTakesBFloat16<Binding, std::void_t<decltype(Binding::kBFloat16)>> = Binding::kBFloat16;
+
 template <class Binding>
 class CustomOp : public OrtCustomOp {
  public:
   using Params = typename Binding::Params;
 
-  // gpu is null for the CPU kernel, whose provider is null too. The strings must outlive the session.
-  CustomOp(const char* provider, DType dtype, const GpuLibrary* gpu)
-      : OrtCustomOp{}, provider_(provider), dtype_(dtype), gpu_(gpu) {
+  // gpu is null for the CPU kernel, whose provider is null too. `second` is the type of kU. The strings must outlive the
+  // session.
+  CustomOp(const char* provider, DType dtype, const GpuLibrary* gpu, DType second = DType::kFloat32)
+      : OrtCustomOp{}, provider_(provider), dtype_(dtype), second_(second), gpu_(gpu) {
     if (gpu != nullptr) gpu_op_ = gpu->find_op(Binding::kName, sizeof(Params));
     version = kApiVersion;
     GetName = [](const OrtCustomOp*) { return Binding::kName; };
@@ -397,9 +422,10 @@ class CustomOp : public OrtCustomOp {
 
   ONNXTensorElementDataType element_type(const Port& port) const {
     if (port.type == Port::kAny) return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-    return dtype_ == DType::kFloat32   ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
-           : dtype_ == DType::kFloat16 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16
-                                       : ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
+    const DType type = port.type == Port::kU ? second_ : dtype_;
+    return type == DType::kFloat32   ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
+           : type == DType::kFloat16 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16
+                                     : ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
   }
 
   static void parallel_for(void* context, Parallel::Body body, size_t count, void* body_context) {
@@ -419,6 +445,7 @@ class CustomOp : public OrtCustomOp {
 
   const char* provider_;
   DType dtype_;
+  DType second_;
   const GpuLibrary* gpu_;
   int gpu_op_ = -1;
 };

@@ -23,9 +23,14 @@ struct WeightLayout {
   DType dtype;  // float32, which is rounded, or bfloat16
   int64_t depth, taps, columns;
   int64_t depth_stride, column_stride;
+  // Even panels hold columns of the left half and odd ones those of the right half, so that a pair has both parts of
+  // what a column of the right gates.
+  bool halves = false;
 
   int64_t blocks() const { return ceil_div(depth, kBlockDepth); }
-  int64_t panels() const { return 2 * ceil_div(columns, 2 * kPanelColumns); }
+  int64_t panels() const {
+    return halves ? 2 * ceil_div(columns / 2, kPanelColumns) : 2 * ceil_div(columns, 2 * kPanelColumns);
+  }
 };
 
 // The bits of a float as a bfloat16, rounded to the nearest, to even between two; a NaN stays one.
@@ -37,12 +42,14 @@ inline uint16_t bfloat16_bits(float x) {
 }
 
 inline void pack_panel(const WeightLayout& w, int64_t panel, uint16_t* to) {
-  const int64_t columns = w.columns - panel * kPanelColumns;
+  const int64_t half = w.columns / 2;
+  const int64_t first = w.halves ? panel / 2 * kPanelColumns + panel % 2 * half : panel * kPanelColumns;
+  const int64_t columns = (w.halves && panel % 2 == 0 ? half : w.columns) - first;
   for (int64_t tap = 0; tap < w.taps; ++tap) {
     for (int64_t depth = 0; depth < w.blocks() * kBlockDepth; depth += 2) {
       for (int64_t column = 0; column < kPanelColumns; ++column) {
         for (int64_t d = depth; d < depth + 2; ++d, ++to) {
-          const int64_t at = d * w.depth_stride + tap + (panel * kPanelColumns + column) * w.column_stride;
+          const int64_t at = d * w.depth_stride + tap + (first + column) * w.column_stride;
           *to = d >= w.depth || column >= columns ? 0
                 : w.dtype == DType::kBFloat16     ? static_cast<const uint16_t*>(w.data)[at]
                                                   : bfloat16_bits(static_cast<const float*>(w.data)[at]);

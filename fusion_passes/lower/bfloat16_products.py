@@ -1,7 +1,8 @@
 """Products with constant weights that a CPU's matrix units compute, of float32 tensors rounded to bfloat16.
 
-    Conv(x, weight, bias?; 3 x 3 with pads 1, or 1 x 1 without)  =>  Bfloat16Conv(x, weight, bias?)
+    Conv(x, weight, bias?; 3 x 3 with pads 1, or 1 x 1 without)  =>  Bfloat16Conv(x, weight, bias?; stride 1 or 2)
     MatMul(x, weight) -> Add(., bias)                            =>  Bfloat16MatMul(x, weight, bias)
+    BiasSplitGelu(MatMul(x, weight), bias)                       =>  Bfloat16MatMul(x, weight, bias; gated)
     MatMul(x, weight)                                            =>  Bfloat16MatMul(x, weight)
 
 Refused: weights that are not constant, other filters, strides, pads, dilations or groups, and fewer than 32 channels or
@@ -21,6 +22,7 @@ from fusion_passes.pass_ import Case, Outcome, Pass
 from fusion_passes.rule import Rule, rule_pass
 
 LEAST = 32
+FLOAT = int(ir.DataType.FLOAT)
 
 
 def _few(sizes: Any) -> str | None:
@@ -44,9 +46,10 @@ class Convolution(Rule):
             return "its filters are neither 1 x 1 nor 3 x 3"
         if node.attributes.get_int("group", 1) != 1:
             return "it has groups"
-        for name in ("strides", "dilations"):
-            if any(step != 1 for step in node.attributes.get_ints(name) or ()):
-                return f"its {name} are not 1"
+        if any(step != 1 for step in node.attributes.get_ints("dilations") or ()):
+            return "its dilations are not 1"
+        if tuple(node.attributes.get_ints("strides") or (1, 1)) not in ((1, 1), (2, 2)):
+            return "its strides are neither 1 nor 2"
         pads = node.attributes.get_ints("pads") or [0]
         if any(pad != (shape[2] == 3) for pad in pads) or node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
             return "its pads are not those that keep the size"
@@ -55,7 +58,8 @@ class Convolution(Rule):
     def rewrite(self, op: Any, weight: ir.Value, y: ir.Value, **_: Any) -> Any:
         node = y.producer()
         assert node is not None
-        return op.Bfloat16Conv(*node.inputs, _domain=DOMAIN)
+        stride = (node.attributes.get_ints("strides") or (1,))[0]
+        return op.Bfloat16Conv(*node.inputs, stride=stride, _domain=DOMAIN)
 
 
 class BiasedProduct(Rule):
@@ -70,7 +74,17 @@ class BiasedProduct(Rule):
         return None if c.is_vector(bias, c.size(weight, 1)) else "what is added is not one number a column"
 
     def rewrite(self, op: Any, x: ir.Value, weight: ir.Value, bias: ir.Value, **_: Any) -> Any:
-        return op.Bfloat16MatMul(x, weight, bias, _domain=DOMAIN)
+        return op.Bfloat16MatMul(x, weight, bias, gated=0, to=FLOAT, _domain=DOMAIN)
+
+
+class GatedProduct(BiasedProduct):
+    """BiasSplitGelu of MatMul => Bfloat16MatMul"""
+
+    def pattern(self, op: Any, x: Any, weight: Any, bias: Any) -> Any:
+        return op.BiasSplitGelu(op.MatMul(x, weight, _outputs=["product"]), bias, _domain=DOMAIN)
+
+    def rewrite(self, op: Any, x: ir.Value, weight: ir.Value, bias: ir.Value, **_: Any) -> Any:
+        return op.Bfloat16MatMul(x, weight, bias, gated=1, to=FLOAT, _domain=DOMAIN)
 
 
 class Product(Rule):
@@ -83,7 +97,7 @@ class Product(Rule):
         return _no_matrix(weight)
 
     def rewrite(self, op: Any, x: ir.Value, weight: ir.Value) -> Any:
-        return op.Bfloat16MatMul(x, weight, _domain=DOMAIN)
+        return op.Bfloat16MatMul(x, weight, gated=0, to=FLOAT, _domain=DOMAIN)
 
 
 def _no_matrix(weight: ir.Value) -> str | None:
@@ -93,7 +107,9 @@ def _no_matrix(weight: ir.Value) -> str | None:
 
 
 # A rule meets a product before the sum behind it: those with a bias go first.
-STAGES = tuple(rule_pass("bfloat16_products", rules, ()) for rules in ((Convolution, BiasedProduct), (Product,)))
+STAGES = tuple(
+    rule_pass("bfloat16_products", rules, ()) for rules in ((Convolution, BiasedProduct, GatedProduct), (Product,))
+)
 
 
 def bfloat16_products(model: ir.Model) -> Outcome:
@@ -130,8 +146,19 @@ CASES = [
     Case("1 x 1", _conv("", "40,32,1,1", "y = Conv (x, w, b)"), ops={"Bfloat16Conv": 1}, sizes=_IMAGE),
     Case("product", _matmul("y = MatMul (x, w)"), ops={"Bfloat16MatMul": 1, "MatMul": 0}, sizes=_ROWS),
     Case("bias", _matmul("p = MatMul (x, w)  y = Add (p, b)"), ops={"Bfloat16MatMul": 1, "Add": 0}, sizes=_ROWS),
+    Case(
+        "gated",
+        _matmul(
+            "p = MatMul (x, w)  q = Add (p, b)  "
+            "l, r = Split <axis = 2, num_outputs = 2> (q)  g = Gelu (r)  y = Mul (l, g)"
+        ),
+        ops={"Bfloat16MatMul": 1, "BiasSplitGelu": 0},
+        sizes=_ROWS,
+    ),
     Case("a number", _matmul("p = MatMul (x, w)  y = Add (p, n)"), ops={"Bfloat16MatMul": 1, "Add": 1}, sizes=_ROWS),
-    _refused("stride 2", "strides", _conv(f"{_SAME}, strides = [2, 2]")),
+    Case("stride 2", _conv(f"{_SAME}, strides = [2, 2]"), ops={"Bfloat16Conv": 1}, sizes=_IMAGE),
+    _refused("stride 3", "strides", _conv(f"{_SAME}, strides = [3, 3]")),
+    _refused("two strides", "strides", _conv(f"{_SAME}, strides = [1, 2]")),
     _refused("dilated", "dilations", _conv("pads = [2, 2, 2, 2], dilations = [2, 2]")),
     _refused("no pads", "pads", _conv("kernel_shape = [3, 3]")),
     _refused("framed pixels", "pads", _conv(_SAME, "40,32,1,1")),

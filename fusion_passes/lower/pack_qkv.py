@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
@@ -24,11 +25,11 @@ from fusion_passes.rewriting import constant, derived
 Projection = tuple[ir.Value, ir.Value]  # input, weight
 
 
-def pack_qkv(model: ir.Model) -> Outcome:
-    """Pack projections in place; counts the attentions that read packed QKV, and packed KV."""
+def pack_qkv(model: ir.Model, attention: str = "MultiHeadAttention") -> Outcome:
+    """Pack the projections of the operator `attention` in place; counts those that read packed QKV, and packed KV."""
     outcome = Outcome(Counter(packed_qkv=0, packed_kv=0))
     for node in list(model.graph):
-        if node.op_type != "MultiHeadAttention":
+        if node.op_type != attention:
             continue
         reason = _refuse(node)
         if reason is not None:
@@ -93,14 +94,19 @@ def _pack(graph: ir.Graph, node: ir.Node, sources: Sequence[Projection]) -> ir.V
 
 
 def _case(
-    name: str, body: str, refused: str | None = None, products: int = 3, query: str = "q = MatMul (x, a)"
+    name: str,
+    body: str,
+    refused: str | None = None,
+    products: int = 3,
+    query: str = "q = MatMul (x, a)",
+    attention: str = "MultiHeadAttention <num_heads = 2, scale = 0.45, unidirectional = 0>",
 ) -> Case:
     graph = f"""<ir_version: 10, opset_import: ["" : 21, "sd_ort" : 1]>
         g (float[B,S,8] x, float[B,L,6] e, float[B,L,6] f, float[6,8] w) => (float[B,S,8] y)
         <float[8,8] a, float[8,8] b, float[8,8] c, float[6,8] d, float[6,8] h, float[8] bias, float scale = {{0.4}}> {{
             {query}
             {body}
-            y = sd_ort.MultiHeadAttention <num_heads = 2, scale = 0.45, unidirectional = 0> (q, k, v)
+            y = sd_ort.{attention} (q, k, v)
         }}"""
     return Case(name, graph, int(refused is None), {"MatMul": products}, refused, {"B": 2, "S": 5, "L": 3})
 
@@ -116,4 +122,13 @@ CASES = [
     _case("a key that is read again", "k = MatMul (e, d)  l = Relu (k)  v = MatMul (l, a)", _ALONE),
 ]
 
+_bfloat16_case = partial(_case, attention="Bfloat16Attention <num_heads = 2, scale = 0.45>")
+BFLOAT16_CASES = [
+    _bfloat16_case("self-attention", "k = MatMul (x, b)  v = MatMul (x, c)", products=1),
+    _bfloat16_case("text", "k = MatMul (e, d)  v = MatMul (e, h)", products=2),
+    _bfloat16_case("two texts", "k = MatMul (e, d)  v = MatMul (f, h)", "two tensors"),
+]
+
 PASS = Pass("pack_qkv", pack_qkv, CASES)
+# For Bfloat16Attention alone: a provider may have no kernel for packed MultiHeadAttention.
+BFLOAT16_PASS = Pass("pack_bfloat16_qkv", partial(pack_qkv, attention="Bfloat16Attention"), BFLOAT16_CASES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fusion_passes.operators import (
+    bfloat16_attention,
     bfloat16_conv,
     bfloat16_matmul,
     bias_add,
@@ -34,6 +35,7 @@ OPERATORS: tuple[Operator, ...] = (
     upsample_nearest.OPERATOR,
     nhwc_conv.OPERATOR,
     winograd_conv.OPERATOR,
+    bfloat16_attention.OPERATOR,
     bfloat16_conv.OPERATOR,
     bfloat16_matmul.OPERATOR,
     linear_add.OPERATOR,

@@ -1,5 +1,7 @@
-"""Bfloat16MatMul(X, W, bias?) = X W + bias; X [..., K], float32, and W [K, N], float32 or bfloat16, are rounded to
-bfloat16 and summed in float32; bias [N]."""
+"""Bfloat16MatMul(X, W, bias?; gated, to) = X W + bias, or left * gelu(right) of its halves where gated (GEGLU).
+
+X [..., K] and W [K, N], each float32 or bfloat16, are rounded to bfloat16 and summed in float32; bias [N], float32. Y
+is of the type `to`, float32 or bfloat16."""
 
 from __future__ import annotations
 
@@ -8,18 +10,36 @@ import onnx_ir as ir
 from fusion_passes.operators.bfloat16_conv import ROUNDED
 from fusion_passes.operators.parts import has
 from fusion_passes.operators.record import Operator
+from fusion_passes.shapes.facts import Facts, Shape
 from fusion_passes.shapes.rules import matmul
 
 
 def body(node: ir.Node) -> tuple[str, str]:
     """Its form and its meaning in standard ONNX."""
+    words, statements, last = [], "Z = MatMul (X_rounded, W_rounded)", "Z"
     if has(node, 2):
-        return "bias", f"(X, W, bias) => (Y) {{ {ROUNDED}  Z = MatMul (X_rounded, W_rounded)  Y = Add (Z, bias) }}"
-    return "", f"(X, W) => (Y) {{ {ROUNDED}  Y = MatMul (X_rounded, W_rounded) }}"
+        words, statements, last = ["bias"], f"{statements}  biased = Add (Z, bias)", "biased"
+    if node.attributes.get_int("gated", 0):
+        words.append("gated")
+        statements += f"""  left, right = Split <axis = -1, num_outputs = 2> ({last})
+            gate = Gelu (right)  gated_sum = Mul (left, gate)"""
+        last = "gated_sum"
+    inputs = "X, W, bias" if has(node, 2) else "X, W"
+    return "_".join(words), f"({inputs}) => (Y) {{ {ROUNDED}  {statements}  Y = Cast <to: int = @to> ({last}) }}"
+
+
+def shape(node: ir.Node, facts: Facts) -> list[Shape | None] | None:
+    """The shape of the output."""
+    shapes = matmul(node, facts)
+    if not node.attributes.get_int("gated", 0) or shapes is None or shapes[0] is None:
+        return shapes
+    *rows, columns = shapes[0]
+    return [(*rows, columns // 2)]
 
 
 OPERATOR = Operator(
     "Bfloat16MatMul",
-    matmul,
+    shape,
     body,
+    ("gated", "to"),
 )

@@ -14,6 +14,12 @@ from fusion_passes.shapes.facts import Facts, Shape, shape_of
 
 def body(node: ir.Node) -> tuple[str, str]:
     """Its form and its meaning in standard ONNX."""
+    form, inputs, statements = parts_of_body(node)
+    return form, f"({inputs}) => (output) {{ {statements} }}"
+
+
+def parts_of_body(node: ir.Node, suffix: str = "") -> tuple[str, str, str]:
+    """Its form, its inputs, and the statements that make `output` of values named as these inputs and `suffix`."""
     mask = has(node, 5)
     packed = "qkv" if len(node.inputs) < 2 or node.inputs[1] is None else "kv" if not has(node, 2) else ""
     inputs = {"qkv": "query", "kv": "query, key", "": "query, key, value"}[packed]
@@ -26,18 +32,18 @@ def body(node: ir.Node) -> tuple[str, str]:
         heads_vector = Reshape (heads_number, rest)
         split = Concat <axis = 0> (kept, heads_vector, rest)"""
     if packed == "qkv":  # [B,S,N,3,D]
-        parts = """
-            q5, k5, v5 = Split <axis = 3, num_outputs = 3> (query)
+        parts = f"""
+            q5, k5, v5 = Split <axis = 3, num_outputs = 3> (query{suffix})
             three = Constant <value_ints = [3]> ()
             q4 = Squeeze (q5, three)  k4 = Squeeze (k5, three)  v4 = Squeeze (v5, three)"""
     elif packed == "kv":  # [B,L,N,2,D]
-        parts = """
-            k5, v5 = Split <axis = 3, num_outputs = 2> (key)
+        parts = f"""
+            k5, v5 = Split <axis = 3, num_outputs = 2> (key{suffix})
             three = Constant <value_ints = [3]> ()
-            q4 = Reshape (query, split)  k4 = Squeeze (k5, three)  v4 = Squeeze (v5, three)"""
+            q4 = Reshape (query{suffix}, split)  k4 = Squeeze (k5, three)  v4 = Squeeze (v5, three)"""
     else:
-        parts = "q4 = Reshape (query, split)  k4 = Reshape (key, split)  v4 = Reshape (value, split)"
-    body = f"""({inputs}) => (output) {{
+        parts = "  ".join(f"{name[0]}4 = Reshape ({name}{suffix}, split)" for name in ("query", "key", "value"))
+    statements = f"""
         {split}
         {parts}
         qh = Transpose <perm = [0, 2, 1, 3]> (q4)
@@ -47,8 +53,8 @@ def body(node: ir.Node) -> tuple[str, str]:
         merged = Transpose <perm = [0, 2, 1, 3]> (heads)
         flat = Constant <value_ints = [0, 0, -1]> ()
         output = Reshape (merged, flat)
-    }}"""
-    return "_".join(word for word in (attention_form(node, mask), packed) if word), body
+    """
+    return "_".join(word for word in (attention_form(node, mask), packed) if word), inputs, statements
 
 
 def shape(node: ir.Node, facts: Facts) -> list[Shape] | None:

@@ -5,8 +5,8 @@
 
 Checks numbers in float16, bfloat16 and float32, gradients, torch's opcheck (schema, tracing), another stream, a CUDA
 graph, autocast, tensors of two devices, and a small U-Net whose calls are captured in CUDA graphs (`optimize`): with
-new numbers, on another stream, from another thread, after changes of its weights. Exits with 1 when one fails. Needs
-`sd-ort build-ops --cuda ARCH` or --hip.
+new numbers, on another stream, from another thread, after changes of its weights; and the demo's pictures. Exits with 1
+when one fails. Needs `sd-ort build-ops --cuda ARCH` or --hip.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts/fixtures"), str(ROOT / "scripts/m
 from gpu_models import random_module  # noqa: E402
 from torch_calls import NAMES, Draw, calls  # noqa: E402
 
+from sd_ort.benchmark.engines.pytorch import torch_pipeline  # noqa: E402
+from sd_ort.core.metrics import psnr  # noqa: E402
 from sd_ort.runtime.machine import commit, machine  # noqa: E402
 from sd_ort.torch import operators, optimize, reset_status, status  # noqa: E402
 from sd_ort.torch.operators import contract  # noqa: E402
@@ -53,7 +55,7 @@ def main() -> int:
             lines.append(f"{name:18} {check.__name__:10} {found}")
             print(lines[-1], flush=True)
     if options.device == "cuda":
-        for of_all in (stream, graph, autocast, two_devices, own_graphs):
+        for of_all in (stream, graph, autocast, two_devices, own_graphs, pictures):
             try:
                 found = of_all()
             except Exception as error:
@@ -224,6 +226,24 @@ def own_graphs() -> str:
     assert ran == {"captured": 3, "replayed": 9}, str(ran)
     assert not status().not_captured, str(status())
     return "captured 3 times, replayed 9 times"
+
+
+def pictures(device: str = "cuda") -> str:
+    """Three prompts through the demo pipeline in float32, as it is and with `optimize`."""
+    pipeline = torch_pipeline("demo").to(device)
+    pipeline.set_progress_bar_config(disable=True)
+
+    def drawn() -> list[Any]:
+        generator = torch.Generator().manual_seed(0)
+        prompts = ("a red circle", "a green square", "a blue circle")
+        return [pipeline(p, num_inference_steps=6, output_type="np", generator=generator).images for p in prompts]
+
+    before = drawn()
+    optimize(pipeline, "performance")
+    reset_status()
+    worst = min(psnr(a, b) for a, b in zip(before, drawn(), strict=True))
+    assert worst >= 60, f"{worst:.1f} dB"
+    return f"{worst:.1f} dB; " + ", ".join(f"{what} {count} times" for (_, what), count in status().graphs.items())
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ from comfyui_expected import (
 )
 from comfyui_host import as_prompt, run, start, with_model
 from findings import report
+from made_loras import save_loras
 from PIL import Image
-from safetensors.torch import save_file
 
 from sd_ort.demo import scenes
 from sd_ort.export.exporter import export
@@ -72,26 +72,7 @@ def prepare(base: Path) -> None:
     for name, source in models.items():
         export(out=base / "raw" / name, exporter="torchscript", **source)
         optimize(base / "raw" / name, base / "models" / "sd_ort" / name, target="cpu")
-    (base / "models" / "loras").mkdir()
-    weights = {"unet": unet.state_dict()}
-    block = "down_blocks.1.attentions.0.transformer_blocks.0"
-    for name in ("one", "two"):
-        lora = {}
-        for module in (
-            f"{block}.attn1.to_q",
-            f"{block}.attn2.to_v",
-            f"{block}.ff.net.0.proj",
-            "down_blocks.0.resnets.0.conv1",
-        ):
-            out, *into = weights["unet"][f"{module}.weight"].shape
-            key = f"lora_unet_{module.replace('.', '_')}"
-            lora[f"{key}.lora_down.weight"] = torch.randn(4, *into, generator=generator) * 0.2
-            lora[f"{key}.lora_up.weight"] = torch.randn(out, 4, *([1] * (len(into) - 1)), generator=generator) * 0.2
-            lora[f"{key}.alpha"] = torch.tensor(2.0)
-        key = "lora_te_text_model_encoder_layers_0_self_attn_q_proj"
-        lora[f"{key}.lora_down.weight"] = torch.randn(4, 128, generator=generator) * 0.1
-        lora[f"{key}.lora_up.weight"] = torch.randn(128, 4, generator=generator) * 0.1
-        save_file(lora, base / "models" / "loras" / f"{name}.safetensors")
+    save_loras(base / "models" / "loras")
     scene = scenes.parse(SCENE)
     pixels = scenes.render(scene, scenes.layout(scene, random.Random(0)))
     (base / "input").mkdir()

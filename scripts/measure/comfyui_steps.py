@@ -5,8 +5,10 @@
 CHECKOUT as for scripts/checks/comfyui.py. DEMO: the demo model as `sd-ort optimize` wrote it, with which the example
 workflow text_to_image is run; at least 40 dB to our own pipeline's picture, else the exit status is 1. SD15: any Stable
 Diffusion folder. Both loops draw its latents with Euler from one noise. A step is what a picture of many steps takes
-more than one of few, over the steps between: loading, prompts and waiting for the end are left out. The loops take
-turns; the ratio is the median of the rounds' ratios. On a GPU tensors are bound where ComfyUI has them, or it fails.
+more than one of few, over the steps between: loading, prompts and waiting for the end are left out. Both have their
+schedules beforehand: ours keeps them, and ComfyUI's, worked out on the device number by number, is given to its
+sampler. The loops take turns; the ratio is the median of the rounds' ratios. On a GPU tensors are bound where ComfyUI
+has them, or it fails.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +53,20 @@ def in_comfyui(folder: Path, provider: str, side: int) -> Draw:
         raise click.ClickException(f"torch and {provider} share no device here: torch sees {torch.cuda.device_count()}")
     loaded, clip = open_model(models), open_clip(HostModels(folder, provider))
     told = [importlib.import_module("nodes").CLIPTextEncode().encode(clip, text)[0] for text in (PROMPT, "")]
-    sample = importlib.import_module("comfy.sample")
+    sample, samplers = (importlib.import_module(f"comfy.{name}") for name in ("sample", "samplers"))
     empty = torch.zeros(1, models.unet_config["in_channels"], side // 8, side // 8)
     noise = sample.prepare_noise(empty, SEED)
+    euler_sampler = samplers.sampler_object("euler")
+
+    @cache
+    def sigmas(steps: int) -> torch.Tensor:
+        kept: torch.Tensor = samplers.calculate_sigmas(loaded.get_model_object("model_sampling"), "normal", steps)
+        return kept
 
     def draw(steps: int) -> Any:
         with torch.inference_mode():
-            made = sample.sample(
-                loaded, noise, steps, GUIDANCE, "euler", "normal", *told, empty, disable_pbar=True, seed=SEED,
+            made = sample.sample_custom(
+                loaded, noise, GUIDANCE, euler_sampler, sigmas(steps), *told, empty, disable_pbar=True, seed=SEED,
             )  # fmt: skip
             return made.cpu()
 

@@ -296,9 +296,12 @@ def parts(pipeline: Any, options: argparse.Namespace, arguments: dict[str, Any])
     if buffers is None:
         return found
     found["step_ms"] = {"text to image": 1e3 * pipeline.loop.step_seconds}
+    found["held_MB"], found["kept"] = pipeline.loop.held_bytes / 1e6, pipeline.loop.KEPT
+
+    found["unet_calls"] = len(buffers.steps[1].schedule.timesteps)  # PNDM makes 51 of 50 steps
 
     def unets() -> None:
-        for _ in range(options.steps - 1):
+        for _ in range(found["unet_calls"] - 1):
             buffers.unet.run(False)
         buffers.unet.run()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Sequence
 from importlib import metadata
@@ -43,25 +44,35 @@ def examine() -> dict[str, Any]:
 
 def clashes(requirements: Sequence[str] | None = None) -> list[str]:
     """What is missing here, or of another version than sd-ort was tested with: in a host's environment it may run all
-    the same, and nothing of the host's need be changed.
+    the same, and nothing of the host's need be changed. Then what the packages asked for miss in their turn.
 
     `requirements`: as pip writes them; None for those of the installed sd-ort, without its extras.
     """
-    found = []
-    for line in metadata.requires("sd-ort") or () if requirements is None else requirements:
-        requirement = Requirement(line)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            found.append(
-                f"{requirement.name} is not installed: pip install '{requirement.name}{requirement.specifier}'"
-            )
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            found.append(f"{requirement.name} {version} is installed, and {requirement.specifier} was tested")
-    return found
+    asked = _asked(metadata.requires("sd-ort") if requirements is None else requirements)
+    found = [line for requirement in asked if (line := _unmet(requirement, "{} was tested"))]
+    for outer in asked:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            inner = _asked(metadata.requires(outer.name))
+            found += [line for requirement in inner if (line := _unmet(requirement, f"{outer.name} needs {{}}"))]
+    return list(dict.fromkeys(found))
+
+
+def _asked(lines: Sequence[str] | None) -> list[Requirement]:
+    """Those of a package's requirements that count here, without its extras."""
+    every = [Requirement(line) for line in lines or ()]
+    return [each for each in every if each.marker is None or each.marker.evaluate({"extra": ""})]
+
+
+def _unmet(requirement: Requirement, why: str) -> str | None:
+    """What is wrong with the installed version, if anything; `why` takes the versions wanted."""
+    name = requirement.name
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return f"{name} is not installed: pip install '{name}{requirement.specifier}'"
+    if requirement.specifier.contains(version, prereleases=True):
+        return None
+    return f"{name} {version} is installed, and {why.format(requirement.specifier)}"
 
 
 def examine_provider(name: str) -> dict[str, Any]:

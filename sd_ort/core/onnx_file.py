@@ -15,7 +15,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sd_ort.core.errors import InputError
+from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.paths import inside
 
 if TYPE_CHECKING:
@@ -38,9 +38,11 @@ def read(path: Path) -> onnx.ModelProto:
 
     External data must lie in the folder of `path` (see `paths.inside`). Raises InputError, which says what is wrong.
     """
-    import onnx
-    from google.protobuf.message import DecodeError
-
+    try:
+        import onnx
+        from google.protobuf.message import DecodeError
+    except ImportError as error:  # beside a host's older protobuf
+        raise InputError(f"onnx cannot be used here, see `sd-ort doctor`: {first_line(error)}.") from error
     try:
         if path.stat().st_size > FILE_LIMIT:
             raise _Refusal("is larger than 2 GiB, which no ONNX model can be: keep its weights in a file beside it")

@@ -73,7 +73,8 @@ def _find(scheduler: Any, timesteps: torch.Tensor, initial: float, eta: float) -
         nothing = torch.zeros(count, 1, 1, 1, 1)
         _, _, draws = _run(scheduler, timesteps, nothing[:1], nothing, nothing[:0], eta)
         unit = torch.eye(2 * count + draws).reshape(-1, 1, 2 * count + draws, 1, 1)
-        after, scales, _ = _run(scheduler, timesteps, *unit.split([count, count, draws]), eta)
+        latents, predictions, drawn = unit.split([count, count, draws])
+        after, scales, _ = _run(scheduler, timesteps, latents, predictions, drawn, eta)
         numbers = 3 * torch.randn(1 + count + draws, 1, 8, 1, 1, generator=torch.Generator().manual_seed(0))
         first, predictions, drawn = numbers.split([1, count, draws])
         tried, _, _ = _run(scheduler, timesteps, first * initial, predictions, drawn, eta)
@@ -147,7 +148,8 @@ def _run(
     one gave."""  # fmt: skip
     probe = copy.deepcopy(scheduler)
     options = {"eta": eta} if "eta" in inspect.signature(probe.step).parameters else {}
-    after, scales = [], []
+    after: list[torch.Tensor] = []
+    scales = []
     with _Draws(drawn) as draws:
         for index, timestep in enumerate(timesteps):
             one = torch.ones(1, 1, 1, 1)

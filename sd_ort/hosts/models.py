@@ -14,7 +14,6 @@ from sd_ort.core.folder import read_index
 from sd_ort.family.configs import component_config
 from sd_ort.family.tokenizer import whole_tokenizer
 from sd_ort.hosts.tensors import TensorModel, Tensors, torch_dtype
-from sd_ort.pipeline.lora import Loras
 from sd_ort.pipeline.lora_methods import LoraMethods
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.provider_records import WHEELS
@@ -78,8 +77,17 @@ class HostModels(LoraMethods):
         """Names of a component's inputs."""
         return list(self.models[component].inputs)
 
-    def run(
-        self, component: str, *, lent: Tensors | None = None, lend: bool = False, **tensors: torch.Tensor
+    def run(self, component: str, **tensors: torch.Tensor) -> Tensors:
+        """`call` with the inputs by name; the outputs are the caller's own."""
+        return self.call(component, tensors)
+
+    def call(
+        self,
+        component: str,
+        tensors: Mapping[str, torch.Tensor],
+        lent: Mapping[str, torch.Tensor] | None = None,
+        *,
+        lend: bool = False,
     ) -> Tensors:
         """Outputs by name, on `device`, for one tensor an input, of any floating dtype.
 
@@ -107,6 +115,8 @@ class HostModels(LoraMethods):
         Raises InputError for a weight that is not there, or a change of another shape.
         """
         if changes and self.loras is None:
+            from sd_ort.pipeline.lora import Loras  # needs onnx, for which a host's protobuf may be too old
+
             self.loras = Loras(self.folder)
         if self.loras is not None:
             self.weights_changed(self.loras.apply(self.models, {component: changes}))

@@ -57,7 +57,7 @@ class HostUNet:
             prompt = self._every_prompt(told, key)
             rows = {**prompt, "timestep": at[:1].expand(len(sample))}
             time_inputs = {name: rows[name] for name in models.inputs("unet_time")}
-            lent = {**prompt, **models.run("unet_time", lend=True, **time_inputs)}
+            lent = {**prompt, **models.call("unet_time", time_inputs, lend=True)}
         else:
             feed |= told
         names = models.inputs("unet")
@@ -69,7 +69,7 @@ class HostUNet:
             raise InputError(
                 f"the UNet of {models.folder} wants {', '.join(missing)}, which this pipeline does not give."
             )
-        out = models.run("unet", lent=lent, **{name: feed[name] for name in names if name not in lent})["out_sample"]
+        out = models.call("unet", {n: feed[n] for n in names if n not in lent}, lent)["out_sample"]
         self.seconds.append(time.perf_counter() - started)
         return out.to(sample.device, sample.dtype)
 
@@ -84,7 +84,7 @@ class HostUNet:
         )
         if not (kept and mark == self.prompt_key):
             names = self.models.inputs("unet_prompt")
-            self.prompt = self.models.run("unet_prompt", lend=True, **{name: told[name] for name in names})
+            self.prompt = self.models.call("unet_prompt", {name: told[name] for name in names}, lend=True)
             self.prompt_key, self.told = mark, tensors
         return self.prompt
 

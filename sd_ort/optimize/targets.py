@@ -16,6 +16,8 @@ import onnx_ir as ir
 from fusion_passes import FUSIONS, OPERATORS
 from fusion_passes import checks as c
 from fusion_passes.lower import (
+    bfloat16_attention,
+    bfloat16_edges,
     bfloat16_products,
     fold_bias,
     layer_norm,
@@ -136,7 +138,14 @@ CPU = Target(
     passes=(_NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS),
     contrib={"QuickGelu": _any, "MultiHeadAttention": _any},
     half_weights=True,  # its kernels compute half precision in float32, with casts around each
-    bfloat16_passes=(_NO_SDPA, standard_attention(_long_keys), bfloat16_products.PASS),
+    bfloat16_passes=(
+        _NO_SDPA,
+        bfloat16_attention.PASS,
+        pack_qkv.BFLOAT16_PASS,
+        standard_attention(_long_keys),
+        bfloat16_products.PASS,
+        bfloat16_edges.PASS,
+    ),
 )
 
 # onnxruntime's schema of com.microsoft NhwcConv, read at 1.31, takes no bfloat16.

@@ -23,6 +23,7 @@ from sd_ort.core.progress import step_bar
 from sd_ort.graphs import device_graphs
 from sd_ort.pipeline.device_control import ControlNets
 from sd_ort.pipeline.device_steps import Steps
+from sd_ort.pipeline.device_text import DeviceTexts
 from sd_ort.pipeline.drawing import Arrays, Drawing, Part, check_finite
 from sd_ort.runtime.captured import UNCAPTURED, BoundShapes, GraphModel, place
 from sd_ort.runtime.chained import ChainedModel, is_captured
@@ -81,7 +82,9 @@ class DeviceLoop:
         channels = None if drawing.channels is None else drawing.channels.shape
         controls = tuple((control.name, control.image.shape) for control in drawing.controls)
         shape = drawing.latents.shape, drawing.rows, drawing.side
-        key = (id(self.models["unet"]), *shape, conditioning, channels, controls)
+        texts = None if drawing.texts is None else drawing.texts.shape
+        opened = [id(self.models[name]) for name in ("unet", *(drawing.texts.ids if drawing.texts else ()))]
+        key = (*opened, *shape, conditioning, texts, channels, controls)
         buffers = self.kept.pop(key, None)
         if buffers is None:
             if len(self.kept) == self.KEPT:
@@ -148,6 +151,7 @@ class Buffers:
     def __init__(self, loop: DeviceLoop, drawing: Drawing) -> None:
         self.loop = loop
         unet = loop.models["unet"]
+        self.texts = None if drawing.texts is None else DeviceTexts(loop, drawing.texts)
         self.given: dict[tuple[str, np.dtype], Any] = {}
         self.values: dict[str, Any] = {}
         if "unet_prompt" in loop.models:
@@ -166,7 +170,7 @@ class Buffers:
         if self.timestep is not None:
             self.values["timestep"] = loop.value(self.timestep)
         for name in unet.inputs:
-            if name not in self.values and name in drawing.conditioning:
+            if name not in self.values and self.told(name, drawing.conditioning):
                 self.values[name] = self.give(name, drawing.conditioning, unet.dtype(name))
         self.values["latents"] = loop.value(np.zeros_like(drawing.latents))
         self.controls = ControlNets(self, drawing)
@@ -174,8 +178,15 @@ class Buffers:
         self.unet: BoundShapes | None = None
         self.ends: dict[bool, list[BoundShapes]] = {}
 
+    def told(self, name: str, conditioning: Arrays) -> bool:
+        """Whether an input of the UNet says something about the prompts."""
+        return name in conditioning or (self.texts is not None and name in self.texts)
+
     def give(self, name: str, conditioning: Arrays, dtype: Any) -> Any:
-        """The device's copy of a conditioning input, which every drawing renews. Raises InputError without one."""
+        """A conditioning input on the device: made there by the text encoders, or a copy, which every drawing renews.
+        Raises InputError without one."""
+        if self.texts is not None and name in self.texts:
+            return self.texts.told(name, dtype)
         if name not in conditioning:
             raise InputError(f"the UNet reads {name}, which this pipeline does not give: export it with sd-ort.")
         key = name, np.dtype(dtype)
@@ -187,13 +198,16 @@ class Buffers:
         """All values on the device."""
         steps = {} if self.steps is None else self.steps[1].values
         ends = [value for part in self.ends.values() for bound in part for value in bound.outputs.values()]
-        return [*self.given.values(), *self.values.values(), *steps.values(), *ends]
+        texts = [] if self.texts is None else self.texts.held()
+        return [*texts, *self.given.values(), *self.values.values(), *steps.values(), *ends]
 
     def release(self) -> None:
         """Give the captured graphs back."""
         self._release_steps()
         for bound in (*self.controls.nets, *([] if self.unet is None else [self.unet])):
             bound.release()
+        if self.texts is not None:
+            self.texts.release()
 
     def _release_steps(self) -> None:
         if self.steps is not None:
@@ -201,13 +215,19 @@ class Buffers:
             self.steps = None
 
     def begin(self, drawing: Drawing) -> Steps:
-        """Give the device what this drawing has of its own, and queue what runs before its first step."""
+        """Give the device what this drawing has of its own, and queue what runs before its first step.
+
+        Nothing is copied once something is queued: the copy would wait for it.
+        """
         for (name, dtype), value in self.given.items():
             value.update_inplace(np.ascontiguousarray(drawing.conditioning[name], dtype))
         self.controls.give(drawing)
         steps = self._steps(drawing)
-        steps.give(drawing)
-        for part in steps.before:
+        texts = []
+        if self.texts is not None and drawing.texts is not None:
+            self.texts.give(drawing.texts)
+            texts = self.texts.parts
+        for part in (*texts, *steps.give(drawing), *steps.before):
             part.run(self.loop.wait)
         return steps
 
@@ -223,7 +243,7 @@ class Buffers:
                         part.run(wait)
                 self.loop.step_seconds = (time.perf_counter() - started) / count
             else:
-                self._queue(every, stream, count, wait)
+                self._queue(every, stream, count, wait, drawing.progress)
             for part in ends:
                 part.run(wait)
             if stream is not None and drawing.progress:
@@ -235,14 +255,15 @@ class Buffers:
             self.loop.step_seconds = stream.seconds(0, count) / count
         return self._read(drawing, [*ends, last])
 
-    def _queue(self, every: Sequence[Part], stream: Stream, count: int, wait: bool) -> None:
-        """All steps, an event before them and one behind each."""
+    def _queue(self, every: Sequence[Part], stream: Stream, count: int, wait: bool, progress: bool) -> None:
+        """All steps, an event before and behind them and, to show `progress`, one behind each."""
         stream.reserve(count + 1)
         stream.record(0)
         for number in range(count):
             for part in every:
                 part.run(wait)
-            stream.record(number + 1)
+            if progress or number + 1 == count:
+                stream.record(number + 1)
 
     def _steps(self, drawing: Drawing) -> Steps:
         """The buffers for as many steps, draws and inputs as this drawing has."""
@@ -274,10 +295,12 @@ class Buffers:
 
     def _read(self, drawing: Drawing, ends: list[BoundShapes]) -> np.ndarray:
         """Latents or pictures, once all is done; checked."""
+        if self.texts is not None:
+            self.texts.check()
         check_finite(ends[0].outputs["latents_check"].numpy(), "unet")
         if drawing.decode is None:
             made: np.ndarray = self.values["latents"].numpy()
         else:
             check_finite(ends[-1].outputs["image_check"].numpy(), "vae_decoder")
             made = ends[-1].outputs["image"].numpy()
-        return made.copy()  # on the CPU it is a view of the buffer
+        return made.copy() if self.loop.models.device == "cpu" else made  # there it is a view of the buffer

@@ -15,14 +15,17 @@ if TYPE_CHECKING:
     from sd_ort.family.plans import LinearSchedule
     from sd_ort.pipeline.device_loop import Buffers
     from sd_ort.pipeline.drawing import Drawing
+    from sd_ort.runtime.captured import BoundShapes
 
 
 class Steps:
-    """The buffers and graphs of a schedule: `before` runs once a drawing, then `unet` and `between` in turn."""
+    """The buffers and graphs of a schedule: `before` runs once a drawing, then `unet` and `between` in turn; `renewed`
+    runs when the schedule is another one."""
 
     def __init__(self, buffers: Buffers, drawing: Drawing) -> None:
         loop, self.schedule = buffers.loop, drawing.schedule
         self.before = [buffers.prompt] if buffers.prompt is not None else []
+        self.renewed: list[BoundShapes] = []
         unet = buffers.loop.models["unet"]
         count, window = drawing.schedule.steps.shape[:2]
         self.rows = drawing.rows
@@ -110,7 +113,7 @@ class Steps:
         self.time_input = loop.value(self.arrays["rows_timesteps"].astype(dtype))
         self.time_dtype = dtype
         bound = loop.bind(model, {**feed, "timestep": self.time_input})
-        self.before.append(bound)
+        (self.before if feed else self.renewed).append(bound)  # binding runs it: its numbers are there
         self.values["place"] = loop.value(np.arange(states * self.rows).reshape(states, self.rows))
         by_step = {}
         for output in model.session.get_outputs():
@@ -123,15 +126,18 @@ class Steps:
             self.values[identifier(output.name)] = buffers.values[output.name]
         return by_step
 
-    def give(self, drawing: Drawing) -> None:
-        """Copy to the device what this drawing has of its own; the schedule only when it is another one."""
-        arrays = self._arrays(drawing)
+    def give(self, drawing: Drawing) -> list[BoundShapes]:
+        """Copy to the device what this drawing has of its own; the schedule only when it is another one. Returns what
+        has to run for that."""
+        arrays, run = self._arrays(drawing), []
         for name, array in arrays.items():
             if name in self.values and not np.array_equal(array, self.arrays[name]):
                 self.values[name].update_inplace(array)
                 if name == "rows_timesteps" and hasattr(self, "time_input"):
                     self.time_input.update_inplace(array.astype(self.time_dtype))
+                    run = self.renewed
         self.arrays = arrays
+        return run
 
 
 def tables(schedule: LinearSchedule, guidance: float | None) -> dict[str, np.ndarray]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -35,11 +35,33 @@ class Kept:
 
 
 @dataclass
+class Tokens:
+    """The texts of a call, for text encoders on the device.
+
+    `ids`: what each encoder reads, (texts, S) int64; `outputs`: which of its outputs the UNet is told. `row` (rows,)
+    int64: the text of each row of the UNet; `silent` (rows,) bool: it is told zeros. `given`: what else the rows are
+    told, by the name of the UNet's input, (rows, ...) float32.
+    """
+
+    ids: dict[str, np.ndarray]
+    outputs: dict[str, str]
+    row: np.ndarray
+    silent: np.ndarray
+    given: dict[str, np.ndarray]
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What its buffers depend on."""
+        return tuple((name, self.outputs[name], ids.shape) for name, ids in self.ids.items())
+
+
+@dataclass
 class Drawing:
     """What one call draws.
 
     `latents` (B, C, h, w), float32, as the first step takes them. `conditioning`: the UNet's inputs by name beside
-    sample and timestep, of 2B rows with `guidance` (negative first), of B with None. `draws` (S, B, C, h, w): the
+    sample and timestep, of 2B rows with `guidance` (negative first), of B with None. `texts`: in place of those that
+    text encoders make. `draws` (S, B, C, h, w): the
     random numbers of `schedule`. `channels` (B, C', h, w): behind the latents' channels, unscaled. `decode`: (factor,
     mean) of the VAE's latents, for pictures; None for latents. `rescale`: see `pipeline.sampling.guided`.
     `controls`: ControlNets that see all rows. `side`: "negative" or "positive" when guidance is split between two
@@ -58,6 +80,7 @@ class Drawing:
     controls: Sequence[Control] = ()
     progress: bool = False
     side: str | None = None
+    texts: Tokens | None = None
 
     @property
     def rows(self) -> int:

@@ -13,13 +13,14 @@ from sd_ort.family.conditioning import latent_scale
 from sd_ort.family.plans import LinearSchedule
 from sd_ort.pipeline.control import Control
 from sd_ort.pipeline.device_loop import DeviceLoop
-from sd_ort.pipeline.drawing import Drawing, Kept, check_finite
+from sd_ort.pipeline.drawing import Drawing, Kept, Tokens, check_finite
 from sd_ort.pipeline.output import PipelineOutput
 from sd_ort.pipeline.request import Request
 from sd_ort.pipeline.text import Conditioning
 from sd_ort.runtime.providers import warn_once
 
 if TYPE_CHECKING:
+    from sd_ort.pipeline.text import Texts
     from sd_ort.pipeline.vae import Vae
     from sd_ort.runtime.components import Components
 
@@ -28,6 +29,7 @@ class Sampling:
     """What draws, for a pipeline with these attributes, `_finish` and `_noise`."""
 
     models: Components
+    texts: Texts
     vae: Vae
     loop: DeviceLoop
     device_loop: bool
@@ -43,7 +45,7 @@ class Sampling:
         self,
         latents: np.ndarray,
         timesteps: Any,
-        conditioning: Conditioning,
+        conditioning: Conditioning | Tokens,
         request: Request,
         controls: Sequence[Control] = (),
         *,
@@ -55,7 +57,6 @@ class Sampling:
         `channels` (B, C', h, w) go behind the latents' channels, unscaled: the mask and the masked picture of an
         inpainting UNet. `kept`: what every step leaves of a picture.
         """
-        told = {"encoder_hidden_states": conditioning.embeddings, **conditioning.added}
         # A ControlNet on the device sees what the UNet sees: all rows, and no channels of a mask.
         alike = not controls or (channels is None and not request.guess_mode)
         schedule = self._device_schedule(request, timesteps) if alike else None
@@ -64,6 +65,7 @@ class Sampling:
                 warn_once("guidance is not split, and one device draws: latents go through the host at every step.")
             from sd_ort.pipeline import denoiser, host_loop  # torch, which the loop on the device does without
 
+            told = _arrays(self.texts.condition(request) if isinstance(conditioning, Tokens) else conditioning)
             unet = denoiser.Denoiser(self.models, told, timesteps, controls)
             drawn = host_loop.denoise(self, latents, timesteps, unet, request, channels, kept)
             check_finite(drawn, "unet")
@@ -78,7 +80,7 @@ class Sampling:
         made = self.loop.run(
             Drawing(
                 latents,
-                told,
+                conditioning.given if isinstance(conditioning, Tokens) else _arrays(conditioning),
                 schedule,
                 guidance=request.guidance,
                 rescale=request.guidance_rescale,
@@ -88,11 +90,22 @@ class Sampling:
                 controls=controls,
                 decode=(factor, mean) if whole and not self.models.low_memory else None,
                 progress=request.progress,
+                texts=conditioning if isinstance(conditioning, Tokens) else None,
             )
         )
         if made.dtype == np.uint8:
             return PipelineOutput([Image.fromarray(picture) for picture in made])
         return self._finish(made, request)
+
+    def _told(self, request: Request) -> Conditioning | Tokens:
+        """What the UNet is told about the prompts; tokens where text encoders run on the device too."""
+        models = self.models
+        here = self.device_loop and request.callback_on_step_end is None and models.partner is None
+        if here and not models.low_memory and not {name for _, name in self.texts.encoders} & {*models.elsewhere}:
+            tokens = self.texts.tokens(request)
+            if tokens is not None:
+                return tokens
+        return self.texts.condition(request)
 
     def _device_schedule(self, request: Request, timesteps: Any) -> LinearSchedule | None:
         """What the loop on the device needs of the scheduler; None where the loop has to run on the host."""
@@ -107,3 +120,7 @@ class Sampling:
         except InputError as error:
             warn_once(f"latents go through the host at every step: {error}")
             return None
+
+
+def _arrays(conditioning: Conditioning) -> dict[str, np.ndarray]:
+    return {"encoder_hidden_states": conditioning.embeddings, **conditioning.added}

@@ -15,7 +15,7 @@ from sd_ort.family.conditions import is_sdxl, time_ids_split
 from sd_ort.family.configs import component_config
 from sd_ort.family.tokenizer import ClipTokenizer
 from sd_ort.pipeline import embeddings, weighting
-from sd_ort.pipeline.drawing import check_finite
+from sd_ort.pipeline.drawing import Tokens, check_finite
 from sd_ort.pipeline.embeddings import Words
 from sd_ort.pipeline.images import as_array
 from sd_ort.pipeline.request import Request, Size
@@ -58,6 +58,7 @@ class Texts:
         self.folder, self.models, self.index, self.unet = folder, models, index, unet
         self.is_xl = is_sdxl(unet)
         self.words: dict[str, Words] = {}
+        self.lengths: dict[str, int] = {}  # tokens that an encoder takes
         self.forget()
 
     def forget(self) -> None:
@@ -69,6 +70,17 @@ class Texts:
         for name in self.words:
             self.models.drop_variants(name)
         self.words = {}
+
+    def fix_length(self) -> None:
+        """Have the encoders opened for all their tokens: the mask is then made once, and no kernel runs on the CPU."""
+        for tokenizer, name in self.encoders:
+            length = self._length(tokenizer, name)
+            self.models.sizes[name] = dict.fromkeys(("sequence", "sequence_length"), length)  # ours, Optimum's
+
+    def _length(self, tokenizer: ClipTokenizer, name: str) -> int:
+        if name not in self.lengths:
+            self.lengths[name] = text_length(self.folder, name, tokenizer)
+        return self.lengths[name]
 
     def learn(self, source: Any, token: str | None, tokenizer: Any = None, text_encoder: Any = None) -> None:
         """A word of textual inversion more, see `pipeline.embeddings`; errors as there."""
@@ -96,6 +108,36 @@ class Texts:
         negative = self._told(self._negative(request, alone), sizes[1]).repeat(request.num_images_per_prompt)
         return positive.after(negative)
 
+    def tokens(self, request: Request) -> Tokens | None:
+        """What text encoders on the device read in place of `condition`: plain prompts. None for all else: embeddings
+        that are given, weights, skipped layers, learned words."""
+        given = request.prompt_embeds is not None or request.negative_prompt_embeds is not None
+        if given or request.clip_skip or self.words or request.prompt_syntax != "plain":
+            return None
+        texts = self.pair(request.prompts, self._second(request))
+        silent = request.guidance is not None and self.zero_negative(request)
+        negative = [] if request.guidance is None or silent else self._negatives(request)
+        ids, outputs = {}, {}
+        for (tokenizer, name), positive, before in zip(
+            self.encoders, texts, negative or [[]] * len(texts), strict=True
+        ):
+            model = self.models[name]
+            if list(model.inputs) != ["input_ids"]:
+                return None
+            ids[name] = token_ids(tokenizer, [*before, *positive], self._length(tokenizer, name))
+            outputs[name] = embedding_output(model.outputs, self.is_xl)
+        count = len(request.prompts)
+        row = np.arange(count) + (len(negative[0]) if negative else 0)
+        first = [np.arange(count)] if request.guidance is not None else []
+        rows = np.concatenate([*first, row]).repeat(request.num_images_per_prompt)
+        sizes = self._sizes(request)
+        told = [sizes[1]] * (request.batch * len(first)) + [sizes[0]] * request.batch
+        more = {"time_ids": np.array(told, np.float32)} if self.is_xl else {}
+        if request.told_guidance is not None:
+            embedded = guidance_embedding(request.told_guidance, self.unet["time_cond_proj_dim"])
+            more["timestep_cond"] = embedded.repeat(len(rows), 0)
+        return Tokens(ids, outputs, rows, (np.arange(len(rows)) < request.batch) & silent, more)
+
     def encode(
         self, prompts: Sequence[Sequence[str]], clip_skip: int | None = None, runs: int | None = None
     ) -> Conditioning:
@@ -107,7 +149,7 @@ class Texts:
         hidden: list[np.ndarray] = []
         added: dict[str, np.ndarray] = {}
         for (tokenizer, name), texts in zip(self.encoders, prompts, strict=True):
-            length = text_length(self.folder, name, tokenizer)
+            length = self._length(tokenizer, name)
             weights = None
             if runs is None:
                 tokens = token_ids(tokenizer, self._spelled(name, texts), length)
@@ -151,7 +193,7 @@ class Texts:
         texts = [request.prompt, request.prompt_2, request.negative_prompt, request.negative_prompt_2]
         every = [text for given in texts for text in ([given] if isinstance(given, str) else given or [])]
         return max(
-            len(self._chunks(tokenizer, name, text, text_length(self.folder, name, tokenizer), 0))
+            len(self._chunks(tokenizer, name, text, self._length(tokenizer, name), 0))
             for tokenizer, name in self.encoders
             for text in every or [""]
         )
@@ -168,8 +210,10 @@ class Texts:
     def _positive(self, request: Request) -> Conditioning:
         if request.prompt_embeds is not None:
             return self._given(request.prompt_embeds, request.pooled_prompt_embeds, "prompt_embeds")
-        second = request.per_prompt(request.prompt_2, "second prompts") if request.prompt_2 else None
-        return self.encode(self.pair(request.prompts, second), request.clip_skip, self._runs(request))
+        return self.encode(self.pair(request.prompts, self._second(request)), request.clip_skip, self._runs(request))
+
+    def _second(self, request: Request) -> Sequence[str] | None:
+        return request.per_prompt(request.prompt_2, "second prompts") if request.prompt_2 else None
 
     def _negative(self, request: Request, positive: Conditioning) -> Conditioning:
         if request.negative_prompt_embeds is not None:
@@ -179,9 +223,11 @@ class Texts:
         if self.zero_negative(request):
             zeros = {name: np.zeros_like(value) for name, value in positive.added.items()}
             return Conditioning(np.zeros_like(positive.embeddings), zeros)
-        negatives = request.per_prompt(request.negative_prompt)
+        return self.encode(self._negatives(request), runs=self._runs(request))
+
+    def _negatives(self, request: Request) -> list[Sequence[str]]:
         second = request.per_prompt(request.negative_prompt_2) if request.negative_prompt_2 else None
-        return self.encode(self.pair(negatives, second), runs=self._runs(request))
+        return self.pair(request.per_prompt(request.negative_prompt), second)
 
     def _given(self, embeddings: Any, pooled: Any, name: str) -> Conditioning:
         """Embeddings in place of prompts. Raises InputError for shapes that the UNet does not take."""

@@ -77,6 +77,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         self.folder = folder
         self.models = models
         self._scheduler = scheduler
+        self._plans: dict[tuple[int, float], plans.Plan] = {}
         self._planned = scheduler is None  # the folder's own, whose schedules an earlier process may have kept
         self.safety_checker = safety_checker
         wanted = models.device != "cpu" or models.partner is not None
@@ -89,6 +90,8 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         self.vae = Vae(models, config, tiling=vae_tiling, slicing=vae_slicing)
         self.vae_scale_factor = self.vae.scale_factor
         self.texts = Texts(folder, models, self.index, self.unet_config)
+        if self.device_loop and self.SEPARATE:
+            self.texts.fix_length()
 
     @classmethod
     def from_pretrained(
@@ -253,7 +256,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
 
     def _draw(self, request: Request) -> PipelineOutput:
         """What the call asks for, once it was checked."""
-        conditioning = self.texts.condition(request)
+        conditioning = self._told(request)
         plan = request.plan
         if plan is None:
             timesteps: Any = self._end(self._schedule(request), request)
@@ -280,7 +283,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         request.check(config.get("num_train_timesteps", 1000))
         check_size(size, self.vae_scale_factor, self.size_multiple, lambda: self._doubles)
         if self._plannable(request):
-            request.plan = plans.find(self._scheduler_config, request.num_inference_steps, request.eta)
+            request.plan = self._plan(request.num_inference_steps, request.eta)
         if request.plan is None:
             request.scheduler = copy.deepcopy(self.scheduler)
         request.generator = sources(request.generator, torch_too=request.plan is None)
@@ -299,6 +302,14 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         asked = request.given() & {"timesteps", "sigmas", "original_inference_steps", "denoising_start",
                                    "denoising_end", "callback_on_step_end", "image", "control_image"}  # fmt: skip
         return self._planned and self.device_loop and not asked
+
+    def _plan(self, steps: int, eta: float) -> plans.Plan | None:
+        if (steps, eta) not in self._plans:
+            found = plans.find(self._scheduler_config, steps, eta)
+            if found is None:
+                return None
+            self._plans[steps, eta] = found
+        return self._plans[steps, eta]
 
     def _keep_plan(self, request: Request, timesteps: torch.Tensor) -> None:
         """Keep what this request needs of the scheduler for later processes, if they could do with it."""

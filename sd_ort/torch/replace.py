@@ -48,9 +48,10 @@ def optimize(target: Target, level: Level = "auto", graph: bool | None = None) -
     Parameters stay the same objects with the same values and names. `restore` undoes everything.
 
     level: "auto" replaces modules and, on a GPU, lays convolution weights channels last. "performance" also lays the
-    weights of one input's products side by side, and measures every new shape when it is first met: our kernels, to the
-    file that later runs load, and convolutions (`torch.backends.cudnn.benchmark`, which stays on). "memory" takes only
-    kernels without scratch memory and turns on the VAE's slicing, an image at a time.
+    weights of one input's products side by side (of the time embedding's and the prompt's, the whole model's), and
+    measures every new shape when it is first met: our kernels, to the file that later runs load, and convolutions
+    (`torch.backends.cudnn.benchmark`, which stays on). "memory" takes only kernels without scratch memory and turns on
+    the VAE's slicing, an image at a time.
 
     graph: whether calls of a U-Net and a ControlNet on a GPU are captured in CUDA graphs when the same shapes come a
     second time, and replayed; on unless the level is "memory" (a graph keeps its activations). Calls with gradients,
@@ -68,6 +69,10 @@ def optimize(target: Target, level: Level = "auto", graph: bool | None = None) -
             _replace(module, level)
             if graph or (graph is None and level != "memory"):
                 whole.capture(module)
+        for module in component.modules():
+            if level == "performance" and type(module) in whole.MODELS:
+                resnet.share_time(module)
+                attention.share_prompt(module)
         _lay_out(component)
         if level == "memory" and getattr(component, "use_slicing", None) is False:
             component.enable_slicing()  # type: ignore[operator]
@@ -144,6 +149,7 @@ def _replace_processor(attn: Attention, level: Level) -> None:
 
 def _restore(module: nn.Module) -> None:
     whole.release(module)
+    resnet.own_time(module)
     if type(module) in _ORIGINALS:
         module.__class__ = _ORIGINALS[type(module)]
     if isinstance(module, Attention) and isinstance(module.processor, attention.FastAttnProcessor):

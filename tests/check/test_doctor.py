@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -31,10 +32,16 @@ def test_doctor_without_onnxruntime(sd_ort: Cli, monkeypatch: pytest.MonkeyPatch
     assert out.count("onnxruntime is not installed") == len(doctor.PROVIDERS)
 
 
-def test_what_clashes_in_an_environment_of_a_host() -> None:
+def test_what_clashes_in_an_environment_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ["click>=8.1", "numpy<1", "surely-not-there>=2", "numpy<1; extra == 'dev'"]
     too_new, missing = doctor.clashes(asked)
     assert too_new.startswith("numpy ")
     assert too_new.endswith("is installed, and <1 was tested")
     assert missing == "surely-not-there is not installed: pip install 'surely-not-there>=2'"
     assert doctor.clashes() == [], "what the tests run with was tested"
+    (tmp_path / "outer-1.0.dist-info").mkdir()
+    about = "Metadata-Version: 2.1\nName: outer\nVersion: 1.0\nRequires-Dist: numpy<1\n"
+    (tmp_path / "outer-1.0.dist-info" / "METADATA").write_text(about)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (inner,) = doctor.clashes(["outer>=1"])
+    assert inner.endswith("is installed, and outer needs <1")

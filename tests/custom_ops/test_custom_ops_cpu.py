@@ -226,6 +226,29 @@ def test_nan_stays_nan_in_attention(name: str, place: str, dtype: str, library: 
         assert nmse(got[finite], wanted[finite]) < nmse_limit(case, dtype)
 
 
+@pytest.mark.parametrize("folder", ["bfloat16_attention", "bfloat16_matmul"])
+def test_tensors_of_bfloat16(folder: str, library: Path) -> None:
+    """NumPy has no bfloat16 that ONNX Runtime takes: the C interface, whose weights are packed at each call."""
+    operator = load(folder)
+    for case in operator.cases:
+        inputs = draw(operator, case, "bfloat16")
+        got = run_directly(library, operator, case, "bfloat16", inputs)
+        wanted = operator.reference(inputs, case.attributes)
+        assert all(nmse(got[name], wanted[name]) < nmse_limit(case, "bfloat16") for name in wanted), case
+
+
+def test_nan_stays_nan_in_bfloat16_attention(library: Path) -> None:
+    operator = load("bfloat16_attention")
+    case = next(case for case in operator.cases if case.name == "2x2x33x77x40-kv")
+    for place, dtype in (("query", "float32"), ("key", "bfloat16")):
+        inputs = draw(operator, case, dtype)
+        inputs[place].reshape(-1)[inputs[place].size // 3] = np.nan
+        wanted = operator.reference(inputs, case.attributes)["output"]
+        got = run_directly(library, operator, case, dtype, inputs)["output"]
+        assert np.isnan(wanted).any()
+        assert (np.isnan(got) == np.isnan(wanted)).all()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize(
     "inputs",
@@ -270,6 +293,7 @@ EMPTY = [
     ("BiasSplitGelu", "bias_split_gelu", {"half": HUGE}),
     ("UpsampleNearest", "upsample_nearest", {"rows": HUGE, "width": HUGE, "scale_height": 1, "scale_width": 1}),
     ("WinogradConv", "winograd_conv", {"batch": HUGE, "height": HUGE, "channels": HUGE, "filter_count": 3}),
+    ("Bfloat16Attention", "bfloat16_attention", {"batch": HUGE, "heads": 8, "kv_sequence": HUGE, "head_size": 8}),
     ("Bfloat16Conv", "bfloat16_conv", {"batch": HUGE, "height": HUGE, "channels": HUGE, "filter_count": 3, "edge": 3}),
     ("Bfloat16MatMul", "bfloat16_matmul", {"rows": HUGE, "inner": HUGE}),
     ("GroupNorm", "group_norm", {"batch": HUGE, "channels": 8, "groups": 8, "channels_last": 1}),
@@ -324,7 +348,9 @@ def test_unet_for_cpus(library: Path, tmp_path: Path) -> None:
     got = session(tmp_path / MODEL, library).run(None, feeds)[0]
     assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 1e-5
     counts = optimize_component(graph, tmp_path / "narrow" / MODEL, TARGETS["cpu"], "bfloat16")["counts"]
-    assert (counts["Bfloat16Conv"], counts["Conv"]) == (93, 5)  # the first, the last, and those of stride 2
+    assert (counts["Bfloat16Conv"], counts["Conv"]) == (96, 2)  # all but the first and the last
+    assert counts["Bfloat16Attention"] == 32
+    assert counts["Bfloat16MatMul"] == 112
     weights = onnx.load(tmp_path / "narrow" / MODEL, load_external_data=False).graph.initializer
     assert sum(weight.data_type == TensorProto.BFLOAT16 for weight in weights) > 200
     got = session(tmp_path / "narrow" / MODEL, library).run(None, feeds)[0]

@@ -16,6 +16,7 @@ from fusion_passes.operators.record import Operator
 # Folders of custom_ops by the operator that they have kernels for. The others' bodies are one standard operator, or
 # two, whose numbers the cases of their fusions compare.
 KERNELS = {
+    "Bfloat16Attention": "bfloat16_attention",
     "Bfloat16Conv": "bfloat16_conv",
     "Bfloat16MatMul": "bfloat16_matmul",
     "BiasAdd": "bias_add",
@@ -64,6 +65,7 @@ def test_the_body_is_the_kernels_reference(operator: Operator, kernel: op.Operat
     while not names[-1]:
         names.pop()
     defaults: dict[str, int | float] = {"channels_last": 1, "unidirectional": 0, "scale": 0.3, "epsilon": 1e-5}
+    defaults |= {"stride": 1, "gated": 0, "to": onnx.TensorProto.FLOAT}
     given = defaults | case.attributes
     attributes = {name: given[name] for name in operator.attributes}
     node = onnx.helper.make_node(operator.name, names, list(kernel.outputs), domain=DOMAIN)

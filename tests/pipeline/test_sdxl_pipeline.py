@@ -142,7 +142,7 @@ def test_hoisted_and_merged(sdxl: Path, tmp_path: Path) -> None:
     merge(tmp_path / "hoisted", tmp_path / "merged")
     pipelines = [
         StableDiffusionPipeline.from_pretrained(sdxl),
-        StableDiffusionPipeline.from_pretrained(tmp_path / "hoisted"),
+        StableDiffusionPipeline.from_pretrained(tmp_path / "hoisted", device_loop=True),
         MergedPipeline.from_pretrained(tmp_path / "merged"),
     ]
     for negative in (None, "blurry"):  # None: zeros take the place of an embedding

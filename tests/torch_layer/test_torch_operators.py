@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts/fixtures"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts/checks"))
@@ -93,6 +96,14 @@ def test_attention_with_gradients_is_torchs_own() -> None:
     assert status().kernels == {"attention": 1}
 
 
+@pytest.fixture(params=[True, False], ids=["grad", "no_grad"])
+def grad(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With gradients on and off: by torch's dispatcher, and past it where nothing stands in between."""
+    with torch.set_grad_enabled(request.param):
+        yield
+
+
+@pytest.mark.usefixtures("grad")
 def test_autocast_does_as_torch_does() -> None:
     d = Draw("cpu", torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -101,6 +112,23 @@ def test_autocast_does_as_torch_does() -> None:
         assert operators.bias_add(d(2, 8).half(), d(8), d(2, 8)).dtype == torch.float32
 
 
+@pytest.mark.usefixtures("grad")
+def test_modes_and_subclasses_meet_the_operator() -> None:
+    d = Draw("cpu", torch.float32)
+    with FakeTensorMode() as mode:
+        fake = operators.upsample_nearest(mode.from_tensor(d(1, 2, 3, 4)))
+    assert isinstance(fake, FakeTensor)
+    assert fake.shape == (1, 2, 6, 8)
+    meta = operators.upsample_nearest(torch.empty(1, 2, 3, 4, device="meta"))
+    assert (meta.device.type, meta.shape) == ("meta", (1, 2, 6, 8))
+    with FlopCounterMode(display=False) as seen:
+        operators.bias_add(d(2, 4), d(4), d(2, 4))
+    assert seen.get_total_flops() == 0
+    two = TwoTensor(d(2, 4), d(2, 4))
+    assert isinstance(operators.bias_add(two, d(4), two), TwoTensor)
+
+
+@pytest.mark.usefixtures("grad")
 def test_vmap_is_refused_in_one_line() -> None:
     d = Draw("cpu", torch.float32)
     x, bias = d(3, 2, 4), d(4)

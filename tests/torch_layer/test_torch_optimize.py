@@ -6,16 +6,19 @@ import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
+from diffusers.models.attention_processor import Attention
 
 from sd_ort.core.errors import InputError
 from sd_ort.core.metrics import psnr
 from sd_ort.runtime import build
 from sd_ort.torch import kernels, optimize, reset_status, restore, status
+from sd_ort.torch.modules.resnet import TOGETHER, FastResnetBlock2D
 
 SIZES: dict[str, Any] = {
     "block_out_channels": (16, 32), "norm_num_groups": 8, "cross_attention_dim": 12, "layers_per_block": 1,
@@ -172,6 +175,49 @@ def test_weights_that_move_apart_still_count() -> None:
     reset_status()
     torch.testing.assert_close(call(model.double().float()), wanted, atol=2e-5, rtol=1e-4)
     assert status().fallbacks == {("stacked_linear", "the weights lie apart"): 8}
+
+
+@torch.no_grad()
+def test_products_of_the_time_and_the_prompt_run_once() -> None:
+    model = optimize(unet(), "performance", graph=False)
+    blocks = [module for module in model.modules() if isinstance(module, FastResnetBlock2D)]
+    attentions = [module.processor for module in model.modules() if isinstance(module, Attention)]
+    shared = [blocks[0].__dict__[TOGETHER][0], *{one.shared[0] for one in attentions if one.shared}]
+    assert (len(blocks), len(shared)) == (8, 2)
+    for products in shared:
+        made = products._products
+        products._products = Mock(side_effect=made)
+    wanted = call(restore(copy.deepcopy(model)))
+    for _ in range(2):
+        torch.testing.assert_close(call(model), wanted, atol=2e-5, rtol=1e-4)
+    assert [products._products.call_count for products in shared] == [2, 2]  # not kept from call to call
+    assert all(products._held is None for products in shared)
+    # a block called alone, and a layer that is not plain any more, compute their own
+    x, temb = torch.randn(1, 32, 4, 4), torch.randn(1, 64)
+    alone = next(block for block in blocks[1:] if block.in_channels == 32)
+    torch.testing.assert_close(alone(x, temb), restore(copy.deepcopy(alone))(x, temb), atol=2e-5, rtol=1e-4)
+    blocks[3].time_emb_proj.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(call(model), wanted, atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_layers_put_around_others_later_count() -> None:
+    """A LoRA that is loaded after `optimize`, and a layer replaced by another."""
+    from peft import LoraConfig
+
+    model = optimize(unet(), "performance", graph=False)
+    before = call(model)
+    model.add_adapter(LoraConfig(r=2, target_modules=["time_emb_proj", "to_k"], init_lora_weights=False))
+    wanted = call(restore(copy.deepcopy(model)))
+    assert not torch.allclose(wanted, before, atol=1e-2)
+    torch.testing.assert_close(call(model), wanted, atol=2e-5, rtol=1e-4)
+
+    model = optimize(unet(), "performance", graph=False)
+    block = model.down_blocks[0].resnets[0]
+    block.time_emb_proj = copy.deepcopy(block.time_emb_proj)
+    block.time_emb_proj.weight.mul_(3.0)
+    wanted = call(restore(copy.deepcopy(model)))
+    torch.testing.assert_close(call(model), wanted, atol=2e-5, rtol=1e-4)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor, AttnP
 from torch import nn
 
 from sd_ort.torch.modules import parts
+from sd_ort.torch.modules.together import Together, alike
 from sd_ort.torch.operators import attention, stacked_linear
 
 Tensor = torch.Tensor
@@ -15,12 +16,14 @@ Tensor = torch.Tensor
 class FastAttnProcessor:
     """In the place of AttnProcessor2_0 or AttnProcessor, which `replaced` keeps.
 
-    `stacked`: the products of one input run as one (their weights lie side by side, see packing.py).
+    `stacked`: the products of one input run as one (their weights lie side by side, see packing.py). `shared`: what
+    makes key and value of the prompt for all of a model's attentions, and the place in it.
     """
 
     def __init__(self, replaced: object, stacked: bool) -> None:
         self.replaced = replaced
         self.stacked = stacked
+        self.shared: tuple[Together, int] | None = None
 
     def __call__(
         self,
@@ -74,7 +77,11 @@ class FastAttnProcessor:
             q, k, v = stacked_linear(x, *(layer.weight for layer in layers)).chunk(3, dim=-1)
         else:
             q = attn.to_q(x)
-            k, v = stacked_linear(context, attn.to_k.weight, attn.to_v.weight).chunk(2, dim=-1)
+            both = None
+            if self.shared is not None:
+                both = self.shared[0].part(self.shared[1], context, attn.to_k, attn.to_v)
+            both = stacked_linear(context, attn.to_k.weight, attn.to_v.weight) if both is None else both
+            k, v = both.chunk(2, dim=-1)
         return q.unflatten(-1, (attn.heads, -1)), k.unflatten(-1, (attn.heads, -1)), v.unflatten(-1, (attn.heads, -1))
 
 
@@ -84,6 +91,17 @@ def project(attn: Attention, x: Tensor, context: Tensor | None, mask: Tensor | N
     if isinstance(attn.processor, FastAttnProcessor) and parts.is_plain(attn, Attention) and ends_with_bias:
         return attn.processor.project(attn, x, context, mask)
     return attn(x, encoder_hidden_states=context, attention_mask=mask), None
+
+
+def share_prompt(model: nn.Module) -> None:
+    """Lets the cross-attentions of a model make keys and values of the prompt together."""
+    found = [m for m in model.modules() if isinstance(m, Attention) and isinstance(m.processor, FastAttnProcessor)]
+    found = [attn for attn in found if attn.processor.stacked and attn.is_cross_attention]
+    places = [(attn.to_k, attn.to_v) for attn in found]
+    if len(places) > 1 and alike([layer for layers in places for layer in layers]):
+        shared = Together(places)
+        for place, attn in enumerate(found):
+            attn.processor.shared = shared, place
 
 
 def refuse(attn: Attention) -> str | None:

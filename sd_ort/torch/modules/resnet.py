@@ -8,6 +8,9 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
 from sd_ort.torch.modules import parts
+from sd_ort.torch.modules.together import Together, alike
+
+TOGETHER = "_sd_ort_together"  # a block's attribute: what makes its product, and its place in it
 
 
 class FastResnetBlock2D(ResnetBlock2D):
@@ -24,13 +27,39 @@ class FastResnetBlock2D(ResnetBlock2D):
             x, h = resample(x), resample(h)
         h, bias = parts.conv(self.conv1, h)
         if temb is not None:
-            temb = self.time_emb_proj(temb if self.skip_time_act else F.silu(temb))
+            temb = self._time(temb)
         h = parts.norm_of_sum(self.norm2, h, bias, temb)
         h, bias = parts.conv(self.conv2, self.dropout(h))
         if self.conv_shortcut is not None:
             x = parts.pointwise(self.conv_shortcut, x)
         y = parts.add(h, bias, x)
         return y if self.output_scale_factor == 1.0 else y / self.output_scale_factor
+
+    def _time(self, temb: torch.Tensor) -> torch.Tensor:
+        """The time embedding (N, T) as this block adds it, (N, C)."""
+        if TOGETHER in self.__dict__:
+            shared, place = self.__dict__[TOGETHER]
+            made: torch.Tensor | None = shared.part(place, temb, self.time_emb_proj)
+            if made is not None:
+                return made
+        return self.time_emb_proj(temb if self.skip_time_act else F.silu(temb))
+
+
+def share_time(model: nn.Module) -> None:
+    """Lets the blocks of a model make their products of the time embedding together."""
+    blocks = [m for m in model.modules() if isinstance(m, FastResnetBlock2D) and m.time_emb_proj is not None]
+    blocks = [block for block in blocks if not block.skip_time_act]
+    if len(blocks) > 1 and alike([block.time_emb_proj for block in blocks]):
+        shared = Together([(block.time_emb_proj,) for block in blocks], before=F.silu, dense=True)
+        for place, block in enumerate(blocks):
+            block.__dict__[TOGETHER] = shared, place
+
+
+def own_time(block: nn.Module) -> None:
+    """The reverse, for a block: the first takes all apart."""
+    shared, place = block.__dict__.pop(TOGETHER, (None, None))
+    if place == 0:
+        shared.take_apart()
 
 
 def refuse(block: ResnetBlock2D) -> str | None:

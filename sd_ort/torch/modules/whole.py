@@ -49,6 +49,8 @@ def _new(original: type[nn.Module]) -> Any:
 # diffusers' class -> the one in its place
 CAPTURED = {original: _captured(original) for original in (UNet2DConditionModel, ControlNetModel)}
 
+MODELS = frozenset({*CAPTURED, *CAPTURED.values()})
+
 
 def capture(model: nn.Module) -> None:
     """Puts the subclass in the place of a model's class, if it is one of these."""

@@ -5,10 +5,13 @@ torch's own product runs it: no kernel of the library.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
-from sd_ort.torch.operators.contract import Operator, require
+from sd_ort.torch.kernels import Refused
+from sd_ort.torch.operators.contract import Operator
 
 Tensor = torch.Tensor
 
@@ -17,15 +20,25 @@ def _plain(x: Tensor, first: Tensor, second: Tensor, third: Tensor | None) -> Te
     return torch.cat([F.linear(x, weight) for weight in (first, second, third) if weight is not None], dim=-1)
 
 
-def _launch(x: Tensor, first: Tensor, second: Tensor, third: Tensor | None) -> Tensor:
-    weights = [weight for weight in (first, second, third) if weight is not None]
-    offset = first.storage_offset()
+def side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
+    """Weights (N_i, ...) as one, (sum of N_i, ...), where they lie so in memory; else None."""
+    first = weights[0]
+    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
     for weight in weights:
-        same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        require(same and weight.is_contiguous() and weight.storage_offset() == offset, "the weights lie apart")
+        if weight.untyped_storage().data_ptr() != storage or weight.storage_offset() != offset:
+            return None
+        if not weight.is_contiguous() or weight.dtype != first.dtype:
+            return None
         offset += weight.numel()
     rows = sum(weight.shape[0] for weight in weights)
-    return F.linear(x, first.as_strided((rows, first.shape[1]), (first.shape[1], 1)))
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _launch(x: Tensor, first: Tensor, second: Tensor, third: Tensor | None) -> Tensor:
+    weight = side_by_side([weight for weight in (first, second, third) if weight is not None])
+    if weight is None:
+        raise Refused("the weights lie apart")
+    return F.linear(x, weight)
 
 
 def _fake(x: Tensor, first: Tensor, second: Tensor, third: Tensor | None) -> Tensor:
