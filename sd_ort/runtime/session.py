@@ -104,10 +104,7 @@ def create_session(
             warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
         elif missing and read_manifest(model_path.parent.parent).get("stage") == "optimize":
             warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
-    if provider == "cpu" and not multiplies_bfloat16():
-        made = read_manifest(model_path.parent.parent).get("options", {})
-        if (made.get("target"), made.get("dtype")) == ("cpu", "bfloat16"):
-            warn_once("this CPU has no matrix units for bfloat16: without --bfloat16 a folder is faster here.")
+    _check_bfloat16(model_path, provider)
     asked = _asked(provider, options, _chosen(entry, tuning, graph, provider_options or {}))
     try:
         if changed is not None:
@@ -177,6 +174,14 @@ def _session_options(provider: str, threads: int | None, profile: Path | None) -
         options.enable_profiling = True
         options.profile_file_prefix = str(profile)
     return options
+
+
+def _check_bfloat16(model_path: Path, provider: str) -> None:
+    """Warn of a folder in bfloat16 on a CPU without matrix units for it."""
+    if provider == "cpu" and not multiplies_bfloat16():
+        made = read_manifest(model_path.parent.parent).get("options", {})
+        if (made.get("target"), made.get("dtype")) == ("cpu", "bfloat16"):
+            warn_once("this CPU has no matrix units for bfloat16: without --bfloat16 a folder is faster here.")
 
 
 def _replace(
