@@ -102,9 +102,10 @@ def watched(records: list[Record]) -> Iterator[None]:
     """Record sessions that are opened, and first and later runs: name, start, seconds."""
     import onnxruntime
 
-    from sd_ort.runtime.captured import BoundShapes
+    from sd_ort.runtime import captured
 
-    session, make, run = onnxruntime.InferenceSession, BoundShapes.__init__, BoundShapes.run
+    runs: Any = captured.BoundShapes
+    session, make, run = onnxruntime.InferenceSession, runs.__init__, runs.run
 
     def noted(name: Callable[..., str], function: Any) -> Any:
         def call(*given: Any, **more: Any) -> Any:
@@ -122,13 +123,13 @@ def watched(records: list[Record]) -> Iterator[None]:
         return f"session {len(source)} bytes" if isinstance(source, bytes) else f"session {Path(source).parent.name}"
 
     onnxruntime.InferenceSession = noted(opened, session)
-    BoundShapes.__init__ = noted(lambda b, s, *_: "bind " + outputs(b), make)
-    BoundShapes.run = noted(lambda b, *_: "run " + outputs(b), run)
+    runs.__init__ = noted(lambda b, s, *_: "bind " + outputs(b), make)
+    runs.run = noted(lambda b, *_: "run " + outputs(b), run)
     try:
         yield
     finally:
         onnxruntime.InferenceSession = session
-        BoundShapes.__init__, BoundShapes.run = make, run
+        runs.__init__, runs.run = make, run
 
 
 def of_image(draw: Callable[[], None], records: list[Record]) -> dict[str, float]:

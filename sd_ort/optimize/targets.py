@@ -18,6 +18,7 @@ from fusion_passes import checks as c
 from fusion_passes.lower import (
     bfloat16_attention,
     bfloat16_edges,
+    bfloat16_layout,
     bfloat16_products,
     fold_bias,
     layer_norm,
@@ -142,6 +143,7 @@ CPU = Target(
         pack_qkv.BFLOAT16_PASS,
         standard_attention(_long_keys),
         bfloat16_products.PASS,
+        bfloat16_layout.PASS,
         bfloat16_edges.PASS,
     ),
 )

@@ -13,6 +13,7 @@ import numpy as np
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.folder import MODEL, check_model, model_name, read_manifest
+from sd_ort.runtime.allocator import given_back
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.machine import multiplies_bfloat16
 from sd_ort.runtime.provider_records import CPU_EP, Provider
@@ -102,15 +103,14 @@ def create_session(
             warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
         elif missing and read_manifest(model_path.parent.parent).get("stage") == "optimize":
             warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
-    if provider == "cpu" and not multiplies_bfloat16():
-        made = read_manifest(model_path.parent.parent).get("options", {})
-        if (made.get("target"), made.get("dtype")) == ("cpu", "bfloat16"):
-            warn_once("this CPU has no matrix units for bfloat16: without --bfloat16 a folder is faster here.")
+    if provider == "cpu":
+        _warn_of_missing_units(model_path)
     asked = _asked(provider, options, _chosen(entry, tuning, graph, provider_options or {}))
     try:
         if changed is not None:
             options.add_session_config_entry(DATA_FOLDER, str(model_path.parent))
-        session = onnxruntime.InferenceSession(changed or str(model_path), options, **asked, **kept)
+        with given_back() if provider == "cpu" else nullcontext():
+            session = onnxruntime.InferenceSession(changed or str(model_path), options, **asked, **kept)
     except Exception as error:  # pybind's exceptions share no base class but Exception
         # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
         reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
@@ -126,6 +126,14 @@ def create_session(
 
         results.attach(session, provider, _ops_path(library), tuning, onnxruntime.__version__, model_path)
     return session
+
+
+def _warn_of_missing_units(model_path: Path) -> None:
+    if multiplies_bfloat16():
+        return
+    made = read_manifest(model_path.parent.parent).get("options", {})
+    if (made.get("target"), made.get("dtype")) == ("cpu", "bfloat16"):
+        warn_once("this CPU has no matrix units for bfloat16: without --bfloat16 a folder is faster here.")
 
 
 def check_opens(path: Path) -> None:
