@@ -18,7 +18,7 @@ from typing import Any
 from sd_ort.core import folder
 from sd_ort.core.paths import output_path
 from sd_ort.export import DEFAULT_OPSET, templates
-from sd_ort.family.checkpoints import FileOptions, Source, choose, is_sdxl, open_source
+from sd_ort.family.checkpoints import FileOptions, Source, choose, open_source
 from sd_ort.family.recorded import check_recorded
 from sd_ort.family.signatures import MODEL_OF
 from sd_ort.family.weights import reader
@@ -42,6 +42,7 @@ def optimize_checkpoint(
     hoisted: bool | None = None,
     exporter: str = "dynamo",
     opset: int = DEFAULT_OPSET,
+    controlnet: str | None = None,
     files: FileOptions = FileOptions(),  # noqa: B008 (frozen)
     report: Report = lambda line: None,
 ) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def optimize_checkpoint(
     """
     started = time.perf_counter()
     target = chosen_target(target, dtype, bool(calibrate or inputs), report)
-    source = open_source(model, None, False, 0, files=files)
+    source = open_source(model, None, False, 0, controlnet, files)
     if source.about:
         report(source.about)
     output = output_path(output, *source.folders)
@@ -60,7 +61,7 @@ def optimize_checkpoint(
     if inputs:
         check_recorded(inputs, names)
     hoisted = chosen_hoisting(hoisted, dtype, target, names)
-    keys = {name: template_key(source, name, opset, exporter) for name in names}
+    keys = {name: templates.key_of(source, name, opset, exporter) for name in names}
     found = {name: path for name, key in keys.items() if (path := templates.find(key)) is not None}
     missing = [name for name in names if name not in found]
     manifest: dict[str, Any] = {
@@ -76,7 +77,8 @@ def optimize_checkpoint(
     with folder.staged(output, *source.folders) as work:
         source.write_configs(work)
         with tempfile.TemporaryDirectory(prefix=f".{output.name}.export-", dir=output.parent) as scratch:
-            exported = _export(model, missing, keys, Path(scratch) / "raw", opset, exporter, files, report)
+            options = {"opset": opset, "exporter": exporter, "controlnet": controlnet, "files": files}
+            exported = _export(model, missing, keys, Path(scratch) / "raw", options, report)
             for each in exported:
                 folder.copy_configs(Path(scratch) / "raw", work, [each.name])
             raws = {each.name: each for each in exported}
@@ -112,25 +114,15 @@ def drawable(model: str, provider: str, keep: Path | None, config: str | None, r
         yield folder
 
 
-def template_key(source: Source, component: str, opset: int, exporter: str) -> str:
-    """The name of the template of one component of a checkpoint (see `templates.key`)."""
-    model = MODEL_OF.get(component, component)
-    variant = {"unet": "controlnet" in source.configs}.get(component, False)
-    if component.startswith("text_encoder"):
-        variant = is_sdxl(source)
-    return templates.key(component, source.index[model][1], source.configs[model], variant, opset, exporter)
-
-
 def _export(
-    model: str, names: list[str], keys: dict[str, str], scratch: Path, opset: int, exporter: str, files: FileOptions,
-    report: Report,
-) -> list[raw.Raw]:  # fmt: skip
-    """Export the components that no template has, and keep a template of each."""
+    model: str, names: list[str], keys: dict[str, str], scratch: Path, options: dict[str, Any], report: Report
+) -> list[raw.Raw]:
+    """Export the components that no template has, with options of `export`, and keep a template of each."""
     if not names:
         return []
     from sd_ort.export.exporter import export  # imports torch and diffusers: seconds
 
-    manifest = export(model, scratch, opset=opset, exporter=exporter, components=names, files=files, progress=report)
+    manifest = export(model, scratch, components=names, progress=report, **options)
     for name in names:
         if why_not := templates.keep(keys[name], scratch / name, manifest["components"][name]):
             report(f"{name}: no template was kept: {why_not}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,15 @@ from sd_ort.check.verify import verify
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import MODEL, read_manifest
 from sd_ort.family.inputs import SIZES
-from sd_ort.family.schedule import linear_schedule
 from sd_ort.family.schedulers import make_scheduler
-from sd_ort.graphs import device_graphs, hoist
+from sd_ort.graphs import hoist
 from sd_ort.graphs.inline import inline
 from sd_ort.merge import merge
 from sd_ort.optimize.optimizer import optimize
 from sd_ort.pipeline.merged import MergedPipeline
 from sd_ort.runtime.captured import BoundShapes
 from sd_ort.runtime.providers import warn_once
-from sd_ort.runtime.session import Model, open_graph
+from sd_ort.runtime.session import Model
 
 PARTS = ["text_encoder", "unet", "vae_decoder"]
 SETTINGS: dict[str, Any] = {
@@ -135,42 +133,6 @@ def test_hoisting_what_cannot_be(hoisted: Path, tiny_export: Path, tmp_path: Pat
     with pytest.raises(InputError, match="is no UNet"):
         hoist.split(ir.load(tiny_export / "vae_decoder" / MODEL))
     assert list(tmp_path.iterdir()) == []
-
-
-# --- Schedulers as matrices -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "window"),
-    [("euler", 1), ("ddim", 1), ("pndm", 5), ("heun", 2), ("dpmsolver", 2), ("unipc", 3), ("deis", 2)],
-)
-def test_linear_schedule(tiny_export: Path, name: str, window: int) -> None:
-    scheduler = make_scheduler(tiny_export, name)
-    config = {key: value for key, value in scheduler.config.items() if not key.startswith("_")}
-    scheduler = type(scheduler).from_config({**config, "clip_sample": False})  # DDIM's own default is True
-    scheduler.set_timesteps(9)
-    initial = float(scheduler.init_noise_sigma)
-    schedule = linear_schedule(scheduler, scheduler.timesteps, initial)
-    assert schedule.steps.shape == (len(scheduler.timesteps), window, 2), "it reads more steps than it needs"
-    generator = torch.Generator().manual_seed(0)
-    latents = torch.randn(1, 4, 4, 4, generator=generator)
-    history, latents = [latents], latents * initial
-    for index, timestep in enumerate(scheduler.timesteps):
-        scaled = scheduler.scale_model_input(latents, timestep)
-        torch.testing.assert_close(scaled, latents * float(schedule.scales[index]))
-        history.append(torch.randn(1, 4, 4, 4, generator=generator))
-        latents = scheduler.step(history[-1], timestep, latents).prev_sample
-    weights = torch.from_numpy(schedule.weights)
-    torch.testing.assert_close(
-        torch.einsum("k,k...->...", weights[-1], torch.stack(history)), latents, rtol=1e-4, atol=1e-4
-    )
-
-
-def test_a_scheduler_that_draws_is_refused(tiny_export: Path) -> None:
-    scheduler = make_scheduler(tiny_export, "euler_ancestral")
-    scheduler.set_timesteps(4)
-    with pytest.raises(InputError, match="draws random numbers or clips"):
-        linear_schedule(scheduler, scheduler.timesteps)
 
 
 # --- One model ------------------------------------------------------------------------------------------------------
@@ -355,23 +317,6 @@ def test_nothing_goes_through_the_host(hoisted: Path, monkeypatch: pytest.Monkey
     assert waits[-1]
 
 
-def test_what_text_encoders_made_is_checked() -> None:
-    """Rows in the order asked for, silent ones zero, and a number that is not finite is found by the encoder's part."""
-    parts = [np.arange(6, dtype=np.float16).reshape(2, 1, 3), np.full((2, 1, 2), 7, np.float32)]
-    parts[1][1, 0, 0] = np.nan
-    session = open_graph(device_graphs.told((np.dtype(np.float32), 3, (np.dtype("f2"), np.dtype("f4")))), "cpu")
-    feed = {
-        "part_0": parts[0],
-        "part_1": parts[1],
-        "row": np.array([1, 0, 0]),
-        "silent": np.array([True, False, False]),
-    }
-    told, first, second = session.run(["told", "check_0", "check_1"], feed)
-    np.testing.assert_array_equal(told, [[[0] * 5], [[0, 1, 2, 7, 7]], [[0, 1, 2, 7, 7]]])
-    assert first == 0
-    assert np.isnan(second)
-
-
 def test_buffers_are_bounded(plain: Path) -> None:
     """The kind of drawing not used for longest gives its buffers back."""
     looped = StableDiffusionPipeline.from_pretrained(plain, device_loop=True)
@@ -381,18 +326,6 @@ def test_buffers_are_bounded(plain: Path) -> None:
         draw(looped, num_inference_steps=1, num_images_per_prompt=images)
         held.append(looped.loop.held_bytes)
     assert 0 < held[0] == held[2] < held[1]
-
-
-def test_schedules_are_remembered(plain: Path) -> None:
-    scheduler = make_scheduler(plain, "euler")
-    scheduler.set_timesteps(5)
-    first = linear_schedule(scheduler, scheduler.timesteps)
-    assert linear_schedule(copy.deepcopy(scheduler), scheduler.timesteps.clone()) is first
-    config = {key: value for key, value in scheduler.config.items() if not key.startswith("_")}
-    other = type(scheduler).from_config({**config, "use_karras_sigmas": True})
-    other.set_timesteps(5)
-    for changed in (linear_schedule(other, other.timesteps), linear_schedule(scheduler, scheduler.timesteps[1:])):
-        assert changed.weights.shape != first.weights.shape or not np.allclose(changed.weights, first.weights)
 
 
 def test_threads_share_one_pipeline(plain: Path) -> None:

@@ -18,9 +18,11 @@ PARAMETERS = ()
 _WEIGHTS = 2.0**15
 
 
-def _case(*sizes: int, packed: str = "", values: str = "normal", **attributes: float) -> Case:
-    """Batch, heads, sequence, kv_sequence and head size."""
-    case = attention_case(*sizes, packed=packed, values=values, roundoffs=_WEIGHTS, **attributes)
+def _case(*sizes: int, packed: str = "", values: str = "normal", scale: float = 0.0) -> Case:
+    """Batch, heads, sequence, kv_sequence and head size; a scale of 0 is the default."""
+    case = attention_case(*sizes, packed=packed, values=values, roundoffs=_WEIGHTS)
+    if scale:
+        case = replace(case, name=f"{case.name}-scale{scale}", attributes={**case.attributes, "scale": scale})
     return replace(case, dtypes=("float32", "bfloat16"))
 
 

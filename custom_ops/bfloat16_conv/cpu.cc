@@ -34,7 +34,16 @@ struct Frame {
   }
 };
 
-// 32 channels of an image, from `channel` on.
+// 32 channels of an image whose channels are last, from `channel` on.
+void pack_rows(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, int64_t channel, uint16_t* to) {
+  const int64_t pixels = p.height * p.width;
+  const float* x = static_cast<const float*>(p.x) + image * pixels * p.channels + channel;
+  for (int64_t i = 0; i < frame.row_count; ++i, to += kBlockDepth) {
+    round_row(i < pixels ? x + i * p.channels : x, i < pixels ? p.channels - channel : 0, to);
+  }
+}
+
+// The same of an image whose channels are first.
 void pack_pixels(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, int64_t channel, uint16_t* to) {
   memset(to, 0, frame.row_count * kBlockDepth * sizeof(uint16_t));
   const int64_t plane = p.height * p.width;
@@ -110,6 +119,21 @@ void write(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, int64
   }
 }
 
+// The same for a result whose channels are last.
+void write_rows(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, int64_t first, int64_t filter,
+                const float* sums) {
+  const int64_t pixels = frame.lines * frame.columns, rows = pixels - first < kBlockRows ? pixels - first : kBlockRows;
+  for (int64_t part = 0; part < kBlockColumns && filter + part < p.filter_count; part += kLanes) {
+    const int64_t left = p.filter_count - filter - part;
+    const float* bias = static_cast<const float*>(p.bias) + filter + part;
+    const Floats added = p.bias == nullptr ? splat(0.f) : left >= kLanes ? load(bias) : load_some(bias, left);
+    float* y = static_cast<float*>(p.y) + (image * pixels + first) * p.filter_count + filter + part;
+    for (int64_t r = 0; r < rows; ++r, y += p.filter_count) {
+      store_up_to(y, load(sums + r * kBlockColumns + part) + added, left);
+    }
+  }
+}
+
 }  // namespace
 
 void bfloat16_conv(const Bfloat16ConvParams& p, const Parallel& parallel) {
@@ -120,7 +144,8 @@ void bfloat16_conv(const Bfloat16ConvParams& p, const Parallel& parallel) {
     parallel(p.batch * frame.blocks, [&](size_t task) {
       const int64_t image = static_cast<int64_t>(task) / frame.blocks,
                     block = static_cast<int64_t>(task) % frame.blocks;
-      pack_pixels(p, frame, image, block * kBlockDepth,
+      const auto pack = p.x_last ? pack_rows : pack_pixels;
+      pack(p, frame, image, block * kBlockDepth,
                   rows + image * frame.numbers() + block * frame.row_count * kBlockDepth);
     });
   const Tasks tasks(p.batch * frame.row_blocks * kBlockRows, 2 * ceil_div(p.filter_count, kBlockColumns));
@@ -134,7 +159,7 @@ void bfloat16_conv(const Bfloat16ConvParams& p, const Parallel& parallel) {
       const int64_t image = block / frame.row_blocks, first = block % frame.row_blocks * kBlockRows;
       product.rows = rows + image * frame.numbers();
       multiply_block(product, first, panel, sums);
-      write(p, frame, image, first, panel * kPanelColumns, sums);
+      (p.y_last ? write_rows : write)(p, frame, image, first, panel * kPanelColumns, sums);
     });
   });
 }

@@ -21,7 +21,7 @@ namespace SD_ORT_ISA {
 
 constexpr int64_t kBlockRows = 32;
 constexpr int64_t kBlockColumns = 2 * kPanelColumns;
-constexpr int64_t kMostTaps = 9;
+constexpr int64_t kLine = 3, kMostTaps = kLine * kLine;
 
 struct Product {
   const uint16_t* rows;     // number i of block b of row r lies at b * block_stride + r * row_stride + i
@@ -182,19 +182,21 @@ SD_ORT_TILES void block_of_tiles(const Product& p, int64_t row, int64_t panel, f
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int64_t tap = 0; tap < p.taps; ++tap) {
-    const uint16_t* rows = p.rows + (row + p.first[tap]) * p.row_stride;
+  const int64_t line = p.taps == kMostTaps ? kLine : 1;  // taps that read neighbors: from the first-level cache
+  for (int64_t tap = 0; tap < p.taps; tap += line) {
     for (int64_t block = 0; block < p.blocks; ++block) {
-      _tile_loadd(4, rows, bytes);
-      _tile_loadd(6, left, 64);
-      _tile_loadd(7, left + each, 64);
-      if (kLower) _tile_loadd(5, rows + 16 * p.row_stride, bytes);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      if (kLower) _tile_dpbf16ps(2, 5, 6);
-      if (kLower) _tile_dpbf16ps(3, 5, 7);
-      rows += p.block_stride;
-      left += kBlockNumbers;
+      for (int64_t t = tap; t < tap + line; ++t) {
+        const uint16_t* rows = p.rows + (row + p.first[t]) * p.row_stride + block * p.block_stride;
+        const uint16_t* right = left + (t * p.blocks + block) * kBlockNumbers;
+        _tile_loadd(4, rows, bytes);
+        _tile_loadd(6, right, 64);
+        _tile_loadd(7, right + each, 64);
+        if (kLower) _tile_loadd(5, rows + 16 * p.row_stride, bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (kLower) _tile_dpbf16ps(2, 5, 6);
+        if (kLower) _tile_dpbf16ps(3, 5, 7);
+      }
     }
   }
   _tile_stored(0, sums, kStride);

@@ -48,7 +48,7 @@ class Convolution(Rule):
             return "it has groups"
         if any(step != 1 for step in node.attributes.get_ints("dilations") or ()):
             return "its dilations are not 1"
-        if tuple(node.attributes.get_ints("strides") or (1, 1)) not in ((1, 1), (2, 2)):
+        if list(node.attributes.get_ints("strides") or (1, 1)) not in ([1, 1], [2, 2]):
             return "its strides are neither 1 nor 2"
         pads = node.attributes.get_ints("pads") or [0]
         if any(pad != (shape[2] == 3) for pad in pads) or node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
@@ -59,7 +59,7 @@ class Convolution(Rule):
         node = y.producer()
         assert node is not None
         stride = (node.attributes.get_ints("strides") or (1,))[0]
-        return op.Bfloat16Conv(*node.inputs, stride=stride, _domain=DOMAIN)
+        return op.Bfloat16Conv(*node.inputs, stride=stride, x_last=0, y_last=0, _domain=DOMAIN)
 
 
 class BiasedProduct(Rule):

@@ -1,4 +1,6 @@
-"""Bfloat16Conv(X, W, B?): Conv of X [N,C,H,W], float32, with filters W [M,C,3,3] (pads 1) or [M,C,1,1]; stride.
+"""Bfloat16Conv(X, W, B?): Conv of X [N,C,H,W], float32, with filters W [M,C,3,3] (pads 1) or [M,C,1,1].
+
+stride 1 or 2; x_last, y_last: X is [N,H,W,C], Y [N,H,W,M].
 
 X and W, which is float32 or bfloat16, are rounded to bfloat16 and summed in float32."""
 
@@ -8,9 +10,8 @@ import onnx_ir as ir
 
 from fusion_passes.operators.parts import has
 from fusion_passes.operators.record import Operator
-from fusion_passes.operators.winograd_conv import shape as same_size
 from fusion_passes.shapes.dims import constant
-from fusion_passes.shapes.facts import Facts, Shape
+from fusion_passes.shapes.facts import Facts, Shape, shape_of
 
 ROUNDED = """x = Cast <to = 16> (X)  X_rounded = Cast <to = 1> (x)
     w = Cast <to = 16> (W)  W_rounded = Cast <to = 1> (w)"""
@@ -25,24 +26,31 @@ def body(node: ir.Node) -> tuple[str, str]:
     pad = 0 if size == 1 else 1
     pads = f"<pads = [{pad}, {pad}, {pad}, {pad}], strides = [{stride}, {stride}]> "
     form = ("pixel" if size == 1 else "square") + ("_bias" if bias else "") + (f"_stride{stride}" if stride > 1 else "")
-    return (
-        form,
-        f"(X, W{named}) => (Y) {{ {ROUNDED}  Y = Conv {pads}(X_rounded, W_rounded{', ' + last if last else ''}) }}",
-    )
+    x, first = "X_rounded", ""
+    if node.attributes.get_int("x_last", 0):
+        x, first, form = "first", "first = Transpose <perm = [0, 3, 1, 2]> (X_rounded)", f"{form}_x_last"
+    end = f"Y = Conv {pads}({x}, W_rounded{', ' + last if last else ''})"
+    if node.attributes.get_int("y_last", 0):
+        end = f"{end.replace('Y', 'y_first', 1)}  Y = Transpose <perm = [0, 2, 3, 1]> (y_first)"
+        form = f"{form}_y_last"
+    return form, f"(X, W{named}) => (Y) {{ {ROUNDED}  {first}  {end} }}"
 
 
 def shape(node: ir.Node, facts: Facts) -> list[Shape] | None:
     """The shape of the output, or None when it is not known."""
-    shapes = same_size(node, facts)
-    if shapes is None or node.attributes.get_int("stride", 1) == 1:
-        return shapes
-    n, m, *edges = shapes[0]
-    return [(n, m, *((edge - constant(1)) // 2 + constant(1) for edge in edges))]
+    x, weight = shape_of(node, 0, facts), facts.shapes.get(node.inputs[1]) if node.inputs[1] else None
+    if weight is None or len(x) != 4:
+        return None
+    x_last, y_last = (node.attributes.get_int(name, 0) for name in ("x_last", "y_last"))
+    image = list(x[1:3] if x_last else x[2:])
+    if node.attributes.get_int("stride", 1) == 2:
+        image = [(edge - constant(1)) // 2 + constant(1) for edge in image]
+    return [(x[0], *image, weight[0]) if y_last else (x[0], weight[0], *image)]
 
 
 OPERATOR = Operator(
     "Bfloat16Conv",
     shape,
     body,
-    ("stride",),
+    ("stride", "x_last", "y_last"),
 )

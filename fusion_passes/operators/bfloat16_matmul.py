@@ -28,10 +28,10 @@ def body(node: ir.Node) -> tuple[str, str]:
     return "_".join(words), f"({inputs}) => (Y) {{ {ROUNDED}  {statements}  Y = Cast <to: int = @to> ({last}) }}"
 
 
-def shape(node: ir.Node, facts: Facts) -> list[Shape | None] | None:
+def shape(node: ir.Node, facts: Facts) -> list[Shape] | None:
     """The shape of the output."""
     shapes = matmul(node, facts)
-    if not node.attributes.get_int("gated", 0) or shapes is None or shapes[0] is None:
+    if not node.attributes.get_int("gated", 0) or shapes is None:
         return shapes
     *rows, columns = shapes[0]
     return [(*rows, columns // 2)]

@@ -1,4 +1,4 @@
-"""AUTOMATIC1111's WebUI, started whole: pictures of its own UNet and of ours through its API, and its page.
+"""A WebUI (AUTOMATIC1111's or its AMD fork), started whole: pictures of its own UNet and of ours by its API; its page.
 
     python scripts/checks/webui_page.py --webui CHECKOUT --python PYTHON --folder FOLDER [--out X.json] [--page X.png]
 
@@ -21,7 +21,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -34,22 +33,17 @@ import click
 import numpy as np
 import yaml  # type: ignore[import-untyped]
 from comfyui_expected import psnr
+from demo_files import MODEL, save_checkpoint, save_loras
 from findings import report
-from made_loras import MODEL, save_loras
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
-
-from save_single_file import save
-
-from sd_ort.family.checkpoints import open_folder
 from sd_ort.hosts.install import install_folder
 from sd_ort.hosts.installers import CONTENT
 
 PROMPT, SIDE, STEPS, GUIDANCE, SEED = "a red circle on a blue background", 128, 10, 3.0, 7
 LORAS = " <lora:one:2> <lora:two:-1.5>"
 MIN_PSNR = 40.0
-PINNED = ("torch", "transformers", "numpy", "pillow", "gradio", "protobuf", "onnx", "onnxruntime")
+PINNED = ("torch", "transformers", "diffusers", "numpy", "pillow", "gradio", "protobuf", "onnx", "onnxruntime")
 FLAGS = ("--api", "--use-cpu", "all", "--no-half", "--skip-torch-cuda-test", "--skip-version-check",
          "--no-download-sd-model")  # fmt: skip
 
@@ -62,7 +56,7 @@ def architecture(checkout: Path, clip: Path) -> dict[str, Any]:
     made: dict[str, Any] = yaml.safe_load((checkout / "configs" / "v1-inference.yaml").read_text())
     unet, vae = (json.loads((MODEL / part / "config.json").read_text()) for part in ("unet", "vae"))
     params = made["model"]["params"]
-    params["scale_factor"] = vae["scaling_factor"]
+    params |= {"scale_factor": vae["scaling_factor"], "parameterization": "v"}  # it predicts velocities
     channels = unet["block_out_channels"]
     params["unet_config"]["params"] |= {
         "model_channels": channels[0],
@@ -81,11 +75,9 @@ def prepare(checkout: Path, folder: Path, data: Path) -> None:
     """The WebUI's data folder: extension, checkpoint, LoRAs, folders of ours, and settings of a user."""
     install_folder(data / "extensions" / "sd-ort", CONTENT["webui"]())
     models = data / "models"
-    (models / "Stable-diffusion").mkdir(parents=True)
-    source = open_folder(str(MODEL), MODEL)
-    save({name: source.load(name) for name in source.configs}, models / "Stable-diffusion" / "demo.safetensors")
-    shutil.copytree(MODEL / "tokenizer", data / "clip")
-    shutil.copy(MODEL / "text_encoder" / "config.json", data / "clip")
+    save_checkpoint(models / "Stable-diffusion" / "demo.safetensors")
+    for part in ("tokenizer", "text_encoder"):
+        shutil.copytree(MODEL / part, data / "clip", dirs_exist_ok=True)
     text = yaml.safe_dump(architecture(checkout, data / "clip"))
     (models / "Stable-diffusion" / "demo.yaml").write_text(text)
     save_loras(models / "Lora")
@@ -179,7 +171,7 @@ def pinned(python: Path) -> dict[str, str]:
 @click.option("--page", type=click.Path(path_type=Path), help="Photograph the page into this .png.")
 @click.option("--log", type=click.Path(path_type=Path), help="Keep the WebUI's log here.")
 def main(checkout: Path, python: Path, folder: Path, out: Path | None, page: Path | None, log: Path | None) -> None:
-    """Draw in AUTOMATIC1111's WebUI with its own UNet and with ours, and compare."""
+    """Draw in the WebUI with its own UNet and with ours, and compare."""
     with tempfile.TemporaryDirectory(prefix="sd-ort-webui-") as work:
         data = Path(work)
         log = log or data / "log.txt"
@@ -193,6 +185,7 @@ def main(checkout: Path, python: Path, folder: Path, out: Path | None, page: Pat
             if page:
                 photographed(address, page)
     found = {
+        "checkout": checkout.name,
         "versions of the host": pinned(python),
         "PSNR of our UNet's picture to the host's, dB": round(psnr(ours, theirs), 1),
         "the same with two LoRA tags": round(psnr(ours_lora, theirs_lora), 1),
@@ -200,7 +193,7 @@ def main(checkout: Path, python: Path, folder: Path, out: Path | None, page: Pat
         "a broken folder's picture to the host's": round(psnr(refused, theirs), 1),
         "said then": [line.replace(str(data), "DATA") for line in lines[:1]],
     }
-    report("Our UNet in AUTOMATIC1111's WebUI, whole, on a CPU", "scripts/checks/webui_page.py", found, out)
+    report("Our UNet in a WebUI, whole, on a CPU", "scripts/checks/webui_page.py", found, out)
     assert not warned, "our UNet did not draw"
     assert len(lines) == 1, "a folder that cannot be used must be said, once"
     good = psnr(ours, theirs), psnr(ours_lora, theirs_lora), psnr(refused, theirs)

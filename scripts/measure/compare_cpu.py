@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -32,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from sd_ort.runtime.allocator import given_back
 from sd_ort.runtime.library import library_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +105,7 @@ ENGINES = (
     Contender("OpenVINO, bfloat16", "raw", make_raw, openvino="bfloat16"),
     Contender("ours cpu, no library", "cpu", make_ours("cpu")),
     Contender("ours cpu", "cpu", make_ours("cpu"), library=True),
+    Contender("ours cpu, float16", "cpu-float16", make_ours("cpu", "float16"), library=True),
     Contender("ours cpu, bfloat16", "cpu-bfloat16", make_ours("cpu", "bfloat16"), library=True),
     Contender("ours portable, no library", "portable", make_ours("portable")),
     Contender("ours portable", "portable", make_ours("portable"), library=True),
@@ -134,7 +137,8 @@ def open_openvino(model: str, threads: int, precision: str) -> tuple[Step, int]:
 def serve(model: str, threads: int, library: str, profile: str, pattern: str, openvino: str) -> None:
     """In an engine's process: open the model, then run a step for every line on stdin that holds a latent edge.
 
-    Peers have ONNX Runtime's default options, ours are opened as `runtime.session` does: without a memory pattern.
+    Peers have ONNX Runtime's default options, ours are opened as `runtime.session` does: without a memory pattern, what
+    is freed given back.
 
     Answers with a line of JSON: seconds of the step, MB of resident memory at its peak so far. The line
     "save EDGE FILE" writes the output.
@@ -173,7 +177,8 @@ def open_onnxruntime(model: str, threads: int, library: str, profile: str, patte
         options.register_custom_ops_library(library)
     if profile:
         options.enable_profiling, options.profile_file_prefix = True, profile
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    with given_back() if pattern == "no pattern" else nullcontext():
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def answer(values: dict[str, float]) -> None:

@@ -1,6 +1,6 @@
 """Does the demo model still draw what the prompt says after export, fusion and float16?
 
-Draws the same unseen prompts from the same seeds with torch fp32, the raw export, fused fp32 and fused fp16, reads the
+Draws the same unseen prompts from the same seeds with torch fp32, the raw export, fused fp32, fp16 and bf16, reads the
 pictures back (`sd_ort.demo.fidelity`) and compares each with torch's. Writes the shares and PSNRs to a JSON file as
 each engine ends, and a sheet with the first pictures, one row per engine. Exits with 1 when a bound below is broken.
 """
@@ -32,13 +32,20 @@ from sd_ort.runtime import machine
 
 TORCH = "torch fp32"
 # (points of fidelity an engine may lose against torch, dB its median picture must reach): the project's bounds.
-BOUNDS = {"raw ONNX": (0.5, 40.0), "fused fp32": (0.5, 40.0), "fused fp16": (1.0, 30.0)}
+BOUNDS = {
+    "raw ONNX": (0.5, 40.0),
+    "fused fp32": (0.5, 40.0),
+    "fused fp16": (1.0, 30.0),
+    "fused bf16": (1.0, 30.0),
+}
 
 
 def engines(work: Path, target: str) -> dict[str, Callable[[], Any]]:
     """Label -> a function that makes what is missing below `work` and opens the engine's pipeline."""
 
     def optimized(name: str, dtype: str) -> Any:
+        if not (work / "raw").is_dir():
+            export("demo", work / "raw", progress=print)
         optimize(work / "raw", work / name, target=target, dtype=dtype, report=print)
         return StableDiffusionPipeline.from_pretrained(work / name)
 
@@ -51,6 +58,7 @@ def engines(work: Path, target: str) -> dict[str, Callable[[], Any]]:
         "raw ONNX": raw,
         "fused fp32": lambda: optimized(f"{target}-fp32", "float32"),
         "fused fp16": lambda: optimized(f"{target}-fp16", "float16"),
+        "fused bf16": lambda: optimized(f"{target}-bf16", "bfloat16"),
     }
 
 
@@ -107,6 +115,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=demo.STEPS, help=f"denoising steps ({demo.STEPS})")
     parser.add_argument("--batch", type=int, default=10, help="prompts drawn at once (10)")
     parser.add_argument("--target", default="portable", help="target of the fused pipelines (portable)")
+    parser.add_argument("--engines", nargs="+", choices=BOUNDS, default=list(BOUNDS)[:3], help="beside torch fp32")
     parser.add_argument("--work", type=Path, default=Path("out/evaluate_demo"), help="folder for the pipelines")
     parser.add_argument("--out", type=Path, default=Path("results/demo_fidelity.json"), help="the result")
     parser.add_argument("--sheet", type=Path, default=Path("results/demo_images.png"), help="the pictures")
@@ -128,6 +137,8 @@ def main() -> int:
     reference: dict[str, Any] | None = None
     first_pictures = []
     for label, open_engine in engines(arguments.work, arguments.target).items():
+        if label not in (TORCH, *arguments.engines):
+            continue
         pipeline = open_engine()
         start = time.perf_counter()
         pictures = draw(pipeline, prompts, arguments.batch, arguments.steps)

@@ -42,7 +42,7 @@ def run(*command: object) -> dict[str, Any]:
     return {
         "seconds": round(time.perf_counter() - started, 2),
         "cpu_seconds": round(used.ru_utime + used.ru_stime, 2),
-        "peak_mb": round(used.ru_maxrss / 1024),
+        "peak_mb": round(used.ru_maxrss * 1024 / 1e6),
         "said": said.splitlines(),
     }
 

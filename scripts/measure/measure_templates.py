@@ -9,8 +9,9 @@ memory at most, as the system counts it. The other ways make what they can of th
     slow        export and optimize, without templates
     ort         export (TorchScript, opset 17), then onnxruntime.transformers with its options for Stable Diffusion, the
                 optimizer that its scripts run; its crash on NumPy 2.4 is mended
-    mobius      mobius-onnx, which builds graphs without tracing, in float16 and without fusing for a provider; --mobius
-                names the Python of an environment that has it. The hub's downloads are read from the checkpoint.
+    mobius      mobius-onnx, which builds graphs without tracing and without fusing for a provider; 0.1.0, asked for
+                float16, leaves U-Net and VAE in float32. --mobius names the Python of an environment that has it. The
+                hub's downloads are read from the checkpoint.
 
 The disk's speed is that of copying the checkpoint to where the output goes. What --out holds already is kept and not
 measured again: an interrupt loses one row. Beside the JSON a table is written, --out with .md.
@@ -144,7 +145,7 @@ def measure(python: str, way: str, model: Path, out: Path, target: str, config: 
         **failed,
         "seconds": round(time.perf_counter() - started, 2),
         "cpu_seconds": round(used.ru_utime + used.ru_stime, 2),
-        "peak_mb": round(used.ru_maxrss / 1024),
+        "peak_mb": round(used.ru_maxrss * 1024 / 1e6),
         "load_average": round(os.getloadavg()[0], 1),
     }
 
@@ -163,7 +164,8 @@ def table(result: dict[str, Any]) -> str:
         "# From a checkpoint to an optimized float16 folder, random weights", "",
         "The load average is that of the machine while it was measured: with more than its cores, the processor's "
         "seconds say more than the clock's. Peak memory is what was resident, mapped pages of files included. What "
-        "the ways are says `scripts/measure/measure_templates.py`; mobius-onnx's graphs are not fused.",
+        "the ways are says `scripts/measure/measure_templates.py`; mobius-onnx's graphs are not fused, and all but the "
+        "text encoder's are float32.",
         "",
         "| preset | target | way | seconds | processor seconds | peak memory | load average | copying the checkpoint |",
         "|---|---|---|---|---|---|---|---|",

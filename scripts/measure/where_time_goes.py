@@ -45,8 +45,11 @@ def main() -> None:
     found: dict[str, Any] = {}
     records: list[Record] = []
     imported = time.perf_counter()
+    loading = cProfile.Profile()
     with watched(records):
-        pipeline = StableDiffusionPipeline.from_pretrained(options.folder, options.provider, device_loop=True)
+        pipeline = loading.runcall(
+            StableDiffusionPipeline.from_pretrained, options.folder, options.provider, device_loop=True
+        )
         loaded = time.perf_counter()
 
         def draw() -> None:
@@ -63,10 +66,7 @@ def main() -> None:
     found["parts"] = of_parts(pipeline)
     profile = cProfile.Profile()
     profile.runcall(draw)
-    stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-    rows = sorted(((f"{Path(k[0]).name}:{k[2]}", v[1], 1e3 * v[2], 1e3 * v[3]) for k, v in stats.items()),
-                  key=lambda row: -row[3])  # fmt: skip
-    found["python"] = [list(row) for row in rows[:70]]
+    found["python"] = {"loading": longest(loading, 30), "an image": longest(profile, 60)}
     show(found)
     if options.out:
         from sd_ort.core.files import write_text
@@ -84,9 +84,17 @@ def show(found: dict[str, Any]) -> None:
         print("warm image, ms:", {name: round(took, 2) for name, took in row.items()})
     for name, took in found["parts"].items():
         print(f"  {took:8.3f}  {name}")
-    print("Python of one image, ms: calls, own, with what it calls")
-    for name, calls, own, whole in found["python"]:
-        print(f"  {calls:6} {own:8.2f} {whole:8.2f}  {name}")
+    for what, rows in found["python"].items():
+        print(f"Python of {what}, ms: calls, own, with what it calls")
+        for name, calls, own, whole in rows:
+            print(f"  {calls:6} {own:8.2f} {whole:8.2f}  {name}")
+
+
+def longest(profile: cProfile.Profile, count: int) -> list[list[Any]]:
+    """The functions that take longest, with what they call: name, calls, milliseconds by themselves and in all."""
+    stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    rows = [[f"{Path(key[0]).name}:{key[2]}", row[1], 1e3 * row[2], 1e3 * row[3]] for key, row in stats.items()]
+    return sorted(rows, key=lambda row: -row[3])[:count]
 
 
 @contextmanager
@@ -94,9 +102,10 @@ def watched(records: list[Record]) -> Iterator[None]:
     """Record sessions that are opened, and first and later runs: name, start, seconds."""
     import onnxruntime
 
-    from sd_ort.runtime.captured import BoundShapes
+    from sd_ort.runtime import captured
 
-    session, make, run = onnxruntime.InferenceSession, BoundShapes.__init__, BoundShapes._run
+    runs: Any = captured.BoundShapes
+    session, make, run = onnxruntime.InferenceSession, runs.__init__, runs.run
 
     def noted(name: Callable[..., str], function: Any) -> Any:
         def call(*given: Any, **more: Any) -> Any:
@@ -114,13 +123,13 @@ def watched(records: list[Record]) -> Iterator[None]:
         return f"session {len(source)} bytes" if isinstance(source, bytes) else f"session {Path(source).parent.name}"
 
     onnxruntime.InferenceSession = noted(opened, session)
-    BoundShapes.__init__ = noted(lambda b, s, *_: "bind " + outputs(b), make)
-    BoundShapes._run = noted(lambda b, *_: "run " + outputs(b), run)
+    runs.__init__ = noted(lambda b, s, *_: "bind " + outputs(b), make)
+    runs.run = noted(lambda b, *_: "run " + outputs(b), run)
     try:
         yield
     finally:
         onnxruntime.InferenceSession = session
-        BoundShapes.__init__, BoundShapes._run = make, run
+        runs.__init__, runs.run = make, run
 
 
 def of_image(draw: Callable[[], None], records: list[Record]) -> dict[str, float]:
@@ -137,43 +146,47 @@ def of_image(draw: Callable[[], None], records: list[Record]) -> dict[str, float
 
 
 def of_parts(pipeline: Any) -> dict[str, float]:
-    """What each bound part takes waited for, and a step's parts queued, 50 at a time."""
+    """What each bound part takes waited for, and a step's parts queued, as many as there are steps, up to 50."""
     found: dict[str, float] = {}
     buffers = next(reversed(pipeline.loop.kept.values()))
     steps = buffers.steps[1]
-    stream = pipeline.loop.models.stream
-    named: list[tuple[str, Any]] = [(f"before {i}", part) for i, part in enumerate(steps.before)]
+    stream, count = pipeline.loop.models.stream, min(50, len(steps.schedule.timesteps))
+    named: list[tuple[str, Any]] = [(f"text {i}", part) for i, part in enumerate(buffers.texts.parts)]
+    named += [(f"before {i}", part) for i, part in enumerate(steps.before)]
     named += [(f"step {i}", part) for i, part in enumerate(steps.every)]
     named += [(f"end {i}", part) for part_list in buffers.ends.values() for i, part in enumerate(part_list)]
+    first = steps.before[-1].run  # counts the steps from 0 again
     with pipeline.loop.models.lock:
         for name, part in named:
             label = f"{name}: {', '.join(list(part.outputs)[:3])}"
-            found[f"{label}, waited for"] = each(part.run)
+            found[f"{label}, waited for"] = each(first, part.run)
             if stream is not None and not name.startswith("end"):
-                found[f"{label}, queued, each of 50"] = queued([part], stream)
+                found[f"{label}, queued, each of {count}"] = queued(first, [part], count, stream)
         if stream is not None:
-            found["a whole step queued, each of 50"] = queued(list(steps.every), stream)
+            found[f"a whole step queued, each of {count}"] = queued(first, list(steps.every), count, stream)
     return found
 
 
-def each(run: Callable[[], Any]) -> float:
+def each(first: Callable[[], Any], run: Callable[[], Any]) -> float:
     seconds = []
     for _ in range(7):
+        first()
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
     return 1e3 * median(seconds)
 
 
-def queued(parts: list[Any], stream: Any) -> float:
+def queued(first: Callable[[], Any], parts: list[Any], count: int, stream: Any) -> float:
+    first()
     stream.reserve(2)
     stream.record(0)
-    for _ in range(50):
+    for _ in range(count):
         for part in parts:
             part.run(False)
     stream.record(1)
     stream.wait(1)
-    return 1e3 * float(stream.seconds(0, 1)) / 50
+    return 1e3 * float(stream.seconds(0, 1)) / count
 
 
 if __name__ == "__main__":

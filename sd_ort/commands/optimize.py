@@ -43,6 +43,7 @@ from sd_ort.core.folder import MODEL, bare_model, model_name
 )
 @click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
 @click.option("--config", metavar="MODEL", help="Diffusers folder or hub id of the family of an IN in one file.")
+@click.option("--controlnet", metavar="MODEL", help="With a checkpoint: a ControlNet's diffusers folder or hub id.")
 @click.option("--vae", type=click.Path(path_type=Path), help="Take the VAE of this file instead of the checkpoint's.")
 @click.option("--unsafe-pickle", is_flag=True, help="Read .ckpt and .bin, as weights alone; only if you trust them.")
 def command(
@@ -55,14 +56,15 @@ def command(
     hoisted: bool | None,
     components: tuple[str, ...],
     config: str | None,
+    controlnet: str | None,
     vae: Path | None,
     unsafe_pickle: bool,
 ) -> None:
     """Fuse the pipeline folder IN for a target and write it to OUT.
 
     IN is a folder that `sd-ort export` wrote, or a checkpoint as `export` takes it (a diffusers folder, a .safetensors
-    file, a hub id, `demo`). A checkpoint of an architecture that was optimized before with these options fills the
-    template kept from then, in seconds and without tracing; the first one is exported on the way.
+    file, a hub id, `demo`). A checkpoint of a published architecture, or of one that was optimized before, fills a
+    template in seconds and without tracing; others are exported on the way, and a template is kept.
 
     IN may also be one .onnx file of any model (or a folder that holds one), and OUT is then one too.
 
@@ -80,8 +82,8 @@ def command(
         "report": click.echo,
     }
     of_folder: dict[str, Any] = {"components": list(components) or None, "hoisted": hoisted}
-    if (config or vae or unsafe_pickle) and not is_checkpoint(source):
-        raise InputError(f"--config, --vae and --unsafe-pickle go with a checkpoint: {source} is none.")
+    if (config or controlnet or vae or unsafe_pickle) and not is_checkpoint(source):
+        raise InputError(f"--config, --controlnet, --vae and --unsafe-pickle go with a checkpoint: {source} is none.")
     if (alone := bare_model(source)) is not None:
         from sd_ort.optimize.alone import optimize_file
 
@@ -93,7 +95,8 @@ def command(
         from sd_ort.from_checkpoint import optimize_checkpoint
 
         files = FileOptions(config, vae, unsafe_pickle)
-        show(optimize_checkpoint(str(source), output, files=files, **options, **of_folder)["components"], output)
+        options |= {"controlnet": controlnet, "files": files}
+        show(optimize_checkpoint(str(source), output, **options, **of_folder)["components"], output)
     else:
         show(optimize(source, output, **options, **of_folder)["components"], output)
     click.echo(f"Wrote {output}")

@@ -26,6 +26,7 @@ import click
 @click.option("--provider", default="cpu", show_default=True, help="What runs OUT, as for generate.")
 @click.option("--portable", is_flag=True, help="Run OUT without the custom-op library.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the made-up inputs.")
+@click.option("--config", metavar="MODEL", help="Diffusers folder or hub id of the family of an IN in one file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
     source: Path,
@@ -36,15 +37,27 @@ def command(
     provider: str,
     portable: bool,
     seed: int,
+    config: str | None,
     as_json: bool,
 ) -> None:
     """Run every component of OUT and of IN, from which it was made, on the same inputs and compare the results.
 
-    IN and OUT are pipeline folders, or .onnx files of any model.
+    IN and OUT are pipeline folders, or .onnx files of any model. IN may also be a checkpoint, as `optimize` takes it:
+    then every weight of OUT is made again by its recipe and compared bit for bit, and nothing is run.
 
     Inputs are made up as in use, at two shapes (batch 1 and 2, not square). Exits with 4 when an output of OUT is not
     finite or differs by more than the tolerance.
     """
+    from sd_ort.commands.optimize import is_checkpoint
+
+    if is_checkpoint(source):
+        from sd_ort.check.recipes import verify_weights
+        from sd_ort.family.checkpoints import FileOptions
+
+        files = FileOptions(config)
+        verify_weights(str(source), optimized, components=components or None, files=files, report=click.echo)
+        return
+
     from sd_ort.check.verify import check, verify
 
     if not as_json:

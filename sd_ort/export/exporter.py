@@ -33,6 +33,7 @@ from sd_ort.core.folder import DATA, MODEL, is_intact, read_manifest, staged, wr
 from sd_ort.core.interrupts import in_threads
 from sd_ort.core.paths import output_path
 from sd_ort.core.quiet import quiet
+from sd_ort.export import templates
 from sd_ort.export.origins import equal_tensors, origins
 from sd_ort.export.tracing import DEFAULT_OPSET, EXPORTERS, OPSETS, tidy
 from sd_ort.family.checkpoints import FileOptions, Source, choose, component_signature, is_sdxl, open_source
@@ -270,6 +271,8 @@ def export(
     if all(previous.get(key) == value for key, value in manifest.items()) and is_intact(out, previous):
         progress(f"{out} is up to date.")
         return previous
+    if model and all(templates.find(templates.key_of(source, name, opset, exporter)) for name in names):
+        progress(f"there are templates for all of it: `sd-ort optimize {model} OUT` needs no export.")
     with staged(out, *source.folders) as work:
         source.write_configs(work)
         done: dict[str, Any] = {}

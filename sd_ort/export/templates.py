@@ -29,6 +29,8 @@ from fusion_passes import recipes
 from sd_ort.core import files, folder
 from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import InputError
+from sd_ort.family.checkpoints import Source, is_sdxl
+from sd_ort.family.signatures import MODEL_OF
 from sd_ort.graphs.filling import Read, fill
 from sd_ort.graphs.load import load as load_graph
 
@@ -69,6 +71,15 @@ def key(component: str, kind: str, config: Config, variant: bool, opset: int, ex
     kept = {name: value for name, value in whole.items() if name not in INCIDENTAL}
     what = ["text_encoder" if encoder else component, kind, kept, variant, opset, exporter]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def key_of(source: Source, component: str, opset: int, exporter: str) -> str:
+    """The key of a component of a checkpoint."""
+    model = MODEL_OF.get(component, component)
+    variant = component == "unet" and "controlnet" in source.configs
+    if component.startswith("text_encoder"):
+        variant = is_sdxl(source)
+    return key(component, source.index[model][1], source.configs[model], variant, opset, exporter)
 
 
 @cache

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.folder import CONFIG_FOLDERS, MODEL, copy_configs, read_index, tree_hash
-from sd_ort.core.quiet import no_progress_bars
+from sd_ort.core.quiet import no_progress_bars, quiet
 from sd_ort.family import conditions, presets, signatures
 from sd_ort.family.configs import read_config
 from sd_ort.family.hub import download_configs, download_model, download_pipeline
@@ -133,9 +133,10 @@ class FolderSource:
         dtype = "dtype" if CLASSES[name] == "transformers" else "torch_dtype"
         options = {dtype: torch.float32, "local_files_only": True, **_weights(folder)}
         loaded: torch.nn.Module
+        cls = model_class(name)  # its import sets what its library logs
         try:
-            with no_progress_bars():
-                loaded, keys = model_class(name).from_pretrained(str(folder), output_loading_info=True, **options)
+            with no_progress_bars(), quiet("diffusers", "transformers"):
+                loaded, keys = cls.from_pretrained(str(folder), output_loading_info=True, **options)
         except Exception as error:  # safetensors, torch, json and both libraries each raise their own kinds
             raise InputError(f"{folder} cannot be loaded as {name}: {first_line(error)}") from error
         if missing := sorted(keys["missing_keys"]):  # both libraries would make values up and only warn

@@ -42,6 +42,6 @@ def save(model: ir.Model, path: Path, before_each: Callable[[], None] = lambda: 
         external_data=f"{path.name}.data",
         alignment=65536,
         max_workers=2,
-        max_in_flight_bytes=256 << 20,
+        max_in_flight_bytes=128 << 20,
         callback=lambda tensor, info: before_each(),
     )

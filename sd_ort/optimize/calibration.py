@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,10 @@ MASK = float(np.finfo(np.float32).max) / 2
 CALIBRATED = {"batch": 1, "sequence": 77, "height": 16, "width": 8}
 # Bytes of weights up to which a component is run unasked: the VAEs and CLIP ViT-L, not the UNets.
 SIZE_LIMIT = 1 << 30
+
+
+class CannotRun(InputError):
+    """ONNX Runtime refuses a graph, or fails on it: not that its checkpoint cannot be read."""
 
 
 @dataclass
@@ -80,7 +84,7 @@ def calibrate(
         return Calibration(f"not calibrated: {reason}")
     try:
         ranges = measure(model, feeds, scratch)
-    except SdOrtError as error:
+    except CannotRun as error:
         raise InputError(
             f"{name} cannot be run on {kind} inputs ({error}): give --inputs, or --no-calibrate."
         ) from error
@@ -101,10 +105,8 @@ def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str
     """Largest magnitude, over `feeds`, of every float32 value that a node of `model` makes and another reads, by name.
 
     NaN counts as infinite. Writes a copy of the model below `scratch`, weights included, and removes it again: links to
-    the source's weights would be seen by others who read it meanwhile.
+    the source's weights would be seen by others who read it meanwhile. Raises CannotRun.
     """
-    from sd_ort.runtime.session import Model, create_session
-
     common.NameFixPass()(model)
     copy = model.clone()
     names = _add_ranges(copy)
@@ -114,13 +116,22 @@ def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str
         path = Path(work) / "component" / folder.MODEL
         path.parent.mkdir()
         ir.save(copy, path, external_data=folder.DATA)
-        run = Model(create_session(path, "cpu", library=False, once=True))
-        for feed in feeds:
-            outputs = run(**feed)
+        for outputs in _run(path, feeds):
             for name in names:
                 highest = float(outputs[f"{name}.range"])
                 ranges[name] = max(ranges[name], math.inf if np.isnan(highest) else highest)
     return ranges
+
+
+def _run(path: Path, feeds: Sequence[Arrays]) -> Iterator[Arrays]:
+    from sd_ort.runtime.session import Model, create_session
+
+    try:
+        run = Model(create_session(path, "cpu", library=False, once=True))
+        for feed in feeds:
+            yield run(**feed)
+    except SdOrtError as error:
+        raise CannotRun(str(error)) from error
 
 
 def _add_ranges(model: ir.Model) -> list[str]:

@@ -84,8 +84,10 @@ class Adapter:
 
 
 def read_adapter(source: str | Path | Weights, unet_config: Mapping[str, Any]) -> Adapter:
-    """A LoRA from a .safetensors file or a dict of tensors. Raises InputError for a file that is none."""
+    """A LoRA from a .safetensors file or a dict of tensors. Raises InputError for a file that is none, or broken."""
     tensors, alphas = _tensors(source)
+    if broken := next((name for name, tensor in tensors.items() if not np.isfinite(tensor).all()), None):
+        raise InputError(f"{described(source)}: {broken} holds NaN or infinity: get it again.")
     if any(re.match(r"lora_unet_(input|output)_blocks", name) for name in tensors):
         tensors = _diffusers_blocks(tensors, unet_config)
     adapter = Adapter()

@@ -13,6 +13,7 @@ import numpy as np
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.folder import MODEL, check_model, model_name, read_manifest
+from sd_ort.runtime.allocator import given_back
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.machine import multiplies_bfloat16
 from sd_ort.runtime.provider_records import CPU_EP, Provider
@@ -89,12 +90,10 @@ def create_session(
     entry = provider_named(provider)
     if graph and entry.graph is None:
         raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
-    options = _session_options(provider, threads, profile)
+    options = _session_options(provider, threads, profile, sizes)
     if once:
         options.add_session_config_entry("session.disable_prepacking", "1")
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    for name, size in (sizes or {}).items():
-        options.add_free_dimension_override_by_name(name, size)
     shared = _replace(options, provider, weights or {}, products)
     kept = _hold(options, provider, held or {})
     if not _register_ops(options, library):
@@ -104,12 +103,14 @@ def create_session(
             warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
         elif missing and read_manifest(model_path.parent.parent).get("stage") == "optimize":
             warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
-    _check_bfloat16(model_path, provider)
+    if provider == "cpu":
+        _warn_of_missing_units(model_path)
     asked = _asked(provider, options, _chosen(entry, tuning, graph, provider_options or {}))
     try:
         if changed is not None:
             options.add_session_config_entry(DATA_FOLDER, str(model_path.parent))
-        session = onnxruntime.InferenceSession(changed or str(model_path), options, **asked, **kept)
+        with given_back() if provider == "cpu" else nullcontext():
+            session = onnxruntime.InferenceSession(changed or str(model_path), options, **asked, **kept)
         session.shared = shared  # its memory is not ONNX Runtime's
     except Exception as error:  # pybind's exceptions share no base class but Exception
         # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
@@ -126,6 +127,14 @@ def create_session(
 
         results.attach(session, provider, _ops_path(library), tuning, onnxruntime.__version__, model_path)
     return session
+
+
+def _warn_of_missing_units(model_path: Path) -> None:
+    if multiplies_bfloat16():
+        return
+    made = read_manifest(model_path.parent.parent).get("options", {})
+    if (made.get("target"), made.get("dtype")) == ("cpu", "bfloat16"):
+        warn_once("this CPU has no matrix units for bfloat16: without --bfloat16 a folder is faster here.")
 
 
 def check_opens(path: Path) -> None:
@@ -162,8 +171,15 @@ def blaming(path: Path) -> Iterator[None]:
         raise
 
 
-def _session_options(provider: str, threads: int | None, profile: Path | None) -> Any:
+def _session_options(
+    provider: str,
+    threads: int | None = None,
+    profile: Path | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Any:
     options = runtime().SessionOptions()
+    for name, size in (sizes or {}).items():
+        options.add_free_dimension_override_by_name(name, size)
     options.log_severity_level = ERRORS_ONLY
     if provider == "cpu":
         # It would keep one more block from the second step on, of a whole step: 100 MB for SD 1.5 at 256 x 256.
@@ -174,14 +190,6 @@ def _session_options(provider: str, threads: int | None, profile: Path | None) -
         options.enable_profiling = True
         options.profile_file_prefix = str(profile)
     return options
-
-
-def _check_bfloat16(model_path: Path, provider: str) -> None:
-    """Warn of a folder in bfloat16 on a CPU without matrix units for it."""
-    if provider == "cpu" and not multiplies_bfloat16():
-        made = read_manifest(model_path.parent.parent).get("options", {})
-        if (made.get("target"), made.get("dtype")) == ("cpu", "bfloat16"):
-            warn_once("this CPU has no matrix units for bfloat16: without --bfloat16 a folder is faster here.")
 
 
 def _replace(
@@ -326,7 +334,7 @@ def open_graph(
     refuses that.
     """
     onnxruntime = runtime()
-    options = _session_options(provider, None, None)
+    options = _session_options(provider)
     kept = _hold(options, provider, held or {})
     asked = _asked(provider, options, _chosen(provider_named(provider), False, capture, provider_options or {}))
     try:

@@ -69,7 +69,7 @@ class TuningSource(Protocol):
 
 
 class GpuOps:
-    """Tuning's part of libsd_ort_cuda.so or libsd_ort_hip.so (custom_ops/interface.h)."""
+    """Tuning's part of libsd_ort_cuda.so, libsd_ort_hip.so or the provider's library (custom_ops/interface.h)."""
 
     def __init__(self, library: Path) -> None:
         """Raises TuningError when the library cannot be loaded."""
@@ -81,7 +81,9 @@ class GpuOps:
 
     def validators(self) -> dict[str, str]:
         names = {"arch": "gpu_arch", "driver": "gpu_versions", "library": "build_hash"}
-        return {key: getattr(self.c, f"sd_ort_{name}")().decode() for key, name in names.items()}
+        found = {key: getattr(self.c, f"sd_ort_{name}")().decode() for key, name in names.items()}
+        # One build makes the op library's GPU half and the provider, which has operators and candidates of its own.
+        return found | {"library": f"{found['library']} {self.library.path.name}"}
 
     def results(self) -> Operators:
         operators: Operators = {}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from sd_ort.check import doctor
-from sd_ort.core.errors import SdOrtError
+from sd_ort.core import onnx_file
+from sd_ort.core.errors import InputError, SdOrtError
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -45,3 +47,10 @@ def test_what_clashes_in_an_environment_of_a_host(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(str(tmp_path))
     (inner,) = doctor.clashes(["outer>=1"])
     assert inner.endswith("is installed, and outer needs <1")
+
+
+def test_onnx_beside_a_protobuf_too_old_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As AUTOMATIC1111 pins it: one line that leads here, not a bug of ours."""
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(InputError, match="onnx cannot be used here, see `sd-ort doctor`: "):
+        onnx_file.read(tmp_path / "model.onnx")

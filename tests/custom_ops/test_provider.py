@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -344,6 +345,14 @@ def test_captured_by_the_package(provider: str, folder: Path) -> None:
         arrays = made_up(plain.session, {**SIZES, "height": size, "width": size})
         for name, array in graph(**arrays).items():
             np.testing.assert_array_equal(array, plain(**arrays)[name])
+
+
+def test_its_tuning_file_is_its_own(provider: str, tmp_path: Path) -> None:
+    """The op library's GPU half is of the same build, and has other candidates: results of one mean nothing to it."""
+    own = Path(provider.removeprefix("plugin:"))
+    other = shutil.copy(own, tmp_path / "libsd_ort_cuda.so")
+    files = [tuning.path_for(tuning.validators_of(tuning.GpuOps(path), "1.31")) for path in (own, Path(other))]
+    assert files[0] != files[1]
 
 
 def test_held_weights_are_taken_where_they_lie(provider: str) -> None:

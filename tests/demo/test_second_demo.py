@@ -71,6 +71,10 @@ def test_from_file_to_picture(
     picture = Image.open(out)
     assert psnr(np.asarray(picture), by_night(tmp_path / "first.png")) > 40
     assert picture.info["model"] == str(file)
+    assert "weights with a recipe" in sd_ort("verify", file, kept)[1]
+    code, _, said = sd_ort("verify", "demo", kept)
+    assert code == 4
+    assert "of another checkpoint" in said
     code, _, said = sd_ort("generate", PROMPT, "--model", kept, "--config", "demo", *arguments, "--overwrite")
     assert code == 2
     assert "go with a checkpoint" in said

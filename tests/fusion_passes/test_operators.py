@@ -23,7 +23,6 @@ KERNELS = {
     "BiasSplitGelu": "bias_split_gelu",
     "GroupNorm": "group_norm",
     "LinearAdd": "linear_add",
-    "LinearSplitGelu": "linear_split_gelu",
     "MultiHeadAttention": "multi_head_attention",
     "SkipGroupNorm": "skip_group_norm",
     "SkipLayerNormalization": "skip_layer_norm",
@@ -65,7 +64,7 @@ def test_the_body_is_the_kernels_reference(operator: Operator, kernel: op.Operat
     while not names[-1]:
         names.pop()
     defaults: dict[str, int | float] = {"channels_last": 1, "unidirectional": 0, "scale": 0.3, "epsilon": 1e-5}
-    defaults |= {"stride": 1, "gated": 0, "to": onnx.TensorProto.FLOAT}
+    defaults |= {"stride": 1, "x_last": 0, "y_last": 0, "gated": 0, "to": onnx.TensorProto.FLOAT}
     given = defaults | case.attributes
     attributes = {name: given[name] for name in operator.attributes}
     node = onnx.helper.make_node(operator.name, names, list(kernel.outputs), domain=DOMAIN)

@@ -64,7 +64,8 @@ def test_fills_what_export_and_optimize_write(kept: Path, checkpoint: Callable[[
         str(second), tmp_path / "filled", components=COMPONENTS, **OPTIONS, report=lines.append
     )
     assert "nothing was traced" in lines[-1]
-    export(str(second), tmp_path / "raw", exporter="torchscript", components=COMPONENTS)
+    export(str(second), tmp_path / "raw", exporter="torchscript", components=COMPONENTS, progress=lines.append)
+    assert any("needs no export" in line for line in lines)
     options = {name: value for name, value in OPTIONS.items() if name != "exporter"}
     optimize(tmp_path / "raw", tmp_path / "slow", **options)
     for part in STEP:
@@ -87,7 +88,9 @@ def test_files_that_do_not_fit(kept: Path, checkpoint: Callable[[int], Path], tm
         assert not list(tmp_path.iterdir())
         return str(error.value)
 
-    assert "NaN" in refused(whole | {name: whole[name] * torch.nan})
+    broken = refused(whole | {name: whole[name] * torch.nan})
+    assert "NaN" in broken
+    assert "--no-calibrate" not in broken
     assert "do not fit" in refused(whole | {name: whole[name][1:].clone()})
     assert "lacks 1 weights" in refused({key: tensor for key, tensor in whole.items() if key != name})
     path.write_bytes(path.read_bytes()[:-50])
@@ -121,6 +124,17 @@ def test_what_the_package_has() -> None:
         assert len(template.sources) > 50
     assert {path.stem for path in templates.SHIPPED.glob("*.xz")} == {f"{name}.onnx" for name, _, _ in every()}
     assert sum(path.stat().st_size for path in templates.SHIPPED.iterdir()) < 1_100_000
+
+
+def test_a_shipped_template_is_a_fresh_export(tmp_path: Path) -> None:
+    """The smallest one, traced again; the others come from the same script."""
+    preset = next(preset for name, preset, _ in every() if name == "taesd.vae_encoder")
+    templates.write(tmp_path / "fresh.xz", *weightless(preset, "vae_encoder"))
+    paths = (tmp_path / "fresh.xz", templates.SHIPPED / "taesd.vae_encoder.onnx.xz")
+    fresh, shipped = (templates.Template(path) for path in paths)
+    assert fresh.recipes == shipped.recipes
+    assert fresh.config == shipped.config
+    assert fresh.proto.graph.SerializeToString() == shipped.proto.graph.SerializeToString()
 
 
 def test_weightless_is_what_export_traces(tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,6 +236,8 @@ def test_what_cannot_be_applied(
     assert list(loras.adapters) == ["a"]
     with pytest.raises(InputError, match="another family"):
         loras.add("c", read_adapter({k: extra[k] for k in extra if "nowhere" in k}, {}), "file")
+    with pytest.raises(InputError, match="holds NaN"):
+        read_adapter({n: t * torch.nan for n, t in good.items()}, {})
     with pytest.raises(InputError, match="is no LoRA"):
         read_adapter({"conv_in.weight": torch.zeros(3)}, {})
     (tmp_path / "x.safetensors").write_bytes(b"no")

@@ -1,7 +1,8 @@
-"""Two LoRAs of made-up weights for the demo model, under Kohya's names: enough to change a picture visibly."""
+"""What hosts load of the demo model: its checkpoint in one file, and two LoRAs of made-up weights."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import diffusers
@@ -9,15 +10,27 @@ import torch
 from safetensors.torch import save_file
 
 from sd_ort import demo
+from sd_ort.family.checkpoints import open_folder
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
+
+from save_single_file import save
 
 MODEL = Path(demo.__file__).parent / "model"
 BLOCK = "down_blocks.1.attentions.0.transformer_blocks.0"
 MODULES = (f"{BLOCK}.attn1.to_q", f"{BLOCK}.attn2.to_v", f"{BLOCK}.ff.net.0.proj", "down_blocks.0.resnets.0.conv1")
 
 
+def save_checkpoint(path: Path) -> None:
+    """Write the demo model as one file, under the names that checkpoints are published with."""
+    source = open_folder(str(MODEL), MODEL)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save({name: source.load(name) for name in source.configs}, path)
+
+
 def save_loras(folder: Path, names: tuple[str, ...] = ("one", "two")) -> None:
-    """Write them as `folder`/NAME.safetensors: linear layers and a convolution of the UNet, one layer of the text
-    encoder; rank 4, alpha 2."""
+    """Write LoRAs as `folder`/NAME.safetensors under Kohya's names: linear layers and a convolution of the UNet, one
+    layer of the text encoder; rank 4, alpha 2, enough to change a picture visibly."""
     generator = torch.Generator().manual_seed(0)
     weights = diffusers.UNet2DConditionModel.from_pretrained(MODEL / "unet").state_dict()
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,75 @@
+"""Convolutions of 1 x 1 read and write pixels as the rows of a product, as transformers between them have them.
+
+    Transpose(x; NHWC to NCHW) -> Bfloat16Conv(., weight; 1 x 1)  =>  Bfloat16Conv(x, weight; x_last)
+    Bfloat16Conv(x, weight; 1 x 1) -> Transpose(.; NCHW to NHWC)  =>  Bfloat16Conv(x, weight; y_last)
+
+Left alone: a result that something else reads too, and other filters and strides.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from fusion_passes import checks as c
+from fusion_passes.pass_ import Case, Outcome, Pass
+
+NAME = "bfloat16_layout"
+TO_FIRST, TO_LAST = [0, 3, 1, 2], [0, 2, 3, 1]
+
+
+def bfloat16_layout(model: ir.Model) -> Outcome:
+    """Rewrite the convolutions of `model` in place; counts the transposes that they take in."""
+    outcome = Outcome()
+    for node in model.graph:
+        if node.op_type != "Bfloat16Conv" or (c.dims(node.inputs[1]) or [])[2:] != [1, 1]:
+            continue
+        if node.attributes.get_int("stride", 1) != 1:
+            continue
+        before = None if node.inputs[0] is None else node.inputs[0].producer()
+        if _transposes(before, TO_FIRST):
+            assert before is not None
+            node.replace_input_with(0, before.inputs[0])
+            node.attributes["x_last"] = ir.AttrInt64("x_last", 1)
+            outcome.counts[NAME] += 1
+        (result,) = node.outputs
+        uses = result.uses()
+        after = next(iter(uses)).node if len(uses) == 1 and not result.is_graph_output() else None
+        if _transposes(after, TO_LAST):
+            assert after is not None
+            (last,) = after.outputs
+            if last.is_graph_output():
+                continue
+            result.shape = last.shape
+            last.replace_all_uses_with(result)
+            node.attributes["y_last"] = ir.AttrInt64("y_last", 1)
+            outcome.counts[NAME] += 1
+    common.RemoveUnusedNodesPass()(model)
+    return outcome
+
+
+def _transposes(node: ir.Node | None, order: list[int]) -> bool:
+    return node is not None and node.op_type == "Transpose" and list(node.attributes.get_ints("perm") or ()) == order
+
+
+def _case(name: str, body: str, fires: int, transposes: int, edge: int = 1) -> Case:
+    graph = f"""<ir_version: 10, opset_import: ["" : 21, "sd_ort" : 1]>
+        g (float[N,H,W,32] rows, float[N,32,H,W] image) => (float[N,P,Q,R] y)
+        <float[32,32,{edge},{edge}] w, float[32] b> {{ {body} }}"""
+    return Case(name, graph, fires, {"Transpose": transposes}, None, {"N": 2, "H": 3, "W": 5})
+
+
+_FIRST = "x = Transpose <perm = [0, 3, 1, 2]> (rows)  "
+_CONV = "sd_ort.Bfloat16Conv <stride = 1, x_last = 0, y_last = 0>"
+_LAST = "l = Transpose <perm = [0, 2, 3, 1]> (z)  y = Relu (l)"
+CASES = [
+    _case("before", f"{_FIRST} y = {_CONV} (x, w, b)", 1, 0),
+    _case("behind", f"z = {_CONV} (image, w, b)  {_LAST}", 1, 0),
+    _case("both", f"{_FIRST} z = {_CONV} (x, w)  {_LAST}", 2, 0),
+    _case("another order", f"x = Transpose <perm = [0, 3, 2, 1]> (rows)  y = {_CONV} (x, w, b)", 0, 1),
+    _case("read twice", f"z = {_CONV} (image, w)  l = Transpose <perm = [0, 2, 3, 1]> (z)  "
+          "s = Relu (l)  k = Transpose <perm = [0, 3, 1, 2]> (s)  y = Add (z, k)", 0, 2),
+    _case("3 x 3", f"{_FIRST} y = {_CONV} (x, w, b)", 0, 1, edge=3),
+]  # fmt: skip
+
+PASS = Pass(NAME, bfloat16_layout, CASES, rounds=True)

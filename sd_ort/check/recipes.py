@@ -1,0 +1,73 @@
+"""Is an optimized folder made of this checkpoint? Every weight, made again by its recipe, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from fusion_passes import recipes, rewriting
+from sd_ort.core import folder
+from sd_ort.core.errors import InputError, VerificationError
+from sd_ort.family.checkpoints import FileOptions, choose, open_source
+from sd_ort.family.signatures import MODEL_OF
+from sd_ort.family.weights import reader
+from sd_ort.graphs import hoist
+from sd_ort.graphs.filling import Read, fill
+from sd_ort.graphs.load import load
+
+
+def verify_weights(
+    model: str,
+    made: Path,
+    *,
+    components: Sequence[str] | None = None,
+    files: FileOptions = FileOptions(),  # noqa: B008 (frozen)
+    report: Callable[[str], None] = lambda line: None,
+) -> int:
+    """Compare the weights of the pipeline folder `made` with those that its recipes make of a checkpoint; how many.
+
+    `model`, `files`: as for `family.checkpoints.open_source`. Raises InputError for a folder without recipes or a
+    checkpoint that lacks what they read, VerificationError for weights that differ.
+    """
+    source = open_source(model, None, False, 0, files=files)
+    described = folder.read_manifest(made).get("components", {})
+    names = [name for name in choose(source, components) if "weights" in described.get(name, {})]
+    if not names:
+        raise InputError(f"{made} says of no weight where it comes from: give a folder that `sd-ort optimize` wrote.")
+    total = 0
+    for name in names:
+        table = recipes.load(described[name]["weights"])
+        read = reader(
+            source, MODEL_OF.get(name, name), {n for recipe in table.values() for n in recipes.sources(recipe)}
+        )
+        parts = [hoist.PARTS.get(part, part) for part in described[name].get("hoisted", [name])]
+        count, wrong = 0, []
+        for part in parts:
+            compared, different = _compare(load(folder.check_component(made, part)), table, read)
+            count, wrong = count + compared, wrong + different
+        if wrong:
+            raise VerificationError(
+                f"{len(wrong)} of {count} weights of {made}'s {name} are not {model}'s, such as {wrong[0]}: "
+                "it was made of another checkpoint, or changed."
+            )
+        report(f"{name}: all {count} weights with a recipe are {model}'s, bit for bit")
+        total += count
+    return total
+
+
+def _compare(model: ir.Model, table: dict[str, Any], read: Read) -> tuple[int, list[str]]:
+    """How many weights of a graph have recipes, and the names of those that are other numbers."""
+    recipes.begin(model, recipes.dump(table))
+    weights = [value for value in model.graph.initializers.values() if recipes.of(value) is not None]
+    stored = [value.const_value for value in weights]
+    fill(model, read)
+    wrong = []
+    for value, kept in zip(weights, stored, strict=True):
+        assert kept is not None
+        assert value.const_value is not None
+        if value.const_value.numpy().tobytes() != rewriting.read(kept).tobytes():
+            wrong.append(str(value.name))
+    return len(weights), wrong
