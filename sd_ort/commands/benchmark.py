@@ -12,6 +12,9 @@ from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.paths import real
 from sd_ort.runtime.provider_records import PROVIDERS
 
+# Options of --mlperf alone: `benchmark.mlperf.Options`.
+MLPERF = ("queries", "load", "official", "accuracy", "captions", "clip", "inception", "fid_stats", "gpus", "replicas")
+
 
 def _sizes(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
     try:
@@ -95,16 +98,6 @@ def command(
     mlperf: bool,
     profile: bool,
     guidance: float | None,
-    queries: int,
-    load: float,
-    official: bool,
-    accuracy: bool,
-    captions: Path | None,
-    clip: Path | None,
-    inception: Path | None,
-    fid_stats: Path | None,
-    gpus: int | None,
-    replicas: int | None,
     torch_model: str | None,
     jobs: int,
     remarks: tuple[str, ...],
@@ -134,16 +127,18 @@ def command(
     from sd_ort.runtime.providers import check_provider
 
     provider = options["provider"]
+    under_load = {name: options.pop(name) for name in MLPERF}
+    on_replicas = under_load["gpus"] or under_load["replicas"]
     if ablation and (names or mlperf or profile):
         raise InputError("--ablation has its own rows: give it without --engines, --mlperf and --profile.")
     if ablation:
         engines, notes = contenders.ablation(folders[0], provider)
     else:
-        if gpus or replicas:
+        if on_replicas:
             torch_model = torch_model or "none"  # replicas draw with pipeline folders
         wanted = contenders.NAMES if names == "all" else tuple(filter(None, names.split(",")))
         engines, notes = contenders.find_engines(folders, torch_model, wanted, provider)
-    if (gpus or replicas) and not mlperf:
+    if on_replicas and not mlperf:
         raise InputError("--gpus and --replicas are what --mlperf drives: give it, or leave them out.")
     _check_out(out, folders)
     check_provider(provider, allow_fallback=options["allow_fallback"])
@@ -155,10 +150,7 @@ def command(
         if mlperf:
             from sd_ort.benchmark import mlperf as stage
 
-            asked = stage.Options(
-                queries, load, official, accuracy, captions, clip, inception, fid_stats, gpus, replicas
-            )
-            result = stage.run(engines, settings, out, asked, **common)
+            result = stage.run(engines, settings, out, stage.Options(**under_load), **common)
             text = stage.to_table(result)
         elif profile:
             from sd_ort.benchmark import profile as stage_
