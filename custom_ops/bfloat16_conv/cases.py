@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from math import prod
 
 import numpy as np
 
@@ -66,7 +67,7 @@ def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
     if name != "W":
         return None
     shape = case.inputs["W"]
-    return rng.standard_normal(shape) / np.sqrt(max(1, shape[1] * shape[2] * shape[3]))
+    return rng.standard_normal(shape) / np.sqrt(max(1, prod(shape[1:])))
 
 
 def _case(

@@ -51,7 +51,7 @@ def output_shapes(case: Case) -> dict[str, Shape]:
 def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
     """Weights that keep the magnitude of their input."""
     shape = case.inputs[name]
-    return rng.standard_normal(shape) / np.sqrt(max(shape[0], 1)) if name == "W" else None
+    return rng.standard_normal(shape) / np.sqrt(max(1, *shape[:1])) if name == "W" else None
 
 
 def _case(*shape: int, n: int, bias: bool = True, gated: bool = False, values: str = "normal") -> Case:

@@ -50,7 +50,7 @@ class Cudnn {
   class Graph {
    public:
     enum class Place { kMemory, kVirtual, kHost };  // a virtual tensor is in no memory; the host's is one float
-    enum Pointwise { kAdd = 0, kMultiply = 1, kDivide = 6, kSubtract = 9, kExp = 13, kLog = 15, kGelu = 104 };
+    enum Pointwise { kAdd = 0, kMultiply = 1, kDivide = 6, kSubtract = 9, kExp = 13, kLog = 15 };
     enum Reduction { kSum = 0, kMaximum = 3 };
     using Sizes = std::vector<int64_t>;
 

@@ -12,7 +12,6 @@ from fusion_passes.operators import (
     bias_split_gelu,
     group_norm,
     linear_add,
-    linear_split_gelu,
     multi_head_attention,
     nhwc_conv,
     quick_gelu,
@@ -39,7 +38,6 @@ OPERATORS: tuple[Operator, ...] = (
     bfloat16_conv.OPERATOR,
     bfloat16_matmul.OPERATOR,
     linear_add.OPERATOR,
-    linear_split_gelu.OPERATOR,
     scaled_dot_product_attention.OPERATOR,
 )
 BY_NAME: Mapping[str, Operator] = {operator.name: operator for operator in OPERATORS}

@@ -12,6 +12,9 @@ from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.paths import real
 from sd_ort.runtime.provider_records import PROVIDERS
 
+# Options of --mlperf alone: `benchmark.mlperf.Options`.
+MLPERF = ("queries", "load", "official", "accuracy", "captions", "clip", "inception", "fid_stats", "gpus", "replicas")
+
 
 def _sizes(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
     try:
@@ -28,14 +31,6 @@ def _check_out(out: Path, folders: tuple[Path, ...]) -> None:
     for folder in folders:
         if real(folder) in (real(out), *real(out).parents):
             raise OutputError(f"--out {out} lies in the pipeline folder {folder}: choose another folder.")
-
-
-def _check_kind(names: str, ablation: bool, mlperf: bool, profile: bool, replicated: bool) -> None:
-    """Raise InputError for options of two kinds of run."""
-    if ablation and (names or mlperf or profile):
-        raise InputError("--ablation has its own rows: give it without --engines, --mlperf and --profile.")
-    if replicated and not mlperf:
-        raise InputError("--gpus and --replicas are what --mlperf drives: give it, or leave them out.")
 
 
 @click.command()
@@ -103,16 +98,6 @@ def command(
     mlperf: bool,
     profile: bool,
     guidance: float | None,
-    queries: int,
-    load: float,
-    official: bool,
-    accuracy: bool,
-    captions: Path | None,
-    clip: Path | None,
-    inception: Path | None,
-    fid_stats: Path | None,
-    gpus: int | None,
-    replicas: int | None,
     torch_model: str | None,
     jobs: int,
     remarks: tuple[str, ...],
@@ -136,22 +121,25 @@ def command(
       openvino, openvino-bf16  one component on the CPU
     """
     from sd_ort.benchmark import contenders, report, runner, tables
-    from sd_ort.benchmark import mlperf as mlperf_
-    from sd_ort.benchmark import profile as profile_
     from sd_ort.benchmark.engines.contract import Settings
     from sd_ort.commands.generate import default_guidance
     from sd_ort.core.cache import cache_folder
     from sd_ort.runtime.providers import check_provider
 
     provider = options["provider"]
-    replicated = bool(gpus or replicas)
-    _check_kind(names, ablation, mlperf, profile, replicated)
+    under_load = {name: options.pop(name) for name in MLPERF}
+    on_replicas = under_load["gpus"] or under_load["replicas"]
+    if ablation and (names or mlperf or profile):
+        raise InputError("--ablation has its own rows: give it without --engines, --mlperf and --profile.")
     if ablation:
         engines, notes = contenders.ablation(folders[0], provider)
     else:
-        torch_model = torch_model or ("none" if replicated else None)  # replicas draw with pipeline folders
+        if on_replicas:
+            torch_model = torch_model or "none"  # replicas draw with pipeline folders
         wanted = contenders.NAMES if names == "all" else tuple(filter(None, names.split(",")))
         engines, notes = contenders.find_engines(folders, torch_model, wanted, provider)
+    if on_replicas and not mlperf:
+        raise InputError("--gpus and --replicas are what --mlperf drives: give it, or leave them out.")
     _check_out(out, folders)
     check_provider(provider, allow_fallback=options["allow_fallback"])
     settings = Settings(guidance=default_guidance(folders[0]) if guidance is None else guidance, **options)
@@ -160,14 +148,15 @@ def command(
     common: dict[str, Any] = {"notes": [*notes, *remarks], "work": made, "jobs": jobs, "say": say}
     try:
         if mlperf:
-            more = captions, clip, inception, fid_stats, gpus, replicas
-            result = mlperf_.run(
-                engines, settings, out, mlperf_.Options(queries, load, official, accuracy, *more), **common
-            )
-            text = mlperf_.to_table(result)
+            from sd_ort.benchmark import mlperf as stage
+
+            result = stage.run(engines, settings, out, stage.Options(**under_load), **common)
+            text = stage.to_table(result)
         elif profile:
-            result = profile_.run(engines, settings, out, **common)
-            text = profile_.to_table(result)
+            from sd_ort.benchmark import profile as stage_
+
+            result = stage_.run(engines, settings, out, **common)
+            text = stage_.to_table(result)
         else:
             result = runner.run(engines, settings, out, kind=kind, **common)
             text = tables.to_table(result)

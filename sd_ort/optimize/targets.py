@@ -23,8 +23,6 @@ from fusion_passes.lower import (
     fold_bias,
     layer_norm,
     linear_add,
-    linear_layer_norm,
-    linear_split_gelu,
     nhwc_layout,
     pack_qkv,
     upsample_nearest,
@@ -209,16 +207,7 @@ MIGRAPHX = Target(
 
 # Our own provider (custom_ops/provider): operators of domains `sd_ort` and ai.onnx only, since contrib schemas are not
 # shared with plugins; each fused one has its kernel there.
-HIP = Target(
-    "hip",
-    passes=(
-        *(each for each in CUDA.passes if each != layer_norm.PASS),
-        linear_split_gelu.PASS,
-        linear_layer_norm.PASS,
-        layer_norm.PASS,
-    ),
-    float32_inputs=_FLOAT32_INPUTS,
-)
+HIP = Target("hip", passes=CUDA.passes, float32_inputs=_FLOAT32_INPUTS)
 GPU = replace(HIP, name="gpu")
 
 TARGETS: Mapping[str, Target] = {t.name: t for t in (PORTABLE, CPU, CUDA, ROCM, MIGRAPHX, HIP, GPU)}

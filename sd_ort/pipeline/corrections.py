@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from threadpoolctl import threadpool_limits
 
 from fusion_passes import recipes
 from fusion_passes.operators.record import DOMAIN
@@ -37,6 +38,7 @@ from sd_ort.runtime.session import open_graph
 
 Change = LowRank | np.ndarray  # of a tensor in torch's layout, float32
 Changes = Mapping[str, Change]  # by the tensor's name in the checkpoint
+STRIP = 1 << 16  # numbers of a product that are computed at once
 
 # Operators of ai.onnx whose kernels read a weight as it is, when none may be packed. What other operators read may be
 # folded into other constants while a session is opened, such as what is cast.
@@ -102,7 +104,8 @@ class Corrections:
                         self._write(models, component, part, given)
                         left = [name for name in left if name not in models.held[part].values]
                     others[part] = self._numbers(component, part, given, left)
-            return models.replace_weights(others) or closed
+            products = {part: [n for n in others[part] if _multiplies(self._weights(part)[n])] for part in others}
+            return models.replace_weights(others, products) or closed
 
     def _weights(self, part: str) -> dict[str, ir.Value]:
         """The initializers of a component folder, by name; their numbers stay on disk."""
@@ -125,10 +128,14 @@ class Corrections:
 
         def make(name: str) -> np.ndarray:
             weight = _numbers(self._weights(part)[name])
+            factors = _factors(self.recipes[component][name], changes)
+            if factors is not None and factors.up.shape[0] * factors.down.shape[1] == weight.size:
+                return _sum(weight, factors)
             change = self._change(component, part, name, changes)
             return np.add(weight, change.reshape(weight.shape), dtype=np.float32).astype(weight.dtype, copy=False)
 
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
+        # Threads of BLAS's own would wait for each other in each of these: eight times the processor's time.
+        with threadpool_limits(1, "blas"), ThreadPoolExecutor(os.cpu_count()) as threads:
             return dict(zip(names, threads.map(make, names), strict=True))
 
     def _change(self, component: str, part: str, name: str, changes: Changes) -> np.ndarray:
@@ -191,12 +198,38 @@ class Corrections:
         return True
 
 
-def _change(recipe: recipes.Recipe, changes: Changes) -> np.ndarray:
-    """What a recipe makes of the changes of the tensors that it reads. A product is transposed before it is made."""
-    if isinstance(recipe, list) and recipe[:2] == ["transpose", [1, 0]] and isinstance(recipe[2], str):
+def _factors(recipe: recipes.Recipe, changes: Changes) -> LowRank | None:
+    """What a recipe makes of a change, as a product too: of a tensor as it is, or of a matrix's transpose."""
+    if isinstance(recipe, str):
+        change = changes[recipe]
+        return change if isinstance(change, LowRank) else None
+    if recipe[:2] == ["transpose", [1, 0]] and isinstance(recipe[2], str):
         change = changes[recipe[2]]
         if isinstance(change, LowRank) and len(change.shape) == 2:
-            return change.transposed().dense()
+            return change.transposed()
+    return None
+
+
+def _sum(weight: np.ndarray, change: LowRank) -> np.ndarray:
+    """weight + up @ down, in strips that caches hold: the product is never there as a whole."""
+    made, rows = np.empty(weight.shape, weight.dtype), change.up.shape[0]
+    base, total = weight.reshape(rows, -1), made.reshape(rows, -1)
+    strip = max(1, STRIP // base.shape[1])
+    product = np.empty((strip, base.shape[1]), np.float32)
+    for start in range(0, rows, strip):
+        part = slice(start, start + strip)
+        few = np.matmul(change.up[part], change.down, out=product[: len(base[part])])
+        if weight.dtype == np.float32:
+            np.add(base[part], few, out=total[part])
+        else:
+            total[part] = np.add(base[part], few, dtype=np.float32)
+    return made
+
+
+def _change(recipe: recipes.Recipe, changes: Changes) -> np.ndarray:
+    """What a recipe makes of the changes of the tensors that it reads."""
+    if (factors := _factors(recipe, changes)) is not None:
+        return factors.dense()
     dense = {name: _dense(changes[name]) for name in recipes.sources(recipe) if name in changes}
     made = recipes.change(recipe, dense)
     assert made is not None  # the caller asks for what changes
@@ -205,6 +238,20 @@ def _change(recipe: recipes.Recipe, changes: Changes) -> np.ndarray:
 
 def _dense(change: Change) -> np.ndarray:
     return change.dense() if isinstance(change, LowRank) else change
+
+
+def _multiplies(weight: ir.Value) -> bool:
+    """Whether a weight is the right side of matrix products, and nothing else. A product with a constant would be
+    folded into another."""
+    readers = weight.uses()
+    return bool(readers) and all(
+        node.op_type == "MatMul" and node.domain == "" and place == 1 and _computed(node.inputs[0])
+        for node, place in readers
+    )
+
+
+def _computed(value: ir.Value | None) -> bool:
+    return value is not None and value.producer() is not None and value.const_value is None
 
 
 def _numbers(weight: ir.Value) -> np.ndarray:

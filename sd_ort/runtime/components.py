@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -65,8 +65,10 @@ class Components(MutableMapping[str, Model]):
         self.low_memory = low_memory
         self.options = session_options
         self.opened: dict[str, Model] = {}
+        self.closed: set[str] = set()  # for their weights' sake: opened again together
         self.checked: set[str] = set()
         self.weights: dict[str, Mapping[str, np.ndarray]] = {}
+        self.products: dict[str, Collection[str]] = {}
         self.held: dict[str, HeldWeights] = {}
         self.sizes: dict[str, Mapping[str, int]] = {}  # of open dimensions, by component
         check_provider(provider, allow_fallback=bool(session_options.get("allow_fallback")))
@@ -114,7 +116,7 @@ class Components(MutableMapping[str, Model]):
         options.pop("user_compute_stream", None)
         session_options = {**self.options, "provider_options": options}
         made = Components(self.folder, self.provider, graph=self.graph, others=self.others, **session_options)
-        made.weights, made.sizes = self.weights, self.sizes
+        made.weights, made.products, made.sizes = self.weights, self.products, self.sizes
         return made
 
     @cached_property
@@ -144,6 +146,9 @@ class Components(MutableMapping[str, Model]):
     def __getitem__(self, name: str) -> Model:
         if name in self.elsewhere:
             return self.elsewhere[name][name]
+        if name in self.closed:
+            again, self.closed = self.closed, set()
+            self.open(sorted(again))
         if name not in self.opened:
             if name not in self.checked:
                 self.require(name)
@@ -209,7 +214,7 @@ class Components(MutableMapping[str, Model]):
             weights = {key: value for key, value in (weights or {}).items() if key in part.weights}
             more["changed"] = part.graph
         held = self.held[name].shared if name in self.held else None
-        more["sizes"] = self.sizes.get(name)
+        more |= {"sizes": self.sizes.get(name), "products": () if "changed" in more else self.products.get(name, ())}
         return create_session(path, self.provider, weights=weights, held=held, **more, **self.options)
 
     def without_graph(self, name: str, error: SdOrtError) -> None:
@@ -227,8 +232,12 @@ class Components(MutableMapping[str, Model]):
             raise error
         warn_once(f"{name} runs uncaptured, slower, since it cannot be captured as a graph: {first_line(error)}")
 
-    def replace_weights(self, weights: Mapping[str, Mapping[str, np.ndarray]]) -> bool:
+    def replace_weights(
+        self, weights: Mapping[str, Mapping[str, np.ndarray]], products: Mapping[str, Collection[str]] | None = None
+    ) -> bool:
         """From now on open components with these initializers (by component) instead of those in their files.
+
+        `products`: by component, the initializers that nothing but matrix products reads.
 
         Returns whether sessions were closed for it.
         """
@@ -236,9 +245,9 @@ class Components(MutableMapping[str, Model]):
         closed = {*self.weights, *new}
         for name in closed:
             self._close(name)
-        self.weights = new
+        self.weights, self.products = new, dict(products or {})
         if self.partner is not None:
-            self.partner.replace_weights(weights)
+            self.partner.replace_weights(weights, products)
         return bool(closed)
 
     def hold(self, name: str, weights: Mapping[str, np.ndarray]) -> HeldWeights:
@@ -251,7 +260,8 @@ class Components(MutableMapping[str, Model]):
         return self.held[name]
 
     def _close(self, name: str) -> None:
-        self.opened.pop(name, None)
+        if self.opened.pop(name, None) is not None and not self.low_memory:
+            self.closed.add(name)
         self.drop_variants(name)
 
     def __setitem__(self, name: str, model: Model) -> None:

@@ -23,7 +23,6 @@ KERNELS = {
     "BiasSplitGelu": "bias_split_gelu",
     "GroupNorm": "group_norm",
     "LinearAdd": "linear_add",
-    "LinearSplitGelu": "linear_split_gelu",
     "MultiHeadAttention": "multi_head_attention",
     "SkipGroupNorm": "skip_group_norm",
     "SkipLayerNormalization": "skip_layer_norm",

@@ -1,4 +1,5 @@
-// BiasSplitGelu on a GPU. Bandwidth bound: reads X once, writes half as much, 16 bytes per lane.
+// BiasSplitGelu on a GPU. Bandwidth bound: reads X once, writes half as much, 16 bytes per lane. Begins at the end of X,
+// which is larger than half of a cache: what the product before it wrote last is still there.
 //
 // Launch: block (kBlock, 1, 1), grid (ceil(vectors / kBlock), 1, 1), no LDS; vectors are those of Y: rows * half /
 // kVec.
@@ -12,8 +13,9 @@ template <class T, int kVec, int kBlock>
 __global__ __launch_bounds__(kBlock) void bias_split_gelu_kernel(const T* x, const T* bias, T* y, uint32_t vectors,
                                                                  uint32_t vectors_per_row) {
   wait_for_predecessor();
-  const uint32_t vector = blockIdx.x * kBlock + threadIdx.x;
-  if (vector >= vectors) return;
+  const uint32_t index = blockIdx.x * kBlock + threadIdx.x;
+  if (index >= vectors) return;
+  const uint32_t vector = vectors - 1 - index;
   const uint32_t row = vector / vectors_per_row;
   const uint32_t column = vector - row * vectors_per_row;
   const int64_t half = static_cast<int64_t>(vectors_per_row) * kVec;
