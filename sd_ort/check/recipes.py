@@ -44,7 +44,7 @@ def verify_weights(
             source, MODEL_OF.get(name, name), {n for recipe in table.values() for n in recipes.sources(recipe)}
         )
         parts = [hoist.PARTS.get(part, part) for part in described[name].get("hoisted", [name])]
-        count, wrong = 0, []
+        count, wrong = 0, list[str]()
         for part in parts:
             compared, different = _compare(load(folder.check_component(made, part)), table, read)
             count, wrong = count + compared, wrong + different
