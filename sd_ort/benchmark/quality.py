@@ -39,11 +39,11 @@ def scores(
 ) -> dict[str, Any]:
     """Scores of the pictures drawn, uint8 (H, W, 3) by number of prompt; a reason for each that cannot be had."""
     numbers = sorted(images)
-    told, drawn = [prompts[i] for i in numbers], [images[i] for i in numbers]
+    asked, drawn = [prompts[i] for i in numbers], [images[i] for i in numbers]
     found: dict[str, Any] = {"fidelity_percent": "only the demo model's pictures can be read back"}
     if model == "demo":
-        found["fidelity_percent"] = 100 * fidelity.score(told, drawn).share
-    found["clip_score"] = clip_score(told, drawn, clip) if clip else "no CLIP weights: give --clip DIR"
+        found["fidelity_percent"] = 100 * fidelity.score(asked, drawn).share
+    found["clip_score"] = clip_score(asked, drawn, clip) if clip else "no CLIP weights: give --clip DIR"
     found["fid"] = "no Inception weights: give --inception and --fid-stats"
     if inception and fid_stats:
         found["fid"] = fid(drawn, inception, fid_stats)

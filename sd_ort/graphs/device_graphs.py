@@ -1,10 +1,10 @@
 """The small graphs that run on the device between components, so that nothing goes through the host.
 
-    told       what the text encoders give -> rows of an input of the UNet
-    spread     rows of one prompt -> rows of all steps, for the time graph of a hoisted UNet
-    between    between two UNet calls: guidance, the scheduler (a table, see `family.schedule`), the next input
-    finish     the last latents -> what the VAE decoder takes
-    picture    what the VAE decoder gives -> bytes
+    conditioning  what the text encoders give -> rows of an input of the UNet
+    spread        rows of one prompt -> rows of all steps, for the time graph of a hoisted UNet
+    between       between two UNet calls: guidance, the scheduler (a table, see `family.schedule`), the next input
+    finish        the last latents -> what the VAE decoder takes
+    picture       what the VAE decoder gives -> bytes
 
 `between` may write `latents`, `history` and `index` over those it reads: each is read by one node alone, `history`
 element by element. It is as few kernels as can be, for on a GPU the gaps between them take longer than they do. Sums
@@ -43,12 +43,12 @@ def identifier(name: str) -> str:
     return "v_" + "".join(c if c.isalnum() else f"_{ord(c)}_" for c in name)
 
 
-def told(what: tuple[np.dtype, int, tuple[np.dtype, ...]]) -> bytes:
+def conditioning(what: tuple[np.dtype, int, tuple[np.dtype, ...]]) -> bytes:
     """Dtype and rank of the rows, and the dtypes of the parts -> the graph that lays the parts side by side.
 
-    Inputs: part_0, part_1, ... (texts, ..., C of each); row (N,) int64, the text of each row; silent (N,) bool, which
-    rows are zeros. Outputs: told (N, ..., C of all); for each part check_<i>, a scalar: 0, or NaN when one of its
-    numbers is not finite."""
+    Inputs: part_0, part_1, ... (texts, ..., C of each); row (N,) int64, the text of each row; zeroed (N,) bool, which
+    rows are zeros. Outputs: conditioning (N, ..., C of all); for each part check_<i>, a scalar: 0, or NaN when one of
+    its numbers is not finite."""
     dtype, rank, parts = what
     column = ", ".join(["-1", *["1"] * (rank - 1)])
     lines = []
@@ -59,14 +59,14 @@ def told(what: tuple[np.dtype, int, tuple[np.dtype, ...]]) -> bytes:
         f"side_by_side = Concat <axis = -1> ({', '.join(f'wide_{i}' for i in range(len(parts)))})",
         "rows = Gather <axis = 0> (side_by_side, row)",
         f"column = Constant <value_ints = [{column}]> ()",
-        "silent_column = Reshape (silent, column)",
+        "zeroed_column = Reshape (zeroed, column)",
         "zero = Constant <value = float {0.0}> ()",
-        "heard = Where (silent_column, zero, rows)",
-        f"told = {_cast(dtype)} (heard)",
+        "kept = Where (zeroed_column, zero, rows)",
+        f"conditioning = {_cast(dtype)} (kept)",
     ]
     inputs = [f"{_type(part)}[] part_{i}" for i, part in enumerate(parts)]
-    outputs = [f"{_type(dtype)}[] told", *(f"float check_{i}" for i in range(len(parts)))]
-    return _model([*inputs, "int64[n] row", "bool[n] silent"], outputs, lines)
+    outputs = [f"{_type(dtype)}[] conditioning", *(f"float check_{i}" for i in range(len(parts)))]
+    return _model([*inputs, "int64[n] row", "bool[n] zeroed"], outputs, lines)
 
 
 def spread(dtypes: tuple[tuple[str, np.dtype], ...]) -> bytes:

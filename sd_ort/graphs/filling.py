@@ -30,13 +30,13 @@ def _lazy(like: ir.TensorProtocol, recipe: recipes.Recipe, read: Read) -> ir.Laz
     name, dtype, shape = like.name, like.dtype, ir.Shape(like.shape.numpy())
 
     def evaluate() -> ir.Tensor:
-        told = ", ".join(recipes.sources(recipe))
+        names = ", ".join(recipes.sources(recipe))
         try:
             numbers = recipes.evaluate(recipe, read)
         except (ValueError, np.exceptions.AxisError) as error:
-            raise InputError(f"{told} of the checkpoint do not fit its config: {error}.") from error
+            raise InputError(f"{names} of the checkpoint do not fit its config: {error}.") from error
         if list(numbers.shape) != list(shape.numpy()):
-            what = f"{told} make {list(numbers.shape)}, not {list(shape.numpy())}"
+            what = f"{names} make {list(numbers.shape)}, not {list(shape.numpy())}"
             raise InputError(f"the checkpoint's weights do not fit its config: {what}.")
         return ir.Tensor(numbers.astype(dtype.numpy(), copy=False), dtype=dtype, name=name)
 

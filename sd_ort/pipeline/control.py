@@ -61,8 +61,8 @@ def controls(request: Request, there: Sequence[str], steps: int, vae_scale_facto
         height, width = request.size
         shown = for_batch(processor.preprocess(image, height=height, width=width).float(), request, "control images")
         rows = shown if request.guidance is None or request.guess_mode else torch.cat([shown, shown])
-        told = [factor * (i / steps >= start and (i + 1) / steps <= end) for i in range(steps)]
-        made.append(Control(name, rows, told, request.guess_mode))
+        by_step = [factor * (i / steps >= start and (i + 1) / steps <= end) for i in range(steps)]
+        made.append(Control(name, rows, by_step, request.guess_mode))
     return made
 
 

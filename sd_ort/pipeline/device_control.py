@@ -40,8 +40,8 @@ class ControlNets:
             self.images.append((loop.value(control.image.numpy().astype(shown)), shown))
             self.dtypes.append(np.dtype(net.dtype("conditioning_scale")))
             scale = values[f"conditioning_scale_{number}"] = loop.value(np.zeros(1, self.dtypes[-1]))
-            told = [name for name in net.inputs if buffers.told(name, drawing.conditioning)]
-            feed = {name: buffers.give(name, drawing.conditioning, net.dtype(name)) for name in told}
+            read = [name for name in net.inputs if buffers.is_conditioning(name, drawing.conditioning)]
+            feed = {name: buffers.give(name, drawing.conditioning, net.dtype(name)) for name in read}
             feed |= {"sample": values["sample"], "timestep": values["timestep"]}
             feed |= {"controlnet_cond": self.images[-1][0], "conditioning_scale": scale}
             self.nets.append(loop.bind(net, feed))

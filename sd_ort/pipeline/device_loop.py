@@ -170,7 +170,7 @@ class Buffers:
         if self.timestep is not None:
             self.values["timestep"] = loop.value(self.timestep)
         for name in unet.inputs:
-            if name not in self.values and self.told(name, drawing.conditioning):
+            if name not in self.values and self.is_conditioning(name, drawing.conditioning):
                 self.values[name] = self.give(name, drawing.conditioning, unet.dtype(name))
         self.values["latents"] = loop.value(np.zeros_like(drawing.latents))
         self.controls = ControlNets(self, drawing)
@@ -178,7 +178,7 @@ class Buffers:
         self.unet: BoundShapes | None = None
         self.ends: dict[bool, list[BoundShapes]] = {}
 
-    def told(self, name: str, conditioning: Arrays) -> bool:
+    def is_conditioning(self, name: str, conditioning: Arrays) -> bool:
         """Whether an input of the UNet says something about the prompts."""
         return name in conditioning or (self.texts is not None and name in self.texts)
 
@@ -186,7 +186,7 @@ class Buffers:
         """A conditioning input on the device: made there by the text encoders, or a copy, which every drawing renews.
         Raises InputError without one."""
         if self.texts is not None and name in self.texts:
-            return self.texts.told(name, dtype)
+            return self.texts.rows(name, dtype)
         if name not in conditioning:
             raise InputError(f"the UNet reads {name}, which this pipeline does not give: export it with sd-ort.")
         key = name, np.dtype(dtype)

@@ -50,24 +50,24 @@ class DeviceTexts:
     def __contains__(self, name: str) -> bool:
         return bool(self.sources.get(name))
 
-    def told(self, name: str, dtype: Any) -> Any:
+    def rows(self, name: str, dtype: Any) -> Any:
         """The rows of an input of the UNet, on the device, in `dtype`."""
         key = name, np.dtype(dtype)
         if key not in self.made:
             sources = self.sources[name]
             read = {f"part_{i}": source.value for i, source in enumerate(sources)}
             graph = (key[1], len(sources[0].value.shape()), tuple(source.dtype for source in sources))
-            bound = self.loop.graph(device_graphs.told, graph, {**read, **self.values})
+            bound = self.loop.graph(device_graphs.conditioning, graph, {**read, **self.values})
             self.parts.append(bound)
             self.checks += [(bound.outputs[f"check_{i}"], source.encoder) for i, source in enumerate(sources)]
-            self.made[key] = bound.outputs["told"]
+            self.made[key] = bound.outputs["conditioning"]
         return self.made[key]
 
     def _arrays(self, tokens: Tokens) -> dict[str, np.ndarray]:
         """What the encoders and the graphs behind them read from the host."""
         types = {encoder: self.loop.models[encoder].dtype("input_ids") for encoder in tokens.ids}
         ids = {encoder: np.ascontiguousarray(ids, types[encoder]) for encoder, ids in tokens.ids.items()}
-        return {**ids, "row": tokens.row, "silent": tokens.silent}
+        return {**ids, "row": tokens.row, "zeroed": tokens.zeroed}
 
     def give(self, tokens: Tokens) -> None:
         """Copy to the device what these texts have of their own."""

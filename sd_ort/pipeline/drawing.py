@@ -38,15 +38,15 @@ class Kept:
 class Tokens:
     """The texts of a call, for text encoders on the device.
 
-    `ids`: what each encoder reads, (texts, S) int64; `outputs`: which of its outputs the UNet is told. `row` (rows,)
-    int64: the text of each row of the UNet; `silent` (rows,) bool: it is told zeros. `given`: what else the rows are
-    told, by the name of the UNet's input, (rows, ...) float32.
+    `ids`: what each encoder reads, (texts, S) int64; `outputs`: which of its outputs the UNet reads. `row` (rows,)
+    int64: the text of each row of the UNet; `zeroed` (rows,) bool: it is given zeros. `given`: what else the rows
+    read, by the name of the UNet's input, (rows, ...) float32.
     """
 
     ids: dict[str, np.ndarray]
     outputs: dict[str, str]
     row: np.ndarray
-    silent: np.ndarray
+    zeroed: np.ndarray
     given: dict[str, np.ndarray]
 
     @property

@@ -51,7 +51,7 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         return self._answer(asked, self._size(asked))
 
     def _draw(self, request: Request) -> PipelineOutput:
-        conditioning = self._told(request)
+        conditioning = self._condition(request)
         timesteps = self._timesteps(request)
         controls = self._controls(request, len(timesteps))
         if request.latents is not None:
@@ -149,7 +149,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         return self._answer(asked, self._size(asked))
 
     def _draw(self, request: Request) -> PipelineOutput:
-        conditioning = self._told(request)
+        conditioning = self._condition(request)
         pixels, mask, region = self._pictures(request)
         timesteps = self._timesteps(request)
         controls = self._controls(request, len(timesteps))

@@ -241,8 +241,8 @@ class DiffusersMethods:
         asked.size = (1, 1)
         asked.check_text()
         asked.guidance = 1.0 if do_classifier_free_guidance else None
-        told = self.texts.condition(asked)
-        rows = [told.embeddings, told.added["text_embeds"]] if self.is_xl else [told.embeddings]
+        conditioning = self.texts.condition(asked)
+        rows = [conditioning.embeddings, conditioning.added["text_embeds"]] if self.is_xl else [conditioning.embeddings]
         halves = [torch.from_numpy(each) for each in rows]
         made: list[torch.Tensor | None] = []
         for half in halves:

@@ -120,7 +120,7 @@ class Request:
     size: Size = field(init=False, default=(0, 0))
     count: int = field(init=False, default=1)  # prompts
     guidance: float | None = field(init=False, default=None)  # None where nothing is guided
-    told_guidance: float | None = field(init=False, default=None)  # what a distilled UNet (LCM) is told instead
+    embedded_guidance: float | None = field(init=False, default=None)  # what a distilled UNet (LCM) reads instead
     scheduler: Any = field(init=False, default=None)  # this call's own: schedulers keep state
     plan: Plan | None = field(init=False, default=None)  # in its place, where an earlier process kept one
 

@@ -65,8 +65,8 @@ class Sampling:
                 warn_once("guidance is not split, and one device draws: latents go through the host at every step.")
             from sd_ort.pipeline import denoiser, host_loop  # torch, which the loop on the device does without
 
-            told = _arrays(self.texts.condition(request) if isinstance(conditioning, Tokens) else conditioning)
-            unet = denoiser.Denoiser(self.models, told, timesteps, controls)
+            arrays = _arrays(self.texts.condition(request) if isinstance(conditioning, Tokens) else conditioning)
+            unet = denoiser.Denoiser(self.models, arrays, timesteps, controls)
             drawn = host_loop.denoise(self, latents, timesteps, unet, request, channels, kept)
             check_finite(drawn, "unet")
             return self._finish(drawn, request)
@@ -97,7 +97,7 @@ class Sampling:
             return PipelineOutput([Image.fromarray(picture) for picture in made])
         return self._finish(made, request)
 
-    def _told(self, request: Request) -> Conditioning | Tokens:
+    def _condition(self, request: Request) -> Conditioning | Tokens:
         """What the UNet is told about the prompts; tokens where text encoders run on the device too."""
         models = self.models
         here = self.device_loop and request.callback_on_step_end is None and models.partner is None

@@ -99,13 +99,13 @@ class Texts:
         """Conditioning of all rows: with guidance 2B, negative first."""
         sizes = self._sizes(request)
         alone = self._positive(request)
-        positive = self._told(alone, sizes[0]).repeat(request.num_images_per_prompt)
-        if request.told_guidance is not None:
-            told = guidance_embedding(request.told_guidance, self.unet["time_cond_proj_dim"])
-            positive.added["timestep_cond"] = told.repeat(request.batch, 0)
+        positive = self._with_sizes(alone, sizes[0]).repeat(request.num_images_per_prompt)
+        if request.embedded_guidance is not None:
+            embedding = guidance_embedding(request.embedded_guidance, self.unet["time_cond_proj_dim"])
+            positive.added["timestep_cond"] = embedding.repeat(request.batch, 0)
         if request.guidance is None:
             return positive
-        negative = self._told(self._negative(request, alone), sizes[1]).repeat(request.num_images_per_prompt)
+        negative = self._with_sizes(self._negative(request, alone), sizes[1]).repeat(request.num_images_per_prompt)
         return positive.after(negative)
 
     def tokens(self, request: Request) -> Tokens | None:
@@ -115,8 +115,8 @@ class Texts:
         if given or request.clip_skip or self.words or request.prompt_syntax != "plain":
             return None
         texts = self.pair(request.prompts, self._second(request))
-        silent = request.guidance is not None and self.zero_negative(request)
-        negative = [] if request.guidance is None or silent else self._negatives(request)
+        zeroed = request.guidance is not None and self.zero_negative(request)
+        negative = [] if request.guidance is None or zeroed else self._negatives(request)
         ids, outputs = {}, {}
         for (tokenizer, name), positive, before in zip(
             self.encoders, texts, negative or [[]] * len(texts), strict=True
@@ -131,12 +131,12 @@ class Texts:
         first = [np.arange(count)] if request.guidance is not None else []
         rows = np.concatenate([*first, row]).repeat(request.num_images_per_prompt)
         sizes = self._sizes(request)
-        told = [sizes[1]] * (request.batch * len(first)) + [sizes[0]] * request.batch
-        more = {"time_ids": np.array(told, np.float32)} if self.is_xl else {}
-        if request.told_guidance is not None:
-            embedded = guidance_embedding(request.told_guidance, self.unet["time_cond_proj_dim"])
+        pairs = [sizes[1]] * (request.batch * len(first)) + [sizes[0]] * request.batch
+        more = {"time_ids": np.array(pairs, np.float32)} if self.is_xl else {}
+        if request.embedded_guidance is not None:
+            embedded = guidance_embedding(request.embedded_guidance, self.unet["time_cond_proj_dim"])
             more["timestep_cond"] = embedded.repeat(len(rows), 0)
-        return Tokens(ids, outputs, rows, (np.arange(len(rows)) < request.batch) & silent, more)
+        return Tokens(ids, outputs, rows, (np.arange(len(rows)) < request.batch) & zeroed, more)
 
     def encode(
         self, prompts: Sequence[Sequence[str]], clip_skip: int | None = None, runs: int | None = None
@@ -242,7 +242,7 @@ class Texts:
             raise InputError(f"{name} of SDXL need their {name.replace('prompt', 'pooled_prompt')} beside.")
         return Conditioning(as_array(embeddings), {"text_embeds": as_array(pooled)})
 
-    def _told(self, conditioning: Conditioning, ids: Sequence[float]) -> Conditioning:
+    def _with_sizes(self, conditioning: Conditioning, ids: Sequence[float]) -> Conditioning:
         """With SDXL's `time_ids` (B, 6), or (B, 5) for its refiner."""
         if not self.is_xl:
             return conditioning
@@ -263,10 +263,10 @@ class Texts:
 
         size = request.size
         original, target = request.original_size or size, request.target_size or size
-        told = ids(original, request.crops_coords_top_left, target, request.aesthetic_score)
+        positive = ids(original, request.crops_coords_top_left, target, request.aesthetic_score)
         both = request.negative_original_size is not None and request.negative_target_size is not None
         if request.image is None and not both:
-            return told, ids(original, request.crops_coords_top_left, target, request.negative_aesthetic_score)
+            return positive, ids(original, request.crops_coords_top_left, target, request.negative_aesthetic_score)
         negative = request.negative_original_size or original, request.negative_target_size or target
         crop, score = request.negative_crops_coords_top_left, request.negative_aesthetic_score
-        return told, ids(negative[0], crop, negative[1], score)
+        return positive, ids(negative[0], crop, negative[1], score)

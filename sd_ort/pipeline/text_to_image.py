@@ -256,7 +256,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
 
     def _draw(self, request: Request) -> PipelineOutput:
         """What the call asks for, once it was checked."""
-        conditioning = self._told(request)
+        conditioning = self._condition(request)
         plan = request.plan
         if plan is None:
             timesteps: Any = self._end(self._schedule(request), request)
@@ -273,8 +273,8 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
     @property
     def _defaults(self) -> Mapping[str, Any]:
         """What stands for None, as in diffusers' pipeline of this kind and family."""
-        told = bool(self.unet_config.get("time_cond_proj_dim"))
-        return {"guidance_scale": 8.5 if told else 5.0 if self.is_xl else 7.5}
+        distilled = bool(self.unet_config.get("time_cond_proj_dim"))
+        return {"guidance_scale": 8.5 if distilled else 5.0 if self.is_xl else 7.5}
 
     def _answer(self, request: Request, size: tuple[int, int]) -> Any:
         """Check the rest of a request, draw, and give back what was asked for."""
@@ -289,7 +289,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         request.generator = sources(request.generator, torch_too=request.plan is None)
         scale = float(request.guidance_scale or 0.0)
         if self.unet_config.get("time_cond_proj_dim"):
-            request.told_guidance = scale
+            request.embedded_guidance = scale
         elif scale > 1:
             request.guidance = scale
         request.progress = request.progress and not self.progress_bar_config.get("disable", False)

@@ -9,17 +9,17 @@ from sd_ort.runtime.session import open_graph
 
 
 def test_what_text_encoders_made_is_checked() -> None:
-    """Rows in the order asked for, silent ones zero, and a number that is not finite is found by the encoder's part."""
+    """Rows in the order asked for, zeroed ones zero, and a number that is not finite is found by the encoder's part."""
     parts = [np.arange(6, dtype=np.float16).reshape(2, 1, 3), np.full((2, 1, 2), 7, np.float32)]
     parts[1][1, 0, 0] = np.nan
-    session = open_graph(device_graphs.told((np.dtype(np.float32), 3, (np.dtype("f2"), np.dtype("f4")))), "cpu")
+    session = open_graph(device_graphs.conditioning((np.dtype(np.float32), 3, (np.dtype("f2"), np.dtype("f4")))), "cpu")
     feed = {
         "part_0": parts[0],
         "part_1": parts[1],
         "row": np.array([1, 0, 0]),
-        "silent": np.array([True, False, False]),
+        "zeroed": np.array([True, False, False]),
     }
-    told, first, second = session.run(["told", "check_0", "check_1"], feed)
-    np.testing.assert_array_equal(told, [[[0] * 5], [[0, 1, 2, 7, 7]], [[0, 1, 2, 7, 7]]])
+    rows, first, second = session.run(["conditioning", "check_0", "check_1"], feed)
+    np.testing.assert_array_equal(rows, [[[0] * 5], [[0, 1, 2, 7, 7]], [[0, 1, 2, 7, 7]]])
     assert first == 0
     assert np.isnan(second)
