@@ -222,7 +222,8 @@ void attend(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch
   for (int64_t key = 0; key < sizes.keys; key += kKeys) {
     const int64_t count = sizes.keys - key < kKeys ? sizes.keys - key : kKeys;
     for (int64_t i = 0; i < columns; ++i) {
-      const Product score = {keys, queries + i * column, sizes.keys * kBlockDepth, kBlockDepth, sizes.depth_blocks, 1, {}};
+      const Product score = {keys, queries + i * column, sizes.keys * kBlockDepth, kBlockDepth, sizes.depth_blocks, 1,
+                             {}};
       for (int64_t k = 0; k < count; k += kBlockRows) multiply_block(score, key + k, 0, scores + k * kQueries);
       for (int64_t k = p.kv_sequence - key; k < count; ++k) {
         for (int64_t v = 0; v < kQueries; v += kLanes) store(scores + k * kQueries + v, splat(-INFINITY));
@@ -232,8 +233,13 @@ void attend(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch
       find_largest(scores, count, most);
       raise(most, scale, sizes.depth, states[i], output);
       weigh(scores, count, scale, states[i]);
-      const Product sum = {values + key * sizes.depth, states[i].weights, sizes.depth * kBlockDepth, kBlockDepth,
-                           count / kBlockDepth,        1,                 {}};
+      const Product sum = {values + key * sizes.depth,
+                           states[i].weights,
+                           sizes.depth * kBlockDepth,
+                           kBlockDepth,
+                           count / kBlockDepth,
+                           1,
+                           {}};
       for (int64_t d = 0; d < p.head_size; d += kBlockRows) {
         p.head_size - d > 16 ? multiply_block<true>(sum, d, 0, output + d * kQueries)
                              : multiply_block<true, 16>(sum, d, 0, output + d * kQueries);

@@ -146,14 +146,14 @@ void bfloat16_conv(const Bfloat16ConvParams& p, const Parallel& parallel) {
                     block = static_cast<int64_t>(task) % frame.blocks;
       const auto pack = p.x_last ? pack_rows : pack_pixels;
       pack(p, frame, image, block * kBlockDepth,
-                  rows + image * frame.numbers() + block * frame.row_count * kBlockDepth);
+           rows + image * frame.numbers() + block * frame.row_count * kBlockDepth);
     });
   const Tasks tasks(p.batch * frame.row_blocks * kBlockRows, 2 * ceil_div(p.filter_count, kBlockColumns));
   parallel(tasks.count(), [&](size_t task) {
     const Tiles tiles;
     alignas(64) float sums[kBlockRows * kBlockColumns];
-    Product product = {
-        nullptr, p.packed, frame.row_count * kBlockDepth, kBlockDepth, frame.blocks, p.edge * p.edge, {}};
+    Product product = {nullptr,         p.packed, frame.row_count * kBlockDepth, kBlockDepth, frame.blocks,
+                       p.edge * p.edge, {}};
     for (int64_t tap = 0; tap < product.taps; ++tap) product.first[tap] = frame.row(tap / p.edge, tap % p.edge);
     tasks.run(static_cast<int64_t>(task), false, [&](int64_t block, int64_t panel) {
       const int64_t image = block / frame.row_blocks, first = block % frame.row_blocks * kBlockRows;

@@ -1,8 +1,8 @@
-// Bfloat16Conv(X, W, B?; stride = 1, x_last = 0, y_last = 0) -> Y: ai.onnx::Conv with filters of 3 x 3 and pads 1, or of 1 x 1 without pads;
-// strides 1 or 2, dilations 1, one group; X and W rounded to bfloat16, sums in float32. X is (N, C, H, W), W (M, C, k, k)
-// in float32 or bfloat16, B (M), Y (N, M, ceil(H / stride), ceil(W / stride)). With x_last = 1 X
-// is (N, H, W, C), and with y_last = 1 Y is (N, H, W, M): of filters of 1 x 1 with stride 1, whose pixels are rows. For
-// CPUs with matrix units; others compute the same with vectors.
+// Bfloat16Conv(X, W, B?; stride = 1, x_last = 0, y_last = 0) -> Y: ai.onnx::Conv with filters of 3 x 3 and pads 1, or
+// of 1 x 1 without pads; strides 1 or 2, dilations 1, one group; X and W rounded to bfloat16, sums in float32. X is (N,
+// C, H, W), W (M, C, k, k) in float32 or bfloat16, B (M), Y (N, M, ceil(H / stride), ceil(W / stride)). With x_last = 1
+// X is (N, H, W, C), and with y_last = 1 Y is (N, H, W, M): of filters of 1 x 1 with stride 1, whose pixels are rows.
+// For CPUs with matrix units; others compute the same with vectors.
 #pragma once
 
 #include "common/op.h"
@@ -23,9 +23,9 @@ struct Bfloat16ConvParams {
   int64_t height;
   int64_t width;
   int64_t filter_count;
-  int64_t edge;            // 1 or 3
-  int64_t stride;          // 1 or 2
-  int32_t x_last;          // channels last
+  int64_t edge;    // 1 or 3
+  int64_t stride;  // 1 or 2
+  int32_t x_last;  // channels last
   int32_t y_last;
   PackedWeights* kept;     // of the node whose filters are constant, or null
   const uint16_t* packed;  // made of filters before the kernel runs

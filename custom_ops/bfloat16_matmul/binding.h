@@ -60,9 +60,9 @@ struct Bfloat16MatMulBinding {
     Params params = given;
     PackedWeights now;
     PackedWeights& weights = params.kept == nullptr ? now : *params.kept;
-    params.packed = weights.get({params.weight, params.weight_dtype, params.inner, 1, params.columns, params.columns, 1,
-                                 params.gated != 0},
-                                parallel);
+    params.packed = weights.get(
+        {params.weight, params.weight_dtype, params.inner, 1, params.columns, params.columns, 1, params.gated != 0},
+        parallel);
     bfloat16_matmul_cpu(params, parallel);
   }
 

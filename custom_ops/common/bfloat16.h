@@ -85,7 +85,9 @@ inline void round_row(const BFloat* from, int64_t count, uint16_t* to) {
 }
 
 // `count` numbers, or kLanes of them if there are more.
-inline void store_up_to(float* to, Floats x, int64_t count) { count >= kLanes ? store(to, x) : store_some(to, x, count); }
+inline void store_up_to(float* to, Floats x, int64_t count) {
+  count >= kLanes ? store(to, x) : store_some(to, x, count);
+}
 inline void store_up_to(BFloat* to, Floats x, int64_t count) {
   if (count >= kLanes) return store_bfloat16(&to->bits, x);
   uint16_t bits[kLanes];

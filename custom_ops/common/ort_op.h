@@ -168,9 +168,9 @@ class Shapes {
     return value;
   }
 
-  // All outputs have the element type of input `typed_by`, or `type`. Call for every output whose rank is known. A size that is
-  // neither known nor named gets a name of its own: ONNX Runtime takes two sizes of -1 for equal ones, and puts one
-  // tensor into the buffer of another.
+  // All outputs have the element type of input `typed_by`, or `type`. Call for every output whose rank is known. A size
+  // that is neither known nor named gets a name of its own: ONNX Runtime takes two sizes of -1 for equal ones, and puts
+  // one tensor into the buffer of another.
   void set_output(size_t index, std::vector<Dim> dims, size_t typed_by = 0) {
     OrtTensorTypeAndShapeInfo* typed = nullptr;
     ONNXTensorElementDataType type;
@@ -354,8 +354,8 @@ class CustomOp : public OrtCustomOp {
  public:
   using Params = typename Binding::Params;
 
-  // gpu is null for the CPU kernel, whose provider is null too. `second` is the type of kU. The strings must outlive the
-  // session.
+  // gpu is null for the CPU kernel, whose provider is null too. `second` is the type of kU. The strings must outlive
+  // the session.
   CustomOp(const char* provider, DType dtype, const GpuLibrary* gpu, DType second = DType::kFloat32)
       : OrtCustomOp{}, provider_(provider), dtype_(dtype), second_(second), gpu_(gpu) {
     if (gpu != nullptr) gpu_op_ = gpu->find_op(Binding::kName, sizeof(Params));

@@ -1,5 +1,5 @@
-// BiasSplitGelu on a GPU. Bandwidth bound: reads X once, writes half as much, 16 bytes per lane. Begins at the end of X,
-// which is larger than half of a cache: what the product before it wrote last is still there.
+// BiasSplitGelu on a GPU. Bandwidth bound: reads X once, writes half as much, 16 bytes per lane. Begins at the end of
+// X, which is larger than half of a cache: what the product before it wrote last is still there.
 //
 // Launch: block (kBlock, 1, 1), grid (ceil(vectors / kBlock), 1, 1), no LDS; vectors are those of Y: rows * half /
 // kVec.
