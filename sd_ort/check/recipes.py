@@ -43,9 +43,8 @@ def verify_weights(
         read = reader(
             source, MODEL_OF.get(name, name), {n for recipe in table.values() for n in recipes.sources(recipe)}
         )
-        parts = [hoist.PARTS.get(part, part) for part in described[name].get("hoisted", [name])]
         count, wrong = 0, list[str]()
-        for part in parts:
+        for part in hoist.folders_of(name, described[name]):
             compared, different = _compare(load(folder.check_component(made, part)), table, read)
             count, wrong = count + compared, wrong + different
         if wrong:

@@ -12,8 +12,9 @@ so that one call serves all steps of a schedule; its results are packed side by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
@@ -38,6 +39,11 @@ VIEWS = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Flatten"})
 def is_hoisted(folder: Path) -> bool:
     """Whether the UNet of a pipeline folder was split by `optimize --hoist`."""
     return (folder / PARTS["prompt"] / MODEL).is_file() and (folder / PARTS["time"] / MODEL).is_file()
+
+
+def folders_of(name: str, entry: Mapping[str, Any]) -> list[str]:
+    """The folders that hold a component, of which a manifest has `entry`: its parts where it is hoisted."""
+    return list(PARTS.values()) if "hoisted" in entry else [name]
 
 
 def split(model: ir.Model) -> dict[str, ir.Model]:

@@ -181,7 +181,7 @@ def optimize_all(
                 hoisted=hoisted and name == hoist.PARTS["step"],
                 stopped=stopped,
             )
-        for written in hoist.PARTS.values() if "hoisted" in entry else [name]:
+        for written in hoist.folders_of(name, entry):
             _go_on(stopped)
             check_opens(work / written / folder.MODEL)
             hashes[written] = folder.file_hashes(work / written)

@@ -58,7 +58,7 @@ class Corrections:
         self.recipes = {n: recipes.load(e["weights"]) for n, e in entries.items() if "weights" in e}
         if "unet" not in self.recipes:
             raise InputError(f"{folder} does not say where its weights come from: export it again with this sd-ort.")
-        self.parts = {n: list(hoist.PARTS.values()) if "hoisted" in e else [n] for n, e in entries.items()}
+        self.parts = {name: hoist.folders_of(name, entry) for name, entry in entries.items()}
         self.known: dict[str, dict[str, ir.Value]] = {}
         self.sessions: dict[corrections.Form, Any] = {}
 
