@@ -22,14 +22,13 @@ from sd_ort.core.folder import CONFIG_FOLDERS, MODEL, copy_configs, read_index, 
 from sd_ort.core.quiet import no_progress_bars, quiet
 from sd_ort.family import conditions, presets, signatures
 from sd_ort.family.configs import read_config
+from sd_ort.family.holders import Holder, StoredFiles
 from sd_ort.family.hub import download_configs, download_model, download_pipeline
 from sd_ort.family.presets import PRESETS
 from sd_ort.family.signatures import MODEL_OF, Config, Signature
 
 if TYPE_CHECKING:
     import torch
-
-    from sd_ort.family.mapped import MappedFile
 
 
 class Source(Protocol):
@@ -63,7 +62,7 @@ class Source(Protocol):
     def about(self) -> str:
         """What was found out about it, to be told; empty when the user named all of it."""
 
-    def holder(self, model: str) -> FolderSource | MappedFile | None:
+    def holder(self, model: str) -> Holder | None:
         """What a model's tensors can be read from one at a time; None when it must be loaded whole."""
 
     def load(self, model: str) -> torch.nn.Module:
@@ -120,8 +119,8 @@ class FolderSource:
     def folders(self) -> tuple[Path, ...]:
         return (self.folder, *([self.controlnet] if self.controlnet else []))
 
-    def holder(self, model: str) -> FolderSource:
-        return self
+    def holder(self, model: str) -> Holder:
+        return StoredFiles(tuple(self.weight_files(model)))
 
     def folder_of(self, model: str) -> Path:
         return self.controlnet if model == "controlnet" and self.controlnet else self.folder / model

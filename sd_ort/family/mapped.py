@@ -6,7 +6,7 @@ packed matrix, transposes. A tensor is then read by doing the same to the number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-Read = Callable[[str], np.ndarray]
+from sd_ort.family.holders import Read
 
 
 class Recorded(torch.Tensor):
@@ -49,8 +49,14 @@ class MappedFile:
     path: Path
     tensors: Mapping[str, Recorded]
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return (self.path,)
+
+    def has(self, name: str, stored: Container[str]) -> bool:
+        return name in self.tensors
+
     def sources(self, name: str) -> list[str]:
-        """The tensors of the file that `name` is made of."""
         found: list[str] = []
 
         def visit(part: Any) -> None:
@@ -67,7 +73,6 @@ class MappedFile:
         return found
 
     def make(self, name: str, read: Read) -> np.ndarray:
-        """The tensor `name`, in the file's type, of what `read` gives by the file's names."""
         recorded = self.tensors[name]
         if isinstance(recorded.made, str):
             return read(recorded.made)

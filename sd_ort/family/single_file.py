@@ -22,6 +22,7 @@ from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.folder import CONFIG_FOLDERS, sha256
 from sd_ort.core.quiet import quiet
 from sd_ort.family.checkpoints import FolderSource, Source, model_class, open_folder
+from sd_ort.family.holders import Holder
 from sd_ort.family.hub import download_configs
 from sd_ort.family.mapped import MappedFile, Recorded
 from sd_ort.family.recognized import FAMILIES, UNET_INPUT, recognize
@@ -73,8 +74,8 @@ class SingleFileSource:
         parts = [json.dumps([self.index, self.configs], sort_keys=True), *(sha256(file) for file in files)]
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
-    def holder(self, model: str) -> FolderSource | MappedFile | None:
-        return None if self.unsafe_pickle else self.held.get(model, self.base)
+    def holder(self, model: str) -> Holder | None:
+        return None if self.unsafe_pickle else self.held.get(model) or self.base.holder(model)
 
     def load(self, model: str) -> torch.nn.Module:
         if model not in self.held:
@@ -127,7 +128,7 @@ class SwappedVae:
     def hash(self) -> str:
         return hashlib.sha256((self.source.hash + sha256(self.file)).encode()).hexdigest()
 
-    def holder(self, model: str) -> FolderSource | MappedFile | None:
+    def holder(self, model: str) -> Holder | None:
         if model == "vae":
             return None if self.unsafe_pickle else self.held
         return self.source.holder(model)

@@ -8,16 +8,16 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
 from sd_ort.core.errors import InputError
-from sd_ort.family.checkpoints import FolderSource, Source
+from sd_ort.family.checkpoints import Source
+from sd_ort.family.holders import Read
 
-Read = Callable[[str], np.ndarray]
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
@@ -80,16 +80,13 @@ def _from_files(source: Source, model: str, names: list[str]) -> Read | None:
     held = source.holder(model)
     if held is None:
         return None
-    paths = held.weight_files(model) if isinstance(held, FolderSource) else [held.path]
-    if any(path.suffix != ".safetensors" for path in paths):
+    if any(path.suffix != ".safetensors" for path in held.paths):
         return None
-    entries = {name: (path, entry) for path in paths for name, entry in _entries(path).items()}
-    there = entries if isinstance(held, FolderSource) else held.tensors
-    found = {name: next((other for other in _spellings(name) if other in there), "") for name in names}
+    entries = {name: (path, entry) for path in held.paths for name, entry in _entries(path).items()}
+    found = {name: next((other for other in _spellings(name) if held.has(other, entries)), "") for name in names}
     if "" in found.values():
         return None
-    used = found.values() if isinstance(held, FolderSource) else [s for n in found.values() for s in held.sources(n)]
-    if any(entries[name][1]["dtype"] not in DTYPES for name in used):
+    if any(entries[part][1]["dtype"] not in DTYPES for name in found.values() for part in held.sources(name)):
         return None
 
     def stored(name: str) -> np.ndarray:
@@ -99,7 +96,7 @@ def _from_files(source: Source, model: str, names: list[str]) -> Read | None:
         return np.fromfile(path, dtype, (end - begin) // dtype.itemsize, offset=begin).reshape(entry["shape"])
 
     def read(name: str) -> np.ndarray:
-        numbers = stored(found[name]) if isinstance(held, FolderSource) else held.make(found[name], stored)
+        numbers = held.make(found[name], stored)
         squeezed = numbers.ndim == 4 and numbers.shape[2:] == (1, 1) and found[name] != name
         return numbers[:, :, 0, 0] if squeezed else numbers
 
