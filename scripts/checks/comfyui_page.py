@@ -12,8 +12,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from pages import free_port, opened
 from stubs import stub_missing
 
 HERE = Path(__file__).resolve().parents[2] / "sd_ort" / "hosts" / "comfyui"
@@ -33,9 +32,7 @@ LARGEST = 200_000  # bytes of a picture in the repository
 @contextmanager
 def served(comfyui: Path, work: Path) -> Iterator[str]:
     """ComfyUI's address on this machine while its server runs."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, __file__, "--serve", port, "--comfyui", str(comfyui), "--work", str(work)]
     )
@@ -85,14 +82,7 @@ def wait_for_picture(address: str) -> None:
 
 def photographed(address: str, workflow: dict[str, Any], out: Path) -> None:
     """The page once the workflow was loaded, queued and its picture was there."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = shutil.which("chromium") or shutil.which("google-chrome")
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1440, "height": 800})
-        page.set_default_timeout(300_000)
-        page.goto(address)
+    with opened(address, 1440, 800, 300) as page:
         page.wait_for_function("window.app && window.app.graph && window.app.extensionManager")
         page.wait_for_timeout(5000)  # the page loads a workflow of its own first
         page.evaluate("async workflow => { await window.app.loadGraphData(workflow) }", workflow)
@@ -102,7 +92,6 @@ def photographed(address: str, workflow: dict[str, Any], out: Path) -> None:
         page.keyboard.press(".")  # the whole graph in view
         page.wait_for_timeout(8000)  # for the picture to be shown
         page.screenshot(path=str(out))
-        browser.close()
 
 
 @click.command()

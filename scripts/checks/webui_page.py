@@ -19,7 +19,6 @@ import io
 import json
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -35,6 +34,7 @@ import yaml  # type: ignore[import-untyped]
 from comfyui_expected import psnr
 from demo_files import MODEL, save_checkpoint, save_loras
 from findings import report
+from pages import free_port, opened
 from PIL import Image
 
 from sd_ort.hosts.install import install_folder
@@ -99,9 +99,7 @@ def prepare(checkout: Path, folder: Path, data: Path) -> None:
 @contextlib.contextmanager
 def served(checkout: Path, python: Path, data: Path, log: Path) -> Iterator[str]:
     """The WebUI's address on this machine while it runs."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     script = Path(__file__).with_name("webui_serve.py")
     command = [str(python), str(script), str(checkout), *FLAGS, "--port", port, "--data-dir", str(data)]
     environment = {**os.environ, "PYTHONPATH": str(script.parents[2])}
@@ -138,21 +136,13 @@ def drawn(address: str, unet: str, prompt: str = PROMPT) -> np.ndarray:
 
 def photographed(address: str, out: Path) -> None:
     """The page once it has drawn the prompt as a user asks for it."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = shutil.which("chromium") or shutil.which("google-chrome")
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1100, "height": 820})
-        page.set_default_timeout(180_000)
-        page.goto(address)
+    with opened(address, 1100, 820, 180) as page:
         page.fill("#txt2img_prompt textarea", PROMPT)
         page.click("#txt2img_generate")
         page.wait_for_selector("#html_info_txt2img:has-text('Steps:')")
         page.wait_for_timeout(4000)  # for the picture to be shown and the progress bar to go
         page.evaluate("window.scrollTo(0, 0)")
         page.screenshot(path=str(out))
-        browser.close()
 
 
 def pinned(python: Path) -> dict[str, str]:
