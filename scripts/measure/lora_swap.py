@@ -100,7 +100,7 @@ def step_seconds(draw: Callable[[Any], Any], pipeline: Any, steps: int) -> float
 
 
 def opened(pipeline: Any) -> list[Any]:
-    """The sessions that LoRAs change, without keeping them. Where they were closed, opening them is part of a change."""
+    """The sessions that LoRAs change, not kept. Where they were closed, opening them is part of a change."""
     return [weakref.ref(pipeline.models[name].session) for name in ("text_encoder", "unet")]
 
 

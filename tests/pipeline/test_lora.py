@@ -169,7 +169,8 @@ def test_a_change_is_written_over_the_last_one(
     before = {name: dict(numbers) for name, numbers in models.weights.items()}
     opened: list[str] = []
     monkeypatch.setattr(models, "_open", opened.append)
-    assert loras.apply(models, changes := loras.changes({"a": -0.5}))
+    changes = loras.changes({"a": -0.5})
+    assert loras.apply(models, changes)
     assert not models.opened
     models.open(["unet"])
     assert sorted(opened) == sorted(MODULES)
