@@ -91,14 +91,14 @@ def test_every_weight_is_rebuilt(
     assert ("interleave" in text) == (target == "cuda")
 
 
-@pytest.mark.parametrize("component", ["unet", "vae_encoder", "vae_decoder", "text_encoder"])
+@pytest.mark.parametrize("component", ["unet", "vae_decoder", "text_encoder"])
 def test_for_every_target_and_type(component: str) -> None:
     """As `optimize_component` does it, on a graph that is fused once; other families are in `test_families`."""
     model = ir.from_proto(graph_fixtures.load(f"sd15-tiny-dynamo-20.{component}"))
     checkpoint = tensors(model)
     fusion_passes.canonicalize(model)
     fusion_passes.fuse(model)
-    for target in TARGETS.values():
+    for target in (target for name, target in TARGETS.items() if name != "gpu"):  # as hip
         few = component == "unet" and target.name != "cpu"  # its graph takes the time of all others together
         for dtype in ["float16"] if few else target.dtypes[1:]:
             lowered = model.clone()
