@@ -43,7 +43,7 @@ def lay_columns(layer: nn.Module) -> None:
     if not isinstance(layer, nn.Linear) or not parts.is_plain(layer, nn.Linear) or not layer.weight.is_contiguous():
         return
     if columns_are_faster(layer.weight.device, layer.weight.dtype):
-        lay_side_by_side([layer.weight], by_columns=True)
+        lay_side_by_side([layer.get_parameter("weight")], by_columns=True)
         layer.__dict__[_COLUMNS] = True
 
 
