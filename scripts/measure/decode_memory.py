@@ -113,9 +113,8 @@ def main() -> None:
         "batch 1, on the host vendor with launches dropped. In MiB. "
         f"ONNX Runtime {ort.__version__}, commit {machine.commit()}.",
         "",
-        "Three of the largest live at once where a convolution's bias is added by the GroupNorm behind it and others "
-        "read",
-        "the sum too: the convolution's result, the sum, and the normalized image.",
+        "The most lives where the last block that halves the channels begins: its input, which the shortcut reads",
+        "at the end, the normalized input, and the first convolution's result, of half their size.",
         "",
         "| image | weights | two largest activations | least for a decode | beyond the weights, in largest ones |",
         "|---|---|---|---|---|",
