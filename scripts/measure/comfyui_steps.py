@@ -77,13 +77,13 @@ def in_comfyui(folder: Path, provider: str, side: int) -> Draw:
 
 def left(draw: Draw) -> Draw:
     """The same with prompts where ComfyUI leaves them: see `hosts.comfyui.model`."""
-    from sd_ort.hosts.comfyui.model import _PromptsThere
+    from sd_ort.hosts.comfyui.model import PromptsOnDevice
 
-    def extra_conds(self: _PromptsThere, **told: Any) -> Any:
-        return super(_PromptsThere, self).extra_conds(**told)  # type: ignore[misc]
+    def extra_conds(self: PromptsOnDevice, **told: Any) -> Any:
+        return super(PromptsOnDevice, self).extra_conds(**told)  # type: ignore[misc]
 
     def drawn(steps: int) -> Any:
-        with mock.patch.object(_PromptsThere, "extra_conds", extra_conds):
+        with mock.patch.object(PromptsOnDevice, "extra_conds", extra_conds):
             return draw(steps)
 
     return drawn
