@@ -12,13 +12,14 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from sd_ort.core.errors import InputError
 from sd_ort.torch import kernels, status
-from sd_ort.torch.modules import attention, images, packing, resnet, transformer, whole
+from sd_ort.torch.modules import attention, images, packing, resnet, transformer, up, whole
 
 Level = Literal["auto", "performance", "memory"]
 LEVELS = ("auto", "performance", "memory")
@@ -31,6 +32,8 @@ _CLASSES: dict[type[nn.Module], tuple[type[nn.Module], Callable[[Any], str | Non
     Transformer2DModel: (transformer.FastTransformer2DModel, transformer.refuse_transformer),
     GEGLU: (transformer.FastGEGLU, lambda _: None),
     Upsample2D: (images.FastUpsample2D, images.refuse_upsample),
+    UpBlock2D: (up.FastUpBlock2D, lambda _: None),
+    CrossAttnUpBlock2D: (up.FastCrossAttnUpBlock2D, lambda _: None),
 }
 _ORIGINALS: dict[type[nn.Module], type[nn.Module]] = {
     **{fast: original for original, (fast, _) in _CLASSES.items()},

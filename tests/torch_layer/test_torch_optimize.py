@@ -141,6 +141,19 @@ def test_what_it_replaces_and_leaves_alone() -> None:
     assert ran.replaced["Attention"] == 7
 
 
+@torch.no_grad()
+def test_free_u_is_diffusers_own() -> None:
+    model, size = unet(), {"s1": 0.9, "s2": 0.2, "b1": 1.5, "b2": 1.6}
+    plain = call(model)
+    model.enable_freeu(**size)
+    wanted = call(model)
+    assert not torch.allclose(plain, wanted, atol=1e-3)
+    optimize(model)
+    torch.testing.assert_close(call(model), wanted, atol=2e-5, rtol=1e-4)
+    model.disable_freeu()
+    torch.testing.assert_close(call(model), plain, atol=2e-5, rtol=1e-4)
+
+
 class Custom:
     """An attention processor that nobody knows."""
 
