@@ -272,8 +272,8 @@ DRAWING = {
     "euler_ancestral": {},
     "lcm": {"original_inference_steps": 50, "timestep_scaling": 10.0},
     "dpmsolver": {"algorithm_type": "sde-dpmsolver++"},
-    "ddim": {"clip_sample": False},
-    "ddpm": {"clip_sample": False},
+    "ddim": {},
+    "ddpm": {},
 }
 
 

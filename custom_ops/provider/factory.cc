@@ -9,10 +9,13 @@
 namespace sd_ort {
 namespace {
 
+// No alignment is named, though blocks lie at multiples of 256: it is a part of what ONNX Runtime compares memories by.
+// Buffers in memory of this device that others made, such as a wheel with a CUDA provider of its own, would count as
+// lying elsewhere, and be copied once, when they are bound, instead of being read at every run.
 OrtMemoryInfo* create_memory_info(const std::string& name, int device, OrtDeviceMemoryType type) {
   OrtMemoryInfo* made = nullptr;
   check(ort_api->CreateMemoryInfo_V2(name.c_str(), OrtMemoryInfoDeviceType_GPU, device::kVendorId,
-                                     static_cast<uint32_t>(device), type, 256, OrtDeviceAllocator, &made));
+                                     static_cast<uint32_t>(device), type, 0, OrtDeviceAllocator, &made));
   return made;
 }
 

@@ -8,7 +8,8 @@ Diffusion folder. Both loops draw its latents with Euler from one noise. A step 
 more than one of few, over the steps between: loading, prompts and waiting for the end are left out. Both have their
 schedules beforehand: ours keeps them, and ComfyUI's, worked out on the device number by number, is given to its
 sampler. The loops take turns; the ratio is the median of the rounds' ratios. On a GPU tensors are bound where ComfyUI
-has them, or it fails.
+has them, or it fails. Then one picture of ComfyUI's is watched (`comfyui_watch`): captures, replays, waits, and where
+the host's time goes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import torch
@@ -73,6 +75,19 @@ def in_comfyui(folder: Path, provider: str, side: int) -> Draw:
     return draw
 
 
+def asking(draw: Draw) -> Draw:
+    """The same as by ComfyUI's own patcher: see `hosts.comfyui.patcher`."""
+    from comfy.model_patcher import ModelPatcher
+
+    from sd_ort.hosts.comfyui.patcher import GraphPatcher
+
+    def drawn(steps: int) -> Any:
+        with mock.patch.object(GraphPatcher, "get_free_memory", ModelPatcher.get_free_memory):
+            return draw(steps)
+
+    return drawn
+
+
 def in_own_loop(folder: Path, provider: str, side: int) -> Draw:
     """Latents by `StableDiffusionPipeline`, for a number of steps."""
     pipeline = StableDiffusionPipeline.from_pretrained(folder, provider, scheduler=euler(folder))
@@ -83,7 +98,7 @@ def in_own_loop(folder: Path, provider: str, side: int) -> Draw:
 
 
 def step_times(draws: dict[str, Draw], few: int, many: int, rounds: int) -> dict[str, Any]:
-    """Median ms a step of the two ways to draw, and the ratio of the first to the second."""
+    """Median ms a step of the ways to draw, and the ratio of each to the last."""
     for draw in draws.values():
         draw(many), draw(few)
     found: dict[str, list[float]] = {name: [] for name in draws}
@@ -94,10 +109,13 @@ def step_times(draws: dict[str, Draw], few: int, many: int, rounds: int) -> dict
                 draw(steps)
                 at.append(time.perf_counter())
             found[name].append(1e3 * ((at[2] - at[1]) - (at[1] - at[0])) / (many - few))
-    first, second = found.values()
+    *hosts, own = found
     return {
         "ms a step": {name: round(statistics.median(values), 3) for name, values in found.items()},
-        "ComfyUI of own loop": round(statistics.median(a / b for a, b in zip(first, second, strict=True)), 3),
+        **{
+            f"{name} of {own}": round(statistics.median(a / b for a, b in zip(found[name], found[own], strict=True)), 3)
+            for name in hosts
+        },
     }
 
 
@@ -130,7 +148,12 @@ def main(
             picture = run(execution, prompt, base / "output")
             found["PSNR to our own pipeline, dB"] = round(psnr(picture, ours(drawn, provider)), 1)
         if timed:
-            draws = {"ComfyUI": in_comfyui(timed, provider, side), "own loop": in_own_loop(timed, provider, side)}
+            inside = in_comfyui(timed, provider, side)
+            draws = {
+                "ComfyUI": inside,
+                "ComfyUI, asking for free memory at every step": asking(inside),
+                "own loop": in_own_loop(timed, provider, side),
+            }
             found |= {
                 "timed": "/".join(timed.absolute().parts[-2:]),
                 "pixels": side,
@@ -138,6 +161,9 @@ def main(
                 "rounds": rounds,
             }
             found |= step_times(draws, *steps, rounds)
+            found["a step in ComfyUI"] = importlib.import_module("comfyui_watch").watched(
+                draws["ComfyUI"], steps[1], provider
+            )
     report("A step in ComfyUI's sampler", "scripts/measure/comfyui_steps.py", found, out, provider=provider)
     if drawn and found["PSNR to our own pipeline, dB"] < MIN_PSNR:
         raise click.ClickException(f"the picture is below {MIN_PSNR} dB")

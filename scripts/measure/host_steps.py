@@ -3,9 +3,10 @@
     python scripts/measure/host_steps.py FOLDER --provider cuda [--steps 50] [--rounds 7] [--out results/hosts/x.json]
 
 FOLDER is a Stable Diffusion folder that `sd-ort optimize` wrote. On a GPU diffusers draws twice: its tensors go through
-the host's memory (share=False), or ONNX Runtime takes them where they lie (share=True). All draw one picture from the
-same noise, in float32 as our loop keeps latents; the PSNR to our own call's is given. A step is the time of a whole
-picture over its steps, median of the rounds; the ratio to ours is the median of the rounds' ratios.
+the host's memory (share=False), or ONNX Runtime takes them where they lie (share=True). All draw one picture with DDIM
+from the same noise, in float32 as our loop keeps latents; at least 40 dB to our own call's, else the exit status is 1.
+A step is the time of a whole picture over its steps, median of the rounds; the ratio to ours is the median of the
+rounds' ratios.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from findings import report
 from host_tensors_gpu import in_diffusers, models_of
 
 PROMPT = "a red circle on a blue background"
+MIN_PSNR = 40.0
 
 
 @click.command()
@@ -75,6 +77,8 @@ def main(folder: Path, provider: str, steps: int, rounds: int, side: int | None,
     }
     about = {"folder": folder.name, "provider": provider, "pixels": side, "steps": steps}
     report("diffusers' loop on our components", "scripts/measure/host_steps.py FOLDER", found, out, **about)
+    if low := [name for name, decibels in found["PSNR to our picture, dB"].items() if decibels < MIN_PSNR]:
+        raise click.ClickException(f"below {MIN_PSNR} dB: {', '.join(low)}")
 
 
 if __name__ == "__main__":

@@ -15,12 +15,17 @@ STEP_LIMIT = 5000  # denoising steps; a schedule as a matrix has their square
 def make_scheduler(folder: Path, scheduler: Any = None) -> Any:
     """The folder's scheduler, or one of another class with the folder's configuration; an object is taken as it is.
 
+    What is made here never clips (`clip_sample`, which DDIM and DDPM do unless told): latents have no bounds, and
+    diffusers' Stable Diffusion pipelines turn it off as well.
+
     Raises InputError for a name that is no diffusers scheduler, or one that cannot drive a Stable Diffusion UNet.
     """
     if scheduler is not None and not isinstance(scheduler, str):
         return scheduler
     config = scheduler_config(folder)
     cls = scheduler_class(config.get("_class_name", "") if scheduler is None else scheduler)
+    if "clip_sample" in inspect.signature(cls).parameters:
+        config = {**config, "clip_sample": False}
     try:
         _try_a_step(cls.from_config(config))
         return cls.from_config(config)

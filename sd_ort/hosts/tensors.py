@@ -58,6 +58,7 @@ class TensorModel:
     def __init__(self, model: Model, device: torch.device, stream: int | None = None) -> None:
         self.model, self.device = model, device
         self.stream = None if stream is None else torch.cuda.ExternalStream(stream, device=device)
+        self.dtypes = {name: torch_dtype(model.dtype(name)) for name in model.inputs}
         self.shapes: dict[Any, dict[str, tuple[int, ...]]] = {}
         self.captured: dict[Any, Bound] = {}
         self.lends: dict[Any, Tensors] = {}
@@ -71,7 +72,7 @@ class TensorModel:
         `lent`: names of inputs that another model lent, which a graph captured now reads where they lie.
         """
         given = {
-            name: tensor.to(self.device, torch_dtype(self.model.dtype(name))).contiguous()
+            name: tensor if name in lent else tensor.to(self.device, self.dtypes[name]).contiguous()
             for name, tensor in tensors.items()
         }
         key = tuple((name, tuple(tensor.shape)) for name, tensor in sorted(given.items()))

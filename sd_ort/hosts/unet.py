@@ -55,7 +55,7 @@ class HostUNet:
         lent: Tensors = {}
         if self.hoisted:
             prompt = self._every_prompt(told, key)
-            rows = {**prompt, "timestep": at[:1].expand(len(sample))}
+            rows = {**prompt, "timestep": at if len(at) == len(sample) else at[:1].expand(len(sample))}
             time_inputs = {name: rows[name] for name in models.inputs("unet_time")}
             lent = {**prompt, **models.call("unet_time", time_inputs, lend=True)}
         else:

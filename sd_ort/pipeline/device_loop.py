@@ -294,7 +294,13 @@ class Buffers:
         return self.ends[pictures]
 
     def _read(self, drawing: Drawing, ends: list[BoundShapes]) -> np.ndarray:
-        """Latents or pictures, once all is done; checked."""
+        """Latents or pictures, once all is done; checked, and that every step was taken: a provider that copied the
+        buffers instead of reading them would draw from what they held at first."""
+        assert self.steps is not None
+        taken, wanted = int(self.steps[1].values["index"].numpy()[0]), len(drawing.schedule.timesteps)
+        if taken != wanted:
+            problem = f"the loop on the device took {taken} steps of {wanted}, for its buffers were copied"
+            raise SdOrtError(f"{problem}: load the pipeline with device_loop=False, and report this.")
         if self.texts is not None:
             self.texts.check()
         check_finite(ends[0].outputs["latents_check"].numpy(), "unet")

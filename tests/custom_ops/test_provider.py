@@ -179,6 +179,22 @@ class Bound:
         return np.array(self.output.numpy())
 
 
+def test_memory_that_others_made_is_read_in_place(provider: str) -> None:
+    """Bound by its address, as what a wheel with a CUDA provider of its own made is: each run sees what is in it then,
+    not what was when it was bound."""
+    session = session_of(small("Neg"), provider)
+    make = ort.OrtValue.ortvalue_from_numpy
+    x, y = (make(np.zeros((2, 3), np.float32), "gpu", 0, VENDOR) for _ in range(2))
+    binding = session.io_binding()
+    memory = ort.OrtDevice.make("gpu", 0, VENDOR)._get_c_device()
+    for name, value, bind in (("x", x, binding._iobinding.bind_input), ("y", y, binding._iobinding.bind_output)):
+        bind(name, memory, np.float32, [2, 3], value.data_ptr())
+    for number in (1, 2):
+        x.update_inplace(np.full((2, 3), number, np.float32))
+        session.run_with_iobinding(binding)
+        np.testing.assert_array_equal(y.numpy(), -number)
+
+
 def test_captured_runs(provider: str, folder: Path, tmp_path: Path) -> None:
     """Two shapes, each captured and replayed on new numbers: ONNX Runtime runs a kernel twice a shape, not more."""
     model = lowered(folder, COMPONENTS[0], "float16")

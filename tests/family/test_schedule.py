@@ -22,7 +22,7 @@ def test_linear_schedule(name: str, window: int) -> None:
     scheduler = make_scheduler(MODEL_DIR, name)
     config = {key: value for key, value in scheduler.config.items() if not key.startswith("_")}
     more = {"skip_prk_steps": True} if name == "pndm" else {}  # as in all folders of Stable Diffusion
-    scheduler = type(scheduler).from_config({**config, "clip_sample": False, **more})  # DDIM's own default is True
+    scheduler = type(scheduler).from_config({**config, **more})
     scheduler.set_timesteps(9)
     initial = float(scheduler.init_noise_sigma)
     schedule = linear_schedule(scheduler, scheduler.timesteps, initial)

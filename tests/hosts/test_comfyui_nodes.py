@@ -153,3 +153,16 @@ def test_diffusion_model(comfy: Path, tiny_export: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             ours(x, times, context=context, **more)
+
+
+def test_free_memory_is_asked_once_a_picture(comfy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the number of rows, and with it the captured graph, stays the same from step to step."""
+    answers = iter((3, 2, 1))
+    monkeypatch.setattr(Base, "pre_run", lambda self: None, raising=False)
+    monkeypatch.setattr(Base, "get_free_memory", lambda self, device: next(answers), raising=False)
+    patcher = importlib.import_module("sd_ort.hosts.comfyui.patcher").GraphPatcher()
+    pictures = []
+    for _ in range(2):
+        patcher.pre_run()
+        pictures.append([patcher.get_free_memory(torch.device("cpu")) for _ in range(3)])
+    assert pictures == [[3] * 3, [2] * 3]

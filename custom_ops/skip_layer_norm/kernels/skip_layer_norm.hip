@@ -13,6 +13,15 @@ namespace sd_ort {
 
 constexpr int kBlock = SkipLayerNormConfig::kBlock;
 
+// A row's weights, those of absent ones zero.
+template <class T, int kVec, int kItems, class Column>
+__device__ inline void load_or_zero(Vec<T, kVec> (&items)[kItems], const T* weights, const Column& column) {
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    items[i] = weights == nullptr ? Vec<T, kVec>{} : Vec<T, kVec>::load(weights + column(i));
+  }
+}
+
 template <class T, int kVec, int kLanes, int kItems>
 __global__ __launch_bounds__(kBlock) void skip_layer_norm_kernel(const T* x, const T* skip, const T* gamma,
                                                                  const T* beta, const T* bias, T* y, T* sum,
@@ -28,7 +37,8 @@ __global__ __launch_bounds__(kBlock) void skip_layer_norm_kernel(const T* x, con
   // the registers few, and every thread takes part in the reductions.
   const uint32_t row = min(wanted_row, rows - 1);
   const int64_t begin = static_cast<int64_t>(row) * vectors_per_row * kVec;
-  const int64_t skip_begin = static_cast<int64_t>(row % skip_rows) * vectors_per_row * kVec;
+  const uint32_t skip_row = skip_rows == rows ? row : row % skip_rows;
+  const int64_t skip_begin = static_cast<int64_t>(skip_row) * vectors_per_row * kVec;
   const auto is_mine = [&](int i) { return lane + i * kLanes < vectors_per_row; };
   const auto column = [&](int i) { return min(lane + i * kLanes, vectors_per_row - 1) * kVec; };
   const auto reduce = [&](float value, float* scratch) {
@@ -36,32 +46,42 @@ __global__ __launch_bounds__(kBlock) void skip_layer_norm_kernel(const T* x, con
     return wave_reduce < Sum, kLanes<kBlock ? kLanes : 1>(value);
   };
 
-  Pack raw[kItems], other[kItems];
+  // All loads come before the first store: past it, the compiler must think that a load may read what was stored, and
+  // would wait for one vector's weights after another's. The bias first: whether there is one is a branch.
+  Pack raw[kItems], other[kItems], more[kItems];
+  load_or_zero<T>(more, bias, column);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     raw[i] = Pack::load(x + begin + column(i));
     other[i] = Pack::load(skip + skip_begin + column(i));
   }
+  const float inverse = 1.f / static_cast<float>(vectors_per_row * kVec);
   float values[kItems][kVec];
   float total = 0.f;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    float more[kVec];
+    float a[kVec], b[kVec];
     raw[i].unpack(values[i]);
-    other[i].unpack(more);
+    other[i].unpack(a);
+    more[i].unpack(b);
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) values[i][k] += more[k];
-    if (bias != nullptr) {
-      Pack::load(bias + column(i)).unpack(more);
-#pragma unroll
-      for (int k = 0; k < kVec; ++k) values[i][k] += more[k];
+    for (int k = 0; k < kVec; ++k) {
+      values[i][k] += a[k];
+      values[i][k] += b[k];
+      total += is_mine(i) ? values[i][k] : 0.f;
     }
-    if (sum != nullptr && is_mine(i) && row == wanted_row) Pack::pack(values[i]).store(sum + begin + column(i));
-#pragma unroll
-    for (int k = 0; k < kVec; ++k) total += is_mine(i) ? values[i][k] : 0.f;
   }
-  const float channels = static_cast<float>(vectors_per_row * kVec);
-  const float mean = reduce(total, shared) / channels;
+  Pack scale[kItems], shift[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) scale[i] = Pack::load(gamma + column(i));
+  load_or_zero<T>(shift, beta, column);
+  if (sum != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (is_mine(i) && row == wanted_row) Pack::pack(values[i]).store(sum + begin + column(i));
+    }
+  }
+  const float mean = reduce(total, shared) * inverse;
   float squares = 0.f;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
@@ -71,18 +91,14 @@ __global__ __launch_bounds__(kBlock) void skip_layer_norm_kernel(const T* x, con
       squares += distance * distance;
     }
   }
-  const float factor = rsqrtf(reduce(squares, shared + max_waves(kBlock)) / channels + epsilon);
+  const float factor = rsqrtf(reduce(squares, shared + max_waves(kBlock)) * inverse + epsilon);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    float more[kVec];
-    Pack::load(gamma + column(i)).unpack(more);
+    float a[kVec], b[kVec];
+    scale[i].unpack(a);
+    shift[i].unpack(b);
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) values[i][k] = (values[i][k] - mean) * (factor * more[k]);
-    if (beta != nullptr) {
-      Pack::load(beta + column(i)).unpack(more);
-#pragma unroll
-      for (int k = 0; k < kVec; ++k) values[i][k] += more[k];
-    }
+    for (int k = 0; k < kVec; ++k) values[i][k] = (values[i][k] - mean) * (factor * a[k]) + b[k];
     if (is_mine(i) && row == wanted_row) Pack::pack(values[i]).store(y + begin + column(i));
   }
 }

@@ -13,11 +13,11 @@ import comfy.model_management
 import comfy.supported_models
 import comfy.utils
 import torch
-from comfy.model_patcher import ModelPatcher
 
 from sd_ort.core.errors import InputError
 from sd_ort.family.conditions import is_sdxl, time_ids_split
 from sd_ort.family.configs import scheduler_config
+from sd_ort.hosts.comfyui.patcher import GraphPatcher
 from sd_ort.hosts.comfyui.patches import follow_patches
 from sd_ort.hosts.models import HostModels
 from sd_ort.hosts.unet import HostUNet, refuse_patches, residuals_of
@@ -27,7 +27,7 @@ BETAS = {"scaled_linear": "linear", "linear": "sqrt_linear", "squaredcos_cap_v2"
 PREDICTIONS = {"epsilon": "EPS", "v_prediction": "V_PREDICTION"}
 
 
-def open_model(models: HostModels) -> ModelPatcher:
+def open_model(models: HostModels) -> GraphPatcher:
     """The folder's UNet as a MODEL. Raises InputError for a family that ComfyUI's nodes would not know."""
     config = models.config("unet")
     xl = is_sdxl(config)
@@ -51,13 +51,13 @@ def open_model(models: HostModels) -> ModelPatcher:
     model.diffusion_model = DiffusionModel(models, comfy.utils.unet_to_diffusers(described.unet_config))
     if config["in_channels"] == 9:
         model.set_inpaint()
-    patcher = ModelPatcher(model, load_device=device, offload_device=device, size=1)  # ONNX Runtime has the weights
+    patcher = GraphPatcher(model, load_device=device, offload_device=device, size=1)  # ONNX Runtime has the weights
     patcher.cached_patcher_init = (_again, (models.folder, models.provider))
     follow_patches(patcher, models, "unet", model.diffusion_model.names)
     return patcher
 
 
-def _again(folder: Any, provider: str, disable_dynamic: bool = False) -> ModelPatcher:
+def _again(folder: Any, provider: str, disable_dynamic: bool = False) -> GraphPatcher:
     """A model of its own on the same folder: for deep clones."""
     return open_model(HostModels(folder, provider))
 

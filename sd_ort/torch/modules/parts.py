@@ -76,4 +76,4 @@ def norm_of_sum(layer: nn.Module, x: Tensor, bias: Tensor | None, per_image: Ten
     if not is_plain(layer, nn.GroupNorm):
         return norm(layer, x + (per_image if bias is None else per_image + bias)[:, :, None, None], silu=True)
     weights = (layer.weight, layer.bias, layer.num_groups, layer.eps)
-    return skip_group_norm(x, per_image, bias, *weights, True)[0]  # type: ignore[arg-type]
+    return skip_group_norm(x, per_image, bias, *weights, True, False)[0]  # type: ignore[arg-type]

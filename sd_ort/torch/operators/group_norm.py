@@ -43,12 +43,21 @@ def _plain(x: Tensor, gamma: Tensor, beta: Tensor, groups: int, epsilon: float, 
 
 
 def _plain_skip(
-    x: Tensor, skip: Tensor, bias: Tensor | None, gamma: Tensor, beta: Tensor, groups: int, epsilon: float, silu: bool
+    x: Tensor,
+    skip: Tensor,
+    bias: Tensor | None,
+    gamma: Tensor,
+    beta: Tensor,
+    groups: int,
+    epsilon: float,
+    silu: bool,
+    with_sum: bool,
 ) -> tuple[Tensor, Tensor]:
     total = x + (skip if skip.ndim == x.ndim else skip.reshape(*skip.shape, *(1 for _ in x.shape[2:])))
     if bias is not None:
         total = total + bias.reshape(1, -1, *(1 for _ in x.shape[2:]))
-    return _plain(total, gamma, beta, groups, epsilon, silu), total
+    y = _plain(total, gamma, beta, groups, epsilon, silu)
+    return y, total if with_sum else total.flatten()[:0].clone()
 
 
 def _params(
@@ -87,20 +96,29 @@ def _launch(x: Tensor, gamma: Tensor, beta: Tensor, groups: int, epsilon: float,
 
 
 def _launch_skip(
-    x: Tensor, skip: Tensor, bias: Tensor | None, gamma: Tensor, beta: Tensor, groups: int, epsilon: float, silu: bool
+    x: Tensor,
+    skip: Tensor,
+    bias: Tensor | None,
+    gamma: Tensor,
+    beta: Tensor,
+    groups: int,
+    epsilon: float,
+    silu: bool,
+    with_sum: bool,
 ) -> tuple[Tensor, Tensor]:
     found = kernels.of(x, skip, bias, gamma, beta)
     require(one_dtype(x, skip, bias), "x, skip and bias of different types")
     require(skip.shape in (x.shape, x.shape[:2]), "skip is neither as x nor a number a sample and channel")
     last = is_channels_last(x)
     x = x if last else x.contiguous()
-    y, total = _empty(x, last), _empty(x, last)
+    y, total = _empty(x, last), _empty(x, last) if with_sum else x.new_empty(0)
     if skip.shape != x.shape:
         skip = skip.contiguous()
     elif skip.stride() != x.stride():
         skip = _empty(x, last).copy_(skip)
     params = _params(x, last, gamma, beta, y, groups, epsilon, silu)
-    params.skip, params.bias, params.sum = pointer(skip), pointer(bias), pointer(total)
+    params.skip, params.bias = pointer(skip), pointer(bias)
+    params.sum = pointer(total) if with_sum else None
     params.skip_broadcast = int(skip.shape != x.shape)
     require(bias is None or (bias.shape == x.shape[1:2] and bias.is_contiguous()), "bias of another size")
     _run(found, "SkipGroupNorm", params, x)
@@ -124,12 +142,12 @@ _GROUP_NORM = Operator(
 _SKIP_GROUP_NORM = Operator(
     name="skip_group_norm",
     schema=(
-        "(Tensor x, Tensor skip, Tensor? bias, Tensor gamma, Tensor beta, int groups, float epsilon, bool silu)"
-        " -> (Tensor, Tensor)"
+        "(Tensor x, Tensor skip, Tensor? bias, Tensor gamma, Tensor beta, int groups, float epsilon, bool silu,"
+        " bool with_sum) -> (Tensor, Tensor)"
     ),
     plain=_plain_skip,
     launch=_launch_skip,
-    fake=lambda x, *_: (like(x), like(x)),
+    fake=lambda x, *others: (like(x), like(x) if others[-1] else x.new_empty(0)),
     autocast="float32",
 ).define()
 
@@ -151,6 +169,7 @@ def skip_group_norm(
     groups: int,
     epsilon: float,
     silu: bool = False,
+    with_sum: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The same of x + skip + bias, and that sum: skip as x or (N, C), bias (C)."""
-    return _SKIP_GROUP_NORM(x, skip, bias, gamma, beta, groups, epsilon, silu)
+    """The same of x + skip + bias, and that sum: skip as x or (N, C), bias (C). The sum is empty unless asked for."""
+    return _SKIP_GROUP_NORM(x, skip, bias, gamma, beta, groups, epsilon, silu, with_sum)
