@@ -91,8 +91,9 @@ def _ip_adapter(value: Any) -> bool:
         return False
     layers = value.get("layers")
     block = r"((down|up)_blocks\.\d{1,2}|mid_block)\.attentions\.\d{1,2}\.transformer_blocks\.\d{1,3}"
-    named = isinstance(layers, list) and 1 <= len(layers) <= 1024
-    named = named and all(isinstance(name, str) and re.fullmatch(block, name) for name in layers)
+    if not isinstance(layers, list) or not 1 <= len(layers) <= 1024:
+        return False
+    named = all(isinstance(name, str) and re.fullmatch(block, name) for name in layers)
     return named and (value.get("rows") is None or _WIDTH(value["rows"]))
 
 

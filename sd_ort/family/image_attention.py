@@ -61,9 +61,8 @@ class Resampler(Pictures):
         rows = self.proj_in(image_embeds.flatten(0, 1))
         made = self.latents.expand(rows.shape[0], -1, -1)
         for block in self.layers:
-            attend, feed = block  # type: ignore[misc]
-            made = attend(rows, made) + made
-            made = feed(made) + made
+            made = block[0](rows, made) + made  # type: ignore[index]
+            made = block[1](made) + made  # type: ignore[index]
         tokens: torch.Tensor = self.norm_out(self.proj_out(made))
         return tokens.reshape(image_embeds.shape[0], -1, tokens.shape[-1])  # `len` would be a constant in the graph
 

@@ -101,7 +101,7 @@ class IpAdapter(Changed):
         (out / "model_index.json").write_text(json.dumps(self.index, indent=2) + "\n")
         (out / "feature_extractor").mkdir(exist_ok=True)
         side = self.configs["image_encoder"]["image_size"]
-        config = {"crop_size": {"height": side, "width": side}, "size": {"shortest_edge": side}}
+        config: Config = {"crop_size": {"height": side, "width": side}, "size": {"shortest_edge": side}}
         config |= {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "image_processor_type": "CLIPImageProcessor"}
         (out / "feature_extractor" / "preprocessor_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
