@@ -159,6 +159,18 @@ def test_scale_0_draws_as_without(folder: Any) -> None:
     assert psnr(drawn, draw(torch_pipeline("sd15-seen", random_weights=True))) > MIN_PSNR
 
 
+def test_generate(folder: Any, tmp_path: Path, sd_ort: Any) -> None:
+    PICTURE.save(tmp_path / "shown.png")
+    options = ("--model", folder("sd15-seen"), "--steps", 1, "--seed", 3, "--height", 64, "--width", 64)
+    shown = ("--ip-adapter-image", tmp_path / "shown.png", "--ip-adapter-scale", 0.6)
+    assert sd_ort("generate", "a", *options, *shown, "--out", tmp_path / "a.png")[0] == 0
+    assert Image.open(tmp_path / "a.png").text["ip_adapter_scale"] == "0.6"  # type: ignore[attr-defined]
+    code, _, said = sd_ort("generate", "a", *options, "--out", tmp_path / "b.png")
+    assert code == 2
+    assert "has an IP-Adapter: give it a picture" in said
+    assert not (tmp_path / "b.png").exists()
+
+
 # --- Fused ----------------------------------------------------------------------------------------------------------
 
 
