@@ -82,7 +82,7 @@ def test_misaligned_buffers(operator: Operator, emulations: dict[str, GpuLibrary
 @pytest.mark.parametrize("operator", [load("group_norm"), load("skip_group_norm")], ids=lambda operator: operator.name)
 def test_norms_written_over_their_input(operator: Operator, emulations: dict[str, GpuLibrary]) -> None:
     """As our provider has them write where nobody else reads X."""
-    for number, case in enumerate(small(operator)[::2]):
+    for number, case in enumerate(small(operator)[::11]):
         device = list(DEVICES)[number % 2]
         outcomes = list(check_case(emulations[device], HostMemory(), operator, case, case.dtypes[0], overwrites=True))
         assert [outcome for outcome in outcomes if outcome.fault] == []
