@@ -64,6 +64,7 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "matrix": lambda filters, a: a.reshape(filters, -1).T,
     "repeat": lambda times, a: np.repeat(a, times),
     "add": lambda _, a, b: single(a) + single(b),
+    "through": lambda _, filters, a: single(filters).reshape(len(filters), -1) @ single(a),  # filters of one pixel
     "interleave": interleave,
     "cast": cast,
 }
@@ -118,7 +119,8 @@ def change(recipe: Recipe, changes: Mapping[str, np.ndarray]) -> np.ndarray | No
     """How much a weight changes when the tensors it reads change by `changes`, in float32; None when none does.
 
     All operations are linear but for the cast's rounding, which is left to whoever adds the result to the weight. What
-    is interleaved or added is of one shape, so a tensor without a change counts as zeros of its neighbor's.
+    is interleaved or added is of one shape, so a tensor without a change counts as zeros of its neighbor's. Raises
+    ValueError for a bias that went through filters: it is a product of two tensors, and the other is not at hand.
     """
     if isinstance(recipe, str):
         return changes.get(recipe)
@@ -127,6 +129,8 @@ def change(recipe: Recipe, changes: Mapping[str, np.ndarray]) -> np.ndarray | No
     known = next((part for part in made if part is not None), None)
     if known is None or operation == "cast":
         return known
+    if operation == "through":
+        raise ValueError("a bias that went through a convolution changes by the product with its filters")
     return OPERATIONS[operation](argument, *(np.zeros_like(known) if part is None else part for part in made))
 
 

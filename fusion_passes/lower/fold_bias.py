@@ -2,15 +2,18 @@
 
     NhwcConv(x, w, b) -> SkipGroupNorm(., gamma, beta, skip)  =>  NhwcConv(x, w) -> SkipGroupNorm(..., skip, b)
     NhwcConv(x, w, b) -> GroupNorm(., gamma, beta)            =>  NhwcConv(x, w) -> SkipGroupNorm(..., b per sample)
-    NhwcConv(x, w, b) -> GroupNorm, and others                =>  the same; the others read SkipGroupNorm's sum
+    NhwcConv(x, w, b) -> GroupNorm, and others                =>  the same; the others add b themselves, if all of them
+                                                                  can, or read SkipGroupNorm's sum
     NhwcConv(x, w, b) -> Add(., y)                            =>  NhwcConv(x, w) -> BiasAdd(., b, y)
     Add(MatMul(x, w), b) -> Reshape to NHWC -> any of these   =>  MatMul(x, w) -> Reshape -> the same
 
 GPU libraries add a convolution's bias in a kernel of its own (cuDNN's fused ones were slower than both together), and a
 MatMul has none, so each costs a launch, a read and a write of the whole feature map. The last form is the linear
 projection that ends the transformers of SDXL and SD 2.1. Two results that meet in one SkipGroupNorm or Add (a residual
-block's last convolution and its shortcut) hand over the sum of their biases, computed while the model is saved. Left
-alone: a result that several read and no GroupNorm, or of which the Add broadcasts. Runs after `nhwc_layout`.
+block's last convolution and its shortcut) hand over the sum of their biases, computed while the model is saved. A
+convolution of one pixel adds b as w b, to its own bias: so the image before the widest shortcut of a VAE decoder is
+held once, not with its sum beside it. Left alone: a result that several read and no GroupNorm, or of which the Add
+broadcasts. Runs after `nhwc_layout`.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from fusion_passes import checks as c
 from fusion_passes.lower import nhwc_layout
 from fusion_passes.operators.record import DOMAIN
 from fusion_passes.pass_ import Case, Outcome, Pass, Refusal
-from fusion_passes.rewriting import constant, derived, take_place
+from fusion_passes.rewriting import constant, derived, take_place, unique
 
 
 def fold_bias(model: ir.Model) -> Outcome:
@@ -114,7 +117,7 @@ def _give(graph: ir.Graph, reader: ir.Node, index: int, bias: ir.Value) -> None:
 def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value) -> None:
     """GroupNorm(x, ...) => SkipGroupNorm(x, ..., skip), the skip (N, 1, 1, C) a row of biases for each sample.
 
-    What else reads x then reads the sum of x and the biases.
+    What else reads x then adds the biases itself, or reads the sum of x and the biases where one of them cannot.
     """
     x, gamma, beta = norm.inputs[:3]
     old, width = norm.outputs[0], c.size(bias, 0)
@@ -139,10 +142,47 @@ def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value) -> None:
     made.name, made.type, made.shape = old.name, old.type, old.shape
     total.name, total.type, total.shape = f"{name}_sum", old.type, old.shape
     graph.insert_before(norm, [batch, shape, rows, new])
+    hand_on = all(_adds(reader, index, x) for reader, index in others)
     for reader, index in others:
-        reader.replace_input_with(index, total)
+        if hand_on:
+            _hand_on(graph, reader, index, bias)
+        else:
+            reader.replace_input_with(index, total)
     ir.convenience.replace_all_uses_with(old, made, replace_graph_outputs=True)
     graph.remove(norm, safe=True)
+
+
+def _adds(reader: ir.Node, index: int, x: ir.Value) -> bool:
+    """Whether what reads x as its input `index` can add a bias of x's last axis in place of x."""
+    if reader.op_type == "SkipGroupNorm":
+        return index in (0, 3) and c.same_shape(x, reader.inputs[0])
+    if reader.op_type in ("BiasAdd", "Add"):
+        whole = [value for value in reader.inputs if reader.op_type == "Add" or c.rank(value) != 1]
+        return all(value is x or c.same_shape(x, value) for value in whole) and whole.count(x) == 1
+    return reader.op_type == "NhwcConv" and index == 0 and _is_one_pixel(reader)
+
+
+def _is_one_pixel(conv: ir.Node) -> bool:
+    sizes = c.dims(conv.inputs[1])
+    padded = any(conv.attributes.get_ints("pads") or ())
+    alone = conv.attributes.get_int("group", 1) == 1
+    return c.is_constant(conv.inputs[1]) and sizes is not None and sizes[1:3] == [1, 1] and alone and not padded
+
+
+def _hand_on(graph: ir.Graph, reader: ir.Node, index: int, bias: ir.Value) -> None:
+    """Have what reads x as its input `index` read x + bias instead, as `_adds` says it can."""
+    if reader.op_type == "SkipGroupNorm":
+        _give(graph, reader, 4, bias)
+    elif reader.op_type == "BiasAdd":
+        _give(graph, reader, 1, bias)
+    elif reader.op_type == "Add":
+        _to_bias_add(graph, reader, index, bias)
+    else:
+        filters, width = reader.inputs[1], c.size(reader.inputs[1], 0)
+        assert filters is not None
+        assert width is not None
+        name = unique(reader.outputs[0], "through")
+        _give(graph, reader, 2, derived(graph, name, [filters, bias], [width], "through"))
 
 
 def _to_bias_add(graph: ir.Graph, add: ir.Node, index: int, bias: ir.Value) -> None:
@@ -167,6 +207,7 @@ def _case(name: str, body: str, fires: int = 1, refused: str | None = None, **op
 
 _CONV = "a = Conv <pads = [1, 1, 1, 1]> (x, k, b)"
 _NORM = "GroupNormalization <num_groups = 2>"
+_WIDE = "Conv <pads = [1, 1, 1, 1]> (a, k)"
 # The end of a transformer with linear projections, on the image as rows of channels.
 _ROWS = "i = Transpose <perm = [0, 2, 3, 1]> (x)  r = Reshape (i, rows)  m = MatMul (r, q)  a = Add (b, m)"
 _IMAGE = "o = Shape (i)  u = Reshape (a, o)  v = Transpose <perm = [0, 3, 1, 2]> (u)"
@@ -179,7 +220,12 @@ CASES = [
     _case("add", f"{_CONV}  z = Add (a, y)", BiasAdd=1, Add=0),
     _case("norm", f"{_CONV}  z = {_NORM} (a, g, h)", GroupNorm=0, SkipGroupNorm=1),
     _case("read before the norm too", f"{_CONV}  t = Relu (a)  n = {_NORM} (a, g, h)  z = Add (n, t)", SkipGroupNorm=1),
-    _case("read behind it too", f"{_CONV}  n = {_NORM} (a, g, h)  t = Add (n, y)  z = Add (t, a)", SkipGroupNorm=1),
+    _case("read behind it too", f"{_CONV}  n = {_NORM} (a, g, h)  t = Add (n, y)  z = Add (t, a)", BiasAdd=1),
+    _case(
+        "through a shortcut", f"{_CONV}  n = {_NORM} (a, g, h)  d = Conv (a, p, c)  z = Add (d, n)", 2, BiasAdd=1, Add=0
+    ),
+    _case("a shortcut without bias", f"{_CONV}  n = {_NORM} (a, g, h)  d = Conv (a, p)  z = Add (d, n)", 2, BiasAdd=1),
+    _case("a wide shortcut", f"{_CONV}  n = {_NORM} (a, g, h)  d = {_WIDE}  z = Add (d, n)", BiasAdd=0),
     _case("read twice", f"{_CONV}  s = Relu (a)  t = Sigmoid (a)  z = Add (s, t)", 0, "several read", BiasAdd=0),
     _case("doubled", f"{_CONV}  z = Add (a, a)", 0, "several read", BiasAdd=0),
     _case("something between", f"{_CONV}  s = Relu (a)  z = {_NORM} (s, g, h)", 0, "Relu reads", GroupNorm=1),

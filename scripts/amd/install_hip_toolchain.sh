@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # What cross-compiling HIP needs on Debian and Ubuntu without ROCm: clang 19, the device libraries, HIP's headers, and
 # the constants (architecture and code-object version) that Debian's older device libraries lack for newer GPUs.
-# A machine with ROCm's own hipcc needs none of this. Does nothing when everything is there.
+# A machine with ROCm's own hipcc needs none of this. Does nothing when everything is there. Other packages may be named.
 set -euo pipefail
-packages=(g++ clang-19 lld-19 llvm-19 clang-tools-19 rocm-device-libs libamdhip64-dev)
+packages=(g++ clang-19 lld-19 llvm-19 clang-tools-19 rocm-device-libs libamdhip64-dev "$@")
 missing=()
 for package in "${packages[@]}"; do dpkg -s "$package" > /dev/null 2>&1 || missing+=("$package"); done
 if [ ${#missing[@]} -gt 0 ]; then

@@ -75,14 +75,15 @@ def in_comfyui(folder: Path, provider: str, side: int) -> Draw:
     return draw
 
 
-def asking(draw: Draw) -> Draw:
-    """The same as by ComfyUI's own patcher: see `hosts.comfyui.patcher`."""
-    from comfy.model_patcher import ModelPatcher
+def left(draw: Draw) -> Draw:
+    """The same with prompts where ComfyUI leaves them: see `hosts.comfyui.model`."""
+    from sd_ort.hosts.comfyui.model import PromptsOnDevice
 
-    from sd_ort.hosts.comfyui.patcher import GraphPatcher
+    def extra_conds(self: PromptsOnDevice, **told: Any) -> Any:
+        return super(PromptsOnDevice, self).extra_conds(**told)  # type: ignore[misc]
 
     def drawn(steps: int) -> Any:
-        with mock.patch.object(GraphPatcher, "get_free_memory", ModelPatcher.get_free_memory):
+        with mock.patch.object(PromptsOnDevice, "extra_conds", extra_conds):
             return draw(steps)
 
     return drawn
@@ -151,7 +152,7 @@ def main(
             inside = in_comfyui(timed, provider, side)
             draws = {
                 "ComfyUI": inside,
-                "ComfyUI, asking for free memory at every step": asking(inside),
+                "ComfyUI, prompts left on the host": left(inside),
                 "own loop": in_own_loop(timed, provider, side),
             }
             found |= {

@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -99,8 +100,8 @@ def step_seconds(draw: Callable[[Any], Any], pipeline: Any, steps: int) -> float
 
 
 def opened(pipeline: Any) -> list[Any]:
-    """The sessions that LoRAs change. Where they were closed, opening them is part of a change."""
-    return [pipeline.models[name].session for name in ("text_encoder", "unet")]
+    """The sessions that LoRAs change, not kept. Where they were closed, opening them is part of a change."""
+    return [weakref.ref(pipeline.models[name].session) for name in ("text_encoder", "unet")]
 
 
 def changes(pipeline: Any, rounds: int) -> dict[str, dict[str, float]]:

@@ -8,6 +8,7 @@ graph may lend its outputs to the next, which then reads them where they lie.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ class Bound:
             self.binding.bind_input(name, *_memory(tensor))
         for name, tensor in outputs.items():
             self.binding.bind_output(name, *_memory(tensor))
-        self.options = run_options(number, wait=False)
+        self.options = _queued(number)
 
     def run(self) -> None:
         """Queue the run on the session's stream. Raises SdOrtError when ONNX Runtime fails."""
@@ -142,6 +143,12 @@ class TensorModel:
             name: tuple(value.shape())
             for name, value in zip(self.model.outputs, bound.binding.get_outputs(), strict=True)
         }
+
+
+@cache
+def _queued(number: int) -> Any:
+    """Options of runs that are not waited for: a run that is not captured would make them anew at every step."""
+    return run_options(number, wait=False)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[str, int, Any, list[int], int]:

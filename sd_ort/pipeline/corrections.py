@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -90,8 +91,10 @@ class Corrections:
         Nothing may run meanwhile. Raises InputError for changes of other shapes, before anything is changed.
         """
         self.check(changes)
-        closed, others = False, dict[str, dict[str, np.ndarray]]()
+        others: dict[str, dict[str, np.ndarray]] = {}
         with models.lock:
+            spare = models.give_up_weights()  # new memory costs more than the sums that are written to it
+            closed = bool(spare)
             for component in self.recipes:
                 given = changes.get(component, {})
                 for part in self.parts[component]:
@@ -103,7 +106,7 @@ class Corrections:
                     if part in models.held:
                         self._write(models, component, part, given)
                         left = [name for name in left if name not in models.held[part].values]
-                    others[part] = self._numbers(component, part, given, left)
+                    others[part] = self._numbers(component, part, given, left, spare.get(part, {}))
             products = {part: [n for n in others[part] if _multiplies(self._weights(part)[n])] for part in others}
             return models.replace_weights(others, products) or closed
 
@@ -121,16 +124,22 @@ class Corrections:
         return [name for name in here if any(source in changes for source in recipes.sources(table[name]))]
 
     def _numbers(
-        self, component: str, part: str, changes: Changes, names: Iterable[str] | None = None
+        self,
+        component: str,
+        part: str,
+        changes: Changes,
+        names: Iterable[str] | None = None,
+        spare: Mapping[str, np.ndarray] = MappingProxyType({}),
     ) -> dict[str, np.ndarray]:
-        """Initializer -> its numbers with `changes` added, of all that change or of `names`."""
+        """Initializer -> its numbers with `changes` added, of all that change or of `names`. `spare`: earlier ones,
+        which nobody reads any more, to be written over."""
         names = list(self._touched(component, part, changes) if names is None else names)
 
         def make(name: str) -> np.ndarray:
             weight = _numbers(self._weights(part)[name])
             factors = _factors(self.recipes[component][name], changes)
             if factors is not None and factors.up.shape[0] * factors.down.shape[1] == weight.size:
-                return _sum(weight, factors)
+                return _sum(weight, factors, spare.get(name))
             change = self._change(component, part, name, changes)
             return np.add(weight, change.reshape(weight.shape), dtype=np.float32).astype(weight.dtype, copy=False)
 
@@ -210,9 +219,11 @@ def _factors(recipe: recipes.Recipe, changes: Changes) -> LowRank | None:
     return None
 
 
-def _sum(weight: np.ndarray, change: LowRank) -> np.ndarray:
-    """weight + up @ down, in strips that caches hold: the product is never there as a whole."""
-    made, rows = np.empty(weight.shape, weight.dtype), change.up.shape[0]
+def _sum(weight: np.ndarray, change: LowRank, spare: np.ndarray | None = None) -> np.ndarray:
+    """weight + up @ down, in strips that caches hold: the product is never there as a whole. Written to `spare`, if
+    there is one, of the weight's shape and type."""
+    made = np.empty(weight.shape, weight.dtype) if spare is None else spare
+    rows = change.up.shape[0]
     base, total = weight.reshape(rows, -1), made.reshape(rows, -1)
     strip = max(1, STRIP // base.shape[1])
     product = np.empty((strip, base.shape[1]), np.float32)

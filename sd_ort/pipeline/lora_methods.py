@@ -80,10 +80,11 @@ class LoraMethods:
         self.loras = None
 
     def _set(self, strengths: Mapping[str, float]) -> None:
-        self.strengths = strengths
+        self.strengths = {}  # whoever interrupts a change draws without LoRAs, until the next one
         if self.loras is not None:
             active = {name: strength * self.lora_scale for name, strength in strengths.items() if strength}
             self.weights_changed(self.loras.apply(self.models, self.loras.changes(active)))
+        self.strengths = strengths
 
     def weights_changed(self, closed: bool) -> None:
         """Called after weights were changed; when sessions were `closed` for it, whoever keeps one must let it go."""

@@ -147,8 +147,7 @@ class Components(MutableMapping[str, Model]):
         if name in self.elsewhere:
             return self.elsewhere[name][name]
         if name in self.closed:
-            again, self.closed = self.closed, set()
-            self.open(sorted(again))
+            self.open([name])
         if name not in self.opened:
             if name not in self.checked:
                 self.require(name)
@@ -161,10 +160,11 @@ class Components(MutableMapping[str, Model]):
         return self.opened[name]
 
     def open(self, names: Sequence[str]) -> None:
-        """Open components at once: most of that time each reads its own file. Raises what opening the first one of
-        those that fail raises."""
-        with ThreadPoolExecutor(1 if self.low_memory or is_plugin(self.provider) else max(1, len(names))) as threads:
-            for opened in [threads.submit(self.__getitem__, name) for name in names]:
+        """Open components at once, and those that were closed for their weights' sake: most of that time each reads its
+        own file. Raises what opening the first one of those that fail raises."""
+        every, self.closed = list(dict.fromkeys([*names, *sorted(self.closed)])), set()
+        with ThreadPoolExecutor(1 if self.low_memory or is_plugin(self.provider) else max(1, len(every))) as threads:
+            for opened in [threads.submit(self.__getitem__, name) for name in every]:
                 opened.result()
 
     def _open(self, name: str, part: Range | None = None) -> Model:
@@ -215,6 +215,8 @@ class Components(MutableMapping[str, Model]):
             more["changed"] = part.graph
         held = self.held[name].shared if name in self.held else None
         more |= {"sizes": self.sizes.get(name), "products": () if "changed" in more else self.products.get(name, ())}
+        if weights and self.device == "cpu" and _kind(name) not in TOGETHER:
+            more["once"] = True  # packing the weights of a LoRA takes a text encoder longer than several runs gain
         return create_session(path, self.provider, weights=weights, held=held, **more, **self.options)
 
     def without_graph(self, name: str, error: SdOrtError) -> None:
@@ -249,6 +251,13 @@ class Components(MutableMapping[str, Model]):
         if self.partner is not None:
             self.partner.replace_weights(weights, products)
         return bool(closed)
+
+    def give_up_weights(self) -> Mapping[str, Mapping[str, np.ndarray]]:
+        """The numbers that replace those of the files, which sessions opened from now on read again; those that read
+        these are closed, so that other numbers can be written over them."""
+        given_up = self.weights
+        self.replace_weights({})
+        return given_up
 
     def hold(self, name: str, weights: Mapping[str, np.ndarray]) -> HeldWeights:
         """Keep these initializers of a component in memory of ours from now on, to be changed under its open session.

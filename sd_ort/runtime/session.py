@@ -109,7 +109,8 @@ def create_session(
     try:
         if changed is not None:
             options.add_session_config_entry(DATA_FOLDER, str(model_path.parent))
-        with given_back() if provider == "cpu" else nullcontext():
+        # What is opened with other weights is opened again with the next ones: that takes the memory of this time.
+        with given_back() if provider == "cpu" and not weights else nullcontext():
             session = onnxruntime.InferenceSession(changed or str(model_path), options, **asked, **kept)
         session.shared = shared  # its memory is not ONNX Runtime's
     except Exception as error:  # pybind's exceptions share no base class but Exception

@@ -12,13 +12,14 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from sd_ort.core.errors import InputError
 from sd_ort.torch import kernels, status
-from sd_ort.torch.modules import attention, images, packing, resnet, transformer, whole
+from sd_ort.torch.modules import attention, images, packing, resnet, transformer, up, whole
 
 Level = Literal["auto", "performance", "memory"]
 LEVELS = ("auto", "performance", "memory")
@@ -31,6 +32,8 @@ _CLASSES: dict[type[nn.Module], tuple[type[nn.Module], Callable[[Any], str | Non
     Transformer2DModel: (transformer.FastTransformer2DModel, transformer.refuse_transformer),
     GEGLU: (transformer.FastGEGLU, lambda _: None),
     Upsample2D: (images.FastUpsample2D, images.refuse_upsample),
+    UpBlock2D: (up.FastUpBlock2D, lambda _: None),
+    CrossAttnUpBlock2D: (up.FastCrossAttnUpBlock2D, lambda _: None),
 }
 _ORIGINALS: dict[type[nn.Module], type[nn.Module]] = {
     **{fast: original for original, (fast, _) in _CLASSES.items()},
@@ -69,10 +72,12 @@ def optimize(target: Target, level: Level = "auto", graph: bool | None = None) -
             _replace(module, level)
             if graph or (graph is None and level != "memory"):
                 whole.capture(module)
-        for module in component.modules():
-            if level == "performance" and type(module) in whole.MODELS:
+        for module in component.modules() if level == "performance" else ():
+            if type(module) in whole.MODELS:
                 resnet.share_time(module)
                 attention.share_prompt(module)
+            if isinstance(module, transformer.FastGEGLU):
+                packing.lay_columns(module.proj)
         _lay_out(component)
         if level == "memory" and getattr(component, "use_slicing", None) is False:
             component.enable_slicing()  # type: ignore[operator]
@@ -141,15 +146,14 @@ def _counted(name: str, reason: str | None) -> bool:
 def _replace_processor(attn: Attention, level: Level) -> None:
     if not _counted("Attention", attention.refuse(attn)):
         return
-    weights = packing.products(attn) if level == "performance" else []
-    if weights:
-        packing.lay_side_by_side(weights)
-    attn.processor = attention.FastAttnProcessor(attn.processor, stacked=bool(weights))
+    stacked = level == "performance" and packing.lay_products(attn)
+    attn.processor = attention.FastAttnProcessor(attn.processor, stacked)
 
 
 def _restore(module: nn.Module) -> None:
     whole.release(module)
     resnet.own_time(module)
+    packing.lay_rows(module)
     if type(module) in _ORIGINALS:
         module.__class__ = _ORIGINALS[type(module)]
     if isinstance(module, Attention) and isinstance(module.processor, attention.FastAttnProcessor):

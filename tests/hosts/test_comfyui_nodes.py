@@ -166,3 +166,14 @@ def test_free_memory_is_asked_once_a_picture(comfy: Path, monkeypatch: pytest.Mo
         patcher.pre_run()
         pictures.append([patcher.get_free_memory(torch.device("cpu")) for _ in range(3)])
     assert pictures == [[3] * 3, [2] * 3]
+
+
+def test_prompts_lie_on_the_samplers_device(comfy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a picture, whatever the family: ComfyUI would join them on the host at every step."""
+    model = importlib.import_module("sd_ort.hosts.comfyui.model")
+    told = {"c_crossattn": torch.zeros(1, 77, 8), "y": torch.zeros(1, 4), "frames": 3}
+    conds = {name: types.SimpleNamespace(cond=value) for name, value in told.items()}
+    monkeypatch.setattr(Base, "extra_conds", lambda self, **_: conds, raising=False)
+    for kind in (model._Model, model._RawSizes, model._RawSizesRefiner):
+        made = kind.extra_conds(kind.__new__(kind), device=torch.device("meta"))
+        assert [getattr(made[name].cond, "device", None) for name in told] == [torch.device("meta")] * 2 + [None]

@@ -93,6 +93,17 @@ def test_recipes_as_text() -> None:
     np.testing.assert_array_equal(recipes.evaluate(table["b"], {"x.weight": x}.__getitem__), x.T.astype(np.float16))
 
 
+def test_a_bias_through_filters() -> None:
+    """It follows neither tensor alone: a change of either is refused."""
+    recipe = ["through", None, "w", "b"]
+    tensors = {"w": np.arange(6, dtype=np.float16).reshape(2, 1, 1, 3), "b": np.ones(3, np.float32)}
+    np.testing.assert_array_equal(recipes.evaluate(recipe, tensors.__getitem__), [3, 12])
+    assert recipes.change(recipe, {"other": np.ones(3)}) is None
+    for name, numbers in tensors.items():
+        with pytest.raises(ValueError, match="by the product with its filters"):
+            recipes.change(recipe, {name: numbers})
+
+
 def test_origins_compare_all_numbers() -> None:
     """Equal first and last numbers do not make an origin; equal tensors are told."""
     x = torch.arange(6.0).reshape(2, 3)

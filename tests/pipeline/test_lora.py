@@ -156,6 +156,33 @@ def test_draws_what_diffusers_draws(optimized: Path, weights: dict, make: Callab
     assert {name: model.session for name, model in in_place.models.opened.items()} == opened
 
 
+def test_a_change_is_written_over_the_last_one(
+    optimized: Path, make: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sessions are closed before that, each is opened once again, and the numbers are those of new memory."""
+    loras, models = Loras(optimized), Components(optimized)
+    loras.add("a", read_adapter(kohya(make(1)), {}), "a")
+    monkeypatch.setattr(models, "_open", lambda name: SimpleNamespace(name=name))
+    models.open(MODULES)
+    loras.apply(models, loras.changes({"a": 1.0}))
+    models.open(MODULES)
+    before = {name: dict(numbers) for name, numbers in models.weights.items()}
+    opened: list[str] = []
+    monkeypatch.setattr(models, "_open", opened.append)
+    changes = loras.changes({"a": -0.5})
+    assert loras.apply(models, changes)
+    assert not models.opened
+    models.open(["unet"])
+    assert sorted(opened) == sorted(MODULES)
+    for component, change in changes.items():
+        for name, numbers in loras.corrected(component, change)[component].items():
+            np.testing.assert_array_equal(models.weights[component][name], numbers)
+    shared = [np.shares_memory(models.weights[n][key], a) for n, some in before.items() for key, a in some.items()]
+    assert sum(shared) >= 6  # the rest is no plain product: packed, a table, a vector
+    assert loras.apply(models, {})
+    assert not models.weights
+
+
 @pytest.mark.parametrize("target", ["cuda", "rocm"])
 def test_packed_and_hoisted_weights(tiny_export: Path, weights: dict, make: Callable, tmp_path: Path, target: str):
     """The corrected numbers of every initializer are those of optimizing the corrected checkpoint, but for rounding;

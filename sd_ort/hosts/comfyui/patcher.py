@@ -10,9 +10,8 @@ from comfy.model_patcher import ModelPatcher
 class GraphPatcher(ModelPatcher):
     """ComfyUI asks at every step how much memory is free, and by that how many conditions one run takes.
 
-    Here the answer is that of the picture's first step. Another one would change the number of rows in the middle of a
-    picture, for which a graph is captured anew; and on a CUDA device each one costs host time, `cudaMemGetInfo` up to
-    8 ms with some drivers (https://github.com/sgl-project/sglang/issues/25225), longer than a step.
+    Here the answer is that of the picture's first step: another one would change the number of rows in the middle of a
+    picture, for which a graph is captured anew.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
