@@ -1,14 +1,15 @@
-"""A WebUI (AUTOMATIC1111's or its AMD fork), started whole: pictures of its own UNet and of ours by its API; its page.
+"""A WebUI (AUTOMATIC1111's, its AMD fork, Forge), started whole: its own UNet's pictures and ours by its API; its page.
 
     python scripts/checks/webui_page.py --webui CHECKOUT --python PYTHON --folder FOLDER [--out X.json] [--page X.png]
 
-CHECKOUT: its source, 1.10.1, with what its launcher clones in `repositories` (an empty stable-diffusion-webui-assets
-will do); nothing in it is changed. PYTHON: one that has what its requirements_versions.txt pins, torch, and sd-ort's
-needs; torchvision, torchaudio and OpenAI's clip may be missing, they are stubbed. FOLDER: the demo model, optimized for
-the CPU. The demo checkpoint goes into a data folder of its own, with two LoRAs of made-up weights and a folder that is
-broken. Its API draws with its own UNet and with ours (Settings > SD Unet), without and with LoRA tags: at least 40 dB
-between the two, and less between with and without. With the broken folder the host's own UNet must draw, and say so.
-For the page: playwright, and a Chromium of this machine.
+CHECKOUT: its source, 1.10.1, or Forge of June 2025, with what its launcher clones in `repositories` (an empty
+stable-diffusion-webui-assets will do); nothing in it is changed (of Forge a copy is run, see `webui_forge`). PYTHON:
+one that has what its requirements_versions.txt pins, torch, and sd-ort's needs; torchvision, torchaudio and OpenAI's
+clip may be missing, they are stubbed. FOLDER: the demo model, optimized for the CPU. The demo checkpoint goes into a
+data folder of its own, with two LoRAs of made-up weights and a folder that is broken. Its API draws with its own UNet
+and with ours (Settings > SD Unet; Forge: a checkbox and a folder), without and with LoRA tags: at least 40 dB between
+the two, and less between with and without. With the broken folder the host's own UNet must draw, and say so. For the
+page: playwright, and a Chromium of this machine.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from demo_files import MODEL, save_checkpoint, save_loras
 from findings import report
 from pages import free_port, opened
 from PIL import Image
+from webui_forge import FLAGS as FORGE_FLAGS
+from webui_forge import choice, described, is_forge
 
 from sd_ort.hosts.install import install_folder
 from sd_ort.hosts.installers import CONTENT
@@ -78,8 +81,9 @@ def prepare(checkout: Path, folder: Path, data: Path) -> None:
     save_checkpoint(models / "Stable-diffusion" / "demo.safetensors")
     for part in ("tokenizer", "text_encoder"):
         shutil.copytree(MODEL / part, data / "clip", dirs_exist_ok=True)
-    text = yaml.safe_dump(architecture(checkout, data / "clip"))
-    (models / "Stable-diffusion" / "demo.yaml").write_text(text)
+    if not is_forge(checkout):  # which describes models by itself
+        text = yaml.safe_dump(architecture(checkout, data / "clip"))
+        (models / "Stable-diffusion" / "demo.yaml").write_text(text)
     save_loras(models / "Lora")
     shutil.copytree(folder, models / "sd_ort" / "demo")
     (models / "sd_ort" / "broken").mkdir()
@@ -101,7 +105,8 @@ def served(checkout: Path, python: Path, data: Path, log: Path) -> Iterator[str]
     """The WebUI's address on this machine while it runs."""
     port = free_port()
     script = Path(__file__).with_name("webui_serve.py")
-    command = [str(python), str(script), str(checkout), *FLAGS, "--port", port, "--data-dir", str(data)]
+    flags = FORGE_FLAGS if is_forge(checkout) else FLAGS
+    command = [str(python), str(script), str(checkout), *flags, "--port", port, "--data-dir", str(data)]
     environment = {**os.environ, "PYTHONPATH": str(script.parents[2])}
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
@@ -118,11 +123,11 @@ def served(checkout: Path, python: Path, data: Path, log: Path) -> Iterator[str]
         process.wait()
 
 
-def drawn(address: str, unet: str, prompt: str = PROMPT) -> np.ndarray:
-    """The picture (H, W, 3), uint8, that its API draws with a choice of SD Unet."""
+def drawn(address: str, chosen: dict[str, Any], prompt: str = PROMPT) -> np.ndarray:
+    """The picture (H, W, 3), uint8, that its API draws with a UNet that was `chosen`."""
     asked = {
         "prompt": prompt, "seed": SEED, "steps": STEPS, "cfg_scale": GUIDANCE, "width": SIDE, "height": SIDE,
-        "sampler_name": "Euler", "override_settings": {"sd_unet": unet},
+        "sampler_name": "Euler", **chosen,
     }  # fmt: skip
     request = urllib.request.Request(
         f"{address}/sdapi/v1/txt2img", json.dumps(asked).encode(), {"Content-Type": "application/json"}
@@ -132,6 +137,11 @@ def drawn(address: str, unet: str, prompt: str = PROMPT) -> np.ndarray:
     except urllib.error.HTTPError as error:
         raise click.ClickException(f"the WebUI refuses to draw: {error.read().decode()[:300]}") from error
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(answer["images"][0]))).convert("RGB"))
+
+
+def unet_of(folder: str) -> dict[str, Any]:
+    """What AUTOMATIC1111's API is asked with to draw with a folder of ours, "" for its own UNet."""
+    return {"override_settings": {"sd_unet": f"[sd-ort] {folder}" if folder else "None"}}
 
 
 def photographed(address: str, out: Path) -> None:
@@ -165,12 +175,14 @@ def main(checkout: Path, python: Path, folder: Path, out: Path | None, page: Pat
     with tempfile.TemporaryDirectory(prefix="sd-ort-webui-") as work:
         data = Path(work)
         log = log or data / "log.txt"
-        prepare(checkout.absolute(), folder, data)
-        with served(checkout.absolute(), python.absolute(), data, log) as address:
-            theirs, ours = (drawn(address, unet) for unet in ("None", "[sd-ort] demo"))
-            theirs_lora, ours_lora = (drawn(address, unet, PROMPT + LORAS) for unet in ("None", "[sd-ort] demo"))
+        chosen = choice if is_forge(checkout) else unet_of
+        source = described(checkout, data / "forge") if is_forge(checkout) else checkout.absolute()
+        prepare(source, folder, data)
+        with served(source, python.absolute(), data, log) as address:
+            theirs, ours = (drawn(address, chosen(name)) for name in ("", "demo"))
+            theirs_lora, ours_lora = (drawn(address, chosen(name), PROMPT + LORAS) for name in ("", "demo"))
             warned = "sd-ort:" in log.read_text()
-            refused = drawn(address, "[sd-ort] broken")
+            refused = drawn(address, chosen("broken"))
             lines = [line for line in log.read_text().splitlines() if line.startswith("sd-ort:")]
             if page:
                 photographed(address, page)
