@@ -47,3 +47,11 @@ def described(checkout: Path, copy: Path) -> Path:
 def choice(folder: str) -> dict[str, Any]:
     """What its API is asked with to draw with a folder of ours, "" for its own UNet."""
     return {"alwayson_scripts": {"sd-ort": {"args": [bool(folder), folder]}}}
+
+
+def choose(page: Any, folder: str) -> None:
+    """As a user does below the prompt: sd-ort's box is opened and ticked, and a folder chosen."""
+    page.click("#txt2img_script_container .label-wrap:has-text('sd-ort')")
+    page.check("#txt2img_script_container label:has-text('Draw with sd-ort') input")
+    page.click("#txt2img_script_container [aria-label='Folder of models/sd_ort']")
+    page.click(f"[role=option]:has-text('{folder}')")

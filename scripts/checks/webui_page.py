@@ -38,7 +38,7 @@ from findings import report
 from pages import free_port, opened
 from PIL import Image
 from webui_forge import FLAGS as FORGE_FLAGS
-from webui_forge import choice, described, is_forge
+from webui_forge import choice, choose, described, is_forge
 
 from sd_ort.hosts.install import install_folder
 from sd_ort.hosts.installers import CONTENT
@@ -92,6 +92,8 @@ def prepare(checkout: Path, folder: Path, data: Path) -> None:
         "quicksettings_list": ["sd_model_checkpoint", "sd_unet"], "sd_unet": "[sd-ort] demo",
         "live_previews_enable": False,
     }  # fmt: skip
+    if is_forge(checkout):
+        settings |= {"sd_t2i_width": SIDE, "sd_t2i_height": SIDE, "sd_t2i_cfg": GUIDANCE}
     (data / "config.json").write_text(json.dumps(settings))
     sizes = {"Width": SIDE, "Height": SIDE, "CFG Scale": GUIDANCE, "Seed": SEED}
     (data / "ui-config.json").write_text(json.dumps({f"txt2img/{name}/value": v for name, v in sizes.items()}))
@@ -144,10 +146,12 @@ def unet_of(folder: str) -> dict[str, Any]:
     return {"override_settings": {"sd_unet": f"[sd-ort] {folder}" if folder else "None"}}
 
 
-def photographed(address: str, out: Path) -> None:
+def photographed(address: str, out: Path, forge: bool) -> None:
     """The page once it has drawn the prompt as a user asks for it."""
-    with opened(address, 1100, 820, 180) as page:
+    with opened(address, 1100, 1100 if forge else 820, 180) as page:
         page.fill("#txt2img_prompt textarea", PROMPT)
+        if forge:
+            choose(page, "demo")
         page.click("#txt2img_generate")
         page.wait_for_selector("#html_info_txt2img:has-text('Steps:')")
         page.wait_for_timeout(4000)  # for the picture to be shown and the progress bar to go
@@ -185,7 +189,7 @@ def main(checkout: Path, python: Path, folder: Path, out: Path | None, page: Pat
             refused = drawn(address, chosen("broken"))
             lines = [line for line in log.read_text().splitlines() if line.startswith("sd-ort:")]
             if page:
-                photographed(address, page)
+                photographed(address, page, is_forge(checkout))
     found = {
         "checkout": checkout.name,
         "versions of the host": pinned(python),
