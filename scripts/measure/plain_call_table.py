@@ -3,7 +3,7 @@
 
     plain_call_table.py [--folder results/plain_call]        writes table.md there
 
-Reads sd15.json, sdxl.json, where_sd15.json and where_sdxl.json, those that are there.
+Reads sd15.json, sdxl.json, where_sd15.json, where_sdxl.json and fidelity.json, those that are there.
 """
 
 from __future__ import annotations
@@ -44,13 +44,15 @@ def main() -> None:
     lines += ["float16, random weights, one process, in turn; medians.", "", *whole_images(images)]
     for preset, where in wheres.items():
         lines += ["", *parts(NAMES[preset], where)]
+    if (path := folder / "fidelity.json").is_file():
+        lines += ["", fidelity(read_json(path))]
     write_text(folder / "table.md", "\n".join(lines) + "\n")
 
 
 def whole_images(images: dict[str, Any]) -> list[str]:
     """A row an engine; the last one is what the U-Net's calls alone take."""
     names = [f"{NAMES[preset]} | of torch.compile" for preset in images]
-    lines = [f"| an image | {' | '.join(names)} |", "|---" * (1 + 2 * len(names)) + "|"]
+    lines = [f"| change | {' | '.join(names)} |", "|---" * (1 + 2 * len(names)) + "|"]
     for engine, words in ENGINES.items():
         cells = []
         for found in images.values():
@@ -67,6 +69,9 @@ def whole_images(images: dict[str, Any]) -> list[str]:
         steps = ", ".join(f"{task} {ms:.2f} ms" for task, ms in told["step_ms"].items())
         firsts = ", ".join(f"{first['image_s']:.1f} s" for first in found["first_images"])
         lines.append(f"{NAMES[preset]}: a step of {steps}. First image in a new process: {firsts}.")
+        if "unet_calls" in told:
+            calls = f"{told['unet_calls']} U-Net calls queued alone"
+            lines.append(f"Of {told['image_ms']:.1f} ms, {told['not_in_unet_ms']:.1f} ms are not in {calls}.")
         if "held_MB" in told:
             lines.append(f"Buffers of one kind of drawing: {told['held_MB']:.1f} MB; at most {told['kept']} are kept.")
     return lines
@@ -84,6 +89,17 @@ def parts(name: str, where: dict[str, Any]) -> list[str]:
         "an image": warm["image"],
     }
     return [f"| {name} | ms |", "|---|---|", *(f"| {part} | {ms:.2f} |" for part, ms in rows.items())]
+
+
+def fidelity(found: dict[str, Any]) -> str:
+    """How many of the demo model's unseen prompts each side draws right, and how far apart their pictures are."""
+    right = ", ".join(f"{name} {count}" for name, count in found["right"].items())
+    psnr = found["psnr_db"]
+    return (
+        f"Fidelity (`fidelity.json`, commit {found['commit']}, {found['when']}), the demo model, float16, by the plain "
+        f"call: of {found['prompts']} unseen prompts drawn right: {right}; PSNR to torch in float32: median "
+        f"{psnr['median']:.1f} dB, lowest {psnr['min']:.1f}."
+    )
 
 
 if __name__ == "__main__":

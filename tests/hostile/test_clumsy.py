@@ -23,6 +23,7 @@ from sd_ort.optimize.optimizer import optimize
 __all__ = ["optimized", "pristine", "source"]  # fixtures
 
 NAME = "x" * 240
+CUDA_ALONE = ("build-ops", "--no-cpu", "--no-provider", "--cuda", "sm_90")  # which needs no headers: none are fetched
 
 
 # --- Outputs --------------------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ def test_a_cache_that_cannot_be_written(
     monkeypatch.setenv("XDG_CACHE_HOME", str(source.parent / "secret"))
     assert sd_ort("verify", source, optimized)[0] == 0
     fake_compilers(source.parent / "bin", "true", monkeypatch)
-    line = check_build(sd_ort("build-ops", "--no-cpu", "--cuda", "sm_90"))
+    line = check_build(sd_ort(*CUDA_ALONE))
     assert "secret" in line
 
 
@@ -188,7 +189,7 @@ def test_a_full_disk_while_building(sd_ort: Cli, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     script = "for i in 1 2 3 4 5; do echo line $i; done; echo 'fatal error: No space left on device' >&2; exit 1"
     fake_compilers(tmp_path / "bin", script, monkeypatch)
-    assert "no space left" in check_build(sd_ort("build-ops", "--no-cpu", "--cuda", "sm_90"))
+    assert "no space left" in check_build(sd_ort(*CUDA_ALONE))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -200,7 +201,7 @@ def test_a_signal_ends_the_compilers_too(
     os.mkfifo(pipe)
     fake_compilers(tmp_path / "bin", f"exec 9>{pipe}; echo started >&9; (sleep 600) & sleep 600", monkeypatch)
     process = subprocess.Popen(
-        [sys.executable, "-c", "from sd_ort.cli import main; main()", "build-ops", "--no-cpu", "--cuda", "sm_90"],
+        [sys.executable, "-c", "from sd_ort.cli import main; main()", *CUDA_ALONE],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_CACHE_HOME": str(tmp_path / "cache")},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
