@@ -18,7 +18,7 @@ from pictures import psnr
 from sd_ort import StableDiffusionPipeline
 from sd_ort.check.explain import explain
 from sd_ort.check.verify import verify
-from sd_ort.core.errors import InputError
+from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.folder import MODEL, read_manifest
 from sd_ort.family.inputs import SIZES
 from sd_ort.family.schedulers import make_scheduler
@@ -315,6 +315,10 @@ def test_nothing_goes_through_the_host(hoisted: Path, monkeypatch: pytest.Monkey
     np.testing.assert_array_equal(draw(looped, output_type="pil", num_inference_steps=2), expected)
     assert waits.count(True) == 1
     assert waits[-1]
+    (buffers,) = looped.loop.kept.values()
+    buffers.steps[1].every.pop()  # what runs between two UNet calls
+    with pytest.raises(SdOrtError, match=r"took 0 steps of \d, for its buffers were copied"):
+        draw(looped, output_type="pil", num_inference_steps=2)
 
 
 def test_buffers_are_bounded(plain: Path) -> None:

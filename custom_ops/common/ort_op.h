@@ -11,6 +11,8 @@
 //   cpu(const Params&, const Parallel&)          the CPU kernel
 // and, of a CPU kernel that computes in bfloat16,
 //   kBFloat16         true: T may be bfloat16 on CPUs
+// and, of kernels on GPUs that may be given the same memory for output 0 as for input 0,
+//   kOverwritesX      true: ONNX Runtime then does so where nobody else reads input 0
 // and, where a CPU kernel keeps something made of a constant input from call to call,
 //   State             what is kept, of a node; Params::kept points to it
 //   kConstant         the input's index: where it is not constant, kept is null

@@ -99,15 +99,50 @@ const char* copy_outputs(const std::vector<Output>& outputs, gpuStream_t stream,
   return nullptr;
 }
 
-// Fills the outputs with NaN patterns, so that a candidate that writes nothing cannot pass on another's output.
-const char* spoil_outputs(const std::vector<Output>& outputs, gpuStream_t stream) {
-  for (const Output& output : outputs) {
-    if (output.data == nullptr || output.count == 0) continue;
-    SD_ORT_RETURN_ERROR(
-        message(SD_ORT_GPU_NAME(MemsetAsync)(output.data, 0xff, output.count * size_of(output.dtype), stream)));
+// The outputs of the call that is tuned. Where the first one lies on an input, that is kept: it is put back before
+// every run that counts, and at the end.
+class Outputs {
+ public:
+  Outputs(std::vector<Output> all, bool overwrites, gpuStream_t stream)
+      : all_(std::move(all)), stream_(stream), kept_(overwrites ? bytes(all_[0]) : 0) {
+    error_ = overwrites && kept_.error() == nullptr ? copy(kept_.data(), all_[0].data) : kept_.error();
   }
-  return nullptr;
-}
+  ~Outputs() {
+    if (!overwrites()) return;
+    (void)copy(all_[0].data, kept_.data());
+    (void)SD_ORT_GPU_NAME(StreamSynchronize)(stream_);
+  }
+  Outputs(const Outputs&) = delete;
+  Outputs& operator=(const Outputs&) = delete;
+  const std::vector<Output>& all() const { return all_; }
+  bool overwrites() const { return kept_.data() != nullptr; }
+  const char* error() const { return error_; }
+
+  // The input that is kept as it was; else NaN patterns, so that a candidate that writes nothing cannot pass on
+  // another's output.
+  const char* renew() const {
+    for (size_t k = 0; k < all_.size(); ++k) {
+      const Output& output = all_[k];
+      if (output.data == nullptr || output.count == 0) continue;
+      const bool kept = k == 0 && overwrites();
+      SD_ORT_RETURN_ERROR(kept ? copy(output.data, kept_.data())
+                               : message(SD_ORT_GPU_NAME(MemsetAsync)(output.data, 0xff, bytes(output), stream_)));
+    }
+    return nullptr;
+  }
+
+ private:
+  static size_t bytes(const Output& output) { return output.count * size_of(output.dtype); }
+  const char* copy(void* to, const void* from) const {
+    return message(
+        SD_ORT_GPU_NAME(MemcpyAsync)(to, from, bytes(all_[0]), SD_ORT_GPU_NAME(MemcpyDeviceToDevice), stream_));
+  }
+
+  std::vector<Output> all_;
+  gpuStream_t stream_;
+  Buffer kept_;
+  const char* error_ = nullptr;
+};
 
 // Two events on a stream.
 class Stopwatch {
@@ -215,29 +250,34 @@ const char* measure(const GpuOp& op, int candidate, const void* params, void* wo
 }
 
 // Candidate 0's outputs, which the others are held to.
-const char* run_oracle(const GpuOp& op, const void* params, const std::vector<Output>& outputs, gpuStream_t stream,
+const char* run_oracle(const GpuOp& op, const void* params, const Outputs& outputs, gpuStream_t stream,
                        Copies& wanted) {
   if (!op.is_supported(0, params)) return "candidate 0 does not support the call";
   const Buffer workspace(op.workspace_bytes(0, params));
   SD_ORT_RETURN_ERROR(workspace.error());
-  SD_ORT_RETURN_ERROR(spoil_outputs(outputs, stream));
+  SD_ORT_RETURN_ERROR(outputs.renew());
   SD_ORT_RETURN_ERROR(op.run(0, params, workspace.data(), stream));
-  return copy_outputs(outputs, stream, wanted);
+  return copy_outputs(outputs.all(), stream, wanted);
 }
 
 // Runs a candidate on fresh outputs and times it; a message when it fails, or is faster than `best` and wrong.
-const char* try_candidate(const GpuOp& op, int candidate, const void* params, const std::vector<Output>& outputs,
+const char* try_candidate(const GpuOp& op, int candidate, const void* params, const Outputs& outputs,
                           const Copies& wanted, gpuStream_t stream, double best, double& microseconds) {
   const Buffer workspace(op.workspace_bytes(candidate, params));
   SD_ORT_RETURN_ERROR(workspace.error());
-  SD_ORT_RETURN_ERROR(spoil_outputs(outputs, stream));
+  SD_ORT_RETURN_ERROR(outputs.renew());
   SD_ORT_RETURN_ERROR(op.run(candidate, params, workspace.data(), stream));
   SD_ORT_RETURN_ERROR(measure(op, candidate, params, workspace.data(), stream, best, microseconds));
   if (microseconds >= best) return nullptr;
+  if (outputs.overwrites()) {  // it was timed on its own results
+    SD_ORT_RETURN_ERROR(outputs.renew());
+    SD_ORT_RETURN_ERROR(op.run(candidate, params, workspace.data(), stream));
+  }
   Copies got;
-  SD_ORT_RETURN_ERROR(copy_outputs(outputs, stream, got));
-  for (size_t k = 0; k < outputs.size(); ++k) {
-    if (!wanted[k].empty() && !agree(got[k], wanted[k], outputs[k].count, outputs[k].dtype)) return "wrong results";
+  SD_ORT_RETURN_ERROR(copy_outputs(outputs.all(), stream, got));
+  for (size_t k = 0; k < wanted.size(); ++k) {
+    const Output& output = outputs.all()[k];
+    if (!wanted[k].empty() && !agree(got[k], wanted[k], output.count, output.dtype)) return "wrong results";
   }
   return nullptr;
 }
@@ -284,7 +324,7 @@ void Tuner::set(const std::string& op, const std::string& signature, int candida
   results_[{op, signature}].candidate = candidate;
 }
 
-int Tuner::choose(const GpuOp& op, const void* params, void* stream) {
+int Tuner::choose(const GpuOp& op, const void* params, void* stream, bool overwrites) {
   const Key key{op.name(), op.signature(params)};
   bool tune_now = false;
   {
@@ -294,18 +334,20 @@ int Tuner::choose(const GpuOp& op, const void* params, void* stream) {
     if (found != results_.end() && op.is_supported(found->second.candidate, params)) return found->second.candidate;
     tune_now = enabled_ && found == results_.end();
   }
-  if (tune_now && tune(op, params, stream).empty()) return choose(op, params, stream);
+  if (tune_now && tune(op, params, stream, overwrites).empty()) return choose(op, params, stream);
   const int fallback = op.default_candidate(params);
   return op.is_supported(fallback, params) ? fallback : op.is_supported(0, params) ? 0 : -1;
 }
 
-std::string Tuner::tune(const GpuOp& op, const void* params, void* caller) {
+std::string Tuner::tune(const GpuOp& op, const void* params, void* caller, bool overwrites) {
   const OwnStream own;
   const gpuStream_t stream = own.get();
-  const std::vector<Output> outputs = op.outputs(params);
   Copies wanted;
   const char* error = own.error();
   if (error == nullptr) error = message(SD_ORT_GPU_NAME(StreamSynchronize)(static_cast<gpuStream_t>(caller)));
+  if (error != nullptr) return std::string(op.name()) + ": " + error;
+  const Outputs outputs(op.outputs(params), overwrites, stream);
+  error = outputs.error();
   if (error == nullptr) error = run_oracle(op, params, outputs, stream, wanted);
   if (error != nullptr) return std::string(op.name()) + ": " + op.candidate_name(0) + " fails: " + error;
 

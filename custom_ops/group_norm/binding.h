@@ -46,6 +46,7 @@ struct GroupNormBinding {
   static constexpr const char* kName = "GroupNorm";
   static constexpr Port kInputs[] = {{Port::kT}, {Port::kAny}, {Port::kAny}};  // X, gamma, beta
   static constexpr Port kOutputs[] = {{Port::kT}};                             // Y
+  static constexpr bool kOverwritesX = true;  // all kernels have their statistics before an element of Y is written
 
   static Params attributes(const Attributes& attributes) { return group_norm_attributes(attributes); }
 

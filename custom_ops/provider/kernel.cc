@@ -22,10 +22,9 @@ void add(OrtKernelRegistry* registry, const KernelSpec& spec) {
     check(ep_api->KernelDefBuilder_SetInputMemType(builder.get(), index, OrtMemTypeCPUInput));
   }
   if (spec.host_output) check(ep_api->KernelDefBuilder_SetOutputMemType(builder.get(), 0, OrtMemTypeCPUOutput));
-  if (spec.in_place) {
-    const int first = 0;
-    check(ep_api->KernelDefBuilder_AddInputOutputAliases(builder.get(), &first, &first, 1));
-  }
+  const int first = 0;
+  if (spec.in_place) check(ep_api->KernelDefBuilder_AddInputOutputAliases(builder.get(), &first, &first, 1));
+  if (spec.overwrites) check(ep_api->KernelDefBuilder_AddInputOutputMutableAliases(builder.get(), &first, &first, 1));
   check(ep_api->KernelDefBuilder_Build(builder.get(), definition.out()));
   const auto create = [](void* state, const OrtKernelInfo* info, OrtKernelImpl** kernel) noexcept {
     return guarded([&] { *kernel = static_cast<const KernelSpec*>(state)->make(info).release(); });

@@ -53,6 +53,7 @@ struct KernelSpec {
   std::vector<int> host_inputs = {};  // inputs that are read on the host: shapes, axes
   bool host_output = false;           // output 0 is written on the host
   bool in_place = false;              // output 0 is input 0 with another shape
+  bool overwrites = false;            // output 0 may lie where input 0 does, when nobody else reads that
 };
 
 template <class K>

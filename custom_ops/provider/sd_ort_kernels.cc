@@ -61,6 +61,12 @@ class BoundKernel : public Kernel {
   uint32_t unread_;
 };
 
+// Whether a binding says that its kernels may write Y where X lies.
+template <class Binding, class = void>
+constexpr bool kOverwrites = false;
+template <class Binding>
+constexpr bool kOverwrites<Binding, std::void_t<decltype(Binding::kOverwritesX)>> = Binding::kOverwritesX;
+
 // Inputs of the binding's type T must all have one type that the kernels take.
 template <class Binding>
 const char* refuses_types(const Node& node) {
@@ -97,9 +103,15 @@ const char* refuses_quick_gelu(const Node& node) {
 }  // namespace
 
 void add_sd_ort_kernels(KernelSpecs& specs) {
-#define SD_ORT_OPERATOR(folder, name)                                                                     \
-  specs.push_back({"sd_ort", name##Binding::kName, make_kernel<BoundKernel<name##Binding, folder##_gpu>>, \
-                   refuses_types<name##Binding>});
+#define SD_ORT_OPERATOR(folder, name)                                     \
+  specs.push_back({"sd_ort",                                              \
+                   name##Binding::kName,                                  \
+                   make_kernel<BoundKernel<name##Binding, folder##_gpu>>, \
+                   refuses_types<name##Binding>,                          \
+                   {},                                                    \
+                   false,                                                 \
+                   false,                                                 \
+                   kOverwrites<name##Binding>});
 #define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
 #include "operators.txt"
   specs.push_back({"sd_ort", "QuickGelu", make_kernel<QuickGelu>, refuses_quick_gelu});

@@ -11,6 +11,7 @@ struct SkipGroupNormBinding {
   // X, gamma, beta, skip, bias
   static constexpr Port kInputs[] = {{Port::kT}, {Port::kAny}, {Port::kAny}, {Port::kT}, {Port::kT, true}};
   static constexpr Port kOutputs[] = {{Port::kT}, {Port::kT, true}};  // Y, S = X + skip + bias
+  static constexpr bool kOverwritesX = true;  // all kernels have their statistics before an element of Y is written
 
   static Params attributes(const Attributes& attributes) { return group_norm_attributes(attributes); }
 

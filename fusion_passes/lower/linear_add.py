@@ -9,14 +9,18 @@
     MatMul(x, w)                                            =>  LinearAdd(x, w)
 
 A convolution of one pixel is a matrix product over NHWC tensors. The last rule only gives the product to the operator
-whose algorithm can be tuned. Left alone: weights that are not constant matrices, grouped, strided or padded
-convolutions, results that something else reads too. Runs after `nhwc_layout`, `pack_qkv` and `fold_bias`.
+whose algorithm can be tuned. `SHORTCUTS_FIRST` leaves a residual to SkipGroupNorm where its product has fewer columns
+than it reads of a convolution: it then runs before the block that it goes around, and the image that it read, the
+widest of a VAE decoder, is free for the norm that begins the block. Left alone: weights that are not constant matrices,
+grouped, strided or padded convolutions, results that something else reads too. Runs after `nhwc_layout`, `pack_qkv` and
+`fold_bias`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 
 import onnx_ir as ir
 
@@ -36,7 +40,7 @@ class _Product:
     bias: ir.Value | None
 
 
-def linear_add(model: ir.Model) -> Outcome:
+def linear_add(model: ir.Model, shortcuts_first: bool = False) -> Outcome:
     """Rewrite the products of `model` in place; counts them."""
     outcome = Outcome(Counter(linear_add=0))
     for node in list(model.graph):
@@ -44,6 +48,8 @@ def linear_add(model: ir.Model) -> Outcome:
             outcome.counts["linear_add"] += _add(model.graph, node)
             continue
         if node.domain != DOMAIN or node.op_type not in ("BiasAdd", "SkipGroupNorm"):
+            continue
+        if shortcuts_first and node.op_type == "SkipGroupNorm" and _narrows(node):
             continue
         if (_bias_add if node.op_type == "BiasAdd" else _skip_group_norm)(model.graph, node):
             outcome.counts["linear_add"] += 1
@@ -155,6 +161,18 @@ def _add(graph: ir.Graph, node: ir.Node) -> bool:
     return False
 
 
+def _narrows(norm: ir.Node) -> bool:
+    """Whether a SkipGroupNorm adds a product of fewer columns than it reads of a convolution's result."""
+    for product in (_alone(norm.inputs[0]), _alone(norm.inputs[3])):
+        made = None if product is None else product.x.producer()
+        if product is None or made is None or made.op_type != "NhwcConv":
+            continue
+        read, written = c.size(product.x, -1), c.size(product.node.outputs[0], -1)
+        if read is not None and written is not None and written < read:
+            return True
+    return False
+
+
 def _skip_group_norm(graph: ir.Graph, node: ir.Node) -> bool:
     x, gamma, beta, skip = node.inputs[:4]
     bias = node.inputs[4] if len(node.inputs) > 4 else None
@@ -208,7 +226,7 @@ def _case(name: str, body: str, fires: int = 1, refused: str | None = None, **op
     graph = f"""<ir_version: 10, opset_import: ["" : 21]>
         f (float[N,H,W,8] xt, float[N,H,W,8] yt, float[N,8,W,H] t) => (float[N,8,P,Q] z)
         <float[8,8,3,3] k, float[8,8,1,1] p, float[8,1,1,1] q, float[8] b, float[8] c, float[8] g, float[8] h,
-         float[8,8] w, float[16,8] v,
+         float[8,8] w, float[16,8] v, float[16,8,3,3] k1, float[8,16,3,3] k2, float[8,16,1,1] k3,
          int64[3] rows = {{0, -1, 8}}, int64[3] wide = {{0, -1, 16}}> {{
             x = Transpose <perm = [0, 3, 1, 2]> (xt)  y = Transpose <perm = [0, 3, 1, 2]> (yt)
             {body}
@@ -241,4 +259,18 @@ CASES = [
     _case("sum of others", f"{_CONV}  z = Add (a, y)", 0, "none of its terms", BiasAdd=1),
 ]
 
-PASS = Pass("linear_add", linear_add, CASES, after=(nhwc_layout.PASS, fold_bias.PASS, pack_qkv.PASS))
+# A block that halves the channels of e, and its shortcut.
+_WIDER = "Conv <pads = [1, 1, 1, 1]> (x, k1)"
+_BLOCK = "a = Conv <pads = [1, 1, 1, 1]> (e, k2)  d = Conv (e, k3, c)  s = Add (a, d)"
+SHORTCUT_CASES = [
+    _case("first", f"e = {_WIDER}  {_BLOCK}  z = {_NORM} (s, g, h)", SkipGroupNorm=1, GroupNorm=0),
+    _case("of another image", f"i = {_WIDER}  e = Relu (i)  {_BLOCK}  z = {_NORM} (s, g, h)", GroupNorm=1),
+    _case("as wide", f"{_CONV}  d = Conv (y, p, c)  s = Add (a, d)  z = {_NORM} (s, g, h)", GroupNorm=1),
+    _case("sum of others", f"{_CONV}  z = Add (a, y)", 0, "none of its terms", BiasAdd=1),
+]
+
+_AFTER = (nhwc_layout.PASS, fold_bias.PASS, pack_qkv.PASS)
+PASS = Pass("linear_add", linear_add, CASES, after=_AFTER)
+SHORTCUTS_FIRST = Pass(
+    "linear_add_shortcuts_first", partial(linear_add, shortcuts_first=True), SHORTCUT_CASES, after=_AFTER
+)

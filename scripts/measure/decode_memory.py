@@ -113,8 +113,9 @@ def main() -> None:
         "batch 1, on the host vendor with launches dropped. In MiB. "
         f"ONNX Runtime {ort.__version__}, commit {machine.commit()}.",
         "",
-        "The most lives where the last block that halves the channels begins: its input, which the shortcut reads",
-        "at the end, the normalized input, and the first convolution's result, of half their size.",
+        "Two of the largest live at once: a convolution's input and its result. Norms write over what nobody else",
+        "reads, and the shortcut around a block that halves the channels runs before it. The rest is mostly small",
+        "images, and what lies between the blocks of the pool.",
         "",
         "| image | weights | two largest activations | least for a decode | beyond the weights, in largest ones |",
         "|---|---|---|---|---|",

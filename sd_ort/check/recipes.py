@@ -12,6 +12,7 @@ from fusion_passes import recipes, rewriting
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError, VerificationError
 from sd_ort.family.checkpoints import FileOptions, choose, open_source
+from sd_ort.family.configs import component_config
 from sd_ort.family.signatures import MODEL_OF
 from sd_ort.family.weights import reader
 from sd_ort.graphs import hoist
@@ -33,6 +34,8 @@ def verify_weights(
     checkpoint that lacks what they read, VerificationError for weights that differ.
     """
     source = open_source(model, None, False, 0, files=files)
+    if component_config(made, "unet").get("ip_adapter") and "image_encoder" not in source.configs:
+        raise InputError(f"{made} has an IP-Adapter beside {model}: name its file with --ip-adapter.")
     described = folder.read_manifest(made).get("components", {})
     names = [name for name in choose(source, components) if "weights" in described.get(name, {})]
     if not names:

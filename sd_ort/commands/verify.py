@@ -27,6 +27,8 @@ import click
 @click.option("--portable", is_flag=True, help="Run OUT without the custom-op library.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the made-up inputs.")
 @click.option("--config", metavar="MODEL", help="Diffusers folder or hub id of the family of an IN in one file.")
+@click.option("--ip-adapter", type=click.Path(path_type=Path), help="With a checkpoint: the IP-Adapter that OUT has.")
+@click.option("--image-encoder", type=click.Path(path_type=Path), help="Its encoder [default: the one beside it].")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
     source: Path,
@@ -38,6 +40,8 @@ def command(
     portable: bool,
     seed: int,
     config: str | None,
+    ip_adapter: Path | None,
+    image_encoder: Path | None,
     as_json: bool,
 ) -> None:
     """Run every component of OUT and of IN, from which it was made, on the same inputs and compare the results.
@@ -54,7 +58,7 @@ def command(
         from sd_ort.check.recipes import verify_weights
         from sd_ort.family.checkpoints import FileOptions
 
-        files = FileOptions(config)
+        files = FileOptions(config, ip_adapter=ip_adapter, image_encoder=image_encoder)
         verify_weights(str(source), optimized, components=components or None, files=files, report=click.echo)
         return
 

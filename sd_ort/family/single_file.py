@@ -21,6 +21,7 @@ from sd_ort import demo
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.folder import CONFIG_FOLDERS, sha256
 from sd_ort.core.quiet import quiet
+from sd_ort.family.changed import Changed
 from sd_ort.family.checkpoints import FolderSource, Source, model_class, open_folder
 from sd_ort.family.holders import Holder
 from sd_ort.family.hub import download_configs
@@ -88,41 +89,12 @@ class SingleFileSource:
 
 
 @dataclass(frozen=True)
-class SwappedVae:
+class SwappedVae(Changed):
     """Another source with the VAE of a file: LDM names with or without prefix, or diffusers' names."""
 
-    source: Source
     base: FolderSource
-    file: Path
     held: MappedFile
     unsafe_pickle: bool = False
-
-    @property
-    def index(self) -> Config:
-        return self.source.index
-
-    @property
-    def configs(self) -> dict[str, Config]:
-        return self.source.configs
-
-    @property
-    def random_weights(self) -> bool:
-        return self.source.random_weights
-
-    @property
-    def about(self) -> str:
-        return self.source.about
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        return (self.file, *self.source.folders)
-
-    def write_configs(self, out: Path) -> None:
-        self.source.write_configs(out)
-
-    @property
-    def name(self) -> str:
-        return f"{self.source.name} with {self.file}"
 
     @property
     def hash(self) -> str:
@@ -168,7 +140,7 @@ def swap_vae(source: Source, file: Path, unsafe_pickle: bool = False) -> Swapped
     tensors = _own(shapes(file, unsafe_pickle), "vae")
     if not any(name.endswith("decoder.conv_in.weight") for name in tensors):
         raise InputError(f"{file} holds no VAE: give a file with the weights of an AutoencoderKL.")
-    return SwappedVae(source, base, file, _map_file(file, "vae", base, tensors), unsafe_pickle)
+    return SwappedVae(source, file, base, _map_file(file, "vae", base, tensors), unsafe_pickle)
 
 
 def load_model(file: Path, model: str, base: FolderSource, unsafe_pickle: bool = False) -> torch.nn.Module:

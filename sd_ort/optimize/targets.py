@@ -207,7 +207,12 @@ MIGRAPHX = Target(
 
 # Our own provider (custom_ops/provider): operators of domains `sd_ort` and ai.onnx only, since contrib schemas are not
 # shared with plugins; each fused one has its kernel there.
-HIP = Target("hip", passes=CUDA.passes, float32_inputs=_FLOAT32_INPUTS)
+# Its norms write over what nobody else reads.
+HIP = Target(
+    "hip",
+    passes=tuple(linear_add.SHORTCUTS_FIRST if each is linear_add.PASS else each for each in CUDA.passes),
+    float32_inputs=_FLOAT32_INPUTS,
+)
 GPU = replace(HIP, name="gpu")
 
 TARGETS: Mapping[str, Target] = {t.name: t for t in (PORTABLE, CPU, CUDA, ROCM, MIGRAPHX, HIP, GPU)}

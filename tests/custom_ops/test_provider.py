@@ -321,6 +321,30 @@ def test_a_sum_that_nobody_reads_is_not_made(provider: str) -> None:
         session.run(None, {"x": x})
 
 
+@pytest.mark.parametrize("tuning", ["0", "1"])
+def test_a_norm_is_written_over_what_nobody_else_reads(provider: str, tuning: str) -> None:
+    """11 MiB hold an image of 8, its normalization in the same place, and 1 that it was made of; the tuner, which runs
+    a kernel again and again, gives the image back."""
+    graph = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 20, "sd_ort": 1]>
+        g (float[1, 1024, 32, 8] x) => (float[1, 1, 1, 64] y)
+        <float[64] gamma, float[64] beta, int64[2] axes = {1, 2}> {
+            n = Concat <axis = 3> (x, x, x, x, x, x, x, x)
+            z = sd_ort.GroupNorm <groups = 4, activation = 0, channels_last = 1> (n, gamma, beta)
+            y = ReduceMax (z, axes)
+        }
+        <opset_import: ["": 20], domain: "sd_ort">
+        GroupNorm <groups, activation, channels_last> (x, gamma, beta) => (y) { y = Identity (x) }""")
+    for name, value in (("gamma", np.ones(64)), ("beta", np.zeros(64))):
+        graph.graph.initializer.append(onnx.numpy_helper.from_array(value.astype(np.float32), name))
+    session = session_of(graph.SerializeToString(), provider, {"memory_limit": str(11 << 20), "tuning": tuning})
+    x = np.random.default_rng(0).normal(size=(1, 1024, 32, 8)).astype(np.float32)
+    groups = np.concatenate([x] * 8, 3).reshape(1, -1, 4, 16)
+    wanted = (groups - groups.mean((1, 3), keepdims=True)) / groups.std((1, 3), keepdims=True)
+    for _ in range(2):
+        got = session.run(None, {"x": x})[0]
+        np.testing.assert_allclose(got.ravel(), wanted.reshape(-1, 64).max(0), atol=1e-4)
+
+
 def test_session_of_the_package(
     provider: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

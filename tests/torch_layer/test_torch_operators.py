@@ -21,6 +21,7 @@ from torch_calls import NAMES, Draw, calls
 
 from sd_ort.runtime import build
 from sd_ort.torch import kernels, operators, reset_status, status
+from sd_ort.torch.operators import contract
 
 NO_CPU_KERNEL = {"softmax"}
 
@@ -183,3 +184,14 @@ def test_without_a_usable_library_torch_runs(found: str, tmp_path: Path, monkeyp
 def test_tensors_of_two_devices_are_one_line() -> None:
     with pytest.raises(RuntimeError, match=r"^the tensors of one call lie on cpu and meta$"):
         kernels.of(torch.ones(2), torch.ones(2, device="meta"))
+
+
+def test_inductor_knows_all_operators_once_one_is_traced() -> None:
+    """torch 2.11 would take hours to meet the last operator of a deep model (contract.py)."""
+    from torch._inductor import lowering
+
+    operators.softmax(torch.empty(2, 3, device="meta"))
+    for name in contract.PLAIN:
+        overload = getattr(torch.ops.sd_ort, name).default
+        assert overload in lowering.lowerings
+        assert lowering._maybe_layout_constraints[overload] is lowering.constrain_to_fake_tensors

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -50,7 +52,7 @@ class Operator:
             _LIBRARY.impl(self.name, self._run, key)
         for key in ("AutocastCPU", "AutocastCUDA"):
             _LIBRARY.impl(self.name, self._run_autocast, key)
-        torch.library.register_fake(qualified, self.fake, lib=_LIBRARY)
+        torch.library.register_fake(qualified, self._trace, lib=_LIBRARY)
         torch.library.register_autograd(qualified, self._backward, setup_context=self._save, lib=_LIBRARY)
         torch.library.register_vmap(qualified, self._refuse_vmap, lib=_LIBRARY)
         overload, run = getattr(torch.ops.sd_ort, self.name).default, self._run_at_once
@@ -59,6 +61,12 @@ class Operator:
             return overload(*arguments) if _needs_dispatcher(arguments) else run(*arguments)
 
         return call
+
+    def _trace(self, *arguments: Any) -> Result:
+        """As `fake`. Whoever compiles for Inductor traces with its lowerings loaded, at the latest the last time."""
+        if (lowering := sys.modules.get("torch._inductor.lowering")) is not None:
+            _tell_inductor(lowering)
+        return self.fake(*arguments)
 
     # ---- forward
 
@@ -126,6 +134,21 @@ class Operator:
             )
         by_place = dict(zip(wanted, found, strict=True))
         return tuple(by_place.get(i) for i in range(len(arguments)))
+
+
+@cache
+def _tell_inductor(lowering: Any) -> None:
+    """Registers the operators with Inductor as calls of themselves, with the strides that tracing was told.
+
+    Inductor does so on its own when it meets one. But torch 2.11 then writes that call with all that led to it
+    into a message, for a log that is off, twice over for every sum on the way: hours for a deep model whose last
+    operator comes late, as SDXL's upsampling does.
+    """
+    constraint = lowering.tag_to_layout_constraint(torch.Tag.needs_exact_strides)
+    for name in PLAIN:
+        overload = getattr(torch.ops.sd_ort, name).default
+        if overload not in lowering.lowerings:
+            lowering.make_fallback(overload, layout_constraint=constraint)
 
 
 def _needs_dispatcher(arguments: tuple[Any, ...]) -> bool:
