@@ -103,8 +103,7 @@ def create_session(
             warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
         elif missing and read_manifest(model_path.parent.parent).get("stage") == "optimize":
             warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
-    if provider == "cpu":
-        _warn_of_missing_units(model_path)
+    _warn_of_missing_units(model_path, provider)
     asked = _asked(provider, options, _chosen(entry, tuning, graph, provider_options or {}))
     try:
         if changed is not None:
@@ -129,8 +128,8 @@ def create_session(
     return session
 
 
-def _warn_of_missing_units(model_path: Path) -> None:
-    if multiplies_bfloat16():
+def _warn_of_missing_units(model_path: Path, provider: str) -> None:
+    if provider != "cpu" or multiplies_bfloat16():
         return
     made = read_manifest(model_path.parent.parent).get("options", {})
     if (made.get("target"), made.get("dtype")) == ("cpu", "bfloat16"):

@@ -102,12 +102,12 @@ GONE = (
 )  # fmt: skip
 # Latent sizes; the session, not the run, takes the time.
 SIZES = ({"batch": 1, "sequence": 19, "height": 16, "width": 8}, {"batch": 2, "sequence": 12, "height": 8, "width": 24})
-# One exporter a family, each target and type; the others differ in spelling only, which the counts prove gone.
+# One exporter a family, each target and type; the others differ in spelling only, which the counts prove gone. UNets in
+# float16 take longest to open: tests/optimize/test_optimize.py has one for each target.
 CHECKED = [
     ("sd15-tiny-torchscript-17.unet", NHWC, "float32"),
     ("sd15-tiny-dynamo-23.unet", PORTABLE, "float32"),
-    ("sd15-tiny-dynamo-21.unet", NHWC, "float16"),
-    ("sd21-tiny-dynamo-20.unet", PORTABLE, "float16"),
+    ("sd21-tiny-dynamo-20.unet", PORTABLE, "float32"),
     ("sd15-tiny-eager-14.unet", NHWC, "float32"),
     ("sd15-tiny-half-14.vae_decoder", NHWC, "float32"),
     ("sd15-tiny-half-14.text_encoder", NHWC, "float32"),
