@@ -18,7 +18,7 @@ from pictures import psnr
 from sd_ort import StableDiffusionPipeline
 from sd_ort.check.explain import explain
 from sd_ort.check.verify import verify
-from sd_ort.core.errors import InputError
+from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.folder import MODEL, read_manifest
 from sd_ort.family.inputs import SIZES
 from sd_ort.family.schedulers import make_scheduler
@@ -249,11 +249,11 @@ def test_a_timestep_without_an_axis(work: Path) -> None:
 def test_device_loop(request: pytest.FixtureRequest, kind: str, arguments: dict[str, Any]) -> None:
     """On the CPU the device is the host: this tests the graphs and the buffers, not where they lie."""
     folder = request.getfixturevalue(kind)
-    expected = draw(StableDiffusionPipeline.from_pretrained(folder), **arguments)
+    separate = StableDiffusionPipeline.from_pretrained(folder)
+    expected, fewer = draw(separate, **arguments), draw(separate, **arguments, num_inference_steps=2)
     looped = StableDiffusionPipeline.from_pretrained(folder, device_loop=True)
     for _ in range(2):  # buffers and sessions are used again
         assert psnr(draw(looped, **arguments), expected) > (60 if kind == "half" else 80)
-    fewer = draw(StableDiffusionPipeline.from_pretrained(folder), **arguments, num_inference_steps=2)
     assert psnr(draw(looped, **arguments, num_inference_steps=2), fewer) > (60 if kind == "half" else 80)
 
 
@@ -315,6 +315,10 @@ def test_nothing_goes_through_the_host(hoisted: Path, monkeypatch: pytest.Monkey
     np.testing.assert_array_equal(draw(looped, output_type="pil", num_inference_steps=2), expected)
     assert waits.count(True) == 1
     assert waits[-1]
+    (buffers,) = looped.loop.kept.values()
+    buffers.steps[1].every.pop()  # what runs between two UNet calls
+    with pytest.raises(SdOrtError, match=r"took 0 steps of \d, for its buffers were copied"):
+        draw(looped, output_type="pil", num_inference_steps=2)
 
 
 def test_buffers_are_bounded(plain: Path) -> None:

@@ -37,10 +37,12 @@ def check_case(
     shift: int = 0,
     *,
     ours_only: bool = False,
+    overwrites: bool = False,
 ) -> Iterator[Outcome]:
     """Runs every candidate that supports the call, on fresh outputs; `shift` elements off alignment.
 
-    `ours_only` leaves out those that are a vendor's library alone.
+    `ours_only` leaves out those that are a vendor's library alone. `overwrites`: the first output is given the first
+    input's place.
     """
     arrays = draw(operator, case, dtype)
     wanted = operator.reference(arrays, case.attributes)
@@ -56,7 +58,11 @@ def check_case(
             name: Guarded(memory, np.full(shape, np.nan, DTYPES[dtype][1]), shift_bytes)
             for name, shape in shapes.items()
         }
+        if overwrites:
+            outputs[operator.outputs[0]] = Guarded(memory, arrays[operator.inputs[0]], shift_bytes)
         address = {name: guarded.address for name, guarded in (inputs | outputs).items()}
+        if overwrites:
+            address[operator.inputs[0]] = address[operator.outputs[0]]
         params = operator.params(case, dtype, address)
         number = library.operator(operator.name, params) if number is None else number
         left_out = ours_only and is_vendors(library.candidates(number)[index])

@@ -5,8 +5,10 @@
     Reshape(v -> [B,L,N,E]) -> Transpose 0213 --+
         =>  MultiHeadAttention(q, k, v, -, -, mask; num_heads=N, scale)
 
-Refused: head axes split another way, different numbers of heads, batches that may differ. The kernels want a mask of
-[1 or B, 1 or N, S, L]: one that is broadcast along S or L is expanded.
+Several attentions may share what one reads, as those of an IP-Adapter do, one to text and one to pictures: each takes
+it unsplit, and the split goes when the last did. Refused: head axes split another way, different numbers of heads,
+batches that may differ, heads that something else reads. The kernels want a mask of [1 or B, 1 or N, S, L]: one that is
+broadcast along S or L is expanded.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from onnxscript.rewriter.pattern import Var
 
 from fusion_passes import checks as c
 from fusion_passes.operators.record import DOMAIN
-from fusion_passes.pass_ import Case
+from fusion_passes.pass_ import Case, Refusal
 from fusion_passes.rewriting import unique
 from fusion_passes.rule import Rule, rule_pass
 
 
 class MultiHeadAttention(Rule):
     """Head split, SDPA and head merge => MultiHeadAttention"""
+
+    def __init__(self, refused: list[Refusal]) -> None:
+        super().__init__(refused, remove_nodes=False)
 
     def pattern(self, op: Any, q: Any, k: Any, v: Any, q4: Any, k4: Any, v4: Any, merged: Any) -> Any:
         query = op.Transpose(op.Reshape(q, q4, _outputs=["q_heads"]), perm=[0, 2, 1, 3])
@@ -41,6 +46,8 @@ class MultiHeadAttention(Rule):
         heads = c.size(q_heads, 2)
         if heads is None:
             return "the number of heads is unknown"
+        if not all(_for_attentions(split) for split in (q_heads, k_heads, v_heads)) or not _read_once(sdpa):
+            return "something else reads the heads apart"
         for flat, split in ((q, q_heads), (k, k_heads), (v, v_heads)):
             before, after = c.dims(flat), c.dims(split)
             if before is None or after is None or len(before) != 3 or len(after) != 4 or before[:2] != after[:2]:
@@ -69,6 +76,21 @@ class MultiHeadAttention(Rule):
             unidirectional=node.attributes.get_int("is_causal", 0),
             _domain=DOMAIN,
         )
+
+
+def _for_attentions(split: ir.Value) -> bool:
+    """Whether heads that were split, and transposed, are read by attentions alone."""
+    turned = [output for node in c.users(split) for output in node.outputs]
+    readers = [node.op_type for value in turned for node in c.users(value)]
+    kept = c.is_output(split) or any(c.is_output(value) for value in turned)
+    return not kept and set(readers) == {"ScaledDotProductAttention"}
+
+
+def _read_once(sdpa: ir.Value) -> bool:
+    """Whether an attention's heads are merged, and read by nothing else on the way."""
+    users = c.users(sdpa)
+    turned = users[0].outputs[0]
+    return len(users) == len(c.users(turned)) == 1 and not c.is_output(sdpa) and not c.is_output(turned)
 
 
 def _whole_mask(op: Any, mask: ir.Value, q: ir.Value, k: ir.Value, sdpa: ir.Value) -> Any:
@@ -104,6 +126,19 @@ def _graph(
             a = MatMul (w, vh)        t = Transpose <perm = [0, 2, 1, 3]> (a)
             y = Reshape (t, merge)
         }}"""
+
+
+def _shared(more: str = "", outputs: str = "") -> str:
+    """An IP-Adapter's layer: one query, the attention to text and the one to pictures, and their sum."""
+    pictures = """
+            k4p = Reshape (kp, ksplit)  khp = Transpose <perm = [0, 2, 3, 1]> (k4p)
+            v4p = Reshape (vp, ksplit)  vhp = Transpose <perm = [0, 2, 1, 3]> (v4p)
+            scoresp = MatMul (qh, khp)  scaledp = Mul (scoresp, s)  wp = Softmax <axis = -1> (scaledp)
+            ap = MatMul (wp, vhp)       tp = Transpose <perm = [0, 2, 1, 3]> (ap)
+            yp = Reshape (tp, merge)    y = Add (yt, yp)
+        """
+    graph = _graph(extra=", float[B,P,8] kp, float[B,P,8] vp", outputs=outputs)
+    return graph.replace("y = Reshape (t, merge)", f"yt = Reshape (t, merge){pictures}{more}")
 
 
 _SIZES = {"B": 2, "S": 5, "L": 3}
@@ -154,7 +189,23 @@ CASES = [
         sizes=_SIZES,
     ),
     Case("one head", _graph("0, 0, 1, 8", "0, 0, 1, 8"), ops=_ONE, sizes=_SIZES),
-    Case("split heads are an output", _graph(outputs=", float[B,S,2,4] q4"), fires=0, sizes=_SIZES),
+    Case("split heads are an output", _graph(outputs=", float[B,S,2,4] q4"), 0, refused="heads apart", sizes=_SIZES),
+    Case("merged heads are an output", _graph(outputs=", float[B,S,2,4] t"), 0, refused="heads apart", sizes=_SIZES),
+    Case("text and pictures", _shared(), 2, _ONE | {"MultiHeadAttention": 2, "Add": 1}, sizes=_SIZES | {"P": 4}),
+    Case(
+        "text and pictures, the query scaled",
+        _shared().replace("qh = Tr", "qu = Tr").replace("kh = ", "qh = Mul (qu, s)  kh = ", 1),
+        2,
+        _ONE | {"MultiHeadAttention": 2, "Add": 1, "Mul": 0},
+        sizes=_SIZES | {"P": 4},
+    ),
+    Case(
+        "text and pictures, and heads that are read apart",
+        _shared("z = Relu (qh)", ", float[B,2,S,4] z"),
+        0,
+        refused="heads apart",
+        sizes=_SIZES | {"P": 4},
+    ),
     Case(
         "heads merged with positions",
         _graph(merge="0, -1, 8", perm="0, 1, 2, 3", split="0, 2, -1, 4"),

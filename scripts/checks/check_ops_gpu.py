@@ -4,6 +4,7 @@
     python scripts/checks/check_ops_gpu.py --arch sm_90 --log results/ops_check_sm_90.txt
     python scripts/checks/check_ops_gpu.py --arch sm_90 --operators multi_head_attention --seconds 40
     python scripts/checks/check_ops_gpu.py --arch sm_90 --operators multi_head_attention --share 0/8    # of 8 processes
+    python scripts/checks/check_ops_gpu.py --arch sm_90 --operators group_norm skip_group_norm --overwrites
     python scripts/checks/check_ops_gpu.py --arch sm_90 --sanitizer memcheck --seconds 5     # or racecheck, ...
 
 Exits with 1 when a candidate fails. The large shapes that are timed are checked in float16, and only up to --limit
@@ -44,6 +45,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=12_000_000, help="largest input checked, in elements")
     parser.add_argument("--operators", nargs="*", default=GPU_OPERATORS)
     parser.add_argument("--seconds", type=float, default=inf, help="of an operator's check, about")
+    parser.add_argument("--overwrites", action="store_true", help="the first output in the first input's place")
     parser.add_argument("--share", default="0/1", metavar="I/N", help="every Nth call, from the Ith on")
     parser.add_argument("--sanitizer", metavar="TOOL", help="memcheck, racecheck, initcheck or synccheck")
     options = parser.parse_args()
@@ -65,7 +67,16 @@ def main() -> int:
             if time.monotonic() - started > options.seconds:
                 break
             begun = time.monotonic()
-            outcomes += candidates.check_case(library, memory, operator, case, dtype, shift, ours_only=options.one_case)
+            outcomes += candidates.check_case(
+                library,
+                memory,
+                operator,
+                case,
+                dtype,
+                shift,
+                ours_only=options.one_case,
+                overwrites=options.overwrites,
+            )
             took.append((time.monotonic() - begun, f"{case.name} {dtype}"))
         faults = [outcome for outcome in outcomes if outcome.fault]
         failures += len(faults)

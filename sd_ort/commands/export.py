@@ -18,6 +18,12 @@ from sd_ort.family.presets import PRESETS
 @click.option("--opset", type=int, default=20, show_default=True, help="ONNX opset: 18, 20, 21, 23 (dynamo), 17, 20.")
 @click.option("--exporter", default="dynamo", show_default=True, help="torch's exporter: dynamo or torchscript.")
 @click.option("--controlnet", metavar="MODEL", help="Export a ControlNet along: a diffusers folder or a hub id.")
+@click.option(
+    "--ip-adapter", type=click.Path(path_type=Path), help="Add the IP-Adapter in this file: pictures as prompts."
+)
+@click.option(
+    "--image-encoder", type=click.Path(path_type=Path), help="Its encoder [default: image_encoder beside it]."
+)
 @click.option("--config", metavar="MODEL", help="Diffusers folder or hub id of the family of a MODEL in one file.")
 @click.option("--vae", type=click.Path(path_type=Path), help="Take the VAE of this file instead of the MODEL's.")
 @click.option(
@@ -32,6 +38,8 @@ def command(
     opset: int,
     exporter: str,
     controlnet: str | None,
+    ip_adapter: Path | None,
+    image_encoder: Path | None,
     config: str | None,
     vae: Path | None,
     unsafe_pickle: bool,
@@ -61,7 +69,7 @@ def command(
         seed=seed,
         components=components or None,
         controlnet=controlnet,
-        files=FileOptions(config, vae, unsafe_pickle),
+        files=FileOptions(config, vae, unsafe_pickle, ip_adapter, image_encoder),
         progress=lambda line: click.echo(line, err=True),
     )
     click.echo(table(manifest))

@@ -53,6 +53,8 @@ class Devices(click.ParamType):
     help="How much noise covers --image [default: 0.8, 1 with --mask].",
 )
 @click.option("--control-image", type=click.Path(path_type=Path, dir_okay=False), help="What the ControlNet is shown.")
+@click.option("--ip-adapter-image", type=click.Path(path_type=Path, dir_okay=False), help="A picture as a prompt.")
+@click.option("--ip-adapter-scale", type=float, help="How much it counts, 0 not at all [default: 1].")
 @click.option("--lora", "loras", multiple=True, metavar="FILE[:STRENGTH]", help="A LoRA on top; can be repeated.")
 @click.option("--embedding", "words", multiple=True, metavar="FILE", help="A word of textual inversion; repeatable.")
 @click.option("--weights", is_flag=True, help="Read (word:1.3), [word], BREAK and long prompts as the WebUIs do.")
@@ -101,6 +103,8 @@ def command(
     mask: Path | None,
     strength: float | None,
     control_image: Path | None,
+    ip_adapter_image: Path | None,
+    ip_adapter_scale: float | None,
     loras: tuple[str, ...],
     words: tuple[str, ...],
     weights: bool,
@@ -132,6 +136,7 @@ def command(
     if image is None and (mask is not None or strength is not None):
         raise InputError("--mask and --strength change a picture: give it with --image.")
     pictures = {"image": image, "mask_image": mask, "control_image": control_image}
+    pictures["ip_adapter_image"] = ip_adapter_image
     opened = {name: open_picture(path) for name, path in pictures.items() if path is not None}
     model = folder
     first = random.randrange(2**31) if seed is None else seed
@@ -144,23 +149,39 @@ def command(
     pipeline = open_pipeline(folder, kind, loading)
     add_loras(pipeline, loras)
     add_words(pipeline, words)
+    if ip_adapter_scale is not None:
+        pipeline.set_ip_adapter_scale(ip_adapter_scale)
     changing = {"strength": strength, "clip_skip": clip_skip, "prompt_syntax": "weights" if weights else None}
     given = {name: value for name, value in {**opened, **changing}.items() if value is not None}
     settings = png_text(
         prompt=prompt, negative_prompt=negative or "", steps=steps, guidance=guidance, model=model, **pictures,
         scheduler=type(pipeline.scheduler).__name__, loras=", ".join(loras) or None,
-        embeddings=", ".join(words) or None, **changing,
+        embeddings=", ".join(words) or None, ip_adapter_scale=ip_adapter_scale, **changing,
     )  # fmt: skip
     alike = {
         "prompt": prompt, "height": height, "width": width, "num_inference_steps": steps, "guidance_scale": guidance,
         "negative_prompt": negative, **given,
     }  # fmt: skip
-    parts = [seeds[start : start + batch] for start in range(0, num_images, batch)]
-    calls = ({**alike, "num_images_per_prompt": len(part), "generator": list(part)} for part in parts)
-    for number, output in enumerate(pipeline.draw_each(calls)):
-        for drawn, image_seed, path in zip(output.images, parts[number], paths[number * batch :], strict=False):
-            save_png(drawn, path, {**settings, "seed": str(image_seed)}, overwrite=overwrite)
-            click.echo(path)
+    draw_files(pipeline, alike, dict(zip(seeds, paths, strict=True)), batch, settings, overwrite=overwrite)
+
+
+def draw_files(
+    pipeline: Any,
+    alike: dict[str, Any],
+    paths: dict[int, Path],
+    batch: int,
+    settings: dict[str, str],
+    *,
+    overwrite: bool,
+) -> None:
+    """Draw an image for each seed of `paths`, `batch` at once, with arguments `alike`, and say where each was saved."""
+    seeds = list(paths)
+    parts = [seeds[start : start + batch] for start in range(0, len(seeds), batch)]
+    calls = ({**alike, "num_images_per_prompt": len(part), "generator": part} for part in parts)
+    for part, output in zip(parts, pipeline.draw_each(calls), strict=True):
+        for drawn, seed in zip(output.images, part, strict=False):
+            save_png(drawn, paths[seed], {**settings, "seed": str(seed)}, overwrite=overwrite)
+            click.echo(paths[seed])
 
 
 def whole_folder(model: Path, loading: dict[str, Any]) -> Path:

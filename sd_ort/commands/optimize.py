@@ -44,6 +44,12 @@ from sd_ort.core.folder import MODEL, bare_model, model_name
 @click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
 @click.option("--config", metavar="MODEL", help="Diffusers folder or hub id of the family of an IN in one file.")
 @click.option("--controlnet", metavar="MODEL", help="With a checkpoint: a ControlNet's diffusers folder or hub id.")
+@click.option(
+    "--ip-adapter", type=click.Path(path_type=Path), help="With a checkpoint: add the IP-Adapter in this file."
+)
+@click.option(
+    "--image-encoder", type=click.Path(path_type=Path), help="Its encoder [default: image_encoder beside it]."
+)
 @click.option("--vae", type=click.Path(path_type=Path), help="Take the VAE of this file instead of the checkpoint's.")
 @click.option("--unsafe-pickle", is_flag=True, help="Read .ckpt and .bin, as weights alone; only if you trust them.")
 def command(
@@ -57,6 +63,8 @@ def command(
     components: tuple[str, ...],
     config: str | None,
     controlnet: str | None,
+    ip_adapter: Path | None,
+    image_encoder: Path | None,
     vae: Path | None,
     unsafe_pickle: bool,
 ) -> None:
@@ -82,8 +90,11 @@ def command(
         "report": click.echo,
     }
     of_folder: dict[str, Any] = {"components": list(components) or None, "hoisted": hoisted}
-    if (config or controlnet or vae or unsafe_pickle) and not is_checkpoint(source):
-        raise InputError(f"--config, --controlnet, --vae and --unsafe-pickle go with a checkpoint: {source} is none.")
+    if (config or controlnet or vae or unsafe_pickle or ip_adapter or image_encoder) and not is_checkpoint(source):
+        raise InputError(
+            "--config, --controlnet, --ip-adapter, --image-encoder, --vae and --unsafe-pickle go with a checkpoint: "
+            f"{source} is none."
+        )
     if (alone := bare_model(source)) is not None:
         from sd_ort.optimize.alone import optimize_file
 
@@ -94,7 +105,7 @@ def command(
         from sd_ort.family.checkpoints import FileOptions
         from sd_ort.from_checkpoint import optimize_checkpoint
 
-        files = FileOptions(config, vae, unsafe_pickle)
+        files = FileOptions(config, vae, unsafe_pickle, ip_adapter, image_encoder)
         options |= {"controlnet": controlnet, "files": files}
         show(optimize_checkpoint(str(source), output, **options, **of_folder)["components"], output)
     else:

@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 LOADING = ("scheduler", "provider", "allow_fallback", "graph", "low_memory", "vae_tiling", "vae_slicing")
-ONE_PROMPT = ("image", "mask", "strength", "control_image", "split_guidance", "unet_on", "decode_on")
+ONE_PROMPT = ("image", "mask", "strength", "control_image", "ip_adapter_image", "ip_adapter_scale",
+              "split_guidance", "unet_on", "decode_on")  # fmt: skip
 
 
 def prepare(loras: tuple[str, ...], words: tuple[str, ...], pipeline: Any) -> None:

@@ -26,7 +26,7 @@ FORMAT = 1
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
 MERGED = "pipeline"  # the one component of a folder that `sd-ort merge` wrote
-COMPONENTS = ("text_encoder", "text_encoder_2", "unet", "vae_encoder", "vae_decoder")
+COMPONENTS = ("text_encoder", "text_encoder_2", "image_encoder", "unet", "vae_encoder", "vae_decoder")
 CONFIG_FOLDERS = ("scheduler", "tokenizer", "tokenizer_2", "feature_extractor")
 # All that diffusers and transformers read there; a folder may hold anything beside.
 CONFIG_FILES = (

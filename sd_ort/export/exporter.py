@@ -52,8 +52,8 @@ Progress = Callable[[str], None]
 # Sizes the graphs are traced at and checked at: all different, so that a size baked in by the exporter is an error
 # and not a coincidence. In latent pixels; a multiple of 8 as the UNets need. Batch 1 is checked because exporters
 # like to treat 1 as a constant.
-TRACE = {"batch": 2, "sequence": 12, "height": 16, "width": 24}
-CHECK = {"batch": 1, "sequence": 19, "height": 24, "width": 16}
+TRACE = {"batch": 2, "sequence": 12, "images": 3, "height": 16, "width": 24}
+CHECK = {"batch": 1, "sequence": 19, "images": 2, "height": 24, "width": 16}
 
 TOLERANCE = 1e-8  # normalized mean squared error of fp32 ONNX Runtime against fp32 torch; measured: about 1e-12
 ALIGNMENT = 1 << 16  # of large tensors in the data file: every ONNX Runtime on every system can map it

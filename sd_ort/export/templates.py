@@ -69,6 +69,7 @@ def key(component: str, kind: str, config: Config, variant: bool, opset: int, ex
         if kind == "CLIPTextModel":
             whole.pop("projection_dim", None)
     kept = {name: value for name, value in whole.items() if name not in INCIDENTAL}
+    kept |= {"ip_adapter": config["ip_adapter"]} if "ip_adapter" in config else {}
     what = ["text_encoder" if encoder else component, kind, kept, variant, opset, exporter]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -26,7 +26,7 @@ OPSETS = {"dynamo": (18, 20, 21, 23), "torchscript": (17, 20)}
 
 # Upper bounds torch.export is told, and the graphs do not enforce. 63 is where diffusers' upsampling starts to ask
 # for a contiguous tensor, which is nothing in ONNX.
-LIMITS = {"batch": 63, "sequence": 4096, "height": 4096, "width": 4096}
+LIMITS = {"batch": 63, "sequence": 4096, "images": 63, "height": 4096, "width": 4096}
 
 # Node metadata to keep: where in the model a node comes from. The rest is stack traces with paths of this machine.
 KEPT_METADATA = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy")

@@ -82,7 +82,7 @@ CLASSES = {
     "CLIPTextModelWithProjection": "transformers",
 }
 MODELS = ("text_encoder", "text_encoder_2", "unet", "controlnet", "vae")
-COMPONENTS = ("text_encoder", "text_encoder_2", "unet", "controlnet", "vae_encoder", "vae_decoder")
+COMPONENTS = ("text_encoder", "text_encoder_2", "image_encoder", "unet", "controlnet", "vae_encoder", "vae_decoder")
 
 
 def model_class(name: str) -> Any:
@@ -126,27 +126,32 @@ class FolderSource:
         return self.controlnet if model == "controlnet" and self.controlnet else self.folder / model
 
     def load(self, model: str) -> torch.nn.Module:
-        import torch
-
-        folder, name = self.folder_of(model), self.index[model][1]
-        dtype = "dtype" if CLASSES[name] == "transformers" else "torch_dtype"
-        options = {dtype: torch.float32, "local_files_only": True, **_weights(folder)}
-        loaded: torch.nn.Module
-        cls = model_class(name)  # its import sets what its library logs
-        try:
-            with no_progress_bars(), quiet("diffusers", "transformers"):
-                loaded, keys = cls.from_pretrained(str(folder), output_loading_info=True, **options)
-        except Exception as error:  # safetensors, torch, json and both libraries each raise their own kinds
-            raise InputError(f"{folder} cannot be loaded as {name}: {first_line(error)}") from error
-        if missing := sorted(keys["missing_keys"]):  # both libraries would make values up and only warn
-            raise InputError(
-                f"{folder} lacks {len(missing)} weights of its {name}, such as {missing[0]}: get it again."
-            )
-        return loaded.eval()
+        name = self.index[model][1]
+        return load_folder(self.folder_of(model), model_class(name), CLASSES[name])
 
     def write_configs(self, out: Path) -> None:
         copy_configs(self.folder, out)
         (out / "model_index.json").write_text(json.dumps(self.index, indent=2) + "\n")
+
+
+def load_folder(folder: Path, cls: Any, library: str) -> torch.nn.Module:
+    """One model that diffusers or transformers saved, in fp32 and eval mode. Raises InputError for what is no `cls`, or
+    half of one."""
+    import torch
+
+    dtype = "dtype" if library == "transformers" else "torch_dtype"
+    options = {dtype: torch.float32, "local_files_only": True, **_weights(folder)}
+    loaded: torch.nn.Module
+    try:
+        with no_progress_bars(), quiet("diffusers", "transformers"):
+            loaded, keys = cls.from_pretrained(str(folder), output_loading_info=True, **options)
+    except Exception as error:  # safetensors, torch, json and both libraries each raise their own kinds
+        raise InputError(f"{folder} cannot be loaded as {cls.__name__}: {first_line(error)}") from error
+    if missing := sorted(keys["missing_keys"]):  # both libraries would make values up and only warn
+        raise InputError(
+            f"{folder} lacks {len(missing)} weights of its {cls.__name__}, such as {missing[0]}: get it again."
+        )
+    return loaded.eval()
 
 
 def _weights(folder: Path) -> dict[str, Any]:
@@ -227,15 +232,18 @@ def class_name(config: Config) -> str:
 
 @dataclass(frozen=True)
 class FileOptions:
-    """What goes with a checkpoint in one file (see `single_file`).
+    """What goes with a checkpoint.
 
-    config: a diffusers folder or hub id of its family. vae: a file or diffusers folder with another VAE. unsafe_pickle:
-    whether files that may run code when they are read are taken.
+    config: of one in a single file (see `single_file`), a diffusers folder or hub id of its family. vae: a file with
+    another VAE. unsafe_pickle: whether files that may run code when they are read are taken. ip_adapter, image_encoder:
+    a file, and a folder with the encoder it was trained with (see `ip_adapter`).
     """
 
     config: str | None = None
     vae: Path | None = None
     unsafe_pickle: bool = False
+    ip_adapter: Path | None = None
+    image_encoder: Path | None = None
 
 
 def open_source(
@@ -248,11 +256,17 @@ def open_source(
 ) -> Source:
     """The source the user named. Raises InputError, saying what to give instead, for anything that cannot be one."""
     source = _open_source(model, preset, random_weights, seed, controlnet, files)
-    if files.vae is None:
-        return source
-    from sd_ort.family.single_file import swap_vae
+    if files.vae is not None:
+        from sd_ort.family.single_file import swap_vae
 
-    return swap_vae(source, files.vae, files.unsafe_pickle)
+        source = swap_vae(source, files.vae, files.unsafe_pickle)
+    if files.ip_adapter is not None:
+        from sd_ort.family.ip_adapter import with_ip_adapter
+
+        return with_ip_adapter(source, files.ip_adapter, files.image_encoder)
+    if files.image_encoder is not None:
+        raise InputError("--image-encoder goes with an adapter: name its file with --ip-adapter.")
+    return source
 
 
 def _open_source(
@@ -328,7 +342,12 @@ def open_folder(name: str, folder: Path) -> FolderSource:
 
 def _check_unet(folder: Path, config: Config) -> None:
     if key := conditions.unknown(config):
-        raise InputError(f"{folder} has a UNet with {key} = {config[key]}, which sd-ort does not export.")
+        advice = (
+            ": save it without its IP-Adapter, and give that with --ip-adapter FILE"
+            if config[key] == "ip_image_proj"
+            else ""
+        )
+        raise InputError(f"{folder} has a UNet with {key} = {config[key]}, which sd-ort does not export{advice}.")
 
 
 def with_controlnet(source: FolderSource, folder: Path) -> FolderSource:

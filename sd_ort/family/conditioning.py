@@ -16,6 +16,10 @@ from sd_ort.family.tokenizer import ClipTokenizer
 
 log = logging.getLogger("sd_ort")
 
+# Of the pixels that CLIP's image encoders see, where a folder's feature extractor says nothing else.
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
 
 def latent_scale(vae_config: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """(mean, factor), (1, C or 1, 1, 1) float32: the VAE's own latents are the pipeline's times factor, plus mean."""

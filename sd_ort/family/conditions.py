@@ -26,13 +26,15 @@ class Condition:
     """One input, by the name that ONNX graphs and diffusers give it.
 
     `kind`: its axes and element type in a UNet of that config, or None where it has no such input.
-    `made_up`: numbers of a shape such as it meets in use. `added`: torch takes it in `added_cond_kwargs`.
+    `made_up`: numbers of a shape such as it meets in use. `added`: torch takes it in `added_cond_kwargs`; `pictured`:
+    the layers of an IP-Adapter read it (`ip_adapter_layers`).
     """
 
     name: str
     kind: Callable[[Config], Kind | None]
     made_up: Callable[[np.random.Generator, list[int], Config], np.ndarray] = _normal
     added: bool = False
+    pictured: bool = False
 
 
 def time_ids_split(unet: Config) -> tuple[int, int]:
@@ -80,6 +82,22 @@ def _sizes(random: np.random.Generator, shape: list[int], _: Config) -> np.ndarr
     return random.integers(0, 1025, shape)
 
 
+def _pictures(unet: Config) -> Kind | None:
+    """What an image encoder makes of pictures: an embedding each or, for IP-Adapter Plus, rows of a hidden state."""
+    if not (adapter := unet.get("ip_adapter")):
+        return None
+    rows = (adapter["rows"],) if adapter.get("rows") else ()
+    return ("batch", "images", *rows, adapter["width"]), "float32"
+
+
+def _picture_scales(unet: Config) -> Kind | None:
+    return (("batch", len(unet["ip_adapter"]["layers"])), "float32") if unet.get("ip_adapter") else None
+
+
+def _shares(random: np.random.Generator, shape: list[int], _: Config) -> np.ndarray:
+    return random.uniform(0.4, 1.0, shape)
+
+
 # Settings of a diffusers UNet that ask for conditions, and their values that are known. Others would be left out of the
 # graph without a word, or ask for an input that no pipeline gives: GLIGEN's boxes and phrases, an image to attend to.
 KNOWN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
@@ -88,6 +106,7 @@ KNOWN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "addition_embed_type": ("text_time",),
     "class_embed_type": ("timestep", "projection", "simple_projection"),
     "attention_type": ("default",),
+    "ip_adapter": (),  # ours, of a UNet that was exported with one: no checkpoint has it
 }
 
 
@@ -102,5 +121,8 @@ CONDITIONS = (
     Condition("timestep_cond", _guidance),  # the guidance scale, told to a distilled model: LCM
     # Beside the timestep: a noise level (x4 upscaler), an image embedding and its noise level (unCLIP), a class.
     Condition("class_labels", _class_labels, _labels),
+    # An IP-Adapter's: pictures, and how much each layer that attends to them makes of them.
+    Condition("image_embeds", _pictures, pictured=True),
+    Condition("ip_adapter_scale", _picture_scales, _shares, pictured=True),
 )
 CONDITIONS_BY_NAME: Mapping[str, Condition] = {condition.name: condition for condition in CONDITIONS}

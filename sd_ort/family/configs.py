@@ -6,6 +6,7 @@ Limits are far above any model of the families; they keep a file from asking for
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,20 @@ def _number(value: Any) -> bool:
 
 
 _WIDTH = _count(1 << 16)
+
+
+def _ip_adapter(value: Any) -> bool:
+    """What `family.ip_adapter` records of a UNet's IP-Adapter: the rest of it decides the graph and is not read."""
+    if not isinstance(value, dict) or not _WIDTH(value.get("width")):
+        return False
+    layers = value.get("layers")
+    block = r"((down|up)_blocks\.\d{1,2}|mid_block)\.attentions\.\d{1,2}\.transformer_blocks\.\d{1,3}"
+    if not isinstance(layers, list) or not 1 <= len(layers) <= 1024:
+        return False
+    named = all(isinstance(name, str) and re.fullmatch(block, name) for name in layers)
+    return named and (value.get("rows") is None or _WIDTH(value["rows"]))
+
+
 CONFIG = {
     "_class_name": str,
     "architectures": [str],
@@ -92,6 +107,7 @@ CONFIG = {
     "cross_attention_dim": _either(_WIDTH, _counts(1 << 16, 12)),
     **dict.fromkeys(("projection_class_embeddings_input_dim", "addition_time_embed_dim", "time_cond_proj_dim"), _WIDTH),
     **dict.fromkeys(("hidden_size", "projection_dim", "max_position_embeddings"), _WIDTH),
+    **dict.fromkeys(("image_size", "patch_size", "num_channels"), _count(1 << 12)),
     "vocab_size": _count(1 << 24),
     "scaling_factor": lambda value: _number(value) and value != 0,
     "shift_factor": _number,
@@ -99,6 +115,7 @@ CONFIG = {
     "latents_std": [_number],
     "addition_embed_type": str,
     "class_embed_type": str,
+    "ip_adapter": _ip_adapter,
 }
 SCHEDULER = {
     "_class_name": str,

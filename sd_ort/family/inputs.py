@@ -28,8 +28,8 @@ Arrays = dict[str, np.ndarray]
 
 # Latent pixels; multiples of 8 as the UNets need. Not square, different in every axis, batch 1 and batch 2.
 SIZES: tuple[dict[str, int], ...] = (
-    {"batch": 1, "sequence": 77, "height": 24, "width": 16},
-    {"batch": 2, "sequence": 13, "height": 16, "width": 32},
+    {"batch": 1, "sequence": 77, "images": 1, "height": 24, "width": 16},
+    {"batch": 2, "sequence": 13, "images": 3, "height": 16, "width": 32},
 )
 CLIP_VOCABULARY = 49408
 # What the axes are called by Optimum and by diffusers' old conversion script, where they say more than our sizes.
@@ -62,7 +62,7 @@ def random_inputs(
     the batch, the second of three the sequence, and the last two of four are height and width. Raises InputError when
     an axis is none of these, and for an input whose values nobody can make up.
     """
-    chosen = dict(sizes)
+    chosen = {"images": 1, **sizes}
     return {
         str(v.name): _values(component, v, _shape(component, inputs, v, config, chosen), config, seed) for v in inputs
     }

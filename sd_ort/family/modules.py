@@ -38,6 +38,8 @@ class UNet(torch.nn.Module):
     def forward(self, sample: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, *extra: Any) -> torch.Tensor:
         named = dict(zip(self.names, extra, strict=True))
         options = _denoiser_options(named)
+        if pictured := [named[c.name] for c in CONDITIONS if c.pictured and c.name in named]:
+            options["cross_attention_kwargs"] = self.model.pictures(*pictured)  # type: ignore[operator]
         if residuals := [value for name, value in named.items() if name.startswith("down_block")]:
             options["down_block_additional_residuals"] = tuple(residuals)
             options["mid_block_additional_residual"] = named["mid_block_additional_residual"]
@@ -63,10 +65,23 @@ class ControlNet(torch.nn.Module):
 def _denoiser_options(named: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What UNet and ControlNet take by keyword, of the inputs `named`."""
     there = [condition for condition in CONDITIONS if condition.name in named]
-    options: dict[str, Any] = {condition.name: named[condition.name] for condition in there if not condition.added}
+    keywords = [condition for condition in there if not condition.added and not condition.pictured]
+    options: dict[str, Any] = {condition.name: named[condition.name] for condition in keywords}
     if added := {condition.name: named[condition.name] for condition in there if condition.added}:
         options["added_cond_kwargs"] = added
     return options
+
+
+class ImageEncoder(torch.nn.Module):
+    """pixel_values [B, 3, H, W] -> the penultimate hidden state [B, 1 + patches, C], image_embeds [B, D]."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output = self.model(pixel_values, output_hidden_states=True)
+        return output.hidden_states[-2], output.image_embeds
 
 
 class VaeEncoder(torch.nn.Module):
@@ -100,6 +115,8 @@ def wrap(component: str, model: torch.nn.Module, sdxl: bool, controlnet: bool) -
     """The module of `component`, in eval mode."""
     if component.startswith("text_encoder"):
         return TextEncoder(model, sdxl).eval()
+    if component == "image_encoder":
+        return ImageEncoder(model).eval()
     if component in ("unet", "controlnet"):
         config: Any = model.config
         names = [tensor.name for tensor in signature(component, config, controlnet=controlnet).inputs[3:]]

@@ -119,6 +119,16 @@ def _text_encoder(config: Mapping[str, Any], hidden_states: bool) -> Signature:
     return Signature(inputs, tuple(outputs), limits={"sequence": config["max_position_embeddings"]})
 
 
+def _image_encoder(config: Mapping[str, Any]) -> Signature:
+    """Of an IP-Adapter, which reads one of both: the penultimate layer's rows, one a patch and one of all, or the
+    picture's embedding."""
+    side = config["image_size"]
+    image = Tensor("pixel_values", ("batch", config.get("num_channels", 3), side, side))
+    rows = (side // config["patch_size"]) ** 2 + 1
+    hidden = Tensor("hidden_states", ("batch", rows, config["hidden_size"]))
+    return Signature((image,), (hidden, Tensor("image_embeds", ("batch", config["projection_dim"]))))
+
+
 def _denoiser_inputs(unet: Mapping[str, Any]) -> list[Tensor]:
     """Inputs a UNet and its ControlNet share."""
     inputs = [
@@ -178,7 +188,11 @@ def signature(component: str, config: Mapping[str, Any], *, sdxl: bool = False, 
         return _text_encoder(config, sdxl)
     if component == "unet":
         return _unet(config, controlnet)
-    return {"controlnet": _controlnet, "vae_encoder": _vae_encoder, "vae_decoder": _vae_decoder}[component](config)
+    others = {
+        "image_encoder": _image_encoder, "controlnet": _controlnet,
+        "vae_encoder": _vae_encoder, "vae_decoder": _vae_decoder,
+    }  # fmt: skip
+    return others[component](config)
 
 
 # The model a component is cut from, when their names differ.

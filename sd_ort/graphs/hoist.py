@@ -26,7 +26,9 @@ from sd_ort.graphs.inline import inline, subgraphs
 from sd_ort.graphs.load import load
 from sd_ort.graphs.timestep import TIMESTEP, give_axis
 
-PROMPT_INPUTS = frozenset({"encoder_hidden_states", "text_embeds", "time_ids", "timestep_cond", "class_labels"})
+PROMPT_INPUTS = frozenset(
+    "encoder_hidden_states text_embeds time_ids timestep_cond class_labels image_embeds ip_adapter_scale".split()
+)
 TIME_EMBEDDING = "time_embedding"
 # Components of a hoisted pipeline folder, by graph. The step graph keeps the name of the UNet.
 PARTS = {"prompt": "unet_prompt", "time": "unet_time", "step": "unet"}

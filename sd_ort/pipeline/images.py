@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 from PIL import Image
 
 from sd_ort.core.errors import InputError
+from sd_ort.core.files import mismatch, read_json
+from sd_ort.family.conditioning import CLIP_MEAN, CLIP_STD
 from sd_ort.pipeline.request import Picture, Request
 
 if TYPE_CHECKING:
@@ -75,3 +79,31 @@ def for_batch(x: torch.Tensor, request: Request, what: str) -> torch.Tensor:
     if len(x) not in (1, request.count):
         raise InputError(f"{len(x)} {what} for {request.count} prompts: give one, or one a prompt.")
     return x.repeat_interleave(request.batch // len(x), 0)
+
+
+def clip_pixels(picture: Image.Image, size: int, config: Mapping[str, Any]) -> np.ndarray:
+    """What CLIP sees of a picture: its central square at size x size pixels, normalized, (3, size, size) float32.
+    `config`: see `feature_extractor`."""
+    sides = [max(size, size * side // min(picture.size)) for side in picture.size]
+    picture = picture.resize((sides[0], sides[1]), Image.Resampling.BICUBIC)
+    left, top = ((side - size) // 2 for side in sides)
+    pixels = np.asarray(picture.crop((left, top, left + size, top + size)), np.float32) / 255
+    normalized = (pixels - config.get("image_mean", CLIP_MEAN)) / config.get("image_std", CLIP_STD)
+    return normalized.transpose(2, 0, 1).astype(np.float32)
+
+
+def feature_extractor(folder: Path) -> dict[str, Any]:
+    """A pipeline folder's feature_extractor/preprocessor_config.json, {} without one: CLIP's own then. Raises
+    InputError for a damaged one."""
+    path = folder / "feature_extractor" / "preprocessor_config.json"
+    if not path.is_file():
+        return {}
+    config = read_json(path)
+    colors = dict.fromkeys(("image_mean", "image_std"), _three_numbers)
+    if wrong := mismatch(config, colors):
+        raise InputError(f"{path} is damaged at {wrong!r}: copy it from the original model.")
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def _three_numbers(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(isinstance(each, (int, float)) for each in value)

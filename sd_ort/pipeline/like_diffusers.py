@@ -38,7 +38,8 @@ CANNOT = {
 ELSEWHERE = {
     "enable_model_cpu_offload": "components are opened one at a time with from_pretrained(..., low_memory=True)",
     "enable_sequential_cpu_offload": "components are opened one at a time with from_pretrained(..., low_memory=True)",
-    "load_ip_adapter": "a UNet with IP-Adapter layers has another graph, which sd-ort does not export",
+    "load_ip_adapter": "it is part of the UNet's graph: `sd-ort export MODEL OUT --ip-adapter FILE`",
+    "unload_ip_adapter": "it is part of the UNet's graph: set_ip_adapter_scale(0) draws as without it",
     "enable_freeu": "it changes the UNet's graph, which is fixed when it is exported",
     "from_single_file": "make a folder of the file first: `sd-ort optimize FILE OUT`",
 }
@@ -280,6 +281,6 @@ class DiffusersMethods:
             device_loop=pipeline.device_loop,
         )
         made._check_unet()
-        made.texts = pipeline.texts
+        made.texts, made.picture_scales = pipeline.texts, pipeline.picture_scales
         made.loras, made.strengths = pipeline.loras, pipeline.strengths
         return made

@@ -34,8 +34,6 @@ OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
 # Names of diffusers' that no pipeline takes here, and why.
 REFUSED = {
-    "ip_adapter_image": "a UNet with IP-Adapter layers has another graph, which sd-ort does not export",
-    "ip_adapter_image_embeds": "a UNet with IP-Adapter layers has another graph, which sd-ort does not export",
     "kwargs": "it only carries diffusers' old callback and callback_steps: use callback_on_step_end",
     "callback": "it is diffusers' old one: use callback_on_step_end",
     "callback_steps": "it belongs to diffusers' old callback: use callback_on_step_end",
@@ -59,8 +57,10 @@ class Request:
     `cross_attention_kwargs`: {"scale": s} weighs all LoRAs by s. `original_size`, `target_size` (height, width) and
     `crops_coords_top_left`, each with a negative: what SDXL is told. `denoising_end`, `denoising_start`: part of the
     schedule, 0..1, where a base model leaves off and a refiner begins. `control_image`: for the folder's ControlNet,
-    one for all images or one a prompt; with several ControlNets a list of such. `output_type`: "pil", "np" (float32,
-    (B, H, W, 3), 0..1), "pt" ((B, 3, H, W), 0..1) or "latent" (before scaling by the VAE's factor).
+    one for all images or one a prompt; with several ControlNets a list of such. `ip_adapter_image`: for the folder's
+    IP-Adapter, for all images: a picture, [picture], or several as [[a, b]]; a tensor is what its feature extractor
+    gives. `ip_adapter_image_embeds`: what `prepare_ip_adapter_image_embeds` gives instead. `output_type`: "pil", "np"
+    (float32, (B, H, W, 3), 0..1), "pt" ((B, 3, H, W), 0..1) or "latent" (before scaling by the VAE's factor).
     """
 
     prompt: Prompt | None = None
@@ -107,6 +107,8 @@ class Request:
     guess_mode: bool = False
     control_guidance_start: float | Sequence[float] = 0.0
     control_guidance_end: float | Sequence[float] = 1.0
+    ip_adapter_image: Any = None
+    ip_adapter_image_embeds: Any = None
 
     generator: Generator = None
     latents: torch.Tensor | np.ndarray | None = None
@@ -122,6 +124,7 @@ class Request:
     guidance: float | None = field(init=False, default=None)  # None where nothing is guided
     embedded_guidance: float | None = field(init=False, default=None)  # what a distilled UNet (LCM) reads instead
     scheduler: Any = field(init=False, default=None)  # this call's own: schedulers keep state
+    pictures: dict[str, np.ndarray] = field(init=False, default_factory=dict)  # what the UNet is told of them
     plan: Plan | None = field(init=False, default=None)  # in its place, where an earlier process kept one
 
     @property

@@ -66,7 +66,7 @@ class Sampling:
             from sd_ort.pipeline import denoiser, host_loop  # torch, which the loop on the device does without
 
             arrays = _arrays(self.texts.condition(request) if isinstance(conditioning, Tokens) else conditioning)
-            unet = denoiser.Denoiser(self.models, arrays, timesteps, controls)
+            unet = denoiser.Denoiser(self.models, arrays | request.pictures, timesteps, controls)
             drawn = host_loop.denoise(self, latents, timesteps, unet, request, channels, kept)
             check_finite(drawn, "unet")
             return self._finish(drawn, request)
@@ -80,7 +80,7 @@ class Sampling:
         made = self.loop.run(
             Drawing(
                 latents,
-                conditioning.given if isinstance(conditioning, Tokens) else _arrays(conditioning),
+                (conditioning.given if isinstance(conditioning, Tokens) else _arrays(conditioning)) | request.pictures,
                 schedule,
                 guidance=request.guidance,
                 rescale=request.guidance_rescale,

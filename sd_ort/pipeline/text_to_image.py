@@ -33,6 +33,7 @@ from sd_ort.pipeline.drawing import check_finite
 from sd_ort.pipeline.embeddings import EmbeddingMethods
 from sd_ort.pipeline.guidance_split import open_loop
 from sd_ort.pipeline.images import as_array, finished, readable
+from sd_ort.pipeline.ip_adapter import IpAdapterMethods
 from sd_ort.pipeline.like_diffusers import DiffusersMethods, loading_options
 from sd_ort.pipeline.lora_methods import LoraMethods
 from sd_ort.pipeline.noise import draw_noise, sources
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("sd_ort")
 
 
-class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, Sampling):
+class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, DiffusersMethods, Sampling):
     """Text to image with SD 1.x, 2.x and SDXL pipeline folders. Make one with `from_pretrained`.
 
     One pipeline may be called in several threads: on a CPU they draw at once, on a GPU they take turns, since all
@@ -157,7 +158,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
         if not (pipeline.device_loop and plans.known(pipeline._scheduler_config)):
             assert pipeline.scheduler  # diffusers says now whether it can drive this UNet
         if not low_memory:  # opened now, so that the first image takes no longer than the second
-            models.open([*needed, *(name for name in models if name.startswith("unet_"))])
+            models.open([*needed, *(n for n in models if n == "image_encoder" or n.startswith("unet_"))])
             if models.partner is not None:
                 models.partner.open([name for name in models if name == "unet" or name.startswith("unet_")])
         return pipeline
@@ -292,6 +293,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, DiffusersMethods, S
             request.embedded_guidance = scale
         elif scale > 1:
             request.guidance = scale
+        request.pictures = self.told_pictures(request)
         request.progress = request.progress and not self.progress_bar_config.get("disable", False)
         self.scale_loras((request.cross_attention_kwargs or {}).get("scale", 1.0))
         output = self._draw(request)

@@ -79,6 +79,15 @@ def test_misaligned_buffers(operator: Operator, emulations: dict[str, GpuLibrary
         assert [outcome for outcome in outcomes if outcome.fault] == []
 
 
+@pytest.mark.parametrize("operator", [load("group_norm"), load("skip_group_norm")], ids=lambda operator: operator.name)
+def test_norms_written_over_their_input(operator: Operator, emulations: dict[str, GpuLibrary]) -> None:
+    """As our provider has them write where nobody else reads X."""
+    for number, case in enumerate(small(operator)[::11]):
+        device = list(DEVICES)[number % 2]
+        outcomes = list(check_case(emulations[device], HostMemory(), operator, case, case.dtypes[0], overwrites=True))
+        assert [outcome for outcome in outcomes if outcome.fault] == []
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_attention_of_wide_heads_by_products(device: str, dtype: str, emulations: dict[str, GpuLibrary]) -> None:

@@ -9,6 +9,7 @@
 using EMULATED(Error_t) = int;
 constexpr int EMULATED(Success) = 0;
 constexpr int EMULATED(MemcpyDeviceToHost) = 2;
+constexpr int EMULATED(MemcpyDeviceToDevice) = 3;
 using EMULATED(Stream_t) = void*;
 struct EmulatedEvent {
   std::chrono::steady_clock::time_point time;
@@ -20,6 +21,9 @@ inline const char* EMULATED(GetErrorString)(int) { return ""; }
 inline int EMULATED(Malloc)(void** to, size_t bytes) { return (*to = std::malloc(bytes)) == nullptr; }
 inline int EMULATED(Free)(void* data) { return std::free(data), 0; }
 inline int EMULATED(Memcpy)(void* to, const void* from, size_t bytes, int) { return std::memcpy(to, from, bytes), 0; }
+inline int EMULATED(MemcpyAsync)(void* to, const void* from, size_t bytes, int, void*) {
+  return std::memcpy(to, from, bytes), 0;
+}
 inline int EMULATED(MemsetAsync)(void* to, int value, size_t bytes, void*) { return std::memset(to, value, bytes), 0; }
 inline int EMULATED(StreamSynchronize)(void*) { return 0; }
 inline int EMULATED(GetDevice)(int* device) { return *device = 0; }

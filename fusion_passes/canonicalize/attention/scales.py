@@ -4,6 +4,7 @@ MatMul(q * a, kT * b) / c                     =>  MatMul(q, kT) * (a*b/c), past 
 MatMul(v, Transpose(weights))                 =>  Transpose(MatMul(weights, Transpose(v)))
 a Softmax between Casts from half precision to float32 and back  =>  the Softmax
 SDPA of heads split from q * s                =>  SDPA of heads split from q, scale * s
+SDPA of q * s, which other attentions read    =>  SDPA of q, scale * s
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from onnxscript.rewriter.pattern import Var
 
 from fusion_passes import checks as c
 from fusion_passes.operators.record import DOMAIN
-from fusion_passes.pass_ import Case
+from fusion_passes.pass_ import Case, Refusal
 from fusion_passes.rewriting import unique
 from fusion_passes.rule import Rule, rule_pass
 
@@ -185,10 +186,42 @@ class ScaledProjection(Rule):
         node = out.producer()
         assert node is not None
         heads = op.Transpose(op.Reshape(q, shape), perm=c.perm(query))
-        attributes = {name: a.value for name, a in node.attributes.items()}
-        attributes["scale"] = attributes["scale"] * (c.scalar(s) or 0.0)
-        inputs = [heads, k, v] + ([] if mask is None else [mask])
-        return op.ScaledDotProductAttention(*inputs, _domain=DOMAIN, **attributes)
+        return _rescaled(op, node, heads, k, v, mask, c.scalar(s) or 0.0)
+
+
+class SharedQuery(Rule):
+    """SDPA(q * s, k, v; scale) => SDPA(q, k, v; scale * s), where the rules above did not move a product that several
+    attentions read: an IP-Adapter's, to text and to pictures."""
+
+    def __init__(self, refused: list[Refusal]) -> None:
+        super().__init__(refused, remove_nodes=False)
+
+    def pattern(self, op: Any, q: Any, s: Any, k: Any, v: Any) -> Any:
+        mask = Var("mask", can_match_none=True)
+        query = op.Mul(q, s, _outputs=["scaled"])
+        return op.ScaledDotProductAttention(query, k, v, mask, _domain=DOMAIN, _outputs=["out"])
+
+    def refuse(self, q: ir.Value, s: ir.Value, scaled: ir.Value, **_: Any) -> str | None:
+        is_number = c.scalar(s) is not None and c.same_shape(q, scaled)
+        return None if is_number else "the scale is not one constant number"
+
+    def rewrite(
+        self, op: Any, q: ir.Value, s: ir.Value, k: ir.Value, v: ir.Value, out: ir.Value, mask: ir.Value | None,
+        **_: Any,
+    ) -> Any:  # fmt: skip
+        node = out.producer()
+        assert node is not None
+        return _rescaled(op, node, q, k, v, mask, c.scalar(s) or 0.0)
+
+
+def _rescaled(
+    op: Any, node: ir.Node, q: ir.Value, k: ir.Value, v: ir.Value, mask: ir.Value | None, factor: float
+) -> Any:
+    """The attention `node` of another query, its scale times `factor`."""
+    attributes = {name: a.value for name, a in node.attributes.items()}
+    attributes["scale"] = attributes["scale"] * factor
+    inputs = [q, k, v] + ([] if mask is None else [mask])
+    return op.ScaledDotProductAttention(*inputs, _domain=DOMAIN, **attributes)
 
 
 RULES = (
@@ -201,7 +234,7 @@ RULES = (
     MergeScales,
     WeightsFirst,
 )
-AFTER = (ScaledProjection,)  # of a ScaledDotProductAttention
+AFTER = (ScaledProjection, SharedQuery)  # of a ScaledDotProductAttention
 
 
 def _graph(body: str) -> str:
