@@ -1,14 +1,15 @@
-"""A WebUI (AUTOMATIC1111's or its AMD fork), started whole: pictures of its own UNet and of ours by its API; its page.
+"""A WebUI (AUTOMATIC1111's, its AMD fork, Forge), started whole: its own UNet's pictures and ours by its API; its page.
 
     python scripts/checks/webui_page.py --webui CHECKOUT --python PYTHON --folder FOLDER [--out X.json] [--page X.png]
 
-CHECKOUT: its source, 1.10.1, with what its launcher clones in `repositories` (an empty stable-diffusion-webui-assets
-will do); nothing in it is changed. PYTHON: one that has what its requirements_versions.txt pins, torch, and sd-ort's
-needs; torchvision, torchaudio and OpenAI's clip may be missing, they are stubbed. FOLDER: the demo model, optimized for
-the CPU. The demo checkpoint goes into a data folder of its own, with two LoRAs of made-up weights and a folder that is
-broken. Its API draws with its own UNet and with ours (Settings > SD Unet), without and with LoRA tags: at least 40 dB
-between the two, and less between with and without. With the broken folder the host's own UNet must draw, and say so.
-For the page: playwright, and a Chromium of this machine.
+CHECKOUT: its source, 1.10.1, or Forge of June 2025, with what its launcher clones in `repositories` (an empty
+stable-diffusion-webui-assets will do); nothing in it is changed (of Forge a copy is run, see `webui_forge`). PYTHON:
+one that has what its requirements_versions.txt pins, torch, and sd-ort's needs; torchvision, torchaudio and OpenAI's
+clip may be missing, they are stubbed. FOLDER: the demo model, optimized for the CPU. The demo checkpoint goes into a
+data folder of its own, with two LoRAs of made-up weights and a folder that is broken. Its API draws with its own UNet
+and with ours (Settings > SD Unet; Forge: a checkbox and a folder), without and with LoRA tags: at least 40 dB between
+the two, and less between with and without. With the broken folder the host's own UNet must draw, and say so. For the
+page: playwright, and a Chromium of this machine.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from demo_files import MODEL, save_checkpoint, save_loras
 from findings import report
 from pages import free_port, opened
 from PIL import Image
+from webui_forge import FLAGS as FORGE_FLAGS
+from webui_forge import choice, choose, described, is_forge
 
 from sd_ort.hosts.install import install_folder
 from sd_ort.hosts.installers import CONTENT
@@ -78,8 +81,9 @@ def prepare(checkout: Path, folder: Path, data: Path) -> None:
     save_checkpoint(models / "Stable-diffusion" / "demo.safetensors")
     for part in ("tokenizer", "text_encoder"):
         shutil.copytree(MODEL / part, data / "clip", dirs_exist_ok=True)
-    text = yaml.safe_dump(architecture(checkout, data / "clip"))
-    (models / "Stable-diffusion" / "demo.yaml").write_text(text)
+    if not is_forge(checkout):  # which describes models by itself
+        text = yaml.safe_dump(architecture(checkout, data / "clip"))
+        (models / "Stable-diffusion" / "demo.yaml").write_text(text)
     save_loras(models / "Lora")
     shutil.copytree(folder, models / "sd_ort" / "demo")
     (models / "sd_ort" / "broken").mkdir()
@@ -88,6 +92,8 @@ def prepare(checkout: Path, folder: Path, data: Path) -> None:
         "quicksettings_list": ["sd_model_checkpoint", "sd_unet"], "sd_unet": "[sd-ort] demo",
         "live_previews_enable": False,
     }  # fmt: skip
+    if is_forge(checkout):
+        settings |= {"sd_t2i_width": SIDE, "sd_t2i_height": SIDE, "sd_t2i_cfg": GUIDANCE}
     (data / "config.json").write_text(json.dumps(settings))
     sizes = {"Width": SIDE, "Height": SIDE, "CFG Scale": GUIDANCE, "Seed": SEED}
     (data / "ui-config.json").write_text(json.dumps({f"txt2img/{name}/value": v for name, v in sizes.items()}))
@@ -101,7 +107,8 @@ def served(checkout: Path, python: Path, data: Path, log: Path) -> Iterator[str]
     """The WebUI's address on this machine while it runs."""
     port = free_port()
     script = Path(__file__).with_name("webui_serve.py")
-    command = [str(python), str(script), str(checkout), *FLAGS, "--port", port, "--data-dir", str(data)]
+    flags = FORGE_FLAGS if is_forge(checkout) else FLAGS
+    command = [str(python), str(script), str(checkout), *flags, "--port", port, "--data-dir", str(data)]
     environment = {**os.environ, "PYTHONPATH": str(script.parents[2])}
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
@@ -118,11 +125,11 @@ def served(checkout: Path, python: Path, data: Path, log: Path) -> Iterator[str]
         process.wait()
 
 
-def drawn(address: str, unet: str, prompt: str = PROMPT) -> np.ndarray:
-    """The picture (H, W, 3), uint8, that its API draws with a choice of SD Unet."""
+def drawn(address: str, chosen: dict[str, Any], prompt: str = PROMPT) -> np.ndarray:
+    """The picture (H, W, 3), uint8, that its API draws with a UNet that was `chosen`."""
     asked = {
         "prompt": prompt, "seed": SEED, "steps": STEPS, "cfg_scale": GUIDANCE, "width": SIDE, "height": SIDE,
-        "sampler_name": "Euler", "override_settings": {"sd_unet": unet},
+        "sampler_name": "Euler", **chosen,
     }  # fmt: skip
     request = urllib.request.Request(
         f"{address}/sdapi/v1/txt2img", json.dumps(asked).encode(), {"Content-Type": "application/json"}
@@ -134,10 +141,17 @@ def drawn(address: str, unet: str, prompt: str = PROMPT) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(answer["images"][0]))).convert("RGB"))
 
 
-def photographed(address: str, out: Path) -> None:
+def unet_of(folder: str) -> dict[str, Any]:
+    """What AUTOMATIC1111's API is asked with to draw with a folder of ours, "" for its own UNet."""
+    return {"override_settings": {"sd_unet": f"[sd-ort] {folder}" if folder else "None"}}
+
+
+def photographed(address: str, out: Path, forge: bool) -> None:
     """The page once it has drawn the prompt as a user asks for it."""
-    with opened(address, 1100, 820, 180) as page:
+    with opened(address, 1100, 1100 if forge else 820, 180) as page:
         page.fill("#txt2img_prompt textarea", PROMPT)
+        if forge:
+            choose(page, "demo")
         page.click("#txt2img_generate")
         page.wait_for_selector("#html_info_txt2img:has-text('Steps:')")
         page.wait_for_timeout(4000)  # for the picture to be shown and the progress bar to go
@@ -165,15 +179,17 @@ def main(checkout: Path, python: Path, folder: Path, out: Path | None, page: Pat
     with tempfile.TemporaryDirectory(prefix="sd-ort-webui-") as work:
         data = Path(work)
         log = log or data / "log.txt"
-        prepare(checkout.absolute(), folder, data)
-        with served(checkout.absolute(), python.absolute(), data, log) as address:
-            theirs, ours = (drawn(address, unet) for unet in ("None", "[sd-ort] demo"))
-            theirs_lora, ours_lora = (drawn(address, unet, PROMPT + LORAS) for unet in ("None", "[sd-ort] demo"))
+        chosen = choice if is_forge(checkout) else unet_of
+        source = described(checkout, data / "forge") if is_forge(checkout) else checkout.absolute()
+        prepare(source, folder, data)
+        with served(source, python.absolute(), data, log) as address:
+            theirs, ours = (drawn(address, chosen(name)) for name in ("", "demo"))
+            theirs_lora, ours_lora = (drawn(address, chosen(name), PROMPT + LORAS) for name in ("", "demo"))
             warned = "sd-ort:" in log.read_text()
-            refused = drawn(address, "[sd-ort] broken")
+            refused = drawn(address, chosen("broken"))
             lines = [line for line in log.read_text().splitlines() if line.startswith("sd-ort:")]
             if page:
-                photographed(address, page)
+                photographed(address, page, is_forge(checkout))
     found = {
         "checkout": checkout.name,
         "versions of the host": pinned(python),

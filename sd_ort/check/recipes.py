@@ -26,12 +26,15 @@ def verify_weights(
     *,
     components: Sequence[str] | None = None,
     files: FileOptions = FileOptions(),  # noqa: B008 (frozen)
-    report: Callable[[str], None] = lambda line: None,
-) -> int:
-    """Compare the weights of the pipeline folder `made` with those that its recipes make of a checkpoint; how many.
+    report: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> dict[str, Any]:
+    """Compare the weights of the pipeline folder `made` with those that its recipes make of a checkpoint: {"rows":
+    [...], "passed": bool}.
 
-    `model`, `files`: as for `family.checkpoints.open_source`. Raises InputError for a folder without recipes or a
-    checkpoint that lacks what they read, VerificationError for weights that differ.
+    A row is one component: component, weights (how many have a recipe), different (the names of those that are other
+    numbers), passed. `report` gets every row when it is known. `model`, `files`: as for
+    `family.checkpoints.open_source`. Raises InputError for a folder without recipes or a checkpoint that lacks what
+    they read; weights that differ are no exception here: see `check_weights`.
     """
     source = open_source(model, None, False, 0, files=files)
     if component_config(made, "unet").get("ip_adapter") and "image_encoder" not in source.configs:
@@ -40,7 +43,7 @@ def verify_weights(
     names = [name for name in choose(source, components) if "weights" in described.get(name, {})]
     if not names:
         raise InputError(f"{made} says of no weight where it comes from: give a folder that `sd-ort optimize` wrote.")
-    total = 0
+    rows = []
     for name in names:
         table = recipes.load(described[name]["weights"])
         read = reader(
@@ -50,14 +53,19 @@ def verify_weights(
         for part in hoist.folders_of(name, described[name]):
             compared, different = _compare(load(folder.check_component(made, part)), table, read)
             count, wrong = count + compared, wrong + different
-        if wrong:
+        rows.append({"component": name, "weights": count, "different": wrong, "passed": not wrong})
+        report(rows[-1])
+    return {"rows": rows, "passed": all(row["passed"] for row in rows)}
+
+
+def check_weights(result: dict[str, Any], model: str, made: Path) -> None:
+    """Raise VerificationError that names the first component that differs in a result of `verify_weights`."""
+    for row in result["rows"]:
+        if not row["passed"]:
             raise VerificationError(
-                f"{len(wrong)} of {count} weights of {made}'s {name} are not {model}'s, such as {wrong[0]}: "
-                "it was made of another checkpoint, or changed."
+                f"{len(row['different'])} of {row['weights']} weights of {made}'s {row['component']} are not {model}'s,"
+                f" such as {row['different'][0]}: it was made of another checkpoint, or changed."
             )
-        report(f"{name}: all {count} weights with a recipe are {model}'s, bit for bit")
-        total += count
-    return total
 
 
 def _compare(model: ir.Model, table: dict[str, Any], read: Read) -> tuple[int, list[str]]:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
+
+from sd_ort.core.errors import InputError
+
+if TYPE_CHECKING:
+    from sd_ort.family.checkpoints import FileOptions
+
+# Options of how OUT is run.
+OF_RUNS = frozenset({"tolerance", "inputs", "provider", "portable", "seed"})
+# Options of what a checkpoint is.
+OF_WEIGHTS = frozenset({"config", "ip_adapter", "image_encoder"})
 
 
 @click.command()
@@ -47,19 +59,21 @@ def command(
     """Run every component of OUT and of IN, from which it was made, on the same inputs and compare the results.
 
     IN and OUT are pipeline folders, or .onnx files of any model. IN may also be a checkpoint, as `optimize` takes it:
-    then every weight of OUT is made again by its recipe and compared bit for bit, and nothing is run.
+    then every weight of OUT is made again by its recipe and compared bit for bit, and nothing is run: of the options
+    --component, --config, --ip-adapter, --image-encoder and --json are for that.
 
     Inputs are made up as in use, at two shapes (batch 1 and 2, not square). Exits with 4 when an output of OUT is not
     finite or differs by more than the tolerance.
     """
     from sd_ort.commands.optimize import is_checkpoint
 
-    if is_checkpoint(source):
-        from sd_ort.check.recipes import verify_weights
+    of_weights = is_checkpoint(source)
+    refuse(OF_RUNS if of_weights else OF_WEIGHTS, source)
+    if of_weights:
         from sd_ort.family.checkpoints import FileOptions
 
         files = FileOptions(config, ip_adapter=ip_adapter, image_encoder=image_encoder)
-        verify_weights(str(source), optimized, components=components or None, files=files, report=click.echo)
+        verify_checkpoint(source, optimized, components, files, as_json)
         return
 
     from sd_ort.check.verify import check, verify
@@ -83,6 +97,31 @@ def command(
         for note in result["notes"]:
             click.echo(note)
     check(result)
+
+
+def refuse(names: Collection[str], source: Path) -> None:
+    """Raise InputError for options of this command line that say nothing of such an IN."""
+    said = click.get_current_context().get_parameter_source
+    given = [f"--{n.replace('_', '-')}" for n in sorted(names) if said(n) is ParameterSource.COMMANDLINE]
+    if given:
+        what = "a checkpoint, whose weights are compared: nothing is run" if names is OF_RUNS else "no checkpoint"
+        raise InputError(f"{source} is {what}; leave out {', '.join(given)}.")
+
+
+def verify_checkpoint(
+    source: Path, optimized: Path, components: tuple[str, ...], files: FileOptions, as_json: bool
+) -> None:
+    """The weights of OUT against those of a checkpoint."""
+    from sd_ort.check.recipes import check_weights, verify_weights
+
+    def say(row: dict[str, Any]) -> None:
+        if row["passed"] and not as_json:
+            click.echo(f"{row['component']}: all {row['weights']} weights with a recipe are {source}'s, bit for bit")
+
+    result = verify_weights(str(source), optimized, components=components or None, files=files, report=say)
+    if as_json:
+        click.echo(json.dumps(result, indent=1))
+    check_weights(result, str(source), optimized)
 
 
 def line(row: dict[str, Any]) -> str:

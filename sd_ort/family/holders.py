@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+
+from fusion_passes import recipes
 
 Read = Callable[[str], np.ndarray]
 
@@ -43,3 +45,24 @@ class StoredFiles:
 
     def make(self, name: str, read: Read) -> np.ndarray:
         return read(name)
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A model in a file of other names: `made` has the recipe of each of its tensors."""
+
+    path: Path
+    made: Mapping[str, recipes.Recipe]
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return (self.path,)
+
+    def has(self, name: str, stored: Container[str]) -> bool:
+        return name in self.made
+
+    def sources(self, name: str) -> list[str]:
+        return recipes.sources(self.made[name])
+
+    def make(self, name: str, read: Read) -> np.ndarray:
+        return recipes.evaluate(self.made[name], read)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from sd_ort import demo
 from sd_ort.core.errors import InputError
 
-Tensors = Mapping[str, torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+
+Tensors = Mapping[str, "torch.Tensor"]
 
 # diffusers' names of the families that sd-ort runs, and one of ours, in words.
 FAMILIES = {
@@ -22,6 +24,16 @@ FAMILIES = {
     "inpainting_v2": "Stable Diffusion 2.x inpainting",
     "xl_inpaint": "Stable Diffusion XL inpainting",
     "demo": "sd-ort's demo model",
+}
+# Where diffusers takes the configs of a family from, on the hub.
+HUB = {
+    "v1": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+    "v2": "stabilityai/stable-diffusion-2-1",
+    "xl_base": "stabilityai/stable-diffusion-xl-base-1.0",
+    "xl_refiner": "stabilityai/stable-diffusion-xl-refiner-1.0",
+    "inpainting": "stable-diffusion-v1-5/stable-diffusion-inpainting",
+    "inpainting_v2": "stabilityai/stable-diffusion-2-inpainting",
+    "xl_inpaint": "diffusers/stable-diffusion-xl-1.0-inpainting-0.1",
 }
 # Width of the text that a UNet attends to -> family, where diffusers, which looks for one layer's or an encoder's name,
 # sees a v1 or an inpainting of v1.

@@ -13,23 +13,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from sd_ort import demo
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.folder import CONFIG_FOLDERS, sha256
 from sd_ort.core.quiet import quiet
+from sd_ort.family import layouts
 from sd_ort.family.changed import Changed
 from sd_ort.family.checkpoints import FolderSource, Source, model_class, open_folder
 from sd_ort.family.holders import Holder
 from sd_ort.family.hub import download_configs
-from sd_ort.family.mapped import MappedFile, Recorded
-from sd_ort.family.recognized import FAMILIES, UNET_INPUT, recognize
+from sd_ort.family.recognized import FAMILIES, HUB, UNET_INPUT, recognize
 from sd_ort.family.signatures import Config
 
-Tensors = dict[str, torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+
+    from sd_ort.family.mapped import MappedFile
+
+Tensors = dict[str, "torch.Tensor"]
 
 # What the names of a model's tensors begin with. SDXL's first encoder is a CLIP of transformers, its second one of
 # OpenCLIP; the refiner has that one alone, in the first place.
@@ -52,7 +55,7 @@ class SingleFileSource:
     file: Path
     about: str
     base: FolderSource
-    held: Mapping[str, MappedFile]  # the models whose weights are in the file
+    held: Mapping[str, Holder]  # the models whose weights are in the file
     unsafe_pickle: bool = False
     random_weights: bool = field(default=False, init=False)
 
@@ -116,13 +119,15 @@ def open_file(path: Path, config: Path | None = None, unsafe_pickle: bool = Fals
 
     Raises InputError, saying what the file is and what to do, for anything but a whole checkpoint of our families.
     """
-    tensors = shapes(path, unsafe_pickle)
-    family = recognize(path, tensors)
+    known = layouts.find(layouts.shapes(path))
+    tensors = {} if known else shapes(path, unsafe_pickle)
+    family = known[0].family if known else recognize(path, tensors)
     base = open_folder(str(config), config) if config else _family_folder(path, family)
-    held: dict[str, MappedFile] = {}
-    for name in base.configs:
-        if own := _own(tensors, name):
-            held[name] = _map_file(path, name, base, own)  # half a checkpoint is told at once
+    held: dict[str, Holder] = layouts.held(path, known, base.configs)
+    tensors = tensors if held or tensors else shapes(path)
+    for name in [name for name in base.configs if name not in held]:
+        if part := own(tensors, name):
+            held[name] = map_file(path, name, base, part)  # half a checkpoint is told at once
         elif not base.weight_files(name):
             what, option = ("VAE", "--vae FILE or ") if name == "vae" else (name.replace("_", " "), "")
             raise InputError(f"{path} has no {what}: give {option}a whole diffusers folder of its family as --config.")
@@ -137,14 +142,16 @@ def swap_vae(source: Source, file: Path, unsafe_pickle: bool = False) -> Swapped
     base = source.base if isinstance(source, SingleFileSource) else source
     if not isinstance(base, FolderSource):
         raise InputError("--vae goes with a checkpoint, not with a preset: its weights are made up.")
-    tensors = _own(shapes(file, unsafe_pickle), "vae")
+    tensors = own(shapes(file, unsafe_pickle), "vae")
     if not any(name.endswith("decoder.conv_in.weight") for name in tensors):
         raise InputError(f"{file} holds no VAE: give a file with the weights of an AutoencoderKL.")
-    return SwappedVae(source, file, base, _map_file(file, "vae", base, tensors), unsafe_pickle)
+    return SwappedVae(source, file, base, map_file(file, "vae", base, tensors), unsafe_pickle)
 
 
 def load_model(file: Path, model: str, base: FolderSource, unsafe_pickle: bool = False) -> torch.nn.Module:
     """One model of a file, in fp32 and eval mode. Raises InputError for weights that are missing, NaN or infinite."""
+    import torch
+
     loaded = _convert(file, model, base, read(file, PREFIXES[model], unsafe_pickle))
     broken = [name for name, tensor in loaded.state_dict().items() if not torch.isfinite(tensor).all()]
     if broken:
@@ -157,6 +164,8 @@ def load_model(file: Path, model: str, base: FolderSource, unsafe_pickle: bool =
 
 def shapes(path: Path, unsafe_pickle: bool = False) -> Tensors:
     """The tensors of a file without their numbers (on torch's meta device). Raises InputError for a broken file."""
+    import torch
+
     if path.suffix in PICKLES:
         return {name: tensor.to("meta") for name, tensor in _unpickle(path, unsafe_pickle).items()}
     from safetensors import safe_open
@@ -185,6 +194,8 @@ def _unpickle(path: Path, allowed: bool) -> Tensors:
             f"{path} is a pickle, which can run any code when it is read: get the .safetensors file, or pass "
             "--unsafe-pickle if you trust it."
         )
+    import torch
+
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # pickle, zip files and torch raise their own kinds
@@ -198,10 +209,11 @@ def _select(tensors: Mapping[str, Any], prefixes: tuple[str, ...]) -> dict[str, 
     return own or dict(tensors)
 
 
-def _own(tensors: Tensors, model: str) -> Tensors:
+def own(tensors: Tensors, model: str) -> Tensors:
+    """A model's tensors of a file's."""
     prefixes = PREFIXES.get(model, ())
-    own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
-    return own or (dict(tensors) if model == "vae" and UNET_INPUT not in tensors else {})
+    found = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
+    return found or (dict(tensors) if model == "vae" and UNET_INPUT not in tensors else {})
 
 
 def _types(path: Path) -> str:
@@ -229,9 +241,7 @@ def _family_folder(path: Path, family: str) -> FolderSource:
     """The folder of configs that diffusers takes for this family, from the hub or its cache; the demo's from here."""
     if family == "demo":
         return open_folder("demo", demo.MODEL_DIR)
-    from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS
-
-    hub_id = str(DIFFUSERS_DEFAULT_PIPELINE_PATHS[family]["pretrained_model_name_or_path"])
+    hub_id = HUB[family]
     try:
         return open_folder(hub_id, download_configs(hub_id))
     except InputError as error:
@@ -244,8 +254,10 @@ def _family_folder(path: Path, family: str) -> FolderSource:
 # --- To diffusers' modules ------------------------------------------------------------------------------------------
 
 
-def _map_file(path: Path, model: str, base: FolderSource, tensors: Tensors) -> MappedFile:
+def map_file(path: Path, model: str, base: FolderSource, tensors: Tensors) -> MappedFile:
     """The tensors of a model in a file, to be read one at a time. Raises InputError as `_mapped`."""
+    from sd_ort.family.mapped import MappedFile, Recorded
+
     recorded: Tensors = {name: Recorded.of(name, tensor) for name, tensor in tensors.items()}
     _, made = _mapped(path, model, base, recorded)
     return MappedFile(path, {name: tensor for name, tensor in made.items() if isinstance(tensor, Recorded)})

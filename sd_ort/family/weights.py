@@ -82,15 +82,15 @@ def _from_files(source: Source, model: str, names: list[str]) -> Read | None:
         return None
     if any(path.suffix != ".safetensors" for path in held.paths):
         return None
-    entries = {name: (path, entry) for path in held.paths for name, entry in _entries(path).items()}
-    found = {name: next((other for other in _spellings(name) if held.has(other, entries)), "") for name in names}
+    places = {name: (path, entry) for path in held.paths for name, entry in entries(path).items()}
+    found = {name: next((other for other in _spellings(name) if held.has(other, places)), "") for name in names}
     if "" in found.values():
         return None
-    if any(entries[part][1]["dtype"] not in DTYPES for name in found.values() for part in held.sources(name)):
+    if any(places[part][1]["dtype"] not in DTYPES for name in found.values() for part in held.sources(name)):
         return None
 
     def stored(name: str) -> np.ndarray:
-        path, entry = entries[name]
+        path, entry = places[name]
         begin, end = entry["data_offsets"]
         dtype = np.dtype(DTYPES[entry["dtype"]])
         return np.fromfile(path, dtype, (end - begin) // dtype.itemsize, offset=begin).reshape(entry["shape"])
@@ -112,7 +112,7 @@ def _spellings(name: str) -> Iterable[str]:
         yield name.replace(match[1], OLD_NAMES[match[1]])
 
 
-def _entries(path: Path) -> dict[str, dict]:
+def entries(path: Path) -> dict[str, dict]:
     """The tensors of a safetensors file with their offsets in the file. Raises InputError for a truncated one."""
     size = path.stat().st_size
     with path.open("rb") as file:

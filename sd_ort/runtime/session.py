@@ -103,14 +103,12 @@ def create_session(
             warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
         elif missing and read_manifest(model_path.parent.parent).get("stage") == "optimize":
             warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
-    if provider == "cpu":
-        _warn_of_missing_units(model_path)
+    _warn_of_missing_units(model_path, provider)
     asked = _asked(provider, options, _chosen(entry, tuning, graph, provider_options or {}))
     try:
         if changed is not None:
             options.add_session_config_entry(DATA_FOLDER, str(model_path.parent))
-        # What is opened with other weights is opened again with the next ones: that takes the memory of this time.
-        with given_back() if provider == "cpu" and not weights else nullcontext():
+        with given_back() if provider == "cpu" and not weights else nullcontext():  # the next weights take what it had
             session = onnxruntime.InferenceSession(changed or str(model_path), options, **asked, **kept)
         session.shared = shared  # its memory is not ONNX Runtime's
     except Exception as error:  # pybind's exceptions share no base class but Exception
@@ -130,8 +128,8 @@ def create_session(
     return session
 
 
-def _warn_of_missing_units(model_path: Path) -> None:
-    if multiplies_bfloat16():
+def _warn_of_missing_units(model_path: Path, provider: str) -> None:
+    if provider != "cpu" or multiplies_bfloat16():
         return
     made = read_manifest(model_path.parent.parent).get("options", {})
     if (made.get("target"), made.get("dtype")) == ("cpu", "bfloat16"):

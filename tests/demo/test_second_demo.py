@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,16 @@ def test_from_file_to_picture(
     assert psnr(np.asarray(picture), by_night(tmp_path / "first.png")) > 40
     assert picture.info["model"] == str(file)
     assert "weights with a recipe" in sd_ort("verify", file, kept)[1]
+    code, said, _ = sd_ort("verify", "demo", kept, "--json", "--component", "vae_decoder", "--component", "unet")
+    assert code == 4
+    rows = {row["component"]: row for row in json.loads(said)["rows"]}
+    assert rows.keys() == {"unet", "vae_decoder"}
+    assert rows["unet"]["passed"] == (not rows["unet"]["different"])
+    assert not all(row["passed"] for row in rows.values())
+    code, _, said = sd_ort("verify", file, kept, "--tolerance", 1, "--seed", 0, "--json")
+    assert code == 2
+    assert said.strip().endswith("nothing is run; leave out --seed, --tolerance.")
+    assert sd_ort("verify", kept, kept, "--config", "demo")[0] == 2
     code, _, said = sd_ort("verify", "demo", kept)
     assert code == 4
     assert "of another checkpoint" in said

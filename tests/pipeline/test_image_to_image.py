@@ -162,6 +162,19 @@ def control_reference() -> Any:
     return torch_pipeline("sd15-controlnet-tiny", random_weights=True)
 
 
+@pytest.fixture(scope="module")
+def control_pipeline(controlled: Path) -> StableDiffusionPipeline:
+    return StableDiffusionPipeline.from_pretrained(controlled)
+
+
+@pytest.fixture(scope="module")
+def accelerated(controlled: Path, control_reference: Any) -> Any:
+    """diffusers with our sessions in the place of its models."""
+    theirs = accelerate(as_kind("StableDiffusionControlNetPipeline", control_reference), controlled, provider="cpu")
+    assert type(theirs.controlnet) is OrtControlNet
+    return theirs
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -171,17 +184,23 @@ def control_reference() -> Any:
     ],
     ids=["scale", "guess", "part"],
 )
-def test_controlnet(controlled: Path, control_reference: Any, picture: Image.Image, arguments: dict[str, Any]) -> None:
+def test_controlnet(
+    control_pipeline: StableDiffusionPipeline, accelerated: Any, control_reference: Any, picture: Image.Image,
+    arguments: dict[str, Any],
+) -> None:  # fmt: skip
     arguments = {"height": 64, "width": 64, **arguments}
     expected = draw(control_reference, image=picture, generator=seeds(3)[0], **arguments)
-    ours = StableDiffusionPipeline.from_pretrained(controlled)
-    assert psnr(draw(ours, control_image=picture, generator=3, **arguments), expected) > MIN_PSNR
-    assert psnr(draw(ours, image=picture, generator=3, height=64, width=64), expected) < 50, "without effect"
+    assert psnr(draw(control_pipeline, control_image=picture, generator=3, **arguments), expected) > MIN_PSNR
+    assert psnr(draw(accelerated, image=picture, generator=seeds(3)[0], **arguments), expected) > MIN_PSNR
+
+
+def test_controlnet_without_its_picture(control_pipeline: StableDiffusionPipeline, picture: Image.Image) -> None:
+    """A ControlNet wants one, and a picture of image to image is none."""
     with pytest.raises(InputError, match="give a control_image"):
-        draw(ours, height=64, width=64)
-    theirs = accelerate(as_kind("StableDiffusionControlNetPipeline", control_reference), controlled, provider="cpu")
-    assert type(theirs.controlnet) is OrtControlNet
-    assert psnr(draw(theirs, image=picture, generator=seeds(3)[0], **arguments), expected) > MIN_PSNR
+        draw(control_pipeline, height=64, width=64)
+    size = {"height": 64, "width": 64}
+    shown = draw(control_pipeline, control_image=picture, generator=3, controlnet_conditioning_scale=0.7, **size)
+    assert psnr(draw(control_pipeline, image=picture, generator=3, **size), shown) < 50, "without effect"
 
 
 @pytest.mark.parametrize("guess", [False, True])
@@ -204,13 +223,14 @@ def test_several_controlnets(controlled: Path, control_reference: Any, picture: 
 def test_controlnets_on_the_device(controlled: Path, picture: Image.Image, count: int) -> None:
     """One hands its residuals on, those of several are added up; waited for or not, the same bytes."""
     drawn = {}
-    for looped, wait in ((False, False), (True, False), (True, True)):
+    arguments = {"height": 64, "width": 64, "control_guidance_end": 0.6, "controlnet_conditioning_scale": 0.7}
+    shown = picture if count == 1 else [picture, picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
+    for looped, waits in ((False, [False]), (True, [False, True])):
         ours = StableDiffusionPipeline.from_pretrained(controlled, controlnet=[controlled] * count, device_loop=looped)
-        ours.loop.wait = wait
-        arguments = {"height": 64, "width": 64, "control_guidance_end": 0.6, "controlnet_conditioning_scale": 0.7}
-        shown = picture if count == 1 else [picture, picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
-        for seed in (1, 3):  # the second is drawn over the buffers of the first
-            drawn[looped, wait] = draw(ours, control_image=shown, generator=seed, progress=False, **arguments)
+        for wait in waits:
+            ours.loop.wait = wait
+            for seed in (1, 3):  # the second is drawn over the buffers of the first
+                drawn[looped, wait] = draw(ours, control_image=shown, generator=seed, progress=False, **arguments)
         assert bool(ours.loop.kept) == looped
     assert psnr(drawn[True, False], drawn[False, False]) > 80
     np.testing.assert_array_equal(drawn[True, False], drawn[True, True])
