@@ -61,7 +61,7 @@ def merge(
     names += [hoist.PARTS["prompt"], hoist.PARTS["time"]] if hoist.is_hoisted(source) else []
     parts = {name: load(folder.check_component(source, name)) for name in names}
     read = {str(value.name) for part in parts.values() for value in part.graph.inputs}
-    if foreign := read & {"timestep_cond", "class_labels"}:
+    if foreign := read & {"timestep_cond", "class_labels", "image_embeds"}:
         raise InputError(f"{source} has a UNet that takes {', '.join(foreign)}, which a merged model has no input for.")
     if "timestep" in {value.name for value in parts["unet"].graph.inputs} and not give_axis(parts["unet"]):
         raise InputError(f"{source} has a UNet that computes with its timestep, which has no axis, at once.")

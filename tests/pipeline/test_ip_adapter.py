@@ -16,7 +16,6 @@ import onnx
 import pytest
 import torch
 from minis import mini
-from pictures import psnr
 from PIL import Image
 
 from sd_ort import StableDiffusionPipeline
@@ -31,7 +30,8 @@ from sd_ort.family.presets import PRESETS
 from sd_ort.optimize.optimizer import optimize
 from sd_ort.pipeline.ip_adapter import layer_scales
 
-MIN_PSNR = 60.0  # dB, of fp32 pictures in 0..1; measured: above 120
+TOLERANCE = 2e-5  # relative error of fp32 latents; what pictures change is above EFFECT
+EFFECT = 0.01
 SETTINGS: dict[str, Any] = {"num_inference_steps": 2, "guidance_scale": 4.0, "height": 64, "width": 64}
 Y, X = np.mgrid[:40, :57]
 PICTURE = Image.fromarray(np.stack([6 * Y, 4 * X, X * Y % 256], -1).astype(np.uint8))
@@ -72,12 +72,16 @@ def folder(files: Path, tiny_export: Path, tmp_path_factory: pytest.TempPathFact
 
     def make(name: str) -> Path:
         if name not in made:
-            out = made[name] = tmp_path_factory.mktemp("exported") / name
-            options = {"exporter": "torchscript", "opset": 17, "components": ["image_encoder", "unet"]}
+            out = tmp_path_factory.mktemp("exported") / name
+            parts = ["unet"] if made else ["image_encoder", "unet"]
+            options = {"exporter": "torchscript", "opset": 17, "components": parts}
             adapter = FileOptions(ip_adapter=files / f"{name}.safetensors")
             export(None, out, preset="sd15-seen", random_weights=True, files=adapter, **options)  # type: ignore[arg-type]
             for part in ("text_encoder", "vae_decoder"):
                 shutil.copytree(tiny_export / part, out / part)
+            if made:
+                shutil.copytree(next(iter(made.values())) / "image_encoder", out / "image_encoder")
+            made[name] = out
         return made[name]
 
     return make
@@ -99,8 +103,13 @@ def reference(files: Path) -> Callable[[str], Any]:
 
 def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
     generator = torch.Generator().manual_seed(7)
-    given = {"generator": generator, "output_type": "np", **SETTINGS, **arguments}
+    given = {"generator": generator, "output_type": "latent", **SETTINGS, **arguments}
     return np.asarray(pipeline("a red circle", **given)[0])
+
+
+def error(drawn: np.ndarray, expected: np.ndarray) -> float:
+    assert drawn.shape == expected.shape
+    return float(np.linalg.norm(drawn - expected) / np.linalg.norm(expected))
 
 
 # --- As diffusers ---------------------------------------------------------------------------------------------------
@@ -139,13 +148,13 @@ def test_draws_as_diffusers(folder: Any, reference: Any, name: str) -> None:
         ours.set_ip_adapter_scale(scale)
         theirs.set_ip_adapter_scale(scale)
         drawn.append(draw(ours, ip_adapter_image=shown))
-        assert psnr(drawn[-1], draw(theirs, ip_adapter_image=shown)) > MIN_PSNR
-        assert len(drawn) == 1 or psnr(*drawn[-2:]) < 40
+        assert error(drawn[-1], draw(theirs, ip_adapter_image=shown)) < TOLERANCE
+        assert len(drawn) == 1 or error(*drawn[-2:]) > EFFECT
     embeds = ours.prepare_ip_adapter_image_embeds(OTHER)
     np.testing.assert_array_equal(draw(ours, ip_adapter_image_embeds=embeds), drawn[-1])
     torch.testing.assert_close(embeds, theirs.prepare_ip_adapter_image_embeds([OTHER], None, "cpu", 1, True))
     alone = {"guidance_scale": 1.0, "ip_adapter_image": PICTURE}
-    assert psnr(draw(ours, **alone), draw(theirs, **alone)) > MIN_PSNR
+    assert error(draw(ours, **alone), draw(theirs, **alone)) < TOLERANCE
     assert len(draw(ours, **alone, num_images_per_prompt=2)) == 2
 
 
@@ -156,7 +165,7 @@ def test_scale_0_draws_as_without(folder: Any) -> None:
     ours.set_ip_adapter_scale(0)
     drawn = draw(ours)
     np.testing.assert_array_equal(draw(ours, ip_adapter_image=PICTURE), drawn)
-    assert psnr(drawn, draw(torch_pipeline("sd15-seen", random_weights=True))) > MIN_PSNR
+    assert error(drawn, draw(torch_pipeline("sd15-seen", random_weights=True))) < TOLERANCE
 
 
 def test_generate(folder: Any, tmp_path: Path, sd_ort: Any) -> None:
@@ -177,7 +186,7 @@ def test_generate(folder: Any, tmp_path: Path, sd_ort: Any) -> None:
 def test_fused_and_hoisted(folder: Any, tmp_path: Path) -> None:
     """Both attentions of a layer become one node each, and a step has a sum more: all else runs once a prompt."""
     source = folder("sd15-seen-plus")
-    optimize(source, tmp_path / "out", target="portable", hoisted=True)
+    optimize(source, tmp_path / "out", target="portable", components=["image_encoder", "unet"], hoisted=True)
     made = {path.parent.name: onnx.load(path, load_external_data=False).graph for path in tmp_path.glob("out/*/*.onnx")}
     ops = {name: Counter(node.op_type for node in graph.node) for name, graph in made.items()}
     step, prompt = ops["unet"], ops["unet_prompt"]
@@ -186,17 +195,19 @@ def test_fused_and_hoisted(folder: Any, tmp_path: Path) -> None:
     assert not step["ScaledDotProductAttention"] + step["Softmax"] + step["Mul"] + prompt["ScaledDotProductAttention"]
     assert {"image_embeds", "ip_adapter_scale"} <= {value.name for value in made["unet_prompt"].input}
     assert prompt["MatMul"] >= 4 * layers, "keys and values of text and of pictures"
+    for part in ("text_encoder", "vae_decoder"):
+        shutil.copytree(source / part, tmp_path / "out" / part)
     plain, fused = (StableDiffusionPipeline.from_pretrained(path) for path in (source, tmp_path / "out"))
     fused.device_loop = True
     for scale in (0.8, 0.3):
         plain.set_ip_adapter_scale(scale)
         fused.set_ip_adapter_scale(scale)
         shown = {"ip_adapter_image": PICTURE, "progress": False}
-        assert psnr(draw(fused, **shown), draw(plain, **shown)) > 80
+        assert error(draw(fused, **shown), draw(plain, **shown)) < TOLERANCE
     assert fused.loop.kept
 
 
-@pytest.mark.parametrize("target", ["cpu", "gpu"])
+@pytest.mark.parametrize("target", ["gpu"])
 def test_every_attention_of_a_target(folder: Any, tmp_path: Path, target: str) -> None:
     entry = optimize(folder("sd15-seen"), tmp_path / "out", target=target, components=["unet"], hoisted=False)
     counts = entry["components"]["unet"]["counts"]
