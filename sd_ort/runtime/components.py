@@ -215,7 +215,7 @@ class Components(MutableMapping[str, Model]):
             more["changed"] = part.graph
         held = self.held[name].shared if name in self.held else None
         more |= {"sizes": self.sizes.get(name), "products": () if "changed" in more else self.products.get(name, ())}
-        if weights and self.device == "cpu" and _kind(name) not in TOGETHER:
+        if weights and self.provider == "cpu" and _kind(name) not in TOGETHER:
             more["once"] = True  # packing the weights of a LoRA takes a text encoder longer than several runs gain
         return create_session(path, self.provider, weights=weights, held=held, **more, **self.options)
 
