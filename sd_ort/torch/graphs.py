@@ -226,9 +226,19 @@ def record(run: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Cal
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         pool = pool or torch.cuda.graph_pool_handle()
+        # cuBLAS's scratch memory is torch's, one a stream, kept. A graph must have one of its own pool: that of the
+        # call before, torch.compile's graphs give back, and replays would write where nothing is any more.
+        _forget_scratch()
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             outputs = run()
+        _forget_scratch()
     return graph.replay, outputs, pool
+
+
+def _forget_scratch() -> None:
+    """Gives cuBLAS's scratch memory back to where it came from, as torch.compile does around its own captures."""
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def after(used: Any, device: torch.device) -> Any:

@@ -122,7 +122,7 @@ def test_sdxl_unet_with_plus(files: Path) -> None:
     file = files / "sdxl-seen-plus.safetensors"
     ours = adapted("sdxl-seen", file).load("unet")
     theirs = open_source(None, "sdxl-seen", True, 0).load("unet")
-    pipe = diffusers.StableDiffusionXLPipeline(*[None] * 5, theirs, diffusers.DDIMScheduler())  # type: ignore[arg-type]
+    pipe = diffusers.StableDiffusionXLPipeline(*[None] * 5, theirs, diffusers.DDIMScheduler())
     pipe.load_ip_adapter(str(files), subfolder="", weight_name=file.name, image_encoder_folder=None)
     pipe.set_ip_adapter_scale(0.7)
     random = torch.Generator().manual_seed(3)
