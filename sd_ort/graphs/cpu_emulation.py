@@ -3,7 +3,8 @@
 Two things keep the CPU from standing in for a GPU. It lacks kernels for some of the contrib operators: they become the
 function bodies of the same operators. And it computes half precision in float32 without rounding what lies between two
 operators, so that neither rounding errors nor overflows show: the copy is in float32 and rounds, by arithmetic, the
-result of every operator to the half type.
+result of every operator to the half type. A model of target cpu is run as it is: it takes and gives float32, and says
+itself where it rounds.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def emulated(path: Path) -> Iterator[tuple[Path, list[str]]]:
         notes.append(f"{', '.join(foreign)} have no CPU kernels; their function bodies ran instead")
         _to_function_bodies(model)
     half = half_type(model)
-    if half is not None:
+    if half is not None and any(value.dtype == half for value in (*model.graph.inputs, *model.graph.outputs)):
         notes.append(f"float32 arithmetic with every operator's result rounded to {half.name.lower()}")
         round_to_half(model, half)
     if not notes:
