@@ -39,7 +39,7 @@ def main() -> None:
     provider = f"plugin:{library}"
     what = device_graphs.Between(np.dtype(np.float16), np.dtype(np.float32), window=SIZES["window"], scaled=False)
     session = open_graph(device_graphs.between(what), provider, capture=True)
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         value.name: np.zeros([size if isinstance(size, int) else SIZES[size] for size in value.shape],
                              DTYPES[value.type])
         for value in session.get_inputs()
