@@ -151,8 +151,7 @@ def with_ip_adapter(source: Source, file: Path, encoder: Path | None) -> IpAdapt
     wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in before}
     names = {name: _name_in_file(name, record["layers"]) for name in wanted}
     _compare(file, tensors, {names[name]: shape for name, shape in wanted.items()})
-    _, hidden, embeds = (tensor.axes for tensor in (*signature("image_encoder", config).inputs,
-                                                    *signature("image_encoder", config).outputs))  # fmt: skip
+    hidden, embeds = (tensor.axes for tensor in signature("image_encoder", config).outputs)
     made = hidden if "rows" in record else embeds
     if made[-1] != record["width"]:
         raise InputError(

@@ -71,7 +71,7 @@ def emulated(path: Path) -> Iterator[tuple[Path, list[str]]]:
         notes.append(f"{', '.join(foreign)} have no CPU kernels; their function bodies ran instead")
         _to_function_bodies(model)
     half = half_type(model)
-    if half is not None and any(value.dtype == half for value in (*model.graph.inputs, *model.graph.outputs)):
+    if half is not None and _takes_or_gives(model, half):
         notes.append(f"float32 arithmetic with every operator's result rounded to {half.name.lower()}")
         round_to_half(model, half)
     if not notes:
@@ -96,8 +96,12 @@ def loads_on_cpu(model: ir.Model) -> bool:
 
     It has no bfloat16 but that of weights which are cast at once.
     """
-    bfloat16 = any(value.dtype == ir.DataType.BFLOAT16 for value in (*model.graph.inputs, *model.graph.outputs))
+    bfloat16 = _takes_or_gives(model, ir.DataType.BFLOAT16)
     return not bfloat16 and not any(_not_on_cpu(node) for node in model.graph)
+
+
+def _takes_or_gives(model: ir.Model, dtype: ir.DataType) -> bool:
+    return any(value.dtype == dtype for value in (*model.graph.inputs, *model.graph.outputs))
 
 
 def round_to_half(model: ir.Model, half: ir.DataType) -> None:

@@ -49,10 +49,8 @@ class IpAdapterMethods:
 
         self._adapter()
         asked = Request(prompt="", ip_adapter_image=ip_adapter_image, ip_adapter_image_embeds=ip_adapter_image_embeds)
-        asked.num_images_per_prompt, asked.guidance = (
-            num_images_per_prompt,
-            1.0 if do_classifier_free_guidance else None,
-        )
+        asked.num_images_per_prompt = num_images_per_prompt
+        asked.guidance = 1.0 if do_classifier_free_guidance else None
         return [torch.from_numpy(self.told_pictures(asked)["image_embeds"])]
 
     def told_pictures(self, request: Request) -> dict[str, np.ndarray]:
