@@ -78,8 +78,13 @@ def command(
 
     from sd_ort.check.verify import check, verify
 
-    if not as_json:
-        click.echo(f"{'component':16}{'output':20}{'shape':22}{'rel. error':>12}{'NMSE':>10}{'max abs':>10}")
+    heads = [f"{'component':16}{'output':20}{'shape':22}{'rel. error':>12}{'NMSE':>10}{'max abs':>10}"]
+
+    def say(row: dict[str, Any]) -> None:
+        if not as_json:
+            click.echo("\n".join([*heads, line(row)]))
+        heads.clear()
+
     result = verify(
         source,
         optimized,
@@ -89,7 +94,7 @@ def command(
         provider=provider,
         library=not portable,
         seed=seed,
-        report=lambda row: None if as_json else click.echo(line(row)),
+        report=say,
     )
     if as_json:
         click.echo(json.dumps(result, indent=1))

@@ -75,8 +75,8 @@ def create_session(
     file, by name, instead of those in the file; of the same shape and type. `products`: those of them that nothing but
     matrix products reads, which a CPU then packs without copying them first. `held`: the same on the provider's
     device, to be read there whenever it runs (`sd_ort.runtime.held`). `changed`: a graph to open instead of the file's,
-    over the file's data. `once`: it runs a time or two, for which weights are not worth being packed. `sizes`: of open
-    dimensions, by their names, where the graph has them: what depends on them alone is computed once, now.
+    over the file's data. `once`: it runs a time or two, which is not worth optimizing it or packing weights. `sizes`:
+    of open dimensions, by their names, where the graph has them: what depends on them alone is computed once, now.
 
     Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
     installed, not loadable or silently dropped.
@@ -92,8 +92,7 @@ def create_session(
         raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
     options = _session_options(provider, threads, profile, sizes)
     if once:
-        options.add_session_config_entry("session.disable_prepacking", "1")
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        _do_without_preparation(options)
     shared = _replace(options, provider, weights or {}, products)
     kept = _hold(options, provider, held or {})
     if not _register_ops(options, library):
@@ -147,14 +146,20 @@ def check_opens(path: Path) -> None:
     onnxruntime = runtime()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.add_session_config_entry("session.disable_prepacking", "1")
+    _do_without_preparation(options)
     try:
         onnxruntime.InferenceSession(str(path), options, providers=[CPU_EP])
     except Exception as error:  # pybind's exceptions share no base class but Exception
         if type(error).__name__ != "NotImplemented":
             reason = " ".join(str(error).split())[:300]
             raise InputError(f"{model_name(path)} is a graph that ONNX Runtime refuses: {reason}") from error
+
+
+def _do_without_preparation(options: Any) -> None:
+    """Have a session neither optimize its graph nor pack weights, nor its threads burn time while they wait."""
+    options.graph_optimization_level = runtime().GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
 
 
 @contextmanager
