@@ -7,9 +7,10 @@ Of the nine pixels of the doubled image that one of the result reads, many are c
 x, which ones and with which sums of its taps depends on whether its row and column are even or odd. So the four kinds
 are a convolution each, exactly, borders included (a sub-pixel convolution: Shi et al., arXiv 1609.05158); all four run
 as one of 4*M filters, on a grid with a row and a column more than x, and the shuffle picks each kind where it starts.
-The taps are summed in float32 while the model is saved, and rounded once (`recipes.phases`). Left alone: other scales,
-filters, strides, pads, dilations, groups, weights that are not constant, an upsampled image that something else reads
-too. Runs after `upsample_nearest`, which proves that pixels are doubled, and `fold_bias`.
+The taps are summed in float32 while the model is saved, and rounded once (`recipes.phases`); 16 take the place of 9, so
+that SD 1.5's U-Net has 52 MB more of weights, of 1.7 GB. Left alone: other scales, filters, strides, pads, dilations,
+groups, weights that are not constant, an upsampled image that something else reads too. Runs after `upsample_nearest`,
+which proves that pixels are doubled, and `fold_bias`.
 """
 
 from __future__ import annotations
