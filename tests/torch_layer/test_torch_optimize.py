@@ -18,6 +18,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.metrics import psnr
 from sd_ort.runtime import build
 from sd_ort.torch import kernels, optimize, reset_status, restore, status
+from sd_ort.torch.modules import packing
 from sd_ort.torch.modules.resnet import TOGETHER, FastResnetBlock2D
 
 SIZES: dict[str, Any] = {
@@ -188,6 +189,27 @@ def test_weights_that_move_apart_still_count() -> None:
     reset_status()
     torch.testing.assert_close(call(model.double().float()), wanted, atol=2e-5, rtol=1e-4)
     assert status().fallbacks == {("stacked_linear", "the weights lie apart"): 8}
+
+
+@pytest.mark.parametrize("kind", ["sd1", "sdxl"])
+@torch.no_grad()
+def test_weights_by_columns(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "columns_are_faster", lambda *_: True)
+    model = MODELS[kind]()
+    wanted, before = call(model), {name: value.clone() for name, value in model.state_dict().items()}
+    optimize(model, "performance")
+    reset_status()
+    torch.testing.assert_close(call(model), wanted, atol=2e-5, rtol=1e-4)
+    assert not status().fallbacks
+    block = model.down_blocks[0].attentions[0].transformer_blocks[0]
+    for layer in (block.attn1.to_q, block.attn1.to_v, block.ff.net[0].proj):
+        assert layer.weight.stride(0) == 1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.save_pretrained(tmp_path)
+    assert torch.equal(call(UNet2DConditionModel.from_pretrained(tmp_path)), wanted)
+    restore(model)
+    assert all(parameter.is_contiguous() for parameter in model.parameters())
+    assert torch.equal(call(model), wanted)
 
 
 @torch.no_grad()
