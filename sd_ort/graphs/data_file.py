@@ -33,7 +33,7 @@ def write(
             if tensor.nbytes > ALIGNED_FROM:
                 sink.write(bytes(-sink.bytes % ALIGNMENT))
             begin = sink.bytes
-            if numbers is None:
+            if isinstance(tensor, ir.ExternalTensor):
                 tensor.tofile(sink)
             else:
                 sink.write(numbers)
@@ -62,9 +62,9 @@ class _Sink:
         return len(whole)
 
 
-def _ahead(tensors: Sequence[ir.TensorProtocol]) -> Iterator[tuple[ir.TensorProtocol, memoryview | None]]:
-    """Each tensor with its bytes, which another thread made; without where they need not be in memory."""
-    waiting: deque[tuple[ir.TensorProtocol, Future[memoryview | None]]] = deque()
+def _ahead(tensors: Sequence[ir.TensorProtocol]) -> Iterator[tuple[ir.TensorProtocol, memoryview]]:
+    """Each tensor with its bytes, which another thread made."""
+    waiting: deque[tuple[ir.TensorProtocol, Future[memoryview]]] = deque()
     with ThreadPoolExecutor(1) as pool:
         try:
             for tensor in tensors:
@@ -77,15 +77,15 @@ def _ahead(tensors: Sequence[ir.TensorProtocol]) -> Iterator[tuple[ir.TensorProt
             pool.shutdown(cancel_futures=True)
 
 
-def _result(
-    waiting: deque[tuple[ir.TensorProtocol, Future[memoryview | None]]],
-) -> tuple[ir.TensorProtocol, memoryview | None]:
+def _result(waiting: deque[tuple[ir.TensorProtocol, Future[memoryview]]]) -> tuple[ir.TensorProtocol, memoryview]:
     tensor, made = waiting.popleft()
     return tensor, made.result()
 
 
-def _bytes(tensor: ir.TensorProtocol) -> memoryview | None:
-    """None of a tensor that lies in a file, which is copied piece by piece, and of one of packed numbers."""
-    if isinstance(tensor, ir.ExternalTensor) or tensor.dtype.bitwidth < 8:
-        return None
-    return memoryview(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8))
+def _bytes(tensor: ir.TensorProtocol) -> memoryview:
+    """None of a tensor that lies in a file, which is copied from there piece by piece."""
+    if isinstance(tensor, ir.ExternalTensor):
+        return memoryview(b"")
+    if tensor.dtype.bitwidth < 8:
+        return memoryview(tensor.tobytes())
+    return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data

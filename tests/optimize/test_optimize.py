@@ -247,9 +247,7 @@ def test_interrupt_and_full_disk(
 ) -> None:
     save = stage.save
 
-    def fail_on_the_second(
-        model: ir.Model, path: Path, before_each: Callable[[], None], **options: bool
-    ) -> str | None:
+    def fail_on_the_second(model: ir.Model, path: Path, before_each: Callable[[], None], **options: bool) -> str | None:
         if path.parent.name == "vae_decoder":
             raise error
         return save(model, path, before_each, **options)
