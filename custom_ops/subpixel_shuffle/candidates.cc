@@ -1,0 +1,30 @@
+// The ways to run SubpixelShuffle: an element per thread, or 16 bytes.
+#include "common/tunable.h"
+#include "subpixel_shuffle/op.h"
+
+namespace sd_ort {
+namespace {
+
+using Params = SubpixelShuffleParams;
+
+bool always(const Params&) { return true; }
+bool takes_vectors(const Params& p) {
+  return p.channels * size_of(p.dtype) % 16 == 0 && are_aligned<16>(p.x, p.bias, p.y);
+}
+
+}  // namespace
+
+const GpuOp& subpixel_shuffle_gpu() {
+  static const TunableOp<Params> op(
+      "SubpixelShuffle",
+      {{"plain", always,
+        [](const Params& p, void*, void* stream) {
+          return subpixel_shuffle_launch(p, static_cast<int>(size_of(p.dtype)), stream);
+        }},
+       {"vectors", takes_vectors,
+        [](const Params& p, void*, void* stream) { return subpixel_shuffle_launch(p, 16, stream); }}},
+      [](const Params& p) { return takes_vectors(p) ? "vectors" : "plain"; });
+  return op;
+}
+
+}  // namespace sd_ort
