@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +19,7 @@ import onnx_ir as ir
 Recipe = str | list[Any]
 KEY = "fusion_passes.recipe"
 STRIP = 128  # columns of a matrix, filters of a convolution: pieces that caches hold
+TAPS = (((0,), (1, 2)), ((0, 1), (2,)))  # of 3 in a row, by parity: those of the first pixel and of the second
 
 
 def interleave(heads: int, *weights: np.ndarray) -> np.ndarray:
@@ -58,6 +60,19 @@ def contiguous(numbers: np.ndarray) -> np.ndarray:
     return copied
 
 
+def phases(_: None, filters: np.ndarray) -> np.ndarray:
+    """Filters (M, 3, 3, C) of an image whose pixels are doubled -> (4 * M, 2, 2, C), those of the image before it.
+
+    A filter for each parity of the row and the column it computes; its taps are sums of those that read one pixel.
+    """
+    count, _, _, channels = filters.shape
+    made = np.zeros((2, 2, count, 2, 2, channels), np.float32)
+    for p, q, a, b in np.ndindex(2, 2, 2, 2):
+        for y, x in product(TAPS[p][a], TAPS[q][b]):
+            made[p, q, :, a, b] += filters[:, y, x]
+    return made.reshape(4 * count, 2, 2, channels)
+
+
 OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "transpose": lambda permutation, a: a.transpose(permutation),
     "reshape": lambda shape, a: a.reshape(shape),
@@ -67,8 +82,10 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "add": lambda _, a, b: single(a) + single(b),
     "through": lambda _, filters, a: single(filters).reshape(len(filters), -1) @ single(a),  # filters of one pixel
     "interleave": interleave,
+    "phases": phases,
     "cast": cast,
 }
+COMPUTED = frozenset({"add", "through", "phases"})  # in float32, of tensors of any float type
 
 
 def of(value: ir.Value) -> Recipe | None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes.recipes import OPERATIONS, contiguous, note
+from fusion_passes.recipes import COMPUTED, OPERATIONS, cast, contiguous, note
 
 
 def read(tensor: ir.TensorProtocol) -> np.ndarray:
@@ -41,20 +41,23 @@ def derived(
 ) -> ir.Value:
     """A new initializer `name` of `shape` and the sources' dtype, made from them on saving; its recipe is kept.
 
-    operation, argument: one of `recipes.OPERATIONS`.
+    operation, argument: one of `recipes.OPERATIONS`. What is computed of another type than float32 is rounded to it.
     """
     tensors = [ir.convenience.get_const_tensor(source) for source in sources]
     kept = [tensor for tensor in tensors if tensor is not None]
     assert len(kept) == len(tensors), "derived() needs constants"
     dtype = kept[0].dtype
+    rounds = operation in COMPUTED and dtype != ir.DataType.FLOAT
 
     def evaluate() -> ir.Tensor:
-        return ir.Tensor(contiguous(OPERATIONS[operation](argument, *(read(t) for t in kept))), dtype=dtype, name=name)
+        numbers = contiguous(OPERATIONS[operation](argument, *(read(t) for t in kept)))
+        return ir.Tensor(cast(dtype.name, numbers) if rounds else numbers, dtype=dtype, name=name)
 
     tensor = ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape), name=name)
     value = ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(dtype))
     graph.register_initializer(value)
-    return note(value, operation, argument, sources)
+    note(value, operation, argument, sources)
+    return note(value, "cast", dtype.name, [value]) if rounds else value
 
 
 def unique(value: ir.Value | None, suffix: str) -> str:

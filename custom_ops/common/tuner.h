@@ -24,17 +24,19 @@ class Tuner {
   static Tuner& instance();
 
   void enable(bool enabled);
+  // From now on what is timed has its memsets replaced, as our provider's graphs have and other callers' have not.
+  void time_without_memsets();
   void clear();
   void set(const std::string& op, const std::string& signature, int candidate);
 
   // The candidate for a call, -1 when none supports it. Tunes first when enabled and the signature is new.
-  // `overwrites`: the first output lies where an input does.
-  int choose(const GpuOp& op, const void* params, void* stream, bool overwrites = false);
+  // `x`: where the input lies that the first output may be written over; null for none.
+  int choose(const GpuOp& op, const void* params, void* stream, const void* x = nullptr);
 
   // Runs every supported candidate on the call's own buffers, the default first, replayed as graphs where they can be
   // captured, on a stream of its own once `stream` has done its work; the fastest whose output agrees with
   // that of candidate 0 is kept. Returns a message when candidate 0 fails.
-  std::string tune(const GpuOp& op, const void* params, void* stream, bool overwrites = false);
+  std::string tune(const GpuOp& op, const void* params, void* stream, const void* x = nullptr);
 
   // A line per result: operator, signature, candidate, microseconds, the default's microseconds.
   std::string results() const;

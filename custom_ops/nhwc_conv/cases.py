@@ -91,7 +91,7 @@ def _case(
 
 
 # Channels of every latent and image (3, 4, 8, 9, 16), images and filters that no tile divides, one pixel, 1 x 1 and
-# 3 x 3, the U-Net's stride and the VAE encoder's uneven pads, sums long enough to be split.
+# 3 x 3, the U-Net's stride and the VAE encoder's uneven pads, sums long enough to be split, 2 x 2 of a doubled image.
 CASES = [
     _case(1, 1, 1, 1, m=1),
     _case(1, 5, 7, 3, m=5, bias=False),
@@ -106,6 +106,7 @@ CASES = [
     _case(1, 8, 8, 16, m=8, pads=(2, 2, 2, 2), dilation=2),
     _case(1, 4, 4, 16, m=8, group=2),
     _case(1, 4, 4, 136, m=72, skip=True),
+    _case(1, 5, 6, 24, m=32, k=2, pads=(1, 1, 1, 1), bias=False),
     _case(0, 4, 4, 8, m=8),
     *(_case(1, 6, 7, 24, m=16, skip=True, values=values) for values in ("large", "tiny", "constant")),
     _case(2, 64, 64, 320, m=320, skip=True, big=True),
@@ -116,4 +117,6 @@ CASES = [
     _case(2, 64, 64, 4, m=320, big=True),
     _case(1, 512, 512, 128, m=128, skip=True, big=True),
     _case(1, 512, 512, 128, m=3, big=True),
+    _case(2, 16, 16, 1280, m=5120, k=2, pads=(1, 1, 1, 1), bias=False, big=True),
+    _case(1, 256, 256, 256, m=1024, k=2, pads=(1, 1, 1, 1), bias=False, big=True),
 ]

@@ -18,6 +18,7 @@ from fusion_passes.operators import (
     scaled_dot_product_attention,
     skip_group_norm,
     skip_layer_normalization,
+    subpixel_shuffle,
     upsample_nearest,
     winograd_conv,
 )
@@ -32,6 +33,7 @@ OPERATORS: tuple[Operator, ...] = (
     skip_layer_normalization.OPERATOR,
     quick_gelu.OPERATOR,
     upsample_nearest.OPERATOR,
+    subpixel_shuffle.OPERATOR,
     nhwc_conv.OPERATOR,
     winograd_conv.OPERATOR,
     bfloat16_attention.OPERATOR,

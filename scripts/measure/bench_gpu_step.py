@@ -64,7 +64,7 @@ CLASSES = (
     ("gelu", r"gelu"),
     ("convolution", r"conv|wgrad|fprop|implicit|xmma.*(nhwc|indexed)|nhwcAddPadding|nchwToNhwc|nhwcToNchw|cudnn"),
     ("matrix product", r"gemm|nvjet|cutlass|splitK|cublas|triton_tem"),
-    ("concat, resize, transpose", r"[Cc]oncat|[Rr]esize|[Uu]psample|[Tt]ranspose|[Uu]pSample"),
+    ("concat, resize, transpose", r"[Cc]oncat|[Rr]esize|[Uu]psample|subpixel|[Tt]ranspose|[Uu]pSample"),
     ("memset, memcpy", r"[Mm]emset|[Mm]emcpy"),
     ("element-wise", r""),
 )
@@ -87,17 +87,19 @@ def _without(*names: str) -> dict[str, Any]:
     return {"passes": tuple(each for each in CUDA.passes if each.name not in names)}
 
 
-_OURS = ("linear_add", "layer_norm", "upsample_nearest")
-# Each adds to the one before: a waterfall. The fifth is the cuda target as it is.
+_OURS = ("linear_add", "layer_norm", "upsample_nearest", "subpixel_conv")
+# Each adds to the one before: a waterfall. The fifth is the cuda target as it is. The last is the seventh without one
+# of its passes.
 VARIANTS = {
     "1 contrib operators": Variant({**_without(*_OURS, "fold_bias"), "contrib": CUDA_CONTRIB}),
     "2 + convolution biases folded": Variant({**_without(*_OURS), "contrib": CUDA_CONTRIB}),
     "3 + our GroupNorm, gates, BiasAdd, attention of wide heads": Variant(_without(*_OURS)),
-    "4 + our LayerNormalization, UpsampleNearest": Variant(_without("linear_add")),
-    "5 + LinearAdd": Variant(),
+    "4 + our LayerNormalization, UpsampleNearest": Variant(_without("linear_add", "subpixel_conv")),
+    "5 + LinearAdd, sub-pixel convolutions": Variant(),
     "6 + hoisting": Variant(hoist=True),
     "7 + tuning": Variant(hoist=True, tune=True),
     "8 + our attention": Variant({"contrib": _OUR_ATTENTION}, hoist=True, tune=True),
+    "7 without sub-pixel convolutions": Variant(_without("subpixel_conv"), hoist=True, tune=True),
 }
 
 

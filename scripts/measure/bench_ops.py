@@ -37,8 +37,8 @@ from custom_ops.libraries import GpuLibrary
 from custom_ops.op import Case, Operator, load
 from sd_ort.runtime import build
 
-BANDWIDTH = ("group_norm", "skip_group_norm", "bias_split_gelu", "bias_add", "skip_layer_norm", "upsample_nearest")
-NOT_IN_CONTRIB = ("upsample_nearest",)
+NOT_IN_CONTRIB = ("upsample_nearest", "subpixel_shuffle")
+BANDWIDTH = ("group_norm", "skip_group_norm", "bias_split_gelu", "bias_add", "skip_layer_norm", *NOT_IN_CONTRIB)
 ROTATED_BYTES = 400e6  # several times the largest cache
 MOST_SETS = 100
 UNFUSED = 16  # provider option sdpa_kernel: AttentionBackend::MATH of ONNX Runtime

@@ -53,6 +53,15 @@ def upsample_nearest(t: Tensors, case: Case) -> torch.Tensor:
     return F.interpolate(t["X"].permute(0, 3, 1, 2), scale_factor=scales, mode="nearest").permute(0, 2, 3, 1)
 
 
+def subpixel_shuffle(t: Tensors, case: Case) -> torch.Tensor:
+    batch, height, width, channels = case.inputs["X"]
+    phases = t["X"].unflatten(3, (2, 2, channels // 4))
+    y = phases.new_empty(batch, height - 1, 2, width - 1, 2, channels // 4)
+    for p, q in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        y[:, :, p, :, q] = phases[:, p : p + height - 1, q : q + width - 1, p, q]
+    return y.flatten(3, 4).flatten(1, 2) + t["bias"]
+
+
 def attention(t: Tensors, case: Case) -> torch.Tensor:
     heads = int(case.attributes["num_heads"])
     query, keys = t["query"], t.get("key")
@@ -74,5 +83,6 @@ TORCH: dict[str, Callable[[Tensors, Case], object]] = {
     "bias_add": bias_add,
     "skip_layer_norm": skip_layer_norm,
     "upsample_nearest": upsample_nearest,
+    "subpixel_shuffle": subpixel_shuffle,
     ATTENTION: attention,
 }

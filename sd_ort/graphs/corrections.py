@@ -119,6 +119,15 @@ def _interleave(add: Add, heads: int, parts: list[str]) -> str:
     return _reshape(add, [0, -1], [add(f"Concat <axis = 2> ({', '.join(columns)})")])
 
 
+def _phases(add: Add, _: None, parts: list[str]) -> str:
+    """As `recipes.phases`, with a tap of zeros behind the three."""
+    taps = add(f"Pad ({parts[0]}, {{}})", 0, 0, 0, 0, 0, 1, 1, 0)
+    for axis in (1, 2):
+        sums = [add(f"Gather <axis = {axis}> ({taps}, {{}})", *chosen) for chosen in ((0, 1, 0, 2), (3, 2, 1, 3))]
+        taps = _add(add, None, sums)
+    return _transpose(add, [1, 3, 0, 2, 4, 5], [_reshape(add, [0, 2, 2, 2, 2, -1], [taps])])
+
+
 # As `fusion_passes.recipes.OPERATIONS`, of which "repeat" makes no weight that LoRAs change.
 _OPERATIONS: dict[str, Callable[[Add, Any, list[str]], str]] = {
     "transpose": _transpose,
@@ -126,4 +135,5 @@ _OPERATIONS: dict[str, Callable[[Add, Any, list[str]], str]] = {
     "matrix": _matrix,
     "add": _add,
     "interleave": _interleave,
+    "phases": _phases,
 }

@@ -8,6 +8,7 @@ from fusion_passes import checks as c
 
 # What carries the size of another value to a Resize, and leaves it as it is.
 CARRYING = ("Cast", "Concat", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze")
+ENLARGING = ("Upsample", "UpsampleNearest", "SubpixelShuffle", "Resize")
 
 
 def doubles(model: ir.Model) -> bool:
@@ -16,7 +17,7 @@ def doubles(model: ir.Model) -> bool:
     diffusers' UNets do the latter at sizes that do not halve evenly at every level (`upsample_size`), and exporters
     trace what is done at the size they trace: a graph of the other kind can be run at even sizes alone.
     """
-    return any(node.op_type in ("Upsample", "UpsampleNearest", "Resize") and not _follows(node) for node in model.graph)
+    return any(node.op_type in ENLARGING and not _follows(node) for node in model.graph)
 
 
 def _follows(node: ir.Node) -> bool:

@@ -25,6 +25,7 @@ from fusion_passes.lower import (
     linear_add,
     nhwc_layout,
     pack_qkv,
+    subpixel_conv,
     upsample_nearest,
     winograd_conv,
 )
@@ -173,6 +174,7 @@ CUDA = Target(
         pack_qkv.PASS,
         linear_add.PASS,
         upsample_nearest.PASS,
+        subpixel_conv.PASS,
         layer_norm.PASS,
     ),
     contrib={
@@ -185,7 +187,14 @@ CUDA = Target(
 
 ROCM = Target(
     "rocm",
-    passes=(_NO_SDPA, nhwc_layout.PASS, fold_bias.PASS, pack_qkv.PASS, upsample_nearest.PASS),
+    passes=(
+        _NO_SDPA,
+        nhwc_layout.PASS,
+        fold_bias.PASS,
+        pack_qkv.PASS,
+        upsample_nearest.PASS,
+        subpixel_conv.PASS,
+    ),
     contrib={**CUDA_CONTRIB, "MultiHeadAttention": _no_bias_input},
     float32_inputs=_FLOAT32_INPUTS,
     dtypes=_NO_BFLOAT16,

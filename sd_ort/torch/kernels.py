@@ -89,6 +89,12 @@ def gpu_kernels() -> Kernels:
     return _taken(HIP_LIBRARY if torch.version.hip else CUDA_LIBRARY)
 
 
+@cache
+def is_hopper_or_newer(device: torch.device) -> bool:
+    """Whether a GPU is NVIDIA's, of compute capability 9 or more: what some choices were measured on."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def forget() -> None:
     """Look for the libraries anew: for tests, and after `sd-ort build-ops` in the same process."""
     _found.cache_clear()

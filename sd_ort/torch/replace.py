@@ -39,6 +39,7 @@ _ORIGINALS: dict[type[nn.Module], type[nn.Module]] = {
     **{fast: original for original, (fast, _) in _CLASSES.items()},
     images.GroupNormSilu: nn.GroupNorm,
     images.SiluDone: nn.SiLU,
+    images.FoldedUpsample2D: Upsample2D,
 }
 _WITH_LAST_NORM = (UNet2DConditionModel, Encoder, Decoder)
 # Attributes of a component: its weights were made channels last; its slicing was turned on.
@@ -72,10 +73,14 @@ def optimize(target: Target, level: Level = "auto", graph: bool | None = None) -
             _replace(module, level)
             if graph or (graph is None and level != "memory"):
                 whole.capture(module)
-        for module in component.modules():
-            if level == "performance" and type(module) in whole.MODELS:
+        for module in component.modules() if level == "performance" else ():
+            if type(module) in whole.MODELS:
                 resnet.share_time(module)
                 attention.share_prompt(module)
+            if isinstance(module, transformer.FastGEGLU):
+                packing.lay_columns(module.proj)
+            if isinstance(module, images.FastUpsample2D):
+                module.__class__ = images.FoldedUpsample2D
         _lay_out(component)
         if level == "memory" and getattr(component, "use_slicing", None) is False:
             component.enable_slicing()  # type: ignore[operator]
@@ -144,15 +149,14 @@ def _counted(name: str, reason: str | None) -> bool:
 def _replace_processor(attn: Attention, level: Level) -> None:
     if not _counted("Attention", attention.refuse(attn)):
         return
-    weights = packing.products(attn) if level == "performance" else []
-    if weights:
-        packing.lay_side_by_side(weights)
-    attn.processor = attention.FastAttnProcessor(attn.processor, stacked=bool(weights))
+    stacked = level == "performance" and packing.lay_products(attn)
+    attn.processor = attention.FastAttnProcessor(attn.processor, stacked)
 
 
 def _restore(module: nn.Module) -> None:
     whole.release(module)
     resnet.own_time(module)
+    packing.lay_rows(module)
     if type(module) in _ORIGINALS:
         module.__class__ = _ORIGINALS[type(module)]
     if isinstance(module, Attention) and isinstance(module.processor, attention.FastAttnProcessor):

@@ -21,7 +21,7 @@ from rebuilding import rebuilt, tensors
 
 import fusion_passes
 from fusion_passes import recipes
-from fusion_passes.lower import nhwc_layout, pack_qkv, upsample_nearest
+from fusion_passes.lower import nhwc_layout, pack_qkv, subpixel_conv, upsample_nearest
 from fusion_passes.pass_ import run_all, totals
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
@@ -38,7 +38,7 @@ from sd_ort.optimize.optimizer import COUNTED, optimize, optimize_component
 from sd_ort.optimize.targets import PORTABLE, Target
 
 # All that a GPU provider could take, as function bodies, so that the CPU runs it: the layout and the packing.
-NHWC = Target("nhwc", (nhwc_layout.PASS, pack_qkv.PASS, upsample_nearest.PASS))
+NHWC = Target("nhwc", (nhwc_layout.PASS, pack_qkv.PASS, upsample_nearest.PASS, subpixel_conv.PASS))
 
 # What a family's components consist of after fusion; SD 1.5 as in the table of README.md, others by their topology.
 # A GroupNorm is a SkipGroupNorm where it normalizes a sum (a convolution and the time embedding, a block and its
@@ -46,14 +46,14 @@ NHWC = Target("nhwc", (nhwc_layout.PASS, pack_qkv.PASS, upsample_nearest.PASS))
 VAE = {
     "vae_encoder": {"MultiHeadAttention": 1, "GroupNorm": 14, "SkipGroupNorm": 8, "NhwcConv": 28, "Transpose": 2},
     "vae_decoder": {
-        "MultiHeadAttention": 1, "GroupNorm": 18, "SkipGroupNorm": 12, "UpsampleNearest": 3, "NhwcConv": 36,
+        "MultiHeadAttention": 1, "GroupNorm": 18, "SkipGroupNorm": 12, "SubpixelShuffle": 3, "NhwcConv": 36,
         "Transpose": 2,
     },
 }  # fmt: skip
 SD_UNET = {
     "MultiHeadAttention": 32, "packed_qkv": 16, "packed_kv": 16, "GroupNorm": 16, "SkipGroupNorm": 45,
     "BiasSplitGelu": 16, "BiasAdd": 16, "SkipLayerNormalization": 32, "LayerNormalization": 16,
-    "UpsampleNearest": 3, "NhwcConv": 98, "Transpose": 2,
+    "SubpixelShuffle": 3, "NhwcConv": 98, "Transpose": 2,
 }  # fmt: skip
 CLIP_L = {"MultiHeadAttention": 12, "SkipLayerNormalization": 24, "LayerNormalization": 1, "QuickGelu": 12}
 EXPECTED: dict[str, dict[str, dict[str, int]]] = {
@@ -84,7 +84,7 @@ EXPECTED: dict[str, dict[str, dict[str, int]]] = {
         "unet": {
             "MultiHeadAttention": 140, "packed_qkv": 70, "packed_kv": 70, "GroupNorm": 12, "SkipGroupNorm": 34,
             "BiasSplitGelu": 70, "BiasAdd": 11, "SkipLayerNormalization": 199, "LayerNormalization": 11,
-            "UpsampleNearest": 2, "NhwcConv": 51, "Transpose": 2,
+            "SubpixelShuffle": 2, "NhwcConv": 51, "Transpose": 2,
         },
         **VAE,
     },
@@ -92,7 +92,7 @@ EXPECTED: dict[str, dict[str, dict[str, int]]] = {
         "unet": {
             "MultiHeadAttention": 88, "packed_qkv": 44, "packed_kv": 44, "GroupNorm": 16, "SkipGroupNorm": 40,
             "BiasSplitGelu": 44, "BiasAdd": 11, "SkipLayerNormalization": 121, "LayerNormalization": 11,
-            "UpsampleNearest": 3, "NhwcConv": 66, "Transpose": 2,
+            "SubpixelShuffle": 3, "NhwcConv": 66, "Transpose": 2,
         },
     },
 }  # fmt: skip
@@ -185,7 +185,7 @@ CALLED = {
     "GEGLU": ("BiasSplitGelu",),
     "LayerNorm": ("LayerNormalization", "SkipLayerNormalization"),
     "Conv2d": ("NhwcConv",),
-    "Upsample2D": ("UpsampleNearest",),
+    "Upsample2D": ("UpsampleNearest", "SubpixelShuffle"),
     "QuickGELUActivation": ("QuickGelu",),
 }
 

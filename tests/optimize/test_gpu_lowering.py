@@ -37,7 +37,7 @@ def test_unet(tmp_path: Path) -> None:
     assert entry["rules"]["fold_bias"] == 78
     assert entry["rules"]["linear_add"] == 158
     assert entry["rules"]["layer_norm"] == 16
-    assert entry["rules"]["upsample_nearest"] == 3
+    assert entry["rules"]["upsample_nearest"] == entry["rules"]["subpixel_conv"] == 3
     nodes = Counter(node.op_type for node in onnx.load(made, load_external_data=False).graph.node)
     assert {op: nodes[op] for op in ("NhwcConv", "LinearAdd", "BiasAdd", "MatMul", "LayerNormalization", "Resize")} == {
         "NhwcConv": 52, "LinearAdd": 158, "BiasAdd": 1, "MatMul": 0, "LayerNormalization": 0, "Resize": 0,

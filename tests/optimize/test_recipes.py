@@ -9,6 +9,7 @@ from pathlib import Path
 import graph_fixtures
 import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 import torch
 from minis import mini
@@ -23,7 +24,7 @@ from sd_ort.export.origins import equal_tensors, origins
 from sd_ort.family.checkpoints import PresetSource
 from sd_ort.family.presets import PRESETS
 from sd_ort.family.signatures import MODEL_OF
-from sd_ort.graphs import hoist
+from sd_ort.graphs import corrections, hoist
 from sd_ort.optimize import precision
 from sd_ort.optimize.optimizer import lower_operators, optimize
 from sd_ort.optimize.targets import TARGETS
@@ -130,6 +131,25 @@ def test_a_bias_through_filters() -> None:
     for name, numbers in tensors.items():
         with pytest.raises(ValueError, match="by the product with its filters"):
             recipes.change(recipe, {name: numbers})
+
+
+def test_filters_of_a_doubled_image() -> None:
+    """Sums of taps in float32 whatever the type, rounded once; of changes too, on the host and by a device's graph."""
+    recipe = ["cast", "FLOAT16", ["phases", None, ["transpose", [0, 2, 3, 1], "w"]]]
+    random = np.random.default_rng(0)
+    up, down = random.normal(size=(5, 2)).astype(np.float32), random.normal(size=(2, 36)).astype(np.float32)
+    w = (up @ down).reshape(5, 4, 3, 3)
+    made = recipes.evaluate(recipe, {"w": w.astype(np.float16)}.__getitem__)
+    of_half = w.astype(np.float16).astype(np.float64)
+    np.testing.assert_array_equal(made[:5, 0, 0], of_half[:, :, 0, 0].astype(np.float16))  # even row, even column
+    np.testing.assert_array_equal(made[5:10, 1, 1], of_half[:, :, 1:, 2].sum(2).astype(np.float16))  # odd column
+    np.testing.assert_array_equal(made[10:15, 0, 1], of_half[:, :, :2, 1:].sum((2, 3)).astype(np.float16))  # odd row
+    change = recipes.change(recipe, {"w": w})
+    form = corrections.form(recipe, w.shape, made.dtype)
+    assert form is not None
+    session = ort.InferenceSession(corrections.correction(form), providers=["CPUExecutionProvider"])
+    summed = session.run(None, {"base": made, "up_0": up, "down_0": down})[0]
+    np.testing.assert_allclose(summed, made + change, rtol=1e-3, atol=1e-3)
 
 
 def test_origins_compare_all_numbers() -> None:

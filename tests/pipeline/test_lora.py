@@ -44,7 +44,7 @@ BLOCK = "down_blocks.0.attentions.0.transformer_blocks.0"
 MODULES = {
     "unet": [f"{BLOCK}.attn1.to_q", f"{BLOCK}.attn1.to_v", f"{BLOCK}.attn1.to_out.0", f"{BLOCK}.attn2.to_k",
              f"{BLOCK}.ff.net.0.proj", "down_blocks.0.resnets.0.conv1", "up_blocks.1.attentions.0.proj_in",
-             "down_blocks.0.resnets.0.time_emb_proj"],
+             "down_blocks.0.resnets.0.time_emb_proj", "up_blocks.0.upsamplers.0.conv"],
     "text_encoder": ["encoder.layers.0.self_attn.q_proj", "encoder.layers.3.mlp.fc1"],
 }  # fmt: skip
 ALPHA, RANK = 2.0, 4

@@ -14,6 +14,7 @@ from torch import nn
 from sd_ort.torch.modules import parts
 from sd_ort.torch.modules.attention import project
 from sd_ort.torch.operators import bias_split_gelu, skip_layer_norm
+from sd_ort.torch.operators.linear_add import product
 
 Tensor = torch.Tensor
 
@@ -25,7 +26,7 @@ class FastGEGLU(GEGLU):
         """hidden_states (..., C) -> (..., 4 C)."""
         if not parts.is_plain(self.proj, nn.Linear) or self.proj.bias is None:
             return super().forward(hidden_states, *args, **kwargs)
-        return bias_split_gelu(nn.functional.linear(hidden_states, self.proj.weight), self.proj.bias)
+        return bias_split_gelu(product(hidden_states, self.proj.weight), self.proj.bias)
 
 
 class FastBasicTransformerBlock(BasicTransformerBlock):

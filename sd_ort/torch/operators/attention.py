@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 
@@ -50,17 +48,11 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, 
     return y if length else y.zero_()
 
 
-@cache
-def _has_cudnn(device: torch.device) -> bool:
-    """Whether torch's attention is cuDNN's with warpgroup instructions: NVIDIA, compute capability 9 or more."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def _torch_is_faster(q: Tensor, length: int, masked: bool) -> bool:
     """As measured on an H200 (results/ops_sm_90.md): cuDNN's, but for few numbers or heads it does not take."""
     if q.device.type != "cuda" or q.dtype == torch.float32 or masked or q.shape[-1] > 256 or q.shape[-1] % 8:
         return False
-    if not (_has_cudnn(q.device) and torch.backends.cuda.cudnn_sdp_enabled()):
+    if not (kernels.is_hopper_or_newer(q.device) and torch.backends.cuda.cudnn_sdp_enabled()):
         return False
     return length >= 256 or q.shape[0] * q.shape[1] * q.shape[2] >= 40_000
 

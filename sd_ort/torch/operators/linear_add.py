@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from custom_ops.linear_add.cases import Params
 from sd_ort.torch import kernels
@@ -50,3 +51,14 @@ _OPERATOR = Operator(
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
     """x @ weight + bias + skip: x (..., K), weight (K, N), bias (N), skip and the result (..., N)."""
     return _OPERATOR(x, weight, bias, skip)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., K) times a layer's weight (N, K), transposed, + bias (N). A GPU's weight that lies by columns is read by
+    `linear_add`, which measures the algorithms of cuBLASLt where torch takes the first that it proposes; not for
+    gradients, for which an operator computes its product again.
+    """
+    by_columns = weight.ndim == 2 and not weight.is_contiguous() and weight.t().is_contiguous()
+    if by_columns and weight.is_cuda and not torch.is_grad_enabled():
+        return linear_add(x, weight.t(), bias)
+    return F.linear(x, weight, bias)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from sd_ort.torch.kernels import Refused
 from sd_ort.torch.operators.contract import Operator
+from sd_ort.torch.operators.linear_add import product
 
 Tensor = torch.Tensor
 
@@ -21,24 +22,26 @@ def _plain(x: Tensor, first: Tensor, second: Tensor, third: Tensor | None) -> Te
 
 
 def side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
-    """Weights (N_i, ...) as one, (sum of N_i, ...), where they lie so in memory; else None."""
+    """Weights (N_i, ...) as one, (sum of N_i, ...), where they lie so in memory, by rows or by columns; else None."""
     first = weights[0]
-    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
+    storage, offset, strides = first.untyped_storage().data_ptr(), first.storage_offset(), first.stride()
+    by_columns = first.ndim == 2 and strides[0] == 1 and strides[1] >= sum(len(weight) for weight in weights)
+    if not by_columns and not first.is_contiguous():
+        return None
     for weight in weights:
         if weight.untyped_storage().data_ptr() != storage or weight.storage_offset() != offset:
             return None
-        if not weight.is_contiguous() or weight.dtype != first.dtype:
+        if weight.stride() != strides or weight.dtype != first.dtype:
             return None
-        offset += weight.numel()
-    rows = sum(weight.shape[0] for weight in weights)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
+        offset += len(weight) * strides[0]
+    return first.as_strided((sum(len(weight) for weight in weights), *first.shape[1:]), strides)
 
 
 def _launch(x: Tensor, first: Tensor, second: Tensor, third: Tensor | None) -> Tensor:
     weight = side_by_side([weight for weight in (first, second, third) if weight is not None])
     if weight is None:
         raise Refused("the weights lie apart")
-    return F.linear(x, weight)
+    return product(x, weight)
 
 
 def _fake(x: Tensor, first: Tensor, second: Tensor, third: Tensor | None) -> Tensor:
