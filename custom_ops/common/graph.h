@@ -7,7 +7,7 @@
 
 namespace sd_ort {
 
-#if SD_ORT_HOST || SD_ORT_HIP
+#if SD_ORT_HOST || SD_ORT_HIP || defined(SD_ORT_EMULATED)
 inline void replace_memsets(SD_ORT_GPU_NAME(Graph_t)) {}  // nothing there is known to gain by it
 #else
 template <class T>

@@ -288,6 +288,8 @@ const char* try_candidate(const GpuOp& op, int candidate, const void* params, co
 
 }  // namespace
 
+void replace_memsets_of(void* graph) { replace_memsets(static_cast<SD_ORT_GPU_NAME(Graph_t)>(graph)); }
+
 int current_device() {
   int device = 0;
   return SD_ORT_GPU_NAME(GetDevice)(&device) == gpuSuccess ? device : 0;

@@ -35,8 +35,7 @@ const GpuOp& host_op() {
 
 }  // namespace
 
-// No kernel of these on the host: attention launches Softmax between two products, and the host's does not; torch's
-// operators alone launch DoubledWeight.
+// What other operators launch, or torch alone, and the host's do not.
 #define SD_ORT_GPU_OPERATOR(folder, name)               \
   const GpuOp& folder##_gpu() {                         \
     static const TunableOp<name##Params> op(#name, {}); \
