@@ -14,8 +14,7 @@ namespace {
 constexpr size_t kPiece = 1 << 20;
 constexpr unsigned kMostThreads = 4;
 
-// A share of the machine's cores: others may be at work beside a session that loads.
-unsigned thread_count() { return std::clamp(std::thread::hardware_concurrency() / 2, 1u, kMostThreads); }
+unsigned thread_count() { return std::clamp(std::thread::hardware_concurrency(), 1u, kMostThreads); }
 
 }  // namespace
 
