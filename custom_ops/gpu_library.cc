@@ -97,5 +97,7 @@ SD_ORT_EXPORT int sd_ort_set_tuning_result(const char* op, const char* signature
 }
 SD_ORT_EXPORT void sd_ort_clear_tuning_results() { Tuner::instance().clear(); }
 
+SD_ORT_EXPORT void sd_ort_replace_memsets(void* graph) { sd_ort::replace_memsets_of(graph); }
+
 SD_ORT_EXPORT const char* sd_ort_gpu_arch() { return keep(sd_ort::gpu_arch()); }
 SD_ORT_EXPORT const char* sd_ort_gpu_versions() { return keep(sd_ort::gpu_versions()); }

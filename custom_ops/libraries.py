@@ -33,6 +33,7 @@ _OF_GPUS: _Functions = {
     "clear_tuning_results": (None, []),
     "gpu_arch": (_TEXT, []),
     "gpu_versions": (_TEXT, []),
+    "replace_memsets": (None, [_POINTER]),
 }
 # A thread pool as sd_ort_parallel_for: (pool, body, count, context) -> None.
 ParallelFor = ctypes.CFUNCTYPE(

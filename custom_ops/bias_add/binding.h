@@ -12,8 +12,8 @@ SD_ORT_CPU_KERNEL(bias_add, BiasAddParams)
 struct BiasAddBinding {
   using Params = BiasAddParams;
   static constexpr const char* kName = "BiasAdd";
-  static constexpr Port kInputs[] = {{Port::kT}, {Port::kT}, {Port::kT}};  // X, bias, skip
-  static constexpr Port kOutputs[] = {{Port::kT}};                         // Y
+  static constexpr Port kInputs[] = {{Port::kT}, {Port::kT}, {Port::kT, true}};  // X, bias, skip
+  static constexpr Port kOutputs[] = {{Port::kT}};                               // Y
 
   static Params attributes(const Attributes&) { return {}; }
 
@@ -23,7 +23,7 @@ struct BiasAddBinding {
 
   static void bind(Tensors& tensors, Params& params) {
     const Tensor x = tensors.input(0), bias = tensors.input(1), skip = tensors.input(2);
-    require(x.shape.size() >= 1 && skip.shape == x.shape, "BiasAdd: skip must have the shape of X");
+    require(x.shape.size() >= 1 && (!skip || skip.shape == x.shape), "BiasAdd: skip must have the shape of X");
     params.channels = x.shape.back();
     require(bias.has_shape({params.channels}), "BiasAdd: bias must have as many elements as the last axis of X");
     params.rows = x.rows();

@@ -35,7 +35,7 @@ def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
         dtype=DTYPES[dtype][0],
         x=address["X"],
         bias=address["bias"],
-        skip=address["skip"],
+        skip=address.get("skip", 0),
         y=address["Y"],
         rows=prod(shape[:-1]),
         channels=shape[-1],
@@ -47,9 +47,12 @@ def output_shapes(case: Case) -> dict[str, Shape]:
     return {"Y": case.inputs["X"]}
 
 
-def _case(n: int, s: int, c: int, values: str = "normal", benchmark: bool = False) -> Case:
-    shapes = {"X": (n, s, c), "bias": (c,), "skip": (n, s, c)}
-    return Case(f"{n}x{s}x{c}-{values}", shapes, values=values, benchmark=benchmark)
+def _case(n: int, s: int, c: int, values: str = "normal", skip: bool = True, benchmark: bool = False) -> Case:
+    shapes: dict[str, Shape] = {"X": (n, s, c), "bias": (c,)}
+    if skip:
+        shapes["skip"] = (n, s, c)
+    name = f"{n}x{s}x{c}-{values}" + ("" if skip else "-no_skip")
+    return Case(name, shapes, values=values, benchmark=benchmark)
 
 
 CASES = [
@@ -59,6 +62,8 @@ CASES = [
     _case(3, 13, 97),
     _case(2, 31, 12),
     _case(16, 7, 40),
+    _case(2, 9, 40, skip=False),
+    _case(1, 5, 33, skip=False),
     _case(2, 64, 64, values="large"),
     _case(2, 64, 64, values="tiny"),
     _case(2, 4096, 320, benchmark=True),
@@ -66,4 +71,5 @@ CASES = [
     _case(16, 4096, 320, benchmark=True),
     _case(2, 4096, 640, benchmark=True),
     _case(2, 1024, 1280, benchmark=True),
+    _case(2, 16384, 640, skip=False, benchmark=True),
 ]

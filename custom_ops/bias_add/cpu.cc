@@ -10,6 +10,11 @@ namespace {
 template <class T>
 void add_row(const T* x, const T* bias, const T* skip, T* y, int64_t channels) {
   int64_t c = 0;
+  if (skip == nullptr) {
+    for (; c + kLanes <= channels; c += kLanes) store(y + c, load(x + c) + load(bias + c));
+    for (; c < channels; ++c) y[c] = from_float<T>(to_float(x[c]) + to_float(bias[c]));
+    return;
+  }
   for (; c + kLanes <= channels; c += kLanes) store(y + c, load(x + c) + load(bias + c) + load(skip + c));
   for (; c < channels; ++c) y[c] = from_float<T>(to_float(x[c]) + to_float(bias[c]) + to_float(skip[c]));
 }
@@ -24,7 +29,7 @@ void run(const BiasAddParams& p, const Parallel& parallel) {
   parallel(count_tasks(p.rows, rows_a_task), [&](size_t task) {
     for (int64_t row = task * rows_a_task; row < p.rows && row < int64_t(task + 1) * rows_a_task; ++row) {
       const int64_t at = row * p.channels;
-      add_row(x + at, bias, skip + at, y + at, p.channels);
+      add_row(x + at, bias, skip == nullptr ? nullptr : skip + at, y + at, p.channels);
     }
   });
 }

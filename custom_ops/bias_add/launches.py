@@ -13,7 +13,7 @@ LAUNCHES = {
         arguments=(
             Argument("x", "const T*", "(rows, channels), contiguous; channels = vectors_per_row * kVec", *_ROWS),
             Argument("bias", "const T*", "(channels)", "vectors_per_row * kVec", "kVec * itemsize"),
-            Argument("skip", "const T*", "as x", *_ROWS),
+            Argument("skip", "const T*", "as x", *_ROWS, optional=True),
             Argument("y", "T*", "as x", *_ROWS),
             Argument("vectors", "uint32", "rows * channels / kVec"),
             Argument("vectors_per_row", "uint32", "channels / kVec"),

@@ -1,4 +1,5 @@
-// BiasAdd(X, bias, skip) -> Y: X + bias + skip. X, skip and Y are (N, S, C), bias is (C). As com.microsoft::BiasAdd.
+// BiasAdd(X, bias, skip?) -> Y: X + bias + skip. X, skip and Y are (N, S, C), bias is (C). As com.microsoft::BiasAdd,
+// whose skip is not optional.
 #pragma once
 
 #include "common/op.h"
@@ -9,13 +10,14 @@ struct BiasAddParams {
   DType dtype;
   const void* x;     // (rows, channels)
   const void* bias;  // (channels)
-  const void* skip;  // (rows, channels)
+  const void* skip;  // (rows, channels) or null
   void* y;           // (rows, channels)
   int64_t rows;      // N * S
   int64_t channels;  // C
 
   std::string signature() const {
-    return std::string(name_of(dtype)) + "_" + std::to_string(rows) + "x" + std::to_string(channels);
+    return std::string(name_of(dtype)) + "_" + std::to_string(rows) + "x" + std::to_string(channels) +
+           (skip == nullptr ? "_no_skip" : "");
   }
   std::vector<Output> outputs() const { return {{y, static_cast<size_t>(rows * channels), dtype}}; }
 };

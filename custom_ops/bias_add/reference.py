@@ -1,4 +1,4 @@
-"""BiasAdd in NumPy: Y = X + bias + skip."""
+"""BiasAdd in NumPy: Y = X + bias + skip, which may be absent."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from custom_ops.op import Array
 
 def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
     """X (N, S, C), bias (C), skip (N, S, C) -> Y (N, S, C) in float64."""
-    x, bias, skip = (inputs[name].astype(np.float64) for name in ("X", "bias", "skip"))
-    return {"Y": x + bias + skip}
+    y = inputs["X"].astype(np.float64) + inputs["bias"].astype(np.float64)
+    return {"Y": y + inputs["skip"].astype(np.float64) if "skip" in inputs else y}

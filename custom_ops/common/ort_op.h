@@ -267,6 +267,15 @@ class Tensors {
     return tensor;
   }
 
+  // Where an input's elements lie; null when it is absent.
+  const void* address(size_t index) const {
+    const OrtValue* value = nullptr;
+    if (index < inputs_) check(ort_api->KernelContext_GetInput(context_, index, &value));
+    void* data = nullptr;
+    if (value != nullptr) check(ort_api->GetTensorMutableData(const_cast<OrtValue*>(value), &data));
+    return data;
+  }
+
   // Allocates the output; null when an optional one is not asked for.
   void* output(size_t index, const std::vector<int64_t>& shape) {
     OrtValue* value = nullptr;

@@ -1,16 +1,19 @@
 #include "common/tuner.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <vector>
 
 #include "common/check.h"
-#include "common/gpu.h"
+#include "common/graph.h"
 
 namespace sd_ort {
 namespace {
+
+std::atomic<bool> without_memsets{false};  // Tuner::time_without_memsets
 
 constexpr int kWarmUps = 3;
 constexpr int kRuns = 20;
@@ -103,9 +106,9 @@ const char* copy_outputs(const std::vector<Output>& outputs, gpuStream_t stream,
 // every run that counts, and at the end.
 class Outputs {
  public:
-  Outputs(std::vector<Output> all, bool overwrites, gpuStream_t stream)
-      : all_(std::move(all)), stream_(stream), kept_(overwrites ? bytes(all_[0]) : 0) {
-    error_ = overwrites && kept_.error() == nullptr ? copy(kept_.data(), all_[0].data) : kept_.error();
+  Outputs(std::vector<Output> all, const void* x, gpuStream_t stream)
+      : all_(std::move(all)), stream_(stream), kept_(x != nullptr && all_[0].data == x ? bytes(all_[0]) : 0) {
+    error_ = overwrites() ? copy(kept_.data(), all_[0].data) : kept_.error();
   }
   ~Outputs() {
     if (!overwrites()) return;
@@ -208,6 +211,7 @@ class Replay {
     for (int i = 0; i < count && error_ == nullptr; ++i) error_ = launch();
     const char* const ended = message(SD_ORT_GPU_NAME(StreamEndCapture)(stream, &graph));
     if (error_ == nullptr) error_ = ended;
+    if (error_ == nullptr && without_memsets) replace_memsets(graph);
     if (error_ == nullptr) error_ = message(SD_ORT_GPU_NAME(GraphInstantiateWithFlags)(&graph_, graph, 0));
     if (graph != nullptr) (void)SD_ORT_GPU_NAME(GraphDestroy)(graph);
     (void)SD_ORT_GPU_NAME(GetLastError)();
@@ -284,6 +288,8 @@ const char* try_candidate(const GpuOp& op, int candidate, const void* params, co
 
 }  // namespace
 
+void replace_memsets_of(void* graph) { replace_memsets(static_cast<SD_ORT_GPU_NAME(Graph_t)>(graph)); }
+
 int current_device() {
   int device = 0;
   return SD_ORT_GPU_NAME(GetDevice)(&device) == gpuSuccess ? device : 0;
@@ -314,6 +320,8 @@ void Tuner::enable(bool enabled) {
   enabled_ = enabled;
 }
 
+void Tuner::time_without_memsets() { without_memsets = true; }
+
 void Tuner::clear() {
   std::lock_guard<std::mutex> lock(mutex_);
   results_.clear();
@@ -324,29 +332,30 @@ void Tuner::set(const std::string& op, const std::string& signature, int candida
   results_[{op, signature}].candidate = candidate;
 }
 
-int Tuner::choose(const GpuOp& op, const void* params, void* stream, bool overwrites) {
-  const Key key{op.name(), op.signature(params)};
+int Tuner::choose(const GpuOp& op, const void* params, void* stream, const void* x) {
   bool tune_now = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = results_.find(key);
-    // A result of equal shape may come from better aligned buffers: then the default runs.
-    if (found != results_.end() && op.is_supported(found->second.candidate, params)) return found->second.candidate;
-    tune_now = enabled_ && found == results_.end();
+    if (enabled_ || !results_.empty()) {
+      const auto found = results_.find({op.name(), op.signature(params)});
+      // A result of equal shape may come from better aligned buffers: then the default runs.
+      if (found != results_.end() && op.is_supported(found->second.candidate, params)) return found->second.candidate;
+      tune_now = enabled_ && found == results_.end();
+    }
   }
-  if (tune_now && tune(op, params, stream, overwrites).empty()) return choose(op, params, stream);
+  if (tune_now && tune(op, params, stream, x).empty()) return choose(op, params, stream);
   const int fallback = op.default_candidate(params);
   return op.is_supported(fallback, params) ? fallback : op.is_supported(0, params) ? 0 : -1;
 }
 
-std::string Tuner::tune(const GpuOp& op, const void* params, void* caller, bool overwrites) {
+std::string Tuner::tune(const GpuOp& op, const void* params, void* caller, const void* x) {
   const OwnStream own;
   const gpuStream_t stream = own.get();
   Copies wanted;
   const char* error = own.error();
   if (error == nullptr) error = message(SD_ORT_GPU_NAME(StreamSynchronize)(static_cast<gpuStream_t>(caller)));
   if (error != nullptr) return std::string(op.name()) + ": " + error;
-  const Outputs outputs(op.outputs(params), overwrites, stream);
+  const Outputs outputs(op.outputs(params), x, stream);
   error = outputs.error();
   if (error == nullptr) error = run_oracle(op, params, outputs, stream, wanted);
   if (error != nullptr) return std::string(op.name()) + ": " + op.candidate_name(0) + " fails: " + error;

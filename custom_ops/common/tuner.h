@@ -19,22 +19,27 @@ std::string gpu_arch();
 // What the results depend on beside it: "driver 13000 runtime 13000", as the vendor counts versions.
 std::string gpu_versions();
 
+// As replace_memsets of common/graph.h, of a graph that somebody else captured.
+void replace_memsets_of(void* graph);
+
 class Tuner {
  public:
   static Tuner& instance();
 
   void enable(bool enabled);
+  // From now on what is timed has its memsets replaced, as our provider's graphs have and other callers' have not.
+  void time_without_memsets();
   void clear();
   void set(const std::string& op, const std::string& signature, int candidate);
 
   // The candidate for a call, -1 when none supports it. Tunes first when enabled and the signature is new.
-  // `overwrites`: the first output lies where an input does.
-  int choose(const GpuOp& op, const void* params, void* stream, bool overwrites = false);
+  // `x`: where the input lies that the first output may be written over; null for none.
+  int choose(const GpuOp& op, const void* params, void* stream, const void* x = nullptr);
 
   // Runs every supported candidate on the call's own buffers, the default first, replayed as graphs where they can be
   // captured, on a stream of its own once `stream` has done its work; the fastest whose output agrees with
   // that of candidate 0 is kept. Returns a message when candidate 0 fails.
-  std::string tune(const GpuOp& op, const void* params, void* stream, bool overwrites = false);
+  std::string tune(const GpuOp& op, const void* params, void* stream, const void* x = nullptr);
 
   // A line per result: operator, signature, candidate, microseconds, the default's microseconds.
   std::string results() const;

@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "common/gpu.h"
+#include "common/graph.h"
 
 namespace sd_ort::device {
 namespace {
@@ -133,6 +133,7 @@ Graph end_capture(Stream stream) {
   SD_ORT_GPU_NAME(Graph_t) graph = nullptr;
   SD_ORT_GPU_NAME(GraphExec_t) made = nullptr;
   check(SD_ORT_GPU_NAME(StreamEndCapture)(of(stream), &graph), "the run could not be captured");
+  replace_memsets(graph);
   const gpuError_t error = SD_ORT_GPU_NAME(GraphInstantiateWithFlags)(&made, graph, 0);
   (void)SD_ORT_GPU_NAME(GraphDestroy)(graph);
   check(error, "the captured run cannot be made a graph");

@@ -30,6 +30,7 @@ Provider::Provider(const Options& options, const OrtKernelRegistry* registry, co
   device::use(options_.device_id);
   stream_ = options_.has_user_stream ? options_.user_compute_stream : device::create_stream();
   graphs_ = std::make_unique<Graphs>(stream_);
+  Tuner::instance().time_without_memsets();
   if (options_.tuning) Tuner::instance().enable(true);
   ort_version_supported = ORT_API_VERSION;
   set_functions();

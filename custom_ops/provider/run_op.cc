@@ -5,9 +5,7 @@
 namespace sd_ort {
 
 void run_op(const GpuOp& op, const void* params, Call& call) {
-  const void* const x = call.input(0).data;
-  const bool overwrites = x != nullptr && op.outputs(params)[0].data == x;
-  const int candidate = Tuner::instance().choose(op, params, call.stream(), overwrites);
+  const int candidate = Tuner::instance().choose(op, params, call.stream(), call.tensors().address(0));
   require(candidate >= 0, std::string(op.name()) + ": no kernel supports these shapes");
   const Workspace workspace(call.context(), call.tensors().memory(), op.workspace_bytes(candidate, params));
   const char* error = op.run(candidate, params, workspace.data(), call.stream());

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.folder import MODEL, check_component, components
+from sd_ort.runtime.allocator import give_back, given_back, keep_freed, kept
 from sd_ort.runtime.captured import CAPTURING, GraphModel
 from sd_ort.runtime.chained import ChainedModel, Link, Range
 from sd_ort.runtime.held import HeldWeights, reads_in_place
@@ -84,7 +85,7 @@ class Components(MutableMapping[str, Model]):
         if self.device != "cpu" and (number := int(given.get("device_id", 0))):
             self.device += f"@{number}"
         self.graph = graph
-        self.lock: Any = contextlib.nullcontext() if self.device == "cpu" else threading.RLock()
+        self.lock: Any = nullcontext() if self.device == "cpu" else threading.RLock()
         if self.stream is not None:
             self.lock = Turn(self.stream)
         self.partner: Components | None = None
@@ -161,11 +162,20 @@ class Components(MutableMapping[str, Model]):
 
     def open(self, names: Sequence[str]) -> None:
         """Open components at once, and those that were closed for their weights' sake: most of that time each reads its
-        own file. Raises what opening the first one of those that fail raises."""
-        every, self.closed = list(dict.fromkeys([*names, *sorted(self.closed)])), set()
-        with ThreadPoolExecutor(1 if self.low_memory or is_plugin(self.provider) else max(1, len(every))) as threads:
-            for opened in [threads.submit(self.__getitem__, name) for name in every]:
+        own file. The last one, a U-Net where it is among them, is opened by this thread: of threads only the main one
+        finds again what was freed (`kept`). Raises what opening one of them raises."""
+        every = sorted({*names, *self.closed}, key=lambda name: (_kind(name) in TOGETHER, name))
+        memory = nullcontext() if self.provider != "cpu" else kept() if self.closed else given_back()
+        was_kept, self.closed = bool(self.closed), set()
+        beside = [] if self.low_memory or is_plugin(self.provider) else every[:-1]
+        with memory, ThreadPoolExecutor(max(1, len(beside))) as threads:
+            opening = [threads.submit(self.__getitem__, name) for name in beside]
+            for name in every[len(beside) :]:
+                self[name]
+            for opened in opening:
                 opened.result()
+        if was_kept and not self.weights:
+            give_back()
 
     def _open(self, name: str, part: Range | None = None) -> Model:
         if part is None and name in self.spreads:
@@ -217,7 +227,7 @@ class Components(MutableMapping[str, Model]):
         more |= {"sizes": self.sizes.get(name), "products": () if "changed" in more else self.products.get(name, ())}
         if weights and self.provider == "cpu" and _kind(name) not in TOGETHER:
             more["once"] = True  # packing the weights of a LoRA takes a text encoder longer than several runs gain
-        return create_session(path, self.provider, weights=weights, held=held, **more, **self.options)
+        return create_session(path, self.provider, weights=weights, held=held, checked=True, **more, **self.options)
 
     def without_graph(self, name: str, error: SdOrtError) -> None:
         """Open a component again, uncaptured, after `error` in captured runs; raises `error` if it was not captured."""
@@ -269,8 +279,11 @@ class Components(MutableMapping[str, Model]):
         return self.held[name]
 
     def _close(self, name: str) -> None:
-        if self.opened.pop(name, None) is not None and not self.low_memory:
+        if name in self.opened and not self.low_memory:
             self.closed.add(name)
+            if self.provider == "cpu":
+                keep_freed()  # for the session that is opened next
+        self.opened.pop(name, None)
         self.drop_variants(name)
 
     def __setitem__(self, name: str, model: Model) -> None:

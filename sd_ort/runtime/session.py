@@ -64,6 +64,7 @@ def create_session(
     changed: bytes | None = None,
     once: bool = False,
     sizes: Mapping[str, int] | None = None,
+    checked: bool = False,
 ) -> ort.InferenceSession:
     """Open `<pipeline folder>/<component>/model.onnx`, or any .onnx file, on a provider.
 
@@ -77,6 +78,7 @@ def create_session(
     device, to be read there whenever it runs (`sd_ort.runtime.held`). `changed`: a graph to open instead of the file's,
     over the file's data. `once`: it runs a time or two, which is not worth optimizing it or packing weights. `sizes`:
     of open dimensions, by their names, where the graph has them: what depends on them alone is computed once, now.
+    `checked`: the file went through `check_model` before.
 
     Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
     installed, not loadable or silently dropped.
@@ -84,15 +86,14 @@ def create_session(
     model_path = Path(model_path)
     if model_path.suffix != ".onnx":
         raise InputError(f"{model_path} is no ONNX model: expected <folder>/<component>/{MODEL}, or an .onnx file.")
-    check_model(model_path)
+    if not checked:
+        check_model(model_path)
     check_provider(provider, allow_fallback=allow_fallback)
     onnxruntime = runtime()
     entry = provider_named(provider)
     if graph and entry.graph is None:
         raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
-    options = _session_options(provider, threads, profile, sizes)
-    if once:
-        _do_without_preparation(options)
+    options = _session_options(provider, threads, profile, sizes, once=once)
     shared = _replace(options, provider, weights or {}, products)
     kept = _hold(options, provider, held or {})
     if not _register_ops(options, library):
@@ -180,8 +181,12 @@ def _session_options(
     threads: int | None = None,
     profile: Path | None = None,
     sizes: Mapping[str, int] | None = None,
+    *,
+    once: bool = False,
 ) -> Any:
     options = runtime().SessionOptions()
+    if once:
+        _do_without_preparation(options)
     for name, size in (sizes or {}).items():
         options.add_free_dimension_override_by_name(name, size)
     options.log_severity_level = ERRORS_ONLY

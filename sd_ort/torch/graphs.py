@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
-from sd_ort.torch import status, watchers
+from sd_ort.torch import kernels, status, watchers
 
 KEPT = 8  # graphs of one model, the one used longest ago is dropped; they share their memory
 UNUSED = 3  # graphs dropped in a row before their second replay: the model changes too often
@@ -224,7 +224,7 @@ def record(run: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Cal
         with torch.cuda.stream(stream):
             run()
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=torch.version.hip is None)
         pool = pool or torch.cuda.graph_pool_handle()
         # cuBLAS's scratch memory is torch's, one a stream, kept. A graph must have one of its own pool: that of the
         # call before, torch.compile's graphs give back, and replays would write where nothing is any more.
@@ -232,7 +232,20 @@ def record(run: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Cal
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             outputs = run()
         _forget_scratch()
+        if torch.version.hip is None:
+            _replace_memsets(graph)
+            graph.instantiate()
     return graph.replay, outputs, pool
+
+
+def _replace_memsets(graph: Any) -> None:
+    """cuBLAS and cuDNN leave memsets in graphs, each of which takes longer than a small kernel."""
+    try:
+        library = kernels.gpu_kernels()
+    except kernels.Refused:
+        return
+    assert isinstance(library, kernels.GpuKernels)
+    library.replace_memsets(graph.raw_cuda_graph())
 
 
 def _forget_scratch() -> None:

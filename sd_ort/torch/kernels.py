@@ -16,7 +16,7 @@ from custom_ops.libraries import CpuLibrary, GpuLibrary, ParallelFor
 from sd_ort.runtime import tuning
 from sd_ort.runtime.library import CUDA_LIBRARY, HIP_LIBRARY, LIBRARY, library_path
 
-INTERFACE_VERSION = 1  # custom_ops/interface.h
+INTERFACE_VERSION = 2  # custom_ops/interface.h
 # common/op.h: DType
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -87,6 +87,12 @@ def cpu_kernels() -> Kernels:
 def gpu_kernels() -> Kernels:
     """Those of HIP where torch was built for it, else CUDA's. Raises Refused without a library."""
     return _taken(HIP_LIBRARY if torch.version.hip else CUDA_LIBRARY)
+
+
+@cache
+def is_hopper_or_newer(device: torch.device) -> bool:
+    """Whether a GPU is NVIDIA's, of compute capability 9 or more: what some choices were measured on."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def forget() -> None:
@@ -198,6 +204,10 @@ class GpuKernels:
                 return candidate
         raise Refused("every kernel for it wants scratch memory")
 
+    def replace_memsets(self, graph: int) -> None:
+        """Makes kernels of the memset nodes of a cudaGraph_t, before it is instantiated: each takes 3 us."""
+        self._library.c.sd_ort_replace_memsets(graph)
+
     # ---- tuning: the files and the tuner that sessions use (sd_ort/runtime/tuning.py)
 
     def _load_tuning(self) -> None:
@@ -208,6 +218,11 @@ class GpuKernels:
             if not self._loaded:
                 tuning.load(None, tuning.GpuOps(self.path), _user())
                 self._loaded = True
+
+    @property
+    def tunes(self) -> bool:
+        """Whether every call of a new shape is measured, the vendor's library among the candidates."""
+        return self._tunes
 
     def tune(self, on: bool) -> None:
         """From now on, measure every call of a new shape when it is first met; saved when the process ends."""

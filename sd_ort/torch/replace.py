@@ -39,6 +39,7 @@ _ORIGINALS: dict[type[nn.Module], type[nn.Module]] = {
     **{fast: original for original, (fast, _) in _CLASSES.items()},
     images.GroupNormSilu: nn.GroupNorm,
     images.SiluDone: nn.SiLU,
+    images.FoldedUpsample2D: Upsample2D,
 }
 _WITH_LAST_NORM = (UNet2DConditionModel, Encoder, Decoder)
 # Attributes of a component: its weights were made channels last; its slicing was turned on.
@@ -78,6 +79,8 @@ def optimize(target: Target, level: Level = "auto", graph: bool | None = None) -
                 attention.share_prompt(module)
             if isinstance(module, transformer.FastGEGLU):
                 packing.lay_columns(module.proj)
+            if isinstance(module, images.FastUpsample2D):
+                module.__class__ = images.FoldedUpsample2D
         _lay_out(component)
         if level == "memory" and getattr(component, "use_slicing", None) is False:
             component.enable_slicing()  # type: ignore[operator]

@@ -23,7 +23,7 @@ from sd_ort.runtime import build
 from sd_ort.torch import kernels, operators, reset_status, status
 from sd_ort.torch.operators import contract
 
-NO_CPU_KERNEL = {"softmax"}
+NO_CPU_KERNEL = {"doubled_weight", "softmax"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -135,6 +135,10 @@ def test_vmap_is_refused_in_one_line() -> None:
     x, bias = d(3, 2, 4), d(4)
     with pytest.raises(NotImplementedError, match=r"^sd_ort::bias_add .* does not run under vmap.*$"):
         torch.vmap(lambda x: operators.bias_add(x, bias, x))(x)
+    for name in NAMES:
+        first, *others = next(calls(name, d))
+        with pytest.raises(NotImplementedError, match=f"^sd_ort::{name} takes batches itself"):
+            torch.vmap(lambda x: operator(name)(x, *others))(torch.stack([first, first]))  # noqa: B023
 
 
 @pytest.mark.parametrize(

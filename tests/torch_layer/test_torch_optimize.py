@@ -13,13 +13,15 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
+from diffusers.models.upsampling import Upsample2D
 
 from sd_ort.core.errors import InputError
 from sd_ort.core.metrics import psnr
 from sd_ort.runtime import build
 from sd_ort.torch import kernels, optimize, reset_status, restore, status
-from sd_ort.torch.modules import packing
+from sd_ort.torch.modules import doubling, packing
 from sd_ort.torch.modules.resnet import TOGETHER, FastResnetBlock2D
+from sd_ort.torch.operators.group_norm import is_channels_last
 
 SIZES: dict[str, Any] = {
     "block_out_channels": (16, 32), "norm_num_groups": 8, "cross_attention_dim": 12, "layers_per_block": 1,
@@ -210,6 +212,45 @@ def test_weights_by_columns(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
     restore(model)
     assert all(parameter.is_contiguous() for parameter in model.parameters())
     assert torch.equal(call(model), wanted)
+
+
+@pytest.mark.parametrize("kind", ["sd1", "vae"])
+@torch.no_grad()
+def test_images_doubled_and_convolved_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doubling, "pays", is_channels_last)
+    model = MODELS[kind]().to(memory_format=torch.channels_last)
+    wanted, before = call(model), {name: value.clone() for name, value in model.state_dict().items()}
+    optimize(model, "performance")
+    reset_status()
+    torch.testing.assert_close(call(model), wanted, atol=2e-5, rtol=1e-4)
+    assert status().fallbacks == {("doubled_weight", "the library has no such CPU kernel"): 1}
+    assert "upsample_nearest" not in status().kernels
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(call(restore(model)), wanted)
+
+
+@torch.no_grad()
+def test_what_is_doubled_and_convolved_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that change, gradients, compiling, a layer around the layer, other sizes."""
+    monkeypatch.setattr(doubling, "pays", is_channels_last)
+    layer = randomized(Upsample2D(8, use_conv=True, out_channels=12)).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 8, 5, 3).to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(layer)
+    optimize(layer, "performance")
+    for each in (layer, plain):
+        each.conv.weight.data *= 1.5
+    wanted = plain(x)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for made in (layer(x), compiled(x)):
+        torch.testing.assert_close(made, wanted)
+    assert not status().kernels.get("upsample_nearest")
+    with torch.enable_grad():
+        torch.testing.assert_close(layer(x), wanted)
+    layer.conv.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(layer(x), wanted)
+    assert status().kernels["upsample_nearest"] == 2
+    torch.testing.assert_close(layer(x, (9, 7)), plain(x, (9, 7)))
+    assert type(restore(layer)) is Upsample2D
 
 
 @torch.no_grad()

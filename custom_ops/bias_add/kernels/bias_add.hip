@@ -13,9 +13,9 @@ __global__ __launch_bounds__(kBlock) void bias_add_kernel(const T* x, const T* b
   const uint32_t vector = blockIdx.x * kBlock + threadIdx.x;
   if (vector >= vectors) return;
   const int64_t at = static_cast<int64_t>(vector) * kVec;
-  float sum[kVec], shift[kVec], other[kVec];
+  float sum[kVec], shift[kVec], other[kVec] = {};
   Vec<T, kVec>::load(x + at).unpack(sum);
-  Vec<T, kVec>::load(skip + at).unpack(other);
+  if (skip != nullptr) Vec<T, kVec>::load(skip + at).unpack(other);
   Vec<T, kVec>::load(bias + vector % vectors_per_row * kVec).unpack(shift);
 #pragma unroll
   for (int i = 0; i < kVec; ++i) sum[i] += shift[i] + other[i];

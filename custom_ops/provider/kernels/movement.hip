@@ -1,6 +1,7 @@
 // What only moves elements: they go as their bits, in the widest pieces that lie together on both sides.
 #include "provider/kernels/for_each.h"
 #include "provider/kernels/kernels.h"
+#include "provider/kernels/move.h"
 
 namespace sd_ort {
 namespace {
@@ -27,17 +28,16 @@ struct Copy {
 template <class T>
 struct JoinParts {
   Join j;
-  SD_ORT_DEVICE void operator()(uint32_t i) const {
-    const uint32_t first = static_cast<uint32_t>(j.begins[0]), span = static_cast<uint32_t>(j.begins[j.count]) - first;
-    const uint32_t row = i / span;
-    const int32_t column = static_cast<int32_t>(i - row * span + first);
+  Divisor span;  // columns of all parts
+  SD_ORT_DEVICE Move<T> operator()(uint32_t i) const {
+    const uint32_t row = span.divide(i), before = row * static_cast<uint32_t>(j.begins[j.count] - j.begins[0]);
+    const int32_t column = static_cast<int32_t>(i - before) + j.begins[0];
     int part = 0;
     while (column >= j.begins[part + 1]) ++part;
-    const int64_t wide = j.begins[part + 1] - j.begins[part];
-    T* const in_part = static_cast<T*>(j.parts[part]) + row * wide + (column - j.begins[part]);
+    const int32_t begin = j.begins[part], wide = j.begins[part + 1] - begin;
+    T* const in_part = static_cast<T*>(j.parts[part]) + static_cast<int64_t>(row) * wide + (column - begin);
     T* const in_row = static_cast<T*>(j.joined) + static_cast<int64_t>(row) * j.width + column;
-    if (j.parts[part] == nullptr) return;
-    *(j.apart ? in_part : in_row) = *(j.apart ? in_row : in_part);
+    return {j.apart ? in_row : in_part, j.apart ? in_part : in_row, j.parts[part] != nullptr};
   }
 };
 
@@ -199,9 +199,12 @@ void widen(Join& j) {
 const char* join(const Join& call, void* stream) {
   Join j = call;
   widen(j);
-  const int64_t count = j.rows * (j.begins[j.count] - j.begins[0]);
-  if (j.element_bytes == 16) return for_each(count, JoinParts<Sixteen>{j}, stream);
-  return by_size(j.element_bytes, [&](auto sample) { return for_each(count, JoinParts<decltype(sample)>{j}, stream); });
+  const int32_t span = j.begins[j.count] - j.begins[0];
+  const auto moved = [&](auto sample) {
+    using T = decltype(sample);
+    return move_each<T>(j.rows * span, JoinParts<T>{j, Divisor(static_cast<uint32_t>(span))}, stream);
+  };
+  return j.element_bytes == 16 ? moved(Sixteen{}) : by_size(j.element_bytes, moved);
 }
 
 const char* strided_copy(const StridedCopy& copy, void* stream) {

@@ -6,6 +6,7 @@ import torch
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
+from sd_ort.torch.modules import doubling
 from sd_ort.torch.operators import group_norm, upsample_nearest
 
 
@@ -38,6 +39,20 @@ class FastUpsample2D(Upsample2D):
         if not self.use_conv:
             return x
         return self.conv(x) if self.name == "conv" else self.Conv2d_0(x)
+
+
+class FoldedUpsample2D(FastUpsample2D):
+    """Both at once where that pays (doubling.py)."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, output_size: object = None, *args: object, **kwargs: object
+    ) -> torch.Tensor:
+        """As in diffusers."""
+        if output_size is None and self.use_conv:
+            layer = self.conv if self.name == "conv" else self.Conv2d_0
+            if doubling.takes(layer, hidden_states):
+                return doubling.conv(layer, hidden_states)
+        return super().forward(hidden_states, output_size, *args, **kwargs)
 
 
 def refuse_upsample(layer: Upsample2D) -> str | None:

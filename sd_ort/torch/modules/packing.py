@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
+from sd_ort.torch import kernels
 from sd_ort.torch.modules import parts
 
 _COLUMNS = "_sd_ort_columns"  # a layer's attribute: its weight was moved
@@ -26,16 +26,13 @@ def lay_side_by_side(weights: Sequence[nn.Parameter], by_columns: bool = False) 
         weight.data = rows
 
 
-@cache
 def columns_are_faster(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products that widen their input are faster by our tuned operator, which reads weights by columns.
 
     On an H200 0.89 to 1.01 of torch's time at SDXL's sizes, and 0.84 to 1.01 at SD 1.5's; products that do not widen
     gain nothing.
     """
-    if device.type != "cuda" or torch.version.hip is not None or dtype == torch.float32:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and dtype != torch.float32 and kernels.is_hopper_or_newer(device)
 
 
 def lay_columns(layer: nn.Module) -> None:

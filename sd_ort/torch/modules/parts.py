@@ -50,6 +50,15 @@ def pointwise(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x)
 
 
+def biased(x: Tensor, bias: Tensor | None) -> Tensor:
+    """x (N, C, H, W) + bias (C), with wide accesses where x is channels last; torch's sum has none."""
+    if bias is None:
+        return x
+    if torch.compiler.is_compiling() or not is_channels_last(x):  # a compiler makes it part of what follows
+        return x + bias[:, None, None]
+    return bias_add(x.permute(0, 2, 3, 1), bias).permute(0, 3, 1, 2)
+
+
 def add(x: Tensor, bias: Tensor | None, skip: Tensor) -> Tensor:
     """x + bias + skip: images (N, C, H, W), or (..., C)."""
     if bias is None:

@@ -7,6 +7,7 @@ of vmap; contract.py says how. Where no kernel takes a call, the plain torch exp
 from sd_ort.torch.operators.attention import attention
 from sd_ort.torch.operators.bias_add import bias_add
 from sd_ort.torch.operators.bias_split_gelu import bias_split_gelu
+from sd_ort.torch.operators.doubled_weight import doubled_weight
 from sd_ort.torch.operators.group_norm import group_norm, skip_group_norm
 from sd_ort.torch.operators.linear_add import linear_add
 from sd_ort.torch.operators.skip_layer_norm import skip_layer_norm
@@ -18,6 +19,7 @@ __all__ = [
     "attention",
     "bias_add",
     "bias_split_gelu",
+    "doubled_weight",
     "group_norm",
     "linear_add",
     "skip_group_norm",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 
@@ -12,6 +10,8 @@ from sd_ort.torch import kernels
 from sd_ort.torch.operators.contract import Operator, one_dtype, pointer, require
 
 Tensor = torch.Tensor
+
+SHORT_KEYS = 80  # a prompt's: what one of our kernels holds at once
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool) -> Tensor:
@@ -33,7 +33,8 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, 
     require(k.shape == (batch, length, heads, size), "query, key or value of another shape")
     require(all(each.stride(-1) == 1 or each.numel() == 0 for each in (q, k, v)), "heads whose numbers lie apart")
     require(bias is None or not causal, "a mask and causal")
-    require(not _torch_is_faster(q, length, bias is not None or causal), "its attention is faster on this GPU")
+    if not (length <= SHORT_KEYS and _measures(found)):
+        require(not _torch_is_faster(q, length, bias is not None or causal), "its attention is faster on this GPU")
     y = q.new_empty(q.shape)
     if y.numel() and length:
         bias_strides = (0, 0)
@@ -50,17 +51,16 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, 
     return y if length else y.zero_()
 
 
-@cache
-def _has_cudnn(device: torch.device) -> bool:
-    """Whether torch's attention is cuDNN's with warpgroup instructions: NVIDIA, compute capability 9 or more."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+def _measures(found: kernels.Kernels) -> bool:
+    """Whether the tuner chooses among our kernels and cuDNN's, so that nothing need be known before."""
+    return isinstance(found, kernels.GpuKernels) and found.tunes
 
 
 def _torch_is_faster(q: Tensor, length: int, masked: bool) -> bool:
     """As measured on an H200 (results/ops_sm_90.md): cuDNN's, but for few numbers or heads it does not take."""
     if q.device.type != "cuda" or q.dtype == torch.float32 or masked or q.shape[-1] > 256 or q.shape[-1] % 8:
         return False
-    if not (_has_cudnn(q.device) and torch.backends.cuda.cudnn_sdp_enabled()):
+    if not (kernels.is_hopper_or_newer(q.device) and torch.backends.cuda.cudnn_sdp_enabled()):
         return False
     return length >= 256 or q.shape[0] * q.shape[1] * q.shape[2] >= 40_000
 

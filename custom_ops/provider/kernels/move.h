@@ -1,0 +1,79 @@
+// Elements moved: a function of an index says from where to where, `Move<T> operator()(uint32_t i) const`. A thread
+// moves kMoved of them, all read before the first is written, so that enough bytes are under way for the memory's
+// bandwidth.
+//
+// Launch: block (256, 1, 1), grid (ceil(count / (256 * kMoved)), 1, 1), no LDS.
+#pragma once
+
+#include "provider/kernels/for_each.h"
+
+namespace sd_ort {
+
+template <class T>
+struct Move {
+  const T* from;
+  T* to;
+  bool there;  // or nothing is moved
+};
+
+#if SD_ORT_HOST
+template <class T, class Function>
+const char* move_each(int64_t count, const Function& function, void* stream) {
+  struct Moved {
+    Function function;
+    void operator()(uint32_t i) const {
+      const Move<T> move = function(i);
+      if (move.there) *move.to = *move.from;
+    }
+  };
+  return for_each(count, Moved{function}, stream);
+}
+#else
+template <class T, int kMoved, class Function>
+__global__ __launch_bounds__(256) void move_kernel(Function function, uint32_t count) {
+  wait_for_predecessor();
+  const uint32_t first = blockIdx.x * (256 * kMoved) + threadIdx.x;
+  T pieces[kMoved];
+  Move<T> moves[kMoved];
+#pragma unroll
+  for (int k = 0; k < kMoved; ++k) {
+    const uint32_t i = first + k * 256;
+    moves[k] = function(i < count ? i : count - 1);
+    moves[k].there = moves[k].there && i < count;
+    if (moves[k].there) pieces[k] = *moves[k].from;
+  }
+#pragma unroll
+  for (int k = 0; k < kMoved; ++k) {
+    if (moves[k].there) *moves[k].to = pieces[k];
+  }
+}
+
+template <class T, class Function>
+const char* move_each(int64_t count, const Function& function, void* stream) {
+  constexpr int64_t kMany = 1 << 18;  // fewer keep all multiprocessors busy only with one a thread
+  if (count == 0) return nullptr;
+  if (count > INT32_MAX) return "a tensor has more than 2^31 elements";
+  const auto with = [&](auto kernel, int64_t moved) {
+    return launch(kernel, dim3(ceil_div(count, 256 * moved)), dim3(256), 0, stream, function, count);
+  };
+  return count < kMany ? with(move_kernel<T, 1, Function>, 1) : with(move_kernel<T, 4, Function>, 4);
+}
+#endif
+
+// i / divisor by a multiplication, for i below 2^31 (Granlund and Montgomery, "Division by Invariant Integers using
+// Multiplication", 1994): with 2^shift the power of two not below the divisor, (i * multiplier / 2^32 + i) / 2^shift.
+class Divisor {
+ public:
+  explicit Divisor(uint32_t divisor) {
+    while ((uint64_t{1} << shift_) < divisor) ++shift_;
+    multiplier_ = static_cast<uint32_t>((uint64_t{1} << 32) * ((uint64_t{1} << shift_) - divisor) / divisor + 1);
+  }
+  SD_ORT_DEVICE uint32_t divide(uint32_t i) const {
+    return (static_cast<uint32_t>(static_cast<uint64_t>(i) * multiplier_ >> 32) + i) >> shift_;
+  }
+
+ private:
+  uint32_t multiplier_, shift_ = 0;
+};
+
+}  // namespace sd_ort

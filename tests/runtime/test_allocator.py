@@ -1,0 +1,69 @@
+"""Where the C library takes memory from while sessions are opened."""
+
+from __future__ import annotations
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from sd_ort.runtime.allocator import given_back, keep_freed, kept
+
+MB = 1 << 20
+
+pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 alone tells")
+
+
+class Info(ctypes.Structure):
+    """glibc's struct mallinfo2: bytes of the heap, of blocks outside of it, and what the heap has free."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in
+                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]  # fmt: skip
+
+
+def told() -> Info:
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Info
+    info: Info = mallinfo2()
+    return info
+
+
+def mapped(size: int) -> bool:
+    """Whether a block of so many bytes is taken from the system for itself."""
+    np.empty(MB, np.uint8)  # glibc looks at the heap's end when something is freed
+    before = told().hblkhd
+    block = np.empty(size, np.uint8)
+    return told().hblkhd >= before + block.nbytes
+
+
+def test_what_is_freed_goes_back_or_stays() -> None:
+    with given_back():
+        assert mapped(300 * MB)
+    with kept():
+        assert not mapped(300 * MB)
+        block = np.empty(300 * MB, np.uint8)
+        del block
+        assert told().fordblks >= 300 * MB
+    assert mapped(300 * MB)
+
+
+def test_what_is_kept_stays_until_sessions_were_opened() -> None:
+    keep_freed()
+    block = np.empty(300 * MB, np.uint8)
+    del block
+    assert told().fordblks >= 300 * MB
+    with kept():
+        assert not mapped(300 * MB)
+    assert mapped(300 * MB)
+
+
+def test_the_first_to_begin_decides_for_those_beside_it() -> None:
+    def opened() -> None:
+        with given_back():
+            pass
+
+    with kept(), ThreadPoolExecutor(1) as threads:
+        threads.submit(opened).result()
+        assert not mapped(300 * MB)
+    assert mapped(300 * MB)
