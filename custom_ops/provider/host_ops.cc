@@ -4,6 +4,7 @@
 #include "bindings.h"
 #include "common/gpu.h"
 #include "common/tunable.h"
+#include "doubled_weight/op.h"
 #include "provider_bindings.h"
 #include "softmax/op.h"
 
@@ -34,12 +35,12 @@ const GpuOp& host_op() {
 
 }  // namespace
 
-// Which attention launches between two products, and the host's does not.
-const GpuOp& softmax_gpu() {
-  static const TunableOp<SoftmaxParams> op("Softmax", {});
-  return op;
-}
-
+// What other operators launch, or torch alone, and the host's do not.
+#define SD_ORT_GPU_OPERATOR(folder, name)               \
+  const GpuOp& folder##_gpu() {                         \
+    static const TunableOp<name##Params> op(#name, {}); \
+    return op;                                          \
+  }
 #define SD_ORT_OPERATOR(folder, name) \
   const GpuOp& folder##_gpu() { return host_op<name##Binding>(); }
 #define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR

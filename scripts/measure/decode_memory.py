@@ -113,9 +113,10 @@ def main() -> None:
         "batch 1, on the host vendor with launches dropped. In MiB. "
         f"ONNX Runtime {ort.__version__}, commit {machine.commit()}.",
         "",
-        "Two of the largest live at once: a convolution's input and its result. Norms write over what nobody else",
-        "reads, and the shortcut around a block that halves the channels runs before it. The rest is mostly small",
-        "images, and what lies between the blocks of the pool.",
+        "Two of the largest live at once: a convolution's input and its result, or the four phases of a doubled image,",
+        "with a row and a column more, and that image. Norms write over what nobody else reads, and the shortcut",
+        "around a block that halves the channels runs before it. The rest is mostly small images, and what lies",
+        "between the blocks of the pool.",
         "",
         "| image | weights | two largest activations | least for a decode | beyond the weights, in largest ones |",
         "|---|---|---|---|---|",

@@ -219,6 +219,11 @@ class GpuKernels:
                 tuning.load(None, tuning.GpuOps(self.path), _user())
                 self._loaded = True
 
+    @property
+    def tunes(self) -> bool:
+        """Whether every call of a new shape is measured, the vendor's library among the candidates."""
+        return self._tunes
+
     def tune(self, on: bool) -> None:
         """From now on, measure every call of a new shape when it is first met; saved when the process ends."""
         if on and not self._tunes:

@@ -86,3 +86,15 @@ def test_what_a_library_refuses_runs_in_torch(found: OnHost, monkeypatch: pytest
         with torch.set_grad_enabled(grad):
             torch.testing.assert_close(operators.bias_add(x, bias, x), x + bias + x)
     assert status().fallbacks == {("bias_add", "no such size"): 2}
+
+
+def test_attention_to_a_prompt_is_left_to_the_tuner(found: OnHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(operators.attention.__globals__, "_torch_is_faster", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    d = Draw("cpu", torch.float16)
+    for tunes, keys in ((False, 77), (True, 77), (True, 81)):
+        found._tunes = tunes
+        q, k = d(1, 4, 2, 8), d(1, keys, 2, 8)
+        operators.attention(q, k, k)
+    assert status().fallbacks == {("attention", "its attention is faster on this GPU"): 2}
+    assert status().kernels == {"attention": 1}

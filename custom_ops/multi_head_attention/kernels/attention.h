@@ -264,12 +264,12 @@ __device__ inline void row_maxima(const mma::Accumulator (&scores)[kTiles], floa
 }
 
 // scores * factor are logarithms to base 2, `largest` the rows' largest of this step. Replaces scores by
-// 2^(score - largest so far), updates the state, and scales `output`, which was computed with the earlier largest. A
-// row of nothing but -infinity stays zero.
-template <int kKeyTiles, int kHeadTiles>
-__device__ inline void softmax_step(mma::Accumulator (&scores)[kKeyTiles], const float (&largest)[mma::kRowsPerLane],
-                                    float factor, SoftmaxState& state, mma::Accumulator (&output)[kHeadTiles]) {
-  float shift[mma::kRowsPerLane], rescale[mma::kRowsPerLane];
+// 2^(score - largest so far) and updates the state. A row of nothing but -infinity stays zero. What was computed with
+// the earlier largest is to be scaled by `rescale`, where this returns true.
+template <int kKeyTiles>
+__device__ inline bool softmax_scores(mma::Accumulator (&scores)[kKeyTiles], const float (&largest)[mma::kRowsPerLane],
+                                      float factor, SoftmaxState& state, float (&rescale)[mma::kRowsPerLane]) {
+  float shift[mma::kRowsPerLane];
   bool moved = false;
 #pragma unroll
   for (int slot = 0; slot < mma::kRowsPerLane; ++slot) {
@@ -289,7 +289,15 @@ __device__ inline void softmax_step(mma::Accumulator (&scores)[kKeyTiles], const
       state.sum[slot] += scores[tile].x[i];
     }
   }
-  if (moved) {
+  return moved;
+}
+
+// The same, and `output` is scaled.
+template <int kKeyTiles, int kHeadTiles>
+__device__ inline void softmax_step(mma::Accumulator (&scores)[kKeyTiles], const float (&largest)[mma::kRowsPerLane],
+                                    float factor, SoftmaxState& state, mma::Accumulator (&output)[kHeadTiles]) {
+  float rescale[mma::kRowsPerLane];
+  if (softmax_scores(scores, largest, factor, state, rescale)) {
 #pragma unroll
     for (int tile = 0; tile < kHeadTiles; ++tile) {
 #pragma unroll

@@ -1,4 +1,5 @@
 // MultiHeadAttention for fp16 and bf16 by matrix instructions, heads whose output a wave holds: head_size <= kHead.
+// Tiles of kShortKeys keys hold all of them: both tiles are on their way at once, and nothing is computed in steps.
 //
 // flash_attention_kernel<T, kHead, kQueries, kKeys, kThreads>
 //   Launch: block (kThreads, 1, 1), grid (ceil(sequence / kQueries), heads, batch), no dynamic LDS.
@@ -6,8 +7,10 @@
 
 namespace sd_ort {
 
+__host__ __device__ constexpr bool holds_all(int keys) { return keys == MultiHeadAttentionLimits::kShortKeys; }
+
 template <class T, int kHead, int kQueries, int kKeys, int kThreads>
-__global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries)) void flash_attention_kernel(
+__global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries, holds_all(kKeys))) void flash_attention_kernel(
     const T* query, const T* key, const T* value, const T* attention_bias, T* output, AttentionShape shape) {
   wait_for_predecessor();
   using namespace mma;
@@ -15,7 +18,7 @@ __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries)) void flash_a
   constexpr int kRowTiles = kQueries / kTile / kWaves;
   constexpr int kHeadTiles = kHead / kTile;
   constexpr int kKeyTiles = kKeys / kTile;
-  constexpr bool kFewRegisters = kHead > 96;
+  constexpr bool kFewRegisters = kHead > 96, kOnce = holds_all(kKeys);
   static_assert(kRowTiles * kTile * kWaves == kQueries, "each wave takes whole tiles of queries");
 
   using Keys = RowTile<T, kKeys, kHead, kThreads>;
@@ -31,6 +34,7 @@ __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries)) void flash_a
   const ScoreEdges<T>& edges = head.edges;
 
   keys.begin(head.key);
+  if constexpr (kOnce) values.begin(head.value);
   HeldOperand<T, kFewRegisters> queries[kRowTiles][kHeadTiles];
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
@@ -49,11 +53,12 @@ __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries)) void flash_a
     for (int h = 0; h < kHeadTiles; ++h) zero(out[m][h]);
   }
 
-  const int end = keys_seen(shape, first_query, kQueries);
+  const int end = kOnce ? kKeys : keys_seen(shape, first_query, kQueries);
   for (int first_key = 0; first_key < end; first_key += kKeys) {
     keys.finish();
+    if constexpr (kOnce) values.finish();
     block_barrier();
-    values.begin(head.value.from(first_key));
+    if constexpr (!kOnce) values.begin(head.value.from(first_key));
 
     Accumulator scores[kRowTiles][kKeyTiles];
 #pragma unroll
@@ -86,12 +91,19 @@ __global__ __launch_bounds__(kThreads, min_blocks(kHead, kQueries)) void flash_a
       }
       float largest[kRowsPerLane];
       row_maxima(scores[m], largest);
-      softmax_step(scores[m], largest, edges.factor(), state[m], out[m]);
+      if constexpr (kOnce) {
+        float unused[kRowsPerLane];
+        softmax_scores(scores[m], largest, edges.factor(), state[m], unused);
+      } else {
+        softmax_step(scores[m], largest, edges.factor(), state[m], out[m]);
+      }
     }
 
-    values.finish();
-    block_barrier();
-    if (first_key + kKeys < end) keys.begin(head.key.from(first_key + kKeys));
+    if constexpr (!kOnce) {
+      values.finish();
+      block_barrier();
+      if (first_key + kKeys < end) keys.begin(head.key.from(first_key + kKeys));
+    }
 #pragma unroll
     for (int k = 0; k < kKeyTiles; ++k) {
       Operand<T> weights[kRowTiles];

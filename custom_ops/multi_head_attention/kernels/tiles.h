@@ -25,7 +25,7 @@ constexpr AttentionTile flash_tile(MultiHeadAttentionKernel kernel, int head) {
                       : AttentionTile{64, keys / 2, 128};
   }
   return large      ? AttentionTile{128, 64, head <= 64 ? 128 : 256}
-         : is_short ? AttentionTile{head <= 48 ? 128 : 64, 80, 128}
+         : is_short ? AttentionTile{64, 80, 128}
                     : AttentionTile{64, 64, 128};
 }
 
@@ -35,6 +35,8 @@ constexpr int wide_threads(int head) { return kHip && head > 160 ? 512 : 256; }
 
 // Blocks that a multiprocessor should hold, for nvcc, which spends registers to that limit. On AMD the number means
 // waves, and the compiler chooses well.
-constexpr int min_blocks(int head, int queries) { return !kHip && queries == 64 && head <= 64 ? 3 : 1; }
+constexpr int min_blocks(int head, int queries, bool once) {
+  return kHip || queries > 64 || head > 64 ? 1 : once ? 5 : 3;
+}
 
 }  // namespace sd_ort
