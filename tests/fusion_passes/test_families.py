@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from rebuilding import rebuilt, tensors
+from rebuilding import rebuilt, rebuilt_for_every_target, tensors
 
 import fusion_passes
 from fusion_passes import recipes
@@ -249,11 +249,25 @@ def assert_counts(name: str, graph: ir.Graph, rules: Mapping[str, int]) -> None:
 COUNTED_BELOW = {name for name, target, dtype in CHECKED if (target, dtype) == (NHWC, "float32")}
 
 
-@pytest.mark.parametrize("name", [name for name in graph_fixtures.NAMES if name not in COUNTED_BELOW])
+COUNTED_HERE = [name for name in graph_fixtures.NAMES if name not in COUNTED_BELOW]
+# One graph of each component of each family; those of SD 1.5 in tests/optimize/test_recipes.py.
+FOR_EVERY_TARGET = {family_of(name): name for name in reversed(COUNTED_HERE) if family_of(name)[0] != "sd15"}
+
+
+def test_every_family_is_rebuilt_for_every_target() -> None:
+    assert FOR_EVERY_TARGET.keys() == {family_of(name) for name in graph_fixtures.NAMES if "sd15-tiny" not in name}
+
+
+@pytest.mark.parametrize("name", COUNTED_HERE)
 def test_counts(name: str) -> None:
     model = ir.from_proto(graph_fixtures.load(name))
     checkpoint = tensors(model)
-    done = fusion_passes.canonicalize(model), fusion_passes.fuse(model), run_all(model, NHWC.passes)
+    canonicalized = fusion_passes.canonicalize(model)
+    canonical = model.clone() if name in FOR_EVERY_TARGET.values() else None
+    fused = fusion_passes.fuse(model)
+    if canonical is not None:
+        rebuilt_for_every_target(name, canonical, model, checkpoint)
+    done = canonicalized, fused, run_all(model, NHWC.passes)
     assert_counts(name, model.graph, totals(*done))
     assert rebuilt([model], checkpoint) > 50
 

@@ -13,11 +13,10 @@ import onnxruntime as ort
 import pytest
 import torch
 from minis import mini
-from rebuilding import rebuilt, tensors
+from rebuilding import lowered, rebuilt, tensors
 
 import fusion_passes
 from fusion_passes import recipes
-from fusion_passes.pass_ import run_all
 from sd_ort.core import folder
 from sd_ort.export.exporter import export
 from sd_ort.export.origins import equal_tensors, origins
@@ -25,8 +24,7 @@ from sd_ort.family.checkpoints import PresetSource
 from sd_ort.family.presets import PRESETS
 from sd_ort.family.signatures import MODEL_OF
 from sd_ort.graphs import corrections, hoist
-from sd_ort.optimize import precision
-from sd_ort.optimize.optimizer import lower_operators, optimize
+from sd_ort.optimize.optimizer import HOISTING, optimize
 from sd_ort.optimize.targets import TARGETS
 
 NAMES = ["text_encoder", "unet", "vae_decoder"]
@@ -94,7 +92,7 @@ def test_every_weight_is_rebuilt(
 
 @pytest.mark.parametrize("component", ["unet", "vae_decoder", "text_encoder"])
 def test_for_every_target_and_type(component: str) -> None:
-    """As `optimize_component` does it, on a graph that is fused once; other families are in `test_families`."""
+    """As `optimize_component` does it, on a graph that is fused once; other families: `test_families.test_counts`."""
     model = ir.from_proto(graph_fixtures.load(f"sd15-tiny-dynamo-20.{component}"))
     checkpoint = tensors(model)
     fusion_passes.canonicalize(model)
@@ -102,15 +100,8 @@ def test_for_every_target_and_type(component: str) -> None:
     for target in (target for name, target in TARGETS.items() if name != "gpu"):  # as hip
         few = component == "unet" and target.name != "cpu"  # its graph takes the time of all others together
         for dtype in ["float16"] if few else target.dtypes[1:]:
-            lowered = model.clone()
-            run_all(lowered, target.passes_for(dtype))
-            if dtype != "float32" and not target.half_weights:
-                precision.convert(lowered, dtype, float32_inputs=target.float32_inputs)
-            lower_operators(lowered, target)
-            parts = list(hoist.split(lowered).values()) if component == "unet" and dtype == "float16" else [lowered]
-            if dtype != "float32" and target.half_weights:
-                for part in parts:
-                    precision.store_weights(part, dtype)
+            hoisted = component == "unet" and target.name == HOISTING[0]  # the split takes as long as all else
+            parts = lowered(model.clone(), target, dtype, hoisted=hoisted)
             assert rebuilt(parts, checkpoint) > 50
 
 
