@@ -255,6 +255,8 @@ def test_places_and_settings(small_export: Path, pipeline: Any) -> None:
     assert not plain.vae.use_tiling
     plain.enable_attention_slicing()
     assert not hasattr(plain, "load_ip_adapter")
+    with pytest.raises(InputError, match=r"`sd-ort optimize a\.safetensors OUT`"):
+        StableDiffusionPipeline.from_single_file("a.safetensors")
     with pytest.raises(AttributeError, match="low_memory=True"):
         plain.enable_model_cpu_offload()
 
