@@ -175,6 +175,17 @@ def test_results_unpack_as_in_diffusers(pipeline: Any) -> None:
         torch.testing.assert_close(found, images, rtol=0, atol=0)
 
 
+def test_a_callback_may_end_the_loop(reference: Any, pipeline: Any, plain: np.ndarray) -> None:
+    def stop(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        pipe._interrupt = step == 0
+        return tensors
+
+    drawn = draw(pipeline, callback_on_step_end=stop)
+    assert psnr(drawn, draw(reference, callback_on_step_end=stop)) > MIN_PSNR
+    assert psnr(drawn, plain) < 50
+    np.testing.assert_array_equal(draw(pipeline), plain)
+
+
 @pytest.mark.parametrize("kind", ["array", "bytes", "tensor", "latents", "list"])
 def test_kinds_of_pictures(pipeline: Any, reference: Any, kind: str) -> None:
     y, x = np.mgrid[:64, :64]
