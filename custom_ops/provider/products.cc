@@ -62,7 +62,7 @@ std::vector<Candidate<ProductParams>> candidates() {
 }
 
 // The library's favorite, where it takes the product.
-std::string default_name(const ProductParams& p) {
+std::string default_name([[maybe_unused]] const ProductParams& p) {
 #if !defined(SD_ORT_HOST_VENDOR)
   const Candidate<ProductParams> favorite = library_candidate(0);
   if (favorite.is_supported(p)) return favorite.name;

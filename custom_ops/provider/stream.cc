@@ -31,9 +31,12 @@ class Notification : public OrtSyncNotificationImpl {
   device::Event event_;
 };
 
+bool is_pinned(const OrtMemoryDevice* memory) {
+  return ep_api->MemoryDevice_GetMemoryType(memory) == OrtDeviceMemoryType_HOST_ACCESSIBLE;
+}
+
 bool is_host(const OrtMemoryDevice* memory) {
-  return ep_api->MemoryDevice_GetDeviceType(memory) == OrtMemoryInfoDeviceType_CPU ||
-         ep_api->MemoryDevice_GetMemoryType(memory) == OrtDeviceMemoryType_HOST_ACCESSIBLE;
+  return ep_api->MemoryDevice_GetDeviceType(memory) == OrtMemoryInfoDeviceType_CPU || is_pinned(memory);
 }
 
 bool is_ours(const OrtMemoryDevice* memory) {
@@ -41,7 +44,7 @@ bool is_ours(const OrtMemoryDevice* memory) {
          ep_api->MemoryDevice_GetVendorId(memory) == device::kVendorId;
 }
 
-void copy_tensor(const OrtValue* from, OrtValue* to, OrtSyncStream* stream) {
+void copy_tensor(const OrtValue* from, OrtValue* to, OrtSyncStream* stream, Upload& upload) {
   const bool from_host = is_host(ep_api->Value_GetMemoryDevice(from));
   const bool to_host = is_host(ep_api->Value_GetMemoryDevice(to));
   const void* source = nullptr;
@@ -58,6 +61,9 @@ void copy_tensor(const OrtValue* from, OrtValue* to, OrtSyncStream* stream) {
     std::memcpy(target, source, bytes);
   } else if (stream != nullptr) {
     device::copy(target, source, bytes, direction, ort_api->SyncStream_GetHandle(stream));
+  } else if (from_host && !is_pinned(ep_api->Value_GetMemoryDevice(from)) && bytes >= Upload::kLeast) {
+    const uint32_t device = ep_api->MemoryDevice_GetDeviceId(ep_api->Value_GetMemoryDevice(to));
+    upload.copy(static_cast<int>(device), target, source, bytes);
   } else {
     device::copy_now(target, source, bytes, direction);
   }
@@ -90,10 +96,11 @@ DataTransfer::DataTransfer() : OrtDataTransferImpl{} {
   CanCopy = [](const OrtDataTransferImpl*, const OrtMemoryDevice* from, const OrtMemoryDevice* to) noexcept {
     return (is_ours(from) && (is_ours(to) || is_host(to))) || (is_host(from) && is_ours(to));
   };
-  CopyTensors = [](OrtDataTransferImpl*, const OrtValue** from, OrtValue** to, OrtSyncStream** streams,
+  CopyTensors = [](OrtDataTransferImpl* self, const OrtValue** from, OrtValue** to, OrtSyncStream** streams,
                    size_t count) noexcept {
     return guarded([&] {
-      for (size_t i = 0; i < count; ++i) copy_tensor(from[i], to[i], streams == nullptr ? nullptr : streams[i]);
+      Upload& upload = static_cast<DataTransfer*>(self)->upload_;
+      for (size_t i = 0; i < count; ++i) copy_tensor(from[i], to[i], streams == nullptr ? nullptr : streams[i], upload);
     });
   };
 }

@@ -3,6 +3,7 @@
 
 #include "provider/device.h"
 #include "provider/ort.h"
+#include "provider/upload.h"
 
 namespace sd_ort {
 
@@ -20,6 +21,9 @@ class SyncStream : public OrtSyncStreamImpl {
 class DataTransfer : public OrtDataTransferImpl {
  public:
   DataTransfer();
+
+ private:
+  Upload upload_;
 };
 
 }  // namespace sd_ort

@@ -229,7 +229,7 @@ def test_the_provider_links_for_amd(listing: dict) -> None:
 def test_cuda_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel, to machine code of sm_90a, in half the time that fast ones take: kept where no session finds it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_folder() / "compiled-only"))
-    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-Ofc=mid" if "-Ofc" in nvcc_options() else "")
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-Ofc=max" if "-Ofc" in nvcc_options() else "")
     assert build.build(cpu=False, cuda=["sm_90"]).is_file()
 
 

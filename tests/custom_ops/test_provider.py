@@ -296,6 +296,18 @@ def test_parts_of_any_width_are_joined_and_taken_apart(provider: str) -> None:
             np.testing.assert_array_equal(session.run(None, {"x": x})[0], wanted)
 
 
+def test_large_weights_arrive_whole(provider: str, tmp_path: Path) -> None:
+    """In pieces by several threads, the last piece a smaller one; from a file, as those of a folder."""
+    weight = np.random.default_rng(0).normal(size=1_700_001).astype(np.float32)
+    graph = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 20]>
+        g (float[1] x) => (float[n] y) { y = Add (x, weight) }""")
+    graph.graph.initializer.append(onnx.numpy_helper.from_array(weight, "weight"))
+    onnx.save(graph, tmp_path / MODEL, save_as_external_data=True, location="data")
+    for _ in range(2):  # the second time its threads and memory are there
+        session = session_of(tmp_path / MODEL, provider)
+        np.testing.assert_array_equal(session.run(None, {"x": np.zeros(1, np.float32)})[0], weight)
+
+
 def test_a_sum_that_nobody_reads_is_not_made(provider: str) -> None:
     """11 MiB hold an image and its normalization, 4 each, and with the sum they do not."""
     graph = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 20, "sd_ort": 1]>
