@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from minis import smalls
 
 from sd_ort import cli
+from sd_ort.family.presets import PRESETS
 
 # Files that take a minute and more, the longest first: a long one at the end would leave the other worker idle. Before
 # them the one that builds the op library, which other files then use.
@@ -38,17 +40,31 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A `sd15-tiny` pipeline folder with all components, by the default exporter. Do not change it.
+    """A `sd15-tiny` pipeline folder with all components, by the default exporter. Do not change it."""
+    return shared_export("sd15-tiny", "dynamo", run_folder, tmp_path_factory)
 
-    Made by the first worker that needs it; each has a copy, since calibration puts links to its weights.
-    """
+
+@pytest.fixture(scope="session")
+def small_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of `sd15-small`, for whoever draws with it: a third of the nodes, pictures of the same sizes."""
+    return shared_export("sd15-small", "torchscript", run_folder, tmp_path_factory)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_presets() -> None:
+    """`sd15-small` and the like, beside the real presets."""
+    PRESETS.update(smalls())
+
+
+def shared_export(preset: str, exporter: str, run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made by the first worker that needs it; each has a copy, since calibration puts links to its weights."""
     from sd_ort.export.exporter import export
 
-    first, mine = run_folder / "tiny-export", tmp_path_factory.mktemp("tiny") / "raw"
+    first, mine = run_folder / f"{preset}-export", tmp_path_factory.mktemp(preset) / "raw"
     with first.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not first.is_dir():
-            export(None, first, preset="sd15-tiny", random_weights=True)
+            export(None, first, preset=preset, random_weights=True, exporter=exporter)
         shutil.copytree(first, mine)
     return mine
 

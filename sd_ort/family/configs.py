@@ -12,7 +12,7 @@ from typing import Any
 
 from sd_ort.core.errors import InputError
 from sd_ort.core.files import mismatch, read_json
-from sd_ort.core.folder import COMPONENTS, model_name
+from sd_ort.core.folder import COMPONENTS, model_name, read_index
 
 
 class Config(dict[str, Any]):
@@ -53,10 +53,24 @@ def read_config(path: Path, otherwise: str | None = None) -> dict[str, Any]:
     return _checked(path, read_json(path, otherwise), CONFIG)
 
 
+# Pipelines whose class in diffusers mends what folders of 2022 have in their scheduler's configuration.
+MENDING = re.compile(r"StableDiffusion(Img2Img|Inpaint)?Pipeline$")
+
+
 def scheduler_config(folder: Path) -> dict[str, Any]:
-    """The configuration of a pipeline's scheduler. Raises InputError when it is missing or damaged."""
+    """The configuration of a pipeline's scheduler, as diffusers' class of that pipeline uses it: those of Stable
+    Diffusion, neither XL nor with a ControlNet, set `steps_offset` to 1, and inpainting skips PNDM's Runge-Kutta steps.
+
+    Raises InputError when it, or the pipeline's index, is missing or damaged.
+    """
     path = folder / "scheduler" / "scheduler_config.json"
-    return _checked(path, read_json(path), SCHEDULER)
+    config = _checked(path, read_json(path), SCHEDULER)
+    kind = str(read_index(folder).get("_class_name", ""))
+    if MENDING.search(kind):
+        config = {**config, "steps_offset": 1}
+        if "Inpaint" in kind and config.get("_class_name") == "PNDMScheduler":
+            config["skip_prk_steps"] = True
+    return config
 
 
 def _checked(path: Path, config: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:

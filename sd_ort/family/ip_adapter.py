@@ -141,10 +141,8 @@ def with_ip_adapter(source: Source, file: Path, encoder: Path | None) -> IpAdapt
     encoder = encoder or file.parent / "image_encoder"
     config = encoder_config(encoder)
     tensors = shapes(file)
-    from accelerate import init_empty_weights
-
     unet = source.configs["unet"]
-    with init_empty_weights():
+    with torch.device("meta"):
         model = model_class(class_name(unet)).from_config(unet)
     before = model.state_dict().keys()
     record = _attached(model, file, tensors)

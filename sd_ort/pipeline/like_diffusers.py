@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from sd_ort.pipeline.request import Prompt, Request
 from sd_ort.pipeline.text import Texts
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.providers import warn_once
-from sd_ort.runtime.session import Model, create_session
+from sd_ort.runtime.session import Model
 
 if TYPE_CHECKING:
     import torch
@@ -54,13 +53,7 @@ def loading_options(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
     Raises InputError for one that is unknown, and for a type or variant that the folder does not have.
     """
-    known = set(inspect.signature(create_session).parameters) - {
-        "model_path",
-        "provider",
-        "graph",
-        "weights",
-        "changed",
-    }
+    known = {"threads", "allow_fallback", "tuning", "provider_options", "library", "profile"}
     kept = {}
     for name, value in options.items():
         if name in known:

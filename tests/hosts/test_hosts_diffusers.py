@@ -35,16 +35,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    return torch_pipeline("sd15-tiny", random_weights=True, seed=0)
+    return torch_pipeline("sd15-small", random_weights=True, seed=0)
 
 
 @pytest.fixture(scope="module")
-def hoisted(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hoisted(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The UNet hoisted and fused, the other components as they were exported."""
     out = tmp_path_factory.mktemp("hosts") / "hoisted"
-    optimize(tiny_export, out, components=["unet"], hoisted=True)
+    optimize(small_export, out, components=["unet"], hoisted=True)
     for name in ("text_encoder", "vae_encoder", "vae_decoder"):
-        shutil.copytree(tiny_export / name, out / name)
+        shutil.copytree(small_export / name, out / name)
     return out
 
 
@@ -96,13 +96,13 @@ def test_same_pictures(reference: Any, hoisted: Path, kind: str, arguments: dict
     assert_same(pipe(**arguments, generator=seed(3)).images, expected)
 
 
-def test_latents_enlarged_and_drawn_over(reference: Any, tiny_export: Path) -> None:
+def test_latents_enlarged_and_drawn_over(reference: Any, small_export: Path) -> None:
     """Latent upscaling: text to latents, interpolated, and image to image from there; the VAE in tiles."""
     drawn = []
     for accelerated in (False, True):
         pipe, larger = torchs("StableDiffusionPipeline", reference), torchs("StableDiffusionImg2ImgPipeline", reference)
         if accelerated:
-            accelerate(pipe, tiny_export, provider="cpu")
+            accelerate(pipe, small_export, provider="cpu")
             larger = diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
         small = draw(pipe, output_type="latent")
         latents = torch.nn.functional.interpolate(small, scale_factor=2, mode="nearest")
@@ -115,7 +115,7 @@ def test_latents_enlarged_and_drawn_over(reference: Any, tiny_export: Path) -> N
     assert_same(drawn[1], drawn[0])
 
 
-def test_callbacks_see_and_change_latents(reference: Any, tiny_export: Path) -> None:
+def test_callbacks_see_and_change_latents(reference: Any, small_export: Path) -> None:
     seen: list[Any] = []
 
     def halve(pipe: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -123,7 +123,7 @@ def test_callbacks_see_and_change_latents(reference: Any, tiny_export: Path) -> 
         return {"latents": tensors["latents"] * 0.5}
 
     expected = draw(torchs("StableDiffusionPipeline", reference), callback_on_step_end=halve)
-    pipe = accelerate(torchs("StableDiffusionPipeline", reference), tiny_export, provider="cpu")
+    pipe = accelerate(torchs("StableDiffusionPipeline", reference), small_export, provider="cpu")
     assert_same(draw(pipe, callback_on_step_end=halve), expected)
     assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
 
@@ -174,8 +174,8 @@ def test_loras_without_peft(reference: Any, hoisted: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def pipe(reference: Any, tiny_export: Path) -> Any:
-    return accelerate(torchs("StableDiffusionPipeline", reference), tiny_export, provider="cpu")
+def pipe(reference: Any, small_export: Path) -> Any:
+    return accelerate(torchs("StableDiffusionPipeline", reference), small_export, provider="cpu")
 
 
 def test_moves(pipe: Any, tmp_path: Path) -> None:
@@ -220,9 +220,9 @@ def test_unet_alone(pipe: Any) -> None:
         pipe.unet(x, 7, context, mid_block_additional_residual=x)
 
 
-def test_folder_of_another_model(reference: Any, tiny_export: Path, tmp_path: Path) -> None:
+def test_folder_of_another_model(reference: Any, small_export: Path, tmp_path: Path) -> None:
     folder = tmp_path / "other"
-    shutil.copytree(tiny_export, folder, symlinks=True)
+    shutil.copytree(small_export, folder, symlinks=True)
     path = folder / "unet" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"cross_attention_dim": 48}))
     theirs = torchs("StableDiffusionPipeline", reference)
@@ -237,9 +237,9 @@ def test_folder_of_another_model(reference: Any, tiny_export: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_bound_where_they_lie(tiny_export: Path, captured: bool) -> None:
+def test_bound_where_they_lie(small_export: Path, captured: bool) -> None:
     """What a GPU's tensors go through, on the CPU: outputs are the caller's own, a graph's buffers are not."""
-    models = HostModels(tiny_export, "cpu")
+    models = HostModels(small_export, "cpu")
     session = models.models["unet"].session
     model = TensorModel(GraphModel(session, "cpu") if captured else models.models["unet"], torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)

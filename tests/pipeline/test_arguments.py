@@ -40,15 +40,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    """The diffusers pipeline that `tiny_export` was exported from, with a scheduler that takes any schedule."""
-    made = torch_pipeline("sd15-tiny", random_weights=True, seed=0)
+    """The diffusers pipeline that `small_export` was exported from, with a scheduler that takes any schedule."""
+    made = torch_pipeline("sd15-small", random_weights=True, seed=0)
     made.scheduler = diffusers.EulerDiscreteScheduler.from_config(made.scheduler.config)
     return made
 
 
 @pytest.fixture(scope="module")
-def pipeline(tiny_export: Path) -> StableDiffusionPipeline:
-    made: StableDiffusionPipeline = StableDiffusionPipeline.from_pretrained(tiny_export, scheduler="euler")
+def pipeline(small_export: Path) -> StableDiffusionPipeline:
+    made: StableDiffusionPipeline = StableDiffusionPipeline.from_pretrained(small_export, scheduler="euler")
     return made
 
 
@@ -232,7 +232,7 @@ def test_components_and_configs(pipeline: Any, reference: Any) -> None:
     torch.testing.assert_close(pipeline.vae.encode(pixels).latent_dist.mean, mean, rtol=1e-3, atol=1e-3)
 
 
-def test_places_and_settings(tiny_export: Path, pipeline: Any) -> None:
+def test_places_and_settings(small_export: Path, pipeline: Any) -> None:
     assert pipeline.to("cpu") is pipeline.to(torch.float32) is pipeline
     for place, message in (("cuda", "provider="), (torch.float16, "--float16")):
         with pytest.raises(InputError, match=message):
@@ -244,9 +244,9 @@ def test_places_and_settings(tiny_export: Path, pipeline: Any) -> None:
         ({"thread": 2}, "takes no thread; of a session it takes .*threads"),
     ):
         with pytest.raises(InputError, match=message):
-            StableDiffusionPipeline.from_pretrained(tiny_export, low_memory=True, **options)
+            StableDiffusionPipeline.from_pretrained(small_export, low_memory=True, **options)
     plain = StableDiffusionPipeline.from_pretrained(
-        tiny_export, torch_dtype=torch.float32, use_safetensors=True, safety_checker=None, low_memory=True
+        small_export, torch_dtype=torch.float32, use_safetensors=True, safety_checker=None, low_memory=True
     )
     plain.enable_vae_tiling()
     plain.enable_vae_slicing()
@@ -259,7 +259,7 @@ def test_places_and_settings(tiny_export: Path, pipeline: Any) -> None:
         plain.enable_model_cpu_offload()
 
 
-def test_progress_bar_can_be_turned_off(tiny_export: Path, pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_can_be_turned_off(small_export: Path, pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
     other = StableDiffusionPipeline.from_pipe(pipeline)
     other.set_progress_bar_config(disable=True)
     draw(other, num_inference_steps=1)
@@ -268,11 +268,11 @@ def test_progress_bar_can_be_turned_off(tiny_export: Path, pipeline: Any, capsys
     assert "step" in capsys.readouterr().err
 
 
-def test_another_pipeline_and_a_copy(tiny_export: Path, tmp_path: Path, pipeline: Any, plain: np.ndarray) -> None:
+def test_another_pipeline_and_a_copy(small_export: Path, tmp_path: Path, pipeline: Any, plain: np.ndarray) -> None:
     drawing = StableDiffusionImg2ImgPipeline.from_pipe(pipeline)
     assert drawing.models is pipeline.models
     pipeline.save_pretrained(tmp_path / "copy")
-    copy = StableDiffusionPipeline.from_pretrained(tmp_path / "copy", scheduler=make_scheduler(tiny_export, "euler"))
+    copy = StableDiffusionPipeline.from_pretrained(tmp_path / "copy", scheduler=make_scheduler(small_export, "euler"))
     np.testing.assert_array_equal(draw(copy), plain)
     copy.scheduler = diffusers.DDIMScheduler.from_config(copy.scheduler.config)
     assert psnr(draw(copy), plain) < 50

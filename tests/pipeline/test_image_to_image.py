@@ -47,7 +47,7 @@ def mask() -> Image.Image:
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    return torch_pipeline("sd15-tiny", random_weights=True, seed=0)
+    return torch_pipeline("sd15-small", random_weights=True, seed=0)
 
 
 def as_kind(kind: str, reference: Any) -> Any:
@@ -69,18 +69,18 @@ def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
     [{"strength": 0.5}, {"strength": 1.0}, {"strength": 0.75, "num_images_per_prompt": 2}],
     ids=["half", "all", "batch"],
 )
-def test_image_to_image(tiny_export: Path, reference: Any, picture: Image.Image, arguments: dict[str, Any]) -> None:
+def test_image_to_image(small_export: Path, reference: Any, picture: Image.Image, arguments: dict[str, Any]) -> None:
     expected = draw(
         as_kind("StableDiffusionImg2ImgPipeline", reference), image=picture, generator=seeds(7)[0], **arguments
     )
-    ours = StableDiffusionImg2ImgPipeline.from_pretrained(tiny_export)
+    ours = StableDiffusionImg2ImgPipeline.from_pretrained(small_export)
     assert psnr(draw(ours, image=picture, generator=7, **arguments), expected) > MIN_PSNR
 
 
-def test_one_generator_per_image(tiny_export: Path, reference: Any, picture: Image.Image) -> None:
+def test_one_generator_per_image(small_export: Path, reference: Any, picture: Image.Image) -> None:
     arguments = {"image": picture, "strength": 0.5, "num_images_per_prompt": 2}
     expected = draw(as_kind("StableDiffusionImg2ImgPipeline", reference), generator=seeds(1, 2), **arguments)
-    ours = StableDiffusionImg2ImgPipeline.from_pretrained(tiny_export)
+    ours = StableDiffusionImg2ImgPipeline.from_pretrained(small_export)
     assert psnr(draw(ours, generator=seeds(1, 2), **arguments), expected) > MIN_PSNR
 
 
@@ -94,15 +94,15 @@ def test_one_generator_per_image(tiny_export: Path, reference: Any, picture: Ima
     ],
 )
 def test_arguments_that_do_not_fit(
-    tiny_export: Path, picture: Image.Image, arguments: dict[str, Any], message: str
+    small_export: Path, picture: Image.Image, arguments: dict[str, Any], message: str
 ) -> None:
-    ours = StableDiffusionImg2ImgPipeline.from_pretrained(tiny_export, low_memory=True)
+    ours = StableDiffusionImg2ImgPipeline.from_pretrained(small_export, low_memory=True)
     with pytest.raises(InputError, match=message):
         draw(ours, **{"image": picture, **arguments})
 
 
-def test_two_images_for_three_prompts(tiny_export: Path, picture: Image.Image) -> None:
-    ours = StableDiffusionImg2ImgPipeline.from_pretrained(tiny_export, low_memory=True)
+def test_two_images_for_three_prompts(small_export: Path, picture: Image.Image) -> None:
+    ours = StableDiffusionImg2ImgPipeline.from_pretrained(small_export, low_memory=True)
     with pytest.raises(InputError, match="2 images for 3 prompts"):
         draw(ours, prompt=[PROMPT] * 3, image=[picture] * 2)
 
@@ -112,25 +112,25 @@ def test_two_images_for_three_prompts(tiny_export: Path, picture: Image.Image) -
 
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 def test_inpainting_with_an_ordinary_unet(
-    tiny_export: Path, reference: Any, picture: Image.Image, mask: Image.Image, strength: float
+    small_export: Path, reference: Any, picture: Image.Image, mask: Image.Image, strength: float
 ) -> None:
     arguments = {"image": picture, "mask_image": mask, "height": 64, "width": 64, "strength": strength}
     expected = draw(as_kind("StableDiffusionInpaintPipeline", reference), generator=seeds(3)[0], **arguments)
-    ours = StableDiffusionInpaintPipeline.from_pretrained(tiny_export)
+    ours = StableDiffusionInpaintPipeline.from_pretrained(small_export)
     assert psnr(draw(ours, generator=3, **arguments), expected) > MIN_PSNR
 
 
-def export_with(tiny_export: Path, out: Path, preset: str, components: list[str]) -> Path:
-    """Export what a preset has beyond `sd15-tiny`, whose other components, with the same weights, are copied."""
+def export_with(small_export: Path, out: Path, preset: str, components: list[str]) -> Path:
+    """Export what a preset has beyond `sd15-small`, whose other components, with the same weights, are copied."""
     export(None, out, preset=preset, random_weights=True, exporter="torchscript", components=components)
     for name in ("text_encoder", "vae_encoder", "vae_decoder"):
-        shutil.copytree(tiny_export / name, out / name)
+        shutil.copytree(small_export / name, out / name)
     return out
 
 
 @pytest.fixture(scope="module")
-def inpaint_export(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_with(tiny_export, tmp_path_factory.mktemp("inpaint") / "raw", "sd15-inpaint-tiny", ["unet"])
+def inpaint_export(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_with(small_export, tmp_path_factory.mktemp("inpaint") / "raw", "sd15-inpaint-small", ["unet"])
 
 
 @pytest.mark.parametrize("strength", [0.5, 1.0])
@@ -138,7 +138,7 @@ def test_inpainting_with_its_own_unet(
     inpaint_export: Path, picture: Image.Image, mask: Image.Image, strength: float
 ) -> None:
     arguments = {"image": picture, "mask_image": mask, "height": 64, "width": 64, "strength": strength}
-    expected = draw(torch_pipeline("sd15-inpaint-tiny", random_weights=True), generator=seeds(3)[0], **arguments)
+    expected = draw(torch_pipeline("sd15-inpaint-small", random_weights=True), generator=seeds(3)[0], **arguments)
     ours = StableDiffusionInpaintPipeline.from_pretrained(inpaint_export)
     assert psnr(draw(ours, generator=3, **arguments), expected) > MIN_PSNR
 
@@ -152,14 +152,14 @@ def test_an_inpainting_unet_wants_a_mask(inpaint_export: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def controlled(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def controlled(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     components = ["unet", "controlnet"]
-    return export_with(tiny_export, tmp_path_factory.mktemp("control") / "raw", "sd15-controlnet-tiny", components)
+    return export_with(small_export, tmp_path_factory.mktemp("control") / "raw", "sd15-controlnet-small", components)
 
 
 @pytest.fixture(scope="module")
 def control_reference() -> Any:
-    return torch_pipeline("sd15-controlnet-tiny", random_weights=True)
+    return torch_pipeline("sd15-controlnet-small", random_weights=True)
 
 
 @pytest.fixture(scope="module")
@@ -251,22 +251,22 @@ def test_inpainting_with_a_controlnet(
     assert psnr(drawn, expected) > MIN_PSNR
 
 
-def test_control_image_without_a_controlnet(tiny_export: Path, picture: Image.Image) -> None:
+def test_control_image_without_a_controlnet(small_export: Path, picture: Image.Image) -> None:
     with pytest.raises(InputError, match="no ControlNet for the control image"):
-        draw(StableDiffusionPipeline.from_pretrained(tiny_export), control_image=picture, height=64, width=64)
+        draw(StableDiffusionPipeline.from_pretrained(small_export), control_image=picture, height=64, width=64)
 
 
 # --- The command ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheduler", ["euler", "pndm", "dpmsolver"])
-def test_on_the_device(tiny_export: Path, picture: Image.Image, mask: Image.Image, scheduler: str) -> None:
+def test_on_the_device(small_export: Path, picture: Image.Image, mask: Image.Image, scheduler: str) -> None:
     """Image to image, and inpainting whose mask keeps a picture, in the loop on the device as on the host."""
     tasks = ((StableDiffusionImg2ImgPipeline, {}), (StableDiffusionInpaintPipeline, {"mask_image": mask}))
     for cls, more in tasks:
         pictures = []
         for looped in (False, True):
-            pipeline = cls.from_pretrained(tiny_export, scheduler=scheduler, device_loop=looped)
+            pipeline = cls.from_pretrained(small_export, scheduler=scheduler, device_loop=looped)
             arguments = {**SETTINGS, "image": picture, "strength": 0.8, "progress": False, **more}
             pictures.append(pipeline(**arguments, generator=1).images)
             assert bool(pipeline.loop.kept) == looped
@@ -284,11 +284,11 @@ def test_inpainting_unet_on_the_device(inpaint_export: Path, picture: Image.Imag
 
 
 def test_generate_from_a_picture(
-    sd_ort: Callable[..., tuple[int, str, str]], tiny_export: Path, tmp_path: Path, picture: Image.Image, mask: Any
+    sd_ort: Callable[..., tuple[int, str, str]], small_export: Path, tmp_path: Path, picture: Image.Image, mask: Any
 ) -> None:
     picture.save(tmp_path / "in.png")
     mask.save(tmp_path / "mask.png")
-    common = ("generate", PROMPT, "--model", tiny_export, "--steps", 2, "--seed", 1, "--image", tmp_path / "in.png")
+    common = ("generate", PROMPT, "--model", small_export, "--steps", 2, "--seed", 1, "--image", tmp_path / "in.png")
     out = tmp_path / "out.png"
     code, _, error = sd_ort(*common, "--mask", tmp_path / "mask.png", "--low-memory", "--out", out)
     assert (code, np.asarray(Image.open(out)).shape) == (0, (64, 64, 3)), error

@@ -27,6 +27,7 @@ from sd_ort.family.checkpoints import FileOptions, open_source
 from sd_ort.family.configs import read_config
 from sd_ort.family.modules import wrap
 from sd_ort.family.presets import PRESETS
+from sd_ort.merge import merge
 from sd_ort.optimize.optimizer import optimize
 from sd_ort.pipeline.ip_adapter import layer_scales
 
@@ -205,6 +206,11 @@ def test_fused_and_hoisted(folder: Any, tmp_path: Path) -> None:
         shown = {"ip_adapter_image": PICTURE, "progress": False}
         assert error(draw(fused, **shown), draw(plain, **shown)) < TOLERANCE
     assert fused.loop.kept
+    for unmerged in (source, tmp_path / "out"):  # a merged model is told a prompt and nothing else
+        with pytest.raises(InputError, match="has a UNet that takes image_embeds") as refusal:
+            merge(unmerged, tmp_path / "merged")
+        assert "\n" not in str(refusal.value)
+        assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("target", ["gpu"])

@@ -97,10 +97,10 @@ image.save(sys.argv[2])
 """
 
 
-def test_a_later_process_imports_none_of_them(cache: Path, tiny_export: Path, tmp_path: Path) -> None:
+def test_a_later_process_imports_none_of_them(cache: Path, small_export: Path, tmp_path: Path) -> None:
     imported = []
     for name in ("first.png", "second.png"):
-        command = [sys.executable, "-c", DRAW, str(tiny_export), str(tmp_path / name)]
+        command = [sys.executable, "-c", DRAW, str(small_export), str(tmp_path / name)]
         imported.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
     assert imported == ["diffusers torch transformers", ""]
     assert (tmp_path / "first.png").read_bytes() == (tmp_path / "second.png").read_bytes()

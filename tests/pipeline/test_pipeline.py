@@ -47,19 +47,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    """The diffusers pipeline that `tiny_export` was exported from."""
-    return torch_pipeline("sd15-tiny", random_weights=True, seed=0)
+    """The diffusers pipeline that `small_export` was exported from."""
+    return torch_pipeline("sd15-small", random_weights=True, seed=0)
 
 
 @pytest.fixture(scope="module")
-def pipeline(tiny_export: Path) -> StableDiffusionPipeline:
-    return StableDiffusionPipeline.from_pretrained(tiny_export)
+def pipeline(small_export: Path) -> StableDiffusionPipeline:
+    return StableDiffusionPipeline.from_pretrained(small_export)
 
 
 @pytest.fixture(scope="module")
-def fused(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> StableDiffusionPipeline:
+def fused(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> StableDiffusionPipeline:
     out = tmp_path_factory.mktemp("fused") / "fp32"
-    optimize(tiny_export, out, components=["text_encoder", "unet", "vae_decoder"])
+    optimize(small_export, out, components=["text_encoder", "unet", "vae_decoder"])
     return StableDiffusionPipeline.from_pretrained(out)
 
 
@@ -106,13 +106,13 @@ def test_fused_draws_the_same(reference: Any, fused: Any) -> None:
     "name", ["euler", "EulerAncestralDiscreteScheduler", "dpmsolver", "heun", "PNDM", "UniPC", "ddim"]
 )
 @pytest.mark.filterwarnings("ignore:.*The configuration file of this scheduler:FutureWarning")
-def test_scheduler_by_name(reference: Any, tiny_export: Path, pipeline: Any, name: str) -> None:
+def test_scheduler_by_name(reference: Any, small_export: Path, pipeline: Any, name: str) -> None:
     """As diffusers drives it, whose pipeline turns off `clip_sample` (DDIM's default)."""
-    scheduler = scheduler_class(name).from_pretrained(tiny_export / "scheduler")
+    scheduler = scheduler_class(name).from_pretrained(small_export / "scheduler")
     theirs = type(reference)(**{**reference.components, "scheduler": scheduler}, requires_safety_checker=False)
     before = pipeline.scheduler
     try:
-        pipeline.scheduler = make_scheduler(tiny_export, name)
+        pipeline.scheduler = make_scheduler(small_export, name)
         assert type(pipeline.scheduler) is scheduler_class(name)
         assert psnr(draw(pipeline, generator=3), draw(theirs, generator=seeds(3)[0])) > MIN_PSNR
     finally:
@@ -185,7 +185,7 @@ def test_arguments_that_do_not_fit(pipeline: Any, arguments: dict[str, Any], mes
 @pytest.mark.parametrize(
     "name", ["no_such", "FlowMatchEulerDiscreteScheduler", "KarrasVeScheduler", "LMSDiscreteScheduler"]
 )
-def test_scheduler_that_cannot_be_used(tiny_export: Path, name: str) -> None:
+def test_scheduler_that_cannot_be_used(small_export: Path, name: str) -> None:
     if name.startswith("LMS"):
         try:
             import scipy  # noqa: F401
@@ -194,7 +194,7 @@ def test_scheduler_that_cannot_be_used(tiny_export: Path, name: str) -> None:
         else:
             pytest.skip("scipy is here, so this scheduler can be used")
     with pytest.raises(InputError):
-        make_scheduler(tiny_export, name)
+        make_scheduler(small_export, name)
 
 
 # --- The command ----------------------------------------------------------------------------------------------------
@@ -222,34 +222,34 @@ def expect_error(result: tuple[int, str, str], code: int, message: str) -> None:
 
 
 @pytest.fixture
-def copy(tiny_export: Path, tmp_path: Path) -> Path:
+def copy(small_export: Path, tmp_path: Path) -> Path:
     """A copy of the export that a test may break."""
-    return Path(shutil.copytree(tiny_export, tmp_path / "model", ignore=shutil.ignore_patterns("vae_encoder")))
+    return Path(shutil.copytree(small_export, tmp_path / "model", ignore=shutil.ignore_patterns("vae_encoder")))
 
 
 def test_generate_writes_numbered_files_with_their_settings(
-    generate: Cli, tmp_path: Path, tiny_export: Path, pipeline: Any
+    generate: Cli, tmp_path: Path, small_export: Path, pipeline: Any
 ) -> None:
     arguments = ("--num-images", 3, "--batch", 2, "--seed", 5, "--guidance", 4, "--scheduler", "euler")
-    code, out, _ = generate(tiny_export, *arguments, "--out", tmp_path / "new" / "images")
+    code, out, _ = generate(small_export, *arguments, "--out", tmp_path / "new" / "images")
     paths = sorted((tmp_path / "new" / "images").iterdir())
     assert [p.name for p in paths] == [f"a-red-circle-on-a-blue-background-{seed}.png" for seed in (5, 6, 7)]
     assert (code, out.split()) == (0, list(map(str, paths)))
     image = Image.open(paths[2])
     text = image.text  # type: ignore[attr-defined]
     assert (text["seed"], text["prompt"], text["scheduler"]) == ("7", PROMPTS[0], "EulerDiscreteScheduler")
-    before, pipeline.scheduler = pipeline.scheduler, make_scheduler(tiny_export, "euler")
+    before, pipeline.scheduler = pipeline.scheduler, make_scheduler(small_export, "euler")
     alone = draw(pipeline, num_inference_steps=2, generator=7, output_type="pil")[0]
     pipeline.scheduler = before
     assert metrics.psnr(np.asarray(image), alone) > 50
 
 
-def test_generate_does_not_overwrite(generate: Cli, tmp_path: Path, tiny_export: Path) -> None:
+def test_generate_does_not_overwrite(generate: Cli, tmp_path: Path, small_export: Path) -> None:
     out = tmp_path / "mine.png"
     out.write_text("precious")
-    expect_error(generate(tiny_export, "--out", out), 5, "exists: choose another --out")
+    expect_error(generate(small_export, "--out", out), 5, "exists: choose another --out")
     assert out.read_text() == "precious"
-    assert generate(tiny_export, "--out", out, "--overwrite")[0] == 0
+    assert generate(small_export, "--out", out, "--overwrite")[0] == 0
     assert np.asarray(Image.open(out)).shape == (64, 64, 3)
 
 
@@ -291,9 +291,9 @@ def test_missing_file(generate: Cli, copy: Path, gone: str) -> None:
     expect_error(generate(copy), 2, gone.partition("/")[0])
 
 
-def test_provider_that_is_not_installed(generate: Cli, tiny_export: Path) -> None:
+def test_provider_that_is_not_installed(generate: Cli, small_export: Path) -> None:
     name = next(n for n, p in PROVIDERS.items() if p.ep not in onnxruntime.get_available_providers())
-    expect_error(generate(tiny_export, "--provider", name), 3, f"'sd-ort[{name}]'")
+    expect_error(generate(small_export, "--provider", name), 3, f"'sd-ort[{name}]'")
 
 
 def test_interrupt_leaves_no_half_written_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -316,13 +316,13 @@ def test_full_disk_leaves_no_half_written_file(monkeypatch: pytest.MonkeyPatch, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_while_drawing(tiny_export: Path, tmp_path: Path) -> None:
+def test_ctrl_c_while_drawing(small_export: Path, tmp_path: Path) -> None:
     out = tmp_path / "images"
     arguments = [
         "generate",
         "x",
         "--model",
-        str(tiny_export),
+        str(small_export),
         "--steps",
         "500",
         "--scheduler",

@@ -29,26 +29,26 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def vae() -> Any:
-    """diffusers' VAE of `tiny_export`, tiling; its tiles are 128 pixels, 16 of the latent."""
-    vae = torch_pipeline("sd15-tiny", random_weights=True).vae
+    """diffusers' VAE of `small_export`, tiling; its tiles are 128 pixels, 16 of the latent."""
+    vae = torch_pipeline("sd15-small", random_weights=True).vae
     vae.enable_tiling()
     return vae
 
 
 @pytest.mark.parametrize("size", [(24, 40), (16, 17), (28, 16)], ids=str)
-def test_tiled_decode_is_that_of_diffusers(tiny_export: Path, vae: Any, size: tuple[int, int]) -> None:
+def test_tiled_decode_is_that_of_diffusers(small_export: Path, vae: Any, size: tuple[int, int]) -> None:
     latents = torch.randn(1, 4, *size, generator=torch.Generator().manual_seed(0))
-    tiled = StableDiffusionPipeline.from_pretrained(tiny_export, vae_tiling=True)
+    tiled = StableDiffusionPipeline.from_pretrained(small_export, vae_tiling=True)
     with torch.no_grad():
         expected = vae.decode(latents / vae.config.scaling_factor).sample
     torch.testing.assert_close(tiled.decode(latents), expected, rtol=1e-3, atol=1e-4)
-    whole = StableDiffusionPipeline.from_pretrained(tiny_export).decode(latents)
+    whole = StableDiffusionPipeline.from_pretrained(small_export).decode(latents)
     assert (whole - expected).abs().max() > 1e-3, "these sizes are not tiled at all"
 
 
-def test_tiled_encode_is_that_of_diffusers(tiny_export: Path, vae: Any) -> None:
+def test_tiled_encode_is_that_of_diffusers(small_export: Path, vae: Any) -> None:
     pixels = torch.rand(1, 3, 192, 256, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    tiled = StableDiffusionImg2ImgPipeline.from_pretrained(tiny_export, vae_tiling=True, low_memory=True)
+    tiled = StableDiffusionImg2ImgPipeline.from_pretrained(small_export, vae_tiling=True, low_memory=True)
     with torch.no_grad():
         sampled = vae.encode(pixels).latent_dist.sample(torch.Generator().manual_seed(1)) * vae.config.scaling_factor
     ours = tiled.encode_image(pixels, torch.Generator().manual_seed(1))
@@ -69,9 +69,9 @@ def test_tiles_of_a_map_that_keeps_pixels() -> None:
         assert max(max(shape[2:]) for shape in seen) <= 16
 
 
-def test_slices_draw_the_same(tiny_export: Path) -> None:
+def test_slices_draw_the_same(small_export: Path) -> None:
     arguments = {**SETTINGS, "num_images_per_prompt": 3}
-    sliced = StableDiffusionPipeline.from_pretrained(tiny_export, vae_slicing=True)
+    sliced = StableDiffusionPipeline.from_pretrained(small_export, vae_slicing=True)
     rows: list[int] = []
     decoder = sliced.vae_decoder
 
@@ -81,25 +81,25 @@ def test_slices_draw_the_same(tiny_export: Path) -> None:
             return decoder(latent_sample=latent_sample)
 
     sliced.vae_decoder = Counting()
-    whole = StableDiffusionPipeline.from_pretrained(tiny_export)
+    whole = StableDiffusionPipeline.from_pretrained(small_export)
     np.testing.assert_allclose(sliced(**arguments).images, whole(**arguments).images, atol=1e-4)
     assert rows == [1, 1, 1]
 
 
-def test_low_memory_keeps_one_component(tiny_export: Path) -> None:
-    frugal = StableDiffusionPipeline.from_pretrained(tiny_export, low_memory=True)
+def test_low_memory_keeps_one_component(small_export: Path) -> None:
+    frugal = StableDiffusionPipeline.from_pretrained(small_export, low_memory=True)
     assert frugal.models.opened == {}
     opened: list[list[str]] = []
     image = frugal(**SETTINGS, callback_on_step_end=lambda *_: opened.append(list(frugal.models.opened)) or {}).images
     assert opened
     assert all(names == ["unet"] for names in opened)
     assert list(frugal.models.opened) == ["vae_decoder"]
-    np.testing.assert_array_equal(image, StableDiffusionPipeline.from_pretrained(tiny_export)(**SETTINGS).images)
+    np.testing.assert_array_equal(image, StableDiffusionPipeline.from_pretrained(small_export)(**SETTINGS).images)
 
 
-def test_safety_checker(tiny_export: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_safety_checker(small_export: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A checker that flags the second picture of a batch; without the component, or switched off, none is checked."""
-    out = Path(shutil.copytree(tiny_export, tmp_path / "copy", ignore=shutil.ignore_patterns("vae_encoder")))
+    out = Path(shutil.copytree(small_export, tmp_path / "copy", ignore=shutil.ignore_patterns("vae_encoder")))
     (out / "safety_checker").mkdir()
     graph = helper.make_graph(
         [
@@ -128,7 +128,7 @@ def test_safety_checker(tiny_export: Path, tmp_path: Path, caplog: pytest.LogCap
     assert result.images[0].any()
     assert not result.images[1].any()
     assert "flagged 1 of 2 images" in caplog.text
-    for folder, options in ((out, {"safety_checker": False}), (tiny_export, {})):
+    for folder, options in ((out, {"safety_checker": False}), (small_export, {})):
         unchecked = StableDiffusionPipeline.from_pretrained(folder, **options)(**arguments)
         assert unchecked.nsfw_content_detected is None
         assert unchecked.images[1].any()

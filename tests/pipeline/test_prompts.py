@@ -26,20 +26,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    made = torch_pipeline("sd15-tiny", random_weights=True, seed=0)
+    made = torch_pipeline("sd15-small", random_weights=True, seed=0)
     made.text_encoder.__dict__["text_model"] = made.text_encoder  # diffusers' clip_skip looks for transformers 4's name
     return made
 
 
 @pytest.fixture(scope="module")
-def pipeline(tiny_export: Path) -> Any:
-    return StableDiffusionPipeline.from_pretrained(tiny_export)
+def pipeline(small_export: Path) -> Any:
+    return StableDiffusionPipeline.from_pretrained(small_export)
 
 
 @pytest.fixture(scope="module")
-def fused(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fused(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("fused") / "cpu"
-    optimize(tiny_export, out, components=["text_encoder"], target="cpu")
+    optimize(small_export, out, components=["text_encoder"], target="cpu")
     return out
 
 
@@ -113,15 +113,15 @@ def test_long_prompts_are_laid_one_behind_the_other(reference: Any, pipeline: An
     assert np.isfinite(latents(pipeline, prompt="x" * 80, prompt_syntax="weights")).all()
 
 
-def test_the_command_takes_weights_and_words(sd_ort: Any, tiny_export: Path, tmp_path: Path) -> None:
+def test_the_command_takes_weights_and_words(sd_ort: Any, small_export: Path, tmp_path: Path) -> None:
     save_file({"<cat>": torch.ones(64)}, tmp_path / "cat.safetensors")
     out = tmp_path / "cat.png"
     code, _, error = sd_ort(
-        "generate", "a (red:1.3) <cat>", "--model", tiny_export, "--steps", 1, "--height", 64, "--width", 64,
+        "generate", "a (red:1.3) <cat>", "--model", small_export, "--steps", 1, "--height", 64, "--width", 64,
         "--seed", 1, "--out", out, "--weights", "--clip-skip", 1, "--embedding", tmp_path / "cat.safetensors",
     )  # fmt: skip
     assert code == 0, error
-    ours = StableDiffusionPipeline.from_pretrained(tiny_export)
+    ours = StableDiffusionPipeline.from_pretrained(small_export)
     ours.load_textual_inversion(tmp_path / "cat.safetensors")
     settings = {**SETTINGS, "guidance_scale": 7.5, "prompt_syntax": "weights", "clip_skip": 1}
     expected = ours("a (red:1.3) <cat>", **settings, generator=1, progress=False).images[0]
@@ -131,37 +131,37 @@ def test_the_command_takes_weights_and_words(sd_ort: Any, tiny_export: Path, tmp
 # --- Layers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("skip", [1, 12])
+@pytest.mark.parametrize("skip", [1, 3])
 @pytest.mark.parametrize("kind", ["raw", "fused"])
-def test_clip_skip(tiny_export: Path, fused: Path, reference: Any, kind: str, skip: int) -> None:
-    ours = StableDiffusionPipeline.from_pretrained(tiny_export, low_memory=True)
-    ours.models.folder = fused if kind == "fused" else tiny_export
+def test_clip_skip(small_export: Path, fused: Path, reference: Any, kind: str, skip: int) -> None:
+    ours = StableDiffusionPipeline.from_pretrained(small_export, low_memory=True)
+    ours.models.folder = fused if kind == "fused" else small_export
     expected = embeddings(reference, clip_skip=skip)
     np.testing.assert_allclose(embeddings(ours, clip_skip=skip), expected, rtol=1e-3, atol=1e-4)
     assert np.abs(expected[0] - embeddings(reference)[0]).max() > 0.01, "without effect"
 
 
 def test_clip_skip_of_more_layers_than_there_are(pipeline: Any) -> None:
-    with pytest.raises(InputError, match="more than this text encoder's 12 layers"):
-        embeddings(pipeline, clip_skip=13)
+    with pytest.raises(InputError, match="more than this text encoder's 3 layers"):
+        embeddings(pipeline, clip_skip=4)
 
 
 # --- Textual inversion ----------------------------------------------------------------------------------------------
 
 
-def test_textual_inversion(tiny_export: Path, fused: Path, tmp_path: Path) -> None:
+def test_textual_inversion(small_export: Path, fused: Path, tmp_path: Path) -> None:
     """Words of three vectors and of one, as diffusers reads the same files, on the raw graph and on the fused one; and
     forgotten again."""
     random = torch.Generator().manual_seed(1)
     for word, rows in (("cat", torch.randn(3, 64, generator=random)), ("dog", torch.randn(64, generator=random))):
         save_file({f"<{word}>": rows}, tmp_path / f"{word}.safetensors")
     files = [str(tmp_path / f"{word}.safetensors") for word in ("cat", "dog")]
-    theirs = torch_pipeline("sd15-tiny", random_weights=True, seed=0)
+    theirs = torch_pipeline("sd15-small", random_weights=True, seed=0)
     theirs.text_encoder.__dict__["text_model"] = theirs.text_encoder
     theirs.load_textual_inversion(files)
     prompt = "a <cat> on a <dog> and a <cat>"
-    for folder in (tiny_export, fused):
-        ours = StableDiffusionPipeline.from_pretrained(tiny_export)
+    for folder in (small_export, fused):
+        ours = StableDiffusionPipeline.from_pretrained(small_export)
         ours.models.folder = folder
         before = embeddings(ours, prompt)
         ours.load_textual_inversion(files)

@@ -57,15 +57,32 @@ def compile_object(source: Path, device: str, folder: Path) -> Path:
 
     A source in `folder`, which a test brings along, is compiled there.
     """
-    options = [*FLAGS, *DEVICES[device], "-c", str(source)]
-    if source.is_relative_to(folder):
-        return build_once(folder / f"{device}_{source.name}.o", options)
-    digest = hashlib.sha256(repr((compiler_version(), FLAGS[:-2], DEVICES[device])).encode())
+    own = source.is_relative_to(folder)
+    made = folder / f"{device}_{source.name}.o" if own else kept(source, device, ".o")
+    if made.is_file():
+        return made
+    header = precompiled(device)
+    return build_once(made, [*FLAGS, *DEVICES[device], *header, "-c", str(source)])
+
+
+def precompiled(device: str) -> list[str]:
+    """Options that put what most sources include before a source, read once for all of them."""
+    header = ROOT / "tests/gpu_emulator/precompiled.h"
+    made = build_once(
+        kept(header, device, ".pch", str(ROOT)),  # a header is another file in another checkout
+        [*FLAGS, *DEVICES[device], "-x", "c++-header", "-fpch-instantiate-templates", str(header)],
+    )
+    return ["-include-pch", str(made), "-Xclang", "-fno-validate-pch"]  # by times: the name says what it is made of
+
+
+def kept(source: Path, device: str, suffix: str, *more: str) -> Path:
+    """Where what is made of a source lies, by everything that it is made of."""
+    digest = hashlib.sha256(repr((compiler_version(), FLAGS[:-2], DEVICES[device], *more)).encode())
     for path in sorted(included(source)):
         digest.update(path.read_bytes())
-    kept = cache_folder() / "emulated"
-    kept.mkdir(parents=True, exist_ok=True)
-    return build_once(kept / f"{digest.hexdigest()[:32]}.o", options)
+    folder = cache_folder() / "emulated"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{digest.hexdigest()[:32]}{suffix}"
 
 
 @cache

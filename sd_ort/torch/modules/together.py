@@ -66,7 +66,8 @@ class Together:
         made = y.split([sum(len(layer.weight) for layer in place) for place in self._places], dim=-1)
         if self._dense:
             sizes = [part.numel() for part in made]
-            dense = torch.cat([part.flatten() for part in made]).split(sizes)
+            rows = [row for part in made for row in part.reshape(-1, part.shape[-1]).unbind()]  # copied by one kernel
+            dense = torch.cat(rows).split(sizes)
             made = tuple(flat.view(part.shape) for flat, part in zip(dense, made, strict=True))
         return x, dict(enumerate(made))
 

@@ -14,6 +14,7 @@ from torch import nn
 from sd_ort.torch.modules import parts
 from sd_ort.torch.modules.attention import project
 from sd_ort.torch.operators import bias_split_gelu, skip_layer_norm
+from sd_ort.torch.operators.group_norm import is_channels_last
 from sd_ort.torch.operators.linear_add import product
 
 Tensor = torch.Tensor
@@ -105,8 +106,10 @@ class FastTransformer2DModel(Transformer2DModel):
         if by_blocks or not all(parts.is_plain(block, FastBasicTransformerBlock) for block in blocks):
             return super().forward(hidden_states, encoder_hidden_states, *args, **kwargs)
         batch, _, height, width = hidden_states.shape
-        h, inner = self._operate_on_continuous_inputs(hidden_states)
-        y, bias, h = blocks[0].branch(blocks[0].norm1(h), h, encoder_hidden_states)
+        y, bias = self._project_in(hidden_states)
+        inner = y.shape[-1]
+        x, h = _first_norm(blocks[0].norm1, y, bias)
+        y, bias, h = blocks[0].branch(x, h, encoder_hidden_states)
         for block in blocks[1:]:
             x, h = _norm_of_sum(block.norm1, y, bias, h)
             y, bias, h = block.branch(x, h, encoder_hidden_states)
@@ -114,14 +117,19 @@ class FastTransformer2DModel(Transformer2DModel):
         y = self._get_output_for_continuous_inputs(h, hidden_states, batch, height, width, inner)
         return Transformer2DModelOutput(sample=y) if kwargs.get("return_dict", True) else (y,)
 
-    def _operate_on_continuous_inputs(self, hidden_states: Tensor) -> tuple[Tensor, int]:
+    def _project_in(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What goes into the blocks (N, H * W, C), and its bias where that is still to be added."""
         x = parts.norm(self.norm, hidden_states)
-        if not self.use_linear_projection:
-            x = parts.pointwise(self.proj_in, x)
+        if not self.use_linear_projection and not (is_channels_last(x) and parts.is_pointwise(self.proj_in)):
+            return self.proj_in(x).permute(0, 2, 3, 1).flatten(1, 2), None
         x = x.permute(0, 2, 3, 1).flatten(1, 2)
         if self.use_linear_projection:
-            x = self.proj_in(x)
-        return x, x.shape[-1]
+            return parts.linear(self.proj_in, x)
+        return nn.functional.linear(x, self.proj_in.weight.flatten(1)), self.proj_in.bias
+
+    def _operate_on_continuous_inputs(self, hidden_states: Tensor) -> tuple[Tensor, int]:
+        y, bias = self._project_in(hidden_states)
+        return y if bias is None else y + bias, y.shape[-1]
 
     def _get_output_for_continuous_inputs(
         self, hidden_states: Tensor, residual: Tensor, batch_size: int, height: int, width: int, inner_dim: int
@@ -134,6 +142,14 @@ class FastTransformer2DModel(Transformer2DModel):
             image = hidden_states.unflatten(1, (height, width)).permute(0, 3, 1, 2)
             return self.proj_out(image) + residual
         return parts.add(y.unflatten(1, (height, width)).permute(0, 3, 1, 2), bias, residual)
+
+
+def _first_norm(layer: nn.Module, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """LayerNorm of x + bias, and that sum."""
+    if bias is not None and parts.is_plain(layer, nn.LayerNorm):
+        return skip_layer_norm(x, bias, None, layer.weight, layer.bias, layer.eps)  # type: ignore[arg-type]
+    total = x if bias is None else x + bias
+    return layer(total), total
 
 
 def refuse_block(block: BasicTransformerBlock) -> str | None:

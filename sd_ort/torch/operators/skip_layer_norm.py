@@ -25,7 +25,7 @@ def _launch(
     found = kernels.of(x, skip, bias, gamma, beta)
     channels = x.shape[-1]
     require(one_dtype(x, skip, bias, gamma, beta), "arguments of different types")
-    require(channels > 0 and skip.shape == x.shape, "skip of another shape, or no channels")
+    require(channels > 0 and skip.shape in (x.shape, (channels,)), "skip of another shape, or no channels")
     weights = [each for each in (bias, gamma, beta) if each is not None]
     require(all(each.shape == (channels,) and each.is_contiguous() for each in weights), "weights of another size")
     x, skip = x.contiguous(), skip.contiguous()
@@ -41,7 +41,7 @@ def _launch(
         y=pointer(y),
         sum=pointer(total),
         rows=rows,
-        skip_rows=rows,
+        skip_rows=rows if skip.shape == x.shape else 1,
         channels=channels,
         epsilon=epsilon,
     )
@@ -63,5 +63,5 @@ _OPERATOR = Operator(
 def skip_layer_norm(
     x: Tensor, skip: Tensor, bias: Tensor | None, gamma: Tensor, beta: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """x + bias + skip normalized over the last axis, and that sum: x and skip (..., C), bias, gamma and beta (C)."""
+    """x + bias + skip normalized over the last axis, and that sum: x (..., C), skip as x or (C), the others (C)."""
     return _OPERATOR(x, skip, bias, gamma, beta, epsilon)
