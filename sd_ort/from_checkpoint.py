@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.core import folder
+from sd_ort.core.files import read_ahead
 from sd_ort.core.paths import output_path
 from sd_ort.export import DEFAULT_OPSET, templates
 from sd_ort.family.checkpoints import FileOptions, Source, choose, open_source
@@ -52,10 +53,8 @@ def optimize_checkpoint(
     after the other. Raises what the two stages raise.
     """
     started = time.perf_counter()
-    target = chosen_target(target, dtype, bool(calibrate or inputs), report)
+    target, why = chosen_target(target, dtype, bool(calibrate or inputs))
     source = open_source(model, None, False, 0, controlnet, files)
-    if source.about:
-        report(source.about)
     output = output_path(output, *source.folders)
     names = choose(source, components)
     if inputs:
@@ -75,7 +74,11 @@ def optimize_checkpoint(
         },
     }  # fmt: skip
     with folder.staged(output, *source.folders) as work:
+        for line in filter(None, (why, source.about)):
+            report(line)
         source.write_configs(work)
+        held = [source.holder(MODEL_OF.get(name, name)) for name in found]
+        read_ahead({path for each in held if each is not None for path in each.paths})
         with tempfile.TemporaryDirectory(prefix=f".{output.name}.export-", dir=output.parent) as scratch:
             options = {"opset": opset, "exporter": exporter, "controlnet": controlnet, "files": files}
             exported = _export(model, missing, keys, Path(scratch) / "raw", options, report)

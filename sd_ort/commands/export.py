@@ -24,7 +24,7 @@ from sd_ort.family.presets import PRESETS
 @click.option(
     "--image-encoder", type=click.Path(path_type=Path), help="Its encoder [default: image_encoder beside it]."
 )
-@click.option("--config", metavar="MODEL", help="Diffusers folder or hub id of the family of a MODEL in one file.")
+@click.option("--config", metavar="MODEL", help="With MODEL in one file: a folder or hub id of its family.")
 @click.option("--vae", type=click.Path(path_type=Path), help="Take the VAE of this file instead of the MODEL's.")
 @click.option(
     "--unsafe-pickle", is_flag=True, help="Read .ckpt and .bin files, as weights alone; only if you trust them."

@@ -35,7 +35,7 @@ class Devices(click.ParamType):
     required=True,
     help="Pipeline folder to draw with, or a checkpoint as `optimize` takes it.",
 )
-@click.option("--config", metavar="MODEL", help="Diffusers folder or hub id of the family of a checkpoint in one file.")
+@click.option("--config", metavar="MODEL", help="With a checkpoint in one file: a folder or hub id of its family.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the folder that a checkpoint is made into.")
 @click.option("--steps", type=click.IntRange(1), default=25, show_default=True, help="Denoising steps.")
 @click.option("--guidance", type=float, help="Guidance scale; 1 or less is none [default: 7.5, demo model 3].")

@@ -42,7 +42,7 @@ from sd_ort.core.folder import MODEL, bare_model, model_name
     help="Run the prompt's and the schedule's part of the UNet once [default: with --float16 on cuda and rocm].",
 )
 @click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
-@click.option("--config", metavar="MODEL", help="Diffusers folder or hub id of the family of an IN in one file.")
+@click.option("--config", metavar="MODEL", help="With IN in one file: a folder or hub id of its family.")
 @click.option("--controlnet", metavar="MODEL", help="With a checkpoint: a ControlNet's diffusers folder or hub id.")
 @click.option(
     "--ip-adapter", type=click.Path(path_type=Path), help="With a checkpoint: add the IP-Adapter in this file."

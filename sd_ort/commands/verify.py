@@ -38,7 +38,7 @@ OF_WEIGHTS = frozenset({"config", "ip_adapter", "image_encoder"})
 @click.option("--provider", default="cpu", show_default=True, help="What runs OUT, as for generate.")
 @click.option("--portable", is_flag=True, help="Run OUT without the custom-op library.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the made-up inputs.")
-@click.option("--config", metavar="MODEL", help="Diffusers folder or hub id of the family of an IN in one file.")
+@click.option("--config", metavar="MODEL", help="With IN in one file: a folder or hub id of its family.")
 @click.option("--ip-adapter", type=click.Path(path_type=Path), help="With a checkpoint: the IP-Adapter that OUT has.")
 @click.option("--image-encoder", type=click.Path(path_type=Path), help="Its encoder [default: the one beside it].")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -78,8 +78,13 @@ def command(
 
     from sd_ort.check.verify import check, verify
 
-    if not as_json:
-        click.echo(f"{'component':16}{'output':20}{'shape':22}{'rel. error':>12}{'NMSE':>10}{'max abs':>10}")
+    heads = [f"{'component':16}{'output':20}{'shape':22}{'rel. error':>12}{'NMSE':>10}{'max abs':>10}"]
+
+    def say(row: dict[str, Any]) -> None:
+        if not as_json:
+            click.echo("\n".join([*heads, line(row)]))
+        heads.clear()
+
     result = verify(
         source,
         optimized,
@@ -89,7 +94,7 @@ def command(
         provider=provider,
         library=not portable,
         seed=seed,
-        report=lambda row: None if as_json else click.echo(line(row)),
+        report=say,
     )
     if as_json:
         click.echo(json.dumps(result, indent=1))

@@ -8,7 +8,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,20 @@ def write_bytes(path: Path, data: bytes, *, overwrite: bool = True) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file as a whole."""
     write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def read_ahead(paths: Iterable[Path]) -> None:
+    """Have the system read files into its cache, where they fit into half of the memory; returns at once."""
+    wanted = [(path, path.stat().st_size) for path in paths]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if sum(size for _, size in wanted) < memory / 2 and hasattr(os, "posix_fadvise"):
+        threading.Thread(target=_advise, args=(wanted,), daemon=True).start()
+
+
+def _advise(files: list[tuple[Path, int]]) -> None:
+    for path, size in files:
+        with suppress(OSError), path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_WILLNEED)
 
 
 def code_hash(*packages: Path) -> str:

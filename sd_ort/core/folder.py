@@ -102,10 +102,10 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any], known: Mapping[str
     (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, **manifest, "files": hashes}, indent=1) + "\n")
 
 
-def file_hashes(component: Path) -> Hashes:
-    """Size and SHA-256 of every file of a component, by name."""
+def file_hashes(component: Path, known: Mapping[str, str] | None = None) -> Hashes:
+    """Size and SHA-256 of every file of a component, by name; `known`: SHA-256 of some already."""
     files = sorted(p for p in component.iterdir() if p.is_file())
-    return {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in files}
+    return {p.name: {"bytes": p.stat().st_size, "sha256": (known or {}).get(p.name) or sha256(p)} for p in files}
 
 
 def is_intact(folder: Path, manifest: dict[str, Any]) -> bool:

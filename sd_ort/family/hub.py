@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sd_ort.core.errors import InputError, first_line
@@ -28,6 +28,21 @@ def download_configs(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return _fetch(hub_id, lambda: snapshot_download(hub_id, allow_patterns=["*.json", "*/*.json", "*/merges.txt"]))
+
+
+def cached_pipelines() -> Iterator[tuple[str, Path]]:
+    """The pipelines in the hub's cache, by name, newest first of each: their ids and folders."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = sorted(scan_cache_dir().repos, key=lambda repository: repository.repo_id)
+    except CacheNotFound:
+        return
+    for repository in repositories:
+        for revision in sorted(repository.revisions, key=lambda each: -each.last_modified):
+            if (revision.snapshot_path / "model_index.json").is_file():
+                yield repository.repo_id, revision.snapshot_path
 
 
 def _fetch(hub_id: str, download: Callable[[], str]) -> Path:

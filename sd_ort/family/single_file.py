@@ -1,8 +1,8 @@
 """Checkpoints in one file, as Stable Diffusion was first published (LDM names), through diffusers' own mapping.
 
 Such a file holds weights and nothing else: what it is must be read off its tensors' names and shapes, and configs,
-scheduler and tokenizer come from a diffusers folder of the same family (`config`), by default the one that diffusers
-takes from the hub. What the file lacks (a VAE, text encoders) is taken from that folder too, where it has weights.
+scheduler and tokenizer come from a folder of the same family (see `borrowed`). What the file lacks (a VAE, text
+encoders) is taken from that folder too, where it has weights.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sd_ort import demo
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.folder import CONFIG_FOLDERS, sha256
 from sd_ort.core.quiet import quiet
 from sd_ort.family import layouts
+from sd_ort.family.borrowed import borrow
 from sd_ort.family.changed import Changed
-from sd_ort.family.checkpoints import FolderSource, Source, model_class, open_folder
+from sd_ort.family.checkpoints import FolderSource, Source, model_class
 from sd_ort.family.holders import Holder
-from sd_ort.family.hub import download_configs
-from sd_ort.family.recognized import FAMILIES, HUB, UNET_INPUT, recognize
+from sd_ort.family.recognized import FAMILIES, UNET_INPUT, recognize
 from sd_ort.family.signatures import Config
 
 if TYPE_CHECKING:
@@ -115,14 +114,14 @@ class SwappedVae(Changed):
 
 
 def open_file(path: Path, config: Path | None = None, unsafe_pickle: bool = False) -> SingleFileSource:
-    """The checkpoint in the file `path`. `config`: a diffusers folder of its family, else the hub's.
+    """The checkpoint in the file `path`. `config`: a folder of its family (see `borrowed`).
 
     Raises InputError, saying what the file is and what to do, for anything but a whole checkpoint of our families.
     """
     known = layouts.find(layouts.shapes(path))
     tensors = {} if known else shapes(path, unsafe_pickle)
     family = known[0].family if known else recognize(path, tensors)
-    base = open_folder(str(config), config) if config else _family_folder(path, family)
+    base = borrow(path, family, config)
     held: dict[str, Holder] = layouts.held(path, known, base.configs)
     tensors = tensors if held or tensors else shapes(path)
     for name in [name for name in base.configs if name not in held]:
@@ -134,6 +133,8 @@ def open_file(path: Path, config: Path | None = None, unsafe_pickle: bool = Fals
     about = f"{path.name}: {FAMILIES[family]}, {_types(path)}" + "".join(
         f", {name} from {base.folder}" for name in base.configs if name not in held
     )
+    if config is None and family != "demo":
+        about += f", configs and tokenizer of {base.name}"
     return SingleFileSource(str(path), path, about, base, held, unsafe_pickle)
 
 
@@ -232,23 +233,6 @@ def _types(path: Path) -> str:
 def _header(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(int.from_bytes(file.read(8), "little"))
-
-
-# --- Its family's folder ----------------------------------------------------------------------------------------------
-
-
-def _family_folder(path: Path, family: str) -> FolderSource:
-    """The folder of configs that diffusers takes for this family, from the hub or its cache; the demo's from here."""
-    if family == "demo":
-        return open_folder("demo", demo.MODEL_DIR)
-    hub_id = HUB[family]
-    try:
-        return open_folder(hub_id, download_configs(hub_id))
-    except InputError as error:
-        raise InputError(
-            f"{path} is a {FAMILIES[family]} checkpoint in one file, which has no tokenizer and no configs, and "
-            f"{hub_id} cannot be fetched for them: give a diffusers folder of that family as --config."
-        ) from error
 
 
 # --- To diffusers' modules ------------------------------------------------------------------------------------------

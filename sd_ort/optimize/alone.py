@@ -36,7 +36,7 @@ def optimize_file(
     called as the graph's inputs, for several runs input/0, input/1. Raises InputError for a source or recorded runs
     that cannot be used, OutputError when a file of the output exists or cannot be written; then nothing is left behind.
     """
-    target = chosen_target(target, dtype, bool(calibrate or inputs), report)
+    target, why = chosen_target(target, dtype, bool(calibrate or inputs))
     if output.suffix != ".onnx" or output.is_dir():
         raise OutputError(f"{source} is one ONNX file, so OUT must be one too: give a name that ends in .onnx.")
     output = output_path(output, source)
@@ -46,6 +46,8 @@ def optimize_file(
             raise OutputError(f"{path} exists: remove it or choose another name.")
     model = load(source)
     recorded_inputs(inputs, model_name(source), list(model.graph.inputs), required=True)
+    if why:
+        report(why)
     entry: dict[str, Any] = {}
     with scratch_folder(output.parent, output.name) as work:
         made = work / "model" / output.name

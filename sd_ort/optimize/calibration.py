@@ -22,6 +22,7 @@ import onnx_ir.passes.common as common
 
 from fusion_passes import DOMAIN
 from fusion_passes.operators import bodies
+from fusion_passes.rewriting import read
 from fusion_passes.shapes.types import is_statistic
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError, SdOrtError
@@ -38,6 +39,7 @@ MASK = float(np.finfo(np.float32).max) / 2
 CALIBRATED = {"batch": 1, "sequence": 77, "height": 16, "width": 8}
 # Bytes of weights up to which a component is run unasked: the VAEs and CLIP ViT-L, not the UNets.
 SIZE_LIMIT = 1 << 30
+LARGE = 1 << 12  # bytes of a weight that is run from memory
 
 
 class CannotRun(InputError):
@@ -104,8 +106,8 @@ def calibrate(
 def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str, float]:
     """Largest magnitude, over `feeds`, of every float32 value that a node of `model` makes and another reads, by name.
 
-    NaN counts as infinite. Writes a copy of the model below `scratch`, weights included, and removes it again: links to
-    the source's weights would be seen by others who read it meanwhile. Raises CannotRun.
+    NaN counts as infinite. Writes a copy of the model below `scratch` and removes it again, with its weights where they
+    are above `SIZE_LIMIT`: links to the source's would be seen by others who read it meanwhile. Raises CannotRun.
     """
     common.NameFixPass()(model)
     copy = model.clone()
@@ -115,19 +117,43 @@ def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str
     with tempfile.TemporaryDirectory(prefix=".calibration-", dir=scratch) as work:
         path = Path(work) / "component" / folder.MODEL
         path.parent.mkdir()
-        ir.save(copy, path, external_data=folder.DATA)
-        for outputs in _run(path, feeds):
+        weights = _in_memory(copy, path.with_name(folder.DATA)) if _bytes(copy) <= SIZE_LIMIT else {}
+        ir.save(copy, path, external_data=None if weights else folder.DATA)
+        for outputs in _run(path, feeds, weights):
             for name in names:
                 highest = float(outputs[f"{name}.range"])
                 ranges[name] = max(ranges[name], math.inf if np.isnan(highest) else highest)
     return ranges
 
 
-def _run(path: Path, feeds: Sequence[Arrays]) -> Iterator[Arrays]:
+def _in_memory(model: ir.Model, data: Path) -> Arrays:
+    """The numbers of large float32 weights, by name; in `model` they lie in the file `data`, a hole of their size."""
+    numbers: Arrays = {}
+    size = 0
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        assert tensor is not None
+        array = read(tensor)
+        if tensor.dtype == ir.DataType.FLOAT and tensor.nbytes > LARGE:
+            shape, numbers[name] = ir.Shape(array.shape), np.ascontiguousarray(array)
+            value.const_value = ir.ExternalTensor(
+                data.name, size, array.nbytes, tensor.dtype, shape=shape, name=name, base_dir=str(data.parent)
+            )
+            size += array.nbytes
+        elif isinstance(tensor, ir.ExternalTensor):
+            value.const_value = ir.Tensor(array, dtype=tensor.dtype, name=name)
+    with data.open("wb") as file:
+        file.truncate(size)
+    return numbers
+
+
+def _run(path: Path, feeds: Sequence[Arrays], weights: Arrays) -> Iterator[Arrays]:
+    from sd_ort.runtime.held import host_value
     from sd_ort.runtime.session import Model, create_session
 
+    held = {name: host_value(array) for name, array in weights.items()}
     try:
-        run = Model(create_session(path, "cpu", library=False, once=True))
+        run = Model(create_session(path, "cpu", library=False, once=True, held=held))
         for feed in feeds:
             yield run(**feed)
     except SdOrtError as error:
@@ -139,9 +165,9 @@ def _add_ranges(model: ir.Model) -> list[str]:
     names = []
     graph = model.graph
     values = [v for node in graph for i, v in enumerate(node.outputs) if not is_statistic(node, i)]
-    read = [v for v in values if v.dtype == ir.DataType.FLOAT and (v.uses() or v.is_graph_output())]
+    used = [v for v in values if v.dtype == ir.DataType.FLOAT and (v.uses() or v.is_graph_output())]
     graph.outputs.clear()
-    for value in read:
+    for value in used:
         magnitude = ir.node("Abs", [value])
         highest = ir.node("ReduceMax", [magnitude.outputs[0]], {"keepdims": 0})
         magnitude.outputs[0].name, highest.outputs[0].name = f"{value.name}.magnitude", f"{value.name}.range"
@@ -157,8 +183,13 @@ def _why_not(model: ir.Model, wanted: bool | None, recorded: bool) -> str | None
         return "switched off"
     if importlib.util.find_spec("onnxruntime") is None:
         return "onnxruntime is not installed"
-    tensors = [value.const_value for value in model.graph.initializers.values()]
-    size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    size = _bytes(model)
     if wanted is None and not recorded and size > SIZE_LIMIT:
         return f"its {size / 1e9:.1f} GB are above {SIZE_LIMIT / 1e9:.1f} GB; --calibrate runs it all the same"
     return None
+
+
+def _bytes(model: ir.Model) -> int:
+    """Of a model's weights."""
+    tensors = [value.const_value for value in model.graph.initializers.values()]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

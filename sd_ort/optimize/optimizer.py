@@ -80,7 +80,7 @@ def optimize(
     made from the same input with the same options and is intact is left as it is. Raises InputError for a source that
     cannot be read and OutputError when the output cannot be written; then nothing is left behind.
     """
-    target = chosen_target(target, dtype, bool(calibrate or inputs), report)
+    target, why = chosen_target(target, dtype, bool(calibrate or inputs))
     output = output_path(output, source)
     names = folder.components(source)
     if components:
@@ -90,13 +90,13 @@ def optimize(
         names = components
     if inputs:
         check_recorded(inputs, names)
-    asked, hoisted = hoisted, chosen_hoisting(hoisted, dtype, target, names)
-    if hoisted and not asked and not give_axis(load(folder.check_component(source, hoist.PARTS["step"]))):
-        report("the UNet is not hoisted, since it computes with its timestep, which has no axis, at once.")
-        hoisted = False
     if hoist.is_hoisted(source):
         raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
+    asked, hoisted = hoisted, chosen_hoisting(hoisted, dtype, target, names)
     raws = raw.of_folder(source, names)
+    if hoisted and not asked and not give_axis(load(folder.check_component(source, hoist.PARTS["step"]))):
+        why += " The UNet is not hoisted, since it computes with its timestep, which has no axis, at once."
+        hoisted = False
     options = {
         "target": target,
         "dtype": dtype,
@@ -110,6 +110,8 @@ def optimize(
         report(f"{output} is up to date.")
         return folder.read_manifest(output)
     with folder.staged(output, source) as work:
+        if why:
+            report(why.strip())
         folder.copy_configs(source, work, names)
         for name, config in guessed_configs(source).items():  # what was made of a graph no longer shows it
             if name in names:
@@ -122,12 +124,14 @@ def optimize(
     return folder.read_manifest(output)
 
 
-def chosen_target(target: str | None, dtype: str, calibrated: bool, report: Report) -> str:
-    """The name of the target asked for, or by default. Raises InputError for one that is none or cannot do `dtype`, and
-    where calibration, asked for, would do nothing."""
+def chosen_target(target: str | None, dtype: str, calibrated: bool) -> tuple[str, str]:
+    """The name of the target asked for, or by default; and of a default the line to report, once the input is known to
+    be well. Raises InputError for one that is none or cannot do `dtype`, and where calibration, asked for, would do
+    nothing."""
+    line = ""
     if target is None:
         target, why = default_target()
-        report(f"target {target}: {why}.")
+        line = f"target {target}: {why}."
     if target not in TARGETS:
         raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
     if dtype not in TARGETS[target].dtypes:
@@ -137,7 +141,7 @@ def chosen_target(target: str | None, dtype: str, calibrated: bool, report: Repo
         raise InputError(f"target {target} computes in float32, where nothing overflows: leave calibration out.")
     if dtype != "float16" and calibrated:
         raise InputError(f"calibration is for --float16: {dtype} has the range of float32, so leave it out.")
-    return target
+    return target, line
 
 
 def chosen_hoisting(hoisted: bool | None, dtype: str, target: str, names: Sequence[str]) -> bool:
@@ -160,8 +164,8 @@ def optimize_all(
     hoisted: bool = False,
     report: Report = lambda line: None,
 ) -> tuple[dict[str, Any], dict[str, folder.Hashes]]:
-    """Optimize components into the folder `work`; returns their entries of the manifest and their files' hashes, which
-    are made while another component is at work. Options as for `optimize`."""
+    """Optimize components into the folder `work`; returns their entries of the manifest and their files' hashes.
+    Options as for `optimize`."""
     by_name = {each.name: each for each in raws}
     names, largest_first = list(by_name), sorted(by_name, key=lambda name: -by_name[name].bytes)
     del raws  # what a component holds of its checkpoint goes when it is done
@@ -170,6 +174,7 @@ def optimize_all(
 
     def make(name: str, stopped: threading.Event) -> None:
         started, each = time.perf_counter(), by_name.pop(name)
+        data: dict[str, str] = {}
         with blaming(each.path) if each.path else contextlib.nullcontext():
             entry = optimize_component(
                 each,
@@ -180,11 +185,12 @@ def optimize_all(
                 inputs=inputs,
                 hoisted=hoisted and name == hoist.PARTS["step"],
                 stopped=stopped,
+                data_hashes=data,
             )
         for written in hoist.folders_of(name, entry):
             _go_on(stopped)
             check_opens(work / written / folder.MODEL)
-            hashes[written] = folder.file_hashes(work / written)
+            hashes[written] = folder.file_hashes(work / written, {folder.DATA: data[written]})
         entry["seconds"] = round(time.perf_counter() - started, 2)
         entries[name] = entry
         report(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
@@ -216,10 +222,12 @@ def optimize_component(
     hoisted: bool = False,
     stopped: threading.Event | None = None,
     embed: bool = False,
+    data_hashes: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Optimize one `model.onnx` into another; returns counts by rule and by operator. Options as for `optimize`.
 
-    embed: put the weights into `output` itself, where none of the source's lies in a file of its own.
+    embed: put the weights into `output` itself, where none of the source's lies in a file of its own. data_hashes:
+    takes the SHA-256 of each data file that is written, by its component's name.
 
     Raises CancelledError soon after another thread set `stopped`; the output is then incomplete.
     """
@@ -250,7 +258,9 @@ def optimize_component(
             precision.store_weights(part, dtype)
         if source.read is not None:
             fill(part, source.read)
-        save(part, output.parent.with_name(name) / output.name, lambda: _go_on(stopped), embed=embed)
+        digest = save(part, output.parent.with_name(name) / output.name, lambda: _go_on(stopped), embed=embed)
+        if digest and data_hashes is not None:
+            data_hashes[name] = digest
     nodes = Counter(node.op_type for part in (parts.values() or [model]) for node in part.graph)
     return {
         "nodes_before": before.total(),

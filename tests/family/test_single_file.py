@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.export.exporter import save_config
+from sd_ort.family import borrowed
 from sd_ort.family.checkpoints import FileOptions, PresetSource, open_folder, open_source
 from sd_ort.family.presets import PRESETS
 from sd_ort.family.recognized import UNET_INPUT, recognize
@@ -258,6 +260,52 @@ def test_wrong_options(checkpoints: Callable, sd_ort: Cli, tmp_path: Path, monke
     message = refused(sd_ort, tmp_path, file, out)
     assert "Stable Diffusion 1.x checkpoint" in message
     assert "as --config" in message
+
+
+def test_configs_of_a_folder_that_sd_ort_made(checkpoints: Callable, tmp_path: Path) -> None:
+    """Its component folders hold no weights of diffusers', and the VAE's config in those of its two halves."""
+    file, base = checkpoints("sd15")
+    made = tmp_path / "made"
+    shutil.copytree(base, made)
+    (made / "vae").rename(made / "vae_decoder")
+    (made / "unet" / folder.MODEL).touch()
+    source = open_file(file, made)
+    assert source.configs == open_file(file, base).configs
+    assert source.held.keys() == {"text_encoder", "unet", "vae"}
+    equal(source.load("vae"), PresetSource("sd15-one", 3).load("vae"))
+    source.write_configs(out := tmp_path / "out")
+    assert (out / "tokenizer" / "vocab.json").is_file()
+    index = json.loads((made / "model_index.json").read_text())
+    (made / "model_index.json").write_text(json.dumps(index | {"controlnet": ["diffusers", "ControlNetModel"]}))
+    with pytest.raises(InputError, match="without ControlNet or IP-Adapter as --config"):
+        open_file(file, made)
+
+
+def test_configs_from_the_hubs_cache(checkpoints: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network: a pipeline of the family, of any name, but none that was trained otherwise."""
+
+    def unreachable(hub_id: str) -> Path:
+        raise InputError(f"{hub_id} cannot be fetched")
+
+    file, base = checkpoints("sd15")
+    unet = json.loads((base / "unet" / "config.json").read_text())
+    monkeypatch.setattr(borrowed, "download_configs", unreachable)
+    monkeypatch.setitem(borrowed.UNETS, "v1", (unet["cross_attention_dim"], 4))
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", tmp_path / "hub")
+    with pytest.raises(InputError, match="cannot be fetched for them: give a diffusers folder of that family as"):
+        open_file(file)
+    kept = tmp_path / "hub" / "models--someone--tuned"
+    shutil.copytree(base, kept / "snapshots" / "1234")
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("1234")
+    source = open_file(file)
+    assert source.configs == open_file(file, base).configs
+    assert source.about.endswith("configs and tokenizer of someone/tuned")
+    scheduler = kept / "snapshots" / "1234" / "scheduler" / "scheduler_config.json"
+    for other in ({"prediction_type": "v_prediction"}, {"_class_name": "LCMScheduler"}):
+        scheduler.write_text(json.dumps(json.loads((base / "scheduler" / scheduler.name).read_text()) | other))
+        with pytest.raises(InputError, match="as --config"):
+            open_file(file)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])

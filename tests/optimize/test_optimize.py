@@ -212,9 +212,11 @@ def test_bad_input(name: str, tiny_copy: Path, tmp_path: Path, sd_ort: Cli) -> N
     check_refused(sd_ort("optimize", tiny_copy, tmp_path / "out"), message, tmp_path)
 
 
-def check_refused(result: tuple[int, str, str], message: str, parent: Path) -> None:
-    code, _, err = result
+def check_refused(result: tuple[int, str, str], message: str, parent: Path, said: str = "") -> None:
+    """`said`: what may stand before the one line: nothing, but where the work had begun."""
+    code, out, err = result
     assert code not in (0, None)
+    assert out.startswith(said) if said else not out
     assert message in err
     assert len(err.strip().splitlines()) == 1, err
     assert not (parent / "out").exists()
@@ -231,8 +233,8 @@ def test_foreign_output_is_left_alone(tiny_copy: Path, tmp_path: Path, sd_ort: C
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
-    code, _, err = sd_ort("optimize", tiny_copy, mine)
-    assert code == 5
+    code, out, err = sd_ort("optimize", tiny_copy, mine)
+    assert (code, out) == (5, "")
     assert "not written by sd-ort" in err
     assert (mine / "thesis.txt").read_text() == "years of work"
 
@@ -245,13 +247,13 @@ def test_interrupt_and_full_disk(
 ) -> None:
     save = stage.save
 
-    def fail_on_the_second(model: ir.Model, path: Path, before_each: Callable[[], None], **options: bool) -> None:
-        save(model, path, before_each, **options)
+    def fail_on_the_second(model: ir.Model, path: Path, before_each: Callable[[], None], **options: bool) -> str | None:
         if path.parent.name == "vae_decoder":
             raise error
+        return save(model, path, before_each, **options)
 
     monkeypatch.setattr(stage, "save", fail_on_the_second)
-    check_refused(sd_ort("optimize", tiny_copy, tmp_path / "out"), message, tmp_path)
+    check_refused(sd_ort("optimize", tiny_copy, tmp_path / "out"), message, tmp_path, "target cpu")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["copy"]
 
 
