@@ -9,8 +9,8 @@ namespace sd_ort {
 namespace {
 
 constexpr size_t kAlignment = 256;
-constexpr size_t kSegment = 2 << 20;    // least bytes asked of the driver
-constexpr size_t kLarge = 32 << 20;     // blocks from here on get a segment of their very size
+constexpr size_t kPage = 2 << 20;       // what drivers give memory in
+constexpr size_t kSegment = 16 << 20;   // asked of the driver for blocks below it; larger ones get one of their size
 constexpr size_t kRemainder = 1 << 10;  // a smaller rest stays with its block
 
 size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
@@ -24,12 +24,12 @@ Pool::~Pool() {
 }
 
 void* Pool::allocate(size_t bytes) noexcept {
-  if (bytes == 0 || bytes > SIZE_MAX - kSegment) return nullptr;
+  if (bytes == 0 || bytes > SIZE_MAX - kPage) return nullptr;
   try {
     const std::lock_guard<std::mutex> lock(mutex_);
     bytes = round_up(bytes, kAlignment);
     void* data = take(bytes);
-    if (data == nullptr && grow(bytes)) data = take(bytes);
+    if (data == nullptr && (grow(std::max(bytes, kSegment)) || grow(round_up(bytes, kPage)))) data = take(bytes);
     return data;
   } catch (...) {  // no memory for the books
     return nullptr;
@@ -57,8 +57,7 @@ void Pool::split(Blocks::iterator block, size_t bytes) {
   free_.insert({rest, block->first + bytes});
 }
 
-bool Pool::grow(size_t bytes) {
-  const size_t segment = bytes >= kLarge ? bytes : round_up(bytes, kSegment);
+bool Pool::grow(size_t segment) {
   device::use(device_);
   if (segment > limit_ - std::min(limit_, reserved_)) shrink_locked();
   if (segment > limit_ - std::min(limit_, reserved_)) return false;

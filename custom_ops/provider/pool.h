@@ -41,7 +41,7 @@ class Pool {
   using Blocks = std::map<char*, Block>;  // by address; the blocks of a segment lie without gaps
 
   void* take(size_t bytes);
-  bool grow(size_t bytes);
+  bool grow(size_t segment);
   void shrink_locked();
   void split(Blocks::iterator block, size_t bytes);
   Blocks::iterator merge(Blocks::iterator left, Blocks::iterator right);

@@ -52,7 +52,8 @@ def make_decoder(work: Path) -> Path:
 
 def session_of(model: Path, library: Path, limit: int, profile: Path | None = None) -> ort.InferenceSession:
     settings = ort.SessionOptions()
-    settings.log_severity_level, settings.enable_mem_pattern = 4, False  # as sessions of the package
+    settings.log_severity_level = 4
+    settings.enable_mem_pattern = settings.enable_mem_reuse = False  # as sessions of the package
     if profile is not None:
         settings.enable_profiling, settings.profile_file_prefix = True, str(profile)
     settings.add_provider_for_devices(plugin_devices(library), {"memory_limit": str(limit)})

@@ -180,9 +180,7 @@ def test_formulas_give_what_the_library_launches(listing: dict) -> None:
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
 def test_no_cache_is_emptied_and_all_memory_known_to_be_global(listing: dict, arch: str) -> None:
     """What __syncthreads(), and pointers that may be null, would make of the code."""
-    for name in sorted({entry["object"] for entry in listing["kernels"] if entry["arch"] == arch}):
-        command = ["llvm-objdump-19", "-d", "--no-show-raw-insn", str(Path(listing["folder"]) / name)]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for _, text in disassembled(listing, arch):
         alone = ("bias", "linear", "upsample", "subpixel", "nhwc_conv_kernel")  # whose threads wait for no others
         assert "s_barrier" in text or any(word in text for word in alone)
         assert sorted(set(re.findall(r"\t(flat_\w+|buffer_gl\w+|global_(?:inv|wb)\w*)", text))) == []

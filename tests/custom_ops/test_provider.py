@@ -49,7 +49,7 @@ def session_of(
     if profile is not None:
         settings.enable_profiling, settings.profile_file_prefix = True, str(profile)
     settings.add_provider_for_devices(plugin_devices(Path(provider.removeprefix("plugin:"))), dict(options or {}))
-    settings.enable_mem_pattern = False  # as sessions of the package: its one large buffer is not checked for null
+    settings.enable_mem_pattern = settings.enable_mem_reuse = False  # as sessions of the package
     return ort.InferenceSession(model if isinstance(model, bytes) else str(model), settings, enable_fallback=0)
 
 
