@@ -3,8 +3,8 @@
 
     python scripts/measure/provider_memory.py [--models unet vae_decoder] [--latents 32 64 96 128]
 
-The graphs are SD 1.5's decoder, and its U-Net's step for one image with guidance (two rows; hoisted), from the package's
-own templates with made-up weights, in float16, lowered for our provider. On the host vendor with launches dropped
+The graphs are SD 1.5's decoder and its U-Net for one image with guidance (two rows; hoisted), from the package's own
+templates with made-up weights, in float16, lowered for our provider. On the host vendor with launches dropped
 (SD_ORT_HOST_IDLE), so that ONNX Runtime and the provider's pool do all they do on a GPU but the arithmetic: the
 smallest `memory_limit` with which a call succeeds is found by bisection, to 1 MiB. It counts weights, inputs,
 activations, what the pool loses between blocks, and no workspace of a library's kernels: on a GPU a convolution of
@@ -45,8 +45,9 @@ MIB = 1 << 20
 
 def make(name: str, work: Path) -> Path:
     raw, made = (work / stage / name / MODEL for stage in ("raw", "made"))
-    raw.parent.mkdir(parents=True)
-    onnx.save(filled(SHIPPED / f"sd15.{name}.onnx.xz"), raw, save_as_external_data=True, location=DATA)
+    if not raw.is_file():
+        raw.parent.mkdir(parents=True)
+        onnx.save(filled(SHIPPED / f"sd15.{name}.onnx.xz"), raw, save_as_external_data=True, location=DATA)
     optimize_component(raw, made, TARGETS["gpu"], "float16", calibrate=False, hoisted=name == "unet")
     return made
 
@@ -130,10 +131,10 @@ wait for their shortcuts, and the prompt's keys and values. The weights lie in s
 COLUMNS = "| image | weights | two largest activations | least for a call | beyond the weights, in largest ones |"
 
 
-def rows(name: str, latents: list[int], library: Path) -> list[str]:
+def rows(name: str, latents: list[int], library: Path, work: Path | None) -> list[str]:
     lines = []
     with tempfile.TemporaryDirectory() as scratch:
-        model = make(name, Path(scratch))
+        model = make(name, work or Path(scratch))
         weights = (model.parent / DATA).stat().st_size / MIB
         for latent in latents:
             sizes = [size / MIB for size in activations(model, library, latent, Path(scratch))]
@@ -151,12 +152,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(WHAT), choices=list(WHAT))
     parser.add_argument("--latents", type=int, nargs="+", default=[32, 64, 96, 128])
+    parser.add_argument("--work", type=Path, help="a folder whose raw graphs are taken again")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "provider_memory.md")
     options = parser.parse_args()
     library = build.build(cpu=True, provider=True).with_name(PROVIDER_LIBRARIES["host"])
     text = HEAD.format(version=ort.__version__, commit=machine.commit())
     for name in options.models:
-        text += "\n".join([WHAT[name], COLUMNS, "|---|---|---|---|---|", *rows(name, options.latents, library), ""])
+        text += "\n".join(
+            [WHAT[name], COLUMNS, "|---|---|---|---|---|", *rows(name, options.latents, library, options.work), ""]
+        )
     options.out.write_text(text)
 
 
