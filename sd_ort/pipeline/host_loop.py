@@ -26,8 +26,10 @@ def denoise(
 ) -> np.ndarray:
     """The latents (B, C, h, w) after the last step. With guidance the UNet sees 2B rows: negative, then positive.
 
-    `pipeline`: what callbacks are given. `channels`, `kept`: see `pipeline.sampling`.
+    `pipeline`: what callbacks are given; one that sets its `_interrupt`, as in diffusers, ends the loop. `channels`,
+    `kept`: see `pipeline.sampling`.
     """
+    vars(pipeline).pop("_interrupt", None)
     scheduler, options, latents = request.scheduler, _step_options(request), torch.from_numpy(first)
     with step_bar(timesteps, request.progress) as bar:
         for index, timestep in enumerate(bar):
@@ -44,6 +46,8 @@ def denoise(
             if request.callback_on_step_end is not None:
                 changed = request.callback_on_step_end(pipeline, index, timestep, {"latents": latents}) or {}
                 latents = changed.get("latents", latents)
+                if vars(pipeline).pop("_interrupt", False):
+                    break
     made: np.ndarray = latents.numpy()
     return made
 

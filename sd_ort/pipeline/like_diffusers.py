@@ -40,11 +40,15 @@ ELSEWHERE = {
     "load_ip_adapter": "it is part of the UNet's graph: `sd-ort export MODEL OUT --ip-adapter FILE`",
     "unload_ip_adapter": "it is part of the UNet's graph: set_ip_adapter_scale(0) draws as without it",
     "enable_freeu": "it changes the UNet's graph, which is fixed when it is exported",
-    "from_single_file": "make a folder of the file first: `sd-ort optimize FILE OUT`",
+    "enable_group_offload": "components are opened one at a time with from_pretrained(..., low_memory=True)",
+    "save_lora_weights": "LoRAs stay the files that they were loaded from",
+    "set_lora_device": "LoRAs are added to weights where these are",
+    "upcast_vae": "its type is chosen by `sd-ort optimize RAW OUT`, which measures where half precision fails",
 }
 NEEDLESS = (
     "enable_attention_slicing", "disable_attention_slicing", "enable_xformers_memory_efficient_attention",
-    "disable_xformers_memory_efficient_attention", "fuse_qkv_projections",
+    "disable_xformers_memory_efficient_attention", "fuse_qkv_projections", "unfuse_qkv_projections",
+    "set_attention_slice", "set_use_memory_efficient_attention_xformers",
 )  # fmt: skip
 
 
@@ -255,6 +259,11 @@ class DiffusersMethods:
         output_path(output, self.folder)
         with staged(output, self.folder) as work:
             shutil.copytree(self.folder, work, dirs_exist_ok=True)
+
+    @classmethod
+    def from_single_file(cls, file: Any, **_: Any) -> Any:
+        """Raises InputError: a checkpoint in one file is made a folder first."""
+        raise InputError(f"a pipeline is loaded from a folder: `sd-ort optimize {file} OUT` makes one of the file.")
 
     @classmethod
     def from_pipe(cls, pipeline: Any, **options: Any) -> Any:

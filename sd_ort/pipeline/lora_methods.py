@@ -21,6 +21,7 @@ class LoraMethods:
     unet_config: dict[str, Any]
     loras: Loras | None = None
     strengths: Mapping[str, float] = {}
+    disabled: Mapping[str, float] = {}  # those that `enable_lora` uses again
     lora_scale: float = 1.0
 
     def load_lora_weights(self, source: str | Path | Weights, adapter_name: str | None = None) -> None:
@@ -43,9 +44,7 @@ class LoraMethods:
         """
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
         given = adapter_weights if isinstance(adapter_weights, (list, tuple)) else [adapter_weights] * len(names)
-        known = self.get_list_adapters()
-        if unknown := [name for name in names if name not in known]:
-            raise InputError(f"no LoRA named {unknown[0]!r} is loaded: there are {', '.join(known) or 'none'}.")
+        self._check_names(names)
         if len(given) != len(names):
             raise InputError(f"{len(given)} strengths for {len(names)} LoRAs: give one each.")
         self._set({n: 1.0 if s is None else float(s) for n, s in zip(names, given, strict=True)})
@@ -74,12 +73,42 @@ class LoraMethods:
         """Draw without LoRAs; they stay loaded."""
         self._set({})
 
+    def disable_lora(self) -> None:
+        """Draw without LoRAs until `enable_lora`."""
+        if self.strengths:
+            disabled = self.strengths
+            self._set({})
+            self.disabled = disabled
+
+    def enable_lora(self) -> None:
+        """Use the LoRAs again that `disable_lora` left out."""
+        if self.disabled:
+            self._set(self.disabled)
+
+    def delete_adapters(self, adapter_names: str | Sequence[str]) -> None:
+        """Forget these LoRAs. Raises InputError for a name that was not loaded."""
+        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        self._check_names(names)
+        left = {name: strength for name, strength in self.strengths.items() if name not in names}
+        if left != self.strengths:
+            self._set(left)
+        self.disabled = {name: strength for name, strength in self.disabled.items() if name not in names}
+        if self.loras is not None:
+            for name in names:
+                self.loras.adapters.pop(name, None)
+
     def unload_lora_weights(self) -> None:
         """Forget all LoRAs: the weights are those on disk again."""
         self._set({})
         self.loras = None
 
+    def _check_names(self, names: Sequence[str]) -> None:
+        known = self.get_list_adapters()
+        if unknown := [name for name in names if name not in known]:
+            raise InputError(f"no LoRA named {unknown[0]!r} is loaded: there are {', '.join(known) or 'none'}.")
+
     def _set(self, strengths: Mapping[str, float]) -> None:
+        self.disabled = {}
         self.strengths = {}  # whoever interrupts a change draws without LoRAs, until the next one
         if self.loras is not None:
             active = {name: strength * self.lora_scale for name, strength in strengths.items() if strength}

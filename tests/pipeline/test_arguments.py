@@ -175,6 +175,20 @@ def test_results_unpack_as_in_diffusers(pipeline: Any) -> None:
         torch.testing.assert_close(found, images, rtol=0, atol=0)
 
 
+def test_a_callback_may_end_the_loop(reference: Any, pipeline: Any) -> None:
+    steps: list[int] = []
+
+    def stop(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        steps.append(step)
+        pipe._interrupt = step == 0
+        return tensors
+
+    drawn, expected = (draw(each, num_inference_steps=4, callback_on_step_end=stop) for each in (pipeline, reference))
+    assert steps == [0, 0]
+    assert psnr(drawn, expected) > MIN_PSNR
+    assert psnr(drawn, draw(pipeline, num_inference_steps=4)) < 50
+
+
 @pytest.mark.parametrize("kind", ["array", "bytes", "tensor", "latents", "list"])
 def test_kinds_of_pictures(pipeline: Any, reference: Any, kind: str) -> None:
     y, x = np.mgrid[:64, :64]
@@ -255,6 +269,8 @@ def test_places_and_settings(small_export: Path, pipeline: Any) -> None:
     assert not plain.vae.use_tiling
     plain.enable_attention_slicing()
     assert not hasattr(plain, "load_ip_adapter")
+    with pytest.raises(InputError, match=r"`sd-ort optimize a\.safetensors OUT`"):
+        StableDiffusionPipeline.from_single_file("a.safetensors")
     with pytest.raises(AttributeError, match="low_memory=True"):
         plain.enable_model_cpu_offload()
 

@@ -287,6 +287,32 @@ def test_strength_on_the_command_line() -> None:
         lora_strength("b.safetensors:much")
 
 
+def test_loras_are_left_out_and_forgotten() -> None:
+    class Pipeline(LoraMethods):
+        models, used = None, None
+
+        def __init__(self) -> None:
+            self.loras: Any = SimpleNamespace(
+                adapters={"a": 1, "b": 2}, changes=dict, apply=lambda models, active: setattr(self, "used", active)
+            )
+
+    pipeline = Pipeline()
+    pipeline.set_adapters(["a", "b"], [0.5, 2.0])
+    pipeline.disable_lora()
+    pipeline.disable_lora()
+    assert (pipeline.used, pipeline.get_active_adapters()) == ({}, [])
+    pipeline.enable_lora()
+    assert (pipeline.used, pipeline.get_active_adapters()) == ({"a": 0.5, "b": 2.0}, ["a", "b"])
+    pipeline.delete_adapters("a")
+    assert (pipeline.used, pipeline.get_list_adapters()) == ({"b": 2.0}, ["b"])
+    pipeline.disable_lora()
+    pipeline.delete_adapters(["b"])
+    pipeline.enable_lora()
+    assert (pipeline.used, pipeline.get_list_adapters()) == ({}, [])
+    with pytest.raises(InputError, match="no LoRA named 'b' is loaded"):
+        pipeline.delete_adapters("b")
+
+
 def test_a_call_may_weigh_all_loras() -> None:
     """cross_attention_kwargs={"scale": s}: weights change when s does, and not at every call."""
     taken: list[dict[str, float]] = []

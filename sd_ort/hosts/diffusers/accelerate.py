@@ -28,7 +28,7 @@ SWAPS: dict[str, Callable[[HostModels], Component]] = {
 PARTS = {"vae": ("vae_encoder", "vae_decoder")}
 LORA_METHODS = (
     "load_lora_weights", "set_adapters", "get_list_adapters", "get_active_adapters", "fuse_lora", "unfuse_lora",
-    "unload_lora_weights",
+    "unload_lora_weights", "disable_lora", "enable_lora", "delete_adapters",
 )  # fmt: skip
 
 
