@@ -96,7 +96,7 @@ def device_of(provider: str) -> str:
     return "cuda" if provider != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def models(preset: str, device: str) -> dict[str, torch.nn.Module]:
+def models(preset: str, device: str) -> dict[str, Any]:
     """The preset's models with random weights, made on the device: variance 1/fan_in, norms around 1, biases 0."""
     made = {}
     generator = torch.Generator(device).manual_seed(0)

@@ -145,6 +145,8 @@ def command(
     paths = free_paths(out, prompt, seeds, overwrite)
     folder = whole_folder(model, loading)
     guidance = default_guidance(folder) if guidance is None else guidance
+    if negative and guidance <= 1:
+        click.echo(f"--negative changes nothing: guidance {guidance:g} is none.", err=True)
     kind = "Inpaint" if mask else "Img2Img" if image else "ControlNet" if control_image else ""
     pipeline = open_pipeline(folder, kind, loading)
     add_loras(pipeline, loras)

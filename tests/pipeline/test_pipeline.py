@@ -244,12 +244,15 @@ def test_generate_writes_numbered_files_with_their_settings(
     assert metrics.psnr(np.asarray(image), alone) > 50
 
 
-def test_generate_does_not_overwrite(generate: Cli, tmp_path: Path, small_export: Path) -> None:
+def test_generate_does_not_overwrite_and_says_what_it_leaves_out(
+    generate: Cli, tmp_path: Path, small_export: Path
+) -> None:
     out = tmp_path / "mine.png"
     out.write_text("precious")
     expect_error(generate(small_export, "--out", out), 5, "exists: choose another --out")
     assert out.read_text() == "precious"
-    assert generate(small_export, "--out", out, "--overwrite")[0] == 0
+    code, _, said = generate(small_export, "--out", out, "--overwrite", "--negative", "blue", "--guidance", 1)
+    assert (code, "--negative changes nothing: guidance 1 is none." in said) == (0, True)
     assert np.asarray(Image.open(out)).shape == (64, 64, 3)
 
 
