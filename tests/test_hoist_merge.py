@@ -239,6 +239,25 @@ def test_a_timestep_without_an_axis(work: Path) -> None:
     assert psnr(draw(MergedPipeline.from_pretrained(work / "optimum-merged")), expected) > 80
 
 
+@pytest.mark.parametrize("told", ["encoder_hidden_states", "seen"])
+def test_the_batch_size_of_a_shape_that_others_read_too(told: str) -> None:
+    """The time graph reads nothing of the prompt for it: the prompt's rows, repeated, are no number of rows."""
+    text = f"""<ir_version: 8, opset_import: ["" : 18]> unet (float[batch,4] sample, float[1] timestep,
+        float[batch,words,4] encoder_hidden_states) => (float[batch,4] out_sample)
+        <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] far = {{9}}, float[batch,words,4] seen> {{
+            seen = Relu (encoder_hidden_states)
+            shape = Shape ({told})  batch = Slice (shape, zero, one)  rest = Slice (shape, one, far)
+            both = Concat <axis = 0> (batch, rest)  told = Reshape (seen, both)
+            mean = ReduceMean <keepdims = 0> (told, one)  rows = Expand (timestep, batch)
+            angle = Sin (rows)  shift = Unsqueeze (angle, one)
+            a = Add (sample, mean)  out_sample = Add (a, shift)
+        }}"""
+    parts = hoist.split(ir.serde.from_onnx_text(text))
+    assert [value.name for value in parts["time"].graph.inputs] == ["timestep"]
+    assert [value.name for value in parts["prompt"].graph.inputs] == ["encoder_hidden_states"]
+    assert {value.name for value in parts["step"].graph.inputs} >= {"sample", "mean"}
+
+
 # --- The loop on the device -----------------------------------------------------------------------------------------
 
 

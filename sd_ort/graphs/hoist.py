@@ -59,6 +59,7 @@ def split(model: ir.Model) -> dict[str, ir.Model]:
     if not give_axis(model):
         raise InputError("this UNet computes with its timestep, which has no axis, at once: leave out --hoist.")
     common.NameFixPass()(model)
+    _separate_batch_sizes(model.graph)
     levels = _levels(model.clone().graph)  # a clone: nodes that a pass took out still count as readers in the original
     parts = {
         "prompt": _part(model.clone(), levels, PROMPT),
@@ -152,6 +153,27 @@ def _is_batch_size(node: ir.Node, graph: ir.Graph) -> bool:
         return True
     users = [user for user, _ in node.outputs[0].uses()]
     return not start and end is None and all(_picks_first(user) for user in users)
+
+
+def _separate_batch_sizes(graph: ir.Graph) -> None:
+    """Let those that pick the batch size off the Shape of another value, or off one of which others read more, read a
+    Shape of `sample`: all three graphs can make that.
+    """
+    sample = next(v for v in graph.inputs if v.name == "sample")
+    batch = None if sample.shape is None else sample.shape[0]
+    if batch is None or batch == ir.SymbolicDim(None):
+        return
+    own = ir.node("Shape", [sample])
+    for node in [n for n in graph if n.op_type == "Shape" and not n.attributes]:
+        read = node.inputs[0]
+        if read is None or not read.shape or read.shape[0] != batch or _is_batch_size(node, graph):
+            continue
+        for user, place in list(node.outputs[0].uses()):
+            if _picks_first(user):
+                user.replace_input_with(place, own.outputs[0])
+    if own.outputs[0].uses():
+        own.outputs[0].name = "sample.shape"
+        graph.insert_before(graph[0], own)
 
 
 def _picks_first(node: ir.Node) -> bool:
