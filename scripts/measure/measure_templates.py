@@ -13,7 +13,8 @@ memory at most, as the system counts it. The other ways make what they can of th
                 float16, leaves U-Net and VAE in float32. --mobius names the Python of an environment that has it. The
                 hub's downloads are read from the checkpoint.
 
-The disk's speed is that of copying the checkpoint to where the output goes. What --out holds already is kept and not
+The disk's speed is that of copying the checkpoint to where the output goes; before a process is timed, all that was
+written is on the disk. What --out holds already is kept and not
 measured again: an interrupt loses one row. Beside the JSON a table is written, --out with .md.
 """
 
@@ -134,6 +135,7 @@ def aside(make: Callable[..., None], *arguments: object) -> None:
 
 def measure(python: str, way: str, model: Path, out: Path, target: str, config: Path) -> dict[str, Any]:
     """Wall and processor seconds and peak memory (MB) of a new process, or the last line of what ended it."""
+    os.sync()  # what this script wrote before is not written while the process is timed
     started = time.perf_counter()
     command = [python, "-c", WAYS[way], str(model), str(out), target, str(config)]
     with tempfile.TemporaryFile("w+") as said:
@@ -155,6 +157,7 @@ def copying(model: Path, scratch: Path) -> float:
     started = time.perf_counter()
     shutil.copytree(model, scratch / "copied")
     seconds = time.perf_counter() - started
+    shutil.rmtree(scratch / "copied")
     size = sum(path.stat().st_size for path in model.rglob("*") if path.is_file())
     return size / 1e6 / seconds
 
