@@ -14,7 +14,7 @@ memory at most, as the system counts it. The other ways make what they can of th
                 hub's downloads are read from the checkpoint.
 
 The disk's speed is that of copying the checkpoint to where the output goes; before a process is timed, all that was
-written is on the disk. What --out holds already is kept and not
+written is on the disk, and the checkpoint was read once, as after a download. What --out holds already is kept and not
 measured again: an interrupt loses one row. Beside the JSON a table is written, --out with .md.
 """
 
@@ -136,6 +136,10 @@ def aside(make: Callable[..., None], *arguments: object) -> None:
 def measure(python: str, way: str, model: Path, out: Path, target: str, config: Path) -> dict[str, Any]:
     """Wall and processor seconds and peak memory (MB) of a new process, or the last line of what ended it."""
     os.sync()  # what this script wrote before is not written while the process is timed
+    for path in [model] if model.is_file() else model.rglob("*.safetensors"):  # in memory, as after a download
+        with path.open("rb") as file:
+            while file.read(1 << 24):
+                pass
     started = time.perf_counter()
     command = [python, "-c", WAYS[way], str(model), str(out), target, str(config)]
     with tempfile.TemporaryFile("w+") as said:
