@@ -143,5 +143,5 @@ def test_candidate_0_takes_every_call_and_the_default_its_own(
             assert library.is_supported(number, 0, params)
             assert library.is_supported(number, default, params)
             defaults.add(default)
-    assert defaults - {0}
+    assert defaults - {0} or len(library.candidates(number)) == 1
     assert library.candidates(number)[0] in ("plain", "two_reads")
