@@ -7,7 +7,7 @@ import os
 import pytest
 
 from sd_ort.runtime import build
-from sd_ort.runtime.library import PROVIDER_LIBRARIES
+from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
 
 
 @pytest.fixture(scope="session")
@@ -15,5 +15,6 @@ def provider() -> str:
     """The host's build, or the one that scripts/checks/sanitize_provider.py tests."""
     if tested := os.environ.get("SD_ORT_TESTED_PROVIDER"):
         return f"plugin:{tested}"
-    library = build.build(cpu=True, provider=True)
-    return f"plugin:{library.with_name(PROVIDER_LIBRARIES['host'])}"
+    build.build(cpu=True, provider=True)
+    # The newest of these sources, as `sdcuda` by name takes it: a process registers one library of a name.
+    return f"plugin:{library_path(PROVIDER_LIBRARIES['host'])}"
