@@ -212,7 +212,7 @@ def main(presets: tuple[str, ...], target: str, ways: str, mobius: str | None, s
                 model = kept.with_suffix(".safetensors") if way == "file" else kept
                 python = (mobius or sys.executable) if way == "mobius" else sys.executable
                 row = measure(python, way, model, work / way, target, kept)
-                for made in work.iterdir():  # disk, and memory that holds it: as much for the next way as for this one
+                for made in work.glob(f"{way}*"):  # disk, and memory: as much for the next way as for this one
                     shutil.rmtree(made)
                 result["rows"][f"{preset}/{target}/{way}"] = {**row, "copying_mb_s": round(speed), "commit": commit()}
                 write_json(out, result)
