@@ -9,10 +9,15 @@
 
 namespace sd_ort {
 
+struct Left {
+  std::string op_type, node;  // the node's name, which may be empty
+  const char* reason;
+};
+
 struct Assignment {
   std::vector<const OrtNode*> taken;
-  std::vector<std::string> refused;  // "Conv 'conv_1': reason", of operators that the provider has
-  std::set<std::string> unread;      // outputs behind the first, of taken nodes, that nobody reads
+  std::vector<Left> left;
+  std::set<std::string> unread;  // outputs behind the first, of taken nodes, that nobody reads
 };
 
 // Nodes with a kernel, but for shape arithmetic: integers computed from shapes and constants alone stay on the host,
