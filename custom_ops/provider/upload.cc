@@ -1,23 +1,54 @@
 #include "provider/upload.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
+#include <cstdint>
 #include <cstring>
 #include <exception>
-#include <functional>
 #include <system_error>
 #include <thread>
+#include <utility>
+
+#include "provider/device.h"
 
 namespace sd_ort {
 namespace {
 
-constexpr size_t kPiece = 1 << 20;
-constexpr unsigned kMostThreads = 4;
+constexpr size_t kPiece = 512 << 10;
+constexpr unsigned kMostLanes = 8;
 
-unsigned thread_count() { return std::clamp(std::thread::hardware_concurrency(), 1u, kMostThreads); }
+unsigned lane_count() { return std::clamp(std::thread::hardware_concurrency(), 1u, kMostLanes); }
+
+// Has the pages of a mapped file in the page table at once, instead of by a fault for every few of them. Kernels before
+// Linux 5.14 refuse, which changes nothing.
+void populate([[maybe_unused]] const char* from, [[maybe_unused]] size_t bytes) {
+#if defined(MADV_POPULATE_READ)
+  constexpr uintptr_t kPage = 4096;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(from) / kPage * kPage;
+  (void)madvise(reinterpret_cast<void*>(begin), reinterpret_cast<uintptr_t>(from) + bytes - begin, MADV_POPULATE_READ);
+#endif
+}
 
 }  // namespace
 
+// A tensor on its way, in pieces; lanes draw the pieces' numbers from `next`.
+struct Upload::Job {
+  int device;
+  char* to;
+  const char* from;
+  size_t bytes;
+  std::atomic<size_t> next{0};
+
+  size_t pieces() const { return (bytes + kPiece - 1) / kPiece; }
+};
+
+// Two pieces of pinned memory, one on its way while the other is filled, and a thread that is there for the next job
+// when it is begun.
 class Upload::Lane {
  public:
   Lane() : stream_(device::create_stream()) {
@@ -27,6 +58,14 @@ class Upload::Lane {
     }
   }
   ~Lane() {
+    if (thread_.joinable()) {
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        ends_ = true;
+      }
+      changed_.notify_all();
+      thread_.join();
+    }
     for (Piece& piece : pieces_) {
       if (piece.data != nullptr) device::release_pinned(piece.data);
       device::destroy_event(piece.sent);
@@ -36,19 +75,42 @@ class Upload::Lane {
 
   bool has_memory() const { return pieces_[0].data != nullptr && pieces_[1].data != nullptr; }
 
-  // Sends those pieces of `bytes` whose numbers it draws from `next`.
-  void send(char* to, const char* from, size_t bytes, std::atomic<size_t>& next) {
+  // Sends pieces in the calling thread until there are no more.
+  void send(Job& job) {
     bool first = false;
     int sent = 0;
-    for (size_t begin = kPiece * next++; begin < bytes; begin = kPiece * next++, first = !first) {
+    for (size_t begin = kPiece * job.next++; begin < job.bytes; begin = kPiece * job.next++, first = !first) {
       Piece& piece = pieces_[first];
       if (sent++ > 1) device::wait_on_host(piece.sent);
-      const size_t count = std::min(kPiece, bytes - begin);
-      std::memcpy(piece.data, from + begin, count);
-      device::copy(to + begin, piece.data, count, device::Copy::kToDevice, stream_);
+      const size_t count = std::min(kPiece, job.bytes - begin);
+      populate(job.from + begin, count);
+      std::memcpy(piece.data, job.from + begin, count);
+      device::copy(job.to + begin, piece.data, count, device::Copy::kToDevice, stream_);
       device::record(piece.sent, stream_);
     }
-    device::wait(stream_);
+    if (sent > 0) device::wait(stream_);
+  }
+
+  // Sends pieces in the lane's own thread. Where no more threads can be made the other lanes send them.
+  void begin(Job& job) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      job_ = &job;
+    }
+    changed_.notify_all();
+    if (thread_.joinable()) return;
+    try {
+      thread_ = std::thread([this] { serve(); });
+    } catch (const std::system_error&) {
+      job_ = nullptr;
+    }
+  }
+
+  // Waits for the job that was begun. Returns what went wrong.
+  std::exception_ptr finish() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return job_ == nullptr; });
+    return std::exchange(failed_, nullptr);
   }
 
  private:
@@ -57,8 +119,34 @@ class Upload::Lane {
     device::Event sent = nullptr;
   };
 
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [this] { return job_ != nullptr || ends_; });
+      if (job_ == nullptr) return;
+      lock.unlock();
+      std::exception_ptr failed;
+      try {
+        device::use(job_->device);
+        send(*job_);
+      } catch (...) {
+        failed = std::current_exception();
+      }
+      lock.lock();
+      failed_ = failed;
+      job_ = nullptr;
+      changed_.notify_all();
+    }
+  }
+
   device::Stream stream_;
   Piece pieces_[2];
+  std::thread thread_;
+  std::mutex mutex_;  // of what follows
+  std::condition_variable changed_;
+  Job* job_ = nullptr;
+  std::exception_ptr failed_;
+  bool ends_ = false;
 };
 
 Upload::Upload() = default;
@@ -68,7 +156,9 @@ void Upload::copy(int device, void* to, const void* from, size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   device::use(device);
   Lanes& lanes = lanes_[device];
-  while (lanes.size() < thread_count()) {
+  Job job{device, static_cast<char*>(to), static_cast<const char*>(from), bytes};
+  const size_t wanted = std::min<size_t>(lane_count(), job.pieces());
+  while (lanes.size() < wanted) {
     lanes.push_back(std::make_unique<Lane>());
     if (lanes.back()->has_memory()) continue;
     lanes.pop_back();
@@ -76,26 +166,17 @@ void Upload::copy(int device, void* to, const void* from, size_t bytes) {
   }
   if (lanes.empty()) return device::copy_now(to, from, bytes, device::Copy::kToDevice);
   device::wait_for_all();
-  std::atomic<size_t> next{0};
+  const size_t used = std::min(lanes.size(), wanted);
+  for (size_t i = 1; i < used; ++i) lanes[i]->begin(job);
   std::exception_ptr failed;
-  std::mutex failing;
-  const auto send = [&](Lane& lane) {
-    try {
-      device::use(device);
-      lane.send(static_cast<char*>(to), static_cast<const char*>(from), bytes, next);
-    } catch (...) {
-      const std::lock_guard<std::mutex> one(failing);
-      failed = std::current_exception();
-    }
-  };
-  std::vector<std::thread> threads;
-  threads.reserve(lanes.size());
   try {
-    for (size_t i = 1; i < lanes.size(); ++i) threads.emplace_back(send, std::ref(*lanes[i]));
-  } catch (const std::system_error&) {  // no more threads: those that there are do it
+    lanes[0]->send(job);
+  } catch (...) {
+    failed = std::current_exception();
   }
-  send(*lanes[0]);
-  for (std::thread& thread : threads) thread.join();
+  for (size_t i = 1; i < used; ++i) {
+    if (const std::exception_ptr other = lanes[i]->finish()) failed = other;
+  }
   if (failed) std::rethrow_exception(failed);
 }
 

@@ -1,5 +1,5 @@
-// Large tensors from ordinary host memory to the device: threads copy pieces into pinned memory while earlier pieces
-// are on their way. The driver does the same with one thread, whose copies then are what a session's loading waits for.
+// Tensors from ordinary host memory to the device: threads copy pieces into pinned memory while earlier pieces are on
+// their way. The driver does the same with one thread, whose copies then are what a session's loading waits for.
 #pragma once
 
 #include <map>
@@ -7,13 +7,11 @@
 #include <mutex>
 #include <vector>
 
-#include "provider/device.h"
-
 namespace sd_ort {
 
 class Upload {
  public:
-  static constexpr size_t kLeast = 1 << 20;  // fewer bytes are left to the driver
+  static constexpr size_t kLeast = 1 << 16;  // fewer bytes are left to the driver
 
   Upload();
   ~Upload();
@@ -24,12 +22,12 @@ class Upload {
   void copy(int device, void* to, const void* from, size_t bytes);
 
  private:
-  // What a thread has of its own: two pieces of pinned memory, one on its way while the other is filled.
+  struct Job;
   class Lane;
   using Lanes = std::vector<std::unique_ptr<Lane>>;
 
   std::mutex mutex_;
-  std::map<int, Lanes> lanes_;  // by device
+  std::map<int, Lanes> lanes_;  // by device; they stay, with their threads and their memory
 };
 
 }  // namespace sd_ort
