@@ -3,9 +3,9 @@
 #pragma once
 
 #include <map>
-#include <memory>
 #include <mutex>
-#include <vector>
+
+#include "provider/lane.h"
 
 namespace sd_ort {
 
@@ -13,19 +13,10 @@ class Upload {
  public:
   static constexpr size_t kLeast = 1 << 16;  // fewer bytes are left to the driver
 
-  Upload();
-  ~Upload();
-  Upload(const Upload&) = delete;
-  Upload& operator=(const Upload&) = delete;
-
   // To memory of a device, after all that is queued there. Returns when the bytes have arrived.
   void copy(int device, void* to, const void* from, size_t bytes);
 
  private:
-  struct Job;
-  class Lane;
-  using Lanes = std::vector<std::unique_ptr<Lane>>;
-
   std::mutex mutex_;
   std::map<int, Lanes> lanes_;  // by device; they stay, with their threads and their memory
 };
