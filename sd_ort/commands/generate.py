@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -125,13 +126,17 @@ def command(
     same command goes on where it was interrupted.
     """
     if prompts or gpus or replicas or prompt is None:
-        from sd_ort.commands.prompt_list import draw_list
+        from sd_ort.commands.prompt_list import check_options, draw_list
 
-        return draw_list({**click.get_current_context().params, "folder": whole_folder(folder, loading)})
+        options = click.get_current_context().params
+        check_options(options)
+        check_files(loras, words)
+        return draw_list({**options, "folder": whole_folder(folder, loading)})
     from sd_ort.core.errors import InputError
     from sd_ort.pipeline.arguments import check_numbers, check_seeds, check_text
 
     check_text([prompt, negative or ""])
+    check_files(loras, words)
     check_numbers(height, width, num_images, guidance=guidance, strength=strength)
     if image is None and (mask is not None or strength is not None):
         raise InputError("--mask and --strength change a picture: give it with --image.")
@@ -190,22 +195,26 @@ def whole_folder(model: Path, loading: dict[str, Any]) -> Path:
     """The pipeline folder to draw with: `model`, or what a checkpoint is optimized into, until the command ends.
 
     loading: options of the command, whose `keep` and `config` it takes out. Raises InputError for a model that is
-    neither, before the seconds that importing torch takes.
+    neither, ProviderError for a provider that cannot draw: before the seconds of importing torch or of optimizing.
     """
     from sd_ort.commands.optimize import is_checkpoint
     from sd_ort.core.errors import InputError
     from sd_ort.core.folder import components
+    from sd_ort.runtime.providers import check_provider
 
     keep, config = loading.pop("keep"), loading.pop("config")
-    if is_checkpoint(model):
-        from sd_ort.from_checkpoint import drawable
+    checkpoint = is_checkpoint(model)
+    if not checkpoint:
+        if keep or config:
+            raise InputError(f"--keep and --config go with a checkpoint: {model} is none.")
+        components(model)
+    check_provider(loading["provider"], allow_fallback=loading["allow_fallback"])
+    if not checkpoint:
+        return model
+    from sd_ort.from_checkpoint import drawable
 
-        made = drawable(str(model), loading["provider"], keep, config, lambda line: click.echo(line, err=True))
-        return click.get_current_context().with_resource(made)
-    if keep or config:
-        raise InputError(f"--keep and --config go with a checkpoint: {model} is none.")
-    components(model)
-    return model
+    made = drawable(str(model), loading["provider"], keep, config, lambda line: click.echo(line, err=True))
+    return click.get_current_context().with_resource(made)
 
 
 def open_pipeline(folder: Path, kind: str, loading: dict[str, Any]) -> Any:
@@ -224,6 +233,15 @@ def open_pipeline(folder: Path, kind: str, loading: dict[str, Any]) -> Any:
             raise InputError(f"{folder} is merged, for text to image alone: draw with the folder it was made from.")
         drawing = MergedPipeline
     return drawing.from_pretrained(folder, **loading)
+
+
+def check_files(loras: tuple[str, ...], words: tuple[str, ...]) -> None:
+    """Raise InputError where a LoRA or a textual inversion is missing, or a strength is no number."""
+    from sd_ort.core.errors import InputError
+
+    for path in (*(lora_strength(lora)[0] for lora in loras), *words):
+        if not Path(path).is_file():
+            raise InputError(f"{path} is no file: give a .safetensors file that is there.")
 
 
 def add_loras(pipeline: Any, loras: tuple[str, ...]) -> None:
@@ -273,9 +291,12 @@ def lora_strength(text: str) -> tuple[str, float]:
     if not colon or strength.endswith(".safetensors"):
         return text, 1.0
     try:
-        return path, float(strength)
-    except ValueError as error:
-        raise InputError(f"--lora {text}: {strength!r} is no strength; write FILE or FILE:0.8.") from error
+        number = float(strength)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputError(f"--lora {text}: {strength!r} is no strength; write FILE or FILE:0.8.")
+    return path, number
 
 
 def open_picture(path: Path) -> object:
