@@ -126,12 +126,9 @@ def command(
     same command goes on where it was interrupted.
     """
     if prompts or gpus or replicas or prompt is None:
-        from sd_ort.commands.prompt_list import check_options, draw_list
+        from sd_ort.commands.prompt_list import draw_list
 
-        options = click.get_current_context().params
-        check_options(options)
-        check_files(loras, words)
-        return draw_list({**options, "folder": whole_folder(folder, loading)})
+        return draw_list(click.get_current_context().params)
     from sd_ort.core.errors import InputError
     from sd_ort.pipeline.arguments import check_numbers, check_seeds, check_text
 
@@ -143,12 +140,11 @@ def command(
     pictures = {"image": image, "mask_image": mask, "control_image": control_image}
     pictures["ip_adapter_image"] = ip_adapter_image
     opened = {name: open_picture(path) for name, path in pictures.items() if path is not None}
-    model = folder
     first = random.randrange(2**31) if seed is None else seed
     check_seeds(first, num_images)
     seeds = range(first, first + num_images)
     paths = free_paths(out, prompt, seeds, overwrite)
-    folder = whole_folder(model, loading)
+    model, folder = folder, whole_folder(folder, loading)
     guidance = default_guidance(folder) if guidance is None else guidance
     if negative and guidance <= 1:
         click.echo(f"--negative changes nothing: guidance {guidance:g} is none.", err=True)

@@ -37,9 +37,13 @@ def draw_list(options: Mapping[str, Any]) -> None:
     """Draw with the options of `generate`: what is not there yet of PROMPT, or of all prompts of --prompts."""
     from tqdm.auto import tqdm
 
+    from sd_ort.commands.generate import check_files, whole_folder
     from sd_ort.core.files import write_bytes
     from sd_ort.serving import prompts
 
+    check_options(options)
+    check_files(options["loras"], options["words"])
+    options = {**options, "folder": whole_folder(options["folder"], dict(options))}
     openings, asked = what_is_asked(options)
     missing = asked if options["overwrite"] else prompts.left(asked, openings[0].text)
     if len(missing) < len(asked):

@@ -83,9 +83,7 @@ def _too_many(layers: int, skip: int) -> InputError:
 def add_words(model: ir.Model, first: int, rows: np.ndarray) -> None:
     """Token ids from `first` on read `rows` (n, C) instead of the embedding table."""
     graph = model.graph
-    lookup = next(
-        (n for n in graph if n.op_type == "Gather" and _reads_ids(n.inputs[1]) and _table(n.inputs[0])), None
-    )
+    lookup = next((n for n in graph if n.op_type == "Gather" and _reads_ids(n.inputs[1]) and _table(n.inputs[0])), None)
     stored = None if lookup is None else _table(lookup.inputs[0])
     if lookup is None or stored is None or stored.const_value is None:
         raise InputError("this text encoder's table of words is not found: export the pipeline with sd-ort.")
