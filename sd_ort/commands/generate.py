@@ -256,10 +256,12 @@ def add_words(pipeline: Any, words: tuple[str, ...]) -> None:
 
 
 def free_paths(out: Path, prompt: str, seeds: range, overwrite: bool) -> list[Path]:
-    """A PNG for each image. Raises OutputError where one exists that must not be overwritten."""
+    """A PNG for each image. Raises OutputError where one exists that must not be overwritten, or none can be made."""
     from sd_ort.core.errors import OutputError
+    from sd_ort.core.paths import check_writable
 
     paths = image_paths(out, prompt, seeds)
+    check_writable(paths[0])
     if not overwrite and (taken := [path for path in paths if path.exists()]):
         raise OutputError(f"{taken[0]} exists: choose another --out or pass --overwrite.")
     return paths

@@ -39,9 +39,11 @@ def draw_list(options: Mapping[str, Any]) -> None:
 
     from sd_ort.commands.generate import check_files, whole_folder
     from sd_ort.core.files import write_bytes
+    from sd_ort.core.paths import check_writable
     from sd_ort.serving import prompts
 
     check_options(options)
+    check_writable(options["out"] / "1.png")
     check_files(options["loras"], options["words"])
     options = {**options, "folder": whole_folder(options["folder"], dict(options))}
     openings, asked = what_is_asked(options)
