@@ -5,7 +5,7 @@
     python scripts/checks/check_ops_gpu.py --arch sm_90 --operators multi_head_attention --seconds 40
     python scripts/checks/check_ops_gpu.py --arch sm_90 --operators multi_head_attention --share 0/8    # of 8 processes
     python scripts/checks/check_ops_gpu.py --arch sm_90 --operators group_norm skip_group_norm --overwrites
-    python scripts/checks/check_ops_gpu.py --arch sm_90 --sanitizer memcheck --seconds 5     # or racecheck, ...
+    python scripts/checks/check_ops_gpu.py --arch sm_90 --sanitizer memcheck --log results/ops_check_memcheck_sm_90.txt
 
 Exits with 1 when a candidate fails. The large shapes that are timed are checked in float16, and only up to --limit
 elements: NumPy takes minutes for more. Calls are taken in an order drawn once, the large ones last, and --seconds ends
@@ -18,11 +18,13 @@ NVIDIA's compute-sanitizer (2 where that is not installed). Needs NumPy, ml_dtyp
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from math import inf, prod
 from pathlib import Path
 
@@ -96,9 +98,7 @@ def main() -> int:
         untimed = [case.name for case in operator.cases if case.benchmark and elements(case) > options.limit]
         if untimed and not options.one_case:
             lines.append(f"  not checked here, over {options.limit} elements: {', '.join(untimed)}")
-    if options.log:
-        options.log.parent.mkdir(exist_ok=True, parents=True)
-        options.log.write_text("\n".join(lines) + "\n")
+    write(options.log, lines)
     return 1 if failures else 0
 
 
@@ -136,19 +136,37 @@ def covering(library: GpuLibrary, operator: Operator) -> list[tuple[Case, str, i
 
 
 def sanitize(options: argparse.Namespace) -> int:
-    """A small call of every kernel, each operator's in a process under compute-sanitizer; the worst exit code."""
+    """A small call of every kernel under compute-sanitizer, each operator in a process of its own, some at once; the
+    worst exit code. What the tool says of a fault is printed whole."""
     tool = next(filter(None, map(shutil.which, ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer"))), None)
     if tool is None:
         print("compute-sanitizer is not on this machine: it comes with the CUDA toolkit (cuda-sanitizer)")
         return 2
     library = options.library or build.build_gpu(options.arch)
-    codes = []
-    for operator in options.operators:
-        check = [sys.executable, __file__, "--arch", options.arch, "--library", str(library), "--one-case"]
-        check += ["--operators", operator, "--seconds", str(options.seconds)]
-        done = subprocess.run([tool, "--tool", options.sanitizer, "--error-exitcode", "1", *check], check=False)
-        codes.append(done.returncode)
-    return max(codes, key=abs)
+    first = f"{options.arch}, library {GpuLibrary(library).c.sd_ort_build_hash().decode()}"
+    lines = [f"{first}, a small call of every kernel of ours under compute-sanitizer's {options.sanitizer}"]
+
+    def check(operator: str) -> tuple[int, str]:
+        command = [sys.executable, __file__, "--arch", options.arch, "--library", str(library), "--one-case"]
+        command += ["--operators", operator, "--seconds", str(options.seconds)]
+        under = [tool, "--tool", options.sanitizer, "--error-exitcode", "1"]
+        done = subprocess.run([*under, *command], check=False, text=True, capture_output=True)
+        return done.returncode, done.stdout + done.stderr
+
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        made = list(pool.map(check, options.operators))
+    for operator, (code, said) in zip(options.operators, made, strict=True):
+        told = [line.lstrip("= ") for line in said.splitlines() if " calls, " in line or "SUMMARY" in line]
+        lines.append("; ".join(told) if code == 0 and told else f"{operator}: exit code {code}\n{said}")
+    print("\n".join(lines), flush=True)
+    write(options.log, lines)
+    return max((code for code, _ in made), key=abs)
+
+
+def write(log: Path | None, lines: list[str]) -> None:
+    if log:
+        log.parent.mkdir(exist_ok=True, parents=True)
+        log.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
