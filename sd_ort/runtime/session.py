@@ -116,7 +116,7 @@ def create_session(
     except SdOrtError:
         raise
     except Exception as error:  # pybind's exceptions share no base class but Exception
-        raise InputError(f"ONNX Runtime refuses {model_path}: {_reason(error, provider)}") from error
+        raise InputError(_refusal(model_path, provider, error)) from error
     if entry.ep not in session.get_providers():
         refuse(
             f"ONNX Runtime dropped the {provider} provider and would run on the CPU: check that {entry.needs} is "
@@ -130,10 +130,18 @@ def create_session(
     return session
 
 
-def _reason(error: Exception, provider: str) -> str:
-    """What a plugin says comes behind the places in ONNX Runtime's sources that it passed through."""
-    said = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
-    return said or first_line(error)
+def _refusal(model: Path, provider: str, error: Exception) -> str:
+    """What ONNX Runtime says of a model that it cannot run on a provider, and that it was optimized for another one."""
+    # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
+    reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
+    line = f"ONNX Runtime refuses {model}: {reason or first_line(error)}"
+    target = read_manifest(model.parent.parent).get("options", {}).get("target", "portable")
+    wanted = provider_named(provider).target or provider
+    if target in ("portable", wanted):
+        return line
+    return (
+        f"{line} It was optimized for target {target}: optimize it for {wanted}, or use the provider it was made for."
+    )
 
 
 def _do_without_ops(model_path: Path, provider: str, library: Path | bool) -> None:
