@@ -13,7 +13,7 @@ from typing import NoReturn
 import click
 
 from sd_ort.core.errors import explained
-from sd_ort.core.interrupts import INTERRUPTED, STOPPABLE, begin_command
+from sd_ort.core.interrupts import INTERRUPTED, STOPPABLE, begin_command, came
 
 # Subcommand -> one line of help. Each lives in sd_ort/commands/<name>.py as `command`.
 COMMANDS = {
@@ -77,6 +77,9 @@ def main() -> None:
         click.echo(INTERRUPTED, err=True)
         _leave(130)
     except Exception as error:
+        if came():
+            click.echo(INTERRUPTED, err=True)
+            _leave(130)
         if os.environ.get("SD_ORT_TRACEBACK"):
             raise
         line, code = explained(error)

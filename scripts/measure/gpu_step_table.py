@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""The tables of results/gpu_step.md from what scripts/measure/bench_gpu_step.py measured.
+"""Tables from what scripts/measure/bench_gpu_step.py measured: those of results/gpu_step.md, and the README's.
 
     python scripts/measure/gpu_step_table.py results/gpu_step --out results/gpu_step.md
+    python scripts/measure/gpu_step_table.py results/gpu_provider --readme README.md      # puts it there
 
 Standard library only.
 """
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 PEER = "torch.compile"
+OURS = "SdOrtCuda"
+FAMILIES = {"sd15": "SD 1.5", "sdxl": "SDXL"}
+BEGIN, END = "<!-- single calls -->", "<!-- end of single calls -->"
 HEAD = """# A model call on a GPU, by lever
 
 Made by `scripts/measure/gpu_step_table.py` from `{folder}/`, one file per run of
@@ -50,11 +54,21 @@ ARITHMETIC = {"convolution": ("convolution",), "matrix product": ("addmm", "mm",
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    to = parser.add_mutually_exclusive_group(required=True)
+    to.add_argument("--out", type=Path)
+    to.add_argument("--readme", type=Path, help="replace the table of single calls there")
     options = parser.parse_args()
-    runs = sorted((json.loads(path.read_text()) for path in options.folder.glob("*.json")), key=order)
+    files = (json.loads(path.read_text()) for path in options.folder.glob("*.json"))
+    runs = sorted((run for run in files if "component" in run), key=order)  # others are of whole images
     if not runs:
         raise SystemExit(f"{options.folder} has no results: run scripts/measure/bench_gpu_step.py first")
+    if options.readme:
+        before, _, rest = options.readme.read_text().partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not end:
+            raise SystemExit(f"{options.readme} lacks {BEGIN} and {END}: put them where the table goes")
+        options.readme.write_text(f"{before}{BEGIN}\n" + "\n".join(single_calls(runs)) + f"\n{end}{after}")
+        return
     lines = [HEAD.format(folder=options.folder), *summary(runs)]
     for run in runs:
         lines += ["", f"## {title(run)}", "", *waterfall(run), "", *classes(run)]
@@ -93,6 +107,24 @@ def summary(runs: list[dict[str, Any]]) -> list[str]:
     machine = runs[0]["machine"]["gpus"][0]
     versions = ", ".join(f"{name} {runs[0]['versions'][name]}" for name in ("torch", "onnxruntime-gpu"))
     return [f"{machine}; {versions}. ms queued.", "", *table(head, rows)]
+
+
+def single_calls(runs: list[dict[str, Any]]) -> list[str]:
+    """The README's table: torch.compile, the CUDA provider and our own in one process, a row a model."""
+    rows = []
+    for run in sorted(runs, key=lambda run: (run["component"] != "unet", run["preset"], run["batch"], run["size"])):
+        images = run["batch"] // 2 if run["component"] == "unet" else run["batch"]
+        part = "U-Net" if run["component"] == "unet" else "VAE decoder"
+        name = f"{FAMILIES[run['preset']]} {part}, {8 * run['size']}², {images} image{'s' if images > 1 else ''}"
+        engines = {row["engine"]: row for row in run["rows"]}
+        cells = [f"{engines[PEER]['device_ms']:.2f} ms"]
+        for engine in (best(run)["engine"], OURS):
+            cells += [f"{engines[engine]['device_ms']:.2f} ms", f"{engines[engine]['device_ratio']:.2f}"]
+        rows.append([name, *cells[:-2], f"**{cells[-2]}**", f"**{cells[-1]}**", run["commit"]])
+    head = (
+        "", PEER, "sd-ort, CUDA provider", f"of {PEER}", "sd-ort, our own provider", f"of {PEER}", "commit"
+    )  # fmt: skip
+    return table(head, rows)
 
 
 def waterfall(run: dict[str, Any]) -> list[str]:

@@ -52,10 +52,11 @@ def tune(
             "use --provider cuda, rocm, hip or sdcuda on a machine with one."
         )
     source = tuning.gpu_ops(provider, library)
+    build = "sd-ort build-ops " + ("--cuda sm_90" if provider == "cuda" else "--hip gfx1100")
     if source is None and not entry.tuning:
-        raise ProviderError(f"no op library for {provider}, whose kernels are all there is to tune: sd-ort build-ops.")
+        raise ProviderError(f"no op library for {provider}, whose kernels are all there is to tune: {build}.")
     if source is None:
-        say(f"no op library for {provider}: only ONNX Runtime's own operators are tuned (sd-ort build-ops).")
+        say(f"no op library for {provider}: only ONNX Runtime's own operators are tuned ({build}).")
     sizes = image_sizes(directory, heights, widths)
     saved = None
     for name in components or folder.components(directory):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -127,23 +128,23 @@ def command(
     if prompts or gpus or replicas or prompt is None:
         from sd_ort.commands.prompt_list import draw_list
 
-        return draw_list({**click.get_current_context().params, "folder": whole_folder(folder, loading)})
+        return draw_list(click.get_current_context().params)
     from sd_ort.core.errors import InputError
     from sd_ort.pipeline.arguments import check_numbers, check_seeds, check_text
 
     check_text([prompt, negative or ""])
+    check_files(loras, words)
     check_numbers(height, width, num_images, guidance=guidance, strength=strength)
     if image is None and (mask is not None or strength is not None):
         raise InputError("--mask and --strength change a picture: give it with --image.")
     pictures = {"image": image, "mask_image": mask, "control_image": control_image}
     pictures["ip_adapter_image"] = ip_adapter_image
     opened = {name: open_picture(path) for name, path in pictures.items() if path is not None}
-    model = folder
     first = random.randrange(2**31) if seed is None else seed
     check_seeds(first, num_images)
     seeds = range(first, first + num_images)
     paths = free_paths(out, prompt, seeds, overwrite)
-    folder = whole_folder(model, loading)
+    model, folder = folder, whole_folder(folder, loading)
     guidance = default_guidance(folder) if guidance is None else guidance
     if negative and guidance <= 1:
         click.echo(f"--negative changes nothing: guidance {guidance:g} is none.", err=True)
@@ -190,22 +191,26 @@ def whole_folder(model: Path, loading: dict[str, Any]) -> Path:
     """The pipeline folder to draw with: `model`, or what a checkpoint is optimized into, until the command ends.
 
     loading: options of the command, whose `keep` and `config` it takes out. Raises InputError for a model that is
-    neither, before the seconds that importing torch takes.
+    neither, ProviderError for a provider that cannot draw: before the seconds of importing torch or of optimizing.
     """
     from sd_ort.commands.optimize import is_checkpoint
     from sd_ort.core.errors import InputError
     from sd_ort.core.folder import components
+    from sd_ort.runtime.providers import check_provider
 
     keep, config = loading.pop("keep"), loading.pop("config")
-    if is_checkpoint(model):
-        from sd_ort.from_checkpoint import drawable
+    checkpoint = is_checkpoint(model)
+    if not checkpoint:
+        if keep or config:
+            raise InputError(f"--keep and --config go with a checkpoint: {model} is none.")
+        components(model)
+    check_provider(loading["provider"], allow_fallback=loading["allow_fallback"])
+    if not checkpoint:
+        return model
+    from sd_ort.from_checkpoint import drawable
 
-        made = drawable(str(model), loading["provider"], keep, config, lambda line: click.echo(line, err=True))
-        return click.get_current_context().with_resource(made)
-    if keep or config:
-        raise InputError(f"--keep and --config go with a checkpoint: {model} is none.")
-    components(model)
-    return model
+    made = drawable(str(model), loading["provider"], keep, config, lambda line: click.echo(line, err=True))
+    return click.get_current_context().with_resource(made)
 
 
 def open_pipeline(folder: Path, kind: str, loading: dict[str, Any]) -> Any:
@@ -226,6 +231,15 @@ def open_pipeline(folder: Path, kind: str, loading: dict[str, Any]) -> Any:
     return drawing.from_pretrained(folder, **loading)
 
 
+def check_files(loras: tuple[str, ...], words: tuple[str, ...]) -> None:
+    """Raise InputError where a LoRA or a textual inversion is missing, or a strength is no number."""
+    from sd_ort.core.errors import InputError
+
+    for path in (*(lora_strength(lora)[0] for lora in loras), *words):
+        if not Path(path).is_file():
+            raise InputError(f"{path} is no file: give a .safetensors file that is there.")
+
+
 def add_loras(pipeline: Any, loras: tuple[str, ...]) -> None:
     """Load LoRAs, each FILE or FILE:STRENGTH."""
     strengths = [lora_strength(lora) for lora in loras]
@@ -242,10 +256,12 @@ def add_words(pipeline: Any, words: tuple[str, ...]) -> None:
 
 
 def free_paths(out: Path, prompt: str, seeds: range, overwrite: bool) -> list[Path]:
-    """A PNG for each image. Raises OutputError where one exists that must not be overwritten."""
+    """A PNG for each image. Raises OutputError where one exists that must not be overwritten, or none can be made."""
     from sd_ort.core.errors import OutputError
+    from sd_ort.core.paths import check_writable
 
     paths = image_paths(out, prompt, seeds)
+    check_writable(paths[0])
     if not overwrite and (taken := [path for path in paths if path.exists()]):
         raise OutputError(f"{taken[0]} exists: choose another --out or pass --overwrite.")
     return paths
@@ -273,9 +289,12 @@ def lora_strength(text: str) -> tuple[str, float]:
     if not colon or strength.endswith(".safetensors"):
         return text, 1.0
     try:
-        return path, float(strength)
-    except ValueError as error:
-        raise InputError(f"--lora {text}: {strength!r} is no strength; write FILE or FILE:0.8.") from error
+        number = float(strength)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputError(f"--lora {text}: {strength!r} is no strength; write FILE or FILE:0.8.")
+    return path, number
 
 
 def open_picture(path: Path) -> object:

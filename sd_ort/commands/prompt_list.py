@@ -22,17 +22,30 @@ def prepare(loras: tuple[str, ...], words: tuple[str, ...], pipeline: Any) -> No
     add_words(pipeline, words)
 
 
-def draw_list(options: Mapping[str, Any]) -> None:
-    """Draw with the options of `generate`: what is not there yet of PROMPT, or of all prompts of --prompts."""
-    from tqdm.auto import tqdm
-
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise InputError for options of `generate` that do not go together here."""
     from sd_ort.core.errors import InputError
-    from sd_ort.core.files import write_bytes
-    from sd_ort.serving import prompts
 
     for name in ONE_PROMPT:
         if options[name] is not None:
             raise InputError(f"--{name.replace('_', '-')} is for one prompt, without --gpus and --replicas.")
+    if (options["prompt"] is None) == (options["prompts"] is None):
+        raise InputError("no prompt was given, or two ways: give PROMPT, or --prompts FILE with one a line.")
+
+
+def draw_list(options: Mapping[str, Any]) -> None:
+    """Draw with the options of `generate`: what is not there yet of PROMPT, or of all prompts of --prompts."""
+    from tqdm.auto import tqdm
+
+    from sd_ort.commands.generate import check_files, whole_folder
+    from sd_ort.core.files import write_bytes
+    from sd_ort.core.paths import check_writable
+    from sd_ort.serving import prompts
+
+    check_options(options)
+    check_writable(options["out"] / "1.png")
+    check_files(options["loras"], options["words"])
+    options = {**options, "folder": whole_folder(options["folder"], dict(options))}
     openings, asked = what_is_asked(options)
     missing = asked if options["overwrite"] else prompts.left(asked, openings[0].text)
     if len(missing) < len(asked):
@@ -55,14 +68,11 @@ def draw_list(options: Mapping[str, Any]) -> None:
 def what_is_asked(options: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """What each replica opens, and all tasks. Raises InputError for what cannot be drawn; nothing is loaded."""
     from sd_ort.commands.generate import default_guidance
-    from sd_ort.core.errors import InputError
     from sd_ort.pipeline.arguments import check_numbers, check_text
     from sd_ort.serving.pictures import Settings
     from sd_ort.serving.prompts import read_prompts, tasks
     from sd_ort.serving.replica import Opening, several
 
-    if (options["prompt"] is None) == (options["prompts"] is None):
-        raise InputError("no prompt was given, or two ways: give PROMPT, or --prompts FILE with one a line.")
     texts = [options["prompt"]] if options["prompts"] is None else read_prompts(options["prompts"])
     negative, folder = options["negative"] or "", Path(options["folder"])
     check_text([*texts, negative])

@@ -41,6 +41,8 @@ def command(
         if not paths:
             raise InputError(f"{tuning.folder()} holds no tuning results: make some with sd-ort tune DIR.")
         for path in paths:
+            if path.is_dir():
+                raise InputError(f"{path} is a folder: give a results file, or none for all in {tuning.folder()}.")
             click.echo(str(path))
             click.echo("\n".join(tuning.table(tuning.read(path))))
         return

@@ -30,7 +30,7 @@ def write_bytes(path: Path, data: bytes, *, overwrite: bool = True) -> None:
 
     Raises OutputError when the file exists (and may not be replaced), or when it cannot be written.
     """
-    if path.exists() and not overwrite:
+    if not overwrite and path.exists():
         raise OutputError(f"{path} exists: choose another name or pass --overwrite.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,16 +24,26 @@ INTERRUPTED = "sd-ort: interrupted; no half-written output is left."
 
 
 _command = False
+_came = False
 
 
 def begin_command() -> None:
     """From now on this process is a command: SIGTERM interrupts it as Ctrl-C does, and `guarded` may end it."""
     global _command
     _command = True
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as a shell has it for what runs in the background
+        signal.signal(signal.SIGINT, _interrupt)
 
 
-def _terminate(signum: int, frame: Any) -> None:
+def came() -> bool:
+    """Whether this command was interrupted: some extensions' imports turn a KeyboardInterrupt into an ImportError."""
+    return _came
+
+
+def _interrupt(signum: int, frame: Any) -> None:
+    global _came
+    _came = True
     raise KeyboardInterrupt
 
 

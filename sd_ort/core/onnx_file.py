@@ -8,6 +8,7 @@ has, with attributes of the right types; functions do not call themselves.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
@@ -150,6 +151,8 @@ def _data_file(home: Path, location: str) -> tuple[Path, int]:
     data = inside(home / location, home) if location else None
     if data is None or not data.is_file():
         raise _Refusal(f"keeps weights where no file is, {location} is missing: copy both or export again")
+    if not os.access(data, os.R_OK):
+        raise _Refusal(f"keeps weights in {data}, which may not be read: change its permissions")
     return data, data.stat().st_size
 
 

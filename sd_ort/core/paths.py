@@ -53,6 +53,15 @@ def output_path(output: Path, *sources: Path) -> Path:
     return found
 
 
+def check_writable(path: Path) -> None:
+    """Raise OutputError where a file could not be made, before the work that it is to hold is done."""
+    folder = next(parent for parent in real(path).parents if os.path.exists(parent))
+    if not os.path.isdir(folder):
+        raise OutputError(f"cannot write {path}: {folder} is no folder.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"cannot write {path}: {folder} may not be written to.")
+
+
 def words_of(prompt: str) -> str:
     """A prompt as part of a file's name: its letters and digits, joined by hyphens; "image" for one without."""
     return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:48] or "image"

@@ -27,8 +27,8 @@ import onnx_ir as ir
 
 from fusion_passes import recipes
 from sd_ort.core import files, folder
-from sd_ort.core.cache import cache_folder
-from sd_ort.core.errors import InputError
+from sd_ort.core.cache import cache_folder, is_there
+from sd_ort.core.errors import InputError, OutputError
 from sd_ort.family.checkpoints import Source, is_sdxl
 from sd_ort.family.signatures import MODEL_OF
 from sd_ort.graphs.filling import Read, fill
@@ -95,7 +95,7 @@ def find(name: str) -> Path | None:
     if shipped is not None:
         return SHIPPED / shipped
     path = _cached(name)
-    return path if path.is_file() else None
+    return path if is_there(path) else None
 
 
 def user_folder() -> Path:
@@ -131,7 +131,10 @@ def keep(name: str, exported: Path, entry: Mapping[str, Any]) -> str | None:
         if tensor.size > MOST_NUMBERS:
             return f"{value.name} is a weight that is made in a way no recipe says"
         value.const_value = ir.Tensor(tensor.numpy().copy(), name=tensor.name)
-    write(_cached(name), graph, table, files.read_json(exported / "config.json"))
+    try:
+        write(_cached(name), graph, table, files.read_json(exported / "config.json"))
+    except OutputError as error:
+        return str(error).removesuffix(".")
     return None
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from sd_ort.core.cache import cache_folder, keep, kept
+from sd_ort.core.cache import cache_folder, keep, kept, listed
 from sd_ort.core.files import code_hash
 
 KIND = "schedules"
@@ -72,8 +72,7 @@ class Plan:
 
 def known(config: Mapping[str, Any]) -> bool:
     """Whether an earlier process found a schedule of this configuration, so that diffusers can drive a UNet with it."""
-    folder = cache_folder() / KIND
-    return folder.is_dir() and next(folder.glob(f"{_key(config)}-*"), None) is not None
+    return bool(listed(cache_folder() / KIND, f"{_key(config)}-*"))
 
 
 def find(config: Mapping[str, Any], steps: int, eta: float) -> Plan | None:

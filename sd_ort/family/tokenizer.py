@@ -27,6 +27,9 @@ class ClipTokenizer:
         """Raises InputError for a folder that holds no CLIP tokenizer."""
         self.folder = folder
         self._whole: Any = None
+        if not ((folder / FILES[0]).is_file() or all((folder / name).is_file() for name in FILES[1:3])):
+            # Without files transformers makes one that knows no word.
+            raise InputError(f"{folder} holds no CLIP tokenizer, {FILES[0]} is missing: export the pipeline again.")
         digest = hashlib.sha256(f"{version('transformers')} {version('tokenizers')}".encode())
         for path in (folder / name for name in FILES):
             if path.is_file():

@@ -83,16 +83,14 @@ def _too_many(layers: int, skip: int) -> InputError:
 def add_words(model: ir.Model, first: int, rows: np.ndarray) -> None:
     """Token ids from `first` on read `rows` (n, C) instead of the embedding table."""
     graph = model.graph
-    lookup = next(
-        (n for n in graph if n.op_type == "Gather" and _reads_ids(n.inputs[1]) and _is_table(n.inputs[0])), None
-    )
-    if lookup is None or lookup.inputs[0] is None or lookup.inputs[0].const_value is None:
+    lookup = next((n for n in graph if n.op_type == "Gather" and _reads_ids(n.inputs[1]) and _table(n.inputs[0])), None)
+    stored = None if lookup is None else _table(lookup.inputs[0])
+    if lookup is None or stored is None or stored.const_value is None:
         raise InputError("this text encoder's table of words is not found: export the pipeline with sd-ort.")
     table, ids = lookup.inputs
     assert table is not None
-    assert table.const_value is not None
     assert ids is not None
-    dtype = table.const_value.dtype
+    dtype = stored.const_value.dtype if table is stored else ir.DataType.FLOAT
     integer = np.int32 if ids.dtype == ir.DataType.INT32 else np.int64
     bound = constant(graph, "words.first", np.array(first, integer))
     zero, axis = constant(graph, "words.zero", np.array(0, integer)), constant(graph, "words.axis", np.array([-1]))
@@ -147,5 +145,8 @@ def _reads_ids(value: ir.Value | None) -> bool:
     return value is not None and value.producer() is None and value.name == "input_ids"
 
 
-def _is_table(value: ir.Value | None) -> bool:
-    return value is not None and c.is_constant(value) and len(value.shape or ()) == 2
+def _table(value: ir.Value | None) -> ir.Value | None:
+    """The table (words, C) that a value is, or is in float32 where target cpu stores weights in half the space."""
+    if value is not None and (cast := value.producer()) is not None and cast.op_type == "Cast":
+        value = cast.inputs[0] if cast.attributes["to"].as_int() == ir.DataType.FLOAT else None
+    return value if value is not None and c.is_constant(value) and len(value.shape or ()) == 2 else None

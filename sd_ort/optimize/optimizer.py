@@ -297,7 +297,7 @@ def why_few(before: Mapping[str, int], after: Mapping[str, int]) -> str | None:
     few = []
     for name, operators in SITES.items():
         there, left = (sum(counts.get(op, 0) for op in operators) for counts in (before, after))
-        if left > there / 2:
+        if there and left > there / 2:
             few.append(f"{max(there - left, 0)} of {there} {name}")
     return ", ".join(few) or None
 

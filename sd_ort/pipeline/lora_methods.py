@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,14 +41,17 @@ class LoraMethods:
     def set_adapters(self, adapter_names: str | Sequence[str], adapter_weights: Any = None) -> None:
         """Use these LoRAs and no others, each with its strength: one number for all, or one each; 1 when not given.
 
-        Raises InputError for a name that was not loaded, or another number of strengths.
+        Raises InputError for a name that was not loaded, another number of strengths, or one that is not finite.
         """
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
         given = adapter_weights if isinstance(adapter_weights, (list, tuple)) else [adapter_weights] * len(names)
         self._check_names(names)
         if len(given) != len(names):
             raise InputError(f"{len(given)} strengths for {len(names)} LoRAs: give one each.")
-        self._set({n: 1.0 if s is None else float(s) for n, s in zip(names, given, strict=True)})
+        strengths = {n: 1.0 if s is None else float(s) for n, s in zip(names, given, strict=True)}
+        if wrong := [strength for strength in strengths.values() if not math.isfinite(strength)]:
+            raise InputError(f"{wrong[0]} is no strength of a LoRA: give a number such as 0.8.")
+        self._set(strengths)
 
     def scale_loras(self, scale: float) -> None:
         """Weigh all LoRAs by `scale` too, from now on: cross_attention_kwargs of a call."""

@@ -196,7 +196,9 @@ def _run(command: Sequence[str], failure: str) -> None:
     if process.returncode != 0:
         if "No space left on device" in output:
             raise OutputError(f"no space left for {cache_folder()} or {tempfile.gettempdir()}: free some disk space.")
-        lines = [line for line in output.splitlines() if "error" in line.lower()] or output.splitlines()[-1:]
+        signs = ("error", "fatal")
+        lines = [line for line in output.splitlines() if any(sign in line.lower() for sign in signs)]
+        lines = lines or output.splitlines()[-1:]
         print(output, file=sys.stderr)
         raise BuildError(f"{failure}: {lines[0].strip() if lines else ' '.join(command)} (whole output above)")
 

@@ -112,9 +112,7 @@ def create_session(
             session = onnxruntime.InferenceSession(changed or str(model_path), options, **asked, **kept)
         session.shared = shared  # its memory is not ONNX Runtime's
     except Exception as error:  # pybind's exceptions share no base class but Exception
-        # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
-        reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
-        raise InputError(f"ONNX Runtime refuses {model_path}: {reason or first_line(error)}") from error
+        raise InputError(_refusal(model_path, provider, error)) from error
     if entry.ep not in session.get_providers():
         refuse(
             f"ONNX Runtime dropped the {provider} provider and would run on the CPU: check that {entry.needs} is "
@@ -126,6 +124,20 @@ def create_session(
 
         results.attach(session, provider, _ops_path(library), tuning, onnxruntime.__version__, model_path)
     return session
+
+
+def _refusal(model: Path, provider: str, error: Exception) -> str:
+    """What ONNX Runtime says of a model that it cannot run on a provider, and that it was optimized for another one."""
+    # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
+    reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
+    line = f"ONNX Runtime refuses {model}: {reason or first_line(error)}"
+    target = read_manifest(model.parent.parent).get("options", {}).get("target", "portable")
+    wanted = provider_named(provider).target or provider
+    if target in ("portable", wanted):
+        return line
+    return (
+        f"{line} It was optimized for target {target}: optimize it for {wanted}, or use the provider it was made for."
+    )
 
 
 def _warn_of_missing_units(model_path: Path, provider: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import struct
 from functools import cache
 from importlib import metadata
@@ -19,7 +20,7 @@ ERRORS_ONLY = 3
 
 @cache
 def runtime() -> Any:
-    """The module `onnxruntime`, which from then on says errors only.
+    """The module `onnxruntime`, which from then on says errors only, and tells nobody what it runs.
 
     Looked for once a process: reading all wheels' metadata takes a millisecond. Raises ProviderError when it is
     absent, or when two of its wheels lie in one folder.
@@ -33,6 +34,8 @@ def runtime() -> Any:
             f"{names} are installed at once and overwrite each other: "
             f"pip uninstall -y {' '.join(wheels)}, then install one with pip install 'sd-ort[cpu]' (or another extra)."
         )
+    # Its Linux wheels report sessions to Microsoft from 1.29 on, unless told otherwise.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     import onnxruntime
 
     onnxruntime.set_default_logger_severity(ERRORS_ONLY)

@@ -230,6 +230,25 @@ def test_numbers_that_nothing_can_be_drawn_with(sd_ort: Cli, source: Path, optio
     check(sd_ort("generate", "a cat", "--model", source, "--out", out, "--steps", 2, *options), source.parent, names)
 
 
+def test_a_folder_without_its_tokenizer_draws_nothing(sd_ort: Cli, source: Path) -> None:
+    """Of an empty folder transformers makes a tokenizer that knows no word."""
+    for path in (source / "tokenizer").iterdir():
+        path.unlink()
+    names = {path.name for path in source.parent.iterdir()}
+    out = source.parent / "out.png"
+    line = check(sd_ort("generate", "a cat", "--model", source, "--out", out, "--steps", 1), source.parent, names)
+    assert "no CLIP tokenizer" in line
+
+
+@pytest.mark.parametrize("options", [
+    ["--out", "/dev/null/x.png"], ["--provider", "rocm"], ["--lora", "nowhere.safetensors"], ["--prompts", "x.txt"],
+])  # fmt: skip
+def test_what_is_wrong_is_told_before_a_checkpoint_is_optimized(sd_ort: Cli, options: list[object]) -> None:
+    code, _, err = sd_ort("generate", "a cat", "--model", "demo", *options)
+    assert code in (2, 3, 5), err
+    assert len(err.splitlines()) == 1, err
+
+
 @pytest.mark.parametrize("prompt", ["\udcff", "a \ud800 cat"])
 def test_a_prompt_that_is_no_text(sd_ort: Cli, source: Path, prompt: str) -> None:
     result = sd_ort("generate", prompt, "--model", source, "--out", source.parent / "out.png")

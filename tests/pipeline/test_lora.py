@@ -285,6 +285,8 @@ def test_strength_on_the_command_line() -> None:
     assert lora_strength("a/b.safetensors:0.8") == ("a/b.safetensors", 0.8)
     with pytest.raises(InputError, match="no strength"):
         lora_strength("b.safetensors:much")
+    with pytest.raises(InputError, match="no strength"):
+        lora_strength("b.safetensors:nan")
 
 
 def test_loras_are_left_out_and_forgotten() -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import torch
 from PIL import Image
@@ -14,6 +16,7 @@ from safetensors.torch import save_file
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.core.errors import InputError
+from sd_ort.graphs.text_encoder import changed
 from sd_ort.optimize.optimizer import optimize
 from sd_ort.pipeline.weighting import chunks, parse
 
@@ -173,6 +176,20 @@ def test_textual_inversion(small_export: Path, fused: Path, tmp_path: Path) -> N
         assert np.abs(expected[0] - before[0]).max() > 0.01, "without effect"
         ours.unload_textual_inversion()
         np.testing.assert_array_equal(embeddings(ours, prompt), before)
+
+
+def test_words_beside_a_table_that_is_stored_in_half_the_space(tmp_path: Path) -> None:
+    """Target cpu casts the table to float32 before it looks words up; new words keep their float32."""
+    graph = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 20]> g (int64[N, S] input_ids) => (float[N, S, 2] out)
+        { wide = Cast <to = 1> (table)  out = Gather (wide, input_ids) }"""
+    )
+    table = np.array([[1, 2], [3, 4], [5, 6]], np.float16)
+    graph.graph.initializer.append(onnx.numpy_helper.from_array(table, "table"))
+    onnx.save(graph, tmp_path / "model.onnx")
+    rows = np.array([[0.1, 0.2]], np.float32)
+    session = onnxruntime.InferenceSession(changed(tmp_path / "model.onnx", 1, words=(3, rows)))
+    np.testing.assert_array_equal(session.run(None, {"input_ids": np.array([[2, 3]])})[0], [[table[2], rows[0]]])
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,20 @@ def test_unknown_operator_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="ONNX Runtime refuses") as caught:
         session.create_session(path)
     assert "\n" not in str(caught.value)
+    assert "optimized for" not in str(caught.value)
+    (tmp_path / "sd_ort.json").write_text('{"format": 1, "options": {"target": "cuda"}}')
+    with pytest.raises(InputError, match="It was optimized for target cuda: optimize it for cpu"):
+        session.create_session(path)
+
+
+def test_onnxruntime_reports_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, expected in ((None, "1"), ("0", "0")):  # who asks for it has it
+        monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
+        if given:
+            monkeypatch.setenv("ORT_DISABLE_TELEMETRY", given)
+        wheels.runtime.cache_clear()
+        wheels.runtime()
+        assert os.environ["ORT_DISABLE_TELEMETRY"] == expected
 
 
 def test_overloaded_functions_on_an_old_runtime(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
