@@ -131,6 +131,7 @@ __device__ inline void multiply_add(mma::Accumulator (&d)[kTiles], const mma::Op
   }
 #define SD_ORT_WGMMA_TYPE(T, name)                            \
   SD_ORT_WGMMA_SHARED(T, name, 64, 32, 32, 33, 34)            \
+  SD_ORT_WGMMA_SHARED(T, name, 80, 40, 40, 41, 42)            \
   SD_ORT_WGMMA_REGISTERS(T, name, 48, 24, 24, 25, 26, 27, 28) \
   SD_ORT_WGMMA_REGISTERS(T, name, 64, 32, 32, 33, 34, 35, 36) \
   SD_ORT_WGMMA_REGISTERS(T, name, 80, 40, 40, 41, 42, 43, 44) \

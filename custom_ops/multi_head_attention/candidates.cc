@@ -146,9 +146,13 @@ Candidate<MultiHeadAttentionParams> library_candidate(int number) {
 constexpr struct {
   const char* name;
   Kernel kernel;
-} kKernels[] = {{"plain", Kernel::kPlain},         {"large_tiles", Kernel::kLarge},
-                {"small_tiles", Kernel::kSmall},   {"short_keys", Kernel::kShort},
-                {"warpgroup", Kernel::kWarpgroup}, {"two_warpgroups", Kernel::kTwoWarpgroups}};
+} kKernels[] = {{"plain", Kernel::kPlain},
+                {"large_tiles", Kernel::kLarge},
+                {"small_tiles", Kernel::kSmall},
+                {"short_keys", Kernel::kShort},
+                {"warpgroup", Kernel::kWarpgroup},
+                {"two_warpgroups", Kernel::kTwoWarpgroups},
+                {"short_warpgroup", Kernel::kShortWarpgroup}};
 
 constexpr int64_t kScoresBytes = 128 << 20, kScoresInCacheBytes = 24 << 20;
 

@@ -49,12 +49,13 @@ struct MultiHeadAttentionParams {
 
 // The kernels to choose from; kernels/ say which tiles each has by head size.
 enum class MultiHeadAttentionKernel {
-  kLarge,          // matrix instructions, 128 queries per block (64 for heads that several waves share)
-  kSmall,          // matrix instructions, 64 queries per block: more blocks for short sequences
-  kShort,          // matrix instructions, all of up to 80 keys in one tile: cross-attention to a prompt of 77 tokens
-  kPlain,          // no matrix instructions: any type and alignment
-  kWarpgroup,      // NVIDIA's warpgroup instructions, 64 queries per block
-  kTwoWarpgroups,  // the same, 128 queries per block
+  kLarge,           // matrix instructions, 128 queries per block (64 for heads that several waves share)
+  kSmall,           // matrix instructions, 64 queries per block: more blocks for short sequences
+  kShort,           // matrix instructions, all of up to 80 keys in one tile: cross-attention to a prompt of 77 tokens
+  kPlain,           // no matrix instructions: any type and alignment
+  kWarpgroup,       // NVIDIA's warpgroup instructions, 64 queries per block
+  kTwoWarpgroups,   // the same, 128 queries per block
+  kShortWarpgroup,  // the same, 64 queries per block and up to 80 keys at once, no mask
 };
 
 // ---- plan.cc
@@ -78,6 +79,7 @@ int64_t attention_largest_flash_head();
 const char* attention_wide(const MultiHeadAttentionParams& params, void* stream);
 // `groups` warpgroups a block, 1 or 2; whether there are such for the current device.
 const char* attention_warpgroups(const MultiHeadAttentionParams& params, int groups, void* stream);
+const char* attention_short_warpgroup(const MultiHeadAttentionParams& params, void* stream);
 bool attention_has_warpgroups();
 
 }  // namespace sd_ort

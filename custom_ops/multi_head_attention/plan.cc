@@ -21,11 +21,12 @@ bool reads_wide(const HeadsView& view, int64_t rows) {
 bool multi_head_attention_supports(const MultiHeadAttentionParams& p, Kernel kernel) {
   if (kernel == Kernel::kPlain) return true;
   if (kernel == Kernel::kSmall && p.head_size > attention_largest_flash_head()) return false;
-  const bool warpgroups = kernel == Kernel::kWarpgroup || kernel == Kernel::kTwoWarpgroups;
+  const bool is_short = kernel == Kernel::kShort || kernel == Kernel::kShortWarpgroup;
+  const bool warpgroups =
+      kernel == Kernel::kWarpgroup || kernel == Kernel::kTwoWarpgroups || kernel == Kernel::kShortWarpgroup;
   if (warpgroups && (p.head_size > Limits::kWarpgroupHead || !attention_has_warpgroups())) return false;
-  if (kernel == Kernel::kShort && (p.head_size > Limits::kShortHead || p.kv_sequence > Limits::kShortKeys)) {
-    return false;
-  }
+  if (is_short && (p.head_size > Limits::kShortHead || p.kv_sequence > Limits::kShortKeys)) return false;
+  if (kernel == Kernel::kShortWarpgroup && (p.attention_bias != nullptr || p.causal || !(p.scale > 0.f))) return false;
   return p.dtype != DType::kFloat32 && p.kv_sequence > 0 && p.head_size % 8 == 0 && p.head_size <= Limits::kWideHead &&
          are_aligned<16>(p.output) && reads_wide(p.query, p.sequence) && reads_wide(p.key, p.kv_sequence) &&
          reads_wide(p.value, p.kv_sequence);
@@ -35,7 +36,7 @@ Kernel multi_head_attention_default(const MultiHeadAttentionParams& p) {
   const bool many = ceil_div(p.sequence, 128) * p.heads * p.batch >= kManyBlocks;
   const Kernel warpgroups = many ? Kernel::kTwoWarpgroups : Kernel::kWarpgroup;
   const Kernel waves = many ? Kernel::kLarge : Kernel::kSmall;
-  for (Kernel kernel : {Kernel::kShort, warpgroups, waves, Kernel::kLarge}) {
+  for (Kernel kernel : {Kernel::kShortWarpgroup, Kernel::kShort, warpgroups, waves, Kernel::kLarge}) {
     if (multi_head_attention_supports(p, kernel)) return kernel;
   }
   return Kernel::kPlain;
@@ -50,6 +51,8 @@ const char* multi_head_attention_launch(const MultiHeadAttentionParams& p, Kerne
       return attention_warpgroups(p, 1, stream);
     case Kernel::kTwoWarpgroups:
       return attention_warpgroups(p, 2, stream);
+    case Kernel::kShortWarpgroup:
+      return attention_short_warpgroup(p, stream);
     default:
       return p.head_size <= attention_largest_flash_head() ? attention_flash(p, kernel, stream)
                                                            : attention_wide(p, stream);
