@@ -26,7 +26,7 @@ def denoise(
 ) -> np.ndarray:
     """The latents (B, C, h, w) after the last step. With guidance the UNet sees 2B rows: negative, then positive.
 
-    `pipeline`: what callbacks are given, with `num_timesteps`; one that sets its `_interrupt`, as in diffusers, ends the
+    `pipeline`: what callbacks are given, with `num_timesteps`; one that sets `_interrupt`, as in diffusers, ends the
     loop. `channels`, `kept`: see `pipeline.sampling`.
     """
     vars(pipeline).pop("_interrupt", None)
