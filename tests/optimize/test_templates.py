@@ -137,7 +137,9 @@ def test_a_shipped_template_is_a_fresh_export(tmp_path: Path) -> None:
     assert fresh.proto.graph.SerializeToString() == shipped.proto.graph.SerializeToString()
 
 
-def test_weightless_is_what_export_traces(default_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weightless_is_what_export_traces(
+    default_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A template made without weights, as the package's are, is to the byte the one that an export keeps."""
     monkeypatch.setenv("SD_ORT_TEMPLATES", str(tmp_path))
     made, recipes, config = weightless(PRESETS["sd15-small"], "vae_encoder")
