@@ -18,9 +18,21 @@ MODULES = {
     "StableDiffusionImg2ImgPipeline": "sd_ort.pipeline.image_to_image",
     "StableDiffusionInpaintPipeline": "sd_ort.pipeline.image_to_image",
 }
+# diffusers' other names for them: a folder says itself which family it is of, and whether it has a ControlNet.
+KINDS = ("XL", "ControlNet", "XLControlNet")
+ALSO = {f"StableDiffusion{kind}{does}Pipeline": f"StableDiffusion{does}Pipeline"
+        for kind in KINDS for does in ("", "Img2Img", "Inpaint")}  # fmt: skip
+ALSO |= {
+    "AutoPipelineForText2Image": "StableDiffusionPipeline",
+    "AutoPipelineForImage2Image": "StableDiffusionImg2ImgPipeline",
+    "AutoPipelineForInpainting": "StableDiffusionInpaintPipeline",
+    "LatentConsistencyModelPipeline": "StableDiffusionPipeline",
+    "LatentConsistencyModelImg2ImgPipeline": "StableDiffusionImg2ImgPipeline",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in MODULES:
-        return getattr(importlib.import_module(MODULES[name]), name)
+    own = ALSO.get(name, name)
+    if own in MODULES:
+        return getattr(importlib.import_module(MODULES[own]), own)
     raise AttributeError(f"module 'sd_ort' has no attribute {name!r}")

@@ -85,6 +85,28 @@ __device__ inline void multiply(mma::Accumulator (&d)[kTiles], uint64_t a, uint6
 template <class T, int kTiles>
 __device__ inline void multiply_add(mma::Accumulator (&d)[kTiles], const mma::Operand<T>& a, uint64_t b);
 
+// d[64 x 128] = a[64 x 16] b[16 x 128], added to d when `add`: a K-major and b N-major, both in shared memory.
+template <class T>
+__device__ inline void multiply_n_major(mma::Accumulator (&d)[8], uint64_t a, uint64_t b, bool add);
+
+// After a wait: what reads these sums comes behind it. To the compiler a multiplication is done when it is begun.
+__device__ inline void settle(mma::Accumulator (&d)[8]);
+
+// A warpgroup's threads have so many registers from here on: one gives back what others then take. A kernel that does
+// so has __launch_bounds__ with both numbers.
+template <int kRegisters>
+__device__ inline void give_registers_but() {
+#if defined(SD_ORT_WGMMA)
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+template <int kRegisters>
+__device__ inline void take_registers() {
+#if defined(SD_ORT_WGMMA)
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+
 // The instructions by size, their registers written out: d, then the operands.
 #if defined(SD_ORT_WGMMA)
 #define SD_ORT_D8(t)                                                                                    \
@@ -129,7 +151,18 @@ __device__ inline void multiply_add(mma::Accumulator (&d)[kTiles], const mma::Op
                  : SD_ORT_D##registers                                                                               \
                  : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "l"(b));                                      \
   }
+#define SD_ORT_WGMMA_N_MAJOR(T, name)                                                                     \
+  template <>                                                                                             \
+  __device__ inline void multiply_n_major<T>(mma::Accumulator(&d)[8], uint64_t a, uint64_t b, bool add) { \
+    asm volatile(                                                                                         \
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"                                                  \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " {" SD_ORT_N64                      \
+        "}, %64, %65, add, 1, 1, 0, 1;\n}\n"                                                              \
+        : SD_ORT_D64                                                                                      \
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                                    \
+  }
 #define SD_ORT_WGMMA_TYPE(T, name)                            \
+  SD_ORT_WGMMA_N_MAJOR(T, name)                               \
   SD_ORT_WGMMA_SHARED(T, name, 64, 32, 32, 33, 34)            \
   SD_ORT_WGMMA_SHARED(T, name, 80, 40, 40, 41, 42)            \
   SD_ORT_WGMMA_REGISTERS(T, name, 48, 24, 24, 25, 26, 27, 28) \
@@ -138,8 +171,20 @@ __device__ inline void multiply_add(mma::Accumulator (&d)[kTiles], const mma::Op
   SD_ORT_WGMMA_REGISTERS(T, name, 128, 64, 64, 65, 66, 67, 68)
 SD_ORT_WGMMA_TYPE(half_t, "f16")
 SD_ORT_WGMMA_TYPE(bf16_t, "bf16")
+__device__ inline void settle(mma::Accumulator (&d)[8]) { asm volatile("" : SD_ORT_D64::"memory"); }
+#else
+__device__ inline void settle(mma::Accumulator (&)[8]) {}
 #endif
 #endif
+
+// Host: whether kernels that use these were compiled for the current device.
+inline bool are_compiled() {
+#if defined(SD_ORT_EMULATED) || defined(SD_ORT_SM_90A)
+  return compute_capability() == 9;
+#else
+  return false;
+#endif
+}
 
 }  // namespace wgmma
 }  // namespace sd_ort

@@ -1,5 +1,7 @@
 #include "provider/assignment.h"
 
+#include <algorithm>
+
 #include "provider/kernel.h"
 
 namespace sd_ort {
@@ -27,9 +29,22 @@ bool is_read(const NodeValue& output) {
   return consumers > 0 || leaves_the_graph;
 }
 
+// The name of a weight that lies on the device and that the node reads on the host, or "". `taken`: the kernel that is
+// to run the node, or null.
+std::string misplaced(const Node& node, const KernelSpec* taken, const Weights& weights) {
+  for (const std::string& name : node.outer_values()) {
+    if (weights.holds(name)) return name;
+  }
+  for (size_t i = 0; i < node.inputs.size(); ++i) {
+    const bool on_host = taken == nullptr || std::count(taken->host_inputs.begin(), taken->host_inputs.end(), i) != 0;
+    if (on_host && weights.holds(node.inputs[i].name)) return node.inputs[i].name;
+  }
+  return "";
+}
+
 }  // namespace
 
-Assignment assign(const OrtGraph* graph, OrtEpGraphSupportInfo* support) {
+Assignment assign(const OrtGraph* graph, OrtEpGraphSupportInfo* support, Weights* weights) {
   size_t count = 0;
   check(ort_api->Graph_GetNumNodes(graph, &count));
   std::vector<const OrtNode*> nodes(count);
@@ -47,6 +62,11 @@ Assignment assign(const OrtGraph* graph, OrtEpGraphSupportInfo* support) {
     const OrtKernelDef* found = nullptr;
     if (spec != nullptr && !arithmetic && reason == nullptr) {
       check(ep_api->EpGraphSupportInfo_LookUpKernel(support, each, &found));
+    }
+    const std::string lost = weights == nullptr ? "" : misplaced(node, found == nullptr ? nullptr : spec, *weights);
+    if (!lost.empty()) {
+      weights->refuse(node.op_type + " '" + node.name + "' reads '" + lost + "' on the host");
+      assignment.misplaced.push_back(each);
     }
     if (found != nullptr) assignment.taken.push_back(each);
     for (size_t i = 1; found != nullptr && i < node.outputs.size(); ++i) {

@@ -137,6 +137,7 @@ Graph end_capture(Stream stream) {
   const gpuError_t error = SD_ORT_GPU_NAME(GraphInstantiateWithFlags)(&made, graph, 0);
   (void)SD_ORT_GPU_NAME(GraphDestroy)(graph);
   check(error, "the captured run cannot be made a graph");
+  send_ahead(made, of(stream));
   return made;
 }
 

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "provider/device.h"
+#include "provider/provider.h"
 
 namespace sd_ort {
 namespace {
@@ -27,7 +28,13 @@ void add(OrtKernelRegistry* registry, const KernelSpec& spec) {
   if (spec.overwrites) check(ep_api->KernelDefBuilder_AddInputOutputMutableAliases(builder.get(), &first, &first, 1));
   check(ep_api->KernelDefBuilder_Build(builder.get(), definition.out()));
   const auto create = [](void* state, const OrtKernelInfo* info, OrtKernelImpl** kernel) noexcept {
-    return guarded([&] { *kernel = static_cast<const KernelSpec*>(state)->make(info).release(); });
+    return guarded([&] {
+      const OrtEp* provider = nullptr;
+      check(ep_api->KernelInfo_GetEp(info, &provider));
+      const Weights* weights = static_cast<const Provider*>(provider)->weights();
+      require(weights == nullptr || !weights->is_refused(), "a weight on the device would be read on the host");
+      *kernel = static_cast<const KernelSpec*>(state)->make(info).release();
+    });
   };
   check(ep_api->KernelRegistry_AddKernel(registry, definition.get(), create, const_cast<KernelSpec*>(&spec)));
 }

@@ -92,6 +92,16 @@ std::string Node::text(const char* name, const std::string& absent) const {
   return value.c_str();  // without the zero at its end
 }
 
+std::vector<std::string> Node::outer_values() const {
+  size_t count = 0;
+  check(ort_api->Node_GetNumImplicitInputs(node_, &count));
+  std::vector<const OrtValueInfo*> infos(count);
+  if (count > 0) check(ort_api->Node_GetImplicitInputs(node_, infos.data(), count));
+  std::vector<std::string> names;
+  for (const OrtValueInfo* info : infos) names.push_back(describe(info).name);
+  return names;
+}
+
 bool is_float(ONNXTensorElementDataType type) {
   return type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT || type == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16 ||
          type == ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;

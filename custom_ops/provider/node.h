@@ -32,6 +32,7 @@ class Node {
   float real(const char* name, float absent) const;
   std::string text(const char* name, const std::string& absent) const;
   bool has(const char* name) const;
+  std::vector<std::string> outer_values() const;  // which the graphs inside the node read from around it
 
  private:
   const OrtNode* node_;

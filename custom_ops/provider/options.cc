@@ -30,6 +30,8 @@ void read(Options& options, const std::string& name, const std::string& value) {
     options.graph = number(name, value, 1) != 0;
   } else if (name == "memory_limit") {
     options.memory_limit = number(name, value, SIZE_MAX);
+  } else if (name == "weights") {
+    options.weights = reinterpret_cast<void*>(number(name, value, UINTPTR_MAX));
   } else {
     require(false, "there is no option '" + name +
                        "': device_id, user_compute_stream, tuning, graph and memory_limit are the provider's");

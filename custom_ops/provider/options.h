@@ -15,6 +15,7 @@ struct Options {
   bool tuning = false;                  // measure the candidates of every new call
   bool graph = false;                   // capture runs and replay them
   size_t memory_limit = SIZE_MAX;       // bytes of device memory
+  void* weights = nullptr;              // of sd_ort_WeightsRead, its address as a number: what the session was given
 };
 
 // Reads the entries `ep.<provider>.<option>` of the session's configuration. Throws std::invalid_argument for an option

@@ -115,10 +115,17 @@ void Provider::set_graph_functions() {
 }
 
 void Provider::take_nodes(const OrtGraph* graph, OrtEpGraphSupportInfo* support) {
-  const Assignment assignment = assign(graph, support);
+  const Assignment assignment = assign(graph, support, weights());
   for (const OrtNode* node : assignment.taken) check(ep_api->EpGraphSupportInfo_AddSingleNode(support, node));
+  // What fails here is passed over, and a CPU's kernel may read its weights before the session is complete. But without
+  // a kernel for each node of its own no session comes as far as that.
+  for (const OrtNode* node : assignment.misplaced) check(ep_api->EpGraphSupportInfo_AddSingleNode(support, node));
   unread_.insert(assignment.unread.begin(), assignment.unread.end());
   for (const std::string& reason : assignment.refused) log("left to other providers: " + reason);
+}
+
+Weights* Provider::weights() const {
+  return options_.weights == nullptr ? nullptr : static_cast<std::shared_ptr<Weights>*>(options_.weights)->get();
 }
 
 void Provider::log(const std::string& message) const {

@@ -9,6 +9,7 @@
 #include "provider/options.h"
 #include "provider/ort.h"
 #include "provider/pool.h"
+#include "provider/weights.h"
 
 namespace sd_ort {
 
@@ -23,6 +24,9 @@ class Provider : public OrtEp {
 
   // Whether a node's output, not its first, is read by anybody: a sum that nobody reads need not be written.
   bool is_read(const std::string& output) const { return unread_.count(output) == 0; }
+
+  // Those that the session was given, or null.
+  Weights* weights() const;
 
  private:
   static Provider& of(OrtEp* self) { return *static_cast<Provider*>(self); }

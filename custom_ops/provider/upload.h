@@ -1,35 +1,24 @@
-// Large tensors from ordinary host memory to the device: threads copy pieces into pinned memory while earlier pieces
-// are on their way. The driver does the same with one thread, whose copies then are what a session's loading waits for.
+// Tensors from ordinary host memory to the device: threads copy pieces into pinned memory while earlier pieces are on
+// their way. The driver does the same with one thread, whose copies then are what a session's loading waits for.
 #pragma once
 
 #include <map>
-#include <memory>
 #include <mutex>
-#include <vector>
 
-#include "provider/device.h"
+#include "provider/lane.h"
 
 namespace sd_ort {
 
 class Upload {
  public:
-  static constexpr size_t kLeast = 1 << 20;  // fewer bytes are left to the driver
-
-  Upload();
-  ~Upload();
-  Upload(const Upload&) = delete;
-  Upload& operator=(const Upload&) = delete;
+  static constexpr size_t kLeast = 1 << 16;  // fewer bytes are left to the driver
 
   // To memory of a device, after all that is queued there. Returns when the bytes have arrived.
   void copy(int device, void* to, const void* from, size_t bytes);
 
  private:
-  // What a thread has of its own: two pieces of pinned memory, one on its way while the other is filled.
-  class Lane;
-  using Lanes = std::vector<std::unique_ptr<Lane>>;
-
   std::mutex mutex_;
-  std::map<int, Lanes> lanes_;  // by device
+  std::map<int, Lanes> lanes_;  // by device; they stay, with their threads and their memory
 };
 
 }  // namespace sd_ort

@@ -66,7 +66,9 @@ def components(folder: Path) -> list[str]:
     Raises InputError when the folder is missing or holds no component.
     """
     if not folder.is_dir():
-        raise InputError(f"{folder} is not a folder: give the folder that `sd-ort export` or `optimize` wrote.")
+        raise InputError(
+            f"{folder} is not a folder: give one that `sd-ort export` or `optimize` wrote (sd-ort optimize MODEL OUT)."
+        )
     found = sorted(p.parent.name for p in folder.glob(f"*/{MODEL}"))
     if not found or not (folder / "model_index.json").is_file():
         raise InputError(

@@ -26,10 +26,11 @@ def denoise(
 ) -> np.ndarray:
     """The latents (B, C, h, w) after the last step. With guidance the UNet sees 2B rows: negative, then positive.
 
-    `pipeline`: what callbacks are given; one that sets its `_interrupt`, as in diffusers, ends the loop. `channels`,
-    `kept`: see `pipeline.sampling`.
+    `pipeline`: what callbacks are given, with `num_timesteps`; one that sets `_interrupt`, as in diffusers, ends the
+    loop. `channels`, `kept`: see `pipeline.sampling`.
     """
     vars(pipeline).pop("_interrupt", None)
+    pipeline.num_timesteps = len(timesteps)
     scheduler, options, latents = request.scheduler, _step_options(request), torch.from_numpy(first)
     with step_bar(timesteps, request.progress) as bar:
         for index, timestep in enumerate(bar):

@@ -185,12 +185,15 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         if channels not in (self.vae.latent_channels, 2 * self.vae.latent_channels + 1):
             raise InputError(f"{self.folder} has a UNet of {channels} channels, which no inpainting takes.")
 
+    @property
+    def mask_processor(self) -> Any:
+        """diffusers' image processor for masks: (B, 1, H, W) of 0 and 1."""
+        return VaeImageProcessor(self.vae_scale_factor, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
+
     def _pictures(self, request: Request) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Pixels (B, 3, H, W), the mask (B, 1, H, W) of 0 and 1, and the region of the picture that is drawn, if not
         all of it."""
-        masks = VaeImageProcessor(
-            self.vae_scale_factor, do_normalize=False, do_binarize=True, do_convert_grayscale=True
-        )
+        masks = self.mask_processor
         height, width = request.size
         region, how = None, {}
         if request.padding_mask_crop is not None:

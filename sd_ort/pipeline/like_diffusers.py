@@ -39,6 +39,7 @@ ELSEWHERE = {
     "enable_sequential_cpu_offload": "components are opened one at a time with from_pretrained(..., low_memory=True)",
     "load_ip_adapter": "it is part of the UNet's graph: `sd-ort export MODEL OUT --ip-adapter FILE`",
     "unload_ip_adapter": "it is part of the UNet's graph: set_ip_adapter_scale(0) draws as without it",
+    "disable_freeu": "it changes the UNet's graph, which is fixed when it is exported",
     "enable_freeu": "it changes the UNet's graph, which is fixed when it is exported",
     "enable_group_offload": "components are opened one at a time with from_pretrained(..., low_memory=True)",
     "save_lora_weights": "LoRAs stay the files that they were loaded from",
@@ -78,8 +79,9 @@ def _check_dtype(wanted: Any, folder: Path) -> None:
     if wanted in (None, "auto"):
         return
     name = str(wanted).removeprefix("torch.")
-    made = read_manifest(folder).get("options", {}).get("dtype", "float32")
-    if name != made:
+    options = read_manifest(folder).get("options", {})
+    made = options.get("dtype", "float32")
+    if name != made and (name, options.get("target")) != ("float32", "cpu"):  # which stores halves, and reads float32
         option = "" if name == "float32" else f" --{name}"
         raise InputError(
             f"{folder} computes in {made}, not {name}: its type is chosen by `sd-ort optimize RAW OUT{option}`."
@@ -90,6 +92,7 @@ class DiffusersMethods:
     """For a pipeline with these attributes."""
 
     folder: Path
+    index: Mapping[str, Any]
     models: Components
     scheduler: Any
     texts: Texts
@@ -109,6 +112,8 @@ class DiffusersMethods:
 
     @unet.setter
     def unet(self, model: Model) -> None:
+        if not isinstance(model, Model):
+            raise InputError("unet is a session of the folder's graph: there is nothing for torch.compile to do.")
         self.models["unet"] = model
 
     @property
@@ -156,6 +161,11 @@ class DiffusersMethods:
         found = {name: getattr(self, name) for name in names}
         parts = {name: part for name, part in found.items() if part is not None}
         return {"vae": self.vae, **parts, "scheduler": self.scheduler}
+
+    @property
+    def config(self) -> Config:
+        """The folder's model_index.json."""
+        return Config(self.index)
 
     @property
     def dtype(self) -> torch.dtype:

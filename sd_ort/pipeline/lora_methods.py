@@ -25,12 +25,18 @@ class LoraMethods:
     disabled: Mapping[str, float] = {}  # those that `enable_lora` uses again
     lora_scale: float = 1.0
 
-    def load_lora_weights(self, source: str | Path | Weights, adapter_name: str | None = None) -> None:
+    def load_lora_weights(
+        self, source: str | Path | Weights, adapter_name: str | None = None, weight_name: str | None = None
+    ) -> None:
         """Load a LoRA (a .safetensors file or a dict of tensors) beside those that are there, at strength 1.
 
-        Raises InputError for a file that is no LoRA, or one of another model family.
+        `weight_name`: the file in the folder `source`. Raises InputError for a file that is no LoRA, or one of another
+        model family.
         """
         from sd_ort.pipeline.lora import Loras  # what reads graphs takes half a second to import
+
+        if weight_name is not None and not isinstance(source, Mapping):
+            source = Path(source) / weight_name
 
         if self.loras is None:
             self.loras = Loras(self.folder)
@@ -48,6 +54,8 @@ class LoraMethods:
         self._check_names(names)
         if len(given) != len(names):
             raise InputError(f"{len(given)} strengths for {len(names)} LoRAs: give one each.")
+        if any(isinstance(strength, Mapping) for strength in given):
+            raise InputError("a LoRA has one strength, not one for each block: give a number such as 0.8.")
         strengths = {n: 1.0 if s is None else float(s) for n, s in zip(names, given, strict=True)}
         if wrong := [strength for strength in strengths.values() if not math.isfinite(strength)]:
             raise InputError(f"{wrong[0]} is no strength of a LoRA: give a number such as 0.8.")

@@ -107,7 +107,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         safety_checker: bool | None = True,
         device_loop: bool | None = None,
         graph: bool | None = None,
-        controlnet: Sequence[Path | str] = (),
+        controlnet: Path | str | Sequence[Path | str] = (),
         split_guidance: Sequence[int] | None = None,
         unet_on: Sequence[int] | None = None,
         decode_on: int | None = None,
@@ -121,21 +121,21 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         image of a batch after the other. `safety_checker`: black out what the folder's safety checker flags, if it
         has one. `device_loop`: keep latents, guidance and scheduler on the device (see `pipeline.device_loop`); None
         for doing so on a GPU. `graph`: capture the UNet's runs as CUDA or HIP graphs; None for where the provider can,
-        with a warning for what it cannot; False for never; True fails where it cannot. `controlnet`: pipeline folders
-        whose ControlNets are used, instead of this folder's own. `split_guidance`: two devices, such as (0, 1), of
+        with a warning for what it cannot; False for never; True fails where it cannot. `controlnet`: a folder whose
+        ControlNet is used instead of this folder's own, or several. `split_guidance`: two devices, such as (0, 1), of
         which one predicts the negative and one the positive half of classifier-free guidance (`guidance_split`).
         `unet_on`: the devices of a UNet that is too large for one: each holds a range of its layers.
-        `decode_on`: the device of the VAE decoder, for `draw_each`.
-        `options`: those of `runtime.session.create_session` (threads, allow_fallback, tuning, library, profile).
+        `decode_on`: the device of the VAE decoder, for `draw_each`. `options`: `runtime.session.create_session`'s
+        (threads, allow_fallback, tuning, library, profile).
 
         Raises InputError for a folder, component, scheduler or option that cannot be used, ProviderError for a
         provider that is not installed or not really used.
         """
         folder = Path(folder)
-        session_options = loading_options(options, folder)
         devices = Devices(split_guidance, unet_on, decode_on)
         devices.check("unet" in cls.NEEDS, low_memory, device_loop)
-        session_options = devices.options(provider, session_options)
+        session_options = devices.options(provider, loading_options(options, folder))
+        controlnet = [controlnet] if isinstance(controlnet, (str, Path)) else controlnet
         nets = {f"controlnet_{i + 1}" if i else "controlnet": Path(net) for i, net in enumerate(controlnet)}
         models = Components(folder, provider, low_memory=low_memory, graph=graph, others=nets, **session_options)
         index = read_index(folder)

@@ -14,6 +14,7 @@ import numpy as np
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.folder import MODEL, check_model, model_name, read_manifest
 from sd_ort.runtime.allocator import given_back
+from sd_ort.runtime.device_weights import DeviceWeights, begin
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.machine import multiplies_bfloat16
 from sd_ort.runtime.provider_records import CPU_EP, Provider
@@ -89,28 +90,31 @@ def create_session(
     if not checked:
         check_model(model_path)
     check_provider(provider, allow_fallback=allow_fallback)
-    onnxruntime = runtime()
     entry = provider_named(provider)
     if graph and entry.graph is None:
         raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
-    options = _session_options(provider, threads, profile, sizes, once=once)
-    shared = _replace(options, provider, weights or {}, products)
-    kept = _hold(options, provider, held or {})
-    if not _register_ops(options, library):
-        _check_overloads(model_path, onnxruntime.__version__)
-        missing = library and not is_plugin(provider)  # ours brings its kernels along
-        if missing and entry.device != "cpu":
-            warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
-        elif missing and read_manifest(model_path.parent.parent).get("stage") == "optimize":
-            warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
+    chosen = _chosen(entry, tuning, graph, provider_options or {})
     _warn_of_missing_units(model_path, provider)
-    asked = _asked(provider, options, _chosen(entry, tuning, graph, provider_options or {}))
-    try:
-        if changed is not None:
-            options.add_session_config_entry(DATA_FOLDER, str(model_path.parent))
+
+    def opened(ahead: DeviceWeights | None) -> ort.InferenceSession:
+        data = None if changed is None else model_path.parent
+        options = _session_options(provider, threads, profile, sizes, data, once=once)
+        shared = _replace(options, provider, weights or {}, products)
+        kept = _hold(options, provider, {**(ahead.values if ahead else {}), **(held or {})})
+        if not _register_ops(options, library):
+            _do_without_ops(model_path, provider, library)
+        asked = _asked(provider, options, chosen | (ahead.option if ahead else {}))
         with given_back() if provider == "cpu" and not weights else nullcontext():  # the next weights take what it had
-            session = onnxruntime.InferenceSession(changed or str(model_path), options, **asked, **kept)
-        session.shared = shared  # its memory is not ONNX Runtime's
+            session = runtime().InferenceSession(changed or str(model_path), options, **asked, **kept)
+        session.shared = {**shared, **(ahead.values if ahead else {})}  # its memory is not ONNX Runtime's
+        return session
+
+    try:
+        whole = entry.vendor and not weights and changed is None and not once
+        ahead = begin(provider, chosen, model_path, held or ()) if whole else None
+        session = opened(None) if ahead is None else ahead.opened(opened)
+    except SdOrtError:
+        raise
     except Exception as error:  # pybind's exceptions share no base class but Exception
         raise InputError(_refusal(model_path, provider, error)) from error
     if entry.ep not in session.get_providers():
@@ -122,7 +126,7 @@ def create_session(
     elif entry.ep != CPU_EP:
         from sd_ort.runtime import tuning as results
 
-        results.attach(session, provider, _ops_path(library), tuning, onnxruntime.__version__, model_path)
+        results.attach(session, provider, _ops_path(library), tuning, runtime().__version__, model_path)
     return session
 
 
@@ -138,6 +142,17 @@ def _refusal(model: Path, provider: str, error: Exception) -> str:
     return (
         f"{line} It was optimized for target {target}: optimize it for {wanted}, or use the provider it was made for."
     )
+
+
+def _do_without_ops(model_path: Path, provider: str, library: Path | bool) -> None:
+    """Raises InputError where the model's own functions cannot stand in for the op library; a warning where it should
+    be there."""
+    _check_overloads(model_path, runtime().__version__)
+    missing = library and not is_plugin(provider)  # ours brings its kernels along
+    if missing and provider_named(provider).device != "cpu":
+        warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
+    elif missing and read_manifest(model_path.parent.parent).get("stage") == "optimize":
+        warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
 
 
 def _warn_of_missing_units(model_path: Path, provider: str) -> None:
@@ -193,10 +208,13 @@ def _session_options(
     threads: int | None = None,
     profile: Path | None = None,
     sizes: Mapping[str, int] | None = None,
+    data: Path | None = None,
     *,
     once: bool = False,
 ) -> Any:
     options = runtime().SessionOptions()
+    if data is not None:
+        options.add_session_config_entry(DATA_FOLDER, str(data))
     if once:
         _do_without_preparation(options)
     for name, size in (sizes or {}).items():

@@ -16,4 +16,7 @@ inline int cudaFreeHost(void* data) { return cudaFree(data); }
 constexpr int cudaFuncAttributeMaxDynamicSharedMemorySize = 8;
 inline int cudaFuncSetAttribute(const void*, int, int) { return 0; }
 constexpr int cudaDevAttrComputeCapabilityMajor = 75;
-inline int cudaDeviceGetAttribute(int* value, int, int) { return *value = 9, 0; }
+constexpr int cudaDevAttrMultiProcessorCount = 16;
+inline int cudaDeviceGetAttribute(int* value, int attribute, int) {
+  return *value = attribute == cudaDevAttrMultiProcessorCount ? 4 : 9, 0;
+}

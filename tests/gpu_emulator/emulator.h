@@ -311,7 +311,14 @@ inline void launch(dim3 grid, dim3 threads, unsigned cluster, size_t lds_bytes, 
 #define blockDim emulator::block_size
 #define gridDim emulator::grid_size
 
+#define __grid_constant__
+
 inline void __syncthreads() { emulator::synchronize(); }
+inline void __syncwarp() {
+  emulator::exchange<int>(0, "__syncwarp", [](const int*, int* taken) {
+    for (int i = 0; i < emulator::kWave; ++i) taken[i] = 0;
+  });
+}
 inline uint32_t __float_as_uint(float x) { return __builtin_bit_cast(uint32_t, x); }
 inline float __uint_as_float(uint32_t x) { return __builtin_bit_cast(float, x); }
 template <class V>

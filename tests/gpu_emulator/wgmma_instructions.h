@@ -57,6 +57,30 @@ void multiply(mma::Accumulator (&d)[kTiles], uint64_t a_descriptor, uint64_t b_d
   }
 }
 
+template <class T>
+void multiply_n_major(mma::Accumulator (&d)[8], uint64_t a_descriptor, uint64_t b_descriptor, bool add) {
+  const Matrix a(a_descriptor), b(b_descriptor);
+  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
+  float rows[2][16];
+  for (int k = 0; k < 16; ++k) {
+    for (int i = 0; i < 2; ++i) rows[i][k] = a.k_major<T>(thread / 32 * 16 + lane / 4 + 8 * i, k);
+  }
+  for (int tile = 0; tile < 8; ++tile) {
+    for (int i = 0; i < 8; ++i) {
+      const int column = tile * 16 + 8 * (i / 4) + lane % 4 * 2 + i % 2;
+      double sum = add ? d[tile].x[i] : 0.f;
+      for (int k = 0; k < 16; ++k) sum += double(rows[i / 2 % 2][k]) * b.n_major<T>(column, k);
+      d[tile].x[i] = static_cast<float>(sum);
+    }
+  }
+}
+inline void settle(mma::Accumulator (&)[8]) {}
+
+template <int kRegisters>
+void give_registers_but() {}
+template <int kRegisters>
+void take_registers() {}
+
 template <class T, int kTiles>
 void multiply_add(mma::Accumulator (&d)[kTiles], const mma::Operand<T>& a, uint64_t b_descriptor) {
   struct Given {

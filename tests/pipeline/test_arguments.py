@@ -11,8 +11,10 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.callbacks import SDCFGCutoffCallback
 from PIL import Image
 
+import sd_ort
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.core.errors import InputError
@@ -83,6 +85,7 @@ def taken(ours: Any) -> set[str]:
 def test_every_name_is_taken_or_refused_with_a_reason(ours: Any, theirs: str) -> None:
     signature = inspect.signature(getattr(diffusers, theirs).__call__)
     names = signature.parameters.keys() - {"self"}
+    assert getattr(sd_ort, theirs) is ours
     assert not names - taken(ours) - REFUSED.keys()
     assert not taken(ours) & REFUSED.keys()
     first = [name for name in inspect.signature(ours.__call__).parameters if name not in ("self", "arguments")]
@@ -108,6 +111,7 @@ def test_a_refused_name_is_answered_with_its_reason(pipeline: Any, name: str) ->
         ({"negative_prompt_embeds": torch.zeros(1, 77, 64), "negative_prompt": "x"}, "say the same"),
         ({"cross_attention_kwargs": {"gligen": 1}}, "'gligen' is unknown"),
         ({"callback_on_step_end_tensor_inputs": ["prompt_embeds"]}, "the latents alone"),
+        ({"callback_on_step_end": SDCFGCutoffCallback(0.4)}, "the latents alone"),
         ({"timesteps": [900, 1], "sigmas": [3.0, 1.0]}, "give one of them"),
         ({"original_inference_steps": 40}, "EulerDiscreteScheduler takes no original_inference_steps"),
         ({"denoising_end": 1.5}, "no part of the schedule"),
@@ -181,6 +185,7 @@ def test_a_callback_may_end_the_loop(reference: Any, pipeline: Any) -> None:
     def stop(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         steps.append(step)
         pipe._interrupt = step == 0
+        assert pipe.num_timesteps == 4
         return tensors
 
     drawn, expected = (draw(each, num_inference_steps=4, callback_on_step_end=stop) for each in (pipeline, reference))
@@ -232,6 +237,7 @@ def test_padding_mask_crop(pipeline: Any, reference: Any) -> None:
 
 def test_components_and_configs(pipeline: Any, reference: Any) -> None:
     assert pipeline.components.keys() >= {"vae", "text_encoder", "tokenizer", "unet", "scheduler"}
+    assert pipeline.config._class_name == "StableDiffusionPipeline"
     assert pipeline.unet.config.in_channels == reference.unet.config.in_channels
     assert pipeline.text_encoder.config.hidden_size == reference.text_encoder.config.hidden_size
     assert pipeline.tokenizer("a red").input_ids == reference.tokenizer("a red").input_ids
@@ -269,6 +275,8 @@ def test_places_and_settings(small_export: Path, pipeline: Any) -> None:
     assert not plain.vae.use_tiling
     plain.enable_attention_slicing()
     assert not hasattr(plain, "load_ip_adapter")
+    with pytest.raises(InputError, match=r"nothing for torch\.compile to do"):
+        plain.unet = torch.nn.Identity()
     with pytest.raises(InputError, match=r"`sd-ort optimize a\.safetensors OUT`"):
         StableDiffusionPipeline.from_single_file("a.safetensors")
     with pytest.raises(AttributeError, match="low_memory=True"):

@@ -150,6 +150,10 @@ def test_draws_what_diffusers_draws(optimized: Path, weights: dict, make: Callab
         ours.set_adapters(["one", "two"], 0.0)
         np.testing.assert_array_equal(draw(ours), first)
         ours.set_adapters("one")
+        with pytest.raises(InputError, match="one strength, not one for each block"):
+            ours.set_adapters("one", {"unet": 0.5})
+        with pytest.raises(InputError, match=r"nowhere/a\.safetensors cannot be read"):
+            ours.load_lora_weights("nowhere", weight_name="a.safetensors")
         ours.unload_lora_weights()
         assert ours.get_list_adapters() == []
         np.testing.assert_array_equal(draw(ours), first)

@@ -23,7 +23,7 @@ from sd_ort.runtime import build
 from sd_ort.torch import kernels, operators, reset_status, status
 from sd_ort.torch.operators import contract
 
-NO_CPU_KERNEL = {"doubled_weight", "softmax"}
+NO_CPU_KERNEL = {"doubled_weight", "linear_split_gelu", "softmax"}
 
 
 @pytest.fixture(autouse=True, scope="module")

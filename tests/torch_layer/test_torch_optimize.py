@@ -19,7 +19,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.metrics import psnr
 from sd_ort.runtime import build
 from sd_ort.torch import kernels, optimize, reset_status, restore, status
-from sd_ort.torch.modules import doubling, packing
+from sd_ort.torch.modules import doubling, packing, transformer
 from sd_ort.torch.modules.resnet import TOGETHER, FastResnetBlock2D
 from sd_ort.torch.operators.group_norm import is_channels_last
 
@@ -212,6 +212,21 @@ def test_weights_by_columns(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
     restore(model)
     assert all(parameter.is_contiguous() for parameter in model.parameters())
     assert torch.equal(call(model), wanted)
+
+
+@torch.no_grad()
+def test_feed_forward_layers_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that reads weights by columns."""
+    monkeypatch.setattr(packing, "columns_are_faster", lambda *_: True)
+    monkeypatch.setattr(transformer, "is_read_by_columns", lambda weight: weight.t().is_contiguous())
+    model = MODELS["sd1"]()
+    wanted = call(model)
+    optimize(model, "performance")
+    reset_status()
+    torch.testing.assert_close(call(model), wanted, atol=2e-5, rtol=1e-4)
+    ((operator, reason),) = status().fallbacks
+    assert (operator, reason) == ("linear_split_gelu", "the library has no such CPU kernel")
+    assert "bias_split_gelu" not in status().kernels
 
 
 @pytest.mark.parametrize("kind", ["sd1", "vae"])

@@ -54,6 +54,11 @@ __device__ inline float shuffle(float value, int lane) { return __shfl_sync(0xff
 // The block's threads meet; what they stored in LDS before, all of them see after.
 __device__ inline void block_barrier() { __syncthreads(); }
 
+// The same for a wave's lanes.
+__device__ inline void wave_barrier() { __syncwarp(); }
+// The wave's number in its block, for the compiler the same in all lanes.
+__device__ inline int wave_id() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0); }
+
 // Two and four registers.
 using TwoRegisters = uint2;
 using FourRegisters = uint4;
@@ -143,6 +148,14 @@ inline int compute_capability() {
   if (cudaGetDevice(&device) != cudaSuccess) return 0;
   if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) return 0;
   return major;
+}
+
+// Host: how many of them the current device has; 0 when there is no device.
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) return 0;
+  return count;
 }
 
 // The provider for this vendor: its name, the vendor's PCI id and name.

@@ -144,13 +144,7 @@ const char* run_warpgroups(const MultiHeadAttentionParams& p, void* stream) {
 }  // namespace
 
 // Whether the kernels were compiled for the current device.
-bool attention_has_warpgroups() {
-#if defined(SD_ORT_EMULATED) || defined(SD_ORT_SM_90A)
-  return compute_capability() == 9;
-#else
-  return false;
-#endif
-}
+bool attention_has_warpgroups() { return wgmma::are_compiled(); }
 
 const char* attention_warpgroups(const MultiHeadAttentionParams& p, int groups, void* stream) {
   if (p.dtype == DType::kFloat16) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
@@ -13,21 +14,24 @@ from torch import nn
 
 from sd_ort.torch.modules import parts
 from sd_ort.torch.modules.attention import project
-from sd_ort.torch.operators import bias_split_gelu, skip_layer_norm
+from sd_ort.torch.operators import bias_split_gelu, linear_split_gelu, skip_layer_norm
 from sd_ort.torch.operators.group_norm import is_channels_last
-from sd_ort.torch.operators.linear_add import product
+from sd_ort.torch.operators.linear_add import is_read_by_columns
 
 Tensor = torch.Tensor
 
 
 class FastGEGLU(GEGLU):
-    """Bias, halves, gelu and product as one operator."""
+    """Product, bias, halves and gelu as one operator, or all but the product."""
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:
         """hidden_states (..., C) -> (..., 4 C)."""
         if not parts.is_plain(self.proj, nn.Linear) or self.proj.bias is None:
             return super().forward(hidden_states, *args, **kwargs)
-        return bias_split_gelu(product(hidden_states, self.proj.weight), self.proj.bias)
+        weight, bias = self.proj.weight, self.proj.bias
+        if is_read_by_columns(weight):
+            return linear_split_gelu(hidden_states, weight.t(), bias)
+        return bias_split_gelu(F.linear(hidden_states, weight), bias)
 
 
 class FastBasicTransformerBlock(BasicTransformerBlock):

@@ -10,6 +10,7 @@ from sd_ort.torch.operators.bias_split_gelu import bias_split_gelu
 from sd_ort.torch.operators.doubled_weight import doubled_weight
 from sd_ort.torch.operators.group_norm import group_norm, skip_group_norm
 from sd_ort.torch.operators.linear_add import linear_add
+from sd_ort.torch.operators.linear_split_gelu import linear_split_gelu
 from sd_ort.torch.operators.skip_layer_norm import skip_layer_norm
 from sd_ort.torch.operators.softmax import softmax
 from sd_ort.torch.operators.stacked_linear import stacked_linear
@@ -22,6 +23,7 @@ __all__ = [
     "doubled_weight",
     "group_norm",
     "linear_add",
+    "linear_split_gelu",
     "skip_group_norm",
     "skip_layer_norm",
     "softmax",

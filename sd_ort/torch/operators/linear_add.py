@@ -58,7 +58,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     `linear_add`, which measures the algorithms of cuBLASLt where torch takes the first that it proposes; not for
     gradients, for which an operator computes its product again.
     """
+    return linear_add(x, weight.t(), bias) if is_read_by_columns(weight) else F.linear(x, weight, bias)
+
+
+def is_read_by_columns(weight: Tensor) -> bool:
+    """Whether a layer's weight is one for our tuned products."""
     by_columns = weight.ndim == 2 and not weight.is_contiguous() and weight.t().is_contiguous()
-    if by_columns and weight.is_cuda and not torch.is_grad_enabled():
-        return linear_add(x, weight.t(), bias)
-    return F.linear(x, weight, bias)
+    return by_columns and weight.is_cuda and not torch.is_grad_enabled()

@@ -1,0 +1,126 @@
+// The bulk tensor copy engine of NVIDIA GPUs (sm_90): one thread has tiles of a matrix copied to and from shared
+// memory, 128-byte swizzled as wgmma.h reads them, and a barrier in shared memory counts the bytes that have come.
+// Tiles are at most 64 columns of 2 bytes wide; what lies outside the matrix is read as zeros and not written. Device
+// code, and the host's description of a matrix. Sources: NVIDIA PTX ISA, "cp.async.bulk.tensor" and "mbarrier"; CUDA
+// Driver API, "Tensor Map Object Management".
+#pragma once
+
+#include "common/wgmma.h"
+
+#if SD_ORT_HAS_WARPGROUPS
+namespace sd_ort {
+namespace bulk {
+
+// A matrix of 2-byte elements in global memory and the tile that is copied of it: CUtensorMap. A kernel's parameter,
+// __grid_constant__.
+struct alignas(64) Matrix {
+  unsigned char bytes[128];
+};
+
+}  // namespace bulk
+}  // namespace sd_ort
+
+#if defined(SD_ORT_EMULATED)
+#include "bulk_copies.h"  // tests/gpu_emulator: the same functions as below, in software
+#else
+namespace sd_ort {
+namespace bulk {
+
+// Barriers are 8 bytes of shared memory, given by address (wgmma::address_of). A phase of a barrier ends when
+// `arrivals` threads have arrived and all bytes that they expect have come; phases are numbered by parity, from 0.
+__device__ inline void make_barrier(uint32_t barrier, int arrivals) {
+#if defined(SD_ORT_WGMMA)
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+#endif
+}
+// What make_barrier did, the copy engine and the block see after the block's next barrier.
+__device__ inline void show_barriers() {
+#if defined(SD_ORT_WGMMA)
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+__device__ inline void arrive_expecting(uint32_t barrier, int bytes) {
+#if defined(SD_ORT_WGMMA)
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+#endif
+}
+// Orders what this block's threads see, and nothing with other blocks: that would wait for all its stores to global
+// memory, a thousand cycles.
+__device__ inline void arrive(uint32_t barrier) {
+#if defined(SD_ORT_WGMMA)
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+#endif
+}
+// Until the phase of this parity has ended; at once for that before the first.
+__device__ inline void wait(uint32_t barrier, uint32_t parity) {
+#if defined(SD_ORT_WGMMA)
+  asm volatile(
+      "{\n.reg .pred ended;\nagain: mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1;\n"
+      "@!ended bra again;\n}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+// The tile from (row, column) on to shared memory at `to`; `barrier` hears of its bytes.
+__device__ inline void load(uint32_t to, const Matrix& matrix, int row, int column, uint32_t barrier) {
+#if defined(SD_ORT_WGMMA)
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          to),
+      "l"(&matrix), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+#endif
+}
+
+// The tile at `from` to (row, column) on; from there it is read until wait_for_reads().
+__device__ inline void store(const Matrix& matrix, int row, int column, uint32_t from) {
+#if defined(SD_ORT_WGMMA)
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&matrix),
+               "r"(column), "r"(row), "r"(from)
+               : "memory");
+#endif
+}
+__device__ inline void end_of_stores() {
+#if defined(SD_ORT_WGMMA)
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_reads() {
+#if defined(SD_ORT_WGMMA)
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_stores() {
+#if defined(SD_ORT_WGMMA)
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#endif
+}
+
+// Host: the matrix (rows, columns), contiguous and 16-byte aligned, columns a multiple of 8, and tiles of (tile_rows,
+// 64). False when the driver is too old or refuses.
+inline bool describe(Matrix* matrix, const void* data, int64_t rows, int64_t columns, int tile_rows) {
+  using Encode =
+      int (*)(Matrix*, int type, uint32_t axes, void* data, const uint64_t* sizes, const uint64_t* strides,
+              const uint32_t* tile, const uint32_t* steps, int interleave, int swizzle, int promotion, int fill);
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+#else
+    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
+    return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+  }();
+  constexpr int kUint16 = 1, kNoInterleave = 0, kSwizzle128 = 3, kPromote128Bytes = 2, kZeros = 0;
+  const uint64_t sizes[] = {static_cast<uint64_t>(columns), static_cast<uint64_t>(rows)}, strides[] = {2 * sizes[0]};
+  const uint32_t tile[] = {wgmma::kPanelColumns, static_cast<uint32_t>(tile_rows)}, steps[] = {1, 1};
+  return encode != nullptr && encode(matrix, kUint16, 2, const_cast<void*>(data), sizes, strides, tile, steps,
+                                     kNoInterleave, kSwizzle128, kPromote128Bytes, kZeros) == 0;
+}
+
+}  // namespace bulk
+}  // namespace sd_ort
+#endif
+#endif

@@ -1,0 +1,84 @@
+// The ways to run LinearSplitGelu: the product into memory and the gate behind it, the product by our plain kernel or
+// by the algorithms that cuBLASLt or hipBLASLt proposes, its favorite first; and both in one kernel, on Hopper.
+#include "bias_split_gelu/op.h"
+#include "common/blas_lt.h"
+#include "common/tunable.h"
+#include "common/vendors/which.h"
+#include "linear_add/op.h"
+#include "linear_split_gelu/op.h"
+
+namespace sd_ort {
+namespace {
+
+using Params = LinearSplitGeluParams;
+
+constexpr int kAlgorithms = 8;
+constexpr size_t kAlignment = 256;  // of the library's workspace behind the product
+
+size_t product_bytes(const Params& p) {
+  return ceil_div(2 * p.rows * p.half * size_of(p.dtype), kAlignment) * kAlignment;
+}
+
+const char* gate(const Params& p, const void* product, void* stream) {
+  const bool vectors = p.half * size_of(p.dtype) % 16 == 0 && are_aligned<16>(product, p.bias, p.y);
+  return bias_split_gelu_launch({p.dtype, product, p.bias, p.y, p.rows, p.half}, {vectors, 256}, stream);
+}
+
+Candidate<Params> plain() {
+  const auto supports = [](const Params&) { return true; };
+  const auto run = [](const Params& p, void* product, void* stream) {
+    const LinearAddParams linear{p.dtype, p.x, p.weight, nullptr, nullptr, product, p.rows, p.inner, 2 * p.half};
+    const char* error = linear_add_launch(linear, stream);
+    return error == nullptr ? gate(p, product, stream) : error;
+  };
+  return {"plain", supports, run, product_bytes};
+}
+
+// `y`: where the product goes; for questions about a shape, anything aligned.
+BlasLt::Product product(const Params& p, void* y) {
+  return {p.dtype, p.x, p.weight, nullptr, nullptr, y, p.rows, p.inner, 2 * p.half};
+}
+
+Candidate<Params> library_candidate(int number) {
+  const auto supports = [=](const Params& p) { return BlasLt::instance().supports(product(p, nullptr), number); };
+  const auto run = [=](const Params& p, void* workspace, void* stream) {
+    char* const rest = static_cast<char*>(workspace) + product_bytes(p);
+    const char* error = BlasLt::instance().run(product(p, workspace), number, rest, stream);
+    return error == nullptr ? gate(p, workspace, stream) : error;
+  };
+  const auto bytes = [=](const Params& p) {
+    return product_bytes(p) + BlasLt::instance().workspace_bytes(product(p, nullptr), number);
+  };
+  return {"blas_lt_" + std::to_string(number), supports, run, bytes};
+}
+
+#if !SD_ORT_HIP
+Candidate<Params> warpgroups() {
+  const auto run = [](const Params& p, void*, void* stream) { return linear_split_gelu_warpgroups(p, stream); };
+  return {"warpgroups", linear_split_gelu_takes_warpgroups, run};
+}
+#endif
+
+std::vector<Candidate<Params>> candidates() {
+  std::vector<Candidate<Params>> all = {plain()};
+  for (int number = 0; number < kAlgorithms; ++number) all.push_back(library_candidate(number));
+#if !SD_ORT_HIP
+  all.push_back(warpgroups());
+#endif
+  return all;
+}
+
+// The library's favorite, where it takes the call.
+std::string default_name(const Params& p) {
+  const Candidate<Params> favorite = library_candidate(0);
+  return favorite.is_supported(p) ? favorite.name : "plain";
+}
+
+}  // namespace
+
+const GpuOp& linear_split_gelu_gpu() {
+  static const TunableOp<Params> op("LinearSplitGelu", candidates(), default_name);
+  return op;
+}
+
+}  // namespace sd_ort

@@ -1,0 +1,87 @@
+"""Weights that are read while ONNX Runtime prepares its session, by the provider's own threads, on the host vendor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+from sd_ort.core.errors import InputError
+from sd_ort.core.folder import DATA, MODEL
+from sd_ort.runtime import device_weights
+from sd_ort.runtime.captured import GraphModel
+from sd_ort.runtime.providers import provider_named
+from sd_ort.runtime.session import Model, create_session
+
+ROWS = 768  # the data file then takes more than one piece
+X = np.random.default_rng(1).normal(size=(2, ROWS)).astype(np.float32)
+
+
+@pytest.fixture
+def weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
+    monkeypatch.setattr(device_weights, "MIN_FILE", 1)
+    random = np.random.default_rng(0)
+    shapes = {"product": (ROWS, ROWS), "bias": (ROWS,), "scale": (1,)}
+    return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def saved(path: Path, weights: dict[str, np.ndarray], last: str) -> Path:
+    """(x product + bias) * scale, of which `last` makes y."""
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 20]>
+        g (float[rows, {ROWS}] x, bool wanted) => (float[rows, {ROWS}] y) {{
+            multiplied = MatMul (x, product)
+            sum = Add (multiplied, bias)
+            scaled = Mul (sum, scale)
+            y = {last}
+        }}""")
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(array, name) for name, array in weights.items())
+    onnx.save(model, path / MODEL, save_as_external_data=True, location=DATA, size_threshold=0)
+    return path / MODEL
+
+
+def test_a_session_takes_what_was_read_ahead(provider: str, tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
+    """Those that are large enough, in the file's place; a captured run replays over them."""
+    path = saved(tmp_path, weights, "Identity (scaled)")
+    opened = create_session(path, provider)
+    assert opened.shared.keys() == {"product", "bias"}
+    wanted = (X @ weights["product"] + weights["bias"]) * weights["scale"]
+    captured = GraphModel(create_session(path, provider, graph=True), provider_named(provider).device)
+    for model in (Model(opened), captured, captured):
+        np.testing.assert_allclose(model(x=X, wanted=True)["y"], wanted, rtol=1e-4, atol=1e-3)
+    plain = create_session(path, provider, provider_options={"memory_limit": str(1 << 30)})
+    assert plain.shared == {}
+    np.testing.assert_array_equal(Model(plain)(x=X, wanted=True)["y"], Model(opened)(x=X, wanted=True)["y"])
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "PRelu (scaled, bias)",
+        f"""If (wanted) <then_branch = then_graph () => (float[rows, {ROWS}] one) {{ one = PRelu (scaled, bias) }},
+                         else_branch = else_graph () => (float[rows, {ROWS}] other) {{ other = Neg (scaled) }}>""",
+    ],
+    ids=["a node", "a branch"],
+)
+def test_a_weight_that_the_host_reads_is_left_to_onnx_runtime(
+    provider: str, tmp_path: Path, weights: dict[str, np.ndarray], last: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The CPU's kernel, the provider has none of PRelu, would read device memory."""
+    caplog.set_level("INFO", "sd_ort")
+    path = saved(tmp_path, weights, last)
+    opened = create_session(path, provider)
+    assert opened.shared == {}
+    assert "reads 'bias' on the host" in caplog.text
+    scaled = (X @ weights["product"] + weights["bias"]) * weights["scale"]
+    wanted = np.where(scaled > 0, scaled, weights["bias"] * scaled)
+    np.testing.assert_allclose(Model(opened)(x=X, wanted=True)["y"], wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_a_file_that_changes_meanwhile(provider: str, tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
+    path = saved(tmp_path, weights, "Identity (scaled)")
+    data = path.with_name(DATA)
+    data.write_bytes(data.read_bytes()[: 4 * ROWS * ROWS])
+    with pytest.raises(InputError, match=r"model\.onnx\.data changed while it was read"):
+        device_weights.begin(provider, {}, path)
