@@ -245,8 +245,8 @@ def our_engines(
 
 
 def time_rounds(engines: list[Contender], count: int) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds a call by engine, a number a round: `device` of `count` calls queued behind one another, `queueing` of
-    the host for them, `call` of half as many single ones on an idle GPU, waited for, `host` of their launch alone."""
+    """Milliseconds a call by engine, a number a round: `device` of `count` calls queued behind one another, `queueing`
+    of the host for them, `call` of half as many single on an idle GPU, waited for, `host` of their launch alone."""
     times: dict[str, dict[str, list[float]]] = {e.name: defaultdict(list) for e in engines}
     for engine in engines:
         for _ in range(count // 2):
