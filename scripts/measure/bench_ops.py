@@ -130,9 +130,11 @@ def ours(library: GpuLibrary, call: Call, every: bool) -> dict[str, float | str]
     tuned = next(row[2] for row in library.tuning_results() if row[:2] == [operator.name, key])
     times: dict[str, float | str] = {"candidate": tuned}
     names = library.candidates(number)
+    default = names[library.default_candidate(number, params[0])]
     for candidate, name in enumerate(names):
-        wanted = every or name in (tuned, names[0])
-        if not wanted or not library.is_supported(number, candidate, params[0]) or name == "plain":
+        wanted = every or name in (tuned, default)
+        slow = name == "plain" and name not in (tuned, default)
+        if not wanted or slow or not library.is_supported(number, candidate, params[0]):
             continue
         size = library.workspace_bytes(number, candidate, params[0])
         workspace = torch.empty(max(size, 1), device="cuda", dtype=torch.uint8)
@@ -141,7 +143,7 @@ def ours(library: GpuLibrary, call: Call, every: bool) -> dict[str, float | str]
             library.run(number, candidate, params[index], workspace.data_ptr(), stream)
 
         times[name] = microseconds(run, call.sets)
-    times["tuned"], times["default"] = times[tuned], times[names[0]]
+    times["tuned"], times["default"] = times[tuned], times[default]
     return times
 
 

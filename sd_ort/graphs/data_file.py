@@ -65,11 +65,14 @@ class _Sink:
 def _ahead(tensors: Sequence[ir.TensorProtocol]) -> Iterator[tuple[ir.TensorProtocol, memoryview]]:
     """Each tensor with its bytes, which another thread made."""
     waiting: deque[tuple[ir.TensorProtocol, Future[memoryview]]] = deque()
+    made = 0
     with ThreadPoolExecutor(1) as pool:
         try:
             for tensor in tensors:
                 waiting.append((tensor, pool.submit(_bytes, tensor)))
-                while sum(each.nbytes for each, _ in waiting) > AHEAD:
+                made += tensor.nbytes
+                while made > AHEAD:
+                    made -= waiting[0][0].nbytes
                     yield _result(waiting)
             while waiting:
                 yield _result(waiting)

@@ -69,9 +69,9 @@ def rebuild(path: Path, preset: str) -> dict[str, int]:
     return counts
 
 
-def test_export_knows_every_weight(tiny_export: Path, exported: Path, preset: str) -> None:
+def test_export_knows_every_weight(default_export: Path, exported: Path, preset: str) -> None:
     """By both exporters."""
-    for path, name in ((tiny_export, "sd15-tiny"), (exported, preset)):
+    for path, name in ((default_export, "sd15-small"), (exported, preset)):
         assert rebuild(path, name)["unet"] == len(PresetSource(name, 0).load("unet").state_dict())
 
 

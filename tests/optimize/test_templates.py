@@ -137,13 +137,15 @@ def test_a_shipped_template_is_a_fresh_export(tmp_path: Path) -> None:
     assert fresh.proto.graph.SerializeToString() == shipped.proto.graph.SerializeToString()
 
 
-def test_weightless_is_what_export_traces(tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weightless_is_what_export_traces(
+    default_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A template made without weights, as the package's are, is to the byte the one that an export keeps."""
     monkeypatch.setenv("SD_ORT_TEMPLATES", str(tmp_path))
-    made, recipes, config = weightless(PRESETS["sd15-tiny"], "vae_encoder")
+    made, recipes, config = weightless(PRESETS["sd15-small"], "vae_encoder")
     templates.write(tmp_path / "made.xz", made, recipes, config)
-    entry = folder.read_manifest(tiny_export)["components"]["vae_encoder"]
-    assert templates.keep("kept", tiny_export / "vae_encoder", entry) is None
+    entry = folder.read_manifest(default_export)["components"]["vae_encoder"]
+    assert templates.keep("kept", default_export / "vae_encoder", entry) is None
     other = templates.find("kept")
     assert other is not None
     ours, theirs = templates.Template(tmp_path / "made.xz"), templates.Template(other)

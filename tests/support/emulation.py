@@ -68,11 +68,11 @@ def compile_object(source: Path, device: str, folder: Path) -> Path:
 def precompiled(device: str) -> list[str]:
     """Options that put what most sources include before a source, read once for all of them."""
     header = ROOT / "tests/gpu_emulator/precompiled.h"
-    made = build_once(
-        kept(header, device, ".pch", str(ROOT)),  # a header is another file in another checkout
-        [*FLAGS, *DEVICES[device], "-x", "c++-header", "-fpch-instantiate-templates", str(header)],
-    )
-    return ["-include-pch", str(made), "-Xclang", "-fno-validate-pch"]  # by times: the name says what it is made of
+    # No times: another checkout at this place has the same headers, whose content the name says.
+    own = ["-x", "c++-header", "-fpch-instantiate-templates", "-Xclang", "-fno-pch-timestamp"]
+    made = kept(header, device, ".pch", str(ROOT), *own)  # at another place, a header is another file
+    build_once(made, [*FLAGS, *DEVICES[device], *own, str(header)])
+    return ["-include-pch", str(made), "-Xclang", "-fno-validate-pch"]
 
 
 def kept(source: Path, device: str, suffix: str, *more: str) -> Path:
