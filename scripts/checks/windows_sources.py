@@ -100,7 +100,7 @@ def plain_sources(compiler: list[str], headers: Path, bindings: Path) -> list[st
         for path in chosen:
             run([
                 *compiler, *flags, "-std=c++17", "-DSD_ORT_PROVIDER", '-DSD_ORT_BUILD_HASH="none"', f"-I{sources}",
-                f"-I{headers}", f"-I{bindings}", "-fsyntax-only", str(path),
+                f"-I{headers}", f"-I{bindings}", "-c", str(path), "-o", str(bindings / "plain.obj"),
             ])  # fmt: skip
         lines.append(f"{vendor}: {len(chosen)} sources in plain C++ compile")
     return lines
