@@ -14,9 +14,8 @@ the machine's clocks meets all of them; a ratio is the median of the rounds' rat
 a minute or two; an export in --work is taken again. --variants names sessions to compare, see VARIANTS; --provider adds
 our own execution provider, in the same process, and --without PASS that provider without one of its lowerings.
 --profile adds each one's time by kernel class. Rows say how long a session took to open (`session_s`) and how long the
-host is busy with a queued call (`host_ms`). The commit is
-$SD_ORT_COMMIT where there is no git. Without a GPU all runs on the host, our provider on its `host` vendor: to see that
-it works, its times mean nothing.
+host is busy with a call, on an idle GPU (`host_ms`) and behind others, as a pipeline's (`queueing_ms`). The commit is
+$SD_ORT_COMMIT where there is no git. Without a GPU all runs on the host, to see that it works.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import re
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -246,9 +245,9 @@ def our_engines(
 
 
 def time_rounds(engines: list[Contender], count: int) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds a call by engine, a number a round: `device` of `count` calls queued behind one another, `call` the
-    median of half as many single calls on an idle GPU, launch and wait included, `host` of their launch alone."""
-    times: dict[str, dict[str, list[float]]] = {e.name: {"device": [], "call": [], "host": []} for e in engines}
+    """Milliseconds a call by engine, a number a round: `device` of `count` calls queued behind one another, `queueing`
+    of the host for them, `call` of half as many single on an idle GPU, waited for, `host` of their launch alone."""
+    times: dict[str, dict[str, list[float]]] = {e.name: defaultdict(list) for e in engines}
     for engine in engines:
         for _ in range(count // 2):
             engine.run()
@@ -258,6 +257,7 @@ def time_rounds(engines: list[Contender], count: int) -> dict[str, dict[str, lis
             started = time.perf_counter()
             for _ in range(count):
                 engine.run()
+            times[engine.name]["queueing"].append((time.perf_counter() - started) * 1e3 / count)
             synchronize()
             times[engine.name]["device"].append((time.perf_counter() - started) * 1e3 / count)
             calls, launches = [], []
