@@ -152,7 +152,8 @@ constexpr struct {
                 {"short_keys", Kernel::kShort},
                 {"warpgroup", Kernel::kWarpgroup},
                 {"two_warpgroups", Kernel::kTwoWarpgroups},
-                {"short_warpgroup", Kernel::kShortWarpgroup}};
+                {"short_warpgroup", Kernel::kShortWarpgroup},
+                {"whole_tiles", Kernel::kWholeTiles}};
 
 constexpr int64_t kScoresBytes = 128 << 20, kScoresInCacheBytes = 24 << 20;
 

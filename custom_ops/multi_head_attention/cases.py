@@ -183,6 +183,7 @@ CASES = [
     attention_case(1, 1, 37, 129, 128),
     attention_case(16, 1, 5, 3, 40, packed="kv"),
     attention_case(1, 1, 200, 190, 64),
+    attention_case(2, 1, 70, 192, 64, packed="kv"),
     attention_case(1, 2, 21, 40, 24),
     attention_case(1, 1, 19, 23, 192),
     attention_case(1, 1, 19, 23, 256),
@@ -205,6 +206,7 @@ CASES = [
     attention_case(1, 1, 40, 50, 64, scale=1.0),
     attention_case(1, 1, 40, 50, 64, scale=-0.125),
     attention_case(1, 1, 64, 200, 64, values="peaked"),
+    attention_case(1, 1, 20, 128, 64, values="peaked"),
     attention_case(1, 1, 40, 70, 512, values="peaked"),
     attention_case(1, 1, 20, 50, 64, scale=1e-6),
     # SD 1.5 at 512 x 512 and SDXL at 1024 x 1024, with guidance; the VAE

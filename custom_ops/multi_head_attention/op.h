@@ -56,13 +56,15 @@ enum class MultiHeadAttentionKernel {
   kWarpgroup,       // NVIDIA's warpgroup instructions, 64 queries per block
   kTwoWarpgroups,   // the same, 128 queries per block
   kShortWarpgroup,  // the same, 64 queries per block and up to 80 keys at once, no mask
+  kWholeTiles,      // the same, 64 queries per block, whole tiles of keys and no mask: many blocks at once
 };
 
 // ---- plan.cc
 
 // What the kernels for some keys or heads alone take at most.
 struct MultiHeadAttentionLimits {
-  static constexpr int64_t kShortHead = 80, kShortKeys = 80, kWarpgroupHead = 128, kWideHead = 512;
+  static constexpr int64_t kShortHead = 80, kShortKeys = 80, kWarpgroupHead = 128, kWideHead = 512,
+                           kWholeTilesHead = 64, kWholeTilesKeys = 64;
 };
 bool multi_head_attention_supports(const MultiHeadAttentionParams& params, MultiHeadAttentionKernel kernel);
 // Which of our kernels runs a call that was never measured.
@@ -80,6 +82,7 @@ const char* attention_wide(const MultiHeadAttentionParams& params, void* stream)
 // `groups` warpgroups a block, 1 or 2; whether there are such for the current device.
 const char* attention_warpgroups(const MultiHeadAttentionParams& params, int groups, void* stream);
 const char* attention_short_warpgroup(const MultiHeadAttentionParams& params, void* stream);
+const char* attention_whole_tiles(const MultiHeadAttentionParams& params, void* stream);
 bool attention_has_warpgroups();
 
 }  // namespace sd_ort

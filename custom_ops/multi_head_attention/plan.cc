@@ -22,11 +22,15 @@ bool multi_head_attention_supports(const MultiHeadAttentionParams& p, Kernel ker
   if (kernel == Kernel::kPlain) return true;
   if (kernel == Kernel::kSmall && p.head_size > attention_largest_flash_head()) return false;
   const bool is_short = kernel == Kernel::kShort || kernel == Kernel::kShortWarpgroup;
-  const bool warpgroups =
-      kernel == Kernel::kWarpgroup || kernel == Kernel::kTwoWarpgroups || kernel == Kernel::kShortWarpgroup;
+  const bool is_unmasked = kernel == Kernel::kShortWarpgroup || kernel == Kernel::kWholeTiles;
+  const bool warpgroups = kernel == Kernel::kWarpgroup || kernel == Kernel::kTwoWarpgroups || is_unmasked;
   if (warpgroups && (p.head_size > Limits::kWarpgroupHead || !attention_has_warpgroups())) return false;
   if (is_short && (p.head_size > Limits::kShortHead || p.kv_sequence > Limits::kShortKeys)) return false;
-  if (kernel == Kernel::kShortWarpgroup && (p.attention_bias != nullptr || p.causal || !(p.scale > 0.f))) return false;
+  if (is_unmasked && (p.attention_bias != nullptr || p.causal || !(p.scale > 0.f))) return false;
+  if (kernel == Kernel::kWholeTiles &&
+      (p.head_size != Limits::kWholeTilesHead || p.kv_sequence % Limits::kWholeTilesKeys != 0)) {
+    return false;
+  }
   return p.dtype != DType::kFloat32 && p.kv_sequence > 0 && p.head_size % 8 == 0 && p.head_size <= Limits::kWideHead &&
          are_aligned<16>(p.output) && reads_wide(p.query, p.sequence) && reads_wide(p.key, p.kv_sequence) &&
          reads_wide(p.value, p.kv_sequence);
@@ -53,6 +57,8 @@ const char* multi_head_attention_launch(const MultiHeadAttentionParams& p, Kerne
       return attention_warpgroups(p, 2, stream);
     case Kernel::kShortWarpgroup:
       return attention_short_warpgroup(p, stream);
+    case Kernel::kWholeTiles:
+      return attention_whole_tiles(p, stream);
     default:
       return p.head_size <= attention_largest_flash_head() ? attention_flash(p, kernel, stream)
                                                            : attention_wide(p, stream);

@@ -55,7 +55,8 @@ def test_kernels_agree_with_torch_in_float64(name: str, memory: bool, found: OnH
     numbers(name, "cpu")
     ran = status()
     assert ran.kernels[name] > 0
-    assert {why for _, why in ran.fallbacks} <= {"the weights lie apart"}
+    scratch = {"every kernel for it wants scratch memory"} if memory and name == "linear_split_gelu" else set()
+    assert {why for _, why in ran.fallbacks} <= {"the weights lie apart"} | scratch
 
 
 def test_scratch_memory_is_torchs_and_can_be_forbidden(found: OnHost, monkeypatch: pytest.MonkeyPatch) -> None:
