@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "common/platform.h"
 #include "interface.h"
 
 namespace sd_ort {
@@ -39,8 +40,6 @@ void run_in_turn(void*, Parallel::Body body, size_t count, void* context) {
 
 }  // namespace
 }  // namespace sd_ort
-
-#define SD_ORT_EXPORT extern "C" __attribute__((visibility("default")))
 
 SD_ORT_EXPORT int sd_ort_interface_version() { return SD_ORT_INTERFACE_VERSION; }
 SD_ORT_EXPORT const char* sd_ort_build_hash() { return SD_ORT_BUILD_HASH; }

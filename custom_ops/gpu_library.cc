@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/platform.h"
 #include "common/tunable.h"
 #include "common/tuner.h"
 #include "interface.h"
@@ -46,8 +47,6 @@ const char* keep(std::string text) {
 using sd_ort::at;
 using sd_ort::keep;
 using sd_ort::Tuner;
-
-#define SD_ORT_EXPORT extern "C" __attribute__((visibility("default")))
 
 SD_ORT_EXPORT int sd_ort_interface_version() { return SD_ORT_INTERFACE_VERSION; }
 SD_ORT_EXPORT const char* sd_ort_build_hash() { return SD_ORT_BUILD_HASH; }

@@ -1,7 +1,5 @@
 // The library's entry point: registers every operator for the CPU and, when a GPU library lies beside this one and
 // loads, for the execution providers of that GPU. The only C++ file that names execution providers.
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <iterator>
 #include <memory>
@@ -10,6 +8,7 @@
 
 #include "bindings.h"  // made by CMake: the binding.h of every operator in operators.txt
 #include "common/ort_op.h"
+#include "common/platform.h"
 
 namespace sd_ort {
 namespace {
@@ -22,33 +21,27 @@ struct GpuBackend {
 };
 
 constexpr GpuBackend kBackends[] = {
-    {"libsd_ort_hip.so", "ROCMExecutionProvider"},
-    {"libsd_ort_cuda.so", "CUDAExecutionProvider"},
+    {platform::kHipLibrary, "ROCMExecutionProvider"},
+    {platform::kCudaLibrary, "CUDAExecutionProvider"},
 };
 
 // What became of the GPU libraries, for sd_ort_gpu_status().
 std::string gpu_status;
 
-std::string folder_of_this_library() {
-  Dl_info info;
-  if (dladdr(reinterpret_cast<const void*>(&folder_of_this_library), &info) == 0) return "";
-  const std::string path = info.dli_fname;
-  return path.substr(0, path.rfind('/') + 1);
-}
+void is_here() {}  // in this library
 
 template <class Function>
 void resolve(void* library, const char* name, Function*& function) {
-  function = reinterpret_cast<Function*>(dlsym(library, name));
-  require(function != nullptr, std::string("the GPU library has no function ") + name);
+  require(platform::find(library, name, function), std::string("the GPU library has no function ") + name);
 }
 
 // The backend's functions; null when its library is not there or does not load (no driver on this machine). Loaded
 // once and kept until the process ends.
 std::unique_ptr<GpuLibrary> open(const GpuBackend& backend) {
-  const std::string path = folder_of_this_library() + backend.library;
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  const std::string path = platform::folder_of(is_here) + backend.library;
+  void* library = platform::load(path);
   if (library == nullptr) {
-    gpu_status += std::string(backend.provider) + ": " + dlerror() + "\n";
+    gpu_status += std::string(backend.provider) + ": " + platform::load_error() + "\n";
     return nullptr;
   }
   auto functions = std::make_unique<GpuLibrary>();
@@ -110,8 +103,6 @@ class Registry {
 
 }  // namespace
 }  // namespace sd_ort
-
-#define SD_ORT_EXPORT extern "C" __attribute__((visibility("default")))
 
 SD_ORT_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   sd_ort::ort_api = base->GetApi(sd_ort::kApiVersion);

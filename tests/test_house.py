@@ -79,3 +79,13 @@ def test_kernels_wait_first() -> None:
     ]
     assert len(bodies) == sum(len(re.findall(r"^\s*__global__ ", path.read_text(), re.M)) for path in files) > 20
     assert {body.strip() for body in bodies} == {"wait_for_predecessor();"}
+
+
+def test_what_differs_by_system_is_in_one_header() -> None:
+    """Standard C++ everywhere else, so that Windows' compilers take it (scripts/checks/windows_sources.py)."""
+    headers = r"#include <(?:dlfcn|unistd|windows|pthread|io|direct|process|sys/\w+)\.h>"
+    calls = rf"{headers}|\b(?:std::)?aligned_alloc\b|__declspec|\bvisibility\("
+    sources = [path for kind in ("cc", "h", "hip") for path in (ROOT / "custom_ops").rglob(f"*.{kind}")]
+    found = {str(path.relative_to(ROOT / "custom_ops")) for path in sources if re.search(calls, path.read_text())}
+    # bfloat16.h asks Linux for its matrix units, and does without them elsewhere.
+    assert found == {"common/platform.h", "interface.h", "common/bfloat16.h"}

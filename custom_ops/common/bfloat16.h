@@ -8,7 +8,7 @@
 #include "common/cpu.h"
 #include "common/packed_weights.h"
 
-#if defined(__AVX512F__) && (defined(__clang__) || __GNUC__ >= 11)
+#if defined(__AVX512F__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
 #define SD_ORT_AMX
 #include <cpuid.h>
 #include <immintrin.h>

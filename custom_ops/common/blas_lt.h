@@ -5,8 +5,6 @@
 // "cuBLASLt API Reference" (13.0; unchanged since 11) and AMD's "hipBLASLt API Reference" (1.0).
 #pragma once
 
-#include <dlfcn.h>
-
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -15,6 +13,7 @@
 #include <vector>
 
 #include "common/op.h"
+#include "common/platform.h"
 #include "common/tuner.h"
 #include "common/vendors/which.h"
 
@@ -53,6 +52,9 @@ class BlasLt {
     return *library;
   }
 
+  // The library's name where it does not load, else null. Asks no device.
+  static const char* missing() { return platform::load_first(kLibraries) == nullptr ? kLibraries[0] : nullptr; }
+
   // Whether the library is here and proposes at least `number` + 1 algorithms for products of this shape.
   bool supports(const Product& product, int number) {
     if (product.rows == 0 || product.inner == 0 || product.columns == 0 || !aligned(product)) return false;
@@ -82,7 +84,7 @@ class BlasLt {
  private:
 #if SD_ORT_HIP
   static constexpr const char* kPrefix = "hipblasLt";
-  static constexpr const char* kLibraries[] = {"libhipblaslt.so.1", "libhipblaslt.so.0", "libhipblaslt.so"};
+  static constexpr auto& kLibraries = platform::kHipblasLt;
   static constexpr int kCompute = 2;       // HIPBLAS_COMPUTE_32F
   static constexpr int kTransposed = 112;  // HIPBLAS_OP_T
   static constexpr int kTransposeWeight = 0, kEpilogue = 2, kBiasPointer = 3;
@@ -90,7 +92,7 @@ class BlasLt {
   static constexpr bool kAsksAlignment = false;
 #else
   static constexpr const char* kPrefix = "cublasLt";
-  static constexpr const char* kLibraries[] = {"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"};
+  static constexpr auto& kLibraries = platform::kCublasLt;
   static constexpr int kCompute = 68;    // CUBLAS_COMPUTE_32F
   static constexpr int kTransposed = 1;  // CUBLAS_OP_T
   static constexpr int kTransposeWeight = 3, kEpilogue = 7, kBiasPointer = 8;
@@ -121,10 +123,7 @@ class BlasLt {
   };
 
   BlasLt() {
-    void* library = nullptr;
-    for (const char* name : kLibraries) {
-      if (library == nullptr) library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    }
+    void* const library = platform::load_first(kLibraries);
     if (library == nullptr) return;
     const bool found = find(library, "Create", create_) && find(library, "MatmulDescCreate", create_product_) &&
                        find(library, "MatmulDescSetAttribute", set_attribute_) &&
@@ -137,8 +136,7 @@ class BlasLt {
 
   template <class Function>
   static bool find(void* library, const char* name, Function*& function) {
-    function = reinterpret_cast<Function*>(dlsym(library, (std::string(kPrefix) + name).c_str()));
-    return function != nullptr;
+    return platform::find(library, std::string(kPrefix) + name, function);
   }
 
   static bool aligned(const Product& p) {

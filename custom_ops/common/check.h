@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -12,11 +13,11 @@ inline void require(bool condition, const std::string& message) {
   if (!condition) throw std::invalid_argument(message);
 }
 
-// a * b of sizes; refused where that is no size.
-inline int64_t multiply_sizes(int64_t a, int64_t b) {
-  int64_t product = 0;
-  require(!__builtin_mul_overflow(a, b, &product), "a tensor would have more than 2^63 elements along an axis");
-  return product;
+// A size times a positive number; refused where that is no size.
+inline int64_t multiply_sizes(int64_t size, int64_t times) {
+  require(size <= std::numeric_limits<int64_t>::max() / times,
+          "a tensor would have more than 2^63 elements along an axis");
+  return size * times;
 }
 
 }  // namespace sd_ort

@@ -4,8 +4,6 @@
 // Declarations and numbers follow NVIDIA's "cuDNN Backend API" (9.x; those used here are unchanged since 8.5).
 #pragma once
 
-#include <dlfcn.h>
-
 #include <functional>
 #include <map>
 #include <memory>
@@ -14,6 +12,7 @@
 #include <vector>
 
 #include "common/op.h"
+#include "common/platform.h"
 #include "common/tuner.h"
 
 namespace sd_ort {
@@ -234,10 +233,8 @@ class Cudnn {
   };
 
   Cudnn() {
-    void* library = nullptr;
-    for (const char* name : {"libcudnn.so.9", "libcudnn.so.8", "libcudnn.so"}) {
-      if (library == nullptr) library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    }
+    using platform::find;
+    void* const library = platform::load_first(platform::kCudnn);
     if (library == nullptr) return;
     int (*create_handle)(void**) = nullptr;
     const bool found =
@@ -247,12 +244,6 @@ class Cudnn {
         find(library, "cudnnBackendGetAttribute", get_) && find(library, "cudnnBackendFinalize", finalize_) &&
         find(library, "cudnnBackendExecute", execute_);
     if (!found || create_handle(&handle_) != 0) handle_ = nullptr;
-  }
-
-  template <class Function>
-  static bool find(void* library, const char* name, Function*& function) {
-    function = reinterpret_cast<Function*>(dlsym(library, name));
-    return function != nullptr;
   }
 
   // Plan `number` of the graph, or null.

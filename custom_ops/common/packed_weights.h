@@ -4,7 +4,6 @@
 // zeros where there is no column or depth, an even number of panels.
 #pragma once
 
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <new>
@@ -63,7 +62,7 @@ inline void pack_panel(const WeightLayout& w, int64_t panel, uint16_t* to) {
 class PackedWeights {
  public:
   PackedWeights() = default;
-  ~PackedWeights() { std::free(numbers_); }
+  ~PackedWeights() { ::operator delete(numbers_, kAlignment); }
   PackedWeights(const PackedWeights&) = delete;
   PackedWeights& operator=(const PackedWeights&) = delete;
 
@@ -72,8 +71,7 @@ class PackedWeights {
     if (numbers_ == nullptr) {
       const int64_t each = weights.taps * weights.blocks() * kBlockNumbers, panels = weights.panels();
       const size_t bytes = static_cast<size_t>(panels * each) * 2;
-      numbers_ = static_cast<uint16_t*>(std::aligned_alloc(64, bytes > 0 ? bytes : 64));
-      if (numbers_ == nullptr) throw std::bad_alloc();
+      numbers_ = static_cast<uint16_t*>(::operator new(bytes, kAlignment));
       if (bytes > 0) {
         parallel(static_cast<size_t>(panels), [&](size_t panel) {
           pack_panel(weights, static_cast<int64_t>(panel), numbers_ + static_cast<int64_t>(panel) * each);
@@ -84,6 +82,8 @@ class PackedWeights {
   }
 
  private:
+  static constexpr std::align_val_t kAlignment{64};
+
   std::mutex mutex_;
   uint16_t* numbers_ = nullptr;
 };

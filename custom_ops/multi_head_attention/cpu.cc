@@ -4,7 +4,7 @@
 
 #include <cfloat>
 #include <cmath>
-#include <cstdlib>
+#include <new>
 
 #include "multi_head_attention/op.h"
 
@@ -271,14 +271,15 @@ void run(const MultiHeadAttentionParams& p, const Parallel& parallel) {
   const int64_t most = p.head_size > 128 ? kQueries / 2 : kQueries;  // the buffers stay in the second-level cache
   const int64_t blocks = (p.sequence + most - 1) / most, heads = p.batch * p.heads;
   // Blocks of even size: 200 queries are 102 and 98, not 192 and 8.
+  constexpr std::align_val_t kAlignment{64};
   const int64_t queries = round_up((p.sequence + blocks - 1) / blocks, kRows);
   parallel(blocks * heads, [&](size_t task) {
     const int64_t head = task / blocks, first = task % blocks * queries;
     if (first >= p.sequence) return;
     const int64_t count = p.sequence - first < queries ? p.sequence - first : queries;
-    void* memory = aligned_alloc(64, round_up(Buffers::size(p.head_size) * sizeof(float), 64));
+    void* memory = ::operator new(Buffers::size(p.head_size) * sizeof(float), kAlignment);
     attend<T>(p, head / p.heads, head % p.heads, first, count, Buffers(static_cast<float*>(memory), p.head_size));
-    free(memory);
+    ::operator delete(memory, kAlignment);
   });
 }
 

@@ -55,14 +55,13 @@ Assignment assign(const OrtGraph* graph, OrtEpGraphSupportInfo* support, Weights
     const Node node(each);
     const KernelSpec* spec = find_spec(node);
     const bool arithmetic = is_shape_arithmetic(node, on_host);
-    const char* reason = spec == nullptr || spec->refuses == nullptr ? nullptr : spec->refuses(node);
-    if (!arithmetic && reason != nullptr) {
-      assignment.refused.push_back(node.op_type + " '" + node.name + "': " + reason);
-    }
+    const char* reason = arithmetic ? "it computes a shape, which the host reads" : refuses(spec, node);
     const OrtKernelDef* found = nullptr;
-    if (spec != nullptr && !arithmetic && reason == nullptr) {
+    if (reason == nullptr) {
       check(ep_api->EpGraphSupportInfo_LookUpKernel(support, each, &found));
+      if (found == nullptr) reason = "ONNX Runtime finds none of the provider's kernels for it";
     }
+    if (reason != nullptr) assignment.left.push_back({node.op_type, node.name, reason});
     const std::string lost = weights == nullptr ? "" : misplaced(node, found == nullptr ? nullptr : spec, *weights);
     if (!lost.empty()) {
       weights->refuse(node.op_type + " '" + node.name + "' reads '" + lost + "' on the host");

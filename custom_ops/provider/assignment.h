@@ -10,9 +10,14 @@
 
 namespace sd_ort {
 
+struct Left {
+  std::string op_type, node;  // the node's name, which may be empty
+  const char* reason;
+};
+
 struct Assignment {
   std::vector<const OrtNode*> taken;
-  std::vector<std::string> refused;       // "Conv 'conv_1': reason", of operators that the provider has
+  std::vector<Left> left;
   std::set<std::string> unread;           // outputs behind the first, of taken nodes, that nobody reads
   std::vector<const OrtNode*> misplaced;  // that would read on the host what lies on the device
 };

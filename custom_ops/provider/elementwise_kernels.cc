@@ -190,8 +190,7 @@ const char* refuses_float(const Node& node) {
 
 const char* refuses_binary(const Node& node) {
   if (node.inputs.size() != 2) return "it has not two inputs";
-  if (!is_float(node.input(0).type) || node.input(1).type != node.input(0).type) return "its types are not taken";
-  return nullptr;
+  return node.input(1).type != node.input(0).type ? "its inputs differ in type" : refuses_float(node);
 }
 
 const char* refuses_numbers(const Node& node) {
@@ -201,7 +200,7 @@ const char* refuses_numbers(const Node& node) {
 }
 
 const char* refuses_equal(const Node& node) {
-  return number_of(node.input(0).type) >= 0 ? nullptr : "its types are not taken";
+  return number_of(node.input(0).type) >= 0 ? nullptr : "numbers of a type that the provider does not compare";
 }
 
 const char* refuses_clip(const Node& node) {
@@ -214,7 +213,7 @@ const char* refuses_where(const Node& node) {
 
 const char* refuses_cast(const Node& node) {
   const bool taken = number_of(node.input(0).type) >= 0 && number_of(node.outputs.at(0).type) >= 0;
-  return taken ? nullptr : "its types are not taken";
+  return taken ? nullptr : "from or to a type that the provider does not have";
 }
 
 }  // namespace

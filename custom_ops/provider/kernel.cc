@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "provider/device.h"
+#include "provider/kernels/kernels.h"
 #include "provider/provider.h"
 
 namespace sd_ort {
@@ -94,6 +95,16 @@ const KernelSpec* find_spec(const Node& node) {
     if (node.op_type == spec.op_type && node.domain == spec.domain) return &spec;
   }
   return nullptr;
+}
+
+const char* refuses(const KernelSpec* spec, const Node& node) {
+  if (spec == nullptr) return "the provider has no kernel of this operator";
+  for (const std::vector<NodeValue>& values : {node.inputs, node.outputs}) {
+    for (const NodeValue& value : values) {
+      if (value.rank > kMostAxes) return "a tensor has more than 8 axes";
+    }
+  }
+  return spec->refuses == nullptr ? nullptr : spec->refuses(node);
 }
 
 OrtKernelRegistry* create_registry() {

@@ -73,6 +73,8 @@ void add_reduction_kernels(KernelSpecs& specs);    // reduction_kernels.cc
 const KernelSpecs& kernel_specs();
 // The spec of a node's operator, or null.
 const KernelSpec* find_spec(const Node& node);
+// Null, or why the provider has no kernel for the node.
+const char* refuses(const KernelSpec* spec, const Node& node);
 
 // A registry that ONNX Runtime finds the kernels in. Released by the caller.
 OrtKernelRegistry* create_registry();

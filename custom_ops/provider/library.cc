@@ -1,9 +1,10 @@
-// The two functions by which ONNX Runtime knows a library of execution providers.
+// The two functions by which ONNX Runtime knows a library of execution providers, and two for Python.
 #include <stdexcept>
 
+#include "common/platform.h"
 #include "provider/factory.h"
-
-#define SD_ORT_EXPORT extern "C" __attribute__((visibility("default")))
+#include "provider/products.h"
+#include "provider/provider.h"
 
 SD_ORT_EXPORT OrtStatus* CreateEpFactories(const char*, const OrtApiBase* base, const OrtLogger*,
                                            OrtEpFactory** factories, size_t most, size_t* count) {
@@ -23,6 +24,11 @@ SD_ORT_EXPORT OrtStatus* CreateEpFactories(const char*, const OrtApiBase* base, 
     *count = 1;
   });
 }
+
+// For `sd-ort explain`: see provider.h. Valid until the thread opens another session.
+SD_ORT_EXPORT const char* sd_ort_left_to_others() { return sd_ort::left_by_this_thread.c_str(); }
+// For a warning: see products.h.
+SD_ORT_EXPORT const char* sd_ort_missing_library() { return sd_ort::missing_library(); }
 
 SD_ORT_EXPORT OrtStatus* ReleaseEpFactory(OrtEpFactory* factory) {
   delete static_cast<sd_ort::Factory*>(factory);

@@ -339,7 +339,10 @@ const char* refuses_pad(const Node& node) {
   return refuses_elements(node);
 }
 const char* refuses_resize(const Node& node) {
-  if (node.since_version < 11 || node.has("axes") || node.has("antialias")) return "its form is not taken";
+  if (node.since_version < 11) return "scales as its second input, which opsets before 11 have";
+  if (node.has("axes")) return "it names axes";
+  if (node.integer("antialias", 0) != 0) return "it smooths";
+  if (node.text("keep_aspect_ratio_policy", "stretch") != "stretch") return "it keeps the aspect ratio";
   const bool plain = node.text("mode", "nearest") == "nearest" &&
                      node.text("coordinate_transformation_mode", "half_pixel") == "asymmetric" &&
                      node.text("nearest_mode", "round_prefer_floor") == "floor";

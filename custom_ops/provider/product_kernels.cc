@@ -45,7 +45,8 @@ class MatMul : public Kernel {
 };
 
 const char* refuses_mat_mul(const Node& node) {
-  if (!is_float(node.input(0).type) || node.input(1).type != node.input(0).type) return "its types are not taken";
+  if (!is_float(node.input(0).type)) return "X is neither float32, float16 nor bfloat16";
+  if (node.input(1).type != node.input(0).type) return "its inputs differ in type";
   const int x = node.input(0).rank, weight = node.input(1).rank;
   if (x < 2 || weight < 2) return "a vector, or a tensor of unknown rank";
   return nullptr;
@@ -81,7 +82,8 @@ class Gemm : public Kernel {
 };
 
 const char* refuses_gemm(const Node& node) {
-  if (!is_float(node.input(0).type) || node.input(1).type != node.input(0).type) return "its types are not taken";
+  if (!is_float(node.input(0).type)) return "X is neither float32, float16 nor bfloat16";
+  if (node.input(1).type != node.input(0).type) return "its inputs differ in type";
   if (node.integer("transA", 0) != 0) return "A is transposed";
   if (node.input(2).there && node.real("beta", 1.f) != 1.f) return "C is scaled";
   if (node.input(2).there && node.input(2).rank != 1) return "C is no vector";

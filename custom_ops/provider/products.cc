@@ -77,4 +77,12 @@ const GpuOp& product_op() {
   return op;
 }
 
+const char* missing_library() {
+#if defined(SD_ORT_HOST_VENDOR)
+  return nullptr;
+#else
+  return BlasLt::missing();
+#endif
+}
+
 }  // namespace sd_ort

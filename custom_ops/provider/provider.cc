@@ -6,6 +6,7 @@
 #include "provider/allocator.h"
 #include "provider/assignment.h"
 #include "provider/device.h"
+#include "provider/profiler.h"
 #include "provider/stream.h"
 
 namespace sd_ort {
@@ -27,6 +28,7 @@ Provider::Provider(const Options& options, const OrtKernelRegistry* registry, co
       memory_(memory),
       logger_(logger),
       pool_(std::make_shared<Pool>(options.device_id, options.memory_limit)) {
+  left_by_this_thread.clear();
   device::use(options_.device_id);
   stream_ = options_.has_user_stream ? options_.user_compute_stream : device::create_stream();
   graphs_ = std::make_unique<Graphs>(stream_);
@@ -70,6 +72,9 @@ void Provider::set_functions() {
     return nullptr;
   };
   Sync = [](OrtEp* self) noexcept { return guarded([&] { device::wait(of(self).stream_); }); };
+  CreateProfiler = [](OrtEp* self, OrtEpProfilerImpl** profiler) noexcept {
+    return guarded([&] { *profiler = new Profiler(of(self).stream_, of(self).options_.device_id); });
+  };
   GetDefaultMemoryDevice = [](const OrtEp* self, const OrtMemoryDevice** device) noexcept -> OrtStatus* {
     *device = ep_api->MemoryInfo_GetMemoryDevice(of(self).memory_);
     return nullptr;
@@ -121,7 +126,10 @@ void Provider::take_nodes(const OrtGraph* graph, OrtEpGraphSupportInfo* support)
   // a kernel for each node of its own no session comes as far as that.
   for (const OrtNode* node : assignment.misplaced) check(ep_api->EpGraphSupportInfo_AddSingleNode(support, node));
   unread_.insert(assignment.unread.begin(), assignment.unread.end());
-  for (const std::string& reason : assignment.refused) log("left to other providers: " + reason);
+  for (const Left& left : assignment.left) {
+    log("left to other providers: " + left.op_type + " '" + left.node + "': " + left.reason);
+    left_by_this_thread += left.op_type + '\t' + left.node + '\t' + left.reason + '\n';
+  }
 }
 
 Weights* Provider::weights() const {

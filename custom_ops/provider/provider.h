@@ -13,6 +13,10 @@
 
 namespace sd_ort {
 
+// Nodes that the session which this thread opened last left to other providers: operator, name and reason, with tabs
+// between, a line each. ONNX Runtime asks again when it has changed a graph: a node's last line counts.
+inline thread_local std::string left_by_this_thread;
+
 class Provider : public OrtEp {
  public:
   // `registry` and `memory` (of the device) are the factory's.

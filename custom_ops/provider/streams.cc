@@ -2,6 +2,7 @@
 // own: named and called as cudaStreamCreate and its like. Handles are device.h's; 0, or 1 for a failure.
 #include <stdexcept>
 
+#include "common/platform.h"
 #include "provider/device.h"
 
 namespace {
@@ -18,7 +19,6 @@ int guarded(const Work& work) {
 
 }  // namespace
 
-#define SD_ORT_EXPORT extern "C" __attribute__((visibility("default")))
 namespace device = sd_ort::device;
 
 SD_ORT_EXPORT int sd_ort_SetDevice(int number) {

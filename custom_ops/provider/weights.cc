@@ -5,6 +5,8 @@
 #include <fstream>
 #include <stdexcept>
 
+#include "common/platform.h"
+
 namespace sd_ort {
 
 Weights::Weights(int device, const std::string& file, size_t bytes)
@@ -116,7 +118,6 @@ int guarded(const Work& work) {
 }  // namespace
 }  // namespace sd_ort
 
-#define SD_ORT_EXPORT extern "C" __attribute__((visibility("default")))
 using sd_ort::Shared;
 using sd_ort::Weights;
 

@@ -50,7 +50,7 @@ struct UpsampleNearestBinding {
  private:
   static Dim repeated(const Dim& dim, int64_t times) {
     if (times == 1) return dim;
-    return dim.known() ? Dim{multiply_sizes(dim.value, times), ""} : Dim{};
+    return dim.known() && times > 0 ? Dim{multiply_sizes(dim.value, times), ""} : Dim{};
   }
 };
 

@@ -2,9 +2,9 @@
 
     python scripts/checks/sanitize_provider.py --log results/provider_sanitized.txt         # some minutes
 
-Builds libsd_ort_ep_host.so with the sanitizers (GCC or clang), in a temporary folder, and runs
-tests/custom_ops/test_provider.py with it in a second process: whole components, captured runs, changing shapes, two
-sessions and two threads, wrong options, no more memory. A failing test or what a sanitizer finds ends the run with 1.
+Builds libsd_ort_ep_host.so with the sanitizers (GCC or clang), in a temporary folder, and runs its tests with it in a
+second process: whole components, captured runs, changing shapes, two sessions and two threads, wrong options, no more
+memory, a device that is gone. A failing test or what a sanitizer finds ends the run with 1.
 ONNX Runtime itself is not instrumented. On a GPU, memcheck and racecheck of the kernels are
 `scripts/checks/check_ops_gpu.py --arch sm_90 --sanitizer memcheck`.
 """
@@ -29,6 +29,7 @@ from sd_ort.runtime.headers import find_headers  # noqa: E402
 from sd_ort.runtime.library import PROVIDER_LIBRARIES  # noqa: E402
 
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-sanitize=vptr -fno-omit-frame-pointer -g1 -O1"
+TESTS = ("test_provider.py", "test_provider_faults.py")  # of tests/custom_ops
 # These open the package's own build of the library by the provider's name.
 BY_NAME = "not by_the_plain_call and not not_built"
 
@@ -75,7 +76,16 @@ def main() -> None:
             "ASAN_OPTIONS": f"detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=4096:log_path={report}",
             "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={report}",
         }
-        tests = [ROOT / "tests/custom_ops/test_provider.py", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", BY_NAME]
+        tests = [
+            *(ROOT / "tests/custom_ops" / name for name in TESTS),
+            "-q",
+            "-n",
+            "0",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            BY_NAME,
+        ]
         started = time.monotonic()
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *map(str, tests)],
@@ -89,7 +99,7 @@ def main() -> None:
         first = subprocess.check_output([compiler, "--version"], text=True).splitlines()[0]
         lines = [
             f"commit {machine.commit()}, {first}, {FLAGS}",
-            f"tests/custom_ops/test_provider.py -k '{BY_NAME}': no fault, {time.monotonic() - started:.0f} s",
+            f"{' '.join(TESTS)} -k '{BY_NAME}': no fault, {time.monotonic() - started:.0f} s",
             *[line for line in done.stdout.splitlines() if " passed" in line or "%]" in line],
         ]
         options.log.write_text("\n".join(lines) + "\n")

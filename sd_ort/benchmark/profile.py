@@ -4,8 +4,9 @@ ONNX Runtime writes one event a node and run. A node's site is the module of the
 `check.explain`), found through the name of the node in our file; nodes that ONNX Runtime made itself, or that came out
 of a function, are looked up by the longest name they start with.
 
-On a GPU a node's event is only the time to launch its kernels. Where torch can record kernels (CUPTI, roctracer) they
-are recorded beside, and each belongs to the node in whose event it was launched.
+On a GPU a node's event is only the time to launch its kernels. Our own provider adds the device's time of each of its
+nodes. Where torch can record kernels (CUPTI, roctracer) they are recorded beside, and each belongs to the node in whose
+event it was launched.
 """
 
 from __future__ import annotations
@@ -100,15 +101,17 @@ def _profile(item: Prepared, settings: Settings, out: Path) -> dict[str, Any]:
             if worker.failure:
                 raise SdOrtError(worker.failure)
             result, _ = worker.call(record_profile, item.engine, settings, Path(scratch))
-            nodes = node_events(json.loads(Path(result["profile"]).read_text()), settings.steps)
+            trace = json.loads(Path(result["profile"]).read_text())
+            nodes = node_events(trace, settings.steps)
             kernels = kernel_events(json.loads(Path(result["kernels"]).read_text())) if result["kernels"] else []
         sites = site_names(Path(item.engine.directory) / str(settings.component) / MODEL)
+        nodes, clock = by_device(nodes, trace)
         events = with_sites(nodes, sites)
         if kernels:
-            events = by_kernels(events, kernels)
+            events, clock = by_kernels(events, kernels), "kernels"
         name = f"trace-{item.engine.label.replace(' ', '-')}.json"
-        files.write_json(out / name, to_trace(events, kernels))
-        return {"status": "ok", "trace": name, "clock": "kernels" if kernels else "nodes", **summary(events)}
+        files.write_json(out / name, to_trace(events, in_turn=clock != "nodes"))
+        return {"status": "ok", "trace": name, "clock": clock, **summary(events)}
     except SdOrtError as error:
         return {"status": "failed", "reason": str(error)}
 
@@ -178,6 +181,17 @@ def node_events(trace: Sequence[Mapping[str, Any]], runs: int) -> list[Event]:
             name = name.removesuffix(KERNEL)
             events.append(Event(name, arguments["op_name"], provider, event["ts"], event["dur"], run, starts[run][0]))
     return sorted(events, key=lambda event: event.start)
+
+
+def by_device(events: Sequence[Event], trace: Sequence[Mapping[str, Any]]) -> tuple[list[Event], str]:
+    """The events with the device's times, which our provider tells ONNX Runtime, and the clock that they are of then:
+    "device", or "nodes" where it told none."""
+    told = [
+        e["args"] | {"name": e["name"]} for e in trace if e.get("cat") == "Kernel" and "node_ts" in e.get("args", {})
+    ]
+    times = {(each["name"], int(each["node_ts"])): float(each["device_us"]) for each in told}
+    made = [replace(event, duration=times.get((event.name, int(event.start)), event.duration)) for event in events]
+    return made, "device" if times else "nodes"
 
 
 def kernel_events(trace: Mapping[str, Any]) -> list[Kernel]:
@@ -281,10 +295,10 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
     }
 
 
-def to_trace(events: Sequence[Event], kernels: Sequence[Kernel]) -> dict[str, Any]:
+def to_trace(events: Sequence[Event], *, in_turn: bool) -> dict[str, Any]:
     """Chrome's trace format: a track a provider, events named after operators, sites in their arguments.
 
-    Kernel times have no start of their own here: such events are laid end to end, in the order of their nodes.
+    `in_turn`: times of a device have no start of their own here: the events are laid end to end, in their nodes' order.
     """
     tracks = sorted({event.provider for event in events})
     made: list[dict[str, Any]] = [
@@ -293,7 +307,7 @@ def to_trace(events: Sequence[Event], kernels: Sequence[Kernel]) -> dict[str, An
     ]
     cursor = 0.0
     for event in events:
-        start = cursor if kernels else event.start
+        start = cursor if in_turn else event.start
         cursor += event.duration
         arguments = {"node": event.name, "site": event.site, "run": event.run}
         track = tracks.index(event.provider)

@@ -19,6 +19,7 @@ import fusion_passes
 from fusion_passes import DOMAIN
 from fusion_passes.pass_ import Outcome
 from sd_ort.check import reasons
+from sd_ort.check.placement import placement
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.graphs import hoist
@@ -52,18 +53,20 @@ MOVED = frozenset({"Transpose", "Shape"})
 REASON, NEAR = "sd_ort.reason", "sd_ort.near"  # in a node's metadata, here in memory only
 
 
-def explain(path: Path, components: list[str] | None = None) -> dict[str, Any]:
+def explain(path: Path, components: list[str] | None = None, provider: str | None = None) -> dict[str, Any]:
     """Sites and operator counts of a pipeline folder by component, or of one ONNX file.
 
     An entry has: before, after (operator -> number of nodes), fused (operator -> number), left (operator -> number),
     sites (list of component sites: scope, op, fused, reason or None, value, near: what refused it, see
     `reasons.near_misses`, where something did), lowered (pass of the target -> rewrote:
-    what -> number, left: list of scope, op, reason, value), target and not_lowered (of an optimized folder), note.
+    what -> number, left: list of scope, op, reason, value), target and not_lowered (of an optimized folder), note,
+    placement (with `provider`, one of ours, which opens the graphs as they are: see `check.placement`).
     Raises InputError for what is neither, and for an optimized folder whose source is gone.
     """
     if (model := folder.bare_model(path)) is not None:
         with blaming(model):
-            return {"components": {folder.model_name(model): _component(model, None, {})}}
+            entry = _component(model, None, {})
+        return {"components": {folder.model_name(model): entry | _placement([model], provider)}}
     manifest = folder.read_manifest(path) if path.is_dir() else {}
     names = [name for name in folder.components(path) if not _is_hoisted_part(path, name)]
     missing = [name for name in components or () if name not in names]
@@ -75,6 +78,7 @@ def explain(path: Path, components: list[str] | None = None) -> dict[str, Any]:
         if manifest.get("stage") != "optimize":
             with blaming(model):
                 entries[name] = _component(model, None, {})
+            entries[name] |= _placement([model], provider)
             continue
         source = Path(manifest.get("source", {}).get("folder") or path)
         if not (source / name / folder.MODEL).is_file():
@@ -82,7 +86,12 @@ def explain(path: Path, components: list[str] | None = None) -> dict[str, Any]:
         raw = folder.check_component(source, name)
         with blaming(raw):
             entries[name] = _component(raw, model, manifest)
+        entries[name] |= _placement(_graphs(model), provider)
     return {"components": entries}
+
+
+def _placement(models: list[Path], provider: str | None) -> dict[str, Any]:
+    return {} if provider is None else {"placement": placement(models, provider)}
 
 
 def _component(source: Path, optimized: Path | None, manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +103,7 @@ def _component(source: Path, optimized: Path | None, manifest: Mapping[str, Any]
     _mark(model, refused)
     lowered = {} if target is None else _lower(model, target)
     found = sites(model)
-    after = _nodes(optimized) if optimized is not None else list(model.graph)
+    after = [node for path in _graphs(optimized) for node in load(path).graph] if optimized else list(model.graph)
     counts = Counter(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in after)
     entry = {
         "before": dict(before.most_common()),
@@ -116,11 +125,11 @@ def _is_hoisted_part(path: Path, name: str) -> bool:
     return name in (hoist.PARTS["prompt"], hoist.PARTS["time"]) and hoist.is_hoisted(path)
 
 
-def _nodes(path: Path) -> list[ir.Node]:
-    """The nodes of an optimized component; of a hoisted UNet those of its three graphs."""
+def _graphs(path: Path) -> list[Path]:
+    """The files of an optimized component: of a hoisted UNet those of its three graphs."""
     root, component = path.parent.parent, path.parent.name
     parts = hoist.PARTS.values() if component == hoist.PARTS["step"] and hoist.is_hoisted(root) else [component]
-    return [node for part in parts for node in load(root / part / folder.MODEL).graph]
+    return [root / part / folder.MODEL for part in parts]
 
 
 def sites(model: ir.Model) -> list[dict[str, Any]]:

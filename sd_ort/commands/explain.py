@@ -17,8 +17,11 @@ SHOWN = 3  # scopes named for each reason; --all names every one
 @click.argument("path", metavar="DIR|MODEL", type=click.Path(path_type=Path))
 @click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
 @click.option("--all", "everything", is_flag=True, help="List every site, the fused ones too.")
+@click.option(
+    "--provider", help="Open it with hip, sdcuda, or plugin:PATH of ours too: which nodes it leaves, and why."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print all sites and counts as JSON.")
-def command(path: Path, components: tuple[str, ...], everything: bool, as_json: bool) -> None:
+def command(path: Path, components: tuple[str, ...], everything: bool, provider: str | None, as_json: bool) -> None:
     """Say for every site, by module, whether it is fused, and why not.
 
     DIR is an exported or an optimized pipeline folder, MODEL any .onnx file. What an optimized folder was made from is
@@ -26,7 +29,7 @@ def command(path: Path, components: tuple[str, ...], everything: bool, as_json: 
     """
     from sd_ort.check.explain import explain
 
-    result = explain(path, list(components) or None)
+    result = explain(path, list(components) or None, provider)
     if as_json:
         click.echo(json.dumps(result, indent=1))
         return
@@ -55,7 +58,7 @@ def grouped(entry: dict[str, Any]) -> list[str]:
         scopes = list(dict.fromkeys(site["scope"] or site["value"] for site in alike))
         named = ", ".join(scopes[:SHOWN]) + (", ..." if len(scopes) > SHOWN else "")
         lines.append(f"  left: {len(alike)} {op}: {alike[0]['reason']} ({named})")
-    return lines + list(lowered(entry))
+    return lines + list(lowered(entry)) + list(placed(entry))
 
 
 def lowered(entry: dict[str, Any]) -> Iterator[str]:
@@ -68,14 +71,32 @@ def lowered(entry: dict[str, Any]) -> Iterator[str]:
             yield f"    left: {count} {op}: {reason}"
 
 
+def placed(entry: dict[str, Any], shown: int = SHOWN) -> Iterator[str]:
+    """How many nodes each execution provider runs, and the operators that ours left, by reason."""
+    if (found := entry.get("placement")) is None:
+        return
+    yield f"  with {found['provider']}: " + ", ".join(f"{count} nodes on {ep}" for ep, count in found["nodes"].items())
+    groups: dict[tuple[str, str], list[str]] = {}
+    for node in found["left"]:
+        groups.setdefault((node["op"], node["reason"]), []).append(node["scope"] or node["node"])
+    for (op, reason), names in sorted(groups.items(), key=lambda group: -len(group[1])):
+        known = list(dict.fromkeys(name for name in names if name))
+        named = f" ({', '.join(known[:shown])}{', ...' if len(known) > shown else ''})" if known else ""
+        yield f"    left: {len(names)} {op}: {reason}{named}"
+
+
 def every_site(entry: dict[str, Any]) -> list[str]:
     """One line per site, and one for each that a pass of the target left."""
     lines = [
         f"  {site['op']:28}{site['scope'] or site['value']}{'' if site['fused'] else '  LEFT: ' + site['reason']}"
         for site in entry["sites"]
     ]
-    return lines + [
-        f"  {site['op']:28}{site['scope'] or site['value']}  {name}: {site['reason']}"
-        for name, done in entry["lowered"].items()
-        for site in done["left"]
-    ]
+    return (
+        lines
+        + [
+            f"  {site['op']:28}{site['scope'] or site['value']}  {name}: {site['reason']}"
+            for name, done in entry["lowered"].items()
+            for site in done["left"]
+        ]
+        + list(placed(entry, shown=1 << 30))
+    )

@@ -6,6 +6,7 @@ A wheel carries one with CPU kernels beside the sources it was made of; `sd-ort 
 from __future__ import annotations
 
 import hashlib
+import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -15,11 +16,12 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.files import read_json
 
 SOURCES = Path(__file__).resolve().parents[2] / "custom_ops"
-LIBRARY = "libsd_ort_ops.so"
-HIP_LIBRARY = "libsd_ort_hip.so"
-CUDA_LIBRARY = "libsd_ort_cuda.so"
+_SUFFIX = ".dll" if sys.platform == "win32" else ".so"
+LIBRARY = f"libsd_ort_ops{_SUFFIX}"
+HIP_LIBRARY = f"libsd_ort_hip{_SUFFIX}"
+CUDA_LIBRARY = f"libsd_ort_cuda{_SUFFIX}"
 # The execution provider, by the vendor whose devices it drives; `host` is for tests.
-PROVIDER_LIBRARIES = {vendor: f"libsd_ort_ep_{vendor}.so" for vendor in ("hip", "cuda", "host")}
+PROVIDER_LIBRARIES = {vendor: f"libsd_ort_ep_{vendor}{_SUFFIX}" for vendor in ("hip", "cuda", "host")}
 
 
 class BuildError(InputError):

@@ -7,6 +7,7 @@ asked for is either really used, or the call fails and says what to install.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 from functools import cache
 from pathlib import Path
@@ -72,7 +73,20 @@ def plugin_devices(library: Path) -> list[Any]:
     devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name not in before]
     if not devices:
         raise ProviderError(f"{library} finds no device on this machine that it can run on.")
+    if devices[0].ep_name in OURS:
+        warn_of_missing_library(library)
     return devices
+
+
+def warn_of_missing_library(library: Path) -> None:
+    """Log a warning where our provider finds no BLAS library of its vendor: it runs all the same, slowly."""
+    ask = ctypes.CDLL(str(library)).sd_ort_missing_library
+    ask.restype = ctypes.c_char_p
+    if name := ask():
+        warn_once(
+            f"{library.name} finds no {name.decode()}: matrix products are many times slower without it. "
+            "Install it, or add its folder to LD_LIBRARY_PATH."
+        )
 
 
 def missing_libraries(name: str) -> list[str]:

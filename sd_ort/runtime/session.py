@@ -269,6 +269,7 @@ def _asked(provider: str, options: Any, chosen: dict[str, str]) -> dict[str, Any
         # A buffer that it hands on is held until the last tensor in it is dead, between them too. The provider's pool
         # hands on what is free: a step of SD 1.5 then needs 86 MiB beside its weights, not 204.
         options.enable_mem_reuse = False
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")  # for check.placement
         return {"enable_fallback": 0}  # a plugin that refuses its options would be replaced by the CPU
     if entry.ep == CPU_EP or entry.ep not in runtime().get_available_providers():
         return {"providers": [CPU_EP]}

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import graph_fixtures
 import numpy as np
@@ -17,13 +16,14 @@ import onnx.parser
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
+from provider_sessions import placed, session_of, small
 
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.runtime.captured import GraphModel
-from sd_ort.runtime.providers import plugin_devices, provider_named
+from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import Model, create_session
 
 VENDOR = 0x1D05  # of the host vendor's memory
@@ -38,27 +38,6 @@ COMPONENTS = [
 # What ONNX Runtime keeps on the CPU: arithmetic on shapes, and the text encoder's on token ids and positions.
 SHAPES = {"Concat", "Gather", "Unsqueeze", "Squeeze", "Slice", "Range", "Add", "Mul"}
 TOKENS = {"ArgMax", "LessOrEqual", "Expand", "Cast", "Trilu", "Equal"}
-
-
-def session_of(
-    model: Path | bytes, provider: str, options: Mapping[str, str] | None = None, profile: Path | None = None
-) -> ort.InferenceSession:
-    settings = ort.SessionOptions()
-    settings.log_severity_level = 4
-    settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    if profile is not None:
-        settings.enable_profiling, settings.profile_file_prefix = True, str(profile)
-    settings.add_provider_for_devices(plugin_devices(Path(provider.removeprefix("plugin:"))), dict(options or {}))
-    settings.enable_mem_pattern = settings.enable_mem_reuse = False  # as sessions of the package
-    return ort.InferenceSession(model if isinstance(model, bytes) else str(model), settings, enable_fallback=0)
-
-
-def placed(session: ort.InferenceSession) -> dict[str, Counter[str]]:
-    """Operators by provider, from ONNX Runtime's own assignment."""
-    found: dict[str, Counter[str]] = {}
-    for part in session.get_provider_graph_assignment_info():
-        found.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
-    return found
 
 
 def made_up(session: ort.InferenceSession, sizes: Mapping[str, int] = SIZES) -> dict[str, np.ndarray]:
@@ -208,6 +187,8 @@ def test_captured_runs(provider: str, folder: Path, tmp_path: Path) -> None:
             arrays["sample"] = (arrays["sample"] * scale).astype(np.float16)
             np.testing.assert_array_equal(bound.run(arrays), plain.run(None, arrays)[0])
     events = json.loads(Path(session.end_profiling()).read_text())
+    kernels = [e for e in events if e.get("cat") == "Kernel"]
+    assert len(kernels) == 2 * placed(session)["SdOrtHost"].total()  # the device's time, of runs that were not captured
     norms = [e for e in events if e.get("cat") == "Node" and e.get("args", {}).get("op_name") == "GroupNorm"]
     assert len(norms) == 2 * 2 * placed(session)["SdOrtHost"]["GroupNorm"]
 
@@ -233,20 +214,6 @@ def test_two_sessions_two_threads(provider: str, folder: Path) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"speed": "1"}, "there is no option 'speed'"),
-        ({"graph": "yes"}, "option graph must be a number of 0 to 1, not 'yes'"),
-        ({"device_id": "7"}, "option device_id is 7, and there are 1 devices"),
-        ({"memory_limit": "-1"}, "option memory_limit must be a number"),
-    ],
-)
-def test_wrong_options(provider: str, options: dict[str, str], message: str) -> None:
-    with pytest.raises(Exception, match=message):
-        session_of(small("Sigmoid"), provider, options)
-
-
 def test_no_more_memory(provider: str, folder: Path) -> None:
     """A limit that the weights fit in, and a large image does not; the session goes on with a small one."""
     session = session_of(
@@ -257,23 +224,6 @@ def test_no_more_memory(provider: str, folder: Path) -> None:
     with pytest.raises(Exception, match=r"[Aa]lloc|memory"):
         session.run(None, made_up(session, large))
     np.testing.assert_array_equal(session.run(None, made_up(session, small_image))[0], wanted)
-
-
-def small(op_type: str, **attributes: Any) -> bytes:
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, "n"])
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    graph = helper.make_graph([helper.make_node(op_type, ["x"], ["y"], **attributes)], "small", [x], [y])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10).SerializeToString()
-
-
-def test_unsupported_node_is_left_to_the_cpu(provider: str) -> None:
-    """Softmax over another axis than the last has no kernel of ours; the result is right all the same."""
-    x = np.random.default_rng(0).normal(size=(2, 5)).astype(np.float32)
-    for axis, where in ((-1, "SdOrtHost"), (0, "CPUExecutionProvider")):
-        session = session_of(small("Softmax", axis=axis), provider)
-        assert placed(session)[where]["Softmax"] == 1
-        weights = np.exp(x) / np.exp(x).sum(axis, keepdims=True)
-        np.testing.assert_allclose(session.run(None, {"x": x})[0], weights, rtol=1e-6)
 
 
 def test_parts_of_any_width_are_joined_and_taken_apart(provider: str) -> None:
