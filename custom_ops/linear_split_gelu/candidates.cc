@@ -15,9 +15,7 @@ using Params = LinearSplitGeluParams;
 constexpr int kAlgorithms = 8;
 constexpr size_t kAlignment = 256;  // of the library's workspace behind the product
 
-size_t product_bytes(const Params& p) {
-  return ceil_div(2 * p.rows * p.half * size_of(p.dtype), kAlignment) * kAlignment;
-}
+size_t product_bytes(const Params& p) { return 2 * p.rows * p.half * size_of(p.dtype); }
 
 const char* gate(const Params& p, const void* product, void* stream) {
   const bool vectors = p.half * size_of(p.dtype) % 16 == 0 && are_aligned<16>(product, p.bias, p.y);
@@ -41,13 +39,14 @@ BlasLt::Product product(const Params& p, void* y) {
 
 Candidate<Params> library_candidate(int number) {
   const auto supports = [=](const Params& p) { return BlasLt::instance().supports(product(p, nullptr), number); };
+  const auto begin = [](const Params& p) { return ceil_div(product_bytes(p), kAlignment) * kAlignment; };
   const auto run = [=](const Params& p, void* workspace, void* stream) {
-    char* const rest = static_cast<char*>(workspace) + product_bytes(p);
+    char* const rest = static_cast<char*>(workspace) + begin(p);
     const char* error = BlasLt::instance().run(product(p, workspace), number, rest, stream);
     return error == nullptr ? gate(p, workspace, stream) : error;
   };
   const auto bytes = [=](const Params& p) {
-    return product_bytes(p) + BlasLt::instance().workspace_bytes(product(p, nullptr), number);
+    return begin(p) + BlasLt::instance().workspace_bytes(product(p, nullptr), number);
   };
   return {"blas_lt_" + std::to_string(number), supports, run, bytes};
 }

@@ -39,7 +39,7 @@ from sd_ort.core.folder import MODEL, bare_model, model_name
     "--hoist/--no-hoist",
     "hoisted",
     default=None,
-    help="Run the prompt's and the schedule's part of the UNet once [default: with --float16 on cuda and rocm].",
+    help="Run the prompt's and the schedule's part of the UNet once [default: with --float16 on cuda, rocm, hip, gpu].",
 )
 @click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
 @click.option("--config", metavar="MODEL", help="With IN in one file: a folder or hub id of its family.")

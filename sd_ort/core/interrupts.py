@@ -29,8 +29,8 @@ _came = False
 
 def begin_command() -> None:
     """From now on this process is a command: SIGTERM interrupts it as Ctrl-C does, and `guarded` may end it."""
-    global _command
-    _command = True
+    global _command, _came
+    _command, _came = True, False
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as a shell has it for what runs in the background
         signal.signal(signal.SIGINT, _interrupt)

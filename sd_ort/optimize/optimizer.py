@@ -54,8 +54,8 @@ SITES = {
 Report = Callable[[str], None]
 REWRITING = threading.Lock()
 
-# Targets whose providers keep a hoisted UNet's results on the device.
-HOISTING = ("cuda", "rocm")
+# Targets whose providers keep a hoisted UNet's results on the device: MIGraphX does not.
+HOISTING = ("cuda", "rocm", "hip", "gpu")
 
 
 def optimize(

@@ -61,7 +61,7 @@ def test_a_whole_pipeline_by_the_plain_call(
     """Captured and queued, nothing warned of, the CPU's picture; what was tuned is kept and found again."""
     monkeypatch.setenv("SD_ORT_TUNING", str(tmp_path / "tuning"))
     monkeypatch.setattr(tuning, "Finalize", lambda *_, **__: None)  # at the process's end the variable is gone
-    assert sd_ort("optimize", tiny_export, tmp_path / "ours", "--target", "gpu")[0] == 0
+    assert sd_ort("optimize", tiny_export, tmp_path / "ours", "--target", "gpu", "--hoist")[0] == 0
     size = {"height": 64, "width": 64}
     arguments = {**size, "num_inference_steps": 3, "generator": 0, "progress": False}
     expected = StableDiffusionPipeline.from_pretrained(tiny_export)("a cat", **arguments).images[0]

@@ -21,6 +21,7 @@ from sd_ort.runtime import build
 from sd_ort.torch import kernels, optimize, reset_status, restore, status
 from sd_ort.torch.modules import doubling, packing, transformer
 from sd_ort.torch.modules.resnet import TOGETHER, FastResnetBlock2D
+from sd_ort.torch.modules.together import Together
 from sd_ort.torch.operators.group_norm import is_channels_last
 
 SIZES: dict[str, Any] = {
@@ -289,6 +290,28 @@ def test_products_of_the_time_and_the_prompt_run_once() -> None:
     torch.testing.assert_close(alone(x, temb), restore(copy.deepcopy(alone))(x, temb), atol=2e-5, rtol=1e-4)
     blocks[3].time_emb_proj.register_forward_hook(lambda *_: None)
     torch.testing.assert_close(call(model), wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_products_made_together_are_of_what_is_there_now(mode: Callable[[], Any]) -> None:
+    """Another tensor, one that was written to, weights that were: in the same call or in the next."""
+    layers = [torch.nn.Linear(6, 4, bias=False) for _ in range(3)]
+    together = Together([(layer,) for layer in layers])
+    with mode():
+        x = torch.randn(2, 5, 6)
+        for factor in (1.0, 2.0):
+            layers[1].weight.data.mul_(factor)
+            for place, layer in enumerate(layers):
+                torch.testing.assert_close(together.part(place, x, layer), layer(x))
+        assert together.part(0, x, layers[0]) is not None
+        assert together.part(1, x.clone(), layers[1]) is None
+    with torch.no_grad():
+        x = torch.randn(2, 5, 6)
+        assert together.part(0, x, layers[0]) is not None
+        x.add_(1)
+        assert together.part(1, x, layers[1]) is None
+        torch.testing.assert_close(together.part(0, x, layers[0]), layers[0](x))
+    assert together.part(0, x, layers[0]) is None  # gradients are on
 
 
 @torch.no_grad()

@@ -32,8 +32,8 @@ class Together:
         self._places = [tuple(layers) for layers in places]
         self._before = before
         self._dense = dense
-        # x, and the parts that were not taken yet: those of one call, so that no later call can meet them
-        self._held: tuple[Tensor, dict[int, Tensor]] | None = None
+        # x, its version, and the parts that were not taken yet: those of one call, so that no later call can meet them
+        self._held: tuple[Tensor, int, dict[int, Tensor]] | None = None
         for parameters in self._parameters():
             packing.lay_side_by_side(parameters)
 
@@ -47,14 +47,14 @@ class Together:
         if place == 0:
             self._held = self._products(x)
         held = self._held
-        if held is None or held[0] is not x:
+        if held is None or held[0] is not x or held[1] != _version(x):
             return None
-        part = held[1].pop(place, None)
-        if not held[1]:
+        part = held[2].pop(place, None)
+        if not held[2]:
             self._held = None
         return part
 
-    def _products(self, x: Tensor) -> tuple[Tensor, dict[int, Tensor]] | None:
+    def _products(self, x: Tensor) -> tuple[Tensor, int, dict[int, Tensor]] | None:
         layers = self._layers()
         weight = side_by_side([layer.weight for layer in layers])
         if weight is None or not all(parts.is_plain(layer, nn.Linear) for layer in layers):
@@ -69,7 +69,7 @@ class Together:
             rows = [row for part in made for row in part.reshape(-1, part.shape[-1]).unbind()]  # copied by one kernel
             dense = torch.cat(rows).split(sizes)
             made = tuple(flat.view(part.shape) for flat, part in zip(dense, made, strict=True))
-        return x, dict(enumerate(made))
+        return x, _version(x), dict(enumerate(made))
 
     def _layers(self) -> list[nn.Linear]:
         return [layer for place in self._places for layer in place]
@@ -86,6 +86,11 @@ class Together:
         """Gives every weight memory of its own again."""
         for parameters in self._parameters():
             packing.give_own_memory(parameters)
+
+
+def _version(x: Tensor) -> int:
+    """Counts what was written into x; inference mode does not."""
+    return 0 if x.is_inference() else x._version
 
 
 def alike(layers: Sequence[nn.Module]) -> bool:

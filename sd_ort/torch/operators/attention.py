@@ -12,7 +12,6 @@ from sd_ort.torch.operators.contract import Operator, one_dtype, pointer, requir
 Tensor = torch.Tensor
 
 SHORT_KEYS = 80  # a prompt's: what one of our kernels holds at once
-WHOLE_HEAD = WHOLE_KEYS = 64  # heads, and tiles of keys, of another
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool) -> Tensor:
@@ -34,7 +33,7 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, 
     require(k.shape == (batch, length, heads, size), "query, key or value of another shape")
     require(all(each.stride(-1) == 1 or each.numel() == 0 for each in (q, k, v)), "heads whose numbers lie apart")
     require(bias is None or not causal, "a mask and causal")
-    if not (_may_win(size, length) and _measures(found)):
+    if not (length <= SHORT_KEYS and _measures(found)):
         require(not _torch_is_faster(q, length, bias is not None or causal), "its attention is faster on this GPU")
     y = q.new_empty(q.shape)
     if y.numel() and length:
@@ -50,11 +49,6 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, 
         )  # fmt: skip
         found.run("MultiHeadAttention", params, q.device)
     return y if length else y.zero_()
-
-
-def _may_win(size: int, length: int) -> bool:
-    """Whether one of our kernels was made for such calls, and may be faster than cuDNN's."""
-    return length <= SHORT_KEYS or (size == WHOLE_HEAD and length % WHOLE_KEYS == 0)
 
 
 def _measures(found: kernels.Kernels) -> bool:
