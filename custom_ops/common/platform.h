@@ -2,6 +2,7 @@
 // named, loaded and asked for functions. Host code.
 #pragma once
 
+#include <exception>
 #include <string>
 
 #if defined(_WIN32)
@@ -17,6 +18,21 @@
 #include "interface.h"
 
 #define SD_ORT_EXPORT extern "C" SD_ORT_API
+
+namespace sd_ort {
+
+// What an exported function says of its work: 0, or 1 for what it threw.
+template <class Work>
+int status_of(const Work& work) {
+  try {
+    work();
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
+  }
+}
+
+}  // namespace sd_ort
 
 namespace sd_ort::platform {
 

@@ -6,14 +6,15 @@ import ctypes
 from collections.abc import Mapping
 from math import prod
 
-import numpy as np
-
-from custom_ops.op import DTYPES, Array, Case, Shape
+from custom_ops.linear_add import cases as linear_add
+from custom_ops.op import DTYPES, Case, Shape
 
 NAME = "LinearSplitGelu"
 INPUTS = ("X", "W", "bias")
 OUTPUTS = ("Y",)
 PARAMETERS = ()
+
+draw = linear_add.draw
 
 
 class Params(ctypes.Structure):
@@ -41,12 +42,6 @@ def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
 def output_shapes(case: Case) -> dict[str, Shape]:
     """Y has the shape of X, its last axis half of W's."""
     return {"Y": (*case.inputs["X"][:-1], case.inputs["W"][1] // 2)}
-
-
-def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
-    """Weights that keep the magnitude of their input; of damaged shapes, too."""
-    shape = case.inputs[name]
-    return rng.standard_normal(shape) / np.sqrt(max((*shape, 1)[0], 1)) if name == "W" else None
 
 
 def _case(*shape: int, half: int, big: bool = False) -> Case:

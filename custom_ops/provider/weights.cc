@@ -105,28 +105,19 @@ struct View {
 
 using Shared = std::shared_ptr<Weights>;
 
-template <class Work>
-int guarded(const Work& work) {
-  try {
-    work();
-    return 0;
-  } catch (const std::exception&) {
-    return 1;
-  }
-}
-
 }  // namespace
 }  // namespace sd_ort
 
 using sd_ort::Shared;
+using sd_ort::status_of;
 using sd_ort::Weights;
 
 // 0, or 1 for a failure.
 SD_ORT_EXPORT int sd_ort_WeightsRead(void** weights, int device, const char* file, uint64_t bytes) {
-  return sd_ort::guarded([&] { *weights = new Shared(std::make_shared<Weights>(device, file, bytes)); });
+  return status_of([&] { *weights = new Shared(std::make_shared<Weights>(device, file, bytes)); });
 }
 SD_ORT_EXPORT int sd_ort_WeightsWait(void* weights) {
-  return sd_ort::guarded([&] { (*static_cast<Shared*>(weights))->wait(); });
+  return status_of([&] { (*static_cast<Shared*>(weights))->wait(); });
 }
 // Whether the provider refused a session with them, and why, in `bytes` of `reason`.
 SD_ORT_EXPORT int sd_ort_WeightsRefused(void* weights, char* reason, int bytes) {
@@ -141,7 +132,7 @@ SD_ORT_EXPORT void sd_ort_WeightsRelease(void* weights) { delete static_cast<Sha
 SD_ORT_EXPORT void* sd_ort_WeightsView(void* weights, const char* name, uint64_t offset, int code, int bits,
                                        const int64_t* shape, int rank) {
   sd_ort::DLManagedTensor* made = nullptr;
-  (void)sd_ort::guarded([&] {
+  (void)status_of([&] {
     auto view = std::make_unique<sd_ort::View>();
     view->weights = *static_cast<Shared*>(weights);
     view->shape.assign(shape, shape + rank);

@@ -22,11 +22,9 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, skip: Tensor | None) 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, skip: Tensor | None) -> Tensor:
     found = kernels.of(x, weight, bias, skip)
     require(one_dtype(x, weight, bias, skip), "arguments of different types")
-    require(x.ndim >= 2 and weight.ndim == 2 and x.shape[-1] == weight.shape[0], "no product of rows and a matrix")
+    require_product(x, weight, bias)
     inner, columns = weight.shape
     shape = (*x.shape[:-1], columns)
-    require(weight.is_contiguous(), "the weight is not (inner, columns) in memory")
-    require(bias is None or (bias.shape == (columns,) and bias.is_contiguous()), "bias of another size")
     require(skip is None or skip.shape == shape, "skip of another shape")
     x = x.contiguous()
     skip = skip if skip is None else skip.contiguous()
@@ -36,6 +34,13 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, skip: Tensor | None)
         params = Params(kernels.NUMBERS[x.dtype], *addresses, y.numel() // columns, inner, columns)
         found.run("LinearAdd", params, x.device)
     return y
+
+
+def require_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raises Refused where these are not x (..., K), weight (K, N) that lies so in memory, and bias (N) or none."""
+    require(x.ndim >= 2 and weight.ndim == 2 and x.shape[-1] == weight.shape[0], "no product of rows and a matrix")
+    require(weight.is_contiguous(), "the weight is not (inner, columns) in memory")
+    require(bias is None or (bias.shape == weight.shape[1:] and bias.is_contiguous()), "bias of another size")
 
 
 _OPERATOR = Operator(

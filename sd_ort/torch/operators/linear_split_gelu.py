@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from custom_ops.linear_split_gelu.cases import Params
 from sd_ort.torch import kernels
 from sd_ort.torch.operators.contract import Operator, one_dtype, pointer, require
+from sd_ort.torch.operators.linear_add import require_product
 
 Tensor = torch.Tensor
 
@@ -20,11 +21,9 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def _launch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     found = kernels.of(x, weight, bias)
     require(one_dtype(x, weight, bias), "arguments of different types")
-    require(x.ndim >= 2 and weight.ndim == 2 and x.shape[-1] == weight.shape[0], "no product of rows and a matrix")
+    require_product(x, weight, bias)
     inner, columns = weight.shape
     require(columns % 2 == 0, "an odd number of columns")
-    require(weight.is_contiguous(), "the weight is not (inner, columns) in memory")
-    require(bias.shape == (columns,) and bias.is_contiguous(), "bias of another size")
     x = x.contiguous()
     half = columns // 2
     y = x.new_empty((*x.shape[:-1], half))
