@@ -158,10 +158,6 @@ class Cast : public Kernel {
   ONNXTensorElementDataType to_;
 };
 
-const char* refuses_float(const Node& node) {
-  return is_float(node.input(0).type) ? nullptr : "X is neither float32, float16 nor bfloat16";
-}
-
 const char* refuses_binary(const Node& node) {
   if (node.inputs.size() != 2) return "it has not two inputs";
   return node.input(1).type != node.input(0).type ? "its inputs differ in type" : refuses_float(node);

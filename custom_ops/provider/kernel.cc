@@ -108,6 +108,14 @@ const char* refuses(const KernelSpec* spec, const Node& node) {
   return spec->refuses == nullptr ? nullptr : spec->refuses(node);
 }
 
+const char* refuses_float(const Node& node) {
+  return is_float(node.input(0).type) ? nullptr : "X is neither float32, float16 nor bfloat16";
+}
+
+const char* refuses_elements(const Node& node) {
+  return element_bytes(node.input(0).type) == 0 ? "its type has no fixed size" : nullptr;
+}
+
 OrtKernelRegistry* create_registry() {
   OrtKernelRegistry* registry = nullptr;
   check(ep_api->CreateKernelRegistry(&registry));

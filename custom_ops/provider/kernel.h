@@ -76,6 +76,10 @@ const KernelSpec* find_spec(const Node& node);
 // Null, or why the provider has no kernel for the node.
 const char* refuses(const KernelSpec* spec, const Node& node);
 
+// Usual reasons: the first input is of a type whose numbers, or whose elements, no kernel takes.
+const char* refuses_float(const Node& node);
+const char* refuses_elements(const Node& node);
+
 // A registry that ONNX Runtime finds the kernels in. Released by the caller.
 OrtKernelRegistry* create_registry();
 

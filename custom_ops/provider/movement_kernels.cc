@@ -315,9 +315,6 @@ class ConstantOfShape : public Kernel {
   size_t bytes_ = 4;
 };
 
-const char* refuses_elements(const Node& node) {
-  return element_bytes(node.input(0).type) == 0 ? "its type has no fixed size" : nullptr;
-}
 const char* refuses_constant(const Node& node) {
   return element_bytes(node.outputs.at(0).type) == 0 ? "its type has no fixed size" : nullptr;
 }

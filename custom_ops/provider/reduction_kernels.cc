@@ -71,9 +71,6 @@ class LayerNorm : public Kernel {
   float epsilon_;
 };
 
-const char* refuses_float(const Node& node) {
-  return is_float(node.input(0).type) ? nullptr : "X is neither float32, float16 nor bfloat16";
-}
 // Whether no axis lies between two of these; not where that cannot be known.
 bool are_neighbors(std::vector<int64_t> axes, int rank) {
   if (axes.size() < 2) return true;

@@ -115,9 +115,6 @@ class Memcpy : public Kernel {
   }
 };
 
-const char* refuses_elements(const Node& node) {
-  return element_bytes(node.input(0).type) == 0 ? "its type has no fixed size" : nullptr;
-}
 const char* refuses_axes_as_attribute(const Node& node) {
   return node.since_version < 13 ? "axes as an attribute, which opsets before 13 have" : refuses_elements(node);
 }

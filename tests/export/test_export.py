@@ -21,8 +21,8 @@ from sd_ort.family.checkpoints import PresetSource, component_signature
 from sd_ort.family.modules import wrap
 from sd_ort.family.presets import PRESETS
 
-# Of `sd15-small`: 4 transformers, 14 residual blocks.
-SD15_OPERATORS = {"Softmax": 8, "InstanceNormalization": 33, "LayerNormalization": 12, "Conv": 54}
+# Of `sd15-mini`: 4 transformers, 8 residual blocks.
+SD15_OPERATORS = {"Softmax": 8, "InstanceNormalization": 21, "LayerNormalization": 12, "Conv": 33}
 
 
 def check_against_torch(path: Path, component: str, preset: str, sizes: dict[str, int], seed: int = 0) -> float:
@@ -82,7 +82,7 @@ def test_sd15_folder_is_a_whole_pipeline(default_export):
 def test_sd15_manifest(default_export):
     manifest = folder.read_manifest(default_export)
     assert manifest["stage"] == "export"
-    assert manifest["source"]["model"] == "sd15-small"
+    assert manifest["source"]["model"] == "sd15-mini"
     assert manifest["source"]["random_weights"] is True
     assert manifest["options"] | {"opset": 20, "exporter": "dynamo", "seed": 0} == manifest["options"]
     assert manifest["versions"]["torch"].startswith("2.")
@@ -95,7 +95,7 @@ def test_sd15_manifest(default_export):
 @pytest.mark.parametrize("component", ["text_encoder", "unet", "vae_encoder", "vae_decoder"])
 def test_sd15_equals_torch_at_another_shape(default_export, component):
     sizes = {"batch": 3, "sequence": 77, "height": 8, "width": 40}
-    assert check_against_torch(default_export, component, "sd15-small", sizes) <= 1e-10
+    assert check_against_torch(default_export, component, "sd15-mini", sizes) <= 1e-10
 
 
 def test_sd15_graph(default_export):

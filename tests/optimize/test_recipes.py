@@ -71,7 +71,7 @@ def rebuild(path: Path, preset: str) -> dict[str, int]:
 
 def test_export_knows_every_weight(default_export: Path, exported: Path, preset: str) -> None:
     """By both exporters."""
-    for path, name in ((default_export, "sd15-small"), (exported, preset)):
+    for path, name in ((default_export, "sd15-mini"), (exported, preset)):
         assert rebuild(path, name)["unet"] == len(PresetSource(name, 0).load("unet").state_dict())
 
 

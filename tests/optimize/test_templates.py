@@ -142,7 +142,7 @@ def test_weightless_is_what_export_traces(
 ) -> None:
     """A template made without weights, as the package's are, is to the byte the one that an export keeps."""
     monkeypatch.setenv("SD_ORT_TEMPLATES", str(tmp_path))
-    made, recipes, config = weightless(PRESETS["sd15-small"], "vae_encoder")
+    made, recipes, config = weightless(PRESETS["sd15-mini"], "vae_encoder")
     templates.write(tmp_path / "made.xz", made, recipes, config)
     entry = folder.read_manifest(default_export)["components"]["vae_encoder"]
     assert templates.keep("kept", default_export / "vae_encoder", entry) is None
