@@ -56,7 +56,7 @@ class Lasting:
         return known[0].result
 
     def renew(self, given: Sequence[Tensor]) -> bool:
-        """Before a replay with the `given` in its inputs: makes again what changed. Whether there was nothing to make."""
+        """Before a replay, the `given` being in its inputs: makes again what changed. Whether it keeps all it has."""
         changed = False
         for one in self._results:
             source = given[one.place]

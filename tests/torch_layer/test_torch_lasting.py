@@ -1,4 +1,4 @@
-"""Keys and values of the prompt are made again where the prompt or a weight of theirs changed, and not in other replays."""
+"""Keys and values of the prompt are made again when it or a weight of theirs changed, and not at other replays."""
 
 from __future__ import annotations
 
