@@ -13,7 +13,8 @@ namespace {
 using Params = LinearSplitGeluParams;
 
 constexpr int kAlgorithms = 8;
-constexpr size_t kAlignment = 256;  // of the library's workspace behind the product
+constexpr size_t kAlignment = 256;   // of the library's workspace behind the product
+constexpr int64_t kManyRows = 1024;  // from there on ours is faster: results/ops_products_attention_sm_90.md
 
 size_t product_bytes(const Params& p) { return 2 * p.rows * p.half * size_of(p.dtype); }
 
@@ -67,8 +68,11 @@ std::vector<Candidate<Params>> candidates() {
   return all;
 }
 
-// The library's favorite, where it takes the call.
+// The library's favorite, where it takes the call; ours where rows are many.
 std::string default_name(const Params& p) {
+#if !SD_ORT_HIP
+  if (p.rows >= kManyRows && warpgroups().is_supported(p)) return "warpgroups";
+#endif
   const Candidate<Params> favorite = library_candidate(0);
   return favorite.is_supported(p) ? favorite.name : "plain";
 }

@@ -1,6 +1,6 @@
 // LinearSplitGelu(X, W, bias) -> Y: with V = X W + bias split in halves along the last axis, left * gelu(right), gelu
-// by the error function: a GEGLU layer whole. X is (..., K), W (K, D), bias (D), Y (..., D / 2), for any even D. Not an
-// operator of ONNX Runtime: torch alone calls it.
+// by the error function: a GEGLU layer whole. X is (..., K), W (K, D), bias (D), Y (..., D / 2), for any even D. Of
+// ONNX Runtime's providers ours alone has it; torch calls it too.
 #pragma once
 
 #include "common/op.h"

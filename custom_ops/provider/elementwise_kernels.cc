@@ -7,32 +7,6 @@
 namespace sd_ort {
 namespace {
 
-// The shape that all broadcast to.
-std::vector<int64_t> broadcast_shape(const std::vector<std::vector<int64_t>>& shapes) {
-  size_t rank = 0;
-  for (const auto& shape : shapes) rank = std::max(rank, shape.size());
-  std::vector<int64_t> whole(rank, 1);
-  for (const auto& shape : shapes) {
-    for (size_t i = 0; i < shape.size(); ++i) {
-      int64_t& size = whole[rank - shape.size() + i];
-      require(size == 1 || shape[i] == 1 || size == shape[i], "the shapes do not broadcast");
-      if (size == 1) size = shape[i];
-    }
-  }
-  return whole;
-}
-
-// Strides of a contiguous tensor in the axes of `whole`, 0 where it repeats.
-void set_strides(const std::vector<int64_t>& shape, const std::vector<int64_t>& whole, int64_t* strides) {
-  int64_t stride = 1;
-  const size_t missing = whole.size() - shape.size();
-  for (size_t i = whole.size(); i-- > 0;) {
-    const int64_t size = i < missing ? 1 : shape[i - missing];
-    strides[i] = size == 1 ? 0 : stride;
-    stride *= size;
-  }
-}
-
 // The broadcast of a and b (and Where's condition) to `whole`, its neighboring axes joined where they can be.
 Broadcast plan(const std::vector<int64_t>& whole, const std::vector<int64_t>& a, const std::vector<int64_t>& b,
                const std::vector<int64_t>& condition) {

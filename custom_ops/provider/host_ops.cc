@@ -5,7 +5,6 @@
 #include "common/gpu.h"
 #include "common/tunable.h"
 #include "doubled_weight/op.h"
-#include "linear_split_gelu/op.h"
 #include "provider_bindings.h"
 #include "softmax/op.h"
 

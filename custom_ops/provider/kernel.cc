@@ -1,5 +1,6 @@
 #include "provider/kernel.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "provider/device.h"
@@ -124,6 +125,30 @@ int64_t axis_of(int64_t axis, size_t rank) {
   const int64_t counted = axis < 0 ? axis + static_cast<int64_t>(rank) : axis;
   require(counted >= 0 && counted < static_cast<int64_t>(rank), "axis " + std::to_string(axis) + " is out of range");
   return counted;
+}
+
+std::vector<int64_t> broadcast_shape(const std::vector<std::vector<int64_t>>& shapes) {
+  size_t rank = 0;
+  for (const auto& shape : shapes) rank = std::max(rank, shape.size());
+  std::vector<int64_t> whole(rank, 1);
+  for (const auto& shape : shapes) {
+    for (size_t i = 0; i < shape.size(); ++i) {
+      int64_t& size = whole[rank - shape.size() + i];
+      require(size == 1 || shape[i] == 1 || size == shape[i], "the shapes do not broadcast");
+      if (size == 1) size = shape[i];
+    }
+  }
+  return whole;
+}
+
+void set_strides(const std::vector<int64_t>& shape, const std::vector<int64_t>& whole, int64_t* strides) {
+  int64_t stride = 1;
+  const size_t missing = whole.size() - shape.size();
+  for (size_t i = whole.size(); i-- > 0;) {
+    const int64_t size = i < missing ? 1 : shape[i - missing];
+    strides[i] = size == 1 ? 0 : stride;
+    stride *= size;
+  }
 }
 
 }  // namespace sd_ort

@@ -82,5 +82,9 @@ OrtKernelRegistry* create_registry();
 int64_t count_of(const std::vector<int64_t>& shape);
 // An axis counted from the end made one counted from the start.
 int64_t axis_of(int64_t axis, size_t rank);
+// The shape that all broadcast to.
+std::vector<int64_t> broadcast_shape(const std::vector<std::vector<int64_t>>& shapes);
+// Strides of a contiguous tensor in the axes of `whole`, 0 where it repeats.
+void set_strides(const std::vector<int64_t>& shape, const std::vector<int64_t>& whole, int64_t* strides);
 
 }  // namespace sd_ort

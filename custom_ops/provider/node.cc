@@ -22,7 +22,10 @@ NodeValue describe(const OrtValueInfo* info) {
   has_shape = ort_api->TensorTypeAndShape_HasShape(tensor);
   size_t rank = 0;
   if (has_shape) check(ort_api->GetDimensionsCount(tensor, &rank));
-  if (has_shape) value.rank = static_cast<int>(rank);
+  if (!has_shape) return value;
+  value.rank = static_cast<int>(rank);
+  value.shape.resize(rank);
+  check(ort_api->GetDimensions(tensor, value.shape.data(), rank));
   return value;
 }
 
@@ -90,6 +93,33 @@ std::string Node::text(const char* name, const std::string& absent) const {
   std::string value(bytes, '\0');
   check(ort_api->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, value.data(), bytes, &bytes));
   return value.c_str();  // without the zero at its end
+}
+
+std::vector<int64_t> Node::integers(const char* name) const {
+  if (!has(name)) return {};
+  const OrtOpAttr* attribute = nullptr;
+  check(ort_api->Node_GetAttributeByName(node_, name, &attribute));
+  size_t bytes = 0;
+  OrtStatus* short_of = ort_api->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, nullptr, 0, &bytes);
+  if (short_of != nullptr) ort_api->ReleaseStatus(short_of);
+  std::vector<int64_t> values(bytes / sizeof(int64_t));
+  if (!values.empty()) check(ort_api->ReadOpAttr(attribute, ORT_OP_ATTR_INTS, values.data(), bytes, &bytes));
+  return values;
+}
+
+std::vector<int64_t> Node::constants(size_t index) const {
+  const NodeValue& value = input(index);
+  if (!value.is_constant || value.type != ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64) return {};
+  const OrtValue* tensor = nullptr;
+  check(ort_api->ValueInfo_GetInitializerValue(value.info, &tensor));
+  Owned<OrtTensorTypeAndShapeInfo> info(ort_api->ReleaseTensorTypeAndShapeInfo);
+  check(ort_api->GetTensorTypeAndShape(tensor, info.out()));
+  size_t count = 0;
+  check(ort_api->GetTensorShapeElementCount(info.get(), &count));
+  const void* data = nullptr;
+  check(ort_api->GetTensorData(tensor, &data));
+  const int64_t* numbers = static_cast<const int64_t*>(data);
+  return {numbers, numbers + count};
 }
 
 std::vector<std::string> Node::outer_values() const {

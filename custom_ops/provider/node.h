@@ -12,8 +12,9 @@ struct NodeValue {
   bool there = false;
   std::string name;
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  int rank = -1;             // -1: unknown
-  bool is_constant = false;  // an initializer that nobody overrides
+  int rank = -1;               // -1: unknown
+  std::vector<int64_t> shape;  // -1: an open size
+  bool is_constant = false;    // an initializer that nobody overrides
   const OrtValueInfo* info = nullptr;
 };
 
@@ -32,6 +33,9 @@ class Node {
   float real(const char* name, float absent) const;
   std::string text(const char* name, const std::string& absent) const;
   bool has(const char* name) const;
+  std::vector<int64_t> integers(const char* name) const;  // none where it is absent
+  // The numbers of an input that is constant, of int64; none of another.
+  std::vector<int64_t> constants(size_t index) const;
   std::vector<std::string> outer_values() const;  // which the graphs inside the node read from around it
 
  private:

@@ -1,4 +1,6 @@
 // Reductions, Softmax and LayerNormalization of ai.onnx that no fusion took.
+#include <algorithm>
+
 #include "provider/kernel.h"
 #include "provider/kernels/kernels.h"
 
@@ -72,6 +74,25 @@ class LayerNorm : public Kernel {
 const char* refuses_float(const Node& node) {
   return is_float(node.input(0).type) ? nullptr : "X is neither float32, float16 nor bfloat16";
 }
+// Whether no axis lies between two of these; not where that cannot be known.
+bool are_neighbors(std::vector<int64_t> axes, int rank) {
+  if (axes.size() < 2) return true;
+  for (int64_t& axis : axes) {
+    if (rank >= 0 && axis < 0) axis += rank;
+  }
+  std::sort(axes.begin(), axes.end());
+  if (axes.front() < 0 && axes.back() >= 0) return false;
+  for (size_t i = 1; i < axes.size(); ++i) {
+    if (axes[i] - axes[i - 1] > 1) return false;
+  }
+  return true;
+}
+
+const char* refuses_reduction(const Node& node) {
+  if (node.input(1).there && !node.input(1).is_constant) return "its axes are computed";
+  const std::vector<int64_t> axes = node.input(1).there ? node.constants(1) : node.integers("axes");
+  return are_neighbors(axes, node.input(0).rank) ? refuses_float(node) : "its axes are no neighbors";
+}
 const char* refuses_softmax(const Node& node) {
   if (node.since_version < 13) return "opsets before 13 flatten the axes";
   const int64_t axis = node.integer("axis", -1);
@@ -85,10 +106,10 @@ const char* refuses_layer_norm(const Node& node) {
 }  // namespace
 
 void add_reduction_kernels(KernelSpecs& specs) {
-  specs.push_back({"", "ReduceMax", make_kernel<ReduceKernel<Reduction::kMax>>, refuses_float, {1}});
-  specs.push_back({"", "ReduceMean", make_kernel<ReduceKernel<Reduction::kMean>>, refuses_float, {1}});
-  specs.push_back({"", "ReduceMin", make_kernel<ReduceKernel<Reduction::kMin>>, refuses_float, {1}});
-  specs.push_back({"", "ReduceSum", make_kernel<ReduceKernel<Reduction::kSum>>, refuses_float, {1}});
+  specs.push_back({"", "ReduceMax", make_kernel<ReduceKernel<Reduction::kMax>>, refuses_reduction, {1}});
+  specs.push_back({"", "ReduceMean", make_kernel<ReduceKernel<Reduction::kMean>>, refuses_reduction, {1}});
+  specs.push_back({"", "ReduceMin", make_kernel<ReduceKernel<Reduction::kMin>>, refuses_reduction, {1}});
+  specs.push_back({"", "ReduceSum", make_kernel<ReduceKernel<Reduction::kSum>>, refuses_reduction, {1}});
   specs.push_back({"", "Softmax", make_kernel<Softmax>, refuses_softmax});
   specs.push_back({"", "LayerNormalization", make_kernel<LayerNorm>, refuses_layer_norm});
 }

@@ -12,8 +12,8 @@ A convolution of one pixel is a matrix product over NHWC tensors. The last rule 
 whose algorithm can be tuned. `SHORTCUTS_FIRST` leaves a residual to SkipGroupNorm where its product has fewer columns
 than it reads of a convolution: it then runs before the block that it goes around, and the image that it read, the
 widest of a VAE decoder, is free for the norm that begins the block. Left alone: weights that are not constant matrices,
-grouped, strided or padded convolutions, results that something else reads too. Runs after `nhwc_layout`, `pack_qkv` and
-`fold_bias`.
+grouped, strided or padded convolutions, results that something else reads too. Runs after `nhwc_layout`, `pack_qkv`,
+`fold_bias` and, where it runs, `linear_split_gelu`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from functools import partial
 import onnx_ir as ir
 
 from fusion_passes import checks as c
-from fusion_passes.lower import fold_bias, nhwc_layout, pack_qkv
+from fusion_passes.lower import fold_bias, linear_split_gelu, nhwc_layout, pack_qkv
 from fusion_passes.operators.record import DOMAIN
 from fusion_passes.pass_ import Case, Outcome, Pass, Refusal
 from fusion_passes.rewriting import derived, take_place
@@ -269,7 +269,7 @@ SHORTCUT_CASES = [
     _case("sum of others", f"{_CONV}  z = Add (a, y)", 0, "none of its terms", BiasAdd=1),
 ]
 
-_AFTER = (nhwc_layout.PASS, fold_bias.PASS, pack_qkv.PASS)
+_AFTER = (nhwc_layout.PASS, fold_bias.PASS, pack_qkv.PASS, linear_split_gelu.PASS)
 PASS = Pass("linear_add", linear_add, CASES, after=_AFTER)
 SHORTCUTS_FIRST = Pass(
     "linear_add_shortcuts_first", partial(linear_add, shortcuts_first=True), SHORTCUT_CASES, after=_AFTER

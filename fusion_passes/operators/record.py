@@ -33,6 +33,7 @@ class Operator:
     half precision models too. `statistics`: outputs that are float32 whatever the input is. on_cpu(node): whether ONNX
     Runtime 1.31's CPU provider has a kernel for the node of this name in `CONTRIB`. `exact`: whether its results are
     some of its inputs' numbers, not rounded. `counted`: whether it has a row in the table of what was fused.
+    inside(node): a standard node that makes what kernels may round to the node's type on the way to its output.
     """
 
     name: str
@@ -45,3 +46,4 @@ class Operator:
     on_cpu: Callable[[ir.Node], bool] = always
     exact: bool = False
     counted: bool = True
+    inside: Callable[[ir.Node], ir.Node] | None = None

@@ -29,7 +29,7 @@ def placement(models: Sequence[Path], provider: str) -> dict[str, Any]:
     nodes: Counter[str] = Counter()
     left: list[dict[str, Any]] = []
     for model in models:
-        session = create_session(model, provider)
+        session = create_session(model, provider, assigned=True)
         reasons, scopes = _reasons(plugin_library(provider)), {node.name: scope(node) for node in load(model).graph}
         for part in session.get_provider_graph_assignment_info():
             nodes[part.ep_name] += len(part.get_nodes())

@@ -35,6 +35,7 @@ PARTS = {"prompt": "unet_prompt", "time": "unet_time", "step": "unet"}
 
 # A node's level: the graph it belongs to. ANYWHERE is constants and the batch size, which every graph can make.
 ANYWHERE, PROMPT, TIME, STEP = range(4)
+BATCH_SIZES = ("sample.shape", "sample.batch")  # what reads the batch size: a whole Shape, and its first element
 VIEWS = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Flatten"})
 
 
@@ -110,7 +111,7 @@ def _levels(graph: ir.Graph) -> dict[str, int]:
     levels: dict[str, int] = {}
     for node in graph:
         level = max((values.get(v, ANYWHERE) for v in reads(node)), default=ANYWHERE)
-        if _is_batch_size(node, graph):
+        if _key(node) in BATCH_SIZES:
             level = ANYWHERE
         levels |= {_key(n): level for n in (node, *_inner(node))}
         values |= dict.fromkeys(node.outputs, level)
@@ -141,39 +142,31 @@ def _inner(node: ir.Node) -> list[ir.Node]:
     return [n for graph in subgraphs(node) for inner in graph for n in (inner, *_inner(inner))]
 
 
-def _is_batch_size(node: ir.Node, graph: ir.Graph) -> bool:
-    """Whether a node reads the batch size, and nothing else, off the shape of a graph input.
-
-    Spellings: Shape with start 0 and end 1, and a whole Shape of which every user gathers or slices element 0.
-    """
-    if node.op_type != "Shape" or node.inputs[0] not in _batched(graph):
-        return False
-    start, end = (node.attributes.get_int(name, None) for name in ("start", "end"))
-    if (start or 0) == 0 and end == 1:
-        return True
-    users = [user for user, _ in node.outputs[0].uses()]
-    return not start and end is None and all(_picks_first(user) for user in users)
-
-
 def _separate_batch_sizes(graph: ir.Graph) -> None:
-    """Let those that pick the batch size off the Shape of another value, or off one of which others read more, read a
-    Shape of `sample`: all three graphs can make that.
+    """Let those that read the batch size off the shape of any value read one of two Shapes of `sample`, named as
+    `BATCH_SIZES`: all three graphs can make those.
+
+    Spellings: Shape with start 0 and end 1, and a whole Shape of which a user gathers or slices element 0.
     """
     sample = next(v for v in graph.inputs if v.name == "sample")
+    batched = _batched(graph)
     batch = None if sample.shape is None else sample.shape[0]
-    if batch is None or batch == ir.SymbolicDim(None):
-        return
-    own = ir.node("Shape", [sample])
-    for node in [n for n in graph if n.op_type == "Shape" and not n.attributes]:
+    whole, first = ir.node("Shape", [sample]), ir.node("Shape", [sample], {"start": 0, "end": 1})
+    for node in [n for n in graph if n.op_type == "Shape"]:
         read = node.inputs[0]
-        if read is None or not read.shape or read.shape[0] != batch or _is_batch_size(node, graph):
+        named = batch not in (None, ir.SymbolicDim(None)) and read is not None and read.shape and read.shape[0] == batch
+        start, end = (node.attributes.get_int(name, None) for name in ("start", "end"))
+        if not (named or read in batched) or start:
             continue
         for user, place in list(node.outputs[0].uses()):
-            if _picks_first(user):
-                user.replace_input_with(place, own.outputs[0])
-    if own.outputs[0].uses():
-        own.outputs[0].name = "sample.shape"
-        graph.insert_before(graph[0], own)
+            if end == 1:
+                user.replace_input_with(place, first.outputs[0])
+            elif end is None and _picks_first(user):
+                user.replace_input_with(place, whole.outputs[0])
+    for own, name in zip((whole, first), BATCH_SIZES, strict=True):
+        if own.outputs[0].uses():
+            own.outputs[0].name = name
+            graph.insert_before(graph[0], own)
 
 
 def _picks_first(node: ir.Node) -> bool:
@@ -215,7 +208,7 @@ def _part(model: ir.Model, levels: dict[str, int], level: int) -> ir.Model:
         timestep = next(v for v in graph.inputs if v.name == TIMESTEP)
         timestep.shape = ir.Shape([batch])
     for node in list(graph):  # the batch size, from an input that this graph has
-        if _is_batch_size(node, graph):
+        if _key(node) in BATCH_SIZES:
             names_here = {PROMPT: PROMPT_INPUTS, TIME: {TIMESTEP}, STEP: {"sample"}}[level]
             node.replace_input_with(0, next(v for v in _batched(graph) if v.name in names_here))
     graph.outputs.clear()

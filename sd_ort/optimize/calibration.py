@@ -21,7 +21,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from fusion_passes import DOMAIN
-from fusion_passes.operators import bodies
+from fusion_passes.operators import BY_NAME, bodies
 from fusion_passes.rewriting import read
 from fusion_passes.shapes.types import is_statistic
 from sd_ort.core import folder
@@ -40,6 +40,7 @@ CALIBRATED = {"batch": 1, "sequence": 77, "height": 16, "width": 8}
 # Bytes of weights up to which a component is run unasked: the VAEs and CLIP ViT-L, not the UNets.
 SIZE_LIMIT = 1 << 30
 LARGE = 1 << 12  # bytes of a weight that is run from memory
+INSIDE = ".inside"  # behind an output's name: what its node's kernels may write on the way
 
 
 class CannotRun(InputError):
@@ -94,7 +95,7 @@ def calibrate(
     result = Calibration("")
     for node in model.graph:
         for output in node.outputs:
-            highest = ranges.get(str(output.name), 0.0)
+            highest = max(ranges.get(str(output.name), 0.0), ranges.get(f"{output.name}{INSIDE}", 0.0))
             if limit < highest < MASK:
                 result.nodes |= {node, *(user for user, _ in output.uses())}
                 site = {"op": node.op_type, "value": output.name, "max_abs": highest}
@@ -106,8 +107,9 @@ def calibrate(
 def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str, float]:
     """Largest magnitude, over `feeds`, of every float32 value that a node of `model` makes and another reads, by name.
 
-    NaN counts as infinite. Writes a copy of the model below `scratch` and removes it again, with its weights where they
-    are above `SIZE_LIMIT`: links to the source's would be seen by others who read it meanwhile. Raises CannotRun.
+    Of what an operator's kernels may round on the way too, by its output's name and `INSIDE`. NaN counts as infinite.
+    Writes a copy of the model below `scratch` and removes it again, with its weights where they are above `SIZE_LIMIT`:
+    links to the source's would be seen by others who read it meanwhile. Raises CannotRun.
     """
     common.NameFixPass()(model)
     copy = model.clone()
@@ -164,8 +166,14 @@ def _add_ranges(model: ir.Model) -> list[str]:
     """Give the graph one scalar output, max |x|, for every float32 value, in place of its own; returns their names."""
     names = []
     graph = model.graph
+    for node in [node for node in graph if node.domain == DOMAIN]:
+        if (inside := BY_NAME[node.op_type].inside) is not None:
+            made = inside(node)
+            made.outputs[0].name, made.outputs[0].type = f"{node.outputs[0].name}{INSIDE}", node.outputs[0].type
+            graph.append(made)
     values = [v for node in graph for i, v in enumerate(node.outputs) if not is_statistic(node, i)]
-    used = [v for v in values if v.dtype == ir.DataType.FLOAT and (v.uses() or v.is_graph_output())]
+    read = [v for v in values if v.uses() or v.is_graph_output() or str(v.name).endswith(INSIDE)]
+    used = [v for v in read if v.dtype == ir.DataType.FLOAT]
     graph.outputs.clear()
     for value in used:
         magnitude = ir.node("Abs", [value])

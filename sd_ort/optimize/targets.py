@@ -23,6 +23,7 @@ from fusion_passes.lower import (
     fold_bias,
     layer_norm,
     linear_add,
+    linear_split_gelu,
     nhwc_layout,
     pack_qkv,
     subpixel_conv,
@@ -215,11 +216,21 @@ MIGRAPHX = Target(
 )
 
 # Our own provider (custom_ops/provider): operators of domains `sd_ort` and ai.onnx only, since contrib schemas are not
-# shared with plugins; each fused one has its kernel there.
+# shared with plugins; each fused one has its kernel there, and GEGLU layers one with their product.
 # Its norms write over what nobody else reads.
 HIP = Target(
     "hip",
-    passes=tuple(linear_add.SHORTCUTS_FIRST if each is linear_add.PASS else each for each in CUDA.passes),
+    passes=(
+        _NO_SDPA,
+        nhwc_layout.PASS,
+        fold_bias.PASS,
+        pack_qkv.PASS,
+        linear_split_gelu.PASS,
+        linear_add.SHORTCUTS_FIRST,
+        upsample_nearest.PASS,
+        subpixel_conv.PASS,
+        layer_norm.PASS,
+    ),
     float32_inputs=_FLOAT32_INPUTS,
 )
 GPU = replace(HIP, name="gpu")

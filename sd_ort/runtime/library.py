@@ -31,16 +31,18 @@ class BuildError(InputError):
 def library_path(name: str = LIBRARY) -> Path | None:
     """The newest library of this name built from the present sources, else the one that the wheel brought, or None.
 
-    Runs no compiler and no Python import of ORT.
+    One with GPU kernels beside it comes before one without, which may be newer: it has the same CPU kernels, and
+    sessions look for the others there. Runs no compiler and no Python import of ORT.
     """
     builds = []
     for record in listed(cache_folder() / "ops", "*/build.json"):
         library = record.parent / name
         with suppress(InputError, OSError):  # a damaged record is a build that was not finished
             if read_json(record).get("sources") == sources_hash() and library.is_file():
-                builds.append((record.stat().st_mtime, library))
+                has_gpu = any((record.parent / gpu).is_file() for gpu in (HIP_LIBRARY, CUDA_LIBRARY))
+                builds.append((has_gpu, record.stat().st_mtime_ns, library))
     if builds:
-        return max(builds)[1]
+        return max(builds)[-1]
     return SOURCES / name if (SOURCES / name).is_file() else None
 
 

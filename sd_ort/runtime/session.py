@@ -66,20 +66,20 @@ def create_session(
     once: bool = False,
     sizes: Mapping[str, int] | None = None,
     checked: bool = False,
+    assigned: bool = False,
 ) -> ort.InferenceSession:
     """Open `<pipeline folder>/<component>/model.onnx`, or any .onnx file, on a provider.
 
     `threads`: intra-op threads, None for one a physical core. `allow_fallback`: warn instead of failing when the
-    provider is not really used. `tuning`: let the provider search for its fastest kernels. `graph`: capture runs as
-    CUDA or HIP graphs; such a session runs only through `GraphModel`. `provider_options`: more options of the
-    provider, over those of the table. `library`: the custom-op library to register, True for the one found, False
-    for none. `profile`: file-name prefix of ONNX Runtime's profile. `weights`: numbers for initializers of the data
-    file, by name, instead of those in the file; of the same shape and type. `products`: those of them that nothing but
-    matrix products reads, which a CPU then packs without copying them first. `held`: the same on the provider's
-    device, to be read there whenever it runs (`sd_ort.runtime.held`). `changed`: a graph to open instead of the file's,
-    over the file's data. `once`: it runs a time or two, which is not worth optimizing it or packing weights. `sizes`:
-    of open dimensions, by their names, where the graph has them: what depends on them alone is computed once, now.
-    `checked`: the file went through `check_model` before.
+    provider is not used. `tuning`: let the provider search for its fastest kernels. `graph`: capture runs as CUDA or
+    HIP graphs; it runs only through `GraphModel`. `provider_options`: more options of the provider, over those of the
+    table. `library`: the custom-op library to register, True for the one found, False for none. `profile`: file-name
+    prefix of ONNX Runtime's profile. `weights`: numbers for initializers of the data file, by name, of the same shape
+    and type. `products`: those of them that nothing but matrix products reads, which a CPU packs without a copy.
+    `held`: the same on the provider's device, read there at every run (`sd_ort.runtime.held`). `changed`: a graph to
+    open instead of the file's, over the file's data. `once`: it runs a time or two, not worth optimizing it or packing
+    weights. `sizes`: of open dimensions, by name, where the graph has them: what depends on them alone is computed
+    once, now. `checked`: the file went through `check_model` before. `assigned`: it can say who runs each node.
 
     Raises InputError for a model that is missing, broken or refused, ProviderError for a provider that is not
     installed, not loadable or silently dropped.
@@ -103,7 +103,7 @@ def create_session(
         kept = _hold(options, provider, {**(ahead.values if ahead else {}), **(held or {})})
         if not _register_ops(options, library):
             _do_without_ops(model_path, provider, library)
-        asked = _asked(provider, options, chosen | (ahead.option if ahead else {}))
+        asked = _asked(provider, options, chosen | (ahead.option if ahead else {}), assigned)
         with given_back() if provider == "cpu" and not weights else nullcontext():  # the next weights take what it had
             session = runtime().InferenceSession(changed or str(model_path), options, **asked, **kept)
         session.shared = {**shared, **(ahead.values if ahead else {})}  # its memory is not ONNX Runtime's
@@ -259,7 +259,7 @@ def _hold(options: Any, provider: str, held: Mapping[str, Any]) -> dict[str, Any
     return {"disabled_optimizers": ["NchwcTransformer"]}
 
 
-def _asked(provider: str, options: Any, chosen: dict[str, str]) -> dict[str, Any]:
+def _asked(provider: str, options: Any, chosen: dict[str, str], assigned: bool = False) -> dict[str, Any]:
     """What ONNX Runtime is asked for beside `options`: the provider, with `chosen` options, and the CPU for what it
     lacks. A plugin is asked for in `options`."""
     entry = provider_named(provider)
@@ -269,7 +269,8 @@ def _asked(provider: str, options: Any, chosen: dict[str, str]) -> dict[str, Any
         # A buffer that it hands on is held until the last tensor in it is dead, between them too. The provider's pool
         # hands on what is free: a step of SD 1.5 then needs 86 MiB beside its weights, not 204.
         options.enable_mem_reuse = False
-        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")  # for check.placement
+        if assigned:
+            options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         return {"enable_fallback": 0}  # a plugin that refuses its options would be replaced by the CPU
     if entry.ep == CPU_EP or entry.ep not in runtime().get_available_providers():
         return {"providers": [CPU_EP]}

@@ -17,6 +17,7 @@ import pytest
 
 from sd_ort.benchmark import contenders, recipes, runner, tables
 from sd_ort.benchmark.engines.contract import Engine, Settings
+from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.benchmark.worker import Measured, Worker, is_tuned
 from sd_ort.core.errors import SdOrtError
 from sd_ort.core.folder import MODEL
@@ -31,13 +32,14 @@ ORT_COLUMNS = (
 
 
 @pytest.fixture(scope="module")
-def report_folder(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report_folder(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of one run of three engines: raw ONNX, the same with a truncated UNet, torch eager."""
     folder = tmp_path_factory.mktemp("benchmark")
-    broken = Path(shutil.copytree(tiny_export, folder / "broken"))
+    broken = Path(shutil.copytree(small_export, folder / "broken"))
     path = broken / "unet" / MODEL
     path.write_bytes(path.read_bytes()[:1000])
-    engines, notes = contenders.find_engines([tiny_export, broken])
+    torch_pipeline("sd15-small", True).save_pretrained(folder / "torch")  # other processes do not know the preset
+    engines, notes = contenders.find_engines([small_export, broken], torch_model=str(folder / "torch"))
     settings = Settings(steps=2, batches=(1, 2), height=64, width=64, runs=3, threads=1, tuning=True)
     runner.run(engines, settings, folder / "out", notes=notes)
     return folder / "out"

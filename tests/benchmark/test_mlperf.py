@@ -79,9 +79,9 @@ def test_the_rules_are_mlperfs(tmp_path: Path) -> None:
     assert rules["server_target_qps"] == 2.5
 
 
-def test_mlperf_of_a_tiny_model(sd_ort: Cli, tiny_export: Path, tmp_path: Path) -> None:
+def test_mlperf_of_a_tiny_model(sd_ort: Cli, small_export: Path, tmp_path: Path) -> None:
     loads = ("--mlperf", "--queries", 3, "--load", 0.5, "--batch", "1,2", "--accuracy")
-    code, table, _ = sd_ort("benchmark", tiny_export, *loads, *SMALL, "--out", tmp_path)
+    code, table, _ = sd_ort("benchmark", small_export, *loads, *SMALL, "--out", tmp_path)
     assert code == 0
     report = json.loads((tmp_path / "mlperf.json").read_text())
     (row,) = report["engines"]
@@ -156,8 +156,8 @@ def test_replicas_that_cannot_be(sd_ort: Cli, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_official_is_for_sdxl(sd_ort: Cli, tiny_export: Path, tmp_path: Path) -> None:
-    code, _, error = sd_ort("benchmark", tiny_export, "--mlperf", "--official", *SMALL, "--out", tmp_path)
+def test_official_is_for_sdxl(sd_ort: Cli, small_export: Path, tmp_path: Path) -> None:
+    code, _, error = sd_ort("benchmark", small_export, "--mlperf", "--official", *SMALL, "--out", tmp_path)
     assert code == 2
     assert "leave out --official" in error
     assert not (tmp_path / "mlperf.json").exists()

@@ -21,7 +21,8 @@ from sd_ort.commands import extract as extract_command
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.graphs.scopes import scope
-from sd_ort.optimize.optimizer import optimize
+from sd_ort.optimize.optimizer import optimize, optimize_component
+from sd_ort.optimize.targets import TARGETS
 
 DYNAMO, TORCHSCRIPT = "sd15-tiny-dynamo-20.vae_decoder", "sd15-tiny-torchscript-17.vae_decoder"
 
@@ -125,6 +126,34 @@ def test_near_misses_are_ranked_and_name_what_is_no_constant(tmp_path: Path) -> 
     assert site["reason"].startswith("the affine is not a constant")
     assert site["reason"].endswith("g (8) is an input")
     assert [entry["distance"] for entry in site["near"]] == sorted(entry["distance"] for entry in site["near"])
+
+
+def test_a_geglu_layer_for_our_provider(tmp_path: Path) -> None:
+    """Of two layers one is whole; the product of the other is read by something else too, which is told."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        unet (float[N,S,6] x) => (float[N,S,4] y, float[N,S,4] z, float[N,S,8] m)
+        <float[6,8] w, float[8] b = {1, 2, 3, 4, 5, 6, 7, 8}, int64[2] halves = {4, 4}> {
+            m = MatMul (x, w)  a = Add (m, b)  l, r = Split <axis = -1> (a, halves)  g = Gelu (r)  y = Mul (l, g)
+            e = Relu (x)
+            n = MatMul (e, w)  c = Add (n, b)  s, t = Split <axis = -1> (c, halves)  h = Gelu (t)  z = Mul (s, h)
+        }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((6, 8), np.float32), "w"))
+    raw, made = (tmp_path / stage / "unet" / folder.MODEL for stage in ("raw", "made"))
+    raw.parent.mkdir(parents=True)
+    onnx.save(model, raw)
+    optimize_component(raw, made, TARGETS["gpu"])
+    source = {"folder": str(tmp_path / "raw")}
+    for stage, more in (("raw", {}), ("made", {"source": source, "options": {"target": "gpu"}, "stage": "optimize"})):
+        (tmp_path / stage / "model_index.json").write_text("{}")
+        folder.write_manifest(tmp_path / stage, {"stage": "export", "components": {}, **more})
+    found = explain(tmp_path / "made")["components"]["unet"]
+    assert found["fused"] == {"LinearSplitGelu": 1, "BiasSplitGelu": 1, "LinearAdd": 1}
+    lowered = found["lowered"]["linear_split_gelu"]
+    assert lowered["rewrote"] == {"linear_split_gelu": 1}
+    assert [(site["op"], site["reason"]) for site in lowered["left"]] == [
+        ("BiasSplitGelu", "something else reads its product too")
+    ]
 
 
 def test_what_no_rule_matches_is_told_as_it_is(tmp_path: Path) -> None:

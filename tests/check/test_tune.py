@@ -230,8 +230,8 @@ def test_show(sd_ort: Callable[..., tuple[int, str, str]]) -> None:
         assert "ROCMExecutionProvider: 1 results of 1 operators" in out
 
 
-def test_the_cpu_has_nothing_to_tune(tiny_export: Path, sd_ort: Callable[..., tuple[int, str, str]]) -> None:
-    code, _, err = sd_ort("tune", tiny_export, "--provider", "cpu")
+def test_the_cpu_has_nothing_to_tune(small_export: Path, sd_ort: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = sd_ort("tune", small_export, "--provider", "cpu")
     assert code == ProviderError.exit_code
     assert "the cpu provider has nothing to tune" in err
 
@@ -242,31 +242,31 @@ def test_a_gpu_without_an_op_library_has_nothing_to_tune(tmp_path: Path) -> None
         tune.tune(tmp_path, "cuda", library=tmp_path / "libsd_ort_ops.so")
 
 
-def test_sizes(tiny_export: Path) -> None:
+def test_sizes(small_export: Path) -> None:
     """Pixels become latents; guidance doubles the UNet's batch; a text encoder runs once a batch."""
-    step = pixels_per_latent(tiny_export)
-    sizes = tune.image_sizes(tiny_export, [8 * step, 16 * step], [8 * step, 8 * step])
-    unet = tune.latent_sizes(tiny_export, "unet", sizes, (1, 2), guidance=True)
+    step = pixels_per_latent(small_export)
+    sizes = tune.image_sizes(small_export, [8 * step, 16 * step], [8 * step, 8 * step])
+    unet = tune.latent_sizes(small_export, "unet", sizes, (1, 2), guidance=True)
     assert [(s["batch"], s["height"], s["width"]) for s in unet] == [(2, 8, 8), (4, 8, 8), (2, 16, 8), (4, 16, 8)]
-    text = tune.latent_sizes(tiny_export, "text_encoder", sizes, (1, 2), guidance=True)
+    text = tune.latent_sizes(small_export, "text_encoder", sizes, (1, 2), guidance=True)
     assert [s["batch"] for s in text] == [1, 2]
-    assert len(tune.image_sizes(tiny_export, [], [])) == 1
+    assert len(tune.image_sizes(small_export, [], [])) == 1
     assert (default_latents({}), default_latents({"sample_size": 96}), default_latents({"sample_size": [32, 48]})) == (
         64, 96, 32,
     )  # fmt: skip
     with pytest.raises(InputError, match="2 heights and 1 widths"):
-        tune.image_sizes(tiny_export, [8, 16], [8])
+        tune.image_sizes(small_export, [8, 16], [8])
     with pytest.raises(InputError, match="is no size of an image"):
-        tune.image_sizes(tiny_export, [3], [8])
+        tune.image_sizes(small_export, [3], [8])
 
 
-def test_every_component_runs_at_its_shapes(tiny_export: Path) -> None:
+def test_every_component_runs_at_its_shapes(small_export: Path) -> None:
     """The runs that tuning consists of, on the CPU."""
     from sd_ort.runtime.session import load
 
-    step = pixels_per_latent(tiny_export)
+    step = pixels_per_latent(small_export)
     lines: list[str] = []
     for name in ("text_encoder", "unet", "vae_decoder"):
-        sizes = tune.latent_sizes(tiny_export, name, [(8 * step, 8 * step)], (1,), guidance=True)
-        tune.run_shapes(load(tiny_export, name), tiny_export, name, sizes, lines.append)
+        sizes = tune.latent_sizes(small_export, name, [(8 * step, 8 * step)], (1,), guidance=True)
+        tune.run_shapes(load(small_export, name), small_export, name, sizes, lines.append)
     assert [line.split(":")[0] for line in lines] == ["text_encoder", "unet", "vae_decoder"]

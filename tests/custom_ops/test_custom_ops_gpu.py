@@ -72,7 +72,8 @@ def test_every_candidate_agrees_with_numpy(operator: Operator, device: str, emul
 @pytest.mark.parametrize("operator", OPS, ids=lambda operator: operator.name)
 def test_misaligned_buffers(operator: Operator, emulations: dict[str, GpuLibrary]) -> None:
     """One element off 16-byte alignment: wide accesses must be refused, the default must still work."""
-    case = next(case for case in operator.cases if all(n % 8 == 0 for n in (case.inputs[operator.inputs[0]][-1],)))
+    firsts = ((case, case.inputs[operator.inputs[0]]) for case in operator.cases)
+    case = next(case for case, shape in firsts if prod(shape) > 0 and shape[-1] % 8 == 0)
     for dtype in case.dtypes:
         outcomes = list(check_case(emulations["cuda"], HostMemory(), operator, case, dtype, shift=1))
         assert outcomes

@@ -307,6 +307,38 @@ def test_a_norm_is_written_over_what_nobody_else_reads(provider: str, tuning: st
         np.testing.assert_allclose(got.ravel(), wanted.reshape(-1, 64).max(0), atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["float", "float16"])
+def test_a_layer_with_its_gate_is_the_two_operators(provider: str, dtype: str) -> None:
+    """LinearSplitGelu beside the product and the gate that it stands for, of several shapes; wrong ones are told."""
+    graph = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 20, "sd_ort": 1]>
+        g ({dtype}[N, S, K] x, {dtype}[K, D] w, {dtype}[D] b) => ({dtype}[N, S, H] y, {dtype}[N, S, H] apart) {{
+            y = sd_ort.LinearSplitGelu (x, w, b)
+            m = sd_ort.LinearAdd (x, w)
+            apart = sd_ort.BiasSplitGelu (m, b)
+        }}
+        <opset_import: ["": 20], domain: "sd_ort"> LinearAdd (x, w) => (y) {{ y = MatMul (x, w) }}
+        <opset_import: ["": 20], domain: "sd_ort"> LinearSplitGelu (x, w, b) => (y) {{ y = MatMul (x, w) }}
+        <opset_import: ["": 20], domain: "sd_ort"> BiasSplitGelu (x, b) => (y) {{ y = Add (x, b) }}""")
+    session = session_of(graph.SerializeToString(), provider)
+    assert placed(session)["SdOrtHost"] == Counter(LinearSplitGelu=1, LinearAdd=1, BiasSplitGelu=1)
+    random = np.random.default_rng(0)
+    kind = np.float16 if dtype == "float16" else np.float32
+
+    def feed(*shape: int, columns: int, bias: int) -> dict[str, np.ndarray]:
+        shapes = {"x": shape, "w": (shape[-1], columns), "b": (bias,)}
+        return {name: random.normal(size=shape).astype(kind) for name, shape in shapes.items()}
+
+    for shape, columns in (((2, 5, 24), 32), ((1, 3, 7), 6), ((2, 1, 0), 4), ((0, 3, 8), 4)):
+        y, apart = session.run(None, feed(*shape, columns=columns, bias=columns))
+        assert y.shape == (*shape[:-1], columns // 2)
+        np.testing.assert_array_equal(y, apart)
+    del graph.graph.node[1:], graph.graph.output[1]
+    session = session_of(graph.SerializeToString(), provider)
+    for columns, bias, message in ((6, 4, "one element a column"), (5, 5, "even number of columns")):
+        with pytest.raises(Exception, match=f"LinearSplitGelu: .*{message}"):
+            session.run(None, feed(1, 3, 7, columns=columns, bias=bias))
+
+
 def test_session_of_the_package(
     provider: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

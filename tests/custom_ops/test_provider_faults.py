@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from click.testing import CliRunner
 from provider_sessions import placed, session_of, small
 
 from sd_ort.benchmark import profile
+from sd_ort.check.placement import placement
 from sd_ort.commands import explain as explain_command
 from sd_ort.core.errors import ProviderError
 from sd_ort.runtime import providers
@@ -91,6 +93,49 @@ def test_explain_says_why_a_node_is_left(provider: str, tmp_path: Path) -> None:
     assert found["nodes"]["CPUExecutionProvider"] == len(REASONS)
     text = CliRunner().invoke(explain_command.command, [str(tmp_path / "model.onnx"), "--provider", provider])
     assert "left: 1 Gemm: A is transposed (node_d2)" in text.output
+
+
+# Nodes, and why the provider leaves them; those with none it runs.
+FORMS = {
+    "ReduceMean <keepdims = 0> (x, ends)": "its axes are no neighbors",
+    "ReduceMax <noop_with_empty_axes = 0> (x, last)": "",
+    "ReduceSum (x, axes)": "its axes are computed",
+    "ReduceMin (x)": "",
+    "MatMul (p, q)": "",  # both repeat
+    "MatMul (p, r)": "",  # one does, and lacks an axis
+    "MatMul (r, s)": "",  # one matrix of more axes than the many have
+    "MatMul (s, r)": "",
+    "Gemm (m, w, bias)": "",
+    "Gemm (m, w, number)": "C is one number",
+    "Gemm (m, w, open)": "C is no vector of a known size",
+    "Gemm <transB = 1> (m, row, number)": "",
+}
+
+
+def test_forms_are_run_right_or_left(provider: str, tmp_path: Path) -> None:
+    """None is taken that fails when it runs; explain's reasons are those of `FORMS`."""
+    lines = "\n".join(f"y{number} = {form}" for number, form in enumerate(FORMS))
+    made = ", ".join(f"float y{number}" for number in range(len(FORMS)))
+    graph = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 20]>
+        g (float[2,3,4] x, float[2,2,1,3,4] p, float[2,1,5,4,4] q, float[5,4,4] r, float[1,1,1,4,4] s, float[2,4] m,
+           float[4,3] w, float[1,4] row, float[3] bias, float[1] number, float[n] open, int64[k] axes) => ({made})
+        <int64[2] ends = {{0, 2}}, int64[2] last = {{-1, -2}}> {{ {lines} }}""")
+    for node in graph.graph.node:
+        node.name = node.output[0]
+    onnx.save(graph, tmp_path / "model.onnx")
+    left = placement([tmp_path / "model.onnx"], provider)["left"]
+    reasons = dict(zip(FORMS, [""] * len(FORMS), strict=True)) | {
+        list(FORMS)[int(node["node"].removeprefix("y"))]: node["reason"] for node in left
+    }
+    assert reasons == FORMS
+    random = np.random.default_rng(0)
+    fed = {
+        value.name: random.normal(size=[size.dim_value or 3 for size in value.type.tensor_type.shape.dim]).astype("f4")
+        for value in graph.graph.input
+    } | {"axes": np.array([0, 2])}
+    wanted = ort.InferenceSession(graph.SerializeToString()).run(None, fed)
+    for got, right in zip(session_of(tmp_path / "model.onnx", provider).run(None, fed), wanted, strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)
 
 
 def test_explain_takes_our_providers(provider: str, tmp_path: Path) -> None:

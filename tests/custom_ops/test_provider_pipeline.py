@@ -13,7 +13,7 @@ import pytest
 
 from sd_ort import StableDiffusionPipeline
 from sd_ort.core.errors import ProviderError
-from sd_ort.core.folder import MODEL
+from sd_ort.core.folder import MODEL, read_manifest
 from sd_ort.runtime import provider_records, providers, tuning
 from sd_ort.runtime.captured import UNCAPTURED, GraphModel
 from sd_ort.runtime.held import HeldWeights
@@ -52,7 +52,7 @@ def by_name(provider: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_whole_pipeline_by_the_plain_call(
     by_name: str,
-    tiny_export: Path,
+    small_export: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -61,10 +61,11 @@ def test_a_whole_pipeline_by_the_plain_call(
     """Captured and queued, nothing warned of, the CPU's picture; what was tuned is kept and found again."""
     monkeypatch.setenv("SD_ORT_TUNING", str(tmp_path / "tuning"))
     monkeypatch.setattr(tuning, "Finalize", lambda *_, **__: None)  # at the process's end the variable is gone
-    assert sd_ort("optimize", tiny_export, tmp_path / "ours", "--target", "gpu", "--hoist")[0] == 0
+    assert sd_ort("optimize", small_export, tmp_path / "ours", "--target", "gpu", "--hoist")[0] == 0
+    assert read_manifest(tmp_path / "ours")["components"]["unet"]["counts"]["LinearSplitGelu"] == 4
     size = {"height": 64, "width": 64}
     arguments = {**size, "num_inference_steps": 3, "generator": 0, "progress": False}
-    expected = StableDiffusionPipeline.from_pretrained(tiny_export)("a cat", **arguments).images[0]
+    expected = StableDiffusionPipeline.from_pretrained(small_export)("a cat", **arguments).images[0]
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "ours", by_name)
     for _ in range(2):
         image = pipeline("a cat", **arguments).images[0]

@@ -56,8 +56,8 @@ def test_pipeline_of_another_family(sd_ort, tmp_path):
     assert "T5EncoderModel" in refused(sd_ort, tmp_path, tmp_path / "flux", tmp_path / "out")
 
 
-def test_onnx_folder_as_model(sd_ort, tiny_export, tmp_path):
-    assert "holds ONNX models already" in refused(sd_ort, tmp_path, tiny_export, tmp_path / "out")
+def test_onnx_folder_as_model(sd_ort, small_export, tmp_path):
+    assert "holds ONNX models already" in refused(sd_ort, tmp_path, small_export, tmp_path / "out")
 
 
 @pytest.mark.parametrize(("key", "value"), [("encoder_hid_dim_type", "ip_image_proj"), ("attention_type", "gated")])

@@ -23,6 +23,7 @@ KERNELS = {
     "BiasSplitGelu": "bias_split_gelu",
     "GroupNorm": "group_norm",
     "LinearAdd": "linear_add",
+    "LinearSplitGelu": "linear_split_gelu",
     "MultiHeadAttention": "multi_head_attention",
     "SkipGroupNorm": "skip_group_norm",
     "SkipLayerNormalization": "skip_layer_norm",
@@ -38,6 +39,8 @@ def fused(operator: Operator, kernel: op.Operator, case: op.Case) -> bool:
     images = all(len(case.inputs[kernel.inputs[i]]) == 4 for i in operator.images)
     if operator.name == "MultiHeadAttention":
         return not {"bias", "key_padding_mask"} & given
+    if operator.name == "LinearSplitGelu":
+        return given == {"X", "W", "bias"}
     if operator.name == "SkipLayerNormalization":
         return "beta" in given
     return images and ("bias" not in given or case.attributes.get("channels_last", 1) == 1)

@@ -42,7 +42,7 @@ KINDS = {name: Kind(name) for name in ("Combo", "String", "Boolean", "Model", "C
 
 
 @pytest.fixture
-def comfy(tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def comfy(small_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Modules that the nodes import; returns ComfyUI's models folder, which has one folder of ours."""
     paths = {"checkpoints": ([], set())}
     folder_paths = module(
@@ -84,7 +84,7 @@ def comfy(tiny_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         if name.startswith("comfy."):
             setattr(modules["comfy"], name.removeprefix("comfy."), content)
     (tmp_path / "sd_ort").mkdir()
-    (tmp_path / "sd_ort" / "tiny").symlink_to(tiny_export, target_is_directory=True)
+    (tmp_path / "sd_ort" / "tiny").symlink_to(small_export, target_is_directory=True)
     yield tmp_path
     for name in [name for name in sys.modules if name.startswith("sd_ort.hosts.comfyui.")]:
         del sys.modules[name]  # they hold what was monkeypatched
@@ -124,10 +124,10 @@ def test_errors_reach_the_box_in_one_line(comfy: Path) -> None:
     assert nodes.Info.execute(theirs).result == ("this MODEL is not sd-ort's",)
 
 
-def test_diffusion_model(comfy: Path, tiny_export: Path) -> None:
+def test_diffusion_model(comfy: Path, small_export: Path) -> None:
     """Called as ComfyUI calls it: the folder's UNet answers, what it cannot do is refused, LoRAs find weights."""
     model = importlib.import_module("sd_ort.hosts.comfyui.model")
-    models = HostModels(tiny_export, "cpu")
+    models = HostModels(small_export, "cpu")
     name = "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.weight"
     ours = model.DiffusionModel(models, {name: "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"})
     wrapped = torch.nn.ModuleDict({"diffusion_model": ours})

@@ -73,10 +73,10 @@ class Patcher:
 
 
 @pytest.fixture
-def root(tiny_export: Path, tmp_path: Path) -> Path:
+def root(small_export: Path, tmp_path: Path) -> Path:
     """A host's models folder with one of ours, and a folder that is none."""
     (tmp_path / "sd_ort" / "other").mkdir(parents=True)
-    (tmp_path / "sd_ort" / "tiny").symlink_to(tiny_export, target_is_directory=True)
+    (tmp_path / "sd_ort" / "tiny").symlink_to(small_export, target_is_directory=True)
     assert (tmp_path / "sd_ort" / "tiny" / MANIFEST).is_file()
     return tmp_path
 
@@ -104,9 +104,9 @@ def webui(root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture(scope="module")
-def given(tiny_export: Path) -> dict[str, torch.Tensor]:
+def given(small_export: Path) -> dict[str, torch.Tensor]:
     """What a host calls a UNet with, and what the folder's says to it."""
-    models = HostModels(tiny_export, "cpu")
+    models = HostModels(small_export, "cpu")
     generator = torch.Generator().manual_seed(0)
     width = models.unet_config["cross_attention_dim"]
     made = {
@@ -237,6 +237,6 @@ def test_sizes_are_read_back() -> None:
         numbers_of(torch.randn(2, 6 * 256), 6, 256)
 
 
-def test_a_folder_of_another_family(tiny_export: Path, given: dict[str, torch.Tensor]) -> None:
+def test_a_folder_of_another_family(small_export: Path, given: dict[str, torch.Tensor]) -> None:
     with pytest.raises(InputError, match="prompts have 5 channels"):
-        WebUNet(tiny_export, "cpu")(given["x"], given["timesteps"], given["context"][..., :5])
+        WebUNet(small_export, "cpu")(given["x"], given["timesteps"], given["context"][..., :5])

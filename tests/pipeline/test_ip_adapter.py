@@ -43,9 +43,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module", autouse=True)
 def presets() -> Iterator[None]:
-    """`sd15-seen`, sd15-tiny with a small U-Net, and `sdxl-seen`, both without weights."""
-    tiny = PRESETS["sd15-tiny"]
-    PRESETS["sd15-seen"] = replace(tiny, models={**tiny.models, "unet": mini(tiny).models["unet"]})
+    """`sd15-seen`, sd15-small with a small U-Net, and `sdxl-seen`, both without weights."""
+    small = PRESETS["sd15-small"]
+    PRESETS["sd15-seen"] = replace(small, models={**small.models, "unet": mini(PRESETS["sd15-tiny"]).models["unet"]})
     PRESETS["sdxl-seen"] = mini(PRESETS["sdxl-tiny"])
     yield
     del PRESETS["sd15-seen"], PRESETS["sdxl-seen"]
@@ -67,7 +67,7 @@ def adapted(preset: str, file: Path, encoder: Path | None = None) -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(files: Path, tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def folder(files: Path, small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A pipeline folder with an adapter, "sd15-seen" or "sd15-seen-plus"."""
     made: dict[str, Path] = {}
 
@@ -79,7 +79,7 @@ def folder(files: Path, tiny_export: Path, tmp_path_factory: pytest.TempPathFact
             adapter = FileOptions(ip_adapter=files / f"{name}.safetensors")
             export(None, out, preset="sd15-seen", random_weights=True, files=adapter, **options)  # type: ignore[arg-type]
             for part in ("text_encoder", "vae_decoder"):
-                shutil.copytree(tiny_export / part, out / part)
+                shutil.copytree(small_export / part, out / part)
             if made:
                 shutil.copytree(next(iter(made.values())) / "image_encoder", out / "image_encoder")
             made[name] = out
@@ -325,8 +325,8 @@ def test_arguments_that_do_not_fit(folder: Any, arguments: dict[str, Any], messa
         draw(pipeline, **arguments)
 
 
-def test_a_folder_without(tiny_export: Path) -> None:
-    pipeline = StableDiffusionPipeline.from_pretrained(tiny_export, low_memory=True)
+def test_a_folder_without(small_export: Path) -> None:
+    pipeline = StableDiffusionPipeline.from_pretrained(small_export, low_memory=True)
     for call in (lambda: draw(pipeline, ip_adapter_image=PICTURE), lambda: pipeline.set_ip_adapter_scale(1)):
         with pytest.raises(InputError, match="has no IP-Adapter: export its model with --ip-adapter FILE"):
             call()

@@ -43,16 +43,16 @@ SETTINGS: dict[str, Any] = {
 BLOCK = "down_blocks.0.attentions.0.transformer_blocks.0"
 MODULES = {
     "unet": [f"{BLOCK}.attn1.to_q", f"{BLOCK}.attn1.to_v", f"{BLOCK}.attn1.to_out.0", f"{BLOCK}.attn2.to_k",
-             f"{BLOCK}.ff.net.0.proj", "down_blocks.0.resnets.0.conv1", "up_blocks.1.attentions.0.proj_in",
+             f"{BLOCK}.ff.net.0.proj", "down_blocks.0.resnets.0.conv1", "up_blocks.3.attentions.0.proj_in",
              "down_blocks.0.resnets.0.time_emb_proj", "up_blocks.0.upsamplers.0.conv"],
-    "text_encoder": ["encoder.layers.0.self_attn.q_proj", "encoder.layers.3.mlp.fc1"],
+    "text_encoder": ["encoder.layers.0.self_attn.q_proj", "encoder.layers.2.mlp.fc1"],
 }  # fmt: skip
 ALPHA, RANK = 2.0, 4
 
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, Tensors]:
-    source = PresetSource("sd15-tiny", 0)
+    source = PresetSource("sd15-small", 0)
     return {name: source.load(name).state_dict() for name in MODULES}
 
 
@@ -113,9 +113,9 @@ def fused(weights: Tensors, component: str, adapters: dict[int, float], make: Ca
 
 
 @pytest.fixture(scope="module")
-def optimized(tiny_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def optimized(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("lora") / "cpu"
-    optimize(tiny_export, out, target="cpu", components=["text_encoder", "unet", "vae_decoder"])
+    optimize(small_export, out, target="cpu", components=["text_encoder", "unet", "vae_decoder"])
     return out
 
 
@@ -125,7 +125,7 @@ def draw(pipeline: Any) -> np.ndarray:
 
 def test_draws_what_diffusers_draws(optimized: Path, weights: dict, make: Callable) -> None:
     """Over reopened sessions, as a CPU has them, and in place, as GPUs have them."""
-    theirs = torch_pipeline("sd15-tiny", True, 0)
+    theirs = torch_pipeline("sd15-small", True, 0)
     plain, in_place = (StableDiffusionPipeline.from_pretrained(optimized) for _ in range(2))
     in_place.models.in_place = True
     untouched = draw(plain)
@@ -188,11 +188,11 @@ def test_a_change_is_written_over_the_last_one(
 
 
 @pytest.mark.parametrize("target", ["cuda", "rocm"])
-def test_packed_and_hoisted_weights(tiny_export: Path, weights: dict, make: Callable, tmp_path: Path, target: str):
+def test_packed_and_hoisted_weights(small_export: Path, weights: dict, make: Callable, tmp_path: Path, target: str):
     """The corrected numbers of every initializer are those of optimizing the corrected checkpoint, but for rounding;
     the same where they are computed on the device, two LoRAs at once; without changes those on disk."""
     out = tmp_path / "out"
-    optimize(tiny_export, out, target=target, dtype="float16", components=["unet"], hoisted=True, calibrate=False)
+    optimize(small_export, out, target=target, dtype="float16", components=["unet"], hoisted=True, calibrate=False)
     loras = Loras(out)
     for seed in (1, 2):
         loras.add(str(seed), read_adapter(kohya(make(seed)), {}), "a")

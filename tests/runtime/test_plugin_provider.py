@@ -46,10 +46,10 @@ def test_plugin_is_named_by_its_devices(library: Path) -> None:
     providers.check_provider(f"plugin:{library}")
 
 
-def test_dropped_plugin_is_an_error(library: Path, tiny_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_plugin_is_an_error(library: Path, small_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnxruntime, "SessionOptions", _Options)
     with pytest.raises(ProviderError, match=r"dropped the plugin:.*provider and would run on the CPU"):
-        session.create_session(tiny_export / "vae_decoder" / MODEL, f"plugin:{library}")
+        session.create_session(small_export / "vae_decoder" / MODEL, f"plugin:{library}")
 
 
 def test_plugin_without_a_device(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
