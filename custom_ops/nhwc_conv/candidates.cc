@@ -1,4 +1,6 @@
-// The ways to run NhwcConv: our plain kernel, and what cuDNN proposes, its favorite first (not on AMD).
+// The ways to run NhwcConv: our plain kernel, and what cuDNN proposes, its favorite first (not on AMD), for the
+// convolution with what is added or alone, the sum a kernel of its own behind it.
+#include "bias_add/op.h"
 #include "common/tunable.h"
 #include "common/vendors/which.h"
 #include "nhwc_conv/op.h"
@@ -10,7 +12,7 @@ namespace sd_ort {
 namespace {
 
 #if !SD_ORT_HIP
-constexpr int kPlans = 16;
+constexpr int kPlans = 16, kPlansAlone = 6;
 
 Candidate<NhwcConvParams> library_candidate(int number) {
   return {"cudnn_" + std::to_string(number),
@@ -19,6 +21,26 @@ Candidate<NhwcConvParams> library_candidate(int number) {
             return CudnnConvolution(p).run(number, workspace, stream);
           },
           [=](const NhwcConvParams& p) { return CudnnConvolution(p).workspace_bytes(number); }};
+}
+
+// Where few pixels have many filters, cuDNN's convolutions that add are slower than others and a sum behind them.
+Candidate<NhwcConvParams> apart_candidate(int number) {
+  const auto alone = [](NhwcConvParams p) {
+    p.bias = p.skip = nullptr;
+    return p;
+  };
+  const auto supports = [=](const NhwcConvParams& p) {
+    return p.bias != nullptr && p.filter_count * size_of(p.dtype) % 16 == 0 && are_aligned<16>(p.bias, p.skip) &&
+           CudnnConvolution(alone(p)).supports(number);
+  };
+  const auto run = [=](const NhwcConvParams& p, void* workspace, void* stream) {
+    const char* error = CudnnConvolution(alone(p)).run(number, workspace, stream);
+    if (error != nullptr) return error;
+    return bias_add_launch({p.dtype, p.y, p.bias, p.skip, p.y, p.batch * p.out_height * p.out_width, p.filter_count},
+                           {true, 256}, stream);
+  };
+  const auto bytes = [=](const NhwcConvParams& p) { return CudnnConvolution(alone(p)).workspace_bytes(number); };
+  return {"cudnn_apart_" + std::to_string(number), supports, run, bytes};
 }
 #endif
 
@@ -38,6 +60,7 @@ std::vector<Candidate<NhwcConvParams>> candidates() {
   all.push_back(tiles_candidate("split_tiles", nhwc_conv_splits));
 #if !SD_ORT_HIP
   for (int number = 0; number < kPlans; ++number) all.push_back(library_candidate(number));
+  for (int number = 0; number < kPlansAlone; ++number) all.push_back(apart_candidate(number));
 #endif
   return all;
 }

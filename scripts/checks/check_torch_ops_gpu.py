@@ -197,9 +197,10 @@ def own_graphs() -> str:
     plain = optimize(copy.deepcopy(model), "performance", graph=False)
     reset_status()
 
-    def turn(seed: int, size: int = 16) -> None:
+    def turn(seed: int, size: int = 16, prompt: torch.Tensor | None = None) -> None:
         d = Draw("cuda", torch.float16)
         sample, context = d(2 + seed, 4, size, size)[seed:], d(2 + seed, 7, model.config.cross_attention_dim)[seed:]
+        context = context if prompt is None else prompt
         made = model(sample, 100 * seed, context).sample
         wanted = plain(sample, 100 * seed, context).sample
         assert error(made, wanted) < LIMITS[torch.float16], f"error {error(made, wanted):.1e} in call {seed}"
@@ -222,10 +223,15 @@ def own_graphs() -> str:
         turn(9)
         turn(10)
         turn(11)
+        prompt = Draw("cuda", torch.float16)(2, 7, model.config.cross_attention_dim)
+        for seed in (12, 13, 14):
+            turn(seed, prompt=prompt)
+        prompt.mul_(1.5)  # what was made of it is made again
+        turn(15, prompt=prompt)
     ran = {what: count for (_, what), count in status().graphs.items()}
-    assert ran == {"captured": 3, "replayed": 9}, str(ran)
+    assert ran == {"captured": 3, "replayed": 13, "replayed for the same prompt": 2}, str(ran)
     assert not status().not_captured, str(status())
-    return "captured 3 times, replayed 9 times"
+    return "captured 3 times, replayed 13 times, 2 of these for the same prompt"
 
 
 def pictures(device: str = "cuda") -> str:

@@ -2,6 +2,7 @@
 
 A graph has addresses and Python's decisions baked in. So before each replay the model is compared with what it was when
 it was captured (`_Snapshot`), and graphs of another state are dropped. Weights changed in place are read as they are.
+What is made of the prompt and of weights alone is made when these change (lasting.py), not at every replay.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
 from sd_ort.torch import kernels, status, watchers
+from sd_ort.torch.lasting import Lasting
 
 KEPT = 8  # graphs of one model, the one used longest ago is dropped; they share their memory
 UNUSED = 3  # graphs dropped in a row before their second replay: the model changes too often
+SAME_PROMPT = "replayed for the same prompt"
 Run = Callable[..., Any]
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype)
 
@@ -38,6 +41,7 @@ class _Entry:
     is_new: bool = True
     failed: str | None = None
     inputs: list[torch.Tensor] = field(default_factory=list)
+    lasting: Lasting = field(default_factory=Lasting)
     outputs: Any = None
     replay: Callable[[], None] | None = None
     replays: int = 0
@@ -69,6 +73,7 @@ class Graphs:
             key = tuple(_key(leaf) for leaf in leaves)
         except Refused as refused:
             status.not_captured[name, str(refused)] += 1
+            self._forget()  # a call with gradients: fused optimizers write weights and count it nowhere
             return run(model, *arguments, **keywords)
         with self._lock:
             try:
@@ -79,6 +84,11 @@ class Graphs:
             except Refused as refused:
                 status.not_captured[name, str(refused)] += 1
         return run(model, *arguments, **keywords)
+
+    def _forget(self) -> None:
+        with self._lock:
+            for entry in self._entries:
+                entry.lasting.forget()
 
     def _entry(self, model: nn.Module, key: tuple[Any, ...], spec: pytree.TreeSpec) -> _Entry:
         """The entry of a call, new or found, as the one used last. Drops all when the model has changed."""
@@ -107,6 +117,8 @@ class Graphs:
         self._stream = after(self._stream, tensors[0].device)
         for static, given in zip(entry.inputs, tensors, strict=True):
             static.copy_(given)
+        if entry.lasting.renew(tensors):
+            status.graphs[name, SAME_PROMPT] += 1
         entry.replay()
         entry.replays += 1
         status.graphs[name, "replayed"] += 1
@@ -124,10 +136,13 @@ class Graphs:
                 return run(model, *arguments, **keywords)
 
             entry.inputs = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
+            entry.lasting = Lasting(entry.inputs)
             try:
-                replay, entry.outputs, self._pool = record(again, entry.inputs[0].device, self._pool)
+                with entry.lasting.recorded():
+                    replay, entry.outputs, self._pool = record(again, entry.inputs[0].device, self._pool)
             except (RuntimeError, NotImplementedError) as error:
-                entry.failed, entry.inputs = f"capturing failed: {str(error).splitlines()[0]}", []
+                entry.failed = f"capturing failed: {str(error).splitlines()[0]}"
+                entry.inputs, entry.lasting = [], Lasting()
                 raise Refused(entry.failed) from error
         return replay
 

@@ -15,9 +15,10 @@ class Status:
 
     `kernels`: calls by operator that one of our kernels ran. `fallbacks`: calls by (operator, reason) that the plain
     torch expression ran. `replaced` and `left_alone`: modules by class name, or (class name, reason), of `optimize`.
-    `graphs`: how often a model, by class name, was "captured" in a CUDA graph and "replayed"; replays call no operators
-    and count none. `not_captured`: calls of such a model by (class name, reason) that ran without a graph; the first of
-    its shapes is not counted.
+    `graphs`: how often a model, by class name, was "captured" in a CUDA graph and "replayed", and how many of these
+    were "replayed for the same prompt", whose keys and values were not made again; replays call no operators and count
+    none. `not_captured`: calls of such a model by (class name, reason) that ran without a graph; the first of its
+    shapes is not counted.
     """
 
     kernels: Mapping[str, int]

@@ -1,6 +1,7 @@
 """Products of one tensor in many places of a model, made as one: time embeddings, and keys and values of the prompt.
 
 The first layer of a call computes for all, and each takes its part. Needs weights that lie side by side (packing.py).
+A graph's replays compute anew only what changed (lasting.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sd_ort.torch.lasting import once
 from sd_ort.torch.modules import packing, parts
 from sd_ort.torch.operators.stacked_linear import side_by_side
 
@@ -55,14 +57,14 @@ class Together:
         return part
 
     def _products(self, x: Tensor) -> tuple[Tensor, int, dict[int, Tensor]] | None:
-        layers = self._layers()
-        weight = side_by_side([layer.weight for layer in layers])
-        if weight is None or not all(parts.is_plain(layer, nn.Linear) for layer in layers):
+        if not all(parts.is_plain(layer, nn.Linear) for layer in self._layers()):
             return None
-        bias = side_by_side([layer.bias for layer in layers]) if self._has_bias() else None
-        if self._has_bias() and bias is None:
+        parameters = self._parameters()
+        weight, bias = [*(side_by_side(ones) for ones in parameters), None][:2]
+        if weight is None or (bias is None and self._has_bias()):
             return None
-        y = F.linear(x if self._before is None else self._before(x), weight, bias)
+        weights = [one for ones in parameters for one in ones]
+        y = once(self, lambda: F.linear(x if self._before is None else self._before(x), weight, bias), x, weights)
         made = y.split([sum(len(layer.weight) for layer in place) for place in self._places], dim=-1)
         if self._dense:
             sizes = [part.numel() for part in made]
@@ -80,7 +82,7 @@ class Together:
     def _parameters(self) -> list[list[nn.Parameter]]:
         """The weights, and the biases if there are any."""
         names = ("weight", "bias") if self._has_bias() else ("weight",)
-        return [[layer.get_parameter(name) for layer in self._layers()] for name in names]
+        return [[getattr(layer, name) for layer in self._layers()] for name in names]
 
     def take_apart(self) -> None:
         """Gives every weight memory of its own again."""
