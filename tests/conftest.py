@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import onnxruntime
 import pytest
 from minis import mini, smalls
 
@@ -36,6 +37,20 @@ def pytest_collection_finish() -> None:
     """Collecting took a tenth of the time: few objects of graphs are in cycles, and what was imported stays."""
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def idle_threads_sleep() -> Iterator[None]:
+    """ONNX Runtime's threads burn time while they wait for work, which graphs this small rarely have for a second."""
+
+    class Options(onnxruntime.SessionOptions):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_session_config_entry("session.intra_op.allow_spinning", "0")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnxruntime, "SessionOptions", Options)
+        yield
 
 
 @pytest.fixture(scope="session")
