@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.weak import TensorWeakRef
 
 Tensor = torch.Tensor
@@ -84,8 +85,30 @@ def once(owner: object, make: Callable[[], Tensor], x: Tensor, weights: Sequence
     return make() if graph is None else graph.read(owner, make, x, weights)
 
 
+class _Placed:
+    """Counts the modules that were ever put into others: peft fuses a LoRA by writing into weights past their count,
+    but puts its layer around ours to do so, and then ours in its place again.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._watches = False
+
+    def watch(self) -> None:
+        if not self._watches:
+            register_module_module_registration_hook(self._put)
+            self._watches = True
+
+    def _put(self, *_: object) -> None:
+        self.count += 1
+
+
+_placed = _Placed()
+
+
 def _written(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
     """Where they lie, and how often each was written to; None in inference mode, which does not count."""
     if any(one.is_inference() for one in tensors):
         return None
-    return tensors[0].data_ptr(), *(one._version for one in tensors)
+    _placed.watch()
+    return tensors[0].data_ptr(), _placed.count, *(one._version for one in tensors)

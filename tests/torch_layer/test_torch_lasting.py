@@ -87,6 +87,14 @@ def loaded_and_fused_lora(model: Any) -> None:
     model.fuse_lora()
 
 
+def loaded_fused_and_unloaded_lora(model: Any) -> None:
+    from peft import LoraConfig
+
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_k"], init_lora_weights=False))
+    model.fuse_lora()  # writes through .data, which is not counted
+    model.unload_lora()
+
+
 def trained(model: Any) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)  # counts no writes
     with torch.enable_grad():
@@ -94,9 +102,11 @@ def trained(model: Any) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("change", [weights_elsewhere, loaded_and_fused_lora, trained])
+@pytest.mark.parametrize("change", [weights_elsewhere, loaded_and_fused_lora, loaded_fused_and_unloaded_lora, trained])
 def test_other_weights_are_followed_under_the_same_prompt(change: Callable[[Any], None]) -> None:
     both, context = Compared(), prompt(1)
+    if change is loaded_fused_and_unloaded_lora:
+        change(both.model)  # the first leaves attributes at the model, by which the second would be noticed
     assert [both.step(context) for _ in range(3)][-1]
     before = step(both.model, context)
     change(both.model)
