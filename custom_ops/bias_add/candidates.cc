@@ -16,6 +16,8 @@ Candidate<BiasAddParams> candidate(const char* name, BiasAddConfig config) {
 
 }  // namespace
 
+BiasAddConfig bias_add_default(const BiasAddParams& p) { return {takes_vectors(p), 256}; }
+
 const GpuOp& bias_add_gpu() {
   static const TunableOp<BiasAddParams> op(
       "BiasAdd",

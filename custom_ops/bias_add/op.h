@@ -23,9 +23,12 @@ struct BiasAddParams {
 };
 
 struct BiasAddConfig {
-  bool vectors;  // 16 bytes an access, for which takes_vectors(); else an element
+  bool vectors;  // 16 bytes an access, which sizes and addresses must allow; else an element
   int block;     // threads: 128, 256 or 512; 256 by elements
 };
+
+// What other operators launch it with: as the tuner's default.
+BiasAddConfig bias_add_default(const BiasAddParams& params);
 
 const char* bias_add_launch(const BiasAddParams& params, const BiasAddConfig& config, void* stream);
 

@@ -18,6 +18,8 @@ Candidate<BiasSplitGeluParams> candidate(const char* name, BiasSplitGeluConfig c
 
 }  // namespace
 
+BiasSplitGeluConfig bias_split_gelu_default(const BiasSplitGeluParams& p) { return {takes_vectors(p), 256}; }
+
 const GpuOp& bias_split_gelu_gpu() {
   static const TunableOp<BiasSplitGeluParams> op(
       "BiasSplitGelu",

@@ -21,9 +21,12 @@ struct BiasSplitGeluParams {
 };
 
 struct BiasSplitGeluConfig {
-  bool vectors;  // 16 bytes an access, for which takes_vectors(); else an element
+  bool vectors;  // 16 bytes an access, which sizes and addresses must allow; else an element
   int block;     // threads: 128, 256 or 512; 256 by elements
 };
+
+// What other operators launch it with: as the tuner's default.
+BiasSplitGeluConfig bias_split_gelu_default(const BiasSplitGeluParams& params);
 
 const char* bias_split_gelu_launch(const BiasSplitGeluParams& params, const BiasSplitGeluConfig& config, void* stream);
 

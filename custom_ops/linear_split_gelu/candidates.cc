@@ -19,8 +19,8 @@ constexpr int64_t kManyRows = 1024;  // from there on ours is faster: results/op
 size_t product_bytes(const Params& p) { return 2 * p.rows * p.half * size_of(p.dtype); }
 
 const char* gate(const Params& p, const void* product, void* stream) {
-  const bool vectors = p.half * size_of(p.dtype) % 16 == 0 && are_aligned<16>(product, p.bias, p.y);
-  return bias_split_gelu_launch({p.dtype, product, p.bias, p.y, p.rows, p.half}, {vectors, 256}, stream);
+  const BiasSplitGeluParams gate{p.dtype, product, p.bias, p.y, p.rows, p.half};
+  return bias_split_gelu_launch(gate, bias_split_gelu_default(gate), stream);
 }
 
 Candidate<Params> plain() {

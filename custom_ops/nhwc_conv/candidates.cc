@@ -23,21 +23,21 @@ Candidate<NhwcConvParams> library_candidate(int number) {
           [=](const NhwcConvParams& p) { return CudnnConvolution(p).workspace_bytes(number); }};
 }
 
-// Where few pixels have many filters, cuDNN's convolutions that add are slower than others and a sum behind them.
+// At some sizes cuDNN's convolutions that add are slower than others and a sum behind them (results/gpu_tried.md).
 Candidate<NhwcConvParams> apart_candidate(int number) {
   const auto alone = [](NhwcConvParams p) {
     p.bias = p.skip = nullptr;
     return p;
   };
   const auto supports = [=](const NhwcConvParams& p) {
-    return p.bias != nullptr && p.filter_count * size_of(p.dtype) % 16 == 0 && are_aligned<16>(p.bias, p.skip) &&
-           CudnnConvolution(alone(p)).supports(number);
+    return p.bias != nullptr && CudnnConvolution(alone(p)).supports(number);
   };
   const auto run = [=](const NhwcConvParams& p, void* workspace, void* stream) {
     const char* error = CudnnConvolution(alone(p)).run(number, workspace, stream);
     if (error != nullptr) return error;
-    return bias_add_launch({p.dtype, p.y, p.bias, p.skip, p.y, p.batch * p.out_height * p.out_width, p.filter_count},
-                           {true, 256}, stream);
+    const int64_t pixels = p.batch * p.out_height * p.out_width;
+    const BiasAddParams sum{p.dtype, p.y, p.bias, p.skip, p.y, pixels, p.filter_count};
+    return bias_add_launch(sum, bias_add_default(sum), stream);
   };
   const auto bytes = [=](const NhwcConvParams& p) { return CudnnConvolution(alone(p)).workspace_bytes(number); };
   return {"cudnn_apart_" + std::to_string(number), supports, run, bytes};

@@ -172,8 +172,8 @@ def _add_ranges(model: ir.Model) -> list[str]:
             made.outputs[0].name, made.outputs[0].type = f"{node.outputs[0].name}{INSIDE}", node.outputs[0].type
             graph.append(made)
     values = [v for node in graph for i, v in enumerate(node.outputs) if not is_statistic(node, i)]
-    read = [v for v in values if v.uses() or v.is_graph_output() or str(v.name).endswith(INSIDE)]
-    used = [v for v in read if v.dtype == ir.DataType.FLOAT]
+    wanted = [v for v in values if v.uses() or v.is_graph_output() or str(v.name).endswith(INSIDE)]
+    used = [v for v in wanted if v.dtype == ir.DataType.FLOAT]
     graph.outputs.clear()
     for value in used:
         magnitude = ir.node("Abs", [value])

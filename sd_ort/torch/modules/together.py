@@ -60,7 +60,7 @@ class Together:
         if not all(parts.is_plain(layer, nn.Linear) for layer in self._layers()):
             return None
         parameters = self._parameters()
-        weight, bias = [*(side_by_side(ones) for ones in parameters), None][:2]
+        weight, bias = side_by_side(parameters[0]), side_by_side(parameters[1]) if self._has_bias() else None
         if weight is None or (bias is None and self._has_bias()):
             return None
         weights = [one for ones in parameters for one in ones]
