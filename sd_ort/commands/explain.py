@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,15 @@ def grouped(entry: dict[str, Any]) -> list[str]:
     for site in left:  # what follows the colon is each site's own
         groups.setdefault((site["op"], site["reason"].partition(": ")[0]), []).append(site)
     for (op, _), alike in sorted(groups.items(), key=lambda group: -len(group[1])):
-        scopes = list(dict.fromkeys(site["scope"] or site["value"] for site in alike))
-        named = ", ".join(scopes[:SHOWN]) + (", ..." if len(scopes) > SHOWN else "")
+        named = some(site["scope"] or site["value"] for site in alike)
         lines.append(f"  left: {len(alike)} {op}: {alike[0]['reason']} ({named})")
     return lines + list(lowered(entry)) + list(placed(entry))
+
+
+def some(names: Iterable[str], shown: int = SHOWN) -> str:
+    """The first of the names, each once."""
+    distinct = list(dict.fromkeys(names))
+    return ", ".join(distinct[:shown]) + (", ..." if len(distinct) > shown else "")
 
 
 def lowered(entry: dict[str, Any]) -> Iterator[str]:
@@ -80,9 +85,8 @@ def placed(entry: dict[str, Any], shown: int = SHOWN) -> Iterator[str]:
     for node in found["left"]:
         groups.setdefault((node["op"], node["reason"]), []).append(node["scope"] or node["node"])
     for (op, reason), names in sorted(groups.items(), key=lambda group: -len(group[1])):
-        known = list(dict.fromkeys(name for name in names if name))
-        named = f" ({', '.join(known[:shown])}{', ...' if len(known) > shown else ''})" if known else ""
-        yield f"    left: {len(names)} {op}: {reason}{named}"
+        known = some(filter(None, names), shown)
+        yield f"    left: {len(names)} {op}: {reason}" + (f" ({known})" if known else "")
 
 
 def every_site(entry: dict[str, Any]) -> list[str]:
