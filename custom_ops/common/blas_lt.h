@@ -23,7 +23,8 @@ class BlasLt {
  public:
   // Y = scale X W + bias + skip, row-major: X (rows, inner), W (inner, columns), bias (columns) or null, skip as Y or
   // null. `transposed`: W is given as (columns, inner). Strides are elements from a row to the next, 0 for contiguous
-  // ones; Y and skip share theirs. `float32_y`: Y is float32 whatever X and W are.
+  // ones; Y and skip share theirs. `float32_y`: Y is float32 whatever X and W are. `batch`: as many products of
+  // matrices that lie behind each other, contiguous ones, without bias and skip.
   struct Product {
     DType dtype;
     const void* x;
@@ -40,6 +41,7 @@ class BlasLt {
     int64_t weight_stride = 0;
     int64_t y_stride = 0;
     float scale = 1.f;
+    int32_t batch = 1;
   };
 
   // That of the current device: a handle belongs to the device which is current when it is made.
@@ -88,6 +90,7 @@ class BlasLt {
   static constexpr int kCompute = 2;       // HIPBLAS_COMPUTE_32F
   static constexpr int kTransposed = 112;  // HIPBLAS_OP_T
   static constexpr int kTransposeWeight = 0, kEpilogue = 2, kBiasPointer = 3;
+  static constexpr int kBatchCount = 0, kBatchStride = 1;
   static constexpr size_t kAlgorithmBytes = 32;
   static constexpr bool kAsksAlignment = false;
 #else
@@ -96,6 +99,7 @@ class BlasLt {
   static constexpr int kCompute = 68;    // CUBLAS_COMPUTE_32F
   static constexpr int kTransposed = 1;  // CUBLAS_OP_T
   static constexpr int kTransposeWeight = 3, kEpilogue = 7, kBiasPointer = 8;
+  static constexpr int kBatchCount = 5, kBatchStride = 6;
   static constexpr size_t kAlgorithmBytes = 64;
   static constexpr bool kAsksAlignment = true;
 #endif
@@ -128,6 +132,7 @@ class BlasLt {
     const bool found = find(library, "Create", create_) && find(library, "MatmulDescCreate", create_product_) &&
                        find(library, "MatmulDescSetAttribute", set_attribute_) &&
                        find(library, "MatrixLayoutCreate", create_layout_) &&
+                       find(library, "MatrixLayoutSetAttribute", set_layout_) &&
                        find(library, "MatmulPreferenceCreate", create_preference_) &&
                        find(library, "MatmulPreferenceSetAttribute", set_preference_) &&
                        find(library, "MatmulAlgoGetHeuristic", propose_) && find(library, "Matmul", multiply_);
@@ -160,7 +165,8 @@ class BlasLt {
                                       p.float32_y,
                                       p.x_stride,
                                       p.y_stride,
-                                      p.weight_stride};
+                                      p.weight_stride,
+                                      p.batch};
     std::unique_ptr<Plan>& made = plans_[key];
     if (made == nullptr) {
       made = std::make_unique<Plan>();
@@ -185,6 +191,9 @@ class BlasLt {
     if (status == 0) status = create_layout_(&plan.x, type, p.inner, p.rows, stride(p.x_stride, p.inner));
     const int y_type = p.float32_y ? kFloat32 : type;
     if (status == 0) status = create_layout_(&plan.y, y_type, p.columns, p.rows, stride(p.y_stride, p.columns));
+    if (status == 0 && p.batch > 1) status = set_batch(plan.weight, p.batch, p.inner * p.columns);
+    if (status == 0 && p.batch > 1) status = set_batch(plan.x, p.batch, p.rows * p.inner);
+    if (status == 0 && p.batch > 1) status = set_batch(plan.y, p.batch, p.rows * p.columns);
     if (status == 0) status = create_preference_(&preference);
     if (status == 0) status = set_preference_(preference, kMaxWorkspace, &kWorkspaceLimit, sizeof(kWorkspaceLimit));
     for (int which = kFirstAlignment; kAsksAlignment && status == 0 && which <= kLastAlignment; ++which) {
@@ -200,10 +209,16 @@ class BlasLt {
     }
   }
 
+  int set_batch(void* layout, int32_t count, int64_t stride) {
+    const int status = set_layout_(layout, kBatchCount, &count, sizeof(count));
+    return status == 0 ? set_layout_(layout, kBatchStride, &stride, sizeof(stride)) : status;
+  }
+
   int (*create_)(void** handle) = nullptr;
   int (*create_product_)(void** product, int compute, int scale) = nullptr;
   int (*set_attribute_)(void* product, int attribute, const void* value, size_t bytes) = nullptr;
   int (*create_layout_)(void** layout, int type, uint64_t rows, uint64_t columns, int64_t stride) = nullptr;
+  int (*set_layout_)(void* layout, int attribute, const void* value, size_t bytes) = nullptr;
   int (*create_preference_)(void** preference) = nullptr;
   int (*set_preference_)(void* preference, int attribute, const void* value, size_t bytes) = nullptr;
   int (*propose_)(void* handle, void* product, void* a, void* b, void* c, void* d, void* preference, int wanted,

@@ -5,8 +5,10 @@
 #include "common/gpu.h"
 #include "common/tunable.h"
 #include "doubled_weight/op.h"
+#include "nhwc_winograd/op.h"
 #include "provider_bindings.h"
 #include "softmax/op.h"
+#include "winograd_filters/op.h"
 
 namespace sd_ort {
 namespace {

@@ -10,10 +10,12 @@
 #define NAME(name) hipblasLt##name
 constexpr int kOpN = 111, kOpT = 112, kCompute32F = 2;
 enum { kTransA = 0, kTransB = 1, kEpilogue = 2, kBias = 3 };
+enum { kBatchCount = 0, kBatchStride = 1 };
 #else
 #define NAME(name) cublasLt##name
 constexpr int kOpN = 0, kOpT = 1, kCompute32F = 68;
 enum { kTransA = 3, kTransB = 4, kEpilogue = 7, kBias = 8 };
+enum { kBatchCount = 5, kBatchStride = 6 };
 #endif
 constexpr int kFloat32 = 0, kFloat16 = 2, kBFloat16 = 14, kEpilogueBias = 4;
 constexpr int kInvalid = 7;
@@ -30,6 +32,8 @@ struct Layout {
   int type;
   uint64_t rows, columns;
   int64_t stride;
+  int32_t batch = 1;
+  int64_t batch_stride = 0;
 };
 
 struct Heuristic {
@@ -65,8 +69,10 @@ bool fits(const Description& d, const Layout& a, const Layout& b, const Layout& 
   for (const Layout* layout : {&a, &b, &c, &to}) {
     if (layout->stride < static_cast<int64_t>(layout->rows)) return false;
   }
-  return a.type == b.type && depth == b.rows && rows == to.rows && b.columns == to.columns && c.rows == to.rows &&
-         c.columns == to.columns && c.type == to.type && (to.type == a.type || to.type == kFloat32);
+  const bool one_batch = a.batch == b.batch && b.batch == c.batch && c.batch == to.batch && a.batch > 0;
+  return one_batch && a.type == b.type && depth == b.rows && rows == to.rows && b.columns == to.columns &&
+         c.rows == to.rows && c.columns == to.columns && c.type == to.type &&
+         (to.type == a.type || to.type == kFloat32);
 }
 
 }  // namespace
@@ -106,6 +112,19 @@ EXPORT int NAME(MatrixLayoutCreate)(void** layout, int type, uint64_t rows, uint
   return type == kFloat32 || type == kFloat16 || type == kBFloat16 ? 0 : kInvalid;
 }
 
+EXPORT int NAME(MatrixLayoutSetAttribute)(void* layout, int attribute, const void* value, size_t bytes) {
+  auto& l = *static_cast<Layout*>(layout);
+  if (attribute == kBatchCount && bytes == sizeof(l.batch)) {
+    std::memcpy(&l.batch, value, bytes);
+    return 0;
+  }
+  if (attribute == kBatchStride && bytes == sizeof(l.batch_stride)) {
+    std::memcpy(&l.batch_stride, value, bytes);
+    return 0;
+  }
+  return kInvalid;
+}
+
 EXPORT int NAME(MatmulPreferenceCreate)(void** preference) {
   *preference = new int;
   return 0;
@@ -138,17 +157,19 @@ EXPORT int NAME(Matmul)(void*, void* description, const void* alpha, const void*
   float scale, rest;
   std::memcpy(&scale, alpha, sizeof(scale));
   std::memcpy(&rest, beta, sizeof(rest));
-  for (uint64_t column = 0; column < ld.columns; ++column) {
-    for (uint64_t row = 0; row < ld.rows; ++row) {
-      double sum = 0;
-      for (uint64_t k = 0; k < lb.rows; ++k) {
-        const int64_t at = d.transpose_a == kOpT ? row * la.stride + k : k * la.stride + row;
-        sum += double(load(a, la.type, at)) * load(b, lb.type, column * lb.stride + k);
+  for (int32_t i = 0; i < ld.batch; ++i) {
+    for (uint64_t column = 0; column < ld.columns; ++column) {
+      for (uint64_t row = 0; row < ld.rows; ++row) {
+        double sum = 0;
+        for (uint64_t k = 0; k < lb.rows; ++k) {
+          const int64_t at = i * la.batch_stride + (d.transpose_a == kOpT ? row * la.stride + k : k * la.stride + row);
+          sum += double(load(a, la.type, at)) * load(b, lb.type, i * lb.batch_stride + column * lb.stride + k);
+        }
+        float value = static_cast<float>(scale * sum);
+        if (rest != 0) value += rest * load(c, lc.type, i * lc.batch_stride + column * lc.stride + row);
+        if (d.epilogue == kEpilogueBias) value += load(d.bias, ld.type, row);
+        store(to, ld.type, i * ld.batch_stride + column * ld.stride + row, value);
       }
-      float value = static_cast<float>(scale * sum);
-      if (rest != 0) value += rest * load(c, lc.type, column * lc.stride + row);
-      if (d.epilogue == kEpilogueBias) value += load(d.bias, ld.type, row);
-      store(to, ld.type, column * ld.stride + row, value);
     }
   }
   return 0;

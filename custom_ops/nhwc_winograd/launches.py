@@ -1,0 +1,58 @@
+"""How to launch NhwcWinograd's kernels by hand."""
+
+from __future__ import annotations
+
+from custom_ops.op import Argument, Launch, Struct
+
+_SHAPE = Struct(
+    "shape",
+    (
+        Argument("height", "int32", "rows of an image"),
+        Argument("width", "int32", "columns of an image"),
+        Argument("first_tile", "int32", "number of the first tile: tiles go through images, rows and columns"),
+    ),
+)
+_CHANNELS = "vectors_per_tile * kVec"
+_IMAGES = "images * height * width * vectors_per_tile * kVec"
+_TILES = "tiles of 2 x 2 pixels, times channels, divided by kVec"
+_SIZES = {"images": "images that the tiles lie in"}
+_REQUIRES = (
+    "vectors % vectors_per_tile == 0",
+    "first_tile + vectors // vectors_per_tile <= images * ((height + 1) // 2) * ((width + 1) // 2)",
+)
+
+LAUNCHES = {
+    "winograd_input_kernel": Launch(
+        computes="v[4 i + j] = (B^T d B)[i, j] of the 4 x 4 pixels d around each tile, zeros outside of the image; "
+        "B^T = [1 0 -1 0; 0 1 1 0; 0 -1 1 0; 0 1 0 -1]",
+        template=("T", "kVec"),
+        arguments=(
+            Argument("x", "const T*", "(images, height, width, channels), contiguous", _IMAGES, "kVec * itemsize"),
+            Argument("v", "T*", "(16, tiles, channels), contiguous", "16 * vectors * kVec", "kVec * itemsize"),
+            Argument("vectors", "uint32", _TILES),
+            Argument("vectors_per_tile", "uint32", "channels / kVec"),
+            _SHAPE,
+        ),
+        block="256",
+        grid=("ceil(vectors / 256)", "1", "1"),
+        sizes=_SIZES,
+        requires=_REQUIRES,
+    ),
+    "winograd_output_kernel": Launch(
+        computes="y = A^T m A + bias + skip of the 16 products m of each tile; A^T = [1 1 1 0; 0 1 -1 -1]",
+        template=("T", "kVec"),
+        arguments=(
+            Argument("products", "const T*", "(16, tiles, filters)", "16 * vectors * kVec", "kVec * itemsize"),
+            Argument("bias", "const T*", "(filters)", _CHANNELS, "kVec * itemsize", optional=True),
+            Argument("skip", "const T*", "as y", _IMAGES, "kVec * itemsize", optional=True),
+            Argument("y", "T*", "(images, height, width, filters), contiguous", _IMAGES, "kVec * itemsize"),
+            Argument("vectors", "uint32", _TILES),
+            Argument("vectors_per_tile", "uint32", "filters / kVec"),
+            _SHAPE,
+        ),
+        block="256",
+        grid=("ceil(vectors / 256)", "1", "1"),
+        sizes=_SIZES,
+        requires=_REQUIRES,
+    ),
+}

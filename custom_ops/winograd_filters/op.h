@@ -1,0 +1,27 @@
+// WinogradFilters: the filters of a 3 x 3 convolution as NhwcWinograd multiplies by them. Not an operator of ONNX
+// Runtime: who launches NhwcWinograd makes them of its weights, once or when these change.
+//
+// y[4 i + j] = (G w G^T)[i, j] for each filter and channel, with G of F(2, 3): Lavin and Gray, "Fast Algorithms for
+// Convolutional Neural Networks", arXiv 1509.09308, section 4.1. Summed in float32, rounded once.
+#pragma once
+
+#include "common/op.h"
+
+namespace sd_ort {
+
+struct WinogradFiltersParams {
+  DType dtype;
+  const void* weight;  // (filters, 3, 3, channels)
+  void* y;             // (16, filters, channels)
+  int64_t filters;
+  int64_t channels;
+
+  std::string signature() const {
+    return std::string(name_of(dtype)) + "_" + std::to_string(filters) + "x" + std::to_string(channels);
+  }
+  std::vector<Output> outputs() const { return {{y, static_cast<size_t>(16 * filters * channels), dtype}}; }
+};
+
+const char* winograd_filters_launch(const WinogradFiltersParams& params, void* stream);
+
+}  // namespace sd_ort

@@ -1,0 +1,19 @@
+"""WinogradFilters in NumPy: filters as F(2 x 2, 3 x 3) multiplies by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from custom_ops.op import Array
+
+# Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", arXiv 1509.09308, section 4.1.
+G = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
+
+
+def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
+    """weight (M, 3, 3, C) -> Y (16, M, C) in float64."""
+    weight = inputs["weight"].astype(np.float64)
+    y = np.einsum("ai,mijc,bj->abmc", G, weight, G, optimize=True)
+    return {"Y": y.reshape(16, weight.shape[0], weight.shape[3])}
