@@ -22,19 +22,25 @@ class Params(ctypes.Structure):
     _fields_ = (
         ("dtype", ctypes.c_int32),
         *((name, ctypes.c_void_p) for name in ("x", "filters", "bias", "skip", "y")),
-        *((name, ctypes.c_int64) for name in ("batch", "height", "width", "channels", "filter_count")),
+        *((name, ctypes.c_int64) for name in ("batch", "height", "width", "channels", "filter_count", "doubled")),
     )
 
 
 def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
     """The call's Params; `address` maps input and output names to device addresses."""
     pointers = (address.get(name, 0) for name in ("X", "W", "B", "skip", "Y"))
-    return Params(DTYPES[dtype][0], *pointers, *case.inputs["X"], case.inputs["W"][1])
+    return Params(DTYPES[dtype][0], *pointers, *case.inputs["X"], case.inputs["W"][1], _doubled(case))
 
 
 def output_shapes(case: Case) -> dict[str, Shape]:
-    """Y has the shape of X with a channel for each filter."""
-    return {"Y": (*case.inputs["X"][:3], case.inputs["W"][1])}
+    """Y has the shape of X, or of X doubled, with a channel for each filter."""
+    n, h, w, _ = case.inputs["X"]
+    times = 1 + _doubled(case)
+    return {"Y": (n, times * h, times * w, case.inputs["W"][1])}
+
+
+def _doubled(case: Case) -> int:
+    return int(case.attributes.get("doubled", 0))
 
 
 def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
@@ -43,26 +49,34 @@ def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
         return None
     _, filters, channels = case.inputs["W"]
     weight = rng.standard_normal((filters, 3, 3, channels)) / np.sqrt(9 * max(channels, 1))
-    return transformed({"weight": weight}, {})["Y"]
+    return transformed({"weight": weight}, case.attributes)["Y"]
 
 
 def _case(
-    *image: int, m: int, bias: bool = True, skip: bool = False, values: str = "normal", big: bool = False
+    *image: int,
+    m: int,
+    bias: bool = True,
+    skip: bool = False,
+    doubled: bool = False,
+    values: str = "normal",
+    big: bool = False,
 ) -> Case:
     """X of (N, H, W, C), and m filters."""
-    inputs: dict[str, Shape] = {"X": image, "W": (16, m, image[3])}
+    inputs: dict[str, Shape] = {"X": image, "W": (9 if doubled else 16, m, image[3])}
     if bias:
         inputs["B"] = (m,)
-    if skip:
-        inputs["skip"] = (*image[:3], m)
-    return Case(
-        f"{'x'.join(map(str, image))}-m{m}-b{bias:d}-s{skip:d}-{values}",
+    case = Case(
+        f"{'x'.join(map(str, image))}-m{m}-b{bias:d}-s{skip:d}-d{doubled:d}-{values}",
         inputs,
+        {"doubled": int(doubled)},
         values=values,
         benchmark=big,
         # sums that cancel, as WinogradConv's, which grow with the channels
         float32_roundoffs=4 + 4 * image[3] ** 0.5,
     )
+    if skip:
+        case.inputs["skip"] = output_shapes(case)["Y"]
+    return case
 
 
 # One pixel, odd sizes on both axes, several images, channels and filters that no vector and no tile divides.
@@ -76,6 +90,11 @@ CASES = [
     _case(0, 4, 4, 8, m=8),
     _case(1, 3, 3, 8, m=0),
     *(_case(1, 6, 7, 24, m=16, skip=True, values=values) for values in ("large", "tiny", "constant")),
+    _case(1, 1, 1, 8, m=4, doubled=True),
+    _case(2, 5, 3, 40, m=33, doubled=True, skip=True),
+    _case(1, 4, 6, 64, m=20, doubled=True, bias=False),
+    _case(2, 32, 32, 1280, m=1280, doubled=True, big=True),
+    _case(2, 64, 64, 640, m=640, doubled=True, big=True),
     _case(2, 32, 32, 1280, m=1280, skip=True, big=True),
     _case(2, 32, 32, 2560, m=1280, big=True),
     _case(2, 64, 64, 640, m=640, skip=True, big=True),

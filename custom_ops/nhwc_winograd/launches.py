@@ -7,28 +7,31 @@ from custom_ops.op import Argument, Launch, Struct
 _SHAPE = Struct(
     "shape",
     (
-        Argument("height", "int32", "rows of an image"),
-        Argument("width", "int32", "columns of an image"),
+        Argument("height", "int32", "rows of an image of x"),
+        Argument("width", "int32", "columns of an image of x"),
         Argument("first_tile", "int32", "number of the first tile: tiles go through images, rows and columns"),
     ),
 )
 _CHANNELS = "vectors_per_tile * kVec"
 _IMAGES = "images * height * width * vectors_per_tile * kVec"
-_TILES = "tiles of 2 x 2 pixels, times channels, divided by kVec"
+_TIMES = "(4 if kSide == 3 else 1) * "
+_MATRICES = "kSide * kSide * vectors * kVec"
+_TILES = "tiles (of 2 x 2 pixels of y) times channels, divided by kVec"
 _SIZES = {"images": "images that the tiles lie in"}
 _REQUIRES = (
     "vectors % vectors_per_tile == 0",
-    "first_tile + vectors // vectors_per_tile <= images * ((height + 1) // 2) * ((width + 1) // 2)",
+    "first_tile + vectors // vectors_per_tile <= images * ceil(height / (kSide - 2)) * ceil(width / (kSide - 2))",
 )
 
 LAUNCHES = {
     "winograd_input_kernel": Launch(
-        computes="v[4 i + j] = (B^T d B)[i, j] of the 4 x 4 pixels d around each tile, zeros outside of the image; "
-        "B^T = [1 0 -1 0; 0 1 1 0; 0 -1 1 0; 0 1 0 -1]",
-        template=("T", "kVec"),
+        computes="v[kSide i + j] = (B^T d B)[i, j] of the 4 x 4 pixels d around each tile, zeros outside of the image; "
+        "B^T = [1 0 -1 0; 0 1 1 0; 0 -1 1 0; 0 1 0 -1]. Where kSide is 3, the image is first doubled down and across, "
+        "and B^T has no third row",
+        template=("T", "kVec", "kSide"),
         arguments=(
             Argument("x", "const T*", "(images, height, width, channels), contiguous", _IMAGES, "kVec * itemsize"),
-            Argument("v", "T*", "(16, tiles, channels), contiguous", "16 * vectors * kVec", "kVec * itemsize"),
+            Argument("v", "T*", "(kSide * kSide, tiles, channels), contiguous", _MATRICES, "kVec * itemsize"),
             Argument("vectors", "uint32", _TILES),
             Argument("vectors_per_tile", "uint32", "channels / kVec"),
             _SHAPE,
@@ -39,13 +42,20 @@ LAUNCHES = {
         requires=_REQUIRES,
     ),
     "winograd_output_kernel": Launch(
-        computes="y = A^T m A + bias + skip of the 16 products m of each tile; A^T = [1 1 1 0; 0 1 -1 -1]",
-        template=("T", "kVec"),
+        computes="y = A^T m A + bias + skip of the kSide * kSide products m of each tile; A^T = [1 1 1 0; 0 1 -1 -1], "
+        "without its third column where kSide is 3",
+        template=("T", "kVec", "kSide"),
         arguments=(
-            Argument("products", "const T*", "(16, tiles, filters)", "16 * vectors * kVec", "kVec * itemsize"),
+            Argument("products", "const T*", "(kSide * kSide, tiles, filters)", _MATRICES, "kVec * itemsize"),
             Argument("bias", "const T*", "(filters)", _CHANNELS, "kVec * itemsize", optional=True),
-            Argument("skip", "const T*", "as y", _IMAGES, "kVec * itemsize", optional=True),
-            Argument("y", "T*", "(images, height, width, filters), contiguous", _IMAGES, "kVec * itemsize"),
+            Argument("skip", "const T*", "as y", _TIMES + _IMAGES, "kVec * itemsize", optional=True),
+            Argument(
+                "y",
+                "T*",
+                "(images, height, width, filters), contiguous; kSide 3: of twice the height and width",
+                _TIMES + _IMAGES,
+                "kVec * itemsize",
+            ),
             Argument("vectors", "uint32", _TILES),
             Argument("vectors_per_tile", "uint32", "filters / kVec"),
             _SHAPE,

@@ -2,6 +2,10 @@
 // of 4 x 4 pixels and the filters are transformed, multiplied as 16 matrices, and the products make 2 x 2 pixels of Y.
 // F(2 x 2, 3 x 3): Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", arXiv 1509.09308.
 //
+// `doubled`: every pixel is first repeated down and across. Of a tile's 4 x 4 pixels the middle ones are then alike,
+// one of the four transforms of a line is 0 (the difference of the two), and 9 of the 16 products are left: a quarter
+// of the multiplications.
+//
 // Not an operator of ONNX Runtime: torch and NhwcConv launch it, with filters that WinogradFilters made. Transformed
 // pixels are sums of four, rounded to T: pixels of float16 must stay below 16000. The error is that of the direct
 // convolution and its rounding, 3.95e-4 for 3.84e-4 at 1280 channels in float16 (results/gpu_tried.md).
@@ -14,23 +18,27 @@ namespace sd_ort {
 struct NhwcWinogradParams {
   DType dtype;
   const void* x;        // (batch, height, width, channels)
-  const void* filters;  // (16, filter_count, channels), of WinogradFilters
+  const void* filters;  // (side^2, filter_count, channels), of WinogradFilters with the same `doubled`
   const void* bias;     // (filter_count) or null
   const void* skip;     // as y, or null
-  void* y;              // (batch, height, width, filter_count)
+  void* y;              // (batch, height, width, filter_count); doubled: (batch, 2 height, 2 width, filter_count)
   int64_t batch;
   int64_t height;
   int64_t width;
   int64_t channels;
   int64_t filter_count;
+  int64_t doubled;  // 0 or 1
 
+  int64_t side() const { return doubled == 0 ? 4 : 3; }  // matrices are this squared
   std::string signature() const {
     std::string text = name_of(dtype);
     for (int64_t size : {batch, height, width, channels, filter_count}) text += "_" + std::to_string(size);
+    if (doubled != 0) text += "_doubled";
     return text + (bias == nullptr ? "" : "_bias") + (skip == nullptr ? "" : "_skip");
   }
   std::vector<Output> outputs() const {
-    return {{y, static_cast<size_t>(batch * height * width * filter_count), dtype}};
+    const int64_t pixels = batch * height * width * (doubled == 0 ? 1 : 4);
+    return {{y, static_cast<size_t>(pixels * filter_count), dtype}};
   }
 };
 
@@ -44,15 +52,15 @@ int64_t winograd_tiles(const NhwcWinogradParams& params);
 // What the kernels are told beside their pointers. A plain struct, as it is an argument: launches.py describes its
 // fields.
 struct WinogradShape {
-  int32_t height;
+  int32_t height;  // of x
   int32_t width;
   int32_t first_tile;
 };
 
-// Transformed pixels of a piece, (16, tiles, channels).
+// Transformed pixels of a piece, (side^2, tiles, channels).
 const char* winograd_input_launch(const NhwcWinogradParams& params, const WinogradPiece& piece, void* transformed,
                                   void* stream);
-// y of a piece from its products with the filters, (16, tiles, filter_count).
+// y of a piece from its products with the filters, (side^2, tiles, filter_count).
 const char* winograd_output_launch(const NhwcWinogradParams& params, const WinogradPiece& piece, const void* products,
                                    void* stream);
 

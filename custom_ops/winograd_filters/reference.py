@@ -13,7 +13,8 @@ G = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
 
 
 def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
-    """weight (M, 3, 3, C) -> Y (16, M, C) in float64."""
+    """weight (M, 3, 3, C) -> Y (16, M, C), or (9, M, C) of attribute `doubled`, in float64."""
     weight = inputs["weight"].astype(np.float64)
-    y = np.einsum("ai,mijc,bj->abmc", G, weight, G, optimize=True)
-    return {"Y": y.reshape(16, weight.shape[0], weight.shape[3])}
+    made = G[[0, 1, 3]] if attributes.get("doubled") else G
+    y = np.einsum("ai,mijc,bj->abmc", made, weight, made, optimize=True)
+    return {"Y": y.reshape(len(made) ** 2, weight.shape[0], weight.shape[3])}

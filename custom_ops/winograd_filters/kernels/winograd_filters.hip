@@ -1,4 +1,5 @@
-// WinogradFilters on a GPU. Bandwidth bound: a thread takes the nine taps of neighboring channels of one filter.
+// WinogradFilters on a GPU. Bandwidth bound: a thread takes the nine taps of neighboring channels of one filter. kSide
+// squared matrices are made: 4, or 3 for images that are doubled.
 //
 // Launch: block (256, 1, 1), grid (ceil(vectors / 256), 1, 1), no LDS; vectors = filters * channels / kVec.
 #include "common/gpu.h"
@@ -6,7 +7,7 @@
 
 namespace sd_ort {
 
-template <class T, int kVec>
+template <class T, int kVec, int kSide>
 __global__ __launch_bounds__(256) void winograd_filters_kernel(const T* weight, T* y, uint32_t vectors,
                                                                uint32_t vectors_per_filter) {
   wait_for_predecessor();
@@ -30,31 +31,34 @@ __global__ __launch_bounds__(256) void winograd_filters_kernel(const T* weight, 
       rows[3][j][k] = column[2][k];
     }
   }
-  const int64_t length = static_cast<int64_t>(vectors) * kVec;  // of one of the 16
+  const int64_t length = static_cast<int64_t>(vectors) * kVec;  // of a matrix
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kSide; ++i) {
+    const auto& row = rows[kSide == 3 && i == 2 ? 3 : i];
     float made[4][kVec];
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
-      const float ends = rows[i][0][k] + rows[i][2][k], middle = rows[i][1][k];
-      made[0][k] = rows[i][0][k];
+      const float ends = row[0][k] + row[2][k], middle = row[1][k];
+      made[0][k] = row[0][k];
       made[1][k] = 0.5f * (ends + middle);
       made[2][k] = 0.5f * (ends - middle);
-      made[3][k] = rows[i][2][k];
+      made[3][k] = row[2][k];
     }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) Vec<T, kVec>::pack(made[j]).store(y + (4 * i + j) * length + at);
+    for (int j = 0; j < kSide; ++j) {
+      Vec<T, kVec>::pack(made[kSide == 3 && j == 2 ? 3 : j]).store(y + (kSide * i + j) * length + at);
+    }
   }
 }
 
 namespace {
 
-template <class T, int kVec>
-const char* launch_vectors(const WinogradFiltersParams& p, void* stream) {
+template <class T, int kVec, int kSide>
+const char* launch_kernel(const WinogradFiltersParams& p, void* stream) {
   const int64_t vectors = p.filters * p.channels / kVec;
   if (vectors == 0) return nullptr;
   if (vectors > INT32_MAX) return "the weight is too large";
-  return launch(winograd_filters_kernel<T, kVec>, dim3(ceil_div(vectors, 256)), dim3(256), 0, stream,
+  return launch(winograd_filters_kernel<T, kVec, kSide>, dim3(ceil_div(vectors, 256)), dim3(256), 0, stream,
                 static_cast<const T*>(p.weight), static_cast<T*>(p.y), vectors, p.channels / kVec);
 }
 
@@ -64,7 +68,8 @@ const char* winograd_filters_launch(const WinogradFiltersParams& p, void* stream
   return with_type(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const bool vectors = p.channels % 4 == 0 && are_aligned<4 * sizeof(T)>(p.weight, p.y);
-    return vectors ? launch_vectors<T, 4>(p, stream) : launch_vectors<T, 1>(p, stream);
+    if (p.doubled != 0) return vectors ? launch_kernel<T, 4, 3>(p, stream) : launch_kernel<T, 1, 3>(p, stream);
+    return vectors ? launch_kernel<T, 4, 4>(p, stream) : launch_kernel<T, 1, 4>(p, stream);
   });
 }
 
