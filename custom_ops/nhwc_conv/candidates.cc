@@ -1,14 +1,19 @@
 // The ways to run NhwcConv: our plain kernel, and what cuDNN proposes, its favorite first (not on AMD), for the
-// convolution with what is added or alone, the sum a kernel of its own behind it.
+// convolution with what is added or alone, the sum a kernel of its own behind it; and where its filters were
+// transformed, those of NhwcWinograd.
 #include "bias_add/op.h"
 #include "common/tunable.h"
 #include "common/vendors/which.h"
 #include "nhwc_conv/op.h"
+#include "nhwc_winograd/op.h"
 #if !SD_ORT_HIP
 #include "nhwc_conv/cudnn.h"
 #endif
 
 namespace sd_ort {
+
+const GpuOp& nhwc_winograd_gpu();
+
 namespace {
 
 #if !SD_ORT_HIP
@@ -52,6 +57,29 @@ Candidate<NhwcConvParams> tiles_candidate(const char* name, int64_t (*splits)(co
           [=](const NhwcConvParams& p) { return nhwc_conv_tiles_workspace(p, splits(p)); }};
 }
 
+NhwcWinogradParams as_winograd(const NhwcConvParams& p) {
+  return {p.dtype, p.x, p.transformed, p.bias, p.skip, p.y, p.batch, p.height, p.width, p.channels, p.filter_count, 0};
+}
+
+std::string winograd_name(int number) { return std::string("winograd_") + nhwc_winograd_gpu().candidate_name(number); }
+
+Candidate<NhwcConvParams> winograd_candidate(int number) {
+  const GpuOp& op = nhwc_winograd_gpu();
+  return {winograd_name(number),
+          [=, &op](const NhwcConvParams& p) {
+            const NhwcWinogradParams params = as_winograd(p);
+            return p.transformed != nullptr && op.is_supported(number, &params);
+          },
+          [=, &op](const NhwcConvParams& p, void* workspace, void* stream) {
+            const NhwcWinogradParams params = as_winograd(p);
+            return op.run(number, &params, workspace, stream);
+          },
+          [=, &op](const NhwcConvParams& p) {
+            const NhwcWinogradParams params = as_winograd(p);
+            return op.workspace_bytes(number, &params);
+          }};
+}
+
 std::vector<Candidate<NhwcConvParams>> candidates() {
   std::vector<Candidate<NhwcConvParams>> all;  // filled one by one: GCC 12 breaks on nested braces
   all.push_back({"plain", [](const NhwcConvParams&) { return true; },
@@ -62,11 +90,19 @@ std::vector<Candidate<NhwcConvParams>> candidates() {
   for (int number = 0; number < kPlans; ++number) all.push_back(library_candidate(number));
   for (int number = 0; number < kPlansAlone; ++number) all.push_back(apart_candidate(number));
 #endif
+  for (int number = 1; number < nhwc_winograd_gpu().candidate_count(); ++number) {
+    all.push_back(winograd_candidate(number));
+  }
   return all;
 }
 
-// The library's favorite, where it takes the convolution.
-std::string default_name([[maybe_unused]] const NhwcConvParams& p) {
+// NhwcWinograd's where filters were transformed, else the library's favorite, where it takes the convolution.
+std::string default_name(const NhwcConvParams& p) {
+  if (p.transformed != nullptr) {
+    const NhwcWinogradParams params = as_winograd(p);
+    const int number = nhwc_winograd_gpu().default_candidate(&params);
+    if (number > 0) return winograd_name(number);
+  }
 #if !SD_ORT_HIP
   const Candidate<NhwcConvParams> favorite = library_candidate(0);
   if (favorite.is_supported(p)) return favorite.name;

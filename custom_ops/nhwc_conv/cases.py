@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from custom_ops.op import DTYPES, Array, Case, Shape
+from custom_ops.winograd_filters.reference import reference as transformed
 
 NAME = "NhwcConv"
-INPUTS = ("X", "W", "B", "skip")
+INPUTS = ("X", "W", "B", "skip", "transformed")
 OUTPUTS = ("Y",)
 PARAMETERS = ()
 
@@ -25,6 +26,7 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("kernel_height", "kernel_width", "out_height", "out_width")),
         *((name, ctypes.c_int64) for name in ("stride_height", "stride_width", "dilation_height", "dilation_width")),
         *((name, ctypes.c_int64) for name in ("pad_top", "pad_left", "pad_bottom", "pad_right", "groups")),
+        ("transformed", ctypes.c_void_p),
     )
 
 
@@ -36,7 +38,8 @@ def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
     count, height, width, _ = case.inputs["W"]
     out = output_shapes(case)["Y"][1:3]
     steps = (stride, stride, dilation, dilation)
-    return Params(DTYPES[dtype][0], *pointers, *case.inputs["X"], count, height, width, *out, *steps, *pads, groups)
+    sizes = (*case.inputs["X"], count, height, width, *out, *steps, *pads, groups)
+    return Params(DTYPES[dtype][0], *pointers, *sizes, address.get("transformed", 0))
 
 
 def output_shapes(case: Case) -> dict[str, Shape]:
@@ -53,9 +56,13 @@ def output_shapes(case: Case) -> dict[str, Shape]:
 
 
 def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
-    """Filters that keep the magnitude of their input."""
-    shape = case.inputs[name]
-    return rng.standard_normal(shape) / np.sqrt(np.prod(shape[1:])) if name == "W" else None
+    """Filters that keep the magnitude of their input; where they come transformed too, always the same."""
+    if name not in ("W", "transformed"):
+        return None
+    shape = case.inputs["W"]
+    numbers = np.random.default_rng(1) if "transformed" in case.inputs else rng
+    weight = numbers.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))
+    return weight if name == "W" else transformed({"weight": weight}, {})["Y"]
 
 
 def _case(
@@ -65,6 +72,7 @@ def _case(
     pads: tuple[int, int, int, int] | None = None,
     bias: bool = True,
     skip: bool = False,
+    winograd: bool = False,
     values: str = "normal",
     big: bool = False,
     **attributes: int,
@@ -76,14 +84,17 @@ def _case(
     inputs: dict[str, Shape] = {"X": image, "W": (m, k, k, channels)}
     if bias:
         inputs["B"] = (m,)
+    if winograd:
+        inputs["transformed"] = (16, m, channels)
     name = "x".join(map(str, image)) + f"-m{m}-k{k}" + "".join(f"-{n}{v}" for n, v in attributes.items())
+    name += "" if pads is None else "-p" + "".join(map(str, pads))
     case = Case(
-        f"{name}{'' if pads is None else '-p' + ''.join(map(str, pads))}-b{bias:d}-s{skip:d}-{values}",
+        f"{name}-b{bias:d}-s{skip:d}{'-winograd' * winograd}-{values}",
         inputs,
         {**attributes, **given},
         values=values,
         benchmark=big,
-        float32_roundoffs=4 + (k * k * channels) ** 0.5,
+        float32_roundoffs=(4 if winograd else 1) * (4 + (k * k * channels) ** 0.5),
     )
     if skip:
         case.inputs["skip"] = output_shapes(case)["Y"]
@@ -107,11 +118,14 @@ CASES = [
     _case(1, 4, 4, 16, m=8, group=2),
     _case(1, 4, 4, 136, m=72, skip=True),
     _case(1, 5, 6, 24, m=32, k=2, pads=(1, 1, 1, 1), bias=False),
+    *(_case(1, 5, width, 40, m=33, skip=True, winograd=True) for width in (6, 7)),
     _case(0, 4, 4, 8, m=8),
     *(_case(1, 6, 7, 24, m=16, skip=True, values=values) for values in ("large", "tiny", "constant")),
     _case(2, 64, 64, 320, m=320, skip=True, big=True),
     _case(2, 32, 32, 640, m=640, skip=True, big=True),
     _case(2, 8, 8, 1280, m=1280, skip=True, big=True),
+    _case(2, 32, 32, 640, m=640, skip=True, winograd=True, big=True),
+    _case(2, 32, 32, 1280, m=1280, skip=True, winograd=True, big=True),
     _case(2, 64, 64, 320, m=320, stride=2, big=True),
     _case(2, 64, 64, 640, m=320, k=1, big=True),
     _case(2, 64, 64, 4, m=320, big=True),

@@ -31,6 +31,7 @@ struct NhwcConvParams {
   int64_t pad_bottom;
   int64_t pad_right;
   int64_t groups;
+  const void* transformed;  // the filters as WinogradFilters makes them, or null: who has them kept pays no time for it
 
   std::string signature() const {
     std::string text = name_of(dtype);
@@ -46,7 +47,8 @@ struct NhwcConvParams {
     text += "_p";
     for (int64_t pad : {pad_top, pad_left, pad_bottom, pad_right}) text += std::to_string(pad);
     if (groups > 1) text += "_g" + std::to_string(groups);
-    return text + (bias == nullptr ? "" : "_bias") + (skip == nullptr ? "" : "_skip");
+    return text + (bias == nullptr ? "" : "_bias") + (skip == nullptr ? "" : "_skip") +
+           (transformed == nullptr ? "" : "_transformed");
   }
   std::vector<Output> outputs() const {
     return {{y, static_cast<size_t>(batch * out_height * out_width * filter_count), dtype}};
@@ -73,6 +75,10 @@ struct NhwcConvShape {
   int32_t groups;
 };
 NhwcConvShape nhwc_conv_shape(const NhwcConvParams& params);
+
+// Whether transformed filters are worth their memory, 16 numbers for 9: 3 x 3 filters that move by one, of so many
+// channels and filters that the multiplications which NhwcWinograd saves take longer than its transforms.
+bool nhwc_conv_pays_winograd(const NhwcConvParams& params);
 
 // A thread an element, no library: any shape, slowly.
 const char* nhwc_conv_launch(const NhwcConvParams& params, void* stream);

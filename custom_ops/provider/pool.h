@@ -27,6 +27,8 @@ class Pool {
   // From now on no segment is given back: a captured graph has its addresses in it.
   void keep_all() noexcept;
 
+  int device() const { return device_; }
+
   struct Statistics {
     size_t in_use, most_in_use, reserved, limit;
   };

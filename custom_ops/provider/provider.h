@@ -29,6 +29,9 @@ class Provider : public OrtEp {
   // Whether a node's output, not its first, is read by anybody: a sum that nobody reads need not be written.
   bool is_read(const std::string& output) const { return unread_.count(output) == 0; }
 
+  // The session's device memory.
+  const std::shared_ptr<Pool>& pool() const { return pool_; }
+
   // Those that the session was given, or null.
   Weights* weights() const;
 

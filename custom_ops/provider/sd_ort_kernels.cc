@@ -5,12 +5,14 @@
 #include "provider/provider.h"
 #include "provider/run_op.h"
 #include "provider_bindings.h"
+#include "winograd_filters/op.h"
 
 namespace sd_ort {
 
 #define SD_ORT_OPERATOR(folder, name) const GpuOp& folder##_gpu();
 #define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
 #include "operators.txt"
+const GpuOp& winograd_filters_gpu();
 
 namespace {
 
@@ -53,12 +55,60 @@ class BoundKernel : public Kernel {
     auto params = attributes_;
     call.tensors().leave_out(unread_);
     Binding::bind(call.tensors(), params);
+    prepare(params, call);
     run_op(op(), &params, call);
   }
+
+ protected:
+  // What a kernel adds to a call's parameters.
+  virtual void prepare(typename Binding::Params&, Call&) const {}
 
  private:
   typename Binding::Params attributes_;
   uint32_t unread_;
+};
+
+// NhwcConv, whose filters are transformed at the first call that gains by it, if they never change, and kept: where a
+// quarter of the device's memory is free, and its use is not limited.
+class ConvKernel : public BoundKernel<NhwcConvBinding, nhwc_conv_gpu> {
+ public:
+  explicit ConvKernel(const OrtKernelInfo* info)
+      : BoundKernel(info), has_constant_filters_(Attributes(info).is_constant(1)) {
+    const OrtEp* provider = nullptr;
+    check(ep_api->KernelInfo_GetEp(info, &provider));
+    pool_ = static_cast<const Provider*>(provider)->pool();
+  }
+  ~ConvKernel() { pool_->release(transformed_); }
+
+ protected:
+  void prepare(NhwcConvParams& params, Call& call) const override {
+    if (!has_constant_filters_ || !nhwc_conv_pays_winograd(params)) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (transformed_ == nullptr && !is_refused_ && !device::is_capturing(call.stream())) transform(params, call);
+    params.transformed = transformed_;
+  }
+
+ private:
+  void transform(const NhwcConvParams& params, Call& call) const {
+    WinogradFiltersParams filters{params.dtype, params.filters, nullptr, params.filter_count, params.channels, 0};
+    const GpuOp& op = winograd_filters_gpu();
+    if (op.candidate_count() > 0 && has_room()) {  // none on the host
+      filters.y = transformed_ = pool_->allocate(op.outputs(&filters)[0].count * size_of(params.dtype));
+    }
+    is_refused_ = transformed_ == nullptr;
+    if (!is_refused_) launched(op.run(0, &filters, nullptr, call.stream()));
+  }
+
+  bool has_room() const {
+    return pool_->statistics().limit == SIZE_MAX &&
+           device::free_memory() > device::properties(pool_->device()).memory / 4;
+  }
+
+  const bool has_constant_filters_;
+  std::shared_ptr<Pool> pool_;
+  mutable std::mutex mutex_;
+  mutable void* transformed_ = nullptr;
+  mutable bool is_refused_ = false;
 };
 
 // Whether a binding says that its kernels may write Y where X lies.
@@ -82,6 +132,9 @@ const char* refuses_types(const Node& node) {
   return nullptr;
 }
 
+template <class Binding, const GpuOp& (*op)()>
+using KernelOf = std::conditional_t<std::is_same_v<Binding, NhwcConvBinding>, ConvKernel, BoundKernel<Binding, op>>;
+
 class QuickGelu : public Kernel {
  public:
   explicit QuickGelu(const OrtKernelInfo* info) : alpha_(Attributes(info).real("alpha", 1.702f)) {}
@@ -103,14 +156,14 @@ const char* refuses_quick_gelu(const Node& node) {
 }  // namespace
 
 void add_sd_ort_kernels(KernelSpecs& specs) {
-#define SD_ORT_OPERATOR(folder, name)                                     \
-  specs.push_back({"sd_ort",                                              \
-                   name##Binding::kName,                                  \
-                   make_kernel<BoundKernel<name##Binding, folder##_gpu>>, \
-                   refuses_types<name##Binding>,                          \
-                   {},                                                    \
-                   false,                                                 \
-                   false,                                                 \
+#define SD_ORT_OPERATOR(folder, name)                                  \
+  specs.push_back({"sd_ort",                                           \
+                   name##Binding::kName,                               \
+                   make_kernel<KernelOf<name##Binding, folder##_gpu>>, \
+                   refuses_types<name##Binding>,                       \
+                   {},                                                 \
+                   false,                                              \
+                   false,                                              \
                    kOverwrites<name##Binding>});
 #define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
 #include "operators.txt"
