@@ -76,9 +76,21 @@ struct NhwcConvShape {
 };
 NhwcConvShape nhwc_conv_shape(const NhwcConvParams& params);
 
-// Whether transformed filters are worth their memory, 16 numbers for 9: 3 x 3 filters that move by one, of so many
-// channels and filters that the multiplications which NhwcWinograd saves take longer than its transforms.
-bool nhwc_conv_pays_winograd(const NhwcConvParams& params);
+// Whether transformed filters are worth their memory, 16 numbers for 9: the multiplications that NhwcWinograd saves go
+// with channels times filters, its transforms with their sum. The convolution with bias and skip behind it, and
+// NhwcWinograd, float16, H200, us: 2 x 32 x 32 x 1280 to 1280 109 and 66, 2 x 64 x 64 x 640 to 640 114 and 86, 2 x 128
+// x 128 x 640 to 320 227 and 192; equal at 2 x 64 x 64 x 320 to 640 and 2 x 8 x 8 x 1280 to 1280; 33 and 37 at 2 x 64 x
+// 64 x 320 to 320 (results/gpu_tried.md).
+inline bool nhwc_conv_pays_winograd(const NhwcConvParams& p) {
+  constexpr int64_t kFewestPixels = 512, kLeastSaved = 210;
+  const bool is_3_by_3 = p.kernel_height == 3 && p.kernel_width == 3 && p.groups == 1;
+  const bool moves_by_1 =
+      p.stride_height == 1 && p.stride_width == 1 && p.dilation_height == 1 && p.dilation_width == 1;
+  const bool keeps_size = p.pad_top == 1 && p.pad_left == 1 && p.pad_bottom == 1 && p.pad_right == 1;
+  return is_3_by_3 && moves_by_1 && keeps_size && p.dtype != DType::kFloat32 &&
+         p.batch * p.height * p.width >= kFewestPixels &&
+         p.channels * p.filter_count >= kLeastSaved * (p.channels + p.filter_count);
+}
 
 // A thread an element, no library: any shape, slowly.
 const char* nhwc_conv_launch(const NhwcConvParams& params, void* stream);

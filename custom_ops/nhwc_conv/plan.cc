@@ -1,6 +1,5 @@
 // How NhwcConv by matrix instructions is cut up, and what it takes.
 #include <algorithm>
-#include <initializer_list>
 
 #include "nhwc_conv/op.h"
 
@@ -9,12 +8,7 @@ namespace {
 
 constexpr int64_t kBlocksWanted = 256;  // of a large GPU: two a multiprocessor
 constexpr int64_t kMostSplits = 16;
-// On an H200, us, the convolution and bias and skip behind it, and NhwcWinograd, float16 (results/gpu_tried.md): 2 x 32
-// x 32 x 1280 to 1280 109 and 66, 64 x 64 x 640 to 640 114 and 86, 128 x 128 x 640 to 320 227 and 192; equal at 2 x 64
-// x 64 x 320 to 640 and 2 x 8 x 8 x 1280 to 1280; 33 and 37 at 2 x 64 x 64 x 320 to 320.
-constexpr int64_t kFewestPixels = 512;  // of a batch
-constexpr int64_t kLeastSaved = 210;    // multiplications go with channels * filters, transforms with their sum
-constexpr int64_t kStepsASplit = 16;    // at least, so that a block's sum is worth its writing
+constexpr int64_t kStepsASplit = 16;  // at least, so that a block's sum is worth its writing
 
 int64_t pixels(const NhwcConvParams& p) { return p.batch * p.out_height * p.out_width; }
 
@@ -30,16 +24,6 @@ NhwcConvShape nhwc_conv_shape(const NhwcConvParams& p) {
           narrow(p.kernel_height), narrow(p.kernel_width), narrow(p.out_height),      narrow(p.out_width),
           narrow(p.stride_height), narrow(p.stride_width), narrow(p.dilation_height), narrow(p.dilation_width),
           narrow(p.pad_top),       narrow(p.pad_left),     narrow(p.groups)};
-}
-
-bool nhwc_conv_pays_winograd(const NhwcConvParams& p) {
-  const auto all = [](int64_t wanted, std::initializer_list<int64_t> given) {
-    return std::all_of(given.begin(), given.end(), [=](int64_t one) { return one == wanted; });
-  };
-  const bool moves_by_one = all(1, {p.stride_height, p.stride_width, p.dilation_height, p.dilation_width, p.pad_top,
-                                    p.pad_left, p.pad_bottom, p.pad_right, p.groups});
-  return moves_by_one && all(3, {p.kernel_height, p.kernel_width}) && p.dtype != DType::kFloat32 &&
-         pixels(p) >= kFewestPixels && p.channels * p.filter_count >= kLeastSaved * (p.channels + p.filter_count);
 }
 
 bool nhwc_conv_tiles_supports(const NhwcConvParams& p) {

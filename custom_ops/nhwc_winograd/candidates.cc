@@ -20,7 +20,7 @@ constexpr int64_t kMostBytes = 64 << 10;  // cuts the tests' small images, too
 #else
 constexpr int64_t kMostBytes = 256 << 20;
 #endif
-constexpr int64_t kAlignment = 256;
+constexpr size_t kAlignment = 256;
 
 int64_t matrices(const Params& p) { return p.side() * p.side(); }
 
@@ -41,14 +41,14 @@ struct Cut {
 
 // Where a piece's pixels and products lie in the workspace, and what the product may use behind them.
 struct Workshop {
-  size_t products, rest;
+  size_t products, end, rest;
 
   Workshop(const Params& p, int64_t tiles) {
-    const auto bytes = [&](int64_t channels) {
-      return ceil_div(matrices(p) * tiles * channels * static_cast<int64_t>(size_of(p.dtype)), kAlignment) * kAlignment;
-    };
-    products = bytes(p.channels);
-    rest = products + bytes(p.filter_count);
+    const auto aligned = [](size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
+    const size_t a_channel = matrices(p) * tiles * size_of(p.dtype);
+    products = aligned(a_channel * p.channels);
+    end = products + a_channel * p.filter_count;
+    rest = aligned(end);
   }
 };
 
@@ -100,7 +100,7 @@ Multiply one_by_one(Launch launch) {
   };
 }
 
-size_t without_rest(const Params& p) { return Workshop(p, Cut(p).tiles).rest; }
+size_t without_library(const Params& p) { return Workshop(p, Cut(p).tiles).end; }
 
 Candidate<Params> plain() {
   const auto supports = [](const Params&) { return true; };
@@ -108,7 +108,7 @@ Candidate<Params> plain() {
       one_by_one([](const NhwcConvParams& conv, void* stream) { return nhwc_conv_launch(conv, stream); });
   return {"plain", supports,
           [=](const Params& p, void* workspace, void* stream) { return run(p, multiply, workspace, stream); },
-          without_rest};
+          without_library};
 }
 
 Candidate<Params> tiles() {
@@ -119,7 +119,7 @@ Candidate<Params> tiles() {
       [](const NhwcConvParams& conv, void* stream) { return nhwc_conv_tiles_launch(conv, 1, nullptr, stream); });
   return {"tiles", supports,
           [=](const Params& p, void* workspace, void* stream) { return run(p, multiply, workspace, stream); },
-          without_rest};
+          without_library};
 }
 
 // All in one call. `pixels` and the others: for questions about a shape, anything aligned.

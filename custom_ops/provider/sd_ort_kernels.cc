@@ -93,7 +93,7 @@ class ConvKernel : public BoundKernel<NhwcConvBinding, nhwc_conv_gpu> {
     WinogradFiltersParams filters{params.dtype, params.filters, nullptr, params.filter_count, params.channels, 0};
     const GpuOp& op = winograd_filters_gpu();
     if (op.candidate_count() > 0 && has_room()) {  // none on the host
-      filters.y = transformed_ = pool_->allocate(op.outputs(&filters)[0].count * size_of(params.dtype));
+      filters.y = transformed_ = pool_->allocate(filters.outputs()[0].count * size_of(params.dtype));
     }
     is_refused_ = transformed_ == nullptr;
     if (!is_refused_) launched(op.run(0, &filters, nullptr, call.stream()));

@@ -181,7 +181,14 @@ def test_formulas_give_what_the_library_launches(listing: dict) -> None:
 def test_no_cache_is_emptied_and_all_memory_known_to_be_global(listing: dict, arch: str) -> None:
     """What __syncthreads(), and pointers that may be null, would make of the code."""
     for _, text in disassembled(listing, arch):
-        alone = ("bias", "linear", "upsample", "subpixel", "nhwc_conv_kernel")  # whose threads wait for no others
+        alone = (
+            "bias",
+            "linear",
+            "upsample",
+            "subpixel",
+            "nhwc_conv_kernel",
+            "winograd",
+        )  # whose threads wait for no others
         assert "s_barrier" in text or any(word in text for word in alone)
         assert sorted(set(re.findall(r"\t(flat_\w+|buffer_gl\w+|global_(?:inv|wb)\w*)", text))) == []
 
