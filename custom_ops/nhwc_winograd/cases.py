@@ -92,6 +92,7 @@ CASES = [
     *(_case(1, 6, 7, 24, m=16, skip=True, values=values) for values in ("large", "tiny", "constant")),
     _case(1, 1, 1, 8, m=4, doubled=True),
     _case(2, 5, 3, 40, m=33, doubled=True, skip=True),
+    _case(1, 3, 4, 6, m=8, doubled=True),
     _case(1, 4, 6, 64, m=20, doubled=True, bias=False),
     _case(2, 32, 32, 1280, m=1280, doubled=True, big=True),
     _case(2, 64, 64, 640, m=640, doubled=True, big=True),

@@ -149,11 +149,12 @@ def test_every_kernel_is_launched_by_a_case(listing: dict) -> None:
 
 
 def test_formulas_give_what_the_library_launches(listing: dict) -> None:
-    """Grid, block, LDS, conditions, alignments, and every tensor exactly as large as the arguments make it."""
+    """Grid, block, LDS, conditions, alignments, and tensors exactly as large as a call's arguments make them."""
     entries = {entry["symbol"]: entry for entry in listing["kernels"] if entry["arch"] == ARCHS[0]}
     for call in listing["calls"]:
         case = listing["cases"][call["operator"]][call["case"]]
         sizes = tensor_bytes(case, call["dtype"]) | {"workspace": call["workspace_bytes"]}
+        ends: dict[str, int] = {}  # of what all launches of the call touch, each perhaps a part of it
         for launch in call["launches"]:
             entry = entries[launch["symbol"]]
             value = formulas(entry, launch)
@@ -162,7 +163,6 @@ def test_formulas_give_what_the_library_launches(listing: dict) -> None:
             assert launch["block"] == entry["block"]
             assert launch["dynamic_lds_bytes"] == value(entry["lds_bytes"]["dynamic"])
             assert [condition for condition in entry["requires"] if not value(condition)] == []
-            ends: dict[str, int] = {}
             for argument in entry["arguments"]:
                 pointer = launch["arguments"][argument["name"]]
                 if not argument["type"].endswith("*"):
@@ -174,7 +174,7 @@ def test_formulas_give_what_the_library_launches(listing: dict) -> None:
                 assert pointer[1] % value(argument["alignment"]) == 0
                 end = pointer[1] + value(argument["elements"]) * item
                 ends[pointer[0]] = max(ends.get(pointer[0], 0), end)
-            assert ends == {tensor: sizes[tensor] for tensor in ends}
+        assert ends == {tensor: sizes[tensor] for tensor in ends}
 
 
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
