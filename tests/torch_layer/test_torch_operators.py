@@ -23,7 +23,7 @@ from sd_ort.runtime import build
 from sd_ort.torch import kernels, operators, reset_status, status
 from sd_ort.torch.operators import contract
 
-NO_CPU_KERNEL = {"doubled_weight", "linear_split_gelu", "softmax"}
+NO_CPU_KERNEL = {"doubled_weight", "linear_split_gelu", "nhwc_winograd", "softmax", "winograd_filters"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -95,6 +95,17 @@ def test_attention_with_gradients_is_torchs_own() -> None:
     with torch.no_grad():
         operators.attention(d(1, 4, 2, 8), d(1, 4, 2, 8), d(1, 4, 2, 8))
     assert status().kernels == {"attention": 1}
+
+
+@pytest.mark.parametrize("doubled", [False, True])
+@pytest.mark.parametrize("size", [(6, 4), (5, 3), (1, 1), (1, 8)])
+def test_winograd_is_the_convolution(size: tuple[int, int], doubled: bool) -> None:
+    d = Draw("cpu", torch.float64)
+    x, weight, bias = d.image(2, 3, *size), d(5, 3, 3, 3), d(5)
+    filters = operators.winograd_filters(weight, doubled)
+    wanted = torch.nn.functional.conv2d(operators.upsample_nearest(x) if doubled else x, weight, bias, padding=1)
+    made = operators.nhwc_winograd(x, filters, bias, wanted)
+    torch.testing.assert_close(made, wanted + wanted)
 
 
 @pytest.fixture(params=[True, False], ids=["grad", "no_grad"])

@@ -11,10 +11,12 @@ from sd_ort.torch.operators.doubled_weight import doubled_weight
 from sd_ort.torch.operators.group_norm import group_norm, skip_group_norm
 from sd_ort.torch.operators.linear_add import linear_add
 from sd_ort.torch.operators.linear_split_gelu import linear_split_gelu
+from sd_ort.torch.operators.nhwc_winograd import nhwc_winograd
 from sd_ort.torch.operators.skip_layer_norm import skip_layer_norm
 from sd_ort.torch.operators.softmax import softmax
 from sd_ort.torch.operators.stacked_linear import stacked_linear
 from sd_ort.torch.operators.upsample_nearest import upsample_nearest
+from sd_ort.torch.operators.winograd_filters import winograd_filters
 
 __all__ = [
     "attention",
@@ -24,9 +26,11 @@ __all__ = [
     "group_norm",
     "linear_add",
     "linear_split_gelu",
+    "nhwc_winograd",
     "skip_group_norm",
     "skip_layer_norm",
     "softmax",
     "stacked_linear",
     "upsample_nearest",
+    "winograd_filters",
 ]
