@@ -31,10 +31,7 @@ def pays(x: Tensor) -> bool:
 
 def takes(layer: nn.Module, x: Tensor) -> bool:
     """Whether `conv` is to run torch's own layer: 3 x 3 filters that move by one, and nothing to be learned."""
-    if torch.is_grad_enabled() or not isinstance(layer, nn.Conv2d) or not parts.is_plain(layer, nn.Conv2d):
-        return False
-    steps = layer.stride == layer.padding == layer.dilation == (1, 1) and layer.groups == 1
-    return steps and layer.kernel_size == (3, 3) and layer.padding_mode == "zeros" and pays(x)
+    return not torch.is_grad_enabled() and parts.is_three_by_three(layer) and pays(x)
 
 
 def conv(layer: nn.Module, x: Tensor) -> Tensor:

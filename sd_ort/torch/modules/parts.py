@@ -17,8 +17,8 @@ Tensor = torch.Tensor
 
 def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether calling the layer is nothing but torch's own function of its parameters."""
-    hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
-    return type(layer) is kind and not hooked
+    changed = "forward" in layer.__dict__ or "_conv_forward" in layer.__dict__  # the second to make tiles of images
+    return type(layer) is kind and not (changed or layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def linear(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -33,6 +33,14 @@ def conv(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     if is_plain(layer, nn.Conv2d) and layer.bias is not None and is_channels_last(x):
         return layer._conv_forward(x, layer.weight, None), layer.bias  # type: ignore[operator, return-value]
     return layer(x), None
+
+
+def is_three_by_three(layer: nn.Module) -> bool:
+    """Whether a layer is a convolution by 3 x 3 filters that move by one, with zeros around the image."""
+    if not isinstance(layer, nn.Conv2d) or not is_plain(layer, nn.Conv2d):
+        return False
+    steps = layer.stride == layer.padding == layer.dilation == (1, 1) and layer.groups == 1
+    return steps and layer.kernel_size == (3, 3) and layer.padding_mode == "zeros"
 
 
 def is_pointwise(layer: nn.Module) -> bool:

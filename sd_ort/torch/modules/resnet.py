@@ -1,13 +1,18 @@
-"""ResnetBlock2D: GroupNorm with SiLU as one operator, biases and the time embedding added inside the next one."""
+"""ResnetBlock2D: GroupNorm with SiLU as one operator, biases and the time embedding added inside the next one.
+
+At level "performance" convolutions that Winograd's way makes faster add their bias and the residual themselves.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
-from sd_ort.torch.modules import parts
+from sd_ort.torch.modules import parts, winograd
 from sd_ort.torch.modules.together import Together, alike
 
 TOGETHER = "_sd_ort_together"  # a block's attribute: what makes its product, and its place in it
@@ -25,15 +30,26 @@ class FastResnetBlock2D(ResnetBlock2D):
         resample = self.upsample or self.downsample
         if resample is not None:
             x, h = resample(x), resample(h)
-        h, bias = parts.conv(self.conv1, h)
+        y = winograd.conv(self.conv1, h)
+        h, bias = parts.conv(self.conv1, h) if y is None else (y, None)
         if temb is not None:
             temb = self._time(temb)
         h = parts.norm_of_sum(self.norm2, h, bias, temb)
-        h, bias = parts.conv(self.conv2, self.dropout(h))
+        h = self.dropout(h)
         if self.conv_shortcut is not None:
             x = parts.pointwise(self.conv_shortcut, x)
-        y = parts.add(h, bias, x)
+        y = winograd.conv(self.conv2, h, x)
+        if y is None:
+            h, bias = parts.conv(self.conv2, h)
+            y = parts.add(h, bias, x)
         return y if self.output_scale_factor == 1.0 else y / self.output_scale_factor
+
+    def _apply(self, *arguments: Any, **keywords: Any) -> Any:
+        """Weights that are moved away, as offloading does, leave nothing on the device that was made of them."""
+        moved = super()._apply(*arguments, **keywords)
+        for layer in self.modules():
+            winograd.leave(layer)
+        return moved
 
     def _time(self, temb: torch.Tensor) -> torch.Tensor:
         """The time embedding (N, T) as this block adds it, (N, C)."""

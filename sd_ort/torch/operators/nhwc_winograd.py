@@ -33,11 +33,11 @@ def _plain(x: Tensor, filters: Tensor, bias: Tensor | None, skip: Tensor | None)
     pixels = torch.einsum("pi,nchwij,qj->pqnhwc", b, tiles, b).flatten(0, 1)
     products = pixels.flatten(1, 3) @ filters.to(wide.dtype).transpose(1, 2)
     products = products.reshape(len(b), len(b), n, down, across, m)
-    y = torch.einsum("ip,pqnhwm,jq->nmhiwj", a, products, a).reshape(n, m, 2 * down, 2 * across)
-    y = y[:, :, :height, :width]
+    y = torch.einsum("ip,pqnhwm,jq->nhiwjm", a, products, a).reshape(n, 2 * down, 2 * across, m)
+    y = y[:, :height, :width].permute(0, 3, 1, 2)
     if bias is not None:
         y = y + bias[:, None, None]
-    return (y if skip is None else y + skip).to(x.dtype)
+    return (y if skip is None else y + skip).to(x.dtype, memory_format=torch.channels_last)
 
 
 def _is_doubled(filters: Tensor) -> bool:
