@@ -113,8 +113,8 @@ class Kept:
         return Kept, (self._make,)
 
     def read(self, weight: Tensor) -> Tensor | None:
-        """Of the weight as it is now. None of inference mode's, whose writes are not counted, and where somebody else
-        captures: replays would not make it again.
+        """Of the weight as it is now. None of inference mode's, whose writes are not counted. A graph that somebody else
+        captures makes it at every replay.
         """
         if weight.is_inference():
             return None
@@ -122,7 +122,7 @@ class Kept:
         if graph is not None:
             return graph.read_kept(self, weight)
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
+            return self._make(weight)
         return self.made(weight).renewed()
 
     def made(self, weight: Tensor) -> _Made:

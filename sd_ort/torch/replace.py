@@ -82,6 +82,8 @@ def optimize(target: Target, level: Level = "auto", graph: bool | None = None) -
                 packing.lay_columns(module.proj)
             if isinstance(module, images.FastUpsample2D):
                 module.__class__ = images.FoldedUpsample2D
+                if type(component) in whole.MODELS and module.use_conv:
+                    winograd.prepare(module.convolution, doubled=True)
             if isinstance(module, resnet.FastResnetBlock2D):
                 winograd.prepare(module.conv1)
                 winograd.prepare(module.conv2)

@@ -6,7 +6,7 @@ import torch
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
-from sd_ort.torch.modules import doubling
+from sd_ort.torch.modules import doubling, winograd
 from sd_ort.torch.operators import group_norm, upsample_nearest
 
 
@@ -38,7 +38,12 @@ class FastUpsample2D(Upsample2D):
         x = upsample_nearest(hidden_states)
         if not self.use_conv:
             return x
-        return self.conv(x) if self.name == "conv" else self.Conv2d_0(x)
+        return self.convolution(x)
+
+    @property
+    def convolution(self) -> nn.Module:
+        """The layer behind, where there is one."""
+        return self.conv if self.name == "conv" else self.Conv2d_0
 
 
 class FoldedUpsample2D(FastUpsample2D):
@@ -49,7 +54,10 @@ class FoldedUpsample2D(FastUpsample2D):
     ) -> torch.Tensor:
         """As in diffusers."""
         if output_size is None and self.use_conv:
-            layer = self.conv if self.name == "conv" else self.Conv2d_0
+            layer = self.convolution
+            y = winograd.conv(layer, hidden_states, doubled=True)
+            if y is not None:
+                return y
             if doubling.takes(layer, hidden_states):
                 return doubling.conv(layer, hidden_states)
         return super().forward(hidden_states, output_size, *args, **kwargs)
