@@ -263,7 +263,7 @@ def test_layers_that_run_themselves(layer: torch.nn.Module) -> None:
     assert winograd.conv(plain, image()) is not None
     winograd.prepare(layer)
     assert winograd.conv(layer, image()) is None
-    assert not winograd.takes(layer, image())
+    assert not winograd.takes(layer, image(), False)
 
 
 def test_calls_that_run_the_layer() -> None:
@@ -296,9 +296,9 @@ def test_what_traces_finds_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ("where", "dtype", "shape", "filters", "pays"),
     [
         ("cuda", torch.float16, (2, 1280, 32, 32), 1280, True),
-        ("cuda", torch.float16, (2, 320, 16, 16), 320, True),
-        ("cuda", torch.float16, (2, 312, 16, 16), 320, False),
-        ("cuda", torch.float16, (2, 320, 16, 15), 320, False),
+        ("cuda", torch.float16, (2, 320, 16, 16), 640, True),
+        ("cuda", torch.float16, (2, 320, 16, 16), 320, False),
+        ("cuda", torch.float16, (2, 320, 16, 15), 640, False),
         ("cuda", torch.bfloat16, (2, 1280, 32, 32), 1280, False),
         ("cpu", torch.float16, (2, 1280, 32, 32), 1280, False),
     ],
@@ -310,5 +310,5 @@ def test_where_it_pays(
     monkeypatch.setattr(winograd, "_has_kernels", lambda device: True)
     x: Any = SimpleNamespace(device=torch.device(where), dtype=dtype, shape=shape)
     weight: Any = SimpleNamespace(dtype=dtype, shape=(filters, shape[1], 3, 3))
-    assert winograd.pays(x, weight) == pays
-    assert not winograd.pays(x, SimpleNamespace(dtype=torch.float32, shape=weight.shape))  # type: ignore[arg-type]
+    assert winograd.pays(x, weight, False) == pays
+    assert not winograd.pays(x, SimpleNamespace(dtype=torch.float32, shape=weight.shape), False)  # type: ignore[arg-type]

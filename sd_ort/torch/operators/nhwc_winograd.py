@@ -27,7 +27,7 @@ def _plain(x: Tensor, filters: Tensor, bias: Tensor | None, skip: Tensor | None)
     b, a = wide.new_tensor(_B)[kept], wide.new_tensor(_A)[:, kept]
     if doubled:
         wide = wide.repeat_interleave(2, 2).repeat_interleave(2, 3)
-    down, across = max(-(-height // 2), 1), max(-(-width // 2), 1)  # of tiles, which move by two pixels
+    down, across = height // 2 + 1, width // 2 + 1  # tiles, which move by two pixels; enough for any size
     padded = F.pad(wide, (1, 2 * across + 1 - width, 1, 2 * down + 1 - height))
     tiles = padded.unfold(2, 4, 2).unfold(3, 4, 2)
     pixels = torch.einsum("pi,nchwij,qj->pqnhwc", b, tiles, b).flatten(0, 1)
