@@ -5,8 +5,8 @@
 
 Checks numbers in float16, bfloat16 and float32, gradients, torch's opcheck (schema, tracing), another stream, a CUDA
 graph, autocast, tensors of two devices, and a small U-Net whose calls are captured in CUDA graphs (`optimize`): with
-new numbers, on another stream, from another thread, after changes of its weights; and the demo's pictures. Exits with 1
-when one fails. Needs `sd-ort build-ops --cuda ARCH` or --hip.
+new numbers, on another stream, from another thread, after changes of its weights; a resnet block by kept filters;
+and the demo's pictures. Exits with 1 when one fails. Needs `sd-ort build-ops --cuda ARCH` or --hip.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.models.resnet import ResnetBlock2D
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts/fixtures"), str(ROOT / "scripts/measure")]
@@ -29,7 +30,8 @@ from torch_calls import NAMES, Draw, calls  # noqa: E402
 from sd_ort.benchmark.engines.pytorch import torch_pipeline  # noqa: E402
 from sd_ort.core.metrics import psnr  # noqa: E402
 from sd_ort.runtime.machine import commit, machine  # noqa: E402
-from sd_ort.torch import operators, optimize, reset_status, status  # noqa: E402
+from sd_ort.torch import kernels, operators, optimize, reset_status, restore, status  # noqa: E402
+from sd_ort.torch.modules import winograd  # noqa: E402
 from sd_ort.torch.operators import contract  # noqa: E402
 
 # Norm of the difference over the norm of the result.
@@ -55,7 +57,7 @@ def main() -> int:
             lines.append(f"{name:18} {check.__name__:10} {found}")
             print(lines[-1], flush=True)
     if options.device == "cuda":
-        for of_all in (stream, graph, autocast, two_devices, own_graphs, pictures):
+        for of_all in (stream, graph, autocast, two_devices, own_graphs, kept_filters, pictures):
             try:
                 found = of_all()
             except Exception as error:
@@ -191,7 +193,8 @@ def two_devices() -> str:
 
 
 def own_graphs() -> str:
-    """Captured calls of a U-Net against the same model without graphs."""
+    """Captured calls of a U-Net against the same model without graphs, both by transformed filters where they may."""
+    winograd.FEWEST_PIXELS = winograd.LEAST_SAVED = 0
     model: Any = random_module("sd15-tiny", "unet").half()
     model = optimize(model, "performance")
     plain = optimize(copy.deepcopy(model), "performance", graph=False)
@@ -228,10 +231,37 @@ def own_graphs() -> str:
             turn(seed, prompt=prompt)
         prompt.mul_(1.5)  # what was made of it is made again
         turn(15, prompt=prompt)
+        for each in (model, plain):
+            each.mid_block.resnets[0].conv1.weight.mul_(1.5)  # in place: its filters are made again
+        turn(16, prompt=prompt)
     ran = {what: count for (_, what), count in status().graphs.items()}
-    assert ran == {"captured": 3, "replayed": 13, "replayed for the same prompt": 2}, str(ran)
+    assert ran == {"captured": 3, "replayed": 14, "replayed for the same prompt": 3}, str(ran)
     assert not status().not_captured, str(status())
-    return "captured 3 times, replayed 13 times, 2 of these for the same prompt"
+    return "captured 3 times, replayed 14 times, 3 of these for the same prompt"
+
+
+def kept_filters() -> str:
+    """A resnet block whose weights change, on two streams, against float64."""
+    if not kernels.is_hopper_or_newer(torch.device("cuda", 0)):
+        return "not on this GPU"
+    block: Any = ResnetBlock2D(in_channels=448, out_channels=448, temb_channels=None).half().cuda()
+    optimize(block, "performance")
+    reset_status()
+    x, worst = Draw("cuda", torch.float16).image(2, 448, 17, 16), 0.0
+    streams = [torch.cuda.default_stream(), torch.cuda.Stream()]
+    with torch.no_grad():
+        for turn in range(4):
+            streams[turn % 2].wait_stream(streams[turn % 2 - 1])
+            with torch.cuda.stream(streams[turn % 2]):
+                made = block(x, None)
+                wanted = restore(copy.deepcopy(block)).cpu().double()(wide(x), None)
+                worst = max(worst, error(made, wanted))
+                if turn > 0:
+                    block.conv1.weight.mul_(1.5)
+    ran = {name: status().kernels[name] for name in ("nhwc_winograd", "winograd_filters")}
+    assert ran == {"nhwc_winograd": 8, "winograd_filters": 4}, f"{ran}; {status().fallbacks}"
+    assert worst < LIMITS[torch.float16], f"error {worst:.1e}"
+    return f"error {worst:.1e}, filters made 4 times in 4 calls of 2 convolutions"
 
 
 def pictures(device: str = "cuda") -> str:
