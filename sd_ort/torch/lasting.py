@@ -113,8 +113,8 @@ class Kept:
         return Kept, (self._make,)
 
     def read(self, weight: Tensor) -> Tensor | None:
-        """Of the weight as it is now. None of inference mode's, whose writes are not counted. A graph that somebody else
-        captures makes it at every replay.
+        """Of the weight as it is now. None of inference mode's, whose writes are not counted. A graph that somebody
+        else captures makes it at every replay.
         """
         if weight.is_inference():
             return None

@@ -53,7 +53,7 @@ def optimize(target: Target, level: Level = "auto", graph: bool | None = None) -
 
     level: "auto" replaces modules and, on a GPU, lays convolution weights channels last. "performance" also lays the
     weights of one input's products side by side (of the time embedding's and the prompt's, the whole model's), keeps
-    transformed filters of the float16 convolutions that are faster with them (16/9 of their weights in memory), and
+    transformed filters of the float16 convolutions that are faster with them (16/9 of their weights more memory), and
     measures every new shape when it is first met: our kernels, to the file that later runs load, and convolutions
     (`torch.backends.cudnn.benchmark`, which stays on). "memory" takes only kernels without scratch memory and turns on
     the VAE's slicing, an image at a time.

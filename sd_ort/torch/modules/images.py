@@ -46,8 +46,8 @@ class FastUpsample2D(Upsample2D):
         return self.conv if self.name == "conv" else self.Conv2d_0
 
 
-class FoldedUpsample2D(FastUpsample2D):
-    """Both at once where that pays (doubling.py)."""
+class FoldedUpsample2D(winograd.KeepsFilters, FastUpsample2D):
+    """Both at once where that pays (winograd.py, doubling.py)."""
 
     def forward(
         self, hidden_states: torch.Tensor, output_size: object = None, *args: object, **kwargs: object

@@ -5,8 +5,6 @@ At level "performance" convolutions that Winograd's way makes faster add their b
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from diffusers.models.resnet import ResnetBlock2D
@@ -18,7 +16,7 @@ from sd_ort.torch.modules.together import Together, alike
 TOGETHER = "_sd_ort_together"  # a block's attribute: what makes its product, and its place in it
 
 
-class FastResnetBlock2D(ResnetBlock2D):
+class FastResnetBlock2D(winograd.KeepsFilters, ResnetBlock2D):
     """As ResnetBlock2D with SiLU and a time embedding that is added."""
 
     def forward(self, input_tensor: torch.Tensor, temb: torch.Tensor | None, *args: object, **kwargs: object) -> object:
@@ -43,13 +41,6 @@ class FastResnetBlock2D(ResnetBlock2D):
             h, bias = parts.conv(self.conv2, h)
             y = parts.add(h, bias, x)
         return y if self.output_scale_factor == 1.0 else y / self.output_scale_factor
-
-    def _apply(self, *arguments: Any, **keywords: Any) -> Any:
-        """Weights that are moved away, as offloading does, leave nothing on the device that was made of them."""
-        moved = super()._apply(*arguments, **keywords)
-        for layer in self.modules():
-            winograd.leave(layer)
-        return moved
 
     def _time(self, temb: torch.Tensor) -> torch.Tensor:
         """The time embedding (N, T) as this block adds it, (N, C)."""

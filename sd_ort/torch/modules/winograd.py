@@ -6,6 +6,8 @@ in float16.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -39,10 +41,15 @@ def release(layer: nn.Module) -> None:
     layer.__dict__.pop(FILTERS, None)
 
 
-def leave(layer: nn.Module) -> None:
-    """Frees the memory of filters whose weight is elsewhere now."""
-    if FILTERS in layer.__dict__:
-        layer.__dict__[FILTERS].leave(layer.weight)
+class KeepsFilters(nn.Module):
+    """A module with such layers. Weights that are moved away, as offloading does, leave no filters behind."""
+
+    def _apply(self, *arguments: Any, **keywords: Any) -> Any:
+        moved = super()._apply(*arguments, **keywords)
+        for layer in self.modules():
+            if FILTERS in layer.__dict__:
+                layer.__dict__[FILTERS].leave(layer.weight)
+        return moved
 
 
 def conv(layer: nn.Module, x: Tensor, skip: Tensor | None = None, doubled: bool = False) -> Tensor | None:
