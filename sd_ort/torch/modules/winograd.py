@@ -41,11 +41,11 @@ def release(layer: nn.Module) -> None:
     layer.__dict__.pop(FILTERS, None)
 
 
-class KeepsFilters(nn.Module):
-    """A module with such layers. Weights that are moved away, as offloading does, leave no filters behind."""
+class KeepsFilters:
+    """Of a module with such layers: weights that are moved away, as offloading does, leave no filters behind."""
 
-    def _apply(self, *arguments: Any, **keywords: Any) -> Any:
-        moved = super()._apply(*arguments, **keywords)
+    def _apply(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        moved = super()._apply(*arguments, **keywords)  # type: ignore[misc]
         for layer in self.modules():
             if FILTERS in layer.__dict__:
                 layer.__dict__[FILTERS].leave(layer.weight)
