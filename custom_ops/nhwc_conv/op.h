@@ -77,10 +77,10 @@ struct NhwcConvShape {
 NhwcConvShape nhwc_conv_shape(const NhwcConvParams& params);
 
 // Whether transformed filters are worth their memory, 16 numbers for 9: the multiplications that NhwcWinograd saves go
-// with channels times filters, its transforms with their sum. The convolution with bias and skip behind it, and
-// NhwcWinograd, float16, H200, us: 2 x 32 x 32 x 1280 to 1280 109 and 66, 2 x 64 x 64 x 640 to 640 114 and 86, 2 x 128
-// x 128 x 640 to 320 227 and 192; equal at 2 x 64 x 64 x 320 to 640 and 2 x 8 x 8 x 1280 to 1280; 33 and 37 at 2 x 64 x
-// 64 x 320 to 320 (results/gpu_tried.md).
+// with channels times filters, its transforms with their sum. On an H200 (results/winograd_forms.md), with bias and
+// skip, us: 2 x 32 x 32 x 1280 to 1280 112 and 67, 2 x 64 x 64 x 640 to 640 127 and 86; without a gain 2 x 8 x 8 x 1280
+// to 1280 25 and 25 and, where no skip is added, 2 x 64 x 64 x 320 to 640 60 and 60; 2 x 64 x 64 x 320 to 320 34
+// and 37.
 inline bool nhwc_conv_pays_winograd(const NhwcConvParams& p) {
   constexpr int64_t kFewestPixels = 512, kLeastSaved = 210;
   const bool is_3_by_3 = p.kernel_height == 3 && p.kernel_width == 3 && p.groups == 1;

@@ -147,3 +147,13 @@ def test_candidate_0_takes_every_call_and_the_default_its_own(
             defaults.add(default)
     assert defaults - {0} or len(library.candidates(number)) == 1
     assert library.candidates(number)[0] in ("plain", "two_reads")
+
+
+def test_transformed_filters_are_used_untuned(emulations: dict[str, GpuLibrary]) -> None:
+    operator, library = load("nhwc_conv"), emulations["cuda"]
+    number = GPU_OPERATORS.index("nhwc_conv")
+    for case in operator.cases:
+        if min((*case.inputs["X"], *case.inputs["W"])) > 0:
+            params = operator.params(case, "float16", dict.fromkeys((*case.inputs, "Y"), 1 << 20))
+            default = library.candidates(number)[library.default_candidate(number, params)]
+            assert default.startswith("winograd_") == ("transformed" in case.inputs), case.name
