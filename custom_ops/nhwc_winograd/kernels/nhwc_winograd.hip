@@ -5,7 +5,7 @@
 // winograd_input_kernel<T, kVec, kSide>   v[kSide i + j] = (B^T d B)[i, j] of the 4 x 4 pixels d around a tile
 // winograd_output_kernel<T, kVec, kSide>  y = A^T m A + bias + skip, of the kSide * kSide products m of a tile
 //   Launch: block (256, 1, 1), grid (ceil(vectors / 256), 1, 1), no LDS; vectors = tiles * channels / kVec.
-#include "common/gpu.h"
+#include "nhwc_winograd/kernels/vectors.h"
 #include "nhwc_winograd/op.h"
 
 namespace sd_ort {
@@ -103,7 +103,7 @@ __global__ __launch_bounds__(256) void winograd_input_kernel(const T* x, T* v, u
       const bool inside = row >= 0 && row < s.height && column >= 0 && column < s.width;
       Vec<T, kVec> pixel{};
       if (inside) pixel = Vec<T, kVec>::load(image + (static_cast<int64_t>(row) * s.width + column) * channels);
-      pixel.unpack(d[i][j]);
+      unpack_words(pixel, d[i][j]);
     }
   }
   transform_tile(d);
@@ -130,11 +130,11 @@ __global__ __launch_bounds__(256) void winograd_output_kernel(const T* products,
   for (int j = 0; j < kSide; ++j) {
     float m[kSide][kVec];
 #pragma unroll
-    for (int i = 0; i < kSide; ++i) Vec<T, kVec>::load(products + (kSide * i + j) * length + at).unpack(m[i]);
+    for (int i = 0; i < kSide; ++i) unpack_words(Vec<T, kVec>::load(products + (kSide * i + j) * length + at), m[i]);
     add_products(m, rows[0][j], rows[1][j]);
   }
   float shift[kVec] = {};
-  if (bias != nullptr) Vec<T, kVec>::load(bias + channel).unpack(shift);
+  if (bias != nullptr) unpack_words(Vec<T, kVec>::load(bias + channel), shift);
   const TilePlace<kSide> place(s, tile);
   constexpr int kTimes = kSide == 4 ? 1 : 2;
   const int height = s.height * kTimes, width = s.width * kTimes;
@@ -148,7 +148,7 @@ __global__ __launch_bounds__(256) void winograd_output_kernel(const T* products,
       if (row >= height || column >= width) continue;  // of a last tile that is half outside
       const int64_t to = ((place.image * height + row) * width + column) * channels + channel;
       float sum[kVec] = {};
-      if (skip != nullptr) Vec<T, kVec>::load(skip + to).unpack(sum);
+      if (skip != nullptr) unpack_words(Vec<T, kVec>::load(skip + to), sum);
 #pragma unroll
       for (int k = 0; k < kVec; ++k) sum[k] += pixels[j][k] + shift[k];
       Vec<T, kVec>::pack(sum).store(y + to);
@@ -173,15 +173,17 @@ const char* with_piece(const NhwcWinogradParams& p, bool aligned, const Winograd
                        F&& run) {
   return with_type(p.dtype, [&](auto type) -> const char* {
     using T = typename decltype(type)::type;
-    const bool four = aligned && channels % 4 == 0;
-    const int64_t per_tile = channels / (four ? 4 : 1), vectors = piece.tiles * per_tile;
+    constexpr int kVec = kWinogradVec<T>;
+    const bool wide = aligned && channels % kVec == 0;
+    const int64_t per_tile = channels / (wide ? kVec : 1), vectors = piece.tiles * per_tile;
     if (vectors == 0) return nullptr;
     if (vectors > INT32_MAX) return "the image is too large";
     if (p.doubled == 0) {
-      return four ? run(Access<T, 4>(), Side<4>(), vectors, per_tile)
+      return wide ? run(Access<T, kVec>(), Side<4>(), vectors, per_tile)
                   : run(Access<T, 1>(), Side<4>(), vectors, per_tile);
     }
-    return four ? run(Access<T, 4>(), Side<3>(), vectors, per_tile) : run(Access<T, 1>(), Side<3>(), vectors, per_tile);
+    return wide ? run(Access<T, kVec>(), Side<3>(), vectors, per_tile)
+                : run(Access<T, 1>(), Side<3>(), vectors, per_tile);
   });
 }
 

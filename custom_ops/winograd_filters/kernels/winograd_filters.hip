@@ -2,7 +2,7 @@
 // squared matrices are made: 4, or 3 for images that are doubled.
 //
 // Launch: block (256, 1, 1), grid (ceil(vectors / 256), 1, 1), no LDS; vectors = filters * channels / kVec.
-#include "common/gpu.h"
+#include "nhwc_winograd/kernels/vectors.h"
 #include "winograd_filters/op.h"
 
 namespace sd_ort {
@@ -21,7 +21,7 @@ __global__ __launch_bounds__(256) void winograd_filters_kernel(const T* weight, 
   for (int j = 0; j < 3; ++j) {
     float column[3][kVec];
 #pragma unroll
-    for (int i = 0; i < 3; ++i) Vec<T, kVec>::load(taps + (3 * i + j) * channels).unpack(column[i]);
+    for (int i = 0; i < 3; ++i) unpack_words(Vec<T, kVec>::load(taps + (3 * i + j) * channels), column[i]);
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
       const float ends = column[0][k] + column[2][k], middle = column[1][k];
@@ -67,9 +67,10 @@ const char* launch_kernel(const WinogradFiltersParams& p, void* stream) {
 const char* winograd_filters_launch(const WinogradFiltersParams& p, void* stream) {
   return with_type(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const bool vectors = p.channels % 4 == 0 && are_aligned<4 * sizeof(T)>(p.weight, p.y);
-    if (p.doubled != 0) return vectors ? launch_kernel<T, 4, 3>(p, stream) : launch_kernel<T, 1, 3>(p, stream);
-    return vectors ? launch_kernel<T, 4, 4>(p, stream) : launch_kernel<T, 1, 4>(p, stream);
+    constexpr int kVec = kWinogradVec<T>;
+    const bool wide = p.channels % kVec == 0 && are_aligned<16>(p.weight, p.y);
+    if (p.doubled != 0) return wide ? launch_kernel<T, kVec, 3>(p, stream) : launch_kernel<T, 1, 3>(p, stream);
+    return wide ? launch_kernel<T, kVec, 4>(p, stream) : launch_kernel<T, 1, 4>(p, stream);
   });
 }
 
