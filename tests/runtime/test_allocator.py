@@ -29,33 +29,55 @@ def told() -> Info:
     return info
 
 
-def mapped(size: int) -> bool:
-    """Whether a block of so many bytes is taken from the system for itself."""
+def no_hole() -> int:
+    """A size that fits in nothing the heap has free: what ran before in this process may have left holes."""
+    return int(told().fordblks) + 300 * MB
+
+
+def mapped() -> bool:
+    """Whether a block that fits in no hole is taken from the system for itself."""
     np.empty(MB, np.uint8)  # glibc looks at the heap's end when something is freed
-    before = told().hblkhd
+    before, size = told().hblkhd, no_hole()
     block = np.empty(size, np.uint8)
     return told().hblkhd >= before + block.nbytes
 
 
+def stays() -> bool:
+    """Whether such a block stays in the heap when it is freed."""
+    size = no_hole()
+    np.empty(size, np.uint8)
+    return told().fordblks >= size
+
+
 def test_what_is_freed_goes_back_or_stays() -> None:
     with given_back():
-        assert mapped(300 * MB)
+        assert mapped()
+        assert not stays()
     with kept():
-        assert not mapped(300 * MB)
-        block = np.empty(300 * MB, np.uint8)
-        del block
-        assert told().fordblks >= 300 * MB
-    assert mapped(300 * MB)
+        assert not mapped()
+        assert stays()
+    assert mapped()
 
 
 def test_what_is_kept_stays_until_sessions_were_opened() -> None:
     keep_freed()
-    block = np.empty(300 * MB, np.uint8)
-    del block
-    assert told().fordblks >= 300 * MB
+    assert stays()
     with kept():
-        assert not mapped(300 * MB)
-    assert mapped(300 * MB)
+        assert not mapped()
+    assert mapped()
+
+
+def test_a_hole_in_the_heap_decides_nothing() -> None:
+    with kept():
+        hole, above = np.empty(no_hole(), np.uint8), np.empty(MB, np.uint8)
+        size = hole.nbytes
+        del hole
+    assert told().fordblks >= size
+    assert above.nbytes == MB
+    with given_back():
+        assert mapped()
+    with kept():
+        assert not mapped()
 
 
 def test_the_first_to_begin_decides_for_those_beside_it() -> None:
@@ -65,5 +87,5 @@ def test_the_first_to_begin_decides_for_those_beside_it() -> None:
 
     with kept(), ThreadPoolExecutor(1) as threads:
         threads.submit(opened).result()
-        assert not mapped(300 * MB)
-    assert mapped(300 * MB)
+        assert not mapped()
+    assert mapped()
