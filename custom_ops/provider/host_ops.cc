@@ -6,6 +6,7 @@
 #include "common/tunable.h"
 #include "doubled_weight/op.h"
 #include "nhwc_winograd/op.h"
+#include "provider/host_winograd.h"
 #include "provider_bindings.h"
 #include "softmax/op.h"
 #include "winograd_filters/op.h"
@@ -18,30 +19,63 @@ void run_in_turn(void*, Parallel::Body body, size_t count, void* context) {
 }
 
 // Made by a function: GCC 12 breaks on the nested braces.
-template <class Binding>
-Candidate<typename Binding::Params> candidate() {
-  using Params = typename Binding::Params;
-  const auto supports = [](const Params&) { return true; };
-  const auto run = [](const Params& params, void*, void* stream) -> const char* {
-    static_cast<HostStream*>(stream)->launch([params] { Binding::cpu(params, Parallel(run_in_turn, nullptr)); });
+template <class Params>
+Candidate<Params> queued(
+    const char* name, void (*work)(const Params&),
+    std::function<bool(const Params&)> supports = [](const Params&) { return true; }) {
+  const auto run = [work](const Params& params, void*, void* stream) -> const char* {
+    static_cast<HostStream*>(stream)->launch([work, params] { work(params); });
     return nullptr;
   };
-  return {"cpu", supports, run};
+  return {name, supports, run};
+}
+
+template <class Binding>
+void run_cpu(const typename Binding::Params& params) {
+  Binding::cpu(params, Parallel(run_in_turn, nullptr));
 }
 
 template <class Binding>
 const GpuOp& host_op() {
-  static const TunableOp<typename Binding::Params> op(Binding::kName, {candidate<Binding>()});
+  static const TunableOp<typename Binding::Params> op(Binding::kName, {queued("cpu", run_cpu<Binding>)});
   return op;
+}
+
+bool is_transformed(const NhwcConvParams& params) { return params.transformed != nullptr; }
+
+void run_transformed(const NhwcConvParams& params) {
+  const std::vector<char> filters = host_filters_back(params);
+  NhwcConvParams plain = params;
+  plain.filters = filters.data();
+  run_cpu<NhwcConvBinding>(plain);
+}
+
+// Also by the filters that the provider transformed and keeps, as a GPU's default is.
+template <>
+const GpuOp& host_op<NhwcConvBinding>() {
+  static const TunableOp<NhwcConvParams> op(
+      "NhwcConv", {queued("cpu", run_cpu<NhwcConvBinding>), queued("winograd", run_transformed, {is_transformed})},
+      [](const NhwcConvParams& params) { return is_transformed(params) ? "winograd" : "cpu"; });
+  return op;
+}
+
+// What other operators launch, or torch alone, and the host's do not.
+template <class Params>
+std::vector<Candidate<Params>> launched_by_others() {
+  return {};
+}
+// But for what the provider itself launches.
+template <>
+std::vector<Candidate<WinogradFiltersParams>> launched_by_others() {
+  return {queued("cpu", host_winograd_filters)};
 }
 
 }  // namespace
 
-// What other operators launch, or torch alone, and the host's do not.
-#define SD_ORT_GPU_OPERATOR(folder, name)               \
-  const GpuOp& folder##_gpu() {                         \
-    static const TunableOp<name##Params> op(#name, {}); \
-    return op;                                          \
+#define SD_ORT_GPU_OPERATOR(folder, name)                                               \
+  const GpuOp& folder##_gpu() {                                                         \
+    static const TunableOp<name##Params> op(#name, launched_by_others<name##Params>()); \
+    return op;                                                                          \
   }
 #define SD_ORT_OPERATOR(folder, name) \
   const GpuOp& folder##_gpu() { return host_op<name##Binding>(); }

@@ -132,9 +132,7 @@ void Provider::take_nodes(const OrtGraph* graph, OrtEpGraphSupportInfo* support)
   }
 }
 
-Weights* Provider::weights() const {
-  return options_.weights == nullptr ? nullptr : static_cast<std::shared_ptr<Weights>*>(options_.weights)->get();
-}
+Weights* Provider::weights() const { return static_cast<Weights*>(options_.weights); }
 
 void Provider::log(const std::string& message) const {
   check(ort_api->Logger_LogMessage(logger_, ORT_LOGGING_LEVEL_INFO, message.c_str(), ORT_FILE, __LINE__, __func__));

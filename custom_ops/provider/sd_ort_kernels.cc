@@ -1,18 +1,16 @@
 // The operators of domain `sd_ort`: their bindings (an op folder's binding.h) over the GPU launches.
 #include "bindings.h"  // made by CMake: the binding.h of every operator in operators.txt
-#include "provider/device.h"
+#include "provider/kept_filters.h"
 #include "provider/kernels/kernels.h"
 #include "provider/provider.h"
 #include "provider/run_op.h"
 #include "provider_bindings.h"
-#include "winograd_filters/op.h"
 
 namespace sd_ort {
 
 #define SD_ORT_OPERATOR(folder, name) const GpuOp& folder##_gpu();
 #define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
 #include "operators.txt"
-const GpuOp& winograd_filters_gpu();
 
 namespace {
 
@@ -68,47 +66,26 @@ class BoundKernel : public Kernel {
   uint32_t unread_;
 };
 
-// NhwcConv, whose filters are transformed at the first call that gains by it, if they never change, and kept: where a
-// quarter of the device's memory is free, and its use is not limited.
+const std::shared_ptr<Pool>& pool_of(const OrtKernelInfo* info) {
+  const OrtEp* provider = nullptr;
+  check(ep_api->KernelInfo_GetEp(info, &provider));
+  return static_cast<const Provider*>(provider)->pool();
+}
+
+// NhwcConv, by transformed filters where they are constant and that pays.
 class ConvKernel : public BoundKernel<NhwcConvBinding, nhwc_conv_gpu> {
  public:
   explicit ConvKernel(const OrtKernelInfo* info)
-      : BoundKernel(info), has_constant_filters_(Attributes(info).is_constant(1)) {
-    const OrtEp* provider = nullptr;
-    check(ep_api->KernelInfo_GetEp(info, &provider));
-    pool_ = static_cast<const Provider*>(provider)->pool();
-  }
-  ~ConvKernel() { pool_->release(transformed_); }
+      : BoundKernel(info), has_constant_filters_(Attributes(info).is_constant(1)), kept_(pool_of(info)) {}
 
  protected:
   void prepare(NhwcConvParams& params, Call& call) const override {
-    if (!has_constant_filters_ || !nhwc_conv_pays_winograd(params)) return;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (transformed_ == nullptr && !is_refused_ && !device::is_capturing(call.stream())) transform(params, call);
-    params.transformed = transformed_;
+    if (has_constant_filters_ && nhwc_conv_pays_winograd(params)) params.transformed = kept_.of(params, call.stream());
   }
 
  private:
-  void transform(const NhwcConvParams& params, Call& call) const {
-    WinogradFiltersParams filters{params.dtype, params.filters, nullptr, params.filter_count, params.channels, 0};
-    const GpuOp& op = winograd_filters_gpu();
-    if (op.candidate_count() > 0 && has_room()) {  // none on the host
-      filters.y = transformed_ = pool_->allocate(filters.outputs()[0].count * size_of(params.dtype));
-    }
-    is_refused_ = transformed_ == nullptr;
-    if (!is_refused_) launched(op.run(0, &filters, nullptr, call.stream()));
-  }
-
-  bool has_room() const {
-    return pool_->statistics().limit == SIZE_MAX &&
-           device::free_memory() > device::properties(pool_->device()).memory / 4;
-  }
-
   const bool has_constant_filters_;
-  std::shared_ptr<Pool> pool_;
-  mutable std::mutex mutex_;
-  mutable void* transformed_ = nullptr;
-  mutable bool is_refused_ = false;
+  mutable KeptFilters kept_;
 };
 
 // Whether a binding says that its kernels may write Y where X lies.

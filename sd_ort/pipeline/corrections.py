@@ -199,11 +199,12 @@ class Corrections:
         binding = self.sessions[form].io_binding()
         for key, array in feed.items():
             binding.bind_ortvalue_input(key, host_value(array))
-        binding.bind_ortvalue_output("weight", held.values[name])
-        try:
-            self.sessions[form].run_with_iobinding(binding)
-        except Exception as error:  # pybind's exceptions share no base class but Exception
-            raise SdOrtError(f"ONNX Runtime failed to add a LoRA to {name}: {first_line(error)}") from error
+        with held.written(name) as weight:
+            binding.bind_ortvalue_output("weight", weight)
+            try:
+                self.sessions[form].run_with_iobinding(binding)
+            except Exception as error:  # pybind's exceptions share no base class but Exception
+                raise SdOrtError(f"ONNX Runtime failed to add a LoRA to {name}: {first_line(error)}") from error
         return True
 
 

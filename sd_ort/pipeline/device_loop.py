@@ -25,8 +25,9 @@ from sd_ort.pipeline.device_control import ControlNets
 from sd_ort.pipeline.device_steps import Steps
 from sd_ort.pipeline.device_text import DeviceTexts
 from sd_ort.pipeline.drawing import Arrays, Drawing, Part, check_finite
-from sd_ort.runtime.captured import UNCAPTURED, BoundShapes, GraphModel, place
+from sd_ort.runtime.captured import UNCAPTURED, BoundShapes, GraphModel
 from sd_ort.runtime.chained import ChainedModel, is_captured
+from sd_ort.runtime.device_memory import place
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import DTYPES, open_graph
 from sd_ort.runtime.wheels import runtime

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.core.errors import SdOrtError, first_line
+from sd_ort.runtime.device_memory import place
 from sd_ort.runtime.session import DTYPES, Model
 from sd_ort.runtime.wheels import runtime
 
@@ -74,14 +75,6 @@ class GraphModel(Model):
             return UNCAPTURED
         self.captured += 1
         return self.captured - 1
-
-
-def place(device: str) -> dict[str, Any]:
-    """A device's name as ONNX Runtime's OrtValue takes it: "cpu" and "cuda", or "gpu:VENDOR" of a plugin provider; the
-    second one is "cuda@1"."""
-    name, _, number = device.partition("@")
-    kind, _, vendor = name.partition(":")
-    return {"device_type": kind, "device_id": int(number or 0), **({"vendor_id": int(vendor)} if vendor else {})}
 
 
 class BoundShapes:

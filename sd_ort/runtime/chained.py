@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from sd_ort.runtime.captured import UNCAPTURED, BoundShapes, GraphModel, place
+from sd_ort.runtime.captured import UNCAPTURED, BoundShapes, GraphModel
+from sd_ort.runtime.device_memory import place
 from sd_ort.runtime.session import DTYPES, Model
 from sd_ort.runtime.wheels import runtime
 

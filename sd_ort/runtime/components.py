@@ -18,7 +18,7 @@ from sd_ort.core.folder import MODEL, check_component, components
 from sd_ort.runtime.allocator import give_back, given_back, keep_freed, kept
 from sd_ort.runtime.captured import CAPTURING, GraphModel
 from sd_ort.runtime.chained import ChainedModel, Link, Range
-from sd_ort.runtime.held import HeldWeights, reads_in_place
+from sd_ort.runtime.held import HeldWeights, reads_in_place, renewal
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.providers import check_provider, is_plugin, provider_named, warn_once
 from sd_ort.runtime.session import Model, create_session
@@ -275,7 +275,7 @@ class Components(MutableMapping[str, Model]):
         Its session is closed, to be opened over that memory.
         """
         self._close(name)
-        self.held[name] = HeldWeights(weights, self.device)
+        self.held[name] = HeldWeights(weights, self.device, renewal(self.provider))
         return self.held[name]
 
     def _close(self, name: str) -> None:

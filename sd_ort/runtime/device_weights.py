@@ -8,6 +8,7 @@ and the session is given views of the block (`AddInitializer`).
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import DATA
 from sd_ort.core.paths import inside
-from sd_ort.runtime.providers import log, plugin_library
-from sd_ort.runtime.wheels import runtime
+from sd_ort.runtime.device_memory import place, view
+from sd_ort.runtime.providers import log, plugin_library, provider_named
 
 if TYPE_CHECKING:
     import onnx
@@ -26,24 +27,24 @@ MIN_FILE = 1 << 24  # bytes; smaller ones are not worth it
 MOST = 0.8  # of a data file that must be weights which are taken
 MIN_TENSOR = 1 << 10  # bytes; what a kernel may want on the host, as scales of a Resize, is smaller
 ALIGNMENT = 256  # bytes that the device's own blocks have, and vectorized kernels count on
-# onnx.TensorProto's type -> DLPack's code and bits of an element.
-ELEMENTS = {1: (2, 32), 10: (2, 16), 16: (4, 16)}
+ELEMENTS = {1: 4, 10: 2, 16: 2}  # bytes of onnx.TensorProto's float32, float16 and bfloat16
 
 T = TypeVar("T")
 
 
 class DeviceWeights:
     """The data file beside a model. `values`: initializer -> OrtValue over its place, once `take` was called. The
-    memory goes with the last of them."""
+    memory goes with this object: see `sd_ort.runtime.device_memory.keep`."""
 
-    def __init__(self, library: Path, device: int, file: Path) -> None:
-        """Begins to read `file`. Raises MemoryError where the device has no room for it."""
-        self.c: Any = ctypes.CDLL(str(library))
-        self.c.sd_ort_WeightsView.restype = ctypes.c_void_p
-        self.file, self.size = file, file.stat().st_size
+    def __init__(self, library: Path, device: str, file: Path) -> None:
+        """Begins to read `file` onto a device, "gpu:VENDOR@NUMBER". Raises MemoryError where it has no room."""
         self.handle = ctypes.c_void_p()
+        self.c: Any = ctypes.CDLL(str(library))
+        self.c.sd_ort_WeightsPlace.restype = ctypes.c_void_p
+        self.device, self.file, self.size = device, file, file.stat().st_size
         self.values: dict[str, Any] = {}
-        if self.c.sd_ort_WeightsRead(ctypes.byref(self.handle), device, os.fsencode(file), ctypes.c_uint64(self.size)):
+        number, path = place(device)["device_id"], os.fsencode(file)
+        if self.c.sd_ort_WeightsRead(ctypes.byref(self.handle), number, path, ctypes.c_uint64(self.size)):
             raise MemoryError
 
     def __del__(self) -> None:
@@ -73,14 +74,13 @@ class DeviceWeights:
         return taken > MOST * self.size
 
     def _view(self, tensor: onnx.TensorProto, offset: int) -> Any:
-        code, bits = ELEMENTS[tensor.data_type]
-        shape = (ctypes.c_int64 * len(tensor.dims))(*tensor.dims)
-        made = self.c.sd_ort_WeightsView(
-            self.handle, tensor.name.encode(), ctypes.c_uint64(offset), code, bits, shape, len(tensor.dims)
+        size = math.prod(tensor.dims) * ELEMENTS[tensor.data_type]
+        found = self.c.sd_ort_WeightsPlace(
+            self.handle, tensor.name.encode(), ctypes.c_uint64(offset), ctypes.c_uint64(size)
         )
-        if not made:
+        if not found:
             raise InputError(f"{self.file} changed while it was read: try again.")
-        return runtime().OrtValue.from_dlpack(_capsule(made, b"dltensor", None))
+        return view(self.device, found, tensor.data_type, tensor.dims)
 
     def _refusal(self) -> str:
         reason = ctypes.create_string_buffer(500)
@@ -103,10 +103,6 @@ class DeviceWeights:
         return session
 
 
-_capsule = ctypes.pythonapi.PyCapsule_New
-_capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-
-
 def begin(
     provider: str, options: Mapping[str, str], model: Path, without: Collection[str] = ()
 ) -> DeviceWeights | None:
@@ -120,7 +116,8 @@ def begin(
     if "memory_limit" in options or not number.isdigit() or not file.is_file() or file.stat().st_size < MIN_FILE:
         return None
     try:
-        made = DeviceWeights(plugin_library(provider), int(number), inside(file, model.parent))
+        device = f"{provider_named(provider).device}@{number}"
+        made = DeviceWeights(plugin_library(provider), device, inside(file, model.parent))
     except MemoryError:
         return None
     return made if made.take(model, without) else None

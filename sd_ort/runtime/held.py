@@ -3,18 +3,22 @@ a captured graph, sees what was written. ONNX Runtime takes them in place of tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from sd_ort.core.errors import SdOrtError
-from sd_ort.runtime.captured import place
+from sd_ort.runtime.device_memory import place, view
+from sd_ort.runtime.providers import is_plugin, plugin_library
 from sd_ort.runtime.session import open_graph
 from sd_ort.runtime.wheels import runtime
 
 BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
+WRITTEN = "sd_ort_WeightWritten"  # of our provider's library: custom_ops/provider/kept_filters.cc
 
 
 def host_value(array: np.ndarray) -> Any:
@@ -25,24 +29,53 @@ def host_value(array: np.ndarray) -> Any:
     return value.ortvalue_from_numpy(array)
 
 
-class HeldWeights:
-    """`values`: initializer -> OrtValue on `device`, to be written; `shared`: the same memory as a session takes it;
-    `changed`: those that hold other numbers than the file."""
+def renewal(provider: str) -> Callable[[Any], None]:
+    """What is to be called with an OrtValue that sessions on the provider read as a weight, once it was written: our
+    own keeps transformed filters beside it, which it makes again then. Raises SdOrtError when the device fails."""
+    written = getattr(ctypes.CDLL(str(plugin_library(provider))), WRITTEN, None) if is_plugin(provider) else None
 
-    def __init__(self, weights: Mapping[str, np.ndarray], device: str) -> None:
-        """`weights`: float16 or float32, which are copied."""
+    def renew(value: Any) -> None:
+        if written is not None and written(ctypes.c_void_p(value.data_ptr())):
+            raise SdOrtError("the device failed when weights were changed: load the pipeline again.")
+
+    return renew
+
+
+class HeldWeights:
+    """`values`: initializer -> OrtValue on `device`; `shared`: the same memory as a session takes it; `changed`: those
+    that hold other numbers than the file."""
+
+    def __init__(
+        self, weights: Mapping[str, np.ndarray], device: str, renew: Callable[[Any], None] = lambda _: None
+    ) -> None:
+        """`weights`: float16 or float32, which are copied. `renew`: see `renewal`, of the provider that reads them."""
         value = runtime().OrtValue
         copies = {name: np.array(array, order="C") if device == "cpu" else array for name, array in weights.items()}
         self.values = {name: value.ortvalue_from_numpy(array, **place(device)) for name, array in copies.items()}
-        # A session refuses values that own their memory, as those made on a device do; a view by DLPack only keeps it.
-        self.shared = (
-            self.values if device == "cpu" else {name: value.from_dlpack(v) for name, v in self.values.items()}
-        )
+        self.shared = {name: _shared(made, device) for name, made in self.values.items()}
         self.changed: set[str] = set()
+        self.renew = renew
+
+    @contextmanager
+    def written(self, name: str) -> Iterator[Any]:
+        """A weight's OrtValue, to be written meanwhile: from the next run on sessions have the new numbers. Nothing may
+        run until then."""
+        yield self.values[name]
+        self.renew(self.values[name])
 
     def write(self, name: str, array: np.ndarray) -> None:
         """From the next run on a weight has these numbers, of its shape and type."""
-        self.values[name].update_inplace(np.ascontiguousarray(array))
+        with self.written(name) as value:
+            value.update_inplace(np.ascontiguousarray(array))
+
+
+def _shared(value: Any, device: str) -> Any:
+    """A value's memory as a session takes it, which refuses values that own theirs, as those made on a device do."""
+    if device == "cpu":
+        return value
+    if "vendor_id" in place(device):
+        return view(device, value.data_ptr(), value.element_type(), value.shape(), owner=value)
+    return runtime().OrtValue.from_dlpack(value)
 
 
 # x (8, 8) times weights of ones: what it gives when they are zeros by then says where they are read.

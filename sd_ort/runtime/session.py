@@ -14,6 +14,7 @@ import numpy as np
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.folder import MODEL, check_model, model_name, read_manifest
 from sd_ort.runtime.allocator import given_back
+from sd_ort.runtime.device_memory import keep
 from sd_ort.runtime.device_weights import DeviceWeights, begin
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.machine import multiplies_bfloat16
@@ -107,6 +108,7 @@ def create_session(
         with given_back() if provider == "cpu" and not weights else nullcontext():  # the next weights take what it had
             session = runtime().InferenceSession(changed or str(model_path), options, **asked, **kept)
         session.shared = {**shared, **(ahead.values if ahead else {})}  # its memory is not ONNX Runtime's
+        keep(session, (ahead, held))
         return session
 
     try:
@@ -382,6 +384,8 @@ def open_graph(
     kept = _hold(options, provider, held or {})
     asked = _asked(provider, options, _chosen(provider_named(provider), False, capture, provider_options or {}))
     try:
-        return onnxruntime.InferenceSession(graph, options, **asked, **kept)
+        session = onnxruntime.InferenceSession(graph, options, **asked, **kept)
     except Exception as error:  # pybind's exceptions share no base class but Exception
         raise SdOrtError(f"ONNX Runtime refuses a graph of our own: {first_line(error)}") from error
+    keep(session, held)
+    return session

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnx.parser
 import onnxruntime as ort
 import pytest
+import torch
 
 from sd_ort import StableDiffusionPipeline
 from sd_ort.core.errors import ProviderError
 from sd_ort.core.folder import MODEL, read_manifest
+from sd_ort.family.checkpoints import PresetSource
 from sd_ort.runtime import provider_records, providers, tuning
 from sd_ort.runtime.captured import UNCAPTURED, GraphModel
-from sd_ort.runtime.held import HeldWeights
+from sd_ort.runtime.held import HeldWeights, reads_in_place, renewal
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import create_session
@@ -43,11 +49,117 @@ def test_held_weights_are_taken_where_they_lie(provider: str) -> None:
     np.testing.assert_array_equal(held.values["weight"].numpy(), 3 * ones)
 
 
+def convolution(path: Path, filters: np.ndarray) -> Path:
+    """NhwcConv of x (2, 16, 16, C) by `filters` (C, 3, 3, C) of float16, as a file."""
+    channels = len(filters)
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 20, "sd_ort": 1]>
+        g (float16[2, 16, 16, {channels}] x) => (float16[2, 16, 16, {channels}] y) {{
+            y = sd_ort.NhwcConv <pads = [1, 1, 1, 1]> (x, filters)
+        }}
+        <opset_import: ["": 20], domain: "sd_ort"> NhwcConv <pads> (x, filters) => (y) {{ y = Identity (x) }}""")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(filters, "filters"))
+    onnx.save(model, path)
+    return path
+
+
+def convolved(x: np.ndarray, filters: np.ndarray) -> np.ndarray:
+    x = np.pad(x.astype(np.float32), ((0, 0), (1, 1), (1, 1), (0, 0)))
+    windows = np.stack([x[:, i : i + 16, j : j + 16] for i in range(3) for j in range(3)], 3)
+    made: np.ndarray = np.tensordot(windows, filters.astype(np.float32).reshape(len(filters), 9, -1), ((3, 4), (1, 2)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def wide() -> tuple[np.ndarray, np.ndarray]:
+    """x and filters of a convolution that Winograd pays for (custom_ops/nhwc_conv/op.h)."""
+    random = np.random.default_rng(5)
+    x, filters = random.normal(size=(2, 16, 16, 424)), random.normal(size=(424, 3, 3, 424)) / 60
+    return x.astype(np.float16), filters.astype(np.float16)
+
+
+def test_filters_are_transformed_where_that_pays(
+    provider: str, tmp_path: Path, wide: tuple[np.ndarray, np.ndarray]
+) -> None:
+    """At the first call, captured later or not, with rounded filters; where memory is limited as they are."""
+    x, filters = wide
+    path, wanted = convolution(tmp_path / "wide.onnx", filters), convolved(x, filters)
+    plain = create_session(path, provider, provider_options={"memory_limit": str(1 << 30)}).run(None, {"x": x})[0]
+    made = create_session(path, provider).run(None, {"x": x})[0]
+    assert np.abs(plain - wanted).max() < 2e-3
+    assert np.abs(made - wanted).max() < 4e-3
+    assert (made != plain).mean() > 0.1
+    captured = GraphModel(create_session(path, provider, graph=True), provider_named(provider).device)
+    for _ in range(2):
+        np.testing.assert_array_equal(captured(x=x)["y"], made)
+
+
+def test_filters_that_are_written_are_transformed_again(
+    provider: str, tmp_path: Path, wide: tuple[np.ndarray, np.ndarray]
+) -> None:
+    """Under an open session, in its captured graph, and in another that reads the same memory; one is gone by then."""
+    x, filters = wide
+    path, device = convolution(tmp_path / "wide.onnx", filters), provider_named(provider).device
+    held = HeldWeights({"filters": filters}, device, renewal(provider))
+    captured = GraphModel(create_session(path, provider, graph=True, held=held.shared), device)
+    second, third = (create_session(path, provider, held=held.shared) for _ in range(2))
+    for session in (second, third):
+        session.run(None, {"x": x})
+    captured(x=x)
+    del third, session
+    for number in (1, 2):
+        changed = np.roll(filters, number, axis=(0, 1))
+        held.write("filters", changed)
+        made = captured(x=x)["y"]
+        assert np.abs(made - convolved(x, changed)).max() < 4e-3
+        np.testing.assert_array_equal(second.run(None, {"x": x})[0], made)
+
+
+def test_memory_outlives_the_values_that_a_session_was_given(
+    provider: str, tmp_path: Path, wide: tuple[np.ndarray, np.ndarray]
+) -> None:
+    """A binding alone keeps the session, and so the weights that it reads."""
+    x, filters = wide
+    path, device = convolution(tmp_path / "wide.onnx", filters), provider_named(provider).device
+    held = HeldWeights({"filters": 2 * filters}, device)
+    owner = weakref.ref(held.values["filters"])
+    session = create_session(path, provider, held=held.shared)
+    wanted = session.run(None, {"x": x})[0]
+    binding = session.io_binding()
+    del held, session
+    gc.collect()
+    assert owner() is not None
+    binding.bind_cpu_input("x", x)
+    binding.bind_output("y")
+    options = ort.RunOptions()
+    binding._session.run_with_iobinding(binding._iobinding, options)
+    np.testing.assert_array_equal(binding.copy_outputs_to_cpu()[0], wanted)
+    del binding
+    gc.collect()
+    assert owner() is None
+
+
+def test_it_reads_held_weights_in_place(provider: str) -> None:
+    assert reads_in_place(provider, provider_named(provider).device, {})
+
+
 @pytest.fixture
 def by_name(provider: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """`sdcuda`, whose devices are the host's here."""
     monkeypatch.setitem(provider_records.PROVIDERS, "sdcuda", provider_records.OURS["SdOrtHost"])
     return "sdcuda"
+
+
+def a_lora(*modules: str) -> dict[str, torch.Tensor]:
+    """Of rank 2, for U-Nets of `sd15-small`, in Kohya's names."""
+    weights = PresetSource("sd15-small", 0).load("unet").state_dict()
+    generator = torch.Generator().manual_seed(0)
+    lora = {}
+    for module in modules:
+        count, *rest = weights[f"{module}.weight"].shape
+        name = f"lora_unet_{module.replace('.', '_')}"
+        lora[f"{name}.lora_down.weight"] = torch.randn(2, *rest, generator=generator)
+        lora[f"{name}.lora_up.weight"] = torch.randn(count, 2, *[1] * (len(rest) - 1), generator=generator)
+    return lora
 
 
 def test_a_whole_pipeline_by_the_plain_call(
@@ -58,7 +170,8 @@ def test_a_whole_pipeline_by_the_plain_call(
     caplog: pytest.LogCaptureFixture,
     sd_ort: Callable[..., tuple[int, str, str]],
 ) -> None:
-    """Captured and queued, nothing warned of, the CPU's picture; what was tuned is kept and found again."""
+    """Captured and queued, nothing warned of, the CPU's picture; LoRAs change it in place; what was tuned is kept and
+    found again."""
     monkeypatch.setenv("SD_ORT_TUNING", str(tmp_path / "tuning"))
     monkeypatch.setattr(tuning, "Finalize", lambda *_, **__: None)  # at the process's end the variable is gone
     assert sd_ort("optimize", small_export, tmp_path / "ours", "--target", "gpu", "--hoist")[0] == 0
@@ -75,6 +188,21 @@ def test_a_whole_pipeline_by_the_plain_call(
     assert pipeline.models.stream is not None
     assert buffers.steps[1].between.number != UNCAPTURED
     assert [record for record in caplog.records if record.levelname == "WARNING" and record.name == "sd_ort"] == []
+
+    again = StableDiffusionPipeline.from_pretrained(tmp_path / "ours", by_name)
+    again.models.in_place = False
+    assert pipeline.models.in_place
+    lora = a_lora("down_blocks.0.resnets.0.conv1", "mid_block.attentions.0.transformer_blocks.0.attn1.to_q")
+    drawn = []
+    for strength in (1.0, -2.0):
+        for each in (pipeline, again):
+            each.unload_lora_weights()
+            each.load_lora_weights(lora, "a")
+            each.set_adapters("a", strength)
+            drawn.append(np.asarray(each("a cat", **arguments).images[0]).astype(int))
+        assert np.abs(drawn[-1] - drawn[-2]).max() <= 1
+    assert np.abs(drawn[-1] - drawn[0]).max() > 10
+    assert pipeline.models.held["unet"].changed
 
     code, out, err = sd_ort(
         "tune", tmp_path / "ours", "--provider", by_name, "--component", "vae_decoder", "--height", 64

@@ -43,7 +43,7 @@ def saved(path: Path, weights: dict[str, np.ndarray], last: str) -> Path:
 
 
 def test_a_session_takes_what_was_read_ahead(provider: str, tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
-    """Those that are large enough, in the file's place; a captured run replays over them."""
+    """Those that are large enough, in the file's place, where they lie; a captured run replays over them."""
     path = saved(tmp_path, weights, "Identity (scaled)")
     opened = create_session(path, provider)
     assert opened.shared.keys() == {"product", "bias"}
@@ -54,6 +54,9 @@ def test_a_session_takes_what_was_read_ahead(provider: str, tmp_path: Path, weig
     plain = create_session(path, provider, provider_options={"memory_limit": str(1 << 30)})
     assert plain.shared == {}
     np.testing.assert_array_equal(Model(plain)(x=X, wanted=True)["y"], Model(opened)(x=X, wanted=True)["y"])
+    opened.shared["bias"].update_inplace(0 * weights["bias"])
+    unbiased = X @ weights["product"] * weights["scale"]
+    np.testing.assert_allclose(Model(opened)(x=X, wanted=True)["y"], unbiased, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(

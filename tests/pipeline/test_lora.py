@@ -188,9 +188,20 @@ def test_a_change_is_written_over_the_last_one(
 
 
 @pytest.mark.parametrize("target", ["cuda", "rocm"])
-def test_packed_and_hoisted_weights(small_export: Path, weights: dict, make: Callable, tmp_path: Path, target: str):
+def test_packed_and_hoisted_weights(
+    small_export: Path,
+    weights: dict,
+    make: Callable,
+    tmp_path: Path,
+    target: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The corrected numbers of every initializer are those of optimizing the corrected checkpoint, but for rounding;
-    the same where they are computed on the device, two LoRAs at once; without changes those on disk."""
+    the same where they are computed on the device, two LoRAs at once; without changes those on disk. The provider is
+    told of each that is written, once it is."""
+    told: list[tuple[int, bytes]] = []
+    renew = lambda provider: lambda value: told.append((value.data_ptr(), value.numpy().tobytes()))  # noqa: E731
+    monkeypatch.setattr("sd_ort.runtime.components.renewal", renew)
     out = tmp_path / "out"
     optimize(small_export, out, target=target, dtype="float16", components=["unet"], hoisted=True, calibrate=False)
     loras = Loras(out)
@@ -214,7 +225,11 @@ def test_packed_and_hoisted_weights(small_export: Path, weights: dict, make: Cal
             for made in (array, models.held[part].values[name].numpy()):
                 np.testing.assert_allclose(made.astype(np.float32), wanted.astype(np.float32), rtol=2e-3, atol=1e-3)
     assert {f"{module}.weight" for module in MODULES["unet"]} <= touched
+    held = [models.held[part].values[name] for part, numbers in changed.items() for name in numbers]
+    assert sorted(told) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in held)
+    told.clear()
     assert not loras.apply(models, {})
+    assert sorted(told) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in held)
     for part, numbers in changed.items():
         values = load(out / part / "model.onnx").graph.initializers
         for name in numbers:

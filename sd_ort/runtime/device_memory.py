@@ -1,0 +1,56 @@
+"""Devices by name, and memory on them as ONNX Runtime takes a weight that it is to read where it lies.
+
+ONNX Runtime refuses values that own their memory as weights (`AddInitializer`), and takes its file's own instead of one
+that is not on exactly the device of the session, vendor included. What it makes of DLPack's tensors is always NVIDIA's.
+A value that is bound as an output is on the device that it is said to be on, and owns nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from sd_ort.runtime.wheels import runtime
+
+
+@cache
+def _any_session() -> Any:
+    """A session that has an output to bind."""
+    import onnx
+
+    graph = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> any (float[N] x) => (float[N] y) { y = Neg (x) }'
+    )
+    return runtime().InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+def place(device: str) -> dict[str, Any]:
+    """A device's name as ONNX Runtime's OrtValue takes it: "cpu" and "cuda", or "gpu:VENDOR" of a plugin provider; the
+    second one is "cuda@1"."""
+    name, _, number = device.partition("@")
+    kind, _, vendor = name.partition(":")
+    return {"device_type": kind, "device_id": int(number or 0), **({"vendor_id": int(vendor)} if vendor else {})}
+
+
+def view(device: str, address: int, element: int, shape: Sequence[int], owner: object = None) -> Any:
+    """An OrtValue over numbers of onnx.TensorProto's type `element` at an address of a device with a vendor
+    ("gpu:VENDOR"). It keeps `owner`; sessions that read it do not: see `keep`."""
+    onnxruntime = runtime()
+    where = place(device)
+    memory = onnxruntime.OrtDevice.make(where["device_type"], where["device_id"], where["vendor_id"])
+    binding = _any_session().io_binding()._iobinding  # its public methods know no vendor
+    binding.bind_output("y", memory._get_c_device(), element, list(shape), address)
+    made = onnxruntime.OrtValue(binding.get_outputs()[0])
+    made.owner = owner
+    return made
+
+
+def keep(session: Any, owner: object) -> None:
+    """Have `owner` stay as long as any part of ONNX Runtime has the session."""
+    weakref.finalize(session._sess, _let_go, owner).atexit = False  # type: ignore[misc]  # a property
+
+
+def _let_go(_: object) -> None:
+    """Nothing: what is kept goes with the call's arguments."""
