@@ -93,7 +93,8 @@ def plain_sources(compiler: list[str], headers: Path, bindings: Path) -> list[st
     sources = ROOT / "custom_ops"
     found = [*sources.glob("*/plan.cc"), *sources.glob("*/candidates.cc"), *sources.glob("provider/*.cc")]
     chosen = sorted(
-        {path for path in found if path.name not in ("device.cc", "host_ops.cc")} | {sources / "gpu_library.cc"}
+        {path for path in found if path.name != "device.cc" and not path.name.startswith("host_")}
+        | {sources / "gpu_library.cc"}
     )
     lines = []
     for vendor, flags in VENDORS.items():

@@ -77,31 +77,38 @@ def wide() -> tuple[np.ndarray, np.ndarray]:
     return x.astype(np.float16), filters.astype(np.float16)
 
 
+@pytest.fixture
+def untuned(provider: str) -> str:
+    """The provider where a session before left its tuner on, which would choose by time."""
+    tuning.GpuOps(Path(provider.removeprefix("plugin:"))).enable(False)
+    return provider
+
+
 def test_filters_are_transformed_where_that_pays(
-    provider: str, tmp_path: Path, wide: tuple[np.ndarray, np.ndarray]
+    untuned: str, tmp_path: Path, wide: tuple[np.ndarray, np.ndarray]
 ) -> None:
     """At the first call, captured later or not, with rounded filters; where memory is limited as they are."""
     x, filters = wide
     path, wanted = convolution(tmp_path / "wide.onnx", filters), convolved(x, filters)
-    plain = create_session(path, provider, provider_options={"memory_limit": str(1 << 30)}).run(None, {"x": x})[0]
-    made = create_session(path, provider).run(None, {"x": x})[0]
+    plain = create_session(path, untuned, provider_options={"memory_limit": str(1 << 30)}).run(None, {"x": x})[0]
+    made = create_session(path, untuned).run(None, {"x": x})[0]
     assert np.abs(plain - wanted).max() < 2e-3
     assert np.abs(made - wanted).max() < 4e-3
     assert (made != plain).mean() > 0.1
-    captured = GraphModel(create_session(path, provider, graph=True), provider_named(provider).device)
+    captured = GraphModel(create_session(path, untuned, graph=True), provider_named(untuned).device)
     for _ in range(2):
         np.testing.assert_array_equal(captured(x=x)["y"], made)
 
 
 def test_filters_that_are_written_are_transformed_again(
-    provider: str, tmp_path: Path, wide: tuple[np.ndarray, np.ndarray]
+    untuned: str, tmp_path: Path, wide: tuple[np.ndarray, np.ndarray]
 ) -> None:
     """Under an open session, in its captured graph, and in another that reads the same memory; one is gone by then."""
     x, filters = wide
-    path, device = convolution(tmp_path / "wide.onnx", filters), provider_named(provider).device
-    held = HeldWeights({"filters": filters}, device, renewal(provider))
-    captured = GraphModel(create_session(path, provider, graph=True, held=held.shared), device)
-    second, third = (create_session(path, provider, held=held.shared) for _ in range(2))
+    path, device = convolution(tmp_path / "wide.onnx", filters), provider_named(untuned).device
+    held = HeldWeights({"filters": filters}, device, renewal(untuned))
+    captured = GraphModel(create_session(path, untuned, graph=True, held=held.shared), device)
+    second, third = (create_session(path, untuned, held=held.shared) for _ in range(2))
     for session in (second, third):
         session.run(None, {"x": x})
     captured(x=x)
