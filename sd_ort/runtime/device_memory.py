@@ -47,9 +47,10 @@ def view(device: str, address: int, element: int, shape: Sequence[int], owner: o
     return made
 
 
-def keep(session: Any, owner: object) -> None:
-    """Have `owner` stay as long as any part of ONNX Runtime has the session."""
+def keep(session: Any, owner: object) -> Any:
+    """The session; `owner` stays as long as any part of ONNX Runtime has it."""
     weakref.finalize(session._sess, _let_go, owner).atexit = False  # type: ignore[misc]  # a property
+    return session
 
 
 def _let_go(_: object) -> None:

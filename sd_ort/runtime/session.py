@@ -108,8 +108,7 @@ def create_session(
         with given_back() if provider == "cpu" and not weights else nullcontext():  # the next weights take what it had
             session = runtime().InferenceSession(changed or str(model_path), options, **asked, **kept)
         session.shared = {**shared, **(ahead.values if ahead else {})}  # its memory is not ONNX Runtime's
-        keep(session, (ahead, held))
-        return session
+        return keep(session, (ahead, held))
 
     try:
         whole = entry.vendor and not weights and changed is None and not once
@@ -387,5 +386,4 @@ def open_graph(
         session = onnxruntime.InferenceSession(graph, options, **asked, **kept)
     except Exception as error:  # pybind's exceptions share no base class but Exception
         raise SdOrtError(f"ONNX Runtime refuses a graph of our own: {first_line(error)}") from error
-    keep(session, held)
-    return session
+    return keep(session, held)
