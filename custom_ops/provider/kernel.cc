@@ -10,8 +10,33 @@
 namespace sd_ort {
 namespace {
 
+std::string input_name(const OrtKernelInfo* info, size_t index) {
+  size_t bytes = 0;
+  check(ort_api->KernelInfo_GetInputName(info, index, nullptr, &bytes));
+  std::vector<char> name(bytes);
+  check(ort_api->KernelInfo_GetInputName(info, index, name.data(), &bytes));
+  return name.data();
+}
+
 // A kernel takes every version of its operator up to this one; refuses() says which it does not.
 constexpr int kAnyVersion = 1000;
+
+// The name of a weight on the device that ONNX Runtime did not take where it lies, or "": it reads the file's then.
+std::string taken_elsewhere(const OrtKernelInfo* info, const Weights& weights) {
+  size_t count = 0;
+  check(ort_api->KernelInfo_GetInputCount(info, &count));
+  for (size_t i = 0; i < count; ++i) {
+    const std::string name = input_name(info, i);
+    int is_constant = 0;
+    const OrtValue* value = nullptr;
+    if (!weights.holds(name)) continue;
+    check(ort_api->KernelInfoGetConstantInput_tensor(info, i, &is_constant, &value));
+    const void* data = nullptr;
+    if (is_constant != 0) check(ort_api->GetTensorData(value, &data));
+    if (!weights.contains(data)) return name;
+  }
+  return "";
+}
 
 void add(OrtKernelRegistry* registry, const KernelSpec& spec) {
   Owned<OrtKernelDefBuilder> builder(ep_api->ReleaseKernelDefBuilder);
@@ -33,8 +58,11 @@ void add(OrtKernelRegistry* registry, const KernelSpec& spec) {
     return guarded([&] {
       const OrtEp* provider = nullptr;
       check(ep_api->KernelInfo_GetEp(info, &provider));
-      const Weights* weights = static_cast<const Provider*>(provider)->weights();
-      require(weights == nullptr || !weights->is_refused(), "a weight on the device would be read on the host");
+      if (Weights* weights = static_cast<const Provider*>(provider)->weights()) {
+        const std::string name = taken_elsewhere(info, *weights);
+        if (!name.empty()) weights->refuse("it does not take '" + name + "' where it lies");
+        require(!weights->is_refused(), "weights on the device cannot be used");
+      }
       *kernel = static_cast<const KernelSpec*>(state)->make(info).release();
     });
   };

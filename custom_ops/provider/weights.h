@@ -28,6 +28,7 @@ class Weights {
   // The place of a tensor, or null when it is not within the file; sessions are given it under `name`.
   void* place(const std::string& name, size_t offset, size_t bytes);
   bool holds(const std::string& name) const;
+  bool contains(const void* data) const { return data >= data_ && data < data_ + bytes_; }
 
   // Says why a session cannot have them.
   void refuse(const std::string& reason);

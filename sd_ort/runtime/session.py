@@ -108,7 +108,7 @@ def create_session(
         with given_back() if provider == "cpu" and not weights else nullcontext():  # the next weights take what it had
             session = runtime().InferenceSession(changed or str(model_path), options, **asked, **kept)
         session.shared = {**shared, **(ahead.values if ahead else {})}  # its memory is not ONNX Runtime's
-        return keep(session, (ahead, held))
+        return keep(session, (shared, ahead, held))
 
     try:
         whole = entry.vendor and not weights and changed is None and not once

@@ -13,6 +13,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.folder import DATA, MODEL
 from sd_ort.runtime import device_weights
 from sd_ort.runtime.captured import GraphModel
+from sd_ort.runtime.device_memory import view
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import Model, create_session
 
@@ -79,6 +80,23 @@ def test_a_weight_that_the_host_reads_is_left_to_onnx_runtime(
     assert "reads 'bias' on the host" in caplog.text
     scaled = (X @ weights["product"] + weights["bias"]) * weights["scale"]
     wanted = np.where(scaled > 0, scaled, weights["bias"] * scaled)
+    np.testing.assert_allclose(Model(opened)(x=X, wanted=True)["y"], wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_weights_that_onnx_runtime_does_not_take(
+    provider: str,
+    tmp_path: Path,
+    weights: dict[str, np.ndarray],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of another vendor's device: they would lie there beside the file's."""
+    monkeypatch.setattr(device_weights, "view", lambda device, *rest: view("gpu:4318", *rest))
+    caplog.set_level("INFO", "sd_ort")
+    opened = create_session(saved(tmp_path, weights, "Identity (scaled)"), provider)
+    assert opened.shared == {}
+    assert "does not take 'product' where it lies" in caplog.text
+    wanted = (X @ weights["product"] + weights["bias"]) * weights["scale"]
     np.testing.assert_allclose(Model(opened)(x=X, wanted=True)["y"], wanted, rtol=1e-4, atol=1e-3)
 
 
