@@ -44,10 +44,10 @@ Properties properties(int device) {
 
 void use(int device) { check(SD_ORT_GPU_NAME(SetDevice)(device), "the device cannot be used"); }
 
-size_t free_memory() {
-  size_t available = 0, total = 0;
-  check(SD_ORT_GPU_NAME(MemGetInfo)(&available, &total), "the device's free memory cannot be read");
-  return available;
+Memory memory() {
+  Memory found{};
+  check(SD_ORT_GPU_NAME(MemGetInfo)(&found.free, &found.total), "the device's free memory cannot be read");
+  return found;
 }
 
 void* allocate(size_t bytes) noexcept {

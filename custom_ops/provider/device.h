@@ -26,7 +26,10 @@ struct Properties {
 int count();  // 0 where there is no device or no driver
 Properties properties(int device);
 void use(int device);  // for the calling thread
-size_t free_memory();
+struct Memory {
+  size_t free, total;  // bytes
+};
+Memory memory();  // of the device in use
 
 void* allocate(size_t bytes) noexcept;  // null when there is no more
 void release(void* data) noexcept;

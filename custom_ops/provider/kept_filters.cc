@@ -60,8 +60,8 @@ void KeptFilters::make(const NhwcConvParams& params, device::Stream stream) {
 }
 
 bool KeptFilters::has_room() const {
-  return pool_->statistics().limit == SIZE_MAX &&
-         device::free_memory() > device::properties(pool_->device()).memory / 4;
+  const device::Memory memory = device::memory();
+  return pool_->statistics().limit == SIZE_MAX && memory.free > memory.total / 4;
 }
 
 void KeptFilters::renew(const void* filters) {

@@ -10,14 +10,6 @@
 namespace sd_ort {
 namespace {
 
-std::string input_name(const OrtKernelInfo* info, size_t index) {
-  size_t bytes = 0;
-  check(ort_api->KernelInfo_GetInputName(info, index, nullptr, &bytes));
-  std::vector<char> name(bytes);
-  check(ort_api->KernelInfo_GetInputName(info, index, name.data(), &bytes));
-  return name.data();
-}
-
 // A kernel takes every version of its operator up to this one; refuses() says which it does not.
 constexpr int kAnyVersion = 1000;
 
@@ -26,10 +18,10 @@ std::string taken_elsewhere(const OrtKernelInfo* info, const Weights& weights) {
   size_t count = 0;
   check(ort_api->KernelInfo_GetInputCount(info, &count));
   for (size_t i = 0; i < count; ++i) {
-    const std::string name = input_name(info, i);
+    const std::string name = name_by(ort_api->KernelInfo_GetInputName, info, i);
+    if (!weights.holds(name)) continue;
     int is_constant = 0;
     const OrtValue* value = nullptr;
-    if (!weights.holds(name)) continue;
     check(ort_api->KernelInfoGetConstantInput_tensor(info, i, &is_constant, &value));
     const void* data = nullptr;
     if (is_constant != 0) check(ort_api->GetTensorData(value, &data));
@@ -56,9 +48,7 @@ void add(OrtKernelRegistry* registry, const KernelSpec& spec) {
   check(ep_api->KernelDefBuilder_Build(builder.get(), definition.out()));
   const auto create = [](void* state, const OrtKernelInfo* info, OrtKernelImpl** kernel) noexcept {
     return guarded([&] {
-      const OrtEp* provider = nullptr;
-      check(ep_api->KernelInfo_GetEp(info, &provider));
-      if (Weights* weights = static_cast<const Provider*>(provider)->weights()) {
+      if (Weights* weights = provider_of(info).weights()) {
         const std::string name = taken_elsewhere(info, *weights);
         if (!name.empty()) weights->refuse("it does not take '" + name + "' where it lies");
         require(!weights->is_refused(), "weights on the device cannot be used");

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "common/ort_op.h"
 #include "onnxruntime_c_api.h"
@@ -32,5 +33,15 @@ class Owned {
   Release release_;
   T* value_ = nullptr;
 };
+
+// The name of a kernel's input or output, by `get`: ort_api->KernelInfo_GetInputName or KernelInfo_GetOutputName.
+template <class Get>
+std::string name_by(Get get, const OrtKernelInfo* info, size_t index) {
+  size_t bytes = 0;
+  check(get(info, index, nullptr, &bytes));
+  std::vector<char> name(bytes);
+  check(get(info, index, name.data(), &bytes));
+  return name.data();
+}
 
 }  // namespace sd_ort

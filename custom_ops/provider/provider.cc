@@ -82,7 +82,7 @@ void Provider::set_functions() {
   GetAvailableResource = [](const OrtEp* self, OrtResourceCount* available) noexcept {
     return guarded([&] {
       device::use(of(self).options_.device_id);
-      *available = OrtResourceCount::FromTotalBytes(std::min(device::free_memory(), of(self).options_.memory_limit));
+      *available = OrtResourceCount::FromTotalBytes(std::min(device::memory().free, of(self).options_.memory_limit));
     });
   };
 }
@@ -130,6 +130,12 @@ void Provider::take_nodes(const OrtGraph* graph, OrtEpGraphSupportInfo* support)
     log("left to other providers: " + left.op_type + " '" + left.node + "': " + left.reason);
     left_by_this_thread += left.op_type + '\t' + left.node + '\t' + left.reason + '\n';
   }
+}
+
+const Provider& provider_of(const OrtKernelInfo* info) {
+  const OrtEp* provider = nullptr;
+  check(ep_api->KernelInfo_GetEp(info, &provider));
+  return *static_cast<const Provider*>(provider);
 }
 
 Weights* Provider::weights() const { return static_cast<Weights*>(options_.weights); }

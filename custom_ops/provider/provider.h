@@ -54,4 +54,7 @@ class Provider : public OrtEp {
   std::set<std::string> unread_;
 };
 
+// That of the session which has the kernel.
+const Provider& provider_of(const OrtKernelInfo* info);
+
 }  // namespace sd_ort

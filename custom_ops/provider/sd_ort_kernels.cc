@@ -26,17 +26,11 @@ DType dtype_of(const OrtKernelInfo* info) {
 
 // A bit for each of the first 32 outputs that nobody reads.
 uint32_t unread_outputs(const OrtKernelInfo* info) {
-  const OrtEp* provider = nullptr;
-  check(ep_api->KernelInfo_GetEp(info, &provider));
   size_t count = 0;
   check(ort_api->KernelInfo_GetOutputCount(info, &count));
   uint32_t unread = 0;
   for (size_t i = 1; i < count && i < 32; ++i) {
-    size_t bytes = 0;
-    check(ort_api->KernelInfo_GetOutputName(info, i, nullptr, &bytes));
-    std::vector<char> name(bytes);
-    check(ort_api->KernelInfo_GetOutputName(info, i, name.data(), &bytes));
-    if (!static_cast<const Provider*>(provider)->is_read(name.data())) unread |= 1u << i;
+    if (!provider_of(info).is_read(name_by(ort_api->KernelInfo_GetOutputName, info, i))) unread |= 1u << i;
   }
   return unread;
 }
@@ -66,17 +60,11 @@ class BoundKernel : public Kernel {
   uint32_t unread_;
 };
 
-const std::shared_ptr<Pool>& pool_of(const OrtKernelInfo* info) {
-  const OrtEp* provider = nullptr;
-  check(ep_api->KernelInfo_GetEp(info, &provider));
-  return static_cast<const Provider*>(provider)->pool();
-}
-
 // NhwcConv, by transformed filters where they are constant and that pays.
 class ConvKernel : public BoundKernel<NhwcConvBinding, nhwc_conv_gpu> {
  public:
   explicit ConvKernel(const OrtKernelInfo* info)
-      : BoundKernel(info), has_constant_filters_(Attributes(info).is_constant(1)), kept_(pool_of(info)) {}
+      : BoundKernel(info), has_constant_filters_(Attributes(info).is_constant(1)), kept_(provider_of(info).pool()) {}
 
  protected:
   void prepare(NhwcConvParams& params, Call& call) const override {

@@ -29,12 +29,8 @@ from sd_ort.runtime.headers import find_headers  # noqa: E402
 from sd_ort.runtime.library import PROVIDER_LIBRARIES  # noqa: E402
 
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-sanitize=vptr -fno-omit-frame-pointer -g1 -O1"
-TESTS = (
-    "test_provider.py",
-    "test_provider_faults.py",
-    "test_provider_pipeline.py",
-    "test_provider_weights.py",
-)  # of tests/custom_ops
+# Of tests/custom_ops.
+TESTS = ("test_provider.py", "test_provider_faults.py", "test_provider_pipeline.py", "test_provider_weights.py")
 # These open the package's own build of the library by the provider's name.
 BY_NAME = "not by_the_plain_call and not not_built"
 

@@ -107,8 +107,8 @@ def create_session(
         asked = _asked(provider, options, chosen | (ahead.option if ahead else {}), assigned)
         with given_back() if provider == "cpu" and not weights else nullcontext():  # the next weights take what it had
             session = runtime().InferenceSession(changed or str(model_path), options, **asked, **kept)
-        session.shared = {**shared, **(ahead.values if ahead else {})}  # its memory is not ONNX Runtime's
-        return keep(session, (shared, ahead, held))
+        session.shared = {**shared, **(ahead.values if ahead else {})}  # weights in memory that is not ONNX Runtime's
+        return keep(session, (session.shared, ahead, held))
 
     try:
         whole = entry.vendor and not weights and changed is None and not once

@@ -78,8 +78,7 @@ class Lasting:
                 one.result.copy_(one.make())
                 one.source, one.written = TensorWeakRef(source), written
                 changed = True
-                if one.result.is_cuda:  # it was allocated by the warm-up, on another stream
-                    one.result.record_stream(torch.cuda.current_stream(one.result.device))
+                _used_here(one.result)  # it was allocated by the warm-up, on another stream
         for made, _ in self._kept.values():
             made.renewed(again=changed)  # with a new prompt all, in case that something was written past the count
         return bool(self._results) and not changed
@@ -169,8 +168,7 @@ class _Made:
             if self._result is None or again or written != self.written:
                 self._result = self._anew(self._result)
                 self.written = written
-        if self._result.is_cuda:
-            self._result.record_stream(torch.cuda.current_stream(self._result.device))
+        _used_here(self._result)
         return self._result
 
     def _anew(self, into: Tensor | None) -> Tensor:
@@ -180,6 +178,12 @@ class _Made:
         if made.is_cuda:
             torch.cuda.current_stream(made.device).synchronize()  # other streams may read it from now on
         return made
+
+
+def _used_here(result: Tensor) -> None:
+    """Its memory is not another's before what the current stream does now is done."""
+    if result.is_cuda:
+        result.record_stream(torch.cuda.current_stream(result.device))
 
 
 def _kind(weight: Tensor) -> tuple[object, ...]:
