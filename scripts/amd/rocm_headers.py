@@ -24,6 +24,7 @@ SUITES = ("sid", "experimental")
 PACKAGES = (
     "libamdhip64-dev",
     "libamd-smi-dev",
+    "libdrm-dev",  # rocm_smi.h includes a header of it
     "libhipblas-common-dev",
     "libhipblas-dev",
     "libhipblaslt-dev",
@@ -48,10 +49,19 @@ def rocm_headers(*, update: bool = False) -> list[Path]:
     """
     root = cache_folder() / "rocm-headers"
     folders = {
-        (root / suite).resolve() if (root / suite).exists() and not update else _download(suite, root)
+        _download(suite, root) if update or not _is_complete(root / suite) else (root / suite).resolve()
         for suite in SUITES
     }
     return [folder / "include" for folder in sorted(folders, key=lambda folder: _numbers(folder.name))]
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a folder has the headers of all packages."""
+    try:
+        lines = (folder / "packages").read_text().splitlines()
+    except OSError:
+        return False
+    return {line.split()[0] for line in lines} == set(PACKAGES)
 
 
 def _download(suite: str, root: Path) -> Path:
