@@ -52,7 +52,8 @@ class TinygradEmulator:
         sys.path.insert(0, str(checkout))
         from test.mockgpu.amd import emu  # of the checkout, not of the standard library
 
-        from tinygrad.device import Device
+        from tinygrad.helpers import Target
+        from tinygrad.renderer.cstyle import ClangRenderer
 
         emu.decode_inst = _decode_cdna_correctly(emu.decode_inst)
         _mask_lds_addresses(emu)
@@ -60,8 +61,8 @@ class TinygradEmulator:
         _allow_constant_wmma_source(emu)
         _allow_half_division(emu)
         self._emu: Any = emu
-        self._renderer: Any = Device["CPU"].renderer
-        self._renderer.compiler.compile_cached = lambda source: b""
+        self._renderer: Any = ClangRenderer(Target("CPU", "CLANG", "x86_64,native"))
+        self._renderer.compiler.compile_cached = lambda source: b""  # instruction_compiler.py compiles in batches
         self._isa = isa
         self._functions: list[tuple[type, int, int, int, InstructionFunction]] = []  # type, bits, mask, bytes
 
