@@ -1,13 +1,13 @@
 #include "stream.h"
 
-#include "settings.h"
-
 #include <algorithm>
 #include <chrono>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <unordered_set>
+
+#include "settings.h"
 
 namespace simulated {
 namespace {
@@ -135,7 +135,9 @@ hipError_t destroy_stream(hipStream_t handle) {
   leave_capture(stream);
   thread_capturing.erase(stream);
   state().streams.erase(stream);
-  { std::lock_guard<std::mutex> idle(stream->running); }
+  {
+    std::lock_guard<std::mutex> idle(stream->running);
+  }
   delete stream;
   return hipSuccess;
 }
@@ -348,8 +350,7 @@ hipError_t wait_event(hipStream_t stream_handle, hipEvent_t handle, unsigned fla
   Event* event = find(handle);
   if (event == nullptr) return hipErrorInvalidHandle;
   Stream* stream = is_null(stream_handle) || stream_handle == hipStreamPerThread ? nullptr : find(stream_handle);
-  if (stream == nullptr && !is_null(stream_handle) && stream_handle != hipStreamPerThread)
-    return hipErrorInvalidHandle;
+  if (stream == nullptr && !is_null(stream_handle) && stream_handle != hipStreamPerThread) return hipErrorInvalidHandle;
   const bool is_capturing = event->capture && !event->capture->streams.empty();
   if (!is_capturing) {
     return flags == 0 ? hipSuccess : hipErrorInvalidValue;  // also if the stream captures: not recorded, no error

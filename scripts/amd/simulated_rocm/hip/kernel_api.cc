@@ -1,15 +1,14 @@
 // Exported functions of kernels and modules, and those that compiled host code calls to register and launch them.
-#include "call.h"
-#include "module.h"
-#include "stream.h"
-
 #include <hip/hip_deprecated.h>
 #include <hip/hip_gl_interop.h>
 
-#include <hip/amd_detail/hip_api_trace.hpp>
-
 #include <fstream>
+#include <hip/amd_detail/hip_api_trace.hpp>
 #include <iterator>
+
+#include "call.h"
+#include "module.h"
+#include "stream.h"
 
 namespace simulated {
 namespace {
@@ -116,8 +115,8 @@ hipError_t __hipPopCallConfiguration(dim3* grid, dim3* block, size_t* dynamic_ld
   return hipSuccess;
 }
 
-hipError_t hipLaunchKernel(const void* host_function, dim3 grid, dim3 block, void** arguments,
-                           size_t dynamic_lds_bytes, hipStream_t stream) {
+hipError_t hipLaunchKernel(const void* host_function, dim3 grid, dim3 block, void** arguments, size_t dynamic_lds_bytes,
+                           hipStream_t stream) {
   return call(__func__, [&] {
     Kernel* kernel = nullptr;
     const hipError_t status = find_registered_kernel(host_function, &kernel);
@@ -182,10 +181,10 @@ hipError_t hipModuleLaunchKernel(hipFunction_t function, unsigned grid_x, unsign
 }
 
 // Its grid counts threads, not blocks.
-hipError_t hipExtModuleLaunchKernel(hipFunction_t function, uint32_t threads_x, uint32_t threads_y,
-                                    uint32_t threads_z, uint32_t block_x, uint32_t block_y, uint32_t block_z,
-                                    size_t dynamic_lds_bytes, hipStream_t stream, void** arguments, void** extra,
-                                    hipEvent_t start, hipEvent_t stop, uint32_t) {
+hipError_t hipExtModuleLaunchKernel(hipFunction_t function, uint32_t threads_x, uint32_t threads_y, uint32_t threads_z,
+                                    uint32_t block_x, uint32_t block_y, uint32_t block_z, size_t dynamic_lds_bytes,
+                                    hipStream_t stream, void** arguments, void** extra, hipEvent_t start,
+                                    hipEvent_t stop, uint32_t) {
   return call(__func__, [&] {
     if (function == nullptr) return hipErrorInvalidImage;
     if (block_x == 0 || block_y == 0 || block_z == 0) return hipErrorInvalidConfiguration;

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Flags of an instruction function; emulator.cc reads them.
+# Flags of an instruction function; instruction_table.cc reads them.
 BARRIER, ATOMIC = 1, 2
 _EXTRA_SWIZZLE = "DS_SWIZZLE_B32"
 _CACHE_CONTROL = {
@@ -106,7 +106,9 @@ class TinygradEmulator:
         sink = handler(instruction, context)
         base, mask, size = context.canonical_mask(code)
         # The type too: encodings with the same fixed bits, such as VOP3 and VOP3SD, are different functions.
-        label = f"{emu._op_name(instruction)}_{type(instruction).__name__}_{base.to_bytes(size, 'little').hex()}".lower()
+        label = (
+            f"{emu._op_name(instruction)}_{type(instruction).__name__}_{base.to_bytes(size, 'little').hex()}".lower()
+        )
         sink = sink.replace(arg=emu.KernelInfo(name=label)).rtag(1)
         with Context(NOOPT=1, CHECK_OOB=0, TUPLE_ORDER=0, EMULATED_DTYPES="", CAPTURE_PROCESS_REPLAY=0, PROFILE=0):
             program = emu.to_program(sink, self._renderer)

@@ -1,9 +1,9 @@
 // Exported functions of memory and copies.
+#include <cstring>
+
 #include "call.h"
 #include "memory.h"
 #include "stream.h"
-
-#include <cstring>
 
 namespace simulated {
 namespace {
@@ -25,8 +25,8 @@ hipError_t copy(const char* function, void* destination, const void* source, siz
   return submit(nullptr, [=] { memmove(destination, source, bytes); });
 }
 
-hipError_t copy_in_stream(const char* function, void* destination, const void* source, size_t bytes,
-                          hipMemcpyKind kind, hipStream_t stream) {
+hipError_t copy_in_stream(const char* function, void* destination, const void* source, size_t bytes, hipMemcpyKind kind,
+                          hipStream_t stream) {
   const hipError_t status = check_copy(function, destination, source, bytes, kind);
   if (status != hipSuccess) return status;
   return submit(stream, [=] { memmove(destination, source, bytes); });
@@ -83,8 +83,7 @@ hipError_t hipMemcpy(void* destination, const void* source, size_t bytes, hipMem
   return call(__func__, [&] { return copy("hipMemcpy", destination, source, bytes, kind); });
 }
 
-hipError_t hipMemcpyAsync(void* destination, const void* source, size_t bytes, hipMemcpyKind kind,
-                          hipStream_t stream) {
+hipError_t hipMemcpyAsync(void* destination, const void* source, size_t bytes, hipMemcpyKind kind, hipStream_t stream) {
   return call(__func__, [&] { return copy_in_stream("hipMemcpyAsync", destination, source, bytes, kind, stream); });
 }
 
@@ -111,8 +110,7 @@ hipError_t hipMemcpy2DAsync(void* destination, size_t destination_pitch, const v
     // Both sides by their whole extent: the smaller pitch first, so that one check has the bytes of each side.
     hipError_t status = check_copy("hipMemcpy2DAsync", destination, source, width, kind);
     const size_t to = extent(destination_pitch, width, height), from = extent(source_pitch, width, height);
-    if (status == hipSuccess && find_allocation(destination))
-      status = check_range("hipMemcpy2DAsync", destination, to);
+    if (status == hipSuccess && find_allocation(destination)) status = check_range("hipMemcpy2DAsync", destination, to);
     if (status == hipSuccess && find_allocation(source)) status = check_range("hipMemcpy2DAsync", source, from);
     if (status != hipSuccess) return status;
     return submit(stream, [=] {

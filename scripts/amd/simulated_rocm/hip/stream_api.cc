@@ -1,10 +1,10 @@
 // Exported functions of streams, events and graphs, and the interface for other simulated libraries.
+#include <memory>
+
+#include "../simulated_hip.h"
 #include "call.h"
 #include "memory.h"
-#include "simulated_hip.h"
 #include "stream.h"
-
-#include <memory>
 
 using namespace simulated;
 
@@ -56,9 +56,8 @@ hipError_t hipDeviceSynchronize(void) {
 }
 
 hipError_t hipLaunchHostFunc(hipStream_t stream, hipHostFn_t function, void* argument) {
-  return call(__func__, [&] {
-    return function == nullptr ? hipErrorInvalidValue : submit(stream, [=] { function(argument); });
-  });
+  return call(__func__,
+              [&] { return function == nullptr ? hipErrorInvalidValue : submit(stream, [=] { function(argument); }); });
 }
 
 hipError_t hipStreamBeginCapture(hipStream_t stream, hipStreamCaptureMode mode) {
@@ -138,8 +137,7 @@ hipError_t hipEventElapsedTime(float* milliseconds, hipEvent_t begin, hipEvent_t
   return call(__func__, [&] { return elapsed_time(milliseconds, begin, end); });
 }
 
-hipError_t simulated_hip_submit(hipStream_t stream, void (*operation)(void*), void* argument,
-                                void (*release)(void*)) {
+hipError_t simulated_hip_submit(hipStream_t stream, void (*operation)(void*), void* argument, void (*release)(void*)) {
   return call(__func__, [&] {
     const std::shared_ptr<void> owner(argument, release != nullptr ? release : [](void*) {});
     return submit(stream, [operation, owner] { operation(owner.get()); });

@@ -1,12 +1,12 @@
 // Exported functions of devices, versions and errors.
-#include "call.h"
-#include "memory.h"
+#include <hip/hip_deprecated.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
 
-#include <hip/hip_deprecated.h>
+#include "call.h"
+#include "memory.h"
 
 // Libraries that HIP 5's headers compiled ask for the old struct by this name.
 #undef hipGetDeviceProperties
