@@ -1,9 +1,9 @@
 #include "module.h"
 
-#include "settings.h"
-
 #include <stdexcept>
 #include <unordered_map>
+
+#include "settings.h"
 
 namespace simulated {
 namespace {

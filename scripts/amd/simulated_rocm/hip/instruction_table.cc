@@ -1,7 +1,5 @@
 #include "instruction_table.h"
 
-#include "settings.h"
-
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <spawn.h>
@@ -17,6 +15,8 @@
 #include <mutex>
 #include <sstream>
 #include <stdexcept>
+
+#include "settings.h"
 
 extern char** environ;
 

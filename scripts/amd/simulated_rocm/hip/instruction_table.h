@@ -24,8 +24,8 @@ struct Instruction {
 };
 
 struct InstructionTable {
-  std::vector<Instruction> instructions;   // by offset / 4
-  std::map<size_t, std::string> reasons;   // of instructions that cannot run, by offset
+  std::vector<Instruction> instructions;  // by offset / 4
+  std::map<size_t, std::string> reasons;  // of instructions that cannot run, by offset
 };
 
 // The table of a kernel: from the cache, or made by the instruction compiler. Throws std::runtime_error.

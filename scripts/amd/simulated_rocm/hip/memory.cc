@@ -1,7 +1,5 @@
 #include "memory.h"
 
-#include "settings.h"
-
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -9,6 +7,8 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+
+#include "settings.h"
 
 namespace simulated {
 namespace {
@@ -106,9 +106,8 @@ hipError_t check_copy(const char* function, const void* destination, const void*
   if (kind < hipMemcpyHostToHost || kind > hipMemcpyDefault) return hipErrorInvalidMemcpyDirection;
   const bool to_device = kind == hipMemcpyHostToDevice || kind == hipMemcpyDeviceToDevice;
   const bool from_device = kind == hipMemcpyDeviceToHost || kind == hipMemcpyDeviceToDevice;
-  const bool valid =
-      is_valid(function, "destination", destination, bytes, to_device ? Side::kDevice : Side::kAny) &&
-      is_valid(function, "source", source, bytes, from_device ? Side::kDevice : Side::kAny);
+  const bool valid = is_valid(function, "destination", destination, bytes, to_device ? Side::kDevice : Side::kAny) &&
+                     is_valid(function, "source", source, bytes, from_device ? Side::kDevice : Side::kAny);
   return valid ? hipSuccess : hipErrorInvalidValue;
 }
 

@@ -1,7 +1,5 @@
 #include "kernel.h"
 
-#include "settings.h"
-
 #include <signal.h>
 #include <unistd.h>
 
@@ -12,13 +10,15 @@
 #include <stdexcept>
 #include <thread>
 
+#include "settings.h"
+
 namespace simulated {
 namespace {
 
 // Scalar registers, as the emulator numbers them. Operands 128 to 255 are constants.
 constexpr unsigned kVcc = 106, kTtmp7 = 115, kTtmp9 = 117, kNull = 124, kExec = 126, kScc = 253, kPc = 256;
 constexpr unsigned kScratchStride = 259, kScalarRegisters = 276, kVectorRegisters = 256;
-constexpr uint64_t kEnd = ~uint64_t{0};  // program counter after s_endpgm
+constexpr uint64_t kEnd = ~uint64_t{0};    // program counter after s_endpgm
 constexpr uint32_t kPattern = 0xA5A5A5A5;  // in registers and LDS that no kernel may rely on
 constexpr size_t kPadding = 64;            // bytes after LDS and scratch memory, for reads in words
 
@@ -153,8 +153,7 @@ class Execution {
     const dim3& size = dimensions_.block;
     for (uint32_t lane = 0; lane < lanes; ++lane) {
       const uint32_t thread = index * wave_size_ + lane;
-      wave->vector[lane] =
-          thread / (size.x * size.y) << 20 | thread / size.x % size.y << 10 | thread % size.x;
+      wave->vector[lane] = thread / (size.x * size.y) << 20 | thread / size.x % size.y << 10 | thread % size.x;
     }
   }
 
@@ -287,8 +286,7 @@ void Kernel::pack_hidden(const LaunchDimensions& dimensions, std::vector<uint8_t
     const unsigned axis = kind.back() - 'x';
     memset(kernarg->data() + argument.offset, 0, argument.bytes);  // also buffers, queues, offsets and remainders
     if (kind.rfind("hidden_block_count_", 0) == 0) store(kernarg, argument.offset, blocks[axis]);
-    if (kind.rfind("hidden_group_size_", 0) == 0)
-      store(kernarg, argument.offset, static_cast<uint16_t>(threads[axis]));
+    if (kind.rfind("hidden_group_size_", 0) == 0) store(kernarg, argument.offset, static_cast<uint16_t>(threads[axis]));
     if (kind == "hidden_grid_dims") store(kernarg, argument.offset, count);
     if (kind == "hidden_dynamic_lds_size") store(kernarg, argument.offset, dimensions.dynamic_lds_bytes);
   }

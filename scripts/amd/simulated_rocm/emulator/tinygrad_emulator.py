@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Flags of an instruction function; emulator.cc reads them.
+# Flags of an instruction function; instruction_table.cc reads them.
 BARRIER, ATOMIC = 1, 2
 _EXTRA_SWIZZLE = "DS_SWIZZLE_B32"
 _CACHE_CONTROL = {
@@ -52,7 +52,8 @@ class TinygradEmulator:
         sys.path.insert(0, str(checkout))
         from test.mockgpu.amd import emu  # of the checkout, not of the standard library
 
-        from tinygrad.device import Device
+        from tinygrad.helpers import Target
+        from tinygrad.renderer.cstyle import ClangRenderer
 
         emu.decode_inst = _decode_cdna_correctly(emu.decode_inst)
         _mask_lds_addresses(emu)
@@ -60,8 +61,8 @@ class TinygradEmulator:
         _allow_constant_wmma_source(emu)
         _allow_half_division(emu)
         self._emu: Any = emu
-        self._renderer: Any = Device["CPU"].renderer
-        self._renderer.compiler.compile_cached = lambda source: b""
+        self._renderer: Any = ClangRenderer(Target("CPU", "CLANG", "x86_64,native"))
+        self._renderer.compiler.compile_cached = lambda source: b""  # instruction_compiler.py compiles in batches
         self._isa = isa
         self._functions: list[tuple[type, int, int, int, InstructionFunction]] = []  # type, bits, mask, bytes
 
@@ -105,7 +106,9 @@ class TinygradEmulator:
         sink = handler(instruction, context)
         base, mask, size = context.canonical_mask(code)
         # The type too: encodings with the same fixed bits, such as VOP3 and VOP3SD, are different functions.
-        label = f"{emu._op_name(instruction)}_{type(instruction).__name__}_{base.to_bytes(size, 'little').hex()}".lower()
+        label = (
+            f"{emu._op_name(instruction)}_{type(instruction).__name__}_{base.to_bytes(size, 'little').hex()}".lower()
+        )
         sink = sink.replace(arg=emu.KernelInfo(name=label)).rtag(1)
         with Context(NOOPT=1, CHECK_OOB=0, TUPLE_ORDER=0, EMULATED_DTYPES="", CAPTURE_PROCESS_REPLAY=0, PROFILE=0):
             program = emu.to_program(sink, self._renderer)

@@ -95,8 +95,8 @@ void print(const char* format, va_list arguments) {
 }  // namespace
 
 const Settings& settings() {
-  static const Settings instance = read_settings();
-  return instance;
+  static const auto* instance = new Settings(read_settings());  // never destroyed: the report needs it at exit
+  return *instance;
 }
 
 std::string generic_target(const std::string& target) {

@@ -4,11 +4,11 @@
 #define __HIP_PLATFORM_AMD__ 1
 #include <hip/hip_runtime_api.h>
 
-#include "code_object.h"
-#include "instruction_table.h"
-
 #include <atomic>
 #include <mutex>
+
+#include "code_object.h"
+#include "instruction_table.h"
 
 namespace simulated {
 

@@ -1,8 +1,5 @@
 #include "report.h"
 
-#include "module.h"
-#include "settings.h"
-
 #include <unistd.h>
 
 #include <cinttypes>
@@ -10,6 +7,9 @@
 #include <map>
 #include <mutex>
 #include <string>
+
+#include "module.h"
+#include "settings.h"
 
 namespace simulated {
 namespace {

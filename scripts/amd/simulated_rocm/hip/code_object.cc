@@ -1,12 +1,12 @@
 #include "code_object.h"
 
-#include "settings.h"
-
 #include <elf.h>
 #include <sys/mman.h>
 
 #include <cstring>
 #include <stdexcept>
+
+#include "settings.h"
 
 namespace simulated {
 namespace {
@@ -53,15 +53,25 @@ class MetadataReader {
         return number(0);
       case 0xc3:  // true
         return number(1);
-      case 0xcc: case 0xcd: case 0xce: case 0xcf:
+      case 0xcc:
+      case 0xcd:
+      case 0xce:
+      case 0xcf:
         return number(big_endian(1u << (type - 0xcc)));
-      case 0xd0: case 0xd1: case 0xd2: case 0xd3:
+      case 0xd0:
+      case 0xd1:
+      case 0xd2:
+      case 0xd3:
         return number(big_endian(1u << (type - 0xd0)));
-      case 0xd9: case 0xda: case 0xdb:
+      case 0xd9:
+      case 0xda:
+      case 0xdb:
         return text(big_endian(1u << (type - 0xd9)));
-      case 0xdc: case 0xdd:
+      case 0xdc:
+      case 0xdd:
         return array(big_endian(2u << (type - 0xdc)));
-      case 0xde: case 0xdf:
+      case 0xde:
+      case 0xdf:
         return table(big_endian(2u << (type - 0xde)));
       default:
         throw std::runtime_error("unknown type in the kernel metadata");

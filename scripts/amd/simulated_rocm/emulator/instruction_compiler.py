@@ -42,6 +42,7 @@ class InstructionCompiler:
         for index in folder.glob("*.json"):
             self._libraries.update(dict.fromkeys(json.loads(index.read_text()), str(index.with_suffix(".so"))))
         self._extra = self._compile_extra()
+        self._decoded: dict[bytes, InstructionFunction | str] = {}  # by the bytes of the instruction
 
     def write_table(self, code_file: Path) -> None:
         """Write the table of a kernel's machine code, and compile the functions that are missing."""
@@ -62,12 +63,8 @@ class InstructionCompiler:
     def _decode(self, code: bytes) -> tuple[list[tuple[int, InstructionFunction]], list[tuple[int, str]]]:
         """(offset, function) of each instruction, and (offset, reason) of each that has none."""
         places, gaps, offset = [], [], 0
-        functions: dict[bytes, tuple[int, InstructionFunction | str]] = {}
         while offset < len(code):
-            window = code[offset : offset + 16].ljust(16, b"\0")
-            if window not in functions:
-                functions[window] = self._function(window)
-            size, function = functions[window]
+            size, function = self._function(code[offset : offset + 16].ljust(16, b"\0"))
             if isinstance(function, str):
                 gaps.append((offset, function))
             else:
@@ -76,6 +73,15 @@ class InstructionCompiler:
         return places, gaps
 
     def _function(self, window: bytes) -> tuple[int, InstructionFunction | str]:
+        """Size and function, or the reason why there is none, of the instruction at the start of `window`."""
+        for size in (4, 8, 12):
+            if function := self._decoded.get(window[:size]):
+                return size, function
+        size, result = self._decode_one(window)
+        self._decoded[window[:size]] = result
+        return size, result
+
+    def _decode_one(self, window: bytes) -> tuple[int, InstructionFunction | str]:
         try:
             instruction, size = self._emulator.decode(window)
         except (ValueError, KeyError, AssertionError) as error:
@@ -90,7 +96,9 @@ class InstructionCompiler:
 
     def _compile(self, functions: list[InstructionFunction]) -> None:
         missing = [function for function in functions if function.symbol not in self._libraries]
-        batches = [missing[i : i + _INSTRUCTIONS_PER_LIBRARY] for i in range(0, len(missing), _INSTRUCTIONS_PER_LIBRARY)]
+        batches = [
+            missing[i : i + _INSTRUCTIONS_PER_LIBRARY] for i in range(0, len(missing), _INSTRUCTIONS_PER_LIBRARY)
+        ]
         with ThreadPoolExecutor(2) as pool:
             for batch, path in zip(batches, pool.map(self._compile_batch, batches), strict=True):
                 self._libraries.update(dict.fromkeys((function.symbol for function in batch), path))
