@@ -262,7 +262,7 @@ SIMULATED_EXPORT hipblasStatus_t hipblasLtMatmul(hipblasLtHandle_t handle, hipbl
   if (!alpha || !beta || !a || !b || !c || !d) return HIPBLAS_STATUS_INVALID_VALUE;
   if (const hipblasStatus_t status = check(product, la, lb, lc, ld); status != HIPBLAS_STATUS_SUCCESS) return status;
 
-  simulated::count(kName);
+  simulated_hip_count(kName);
   if (algorithm == nullptr) fail("%s: the choice without an algorithm is not simulated", kName);
   Proposal given;
   std::memcpy(&given, algorithm->data, sizeof(given));
@@ -279,7 +279,7 @@ SIMULATED_EXPORT hipblasStatus_t hipblasLtMatmul(hipblasLtHandle_t handle, hipbl
     std::lock_guard<std::mutex> lock(mutex);
     owner.streams.insert(stream);
     // Algorithms with a workspace synchronize their blocks through a buffer of the handle.
-    if (needed > 0 && owner.streams.size() == 2) simulated::count("hipblasLtMatmul, second stream of a handle");
+    if (needed > 0 && owner.streams.size() == 2) simulated_hip_count("hipblasLtMatmul, second stream of a handle");
   }
 
   simulated::Gemm gemm{};

@@ -8,10 +8,7 @@
 #include <utility>
 
 #include "host_math.h"
-#include "simulated_hip.h"
-
-// Counts a call in the runtime's report.
-extern "C" void simulated_hip_count(const char* what) __attribute__((weak));
+#include "../simulated_hip.h"
 
 #define SIMULATED_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -27,10 +24,6 @@ namespace simulated {
   std::fputs("\n", stderr);
   va_end(arguments);
   std::abort();
-}
-
-inline void count(const char* what) {
-  if (simulated_hip_count != nullptr) simulated_hip_count(what);
 }
 
 // Runs `work` in the order of `stream`, in each launch if the stream captures. Nothing if kernels do nothing.

@@ -90,7 +90,7 @@ size_t extent(int64_t rows, int64_t columns, int64_t leading, int64_t stride, in
 bool run(const void* handle, const char* function, const Gemm& gemm) {
   using simulated::bytes_of;
   using simulated::check_memory;
-  simulated::count(function);
+  simulated_hip_count(function);
   const hipStream_t stream = stream_of(handle);
   if (gemm.m < 0 || gemm.n < 0 || gemm.k < 0 || gemm.batch < 0) return false;
   if (gemm.m == 0 || gemm.n == 0 || gemm.batch == 0) return true;
@@ -242,7 +242,7 @@ SIMULATED_EXPORT hipblasStatus_t hipblasSgeam(hipblasHandle_t handle, hipblasOpe
                                               const float* a, int lda, const float* beta, const float* b, int ldb,
                                               float* c, int ldc) {
   constexpr const char* kName = "hipblasSgeam";
-  simulated::count(kName);
+  simulated_hip_count(kName);
   const bool ta = is_transposed(transpose_a, kName), tb = is_transposed(transpose_b, kName);
   const float a_scale = *alpha, b_scale = *beta;
   if (m == 0 || n == 0) return HIPBLAS_STATUS_SUCCESS;
@@ -268,7 +268,7 @@ SIMULATED_EXPORT hipblasStatus_t hipblasSgeam(hipblasHandle_t handle, hipblasOpe
 SIMULATED_EXPORT hipblasStatus_t hipblasScopy(hipblasHandle_t handle, int n, const float* x, int x_step, float* y,
                                               int y_step) {
   constexpr const char* kName = "hipblasScopy";
-  simulated::count(kName);
+  simulated_hip_count(kName);
   if (n <= 0) return HIPBLAS_STATUS_SUCCESS;
   if (x_step < 0 || y_step < 1) fail("%s: steps %d and %d are not simulated", kName, x_step, y_step);
   simulated::check_memory(kName, "x", x, 4 * (size_t(n - 1) * x_step + 1), 4);

@@ -75,7 +75,7 @@ miopenStatus_t destroy(Pointer object) {
 }
 
 miopenStatus_t submit(miopenHandle_t handle, const char* function, std::function<void()> work) {
-  simulated::count(function);
+  simulated_hip_count(function);
   const hipError_t error = simulated::submit(stream_of(handle), std::move(work));
   return error == hipSuccess ? miopenStatusSuccess : miopenStatusUnknownError;
 }
