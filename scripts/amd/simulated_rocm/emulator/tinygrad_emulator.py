@@ -51,7 +51,6 @@ class TinygradEmulator:
         os.environ["CACHELEVEL"] = "0"
         sys.path.insert(0, str(checkout))
         from test.mockgpu.amd import emu  # of the checkout, not of the standard library
-
         from tinygrad.helpers import Target
         from tinygrad.renderer.cstyle import ClangRenderer
 

@@ -1,11 +1,15 @@
 // Exported functions of devices, versions and errors.
+// clang-format off: HIP's headers in the order that they need
+#include "call.h"
+
 #include <hip/hip_deprecated.h>
+// clang-format on
 
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <string>
 
-#include "call.h"
 #include "memory.h"
 
 // Libraries that HIP 5's headers compiled ask for the old struct by this name.

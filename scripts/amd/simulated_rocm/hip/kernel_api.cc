@@ -1,12 +1,15 @@
 // Exported functions of kernels and modules, and those that compiled host code calls to register and launch them.
+// clang-format off: HIP's headers in the order that they need
+#include "call.h"
+
 #include <hip/hip_deprecated.h>
 #include <hip/hip_gl_interop.h>
+#include <hip/amd_detail/hip_api_trace.hpp>
+// clang-format on
 
 #include <fstream>
-#include <hip/amd_detail/hip_api_trace.hpp>
 #include <iterator>
 
-#include "call.h"
 #include "module.h"
 #include "stream.h"
 
