@@ -24,7 +24,8 @@ class BuildError(Exception):
 class Library:
     """A shared library: the sources, the file name, other file names that link to it, and its version script.
 
-    `needs` are file names of libraries that are linked; they come earlier in LIBRARIES.
+    `needs` are file names of libraries that are linked; they come earlier in LIBRARIES. `options` are those of the
+    compiler besides the common ones.
     """
 
     sources: tuple[str, ...]
@@ -32,7 +33,11 @@ class Library:
     links: tuple[str, ...]
     version_script: str
     needs: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
+
+_HIP = ("libamdhip64.so.7",)
+_FAST = ("-O3", "-march=native")  # they multiply matrices
 
 LIBRARIES = (
     Library(
@@ -40,6 +45,16 @@ LIBRARIES = (
         "libamdhip64.so.7",
         ("libamdhip64.so", "libamdhip64.so.5", "libamdhip64.so.6"),
         "hip/libamdhip64.map",
+    ),
+    Library(("libraries/hipblaslt.cc",), "libhipblaslt.so.1", ("libhipblaslt.so",), "libraries/blas.map", _HIP, _FAST),
+    Library(("libraries/hipblas.cc",), "libhipblas.so.3", ("libhipblas.so",), "libraries/blas.map", _HIP, _FAST),
+    Library(("libraries/miopen.cc",), "libMIOpen.so.1", ("libMIOpen.so",), "libraries/miopen.map", _HIP, _FAST),
+    Library(("libraries/others.cc",), "libhipfft.so.0", (), "libraries/others.map", _HIP, ("-DSIMULATED_HIPFFT",)),
+    Library(
+        ("libraries/others.cc",), "librocm_smi64.so.1", (), "libraries/others.map", _HIP, ("-DSIMULATED_ROCM_SMI",)
+    ),
+    Library(
+        ("libraries/others.cc",), "libroctracer64.so.4", (), "libraries/others.map", _HIP, ("-DSIMULATED_ROCTRACER",)
     ),
 )
 
@@ -75,7 +90,7 @@ def _build_library(library: Library, compiler: str, headers: Path, built: Path, 
     sources = sorted(path for pattern in library.sources for path in _HERE.glob(pattern))
     objects = [work / f"{library.file_name}-{source.stem}.o" for source in sources]
     commands = [
-        [compiler, *_COMPILE, f"-I{headers}", "-c", str(source), "-o", str(target)]
+        [compiler, *_COMPILE, *library.options, f"-I{headers}", "-c", str(source), "-o", str(target)]
         for source, target in zip(sources, objects, strict=True)
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -25,6 +25,9 @@ const char* simulated_hip_target(void);
 // 1 if kernels run, 0 if they do nothing (`simulate --kernels skip`): libraries then do not compute either.
 int simulated_hip_kernels_run(void);
 
+// Counts a call of `function` in the report. `function` must stay valid.
+void simulated_hip_count(const char* function);
+
 #ifdef __cplusplus
 }
 #endif

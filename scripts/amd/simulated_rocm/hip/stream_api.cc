@@ -150,4 +150,6 @@ const char* simulated_hip_target(void) { return settings().target.c_str(); }
 
 int simulated_hip_kernels_run(void) { return settings().kernels_run; }
 
+void simulated_hip_count(const char* function) { simulated::count_call(function); }
+
 }  // extern "C"
