@@ -37,7 +37,8 @@ class Library:
 
 
 _HIP = ("libamdhip64.so.7",)
-_FAST = ("-O3", "-march=native")  # they multiply matrices
+_AMD = ("-D__HIP_PLATFORM_AMD__",)
+_FAST = (*_AMD, "-O3", "-march=native")  # they multiply matrices
 
 LIBRARIES = (
     Library(
@@ -49,12 +50,24 @@ LIBRARIES = (
     Library(("libraries/hipblaslt.cc",), "libhipblaslt.so.1", ("libhipblaslt.so",), "libraries/blas.map", _HIP, _FAST),
     Library(("libraries/hipblas.cc",), "libhipblas.so.3", ("libhipblas.so",), "libraries/blas.map", _HIP, _FAST),
     Library(("libraries/miopen.cc",), "libMIOpen.so.1", ("libMIOpen.so",), "libraries/miopen.map", _HIP, _FAST),
-    Library(("libraries/others.cc",), "libhipfft.so.0", (), "libraries/others.map", _HIP, ("-DSIMULATED_HIPFFT",)),
     Library(
-        ("libraries/others.cc",), "librocm_smi64.so.1", (), "libraries/others.map", _HIP, ("-DSIMULATED_ROCM_SMI",)
+        ("libraries/others.cc",), "libhipfft.so.0", (), "libraries/others.map", _HIP, (*_AMD, "-DSIMULATED_HIPFFT")
     ),
     Library(
-        ("libraries/others.cc",), "libroctracer64.so.4", (), "libraries/others.map", _HIP, ("-DSIMULATED_ROCTRACER",)
+        ("libraries/others.cc",),
+        "librocm_smi64.so.1",
+        (),
+        "libraries/others.map",
+        _HIP,
+        (*_AMD, "-DSIMULATED_ROCM_SMI"),
+    ),
+    Library(
+        ("libraries/others.cc",),
+        "libroctracer64.so.4",
+        (),
+        "libraries/others.map",
+        _HIP,
+        (*_AMD, "-DSIMULATED_ROCTRACER"),
     ),
 )
 
