@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 # Flags of an instruction function; instruction_table.cc reads them.
-BARRIER, ATOMIC = 1, 2
-_EXTRA_SWIZZLE = "DS_SWIZZLE_B32"
+BARRIER = 1  # the wave waits for the others of its block
+LOCKED = 2  # no other host thread may run such an instruction at the same time
 _CACHE_CONTROL = {
     *("BUFFER_GL0_INV", "BUFFER_GL1_INV", "BUFFER_WBL2", "BUFFER_INV"),
     *("GLOBAL_INV", "GLOBAL_WB", "GLOBAL_WBINV"),
@@ -84,7 +84,7 @@ class TinygradEmulator:
         name = getattr(getattr(instruction, "op", None), "name", "")
         if name in _CACHE_CONTROL:
             return InstructionFunction(f"cache_control_{instruction.size()}", (0,), 0)
-        if name == _EXTRA_SWIZZLE:
+        if name == "DS_SWIZZLE_B32":
             return InstructionFunction("ds_swizzle_b32", (0, 1), 0)
         size = instruction.size()
         bits = int.from_bytes(code[:size], "little")
@@ -100,6 +100,8 @@ class TinygradEmulator:
         from tinygrad.uop.ops import Ops
 
         emu = self._emu
+        if name.startswith("BUFFER_") and "DWORD" not in name:
+            raise ValueError("the emulator takes every buffer instruction for one of whole words")
         handler = next(emu._INST_HANDLERS[kind] for kind in type(instruction).__mro__ if kind in emu._INST_HANDLERS)
         context = emu._Ctx(instruction.size(), self.wave_size)
         sink = handler(instruction, context)
@@ -113,8 +115,18 @@ class TinygradEmulator:
             program = emu.to_program(sink, self._renderer)
         source = next(part.arg for part in program.src if part.op is Ops.SOURCE)
         is_barrier = getattr(instruction, "op", None) in emu._BARRIER_OPS | emu._BARRIER_SOP1_OPS
-        flags = BARRIER * is_barrier | ATOMIC * ("ATOMIC" in name)
+        flags = BARRIER * is_barrier | LOCKED * _needs_lock(name)
         return base, mask, InstructionFunction(program.arg.function_name, tuple(program.arg.globals), flags, source)
+
+
+def _needs_lock(name: str) -> bool:
+    """Whether an instruction reads, changes and writes words of memory that other blocks use at the same time.
+
+    The emulator stores bytes and halves as changes of the word around them: two blocks that store neighboring halves
+    would otherwise lose one of them. LDS belongs to one block.
+    """
+    is_part_of_word = "STORE" in name and any(part in name for part in ("_B8", "_B16", "BYTE", "SHORT"))
+    return not name.startswith("DS_") and ("ATOMIC" in name or is_part_of_word)
 
 
 def _decode_cdna_correctly(decode: Callable) -> Callable:

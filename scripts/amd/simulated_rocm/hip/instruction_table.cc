@@ -111,7 +111,7 @@ Instruction read_function(std::istringstream& line) {
   instruction.run = reinterpret_cast<InstructionFunction>(dlsym(handle, symbol.c_str()));
   if (instruction.run == nullptr) throw std::runtime_error(dlerror());
   instruction.is_barrier = flags & 1;
-  instruction.is_atomic = flags & 2;
+  instruction.needs_lock = flags & 2;
   std::istringstream numbers(arguments);
   std::string one;
   for (size_t i = 0; i < 6 && std::getline(numbers, one, ','); ++i) instruction.arguments[i] = std::stoi(one);

@@ -20,7 +20,7 @@ using InstructionFunction = void (*)(void*, void*, void*, void*, void*, void*);
 struct Instruction {
   InstructionFunction run = nullptr;  // null: no instruction begins here, or it cannot run
   uint8_t arguments[6] = {};          // indices into WaveState
-  bool is_barrier = false, is_atomic = false;
+  bool is_barrier = false, needs_lock = false;
 };
 
 struct InstructionTable {

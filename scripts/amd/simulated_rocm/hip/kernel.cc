@@ -208,9 +208,9 @@ class Execution {
       }
       const Instruction& instruction = instructions[offset / 4];
       const uint8_t* a = instruction.arguments;
-      if (instruction.is_atomic) {
-        static std::mutex atomics;
-        std::lock_guard<std::mutex> lock(atomics);
+      if (instruction.needs_lock) {
+        static std::mutex mutex;
+        std::lock_guard<std::mutex> lock(mutex);
         instruction.run(state[a[0]], state[a[1]], state[a[2]], state[a[3]], state[a[4]], state[a[5]]);
       } else {
         instruction.run(state[a[0]], state[a[1]], state[a[2]], state[a[3]], state[a[4]], state[a[5]]);
