@@ -64,13 +64,15 @@ struct HostGraph {
 using hostGraph_t = HostGraph*;
 using hostGraphExec_t = HostGraph*;
 
-// For tests: if SD_ORT_HOST_CAPTURES names a folder, a launch that is captured creates the file "captures" in it and
-// waits for the file "go".
+// For tests: if SD_ORT_HOST_CAPTURES names a folder, the first launch that is captured creates the file "captures" in
+// it and waits for the file "go".
 inline void wait_in_capture() {
-  const char* const folder = std::getenv("SD_ORT_HOST_CAPTURES");
-  if (folder == nullptr) return;
-  std::ofstream(std::string(folder) + "/captures");
-  while (!std::ifstream(std::string(folder) + "/go")) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  const char* const value = std::getenv("SD_ORT_HOST_CAPTURES");
+  if (value == nullptr) return;
+  const std::string folder = value;
+  if (std::ifstream(folder + "/captures")) return;
+  std::ofstream(folder + "/captures");
+  while (!std::ifstream(folder + "/go")) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 struct HostStream {
