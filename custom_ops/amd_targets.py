@@ -38,5 +38,5 @@ def simd(target: str) -> Simd:
     """
     name = target.partition(":")[0]
     if name not in TARGETS:
-        raise ValueError(f"{target} is not a supported AMD target: choose from {', '.join(sorted(TARGETS))}.")
+        raise ValueError(f"{target} is not a supported AMD target: choose from {', '.join(TARGETS)}.")
     return TARGETS[name]

@@ -102,6 +102,7 @@ def test_products_in_several_streams(device: str, emulations: dict[str, GpuLibra
     params = operator.params(case, "float16", {name: value.address for name, value in guarded.items()})
     number = library.operator(operator.name, params)
     candidate = library.candidates(number).index("blas_lt_1")
+    assert library.is_supported(number, candidate, params)
     workspace = Guarded(memory, np.zeros(library.workspace_bytes(number, candidate, params), np.uint8))
     for stream in (16, 32, 16):
         library.run(number, candidate, params, workspace.address, stream)
