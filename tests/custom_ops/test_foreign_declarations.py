@@ -15,12 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from emulation import COMPILER
 from nvidia_headers import WHEELS, nvidia_headers
 from recorded_calls import Calls
 
 from custom_ops import libraries
 from custom_ops.check.memory import DeviceMemory
 from sd_ort.runtime import allocator, device, stream, visible
+from sd_ort.runtime.headers import find_headers
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts/amd"))
@@ -65,6 +67,27 @@ def test_declarations_for_amd(rocm: list[Path], name: str) -> None:
 @pytest.mark.parametrize("name", ["cublaslt", "cudnn", "cuda_driver"])
 def test_declarations_for_nvidia(version: str, name: str) -> None:
     assert_compiles(ROOT / f"tests/abi/{name}.cc", nvidia_headers(version))
+
+
+def test_calls_of_hip_compile(rocm: list[Path], tmp_path: Path) -> None:
+    """What calls HIP by its headers, the host's part of it, against each version: no other test has HIP 6 and 7."""
+    sources = [ROOT / "custom_ops" / name for name in ("common/tuner.cc", "provider/device.cc")]
+    sources += (ROOT / "custom_ops/bias_add/kernels").glob("*.hip")
+    assert len(sources) > 2
+    flags = ["-x", "hip", "--offload-host-only", "--offload-arch=gfx1100", "-nogpulib", "-fsyntax-only", "-std=c++17"]
+    flags += ["-Wall", "-Werror=deprecated-declarations", '-DSD_ORT_BUILD_HASH="syntax"', f"-I{ROOT}/custom_ops"]
+    flags += [f"-I{find_headers()}"]
+    for include in rocm:
+        tree = tmp_path / include.parent.name  # as ROCm is installed
+        for name in ("bin/.hipVersion", "share/hip/version"):
+            (tree / name).parent.mkdir(parents=True)
+            major, minor, _ = tree.name.split(".")
+            (tree / name).write_text(f"HIP_VERSION_MAJOR={major}\nHIP_VERSION_MINOR={minor}\nHIP_VERSION_PATCH=0\n")
+        (tree / "include").symlink_to(include)
+        for source in sources:
+            command = [COMPILER, *flags, f"--rocm-path={tree}", str(source)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{tree.name}: {done.stderr[-4000:]}"
 
 
 def test_no_assertion_is_forgotten() -> None:
@@ -119,6 +142,27 @@ def test_calls_of_hip_from_python(rocm: list[Path], tmp_path: Path, monkeypatch:
     copies = "static_assert(hipMemcpyHostToDevice == 1 && hipMemcpyDeviceToHost == 2 && hipSuccess == 0);\n"
     for include in rocm:
         assert_calls_fit(calls, include, ["hip_types.h"], tmp_path, "t_{}", copies, HIP)
+
+
+def test_question_for_the_pci_address(rocm: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sd_ort/runtime/device.py asks HIP in a process of its own."""
+    commands: list[list[str]] = []
+
+    def record(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "run", record)
+        assert device.hip_pci_address() is None
+    calls = Calls()
+    with monkeypatch.context() as patched:
+        patched.setattr(ctypes, "CDLL", calls)
+        patched.setattr(sys, "argv", commands[0][2:])
+        exec(commands[0][2], {})
+    assert list(calls.declarations) == ["hipDeviceGetPCIBusId"]
+    for include in rocm:
+        assert_calls_fit(calls, include, ["hip_types.h"], tmp_path, "t_{}", options=HIP)
 
 
 @pytest.mark.parametrize("version", WHEELS)

@@ -9,6 +9,7 @@ from typing import Any
 SCALARS = {
     ctypes.c_void_p: "void*",
     ctypes.c_char_p: "const char*",
+    ctypes.c_char: "char",
     ctypes.c_bool: "bool",
     ctypes.c_int: "int",
     ctypes.c_uint: "unsigned",
