@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 # Flags of an instruction function; instruction_table.cc reads them.
@@ -21,6 +21,8 @@ _CACHE_CONTROL = {
     *("BUFFER_GL0_INV", "BUFFER_GL1_INV", "BUFFER_WBL2", "BUFFER_INV"),
     *("GLOBAL_INV", "GLOBAL_WB", "GLOBAL_WBINV"),
 }
+# (encoding, opcode) of buffer_gl0_inv and buffer_gl1_inv, which the emulator does not decode
+_RDNA3_CACHE_CONTROL = {(0x38, 43), (0x38, 44)}
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ class TinygradEmulator:
 
     def decode(self, code: bytes) -> tuple[Any, int]:
         """Return the instruction at the start of `code` and its size in bytes. Raises ValueError if there is none."""
+        word = int.from_bytes(code[:4], "little")
+        if self._isa == "rdna3" and (word >> 26, word >> 18 & 0xFF) in _RDNA3_CACHE_CONTROL:
+            return SimpleNamespace(op=SimpleNamespace(name="BUFFER_GL0_INV"), size=lambda: 8), 8
         instruction = self._emu.decode_inst(code, self._isa)
         return instruction, instruction.size()
 
