@@ -7,8 +7,8 @@
 #include <functional>
 #include <utility>
 
-#include "host_math.h"
 #include "../simulated_hip.h"
+#include "host_math.h"
 
 #define SIMULATED_EXPORT extern "C" __attribute__((visibility("default")))
 

@@ -116,43 +116,60 @@ struct ConvolutionCall {
     const int64_t groups = convolution.groups, channels = filters.sizes[1], count = filters.sizes[0] / groups;
     const int64_t height = filters.sizes[2], width = filters.sizes[3];
     const int64_t out_height = y.sizes[2], out_width = y.sizes[3], pixels = out_height * out_width;
-    const int64_t inner = channels * height * width;
-    std::vector<float> weights(count * inner), columns(inner * pixels), product(count * pixels);
-    for (int64_t image = 0; image < x.sizes[0]; ++image) {
+    const int64_t in_height = x.sizes[2], in_width = x.sizes[3], inner = channels * height * width;
+    const double operations = static_cast<double>(inner) * pixels;
+    std::vector<float> weights, image, columns(inner * pixels), product(count * pixels);
+    for (int64_t n = 0; n < x.sizes[0]; ++n) {
       for (int64_t group = 0; group < groups; ++group) {
-        for (int64_t k = 0; k < count; ++k) {
-          for (int64_t p = 0; p < inner; ++p) {
-            const int64_t index[] = {group * count + k, p / (height * width), p / width % height, p % width};
-            weights[k * inner + p] = filters.at(filter_data, index);
-          }
-        }
-        simulated::in_parallel(inner, static_cast<double>(inner) * pixels, [&](int64_t begin, int64_t end) {
+        weights = part(filters, filter_data, group * count, count, 0, channels);
+        image = part(x, x_data, n, 1, group * channels, channels);
+        simulated::in_parallel(inner, operations, [&](int64_t begin, int64_t end) {
           for (int64_t p = begin; p < end; ++p) {
-            const int64_t channel = group * channels + p / (height * width), r = p / width % height, s = p % width;
+            const float* from = &image[p / (height * width) * in_height * in_width];
+            const int64_t r = p / width % height, s = p % width;
             for (int64_t i = 0; i < pixels; ++i) {
               const int64_t row =
                   i / out_width * convolution.strides[0] - convolution.pads[0] + r * convolution.dilations[0];
               const int64_t column =
                   i % out_width * convolution.strides[1] - convolution.pads[1] + s * convolution.dilations[1];
-              const bool is_inside = row >= 0 && row < x.sizes[2] && column >= 0 && column < x.sizes[3];
-              const int64_t index[] = {image, channel, row, column};
-              columns[p * pixels + i] = is_inside ? x.at(x_data, index) : 0.f;
+              const bool is_inside = row >= 0 && row < in_height && column >= 0 && column < in_width;
+              columns[p * pixels + i] = is_inside ? from[row * in_width + column] : 0.f;
             }
           }
         });
         simulated::multiply(weights.data(), columns.data(), product.data(), count, pixels, inner);
         simulated::in_parallel(count, static_cast<double>(count) * pixels, [&](int64_t begin, int64_t end) {
           for (int64_t k = begin; k < end; ++k) {
+            const int64_t plane = n * y.strides[0] + (group * count + k) * y.strides[1];
             for (int64_t i = 0; i < pixels; ++i) {
-              const int64_t index[] = {image, group * count + k, i / out_width, i % out_width};
+              const int64_t to = plane + i / out_width * y.strides[2] + i % out_width * y.strides[3];
               float value = alpha * product[k * pixels + i];
-              if (beta != 0) value += beta * y.at(y_data, index);
-              store(y_data, y.dtype, y.offset(index), value);
+              if (beta != 0) value += beta * load(y_data, y.dtype, to);
+              store(y_data, y.dtype, to, value);
             }
           }
         });
       }
     }
+  }
+
+  // Ranges of the first two axes of a tensor, contiguous.
+  static std::vector<float> part(const Tensor& tensor, const void* data, int64_t first, int64_t firsts, int64_t second,
+                                 int64_t seconds) {
+    const int64_t height = tensor.sizes[2], width = tensor.sizes[3];
+    std::vector<float> values(firsts * seconds * height * width);
+    const auto convert = [&](int64_t begin, int64_t end) {
+      for (int64_t plane = begin; plane < end; ++plane) {
+        const int64_t from =
+            (first + plane / seconds) * tensor.strides[0] + (second + plane % seconds) * tensor.strides[1];
+        for (int64_t i = 0; i < height * width; ++i) {
+          const int64_t place = from + i / width * tensor.strides[2] + i % width * tensor.strides[3];
+          values[plane * height * width + i] = load(data, tensor.dtype, place);
+        }
+      }
+    };
+    simulated::in_parallel(firsts * seconds, static_cast<double>(values.size()), convert);
+    return values;
   }
 };
 
