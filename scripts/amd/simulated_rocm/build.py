@@ -38,7 +38,7 @@ class Library:
 
 _HIP = ("libamdhip64.so.7",)
 _AMD = ("-D__HIP_PLATFORM_AMD__",)
-_FAST = (*_AMD, "-O3", "-march=native")  # they multiply matrices
+_FAST = (*_AMD, "-O3", "-march=x86-64-v3")  # they multiply matrices
 
 LIBRARIES = (
     Library(
@@ -75,6 +75,8 @@ LIBRARIES = (
 def build(cache: Path, headers: Path) -> Path:
     """Return the folder with all libraries, after building them if these sources have not been built.
 
+    Its folder `hip` has libamdhip64 alone, for a machine without the other libraries.
+
     `headers` is an include folder of ROCm 7.2.4. Raises BuildError.
     """
     compiler = os.environ.get("CXX", "g++")
@@ -91,6 +93,9 @@ def build(cache: Path, headers: Path) -> Path:
         built.mkdir()
         for library in LIBRARIES:
             _build_library(library, compiler, headers, built, Path(work))
+        (built / "hip").mkdir()
+        for name in (LIBRARIES[0].file_name, *LIBRARIES[0].links):
+            (built / "hip" / name).symlink_to(f"../{LIBRARIES[0].file_name}")
         try:
             built.rename(folder)
         except OSError:  # another process built the same
@@ -127,6 +132,6 @@ def _hash(headers: Path) -> str:
     """Hash of the sources, the flags and the folder of the headers."""
     digest = hashlib.sha256(repr((_COMPILE, _LINK, LIBRARIES, str(headers))).encode())
     for path in sorted(_HERE.rglob("*")):
-        if path.suffix in (".cc", ".h", ".map"):
+        if path.suffix in (".cc", ".h", ".map") or path.name == "build.py":
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

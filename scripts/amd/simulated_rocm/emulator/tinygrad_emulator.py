@@ -224,7 +224,11 @@ def _allow_constant_wmma_source(emu: ModuleType) -> None:
 
 
 def _allow_half_division(emu: ModuleType) -> None:
-    """Rewrite the signed zero in v_div_fixup_f16, a literal that the emulator's parser does not accept."""
+    """Rewrite zero and infinity with a sign in v_div_fixup_f16: literals that the emulator's parser does not accept."""
     for table in (emu.PCODE_RDNA3, emu.PCODE_RDNA4, emu.PCODE_CDNA):
         for op in [op for op in table if op.name == "V_DIV_FIXUP_F16"]:
-            table[op] = table[op].replace("-16'0.0 : 16'0.0", "16'F(-0.0F) : 16'F(0.0F)")
+            table[op] = (
+                table[op]
+                .replace("-16'0.0 : 16'0.0", "16'F(-0.0F) : 16'F(0.0F)")
+                .replace("-INF.f16 : +INF.f16", "16'F(-INF) : 16'F(+INF)")
+            )
