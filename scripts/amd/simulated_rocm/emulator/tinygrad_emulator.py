@@ -120,11 +120,11 @@ class TinygradEmulator:
             program = emu.to_program(sink, self._renderer)
         source = next(part.arg for part in program.src if part.op is Ops.SOURCE)
         is_barrier = getattr(instruction, "op", None) in emu._BARRIER_OPS | emu._BARRIER_SOP1_OPS
-        flags = BARRIER * is_barrier | LOCKED * _needs_lock(name)
+        flags = BARRIER * is_barrier | LOCKED * needs_lock(name)
         return base, mask, InstructionFunction(program.arg.function_name, tuple(program.arg.globals), flags, source)
 
 
-def _needs_lock(name: str) -> bool:
+def needs_lock(name: str) -> bool:
     """Whether an instruction reads, changes and writes words of memory that other blocks use at the same time.
 
     The emulator stores bytes and halves as changes of the word around them: two blocks that store neighboring halves
