@@ -83,6 +83,13 @@ def test_kernels_need_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_a_checkout_has_the_emulator(tmp_path: Path) -> None:
+    result = simulate("gfx1100", ["true"], "--tinygrad", str(tmp_path))
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"{tmp_path} is not a tinygrad checkout ")
+    assert len(result.stderr.splitlines()) == 1
+
+
 def symbol_versions(library: Path) -> dict[str, str]:
     """Version of each HIP function that a library defines."""
     lines = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True)
