@@ -25,6 +25,11 @@ def library_folders() -> list[Path]:
     return list(dict.fromkeys(folder for folder in folders if folder.is_dir()))
 
 
+def libraries(pattern: str) -> list[str]:
+    """Return the paths of ROCm's libraries whose file names match, by folder and name."""
+    return [str(path) for folder in library_folders() for path in sorted(folder.glob(pattern))]
+
+
 def load_pip_libraries(*names: str) -> None:
     """Load libraries of pip's ROCm packages by file name, so that libraries loaded later find them by that name.
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from custom_ops import rocm
 from custom_ops.op import Array
 
 # Bytes before and after every buffer; a write there is out of bounds. 0 leaves that to a memory checker, which sees
@@ -73,9 +74,9 @@ class DeviceMemory:
         self.guard_bytes = guard_bytes
         for prefix, names in (
             ("cuda", ("libcudart.so", "libcudart.so.13", "libcudart.so.12")),
-            ("hip", ("libamdhip64.so",)),
+            ("hip", ("libamdhip64.so", *rocm.libraries("libamdhip64.so*"))),
         ):
-            for name in (*names, f"/usr/local/cuda/lib64/{names[0]}", f"/opt/rocm/lib/{names[0]}"):
+            for name in (*names, f"/usr/local/cuda/lib64/{names[0]}"):
                 try:
                     self._runtime, self._prefix = ctypes.CDLL(name), prefix
                 except OSError:

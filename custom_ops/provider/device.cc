@@ -37,12 +37,17 @@ struct DeviceStreams {
   }
 };
 
-// Those of the current device. The caller holds the captures.
-DeviceStreams& current_streams() {
+// By device. The caller holds the captures.
+std::map<int, DeviceStreams>& all_streams() {
   static auto* const all = new std::map<int, DeviceStreams>;  // never deleted, as Captures
+  return *all;
+}
+
+// Those of the current device, which has the stream of the copies then.
+DeviceStreams& current_streams() {
   int device = 0;
   check(SD_ORT_GPU_NAME(GetDevice)(&device), "the device cannot be used");
-  DeviceStreams& streams = (*all)[device];
+  DeviceStreams& streams = all_streams()[device];
   if (streams.copies == nullptr) streams.copies = of(create_stream());
   if (streams.mark == nullptr) streams.mark = of_event(create_event());
   return streams;
@@ -125,25 +130,33 @@ void wait_for_all() { wait(follow_all(nullptr)); }
 
 void wait_for_all_in_stream(Stream stream) { (void)follow_all(of(stream)); }
 
-void add_session_stream(Stream stream) {
+void add_session_stream(int device, Stream stream) {
   const auto lock = Captures::instance().hold();
-  ++current_streams().sessions[of(stream)];
+  ++all_streams()[device].sessions[of(stream)];
 }
 
-void remove_session_stream(Stream stream) {
+void remove_session_stream(int device, Stream stream) noexcept {
   Captures& captures = Captures::instance();
   const auto lock = captures.hold();
-  DeviceStreams& streams = current_streams();
-  if (--streams.sessions[of(stream)] > 0) return;
-  streams.sessions.erase(of(stream));
-  // Copies go on to wait for what it still runs.
-  if (!captures.is_captured_elsewhere(stream) && !is_capturing(stream)) streams.follow(streams.copies, of(stream));
+  auto& sessions = all_streams()[device].sessions;
+  if (--sessions[of(stream)] > 0) return;
+  sessions.erase(of(stream));
+  if (captures.is_captured_elsewhere(stream)) return;
+  int current = device;
+  (void)SD_ORT_GPU_NAME(GetDevice)(&current);
+  try {  // copies go on to wait for what it still runs
+    use(device);
+    const DeviceStreams& streams = current_streams();
+    if (!is_capturing(stream)) streams.follow(streams.copies, of(stream));
+    use(current);
+  } catch (const std::runtime_error&) {  // the device is gone, and so is that
+  }
 }
 
 bool is_capturing(Stream stream) {
   SD_ORT_GPU_NAME(StreamCaptureStatus) status;
   check(SD_ORT_GPU_NAME(StreamIsCapturing)(of(stream), &status), "the stream cannot be asked whether it captures");
-  return status == SD_ORT_GPU_NAME(StreamCaptureStatusActive);
+  return status != SD_ORT_GPU_NAME(StreamCaptureStatusNone);
 }
 
 void copy(void* to, const void* from, size_t bytes, Copy direction, Stream stream) {

@@ -43,10 +43,10 @@ void wait(Stream stream);
 // another thread captures. Throws if the calling thread captures one.
 void wait_for_all();
 void wait_for_all_in_stream(Stream stream);  // the same as a wait that is queued in a stream
-// Counts the sessions on the device in use whose stream this is.
-void add_session_stream(Stream stream);
-void remove_session_stream(Stream stream);
-bool is_capturing(Stream stream);
+// Counts the sessions whose stream this is, of a device.
+void add_session_stream(int device, Stream stream);
+void remove_session_stream(int device, Stream stream) noexcept;
+bool is_capturing(Stream stream);  // also in vain: until end_capture
 
 void copy(void* to, const void* from, size_t bytes, Copy direction, Stream stream);  // ordered in the stream
 void copy_now(void* to, const void* from, size_t bytes, Copy direction);             // after wait_for_all

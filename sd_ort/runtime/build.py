@@ -57,7 +57,7 @@ def build(
     """
     if not cpu and not hip and not cuda:
         raise BuildError("nothing to build: ask for the CPU library, for HIP or for CUDA architectures")
-    options = _Options(cpu=cpu, cmake=_need("cmake", "install it: pip install cmake"), cxx=_cxx_compiler())
+    options = _Options(cpu=cpu, cmake=find_program("cmake", "install it: pip install cmake"), cxx=_cxx_compiler())
     if cpu:
         options.headers = find_headers(headers, say)
     if provider:
@@ -66,10 +66,10 @@ def build(
         options.hip_archs = tuple(hip)
         _check_targets(hip)
         options.hip = find_hip_compiler()
-        _check_compiler(options.hip, hip)
+        check_compiler(options.hip, hip)
     if cuda:
         options.cuda_archs = tuple(arch.removeprefix("sm_") for arch in cuda)
-        options.nvcc = _need("nvcc", "install the CUDA toolkit, or put its nvcc on PATH")
+        options.nvcc = find_program("nvcc", "install the CUDA toolkit, or put its nvcc on PATH")
     folder = cache_folder() / "ops" / options.hash()
     library = folder / (LIBRARY if cpu else HIP_LIBRARY if hip else CUDA_LIBRARY)
     if not (folder / "build.json").is_file():
@@ -228,7 +228,7 @@ def _check_targets(targets: Sequence[str]) -> None:
         raise BuildError(str(error)) from error
 
 
-def _check_compiler(compiler: HipCompiler, targets: Sequence[str]) -> None:
+def check_compiler(compiler: HipCompiler, targets: Sequence[str]) -> None:
     """Raise BuildError for a target that the compiler does not know."""
     for target in targets:
         flags = ["-mcode-object-version=6"] if target.endswith("-generic") else []
@@ -245,7 +245,7 @@ def _which(program: str) -> str | None:
     return shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))
 
 
-def _need(program: str, advice: str) -> str:
+def find_program(program: str, advice: str) -> str:
     path = _which(program)
     if path is None:
         raise BuildError(f"{program} is not on PATH; {advice}")
@@ -267,7 +267,7 @@ def find_hip_compiler() -> HipCompiler:
     Raises BuildError naming what is missing.
     """
     if compiler := os.environ.get("HIPCXX"):
-        return HipCompiler(_need(compiler, "HIPCXX names it"), tuple(os.environ.get("HIPCXXFLAGS", "").split()))
+        return HipCompiler(find_program(compiler, "HIPCXX names it"), tuple(os.environ.get("HIPCXXFLAGS", "").split()))
     from custom_ops import rocm
 
     for root in rocm.roots():

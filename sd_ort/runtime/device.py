@@ -170,8 +170,8 @@ def hip_pci_address() -> str | None:
 
     Asked in a process of its own: the runtime would take device memory in this one.
     """
-    names = [str(path) for folder in rocm.library_folders() for path in sorted(folder.glob("libamdhip64.so*"))]
-    command = [sys.executable, "-c", _ASK_HIP, *names, "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"]
+    names = ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5")
+    command = [sys.executable, "-c", _ASK_HIP, *rocm.libraries("libamdhip64.so*"), *names]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):

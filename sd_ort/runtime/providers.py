@@ -65,8 +65,8 @@ def plugin_devices(library: Path) -> list[Any]:
     onnxruntime = runtime()
     if not hasattr(onnxruntime, "register_execution_provider_library"):
         raise ProviderError(f"ONNX Runtime {onnxruntime.__version__} takes no plugin providers: install 1.29 or later.")
-    if missing := _missing(library):
-        raise ProviderError(f"{library} cannot load {', '.join(missing)}: {_where_to_look(missing)}.")
+    if missing := unloadable_libraries(library):
+        raise ProviderError(f"{library} cannot load {', '.join(missing)}: {where_to_look(missing)}.")
     before = {device.ep_name for device in onnxruntime.get_ep_devices()}
     try:
         onnxruntime.register_execution_provider_library(library.name, str(library.resolve()))
@@ -87,7 +87,7 @@ def warn_of_missing_library(library: Path) -> None:
     if name := ask():
         warn_once(
             f"{library.name} finds no {name.decode()}: matrix products are many times slower without it. "
-            f"Install it, or {_where_to_look([name.decode()])}."
+            f"Install it, or {where_to_look([name.decode()])}."
         )
 
 
@@ -95,7 +95,7 @@ def missing_libraries(name: str) -> list[str]:
     """Shared libraries that the provider's own library asks for and this machine cannot load; [] if none or unknown."""
     provider = provider_named(name)
     if is_plugin(name):
-        return _missing(plugin_library(name))
+        return unloadable_libraries(plugin_library(name))
     if provider.library is None:
         return []
     onnxruntime = runtime()
@@ -105,10 +105,10 @@ def missing_libraries(name: str) -> list[str]:
     library = Path(onnxruntime.__file__).parent / "capi" / provider.library
     if not library.is_file():
         return []
-    return _missing(library)
+    return unloadable_libraries(library)
 
 
-def _missing(library: Path) -> list[str]:
+def unloadable_libraries(library: Path) -> list[str]:
     """Return the libraries that `library` needs and this machine cannot load.
 
     Libraries of ROCm are loaded from pip's ROCm packages first, where there are any: no loader knows their folders.
@@ -119,7 +119,7 @@ def _missing(library: Path) -> list[str]:
     return [name for name in needed if not can_load(name)]
 
 
-def _where_to_look(missing: Sequence[str]) -> str:
+def where_to_look(missing: Sequence[str]) -> str:
     """Return the advice for libraries that cannot be loaded, with the folders of ROCm if one of them is ROCm's."""
     advice = "add their folder to LD_LIBRARY_PATH" if len(missing) > 1 else "add its folder to LD_LIBRARY_PATH"
     if not any(name.startswith(("libamdhip64", "libhipblaslt")) for name in missing):
@@ -151,7 +151,7 @@ def check_provider(name: str, *, allow_fallback: bool = False) -> None:
     elif missing := missing_libraries(name):
         refuse(
             f"the {name} provider cannot load {', '.join(missing)}: install {provider.needs}, "
-            f"or {_where_to_look(missing)}.",
+            f"or {where_to_look(missing)}.",
             allow_fallback,
         )
 

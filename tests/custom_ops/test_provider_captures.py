@@ -14,6 +14,7 @@ import onnx
 import onnx.parser
 import pytest
 
+from sd_ort.core.errors import SdOrtError
 from sd_ort.runtime import tuning
 from sd_ort.runtime.captured import BoundShapes
 from sd_ort.runtime.held import HeldWeights, renewal
@@ -93,3 +94,25 @@ def test_other_threads_do_not_end_a_capture(
         bound[0].inputs["x"].update_inplace(scale * x)
         bound[0].run()
         np.testing.assert_array_equal(bound[0].outputs["y"].numpy(), scale * wanted)
+
+
+def test_a_thread_goes_on_after_a_capture_that_failed(
+    provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel fails in its middle. The session stays open, and the same thread copies to the device and back."""
+    path, _ = convolution(tmp_path / "convolution.onnx")
+    device, x = provider_named(provider).device, np.ones((1, 16, 16, CHANNELS), np.float16)
+    wanted = create_session(path, provider).run(None, {"x": x})[0]
+    graph_session = create_session(path, provider, graph=True)
+
+    def work() -> np.ndarray:
+        with pytest.raises(SdOrtError, match="the device is gone"):
+            BoundShapes(graph_session, {"x": x}, device, 0)
+        monkeypatch.delenv("SD_ORT_HOST_LOST")
+        return create_session(path, provider).run(None, {"x": x})[0]
+
+    with stopped(work, tmp_path, monkeypatch) as made:
+        monkeypatch.setenv("SD_ORT_HOST_LOST", "1")
+    np.testing.assert_array_equal(made[0], wanted)
+    bound = BoundShapes(graph_session, {"x": x}, device, 0)
+    np.testing.assert_array_equal(bound.outputs["y"].numpy(), wanted)

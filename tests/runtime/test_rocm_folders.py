@@ -75,7 +75,7 @@ def test_cmake_of_pip_is_found(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -
     """Beside the Python that runs, whose environment need not be activated."""
     cmake = program(nowhere / "venv/bin/cmake")
     monkeypatch.setattr(sys, "executable", str(nowhere / "venv/bin/python"))
-    assert build._need("cmake", "") == str(cmake)
+    assert build.find_program("cmake", "") == str(cmake)
 
 
 def shared_library(path: Path, *options: str) -> Path:
@@ -94,7 +94,7 @@ def test_libraries_of_pip_are_loaded_for_others(tmp_path: Path, monkeypatch: pyt
     script = (
         "import ctypes, sys; from pathlib import Path; from sd_ort.runtime import providers\n"
         "sys.path.insert(0, sys.argv[1]) if sys.argv[2] == 'packages' else None\n"
-        "print(providers._missing(Path(sys.argv[1], 'ours.so')))\n"
+        "print(providers.unloadable_libraries(Path(sys.argv[1], 'ours.so')))\n"
         "if sys.argv[2] == 'packages': ctypes.CDLL(sys.argv[1] + '/ours.so'), ctypes.CDLL('libhipblaslt.so.1')\n"
     )
     assert ours.is_file()
@@ -104,12 +104,12 @@ def test_libraries_of_pip_are_loaded_for_others(tmp_path: Path, monkeypatch: pyt
 
 
 def test_folders_of_rocm_are_named(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert providers._where_to_look(["libcudart.so.13"]) == "add its folder to LD_LIBRARY_PATH"
-    assert providers._where_to_look(["libamdhip64.so.7"]).endswith(
+    assert providers.where_to_look(["libcudart.so.13"]) == "add its folder to LD_LIBRARY_PATH"
+    assert providers.where_to_look(["libamdhip64.so.7"]).endswith(
         "(folders of ROCm's libraries here: none; set ROCM_PATH)"
     )
     (nowhere / "absent/lib").mkdir(parents=True)
-    assert f"here: {nowhere}/absent/lib)" in providers._where_to_look(["libhipblaslt.so.1"])
+    assert f"here: {nowhere}/absent/lib)" in providers.where_to_look(["libhipblaslt.so.1"])
 
 
 @pytest.mark.parametrize("target", ["gfx1030", "gfx908", "gfx9-generic", "gfx1250", "gfx"])
@@ -135,6 +135,6 @@ def test_registers_of_targets() -> None:
 def test_a_target_unknown_to_the_compiler_is_named(nowhere: Path) -> None:
     clang = program(nowhere / "bin/clang", '#!/bin/sh\ncase "$*" in *gfx950*) exit 1 ;; esac\n')
     compiler = build.HipCompiler(str(clang))
-    build._check_compiler(compiler, ["gfx942", "gfx11-generic"])
+    build.check_compiler(compiler, ["gfx942", "gfx11-generic"])
     with pytest.raises(BuildError, match="does not know gfx950: install a newer ROCm, or set HIPCXX to a newer clang"):
-        build._check_compiler(compiler, ["gfx942", "gfx950"])
+        build.check_compiler(compiler, ["gfx942", "gfx950"])
