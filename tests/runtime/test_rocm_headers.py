@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts/amd"))
-import rocm_headers  # noqa: E402
+import rocm_headers
 
-from sd_ort.core.cache import cache_folder  # noqa: E402
-from sd_ort.runtime.debian import DownloadError  # noqa: E402
+from sd_ort.core.cache import cache_folder
+from sd_ort.runtime.debian import DownloadError
 
 
 @pytest.fixture
