@@ -63,7 +63,7 @@ gpuStream_t follow_all(gpuStream_t stream) {
   streams.follow(stream, nullptr);
   if (stream != streams.copies) streams.follow(stream, streams.copies);
   for (const auto& [session, count] : streams.sessions) {
-    if (session == stream || captures.is_captured_elsewhere(session)) continue;
+    if (session == nullptr || session == stream || captures.is_captured_elsewhere(session)) continue;
     if (is_capturing(session)) throw std::runtime_error("a copy outside of the captured stream cannot be captured");
     streams.follow(stream, session);
   }

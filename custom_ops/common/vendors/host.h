@@ -147,8 +147,9 @@ inline hostError_t hostMemcpy(void* to, const void* from, size_t bytes, hostMemc
   return error;
 }
 inline hostError_t hostMemcpyAsync(void* to, const void* from, size_t bytes, hostMemcpyKind, hostStream_t stream) {
-  stream->launch([=] { std::memcpy(to, from, bytes); });
-  return hostSuccess;
+  const hostError_t error = if_there();
+  if (error == hostSuccess) stream->launch([=] { std::memcpy(to, from, bytes); });
+  return error;
 }
 inline hostError_t hostMemsetAsync(void* to, int value, size_t bytes, hostStream_t stream) {
   stream->launch([=] { std::memset(to, value, bytes); });
