@@ -18,6 +18,7 @@ from sd_ort.runtime.device_memory import keep
 from sd_ort.runtime.device_weights import DeviceWeights, begin
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.machine import multiplies_bfloat16
+from sd_ort.runtime.overloads import supports_overloads, without_overloads
 from sd_ort.runtime.provider_records import CPU_EP, Provider
 from sd_ort.runtime.providers import (
     check_provider,
@@ -102,11 +103,13 @@ def create_session(
         options = _session_options(provider, threads, profile, sizes, data, once=once)
         shared = _replace(options, provider, weights or {}, products)
         kept = _hold(options, provider, {**(ahead.values if ahead else {}), **(held or {})})
+        model_bytes = changed
         if not _register_ops(options, library):
             _do_without_ops(model_path, provider, library)
+            model_bytes = _with_distinct_functions(options, model_path, changed)
         asked = _asked(provider, options, chosen | (ahead.option if ahead else {}), assigned)
         with given_back() if provider == "cpu" and not weights else nullcontext():  # the next weights take what it had
-            session = runtime().InferenceSession(changed or str(model_path), options, **asked, **kept)
+            session = runtime().InferenceSession(model_bytes or str(model_path), options, **asked, **kept)
         session.shared = {**shared, **(ahead.values if ahead else {})}  # weights in memory that is not ONNX Runtime's
         return keep(session, (session.shared, ahead, held))
 
@@ -146,9 +149,7 @@ def _refusal(model: Path, provider: str, error: Exception) -> str:
 
 
 def _do_without_ops(model_path: Path, provider: str, library: Path | bool) -> None:
-    """Raises InputError where the model's own functions cannot stand in for the op library; a warning where it should
-    be there."""
-    _check_overloads(model_path, runtime().__version__)
+    """A warning where the op library should be there."""
     missing = library and not is_plugin(provider)  # ours brings its kernels along
     if missing and provider_named(provider).device != "cpu":
         warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
@@ -177,7 +178,8 @@ def check_opens(path: Path) -> None:
     options.log_severity_level = 4
     _do_without_preparation(options)
     try:
-        onnxruntime.InferenceSession(str(path), options, providers=[CPU_EP])
+        graph = _with_distinct_functions(options, path)
+        onnxruntime.InferenceSession(graph or str(path), options, providers=[CPU_EP])
     except Exception as error:  # pybind's exceptions share no base class but Exception
         if type(error).__name__ != "NotImplemented":
             reason = " ".join(str(error).split())[:300]
@@ -299,20 +301,16 @@ def _register_ops(options: Any, library: Path | bool) -> bool:
     return True
 
 
-def _check_overloads(model_path: Path, version: str) -> None:
-    """Raise InputError for a model whose functions have overloads on an ONNX Runtime that takes them for one another.
-
-    Versions 1.22 to 1.26 look functions up by name alone and crash on such a model; 1.27 does not.
-    """
-    if tuple(map(int, version.split(".")[:2])) >= (1, 27):
-        return
-    import onnx
-
-    if any(function.overload for function in onnx.load(model_path, load_external_data=False).functions):
-        raise InputError(
-            f"{model_path} has overloaded functions, which ONNX Runtime {version} cannot run: build the op library "
-            "with `sd-ort build-ops`, optimize for this provider's target, or install ONNX Runtime 1.27 or later."
-        )
+def _with_distinct_functions(options: Any, model_path: Path, changed: bytes | None = None) -> bytes | None:
+    """Return the graph to open instead of the file's, `changed` as a rule: without overloads of functions if this ONNX
+    Runtime does not tell them apart. `options` then name the folder of the file's data."""
+    if supports_overloads(runtime().__version__):
+        return changed
+    graph = without_overloads(changed or model_path)
+    if graph is None:
+        return changed
+    options.add_session_config_entry(DATA_FOLDER, str(model_path.parent))
+    return graph
 
 
 class Model:
