@@ -16,7 +16,7 @@ from typing import Any
 from sd_ort.core.errors import ProviderError, first_line
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
 from sd_ort.runtime.provider_records import OURS, PROVIDERS, Provider
-from sd_ort.runtime.wheels import can_load, installed_wheels, needed_libraries, runtime
+from sd_ort.runtime.wheels import can_load, installed_wheels, needed_libraries, runtime, search_folders
 
 log = logging.getLogger("sd_ort")
 # `plugin:PATH` names the provider in a shared library of its own, which ONNX Runtime loads when asked to.
@@ -63,7 +63,7 @@ def plugin_devices(library: Path) -> list[Any]:
     onnxruntime = runtime()
     if not hasattr(onnxruntime, "register_execution_provider_library"):
         raise ProviderError(f"ONNX Runtime {onnxruntime.__version__} takes no plugin providers: install 1.29 or later.")
-    if missing := [needed for needed in needed_libraries(library) if not can_load(needed)]:
+    if missing := _missing(library):
         raise ProviderError(f"{library} cannot load {', '.join(missing)}: add their folder to LD_LIBRARY_PATH.")
     before = {device.ep_name for device in onnxruntime.get_ep_devices()}
     try:
@@ -93,17 +93,29 @@ def missing_libraries(name: str) -> list[str]:
     """Shared libraries that the provider's own library asks for and this machine cannot load; [] if none or unknown."""
     provider = provider_named(name)
     if is_plugin(name):
-        return [needed for needed in needed_libraries(plugin_library(name)) if not can_load(needed)]
+        return _missing(plugin_library(name))
     if provider.library is None:
         return []
     onnxruntime = runtime()
     if name == "cuda" and hasattr(onnxruntime, "preload_dlls"):
         with contextlib.redirect_stdout(None):  # it prints what it does not find, as missing_libraries says too
             onnxruntime.preload_dlls()  # finds the CUDA libraries that pip packages (torch's too) brought
-    library = Path(onnxruntime.__file__).parent / "capi" / provider.library
-    if not library.is_file():
-        return []
-    return [needed for needed in needed_libraries(library) if not can_load(needed)]
+    library = wheel_library(provider)
+    return [] if library is None else _missing(library)
+
+
+def wheel_library(provider: Provider) -> Path | None:
+    """The provider's shared library in the installed wheel; None if there is none."""
+    if provider.library is None:
+        return None
+    library = Path(runtime().__file__).parent / "capi" / provider.library
+    return library if library.is_file() else None
+
+
+def _missing(library: Path) -> list[str]:
+    """Return the libraries that `library` needs and this machine cannot load."""
+    folders = search_folders(library)
+    return [needed for needed in needed_libraries(library) if not can_load(needed, folders)]
 
 
 def check_provider(name: str, *, allow_fallback: bool = False) -> None:

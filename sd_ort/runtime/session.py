@@ -13,17 +13,16 @@ import numpy as np
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.folder import MODEL, check_model, model_name, read_manifest
+from sd_ort.runtime import op_library, rocm_checks
 from sd_ort.runtime.allocator import given_back
 from sd_ort.runtime.device_memory import keep
 from sd_ort.runtime.device_weights import DeviceWeights, begin
-from sd_ort.runtime.library import library_path
 from sd_ort.runtime.machine import multiplies_bfloat16
 from sd_ort.runtime.overloads import supports_overloads, without_overloads
-from sd_ort.runtime.provider_records import CPU_EP, Provider
+from sd_ort.runtime.provider_records import CPU_EP, PROVIDERS, Provider
 from sd_ort.runtime.providers import (
     check_provider,
     is_plugin,
-    log,
     plugin_devices,
     plugin_library,
     provider_named,
@@ -104,9 +103,11 @@ def create_session(
         shared = _replace(options, provider, weights or {}, products)
         kept = _hold(options, provider, {**(ahead.values if ahead else {}), **(held or {})})
         model_bytes = changed
-        if not _register_ops(options, library):
+        if not (has_ops := op_library.register(options, library, provider)):
             _do_without_ops(model_path, provider, library)
             model_bytes = _with_distinct_functions(options, model_path, changed)
+        if entry.ep == PROVIDERS["rocm"].ep and entry.ep in runtime().get_available_providers():
+            rocm_checks.check_graph(model_path, model_bytes, has_ops=has_ops)
         asked = _asked(provider, options, chosen | (ahead.option if ahead else {}), assigned)
         with given_back() if provider == "cpu" and not weights else nullcontext():  # the next weights take what it had
             session = runtime().InferenceSession(model_bytes or str(model_path), options, **asked, **kept)
@@ -130,7 +131,8 @@ def create_session(
     elif entry.ep != CPU_EP:
         from sd_ort.runtime import tuning as results
 
-        results.attach(session, provider, _ops_path(library), tuning, runtime().__version__, model_path)
+        ops = op_library.op_library(library, provider)
+        results.attach(session, provider, ops, tuning, runtime().__version__, model_path)
     return session
 
 
@@ -152,7 +154,8 @@ def _do_without_ops(model_path: Path, provider: str, library: Path | bool) -> No
     """A warning where the op library should be there."""
     missing = library and not is_plugin(provider)  # ours brings its kernels along
     if missing and provider_named(provider).device != "cpu":
-        warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
+        build = op_library.build_command(provider)
+        warn_once(f"no op library for {provider}: fused operators run as their parts. Build it: {build}.")
     elif missing and read_manifest(model_path.parent.parent).get("stage") == "optimize":
         warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
 
@@ -282,23 +285,6 @@ def _asked(provider: str, options: Any, chosen: dict[str, str], assigned: bool =
 
 def _chosen(entry: Provider, tuning: bool, graph: bool, more: Mapping[str, str]) -> dict[str, str]:
     return {**entry.options, **(entry.tuning if tuning else {}), **((entry.graph if graph else None) or {}), **more}
-
-
-def _ops_path(library: Path | bool) -> Path | None:
-    return library if isinstance(library, Path) else library_path() if library else None
-
-
-def _register_ops(options: Any, library: Path | bool) -> bool:
-    """Register the custom-op library, if there is one. Raises ProviderError when it is there but cannot be loaded."""
-    path = _ops_path(library)
-    if path is None:
-        log.info("no custom-op library: fused operators run as plain ONNX functions.")
-        return False
-    try:
-        options.register_custom_ops_library(str(path))
-    except Exception as error:
-        raise ProviderError(f"{path} cannot be loaded: {first_line(error)} Build it again.") from error
-    return True
 
 
 def _with_distinct_functions(options: Any, model_path: Path, changed: bytes | None = None) -> bytes | None:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import ctypes
 import threading
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import ProviderError
-from sd_ort.runtime.providers import is_plugin, missing_libraries, plugin_library, provider_named
+from sd_ort.runtime.providers import is_plugin, missing_libraries, plugin_library, provider_named, wheel_library
 from sd_ort.runtime.wheels import needed_libraries, runtime
 
 # Runtime library -> prefix of its functions; cudaStream_t and hipStream_t are pointers, all functions return 0 or fail.
@@ -134,8 +133,8 @@ def open_stream(provider: str, device: int = 0) -> Stream | None:
         return None
     if missing_libraries(provider):
         return None
-    path = Path(runtime().__file__).parent / "capi" / entry.library
-    if not path.is_file():
+    path = wheel_library(entry)
+    if path is None:
         return None
     for needed in needed_libraries(path):
         for name, prefix in RUNTIMES.items():
