@@ -69,7 +69,7 @@ class DeviceMemory:
     """The GPU's, by the CUDA or HIP runtime."""
 
     def __init__(self, guard_bytes: int = GUARD_BYTES) -> None:
-        """Raises RuntimeError where neither runtime is installed."""
+        """Use the first runtime that has a device. Raises RuntimeError if none has."""
         self.guard_bytes = guard_bytes
         for prefix, names in (
             ("cuda", ("libcudart.so", "libcudart.so.13", "libcudart.so.12")),
@@ -80,8 +80,9 @@ class DeviceMemory:
                     self._runtime, self._prefix = ctypes.CDLL(name), prefix
                 except OSError:
                     continue
-                return
-        raise RuntimeError("neither the CUDA nor the HIP runtime library is here")
+                if getattr(self._runtime, f"{prefix}GetDeviceCount")(ctypes.byref(ctypes.c_int())) == 0:
+                    return
+        raise RuntimeError("No CUDA or HIP runtime library with a device was found.")
 
     def call(self, name: str, *arguments: object) -> None:
         """A function of the runtime. Raises RuntimeError with its error's number."""

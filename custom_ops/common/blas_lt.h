@@ -20,6 +20,8 @@
 namespace sd_ort {
 
 class BlasLt {
+  friend struct BlasLtAssertions;  // tests/abi
+
  public:
   // Y = scale X W + bias + skip, row-major: X (rows, inner), W (inner, columns), bias (columns) or null, skip as Y or
   // null. `transposed`: W is given as (columns, inner). Strides are elements from a row to the next, 0 for contiguous
