@@ -18,6 +18,7 @@ from sd_ort.runtime.wheels import needed_libraries, runtime
 
 # Runtime library -> prefix of its functions; cudaStream_t and hipStream_t are pointers, all functions return 0 or fail.
 RUNTIMES = {"libcudart": "cuda", "libamdhip64": "hip"}
+NO_DEVICE = 100  # hipErrorNoDevice and cudaErrorNoDevice
 
 
 class Stream:
@@ -45,6 +46,8 @@ class Stream:
         """Raise ProviderError for a device that is not there."""
         count = ctypes.c_int(0)
         if hasattr(self.c, self.prefix + "GetDeviceCount"):
+            if getattr(self.c, f"{self.prefix}GetDeviceCount")(ctypes.byref(count)) == NO_DEVICE:
+                raise ProviderError("no GPU is visible: check its driver, and who may open /dev/kfd or /dev/nvidia0.")
             self._call("GetDeviceCount", ctypes.byref(count))
             if self.device >= count.value:
                 seen = f"{count.value} GPU{'s' if count.value != 1 else ''}"
