@@ -20,8 +20,8 @@ from sd_ort.runtime.session import create_session
 
 
 def placement(models: Sequence[Path], provider: str) -> dict[str, Any]:
-    """Open the graphs with one of our providers, or look them up for `rocm`: {"provider", "nodes": {execution provider: number of nodes}, "left":
-    [{"op", "scope", "node", "reason"}] of nodes that others run}.
+    """Open the graphs with one of our providers, or look them up for `rocm`: {"provider", "nodes": {execution
+    provider: number of nodes}, "left": [{"op", "scope", "node", "reason"}] of nodes that others run}.
 
     Shape arithmetic is left to the CPU, where what it computes is read; nodes that ONNX Runtime computed once and for
     all, or made of others, are no longer those of the file. Raises ProviderError for a provider that is not ours or
