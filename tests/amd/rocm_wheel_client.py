@@ -20,7 +20,7 @@ from sd_ort.runtime.captured import GraphModel
 from sd_ort.runtime.held import HeldWeights
 from sd_ort.runtime.session import DTYPES, Model, create_session
 
-SIZES = {"batch": 2, "sequence": 77, "height": 16, "width": 16}
+SIZES = {"batch": 2, "sequence": 77, "height": 8, "width": 8, "height*8": 64, "width*8": 64}
 REQUEST: dict[str, Any] = {"num_inference_steps": 1, "height": 64, "width": 64, "output_type": "np"}
 
 
