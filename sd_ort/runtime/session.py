@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -140,13 +141,24 @@ def _refusal(model: Path, provider: str, error: Exception) -> str:
     """What ONNX Runtime says of a model that it cannot run on a provider, and that it was optimized for another one."""
     # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
     reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
-    line = f"ONNX Runtime refuses {model}: {reason or first_line(error)}"
+    line = f"ONNX Runtime refuses {model}: {reason or _newer_opset(error) or first_line(error)}"
     target = read_manifest(model.parent.parent).get("options", {}).get("target", "portable")
     wanted = provider_named(provider).target or provider
     if target in ("portable", wanted):
         return line
     return (
         f"{line} It was optimized for target {target}: optimize it for {wanted}, or use the provider it was made for."
+    )
+
+
+def _newer_opset(error: Exception) -> str | None:
+    """What to do about a model whose opset is newer than ONNX Runtime's; None for another error."""
+    found = re.search(r"Opset (\d+) is under development.* till opset (\d+)", str(error), re.DOTALL)
+    if found is None:
+        return None
+    return (
+        f"it is of opset {found[1]}, and ONNX Runtime {runtime().__version__} has opsets up to {found[2]}: optimize it "
+        "with --target portable, or install a newer ONNX Runtime."
     )
 
 
@@ -185,7 +197,7 @@ def check_opens(path: Path) -> None:
         onnxruntime.InferenceSession(graph or str(path), options, providers=[CPU_EP])
     except Exception as error:  # pybind's exceptions share no base class but Exception
         if type(error).__name__ != "NotImplemented":
-            reason = " ".join(str(error).split())[:300]
+            reason = _newer_opset(error) or " ".join(str(error).split())[:300]
             raise InputError(f"{model_name(path)} is a graph that ONNX Runtime refuses: {reason}") from error
 
 

@@ -115,11 +115,21 @@ def shared_memory() -> bool:
     return value.data_ptr() == shared.data_ptr() and shared.device_name() == "cuda"
 
 
+def without_gpu_half(folder: str, library: str) -> str:
+    """What is said of a session on the ROCm provider whose op library has kernels for CPUs alone."""
+    try:
+        create_session(Path(folder, "unet", MODEL), "rocm", library=Path(library))
+    except SdOrtError as error:
+        return f"{type(error).__name__}: {error}"
+    return "opened"
+
+
 def refusals(folder: str) -> dict[str, str]:
     """What is said of graphs that the wheel would run wrong, or on the CPU."""
     graphs = {
         "softmax": (20, "float[N,64] x", "y = Softmax (x)"),
         "attention": (20, "float[N,8,64] x", "y = com.microsoft.MultiHeadAttention <num_heads = 2> (x, x, x)"),
+        "new opset": (23, "float[N,64] x", "y = Neg (x)"),
         "opset": (21, "float[N,64] x", "s = Shape (x)  t = Transpose (x)  y = Reshape (t, s)"),
     }
     messages: list[str] = []

@@ -103,12 +103,15 @@ def call(under_wheel: Callable[..., str]) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def for_rocm(under_wheel: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model, optimized under the wheel for its default target."""
-    folder = tmp_path_factory.mktemp("optimized") / "rocm"
-    printed = under_wheel("-m", "sd_ort", "optimize", "demo", folder, "--float16")
-    assert "target rocm" in printed
-    assert "0 of 69 values exceed" in printed  # calibration ran
+def for_rocm(under_wheel: Callable[..., str], run_folder: Path) -> Path:
+    """The demo model, optimized under the wheel for its default target, once for all workers."""
+    folder = run_folder / "rocm-wheel"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            printed = under_wheel("-m", "sd_ort", "optimize", "demo", folder, "--float16")
+            assert "target rocm" in printed
+            assert "0 of 69 values exceed" in printed  # calibration ran
     return folder
 
 
@@ -193,7 +196,19 @@ def test_refusals(call: Callable[..., Any], tmp_path: Path) -> None:
     assert re.match("ProviderError: .*has Softmax, for which onnxruntime-rocm gives wrong values", said["softmax"])
     assert "sd-ort build-ops --hip" in said["softmax"]
     assert re.match("InputError: .*has ONNX Runtime's MultiHeadAttention.*target rocm", said["attention"])
+    assert re.search(r"opset 23, and ONNX Runtime 1\.22\.2 has opsets up to 22: .*--target portable", said["new opset"])
     assert re.search("opset 21, at which onnxruntime-rocm runs Reshape, Shape, Transpose on the CPU", said["opset"])
+
+
+def test_op_library_without_gpu_kernels_is_left_out(
+    for_rocm: Path, operators: Path, call: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Its CPU kernels would take the fused nodes off the GPU; function bodies have a Softmax, which is refused."""
+    shutil.copy(operators, tmp_path / LIBRARY)
+    assert "has Softmax" in call("without_gpu_half", for_rocm, tmp_path / LIBRARY, simulated=())
+    (tmp_path / HIP_LIBRARY).write_bytes(b"no library")
+    found = call("without_gpu_half", for_rocm, tmp_path / LIBRARY, simulated=())
+    assert re.match(rf"ProviderError: .*{HIP_LIBRARY} cannot be loaded", found)
 
 
 @pytest.mark.parametrize(
