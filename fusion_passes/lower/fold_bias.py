@@ -1,7 +1,7 @@
 """Biases of convolutions and linear layers moved into the operator that reads the result, where adding costs nothing.
 
     NhwcConv(x, w, b) -> SkipGroupNorm(., gamma, beta, skip)  =>  NhwcConv(x, w) -> SkipGroupNorm(..., skip, b)
-    NhwcConv(x, w, b) -> GroupNorm(., gamma, beta)            =>  NhwcConv(x, w) -> SkipGroupNorm(..., b per sample)
+    NhwcConv(x, w, b) -> GroupNorm(., gamma, beta)            =>  NhwcConv(x, w) -> SkipGroupNorm(..., zeros, b)
     NhwcConv(x, w, b) -> GroupNorm, and others                =>  the same; the others add b themselves, if all of them
                                                                   can, or read SkipGroupNorm's sum
     NhwcConv(x, w, b) -> Add(., y)                            =>  NhwcConv(x, w) -> BiasAdd(., b, y)
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import onnx_ir as ir
 
 from fusion_passes import checks as c
@@ -28,18 +29,24 @@ from fusion_passes.operators.record import DOMAIN
 from fusion_passes.pass_ import Case, Outcome, Pass, Refusal
 from fusion_passes.rewriting import constant, derived, take_place, unique
 
+# (batch size, channels, dtype) -> zeros of which a SkipGroupNorm takes one per sample and channel as its skip.
+Zeros = dict[tuple[str, int, ir.DataType | None], ir.Value]
+
 
 def fold_bias(model: ir.Model) -> Outcome:
     """Move biases of NhwcConv nodes, and those behind MatMul, on in place; counts them."""
     outcome = Outcome(Counter(fold_bias=0))
+    zeros: Zeros = {}
     for node in list(model.graph):
         if node.op_type == "NhwcConv" and len(node.inputs) > 2 and node.inputs[2] is not None:
-            reason = _move(model.graph, node.outputs[0], node.inputs[2])
+            reason = _move(model.graph, node.outputs[0], node.inputs[2], zeros)
             if reason is None:
                 node.resize_inputs(2)
         elif (found := _linear(node)) is not None:
             product, bias, seen = found
-            reason = "no Reshape to an image alone reads the sum" if seen is None else _move(model.graph, seen, bias)
+            reason = "no Reshape to an image alone reads the sum"
+            if seen is not None:
+                reason = _move(model.graph, seen, bias, zeros)
             if reason is None:
                 node.outputs[0].replace_all_uses_with(product)
                 model.graph.remove(node, safe=True)
@@ -75,7 +82,7 @@ def _reshaped(value: ir.Value, channels: int | None) -> ir.Value | None:
     return result if c.size(result, -1) == channels else None
 
 
-def _move(graph: ir.Graph, output: ir.Value, bias: ir.Value) -> str | None:
+def _move(graph: ir.Graph, output: ir.Value, bias: ir.Value, zeros: Zeros) -> str | None:
     """Make `bias` of `output`'s last axis part of what reads `output`; why that cannot be done, or None."""
     users = list(output.uses())
     if output.is_graph_output():
@@ -84,7 +91,7 @@ def _move(graph: ir.Graph, output: ir.Value, bias: ir.Value) -> str | None:
         return "the bias is not a constant vector over the channels"
     for reader, index in users:
         if reader.op_type == "GroupNorm" and index == 0:
-            _to_skip_group_norm(graph, reader, bias)
+            _to_skip_group_norm(graph, reader, bias, zeros)
             return None
     if len(users) != 1:
         return "several read the result, and none is a GroupNorm"
@@ -114,8 +121,8 @@ def _give(graph: ir.Graph, reader: ir.Node, index: int, bias: ir.Value) -> None:
     reader.replace_input_with(index, bias)
 
 
-def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value) -> None:
-    """GroupNorm(x, ...) => SkipGroupNorm(x, ..., skip), the skip (N, 1, 1, C) a row of biases for each sample.
+def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value, zeros: Zeros) -> None:
+    """GroupNorm(x, ...) => SkipGroupNorm(x, ..., zeros, bias), the skip (N, 1, 1, C) without effect.
 
     What else reads x then adds the biases itself, or reads the sum of x and the biases where one of them cannot.
     """
@@ -124,24 +131,14 @@ def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value) -> None:
     assert x is not None
     assert width is not None
     others = [(reader, index) for reader, index in x.uses() if reader is not norm]  # may come before the norm
-    name = f"{old.name}.bias"
-    row = derived(graph, f"{name}_row", [bias], [1, 1, 1, width], "reshape", [1, 1, 1, width])
-    batch = ir.node("Shape", [x], {"start": 0, "end": 1})
-    shape = ir.node("Concat", [batch.outputs[0], constant(graph, f"{name}_width", [1, 1, width])], {"axis": 0})
-    rows = ir.node("Expand", [row, shape.outputs[0]])
-    for node, suffix in ((batch, "batch"), (shape, "shape"), (rows, "rows")):
-        node.outputs[0].name = f"{name}_{suffix}"
-    for node, size in ((batch, 1), (shape, 4)):
-        node.outputs[0].type, node.outputs[0].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([size])
-    first = None if x.shape is None else x.shape[0]
-    rows.outputs[0].type, rows.outputs[0].shape = old.type, ir.Shape([first, 1, 1, width])
     attributes = dict(norm.attributes)
-    new = ir.node("SkipGroupNorm", [x, gamma, beta, rows.outputs[0]], attributes, domain=DOMAIN, num_outputs=2)
+    skip = _zero_skip(graph, x, width, zeros)
+    new = ir.node("SkipGroupNorm", [x, gamma, beta, skip, bias], attributes, domain=DOMAIN, num_outputs=2)
     new.metadata_props.update(norm.metadata_props)
     made, total = new.outputs
     made.name, made.type, made.shape = old.name, old.type, old.shape
-    total.name, total.type, total.shape = f"{name}_sum", old.type, old.shape
-    graph.insert_before(norm, [batch, shape, rows, new])
+    total.name, total.type, total.shape = f"{old.name}.bias_sum", old.type, old.shape
+    graph.insert_before(norm, new)
     hand_on = all(_adds(reader, index, x) for reader, index in others)
     for reader, index in others:
         if hand_on:
@@ -150,6 +147,35 @@ def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value) -> None:
             reader.replace_input_with(index, total)
     ir.convenience.replace_all_uses_with(old, made, replace_graph_outputs=True)
     graph.remove(norm, safe=True)
+
+
+def _zero_skip(graph: ir.Graph, x: ir.Value, width: int, zeros: Zeros) -> ir.Value:
+    """Return zeros (N, 1, 1, C) for the batch size N of x: those in `zeros` of the same sizes if there are any.
+
+    Only those made for the result of an NhwcConv are shared. The convolutions are visited in graph order, so they do
+    not depend on the norms that read them later.
+    """
+    batch = None if x.shape is None else x.shape[0]
+    key = (str(batch), width, x.dtype)
+    is_shared = isinstance(batch, int) or (batch is not None and batch.value is not None)
+    if is_shared and key in zeros:
+        return zeros[key]
+    name, dtype = unique(x, "zero_skip"), x.dtype or ir.DataType.FLOAT
+    size = ir.node("Shape", [x], {"start": 0, "end": 1})
+    shape = ir.node("Concat", [size.outputs[0], constant(graph, f"{name}_width", [1, 1, width])], {"axis": 0})
+    row = constant(graph, f"{name}_row", np.zeros((1, 1, 1, width), dtype.numpy()))
+    skip = ir.node("Expand", [row, shape.outputs[0]])
+    for node, suffix in ((size, "_batch"), (shape, "_shape"), (skip, "")):
+        node.outputs[0].name = f"{name}{suffix}"
+    for node, count in ((size, 1), (shape, 4)):
+        node.outputs[0].type, node.outputs[0].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([count])
+    skip.outputs[0].type, skip.outputs[0].shape = x.type, ir.Shape([batch, 1, 1, width])
+    producer = x.producer()
+    assert producer is not None
+    graph.insert_after(producer, [size, shape, skip])
+    if is_shared and producer.op_type == "NhwcConv":
+        zeros[key] = skip.outputs[0]
+    return skip.outputs[0]
 
 
 def _adds(reader: ir.Node, index: int, x: ir.Value) -> bool:
@@ -219,6 +245,14 @@ CASES = [
     _case("two biases", f"{_CONV}  d = Conv (y, p, c)  s = Add (a, d)  z = {_NORM} (s, g, h)", 2, SkipGroupNorm=1),
     _case("add", f"{_CONV}  z = Add (a, y)", BiasAdd=1, Add=0),
     _case("norm", f"{_CONV}  z = {_NORM} (a, g, h)", GroupNorm=0, SkipGroupNorm=1),
+    _case(
+        "two norms, one skip",
+        f"{_CONV}  n = {_NORM} (a, g, h)  d = Conv (n, p, c)  z = {_NORM} (d, g, h)",
+        2,
+        GroupNorm=0,
+        SkipGroupNorm=2,
+        Expand=1,
+    ),
     _case("read before the norm too", f"{_CONV}  t = Relu (a)  n = {_NORM} (a, g, h)  z = Add (n, t)", SkipGroupNorm=1),
     _case("read behind it too", f"{_CONV}  n = {_NORM} (a, g, h)  t = Add (n, y)  z = Add (t, a)", BiasAdd=1),
     _case(

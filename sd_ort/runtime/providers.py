@@ -18,7 +18,7 @@ from custom_ops import rocm
 from sd_ort.core.errors import ProviderError, first_line
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
 from sd_ort.runtime.provider_records import OURS, PROVIDERS, Provider
-from sd_ort.runtime.wheels import can_load, installed_wheels, needed_libraries, runtime
+from sd_ort.runtime.wheels import can_load, installed_wheels, needed_libraries, runtime, search_folders
 
 log = logging.getLogger("sd_ort")
 # `plugin:PATH` names the provider in a shared library of its own, which ONNX Runtime loads when asked to.
@@ -102,10 +102,16 @@ def missing_libraries(name: str) -> list[str]:
     if name == "cuda" and hasattr(onnxruntime, "preload_dlls"):
         with contextlib.redirect_stdout(None):  # it prints what it does not find, as missing_libraries says too
             onnxruntime.preload_dlls()  # finds the CUDA libraries that pip packages (torch's too) brought
-    library = Path(onnxruntime.__file__).parent / "capi" / provider.library
-    if not library.is_file():
-        return []
-    return unloadable_libraries(library)
+    library = wheel_library(provider)
+    return [] if library is None else unloadable_libraries(library)
+
+
+def wheel_library(provider: Provider) -> Path | None:
+    """The provider's shared library in the installed wheel; None if there is none."""
+    if provider.library is None:
+        return None
+    library = Path(runtime().__file__).parent / "capi" / provider.library
+    return library if library.is_file() else None
 
 
 def unloadable_libraries(library: Path) -> list[str]:
@@ -113,10 +119,10 @@ def unloadable_libraries(library: Path) -> list[str]:
 
     Libraries of ROCm are loaded from pip's ROCm packages first, where there are any: no loader knows their folders.
     """
-    needed = needed_libraries(library)
+    needed, folders = needed_libraries(library), search_folders(library)
     if any(name.startswith("libamdhip64") for name in needed):
         rocm.load_pip_libraries(*needed, "libhipblaslt.so.1")
-    return [name for name in needed if not can_load(name)]
+    return [name for name in needed if not can_load(name, folders)]
 
 
 def where_to_look(missing: Sequence[str]) -> str:
