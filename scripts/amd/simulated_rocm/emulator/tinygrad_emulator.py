@@ -51,7 +51,7 @@ class TinygradEmulator:
         from tinygrad.helpers import Target
         from tinygrad.renderer.cstyle import ClangRenderer
 
-        emu = _import_emulator()
+        emu: Any = _import_emulator()
         emu.decode_inst = _decode_cdna_correctly(emu.decode_inst)
         _mask_lds_addresses(emu)
         _order_dual_issue(emu)
