@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,11 @@ def requests(scale: float) -> Iterator[Request]:
                 yield Request(int(height * scale) // 64 * 64 or 64, int(width * scale) // 64 * 64 or 64, batch, seed)
 
 
+def in_series(soak: Soak, pipeline: Any, all_requests: list[Request]) -> None:
+    for request in all_requests:
+        soak.text_to_image(pipeline, request)
+
+
 def in_threads(soak: Soak, pipeline: Any, all_requests: list[Request]) -> None:
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(lambda request: soak.text_to_image(pipeline, request), all_requests))
@@ -151,9 +157,9 @@ def lora_rounds(soak: Soak, pipeline: Any, files: list[Path], size: Request, rou
 
     for index in range(rounds):
         file = files[index % len(files)]
-        timed("load", lambda file=file: pipeline.load_lora_weights(file, adapter_name="soak"))
+        timed("load", partial(pipeline.load_lora_weights, file, adapter_name="soak"))
         for scale in (0.7, 0.3):
-            timed("scale", lambda scale=scale: pipeline.set_adapters("soak", scale))
+            timed("scale", partial(pipeline.set_adapters, "soak", scale))
             soak.text_to_image(pipeline, size, key=("LoRA", file.name, scale))
         timed("unload", pipeline.unload_lora_weights)
         soak.text_to_image(pipeline, size)
@@ -205,8 +211,8 @@ def main() -> int:
     soak = Soak(options.folder, options.provider, options.steps)
     all_requests = list(requests(options.scale))
     pipeline = soak.open()
-    soak.stage("sizes", lambda: [soak.text_to_image(pipeline, request) for request in all_requests])
-    soak.stage("sizes again", lambda: [soak.text_to_image(pipeline, request) for request in all_requests])
+    for name in ("sizes", "sizes again"):
+        soak.stage(name, lambda: in_series(soak, pipeline, all_requests))
     soak.stage("four threads", lambda: in_threads(soak, pipeline, all_requests))
     soak.stage("other tasks", lambda: other_tasks(soak, all_requests[0]))
     changes: dict[str, float] = {}
