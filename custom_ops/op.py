@@ -1,15 +1,13 @@
-"""What the Python side of an operator looks like: its cases, its Params as the C code lays them out, its kernels.
+"""What the Python side of an operator looks like: its cases, and its Params as the C code lays them out.
 
 An operator's `cases` module defines NAME, INPUTS, OUTPUTS, PARAMETERS, params(), output_shapes() and CASES, its
-`reference` module reference(), and its `launches` module LAUNCHES (only where the folder has kernels); `load` gives all
-as one `Operator`. Imports only NumPy.
+`reference` module reference(); `load` gives both as one `Operator`. Imports only NumPy.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -49,51 +47,8 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Argument:
-    """One argument of a kernel. `type` is C's, T the element type; a kernel writes to pointers that are not const.
-
-    A pointer's `meaning` begins with its shape, innermost axis last; `elements` is how many of its type lie there and
-    `alignment` the bytes that its address must be a multiple of: formulas as a Launch's. `optional` ones may be null.
-    """
-
-    name: str
-    type: str
-    meaning: str
-    elements: str = ""
-    alignment: str = "itemsize"
-    optional: bool = False
-
-
-@dataclass(frozen=True)
-class Struct:
-    """One argument of a kernel that is a plain C struct, given field by field: numbers, at their natural alignment."""
-
-    name: str
-    fields: tuple[Argument, ...]
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How to run one kernel of a code object by hand: everything but the addresses.
-
-    `block`, `grid`, `lds_bytes` (of dynamic LDS) and what `requires` lists are Python expressions over the template
-    parameters (`template` names them in order), the arguments (a pointer as None or not, a struct's fields by their own
-    names), `sizes` (those that are no argument, each with its meaning), `itemsize` (bytes of T) and ceil().
-    """
-
-    computes: str
-    template: tuple[str, ...]
-    arguments: tuple[Argument | Struct, ...]
-    block: str
-    grid: tuple[str, str, str]
-    lds_bytes: str = "0"
-    sizes: Mapping[str, str] = field(default_factory=dict)
-    requires: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Operator:
-    """An operator as tests, benchmarks and the build see it.
+    """An operator as tests and benchmarks see it.
 
     `params(case, dtype, address)` fills the operator's ctypes structure from a case and the address of each input and
     output (0 when absent). `reference(inputs, attributes)` computes all outputs in float64.
@@ -106,7 +61,6 @@ class Operator:
     outputs: tuple[str, ...]
     parameters: frozenset[str]
     cases: tuple[Case, ...]
-    launches: Mapping[str, Launch]
     params: Callable[[Case, str, Mapping[str, int]], ctypes.Structure]
     output_shapes: Callable[[Case], dict[str, Shape]]
     reference: Callable[[Mapping[str, Array], Mapping[str, int | float]], dict[str, Array]]
@@ -125,20 +79,12 @@ def load(folder: str) -> Operator:
         outputs=cases.OUTPUTS,
         parameters=frozenset(cases.PARAMETERS),
         cases=tuple(cases.CASES),
-        launches=_launches(folder),
         params=cases.params,
         output_shapes=cases.output_shapes,
         reference=reference.reference,
         integers=getattr(cases, "INTEGERS", {}),
         draw_special=getattr(cases, "draw", None),
     )
-
-
-def _launches(folder: str) -> Mapping[str, Launch]:
-    if importlib.util.find_spec(f"custom_ops.{folder}.launches") is None:
-        return {}  # no kernel of its own
-    launches: Mapping[str, Launch] = importlib.import_module(f"custom_ops.{folder}.launches").LAUNCHES
-    return launches
 
 
 def draw(operator: Operator, case: Case, dtype: str, seed: int = 0) -> dict[str, Array]:

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -56,7 +55,7 @@ class BlasLt {
   }
 
   // The library's name where it does not load, else null. Asks no device.
-  static const char* missing() { return load() == nullptr ? kLibraries[0] : nullptr; }
+  static const char* missing() { return platform::load_first(kLibraries) == nullptr ? kLibraries[0] : nullptr; }
 
   // Whether the library is here and proposes at least `number` + 1 algorithms for products of this shape.
   bool supports(const Product& product, int number) {
@@ -136,7 +135,7 @@ class BlasLt {
   };
 
   BlasLt() {
-    void* const library = load();
+    void* const library = platform::load_first(kLibraries);
     if (library == nullptr) return;
     const bool found = find(library, "Create", create_) && find(library, "MatmulDescCreate", create_product_) &&
                        find(library, "MatmulDescSetAttribute", set_attribute_) &&
@@ -146,12 +145,6 @@ class BlasLt {
                        find(library, "MatmulPreferenceSetAttribute", set_preference_) &&
                        find(library, "MatmulAlgoGetHeuristic", propose_) && find(library, "Matmul", multiply_);
     if (found) handle_ = create_handle();
-  }
-
-  // The library, or null: also if SD_ORT_WITHOUT_BLAS is set, as by code_objects/recorded.py, whose addresses lead
-  // nowhere and whose HIP runtime has no device.
-  static void* load() {
-    return std::getenv("SD_ORT_WITHOUT_BLAS") == nullptr ? platform::load_first(kLibraries) : nullptr;
   }
 
   // The entry of `key`; if there is none, made by `make`, which has the library allocate and clear memory of the

@@ -55,8 +55,7 @@ struct NhwcConvParams {
   }
 };
 
-// What the kernels are told beside their pointers. A plain struct, as it is an argument: launches.py describes its
-// fields.
+// The kernels' sizes: one argument, thus a plain struct.
 struct NhwcConvShape {
   int32_t height;
   int32_t width;

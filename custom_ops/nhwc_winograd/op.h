@@ -49,8 +49,7 @@ struct WinogradPiece {
 };
 int64_t winograd_tiles(const NhwcWinogradParams& params);
 
-// What the kernels are told beside their pointers. A plain struct, as it is an argument: launches.py describes its
-// fields.
+// The kernels' sizes: one argument, thus a plain struct.
 struct WinogradShape {
   int32_t height;  // of x
   int32_t width;

@@ -8,8 +8,8 @@ Needs ROCm, or on Debian scripts/amd/install_hip_toolchain.sh.
 
 from __future__ import annotations
 
-import json
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -23,11 +23,11 @@ ARCHS = ("gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
 
 def main() -> None:
     library = build.build(cpu=False, hip=ARCHS, say=print)
-    kernels = json.loads((library.parent / "kernels.json").read_text())["kernels"]
+    with tempfile.TemporaryDirectory() as folder:
+        kernels = code_objects.read_kernels(code_objects.extract(library, Path(folder)))
     path = ROOT / "results/ops_amd_resources.md"
     path.write_text(code_objects.table(kernels))
-    spills = ("vgpr_spills", "sgpr_spills", "scratch_bytes")
-    spilling = [f"{entry['symbol']} {entry['arch']}" for entry in kernels if any(entry[name] for name in spills)]
+    spilling = [f"{kernel.name} {kernel.target}" for kernel in kernels if kernel.spills or kernel.scratch_bytes]
     print(f"{path}: {len(kernels)} kernels, {len(spilling)} spill {spilling}")
 
 

@@ -6,6 +6,8 @@
     python scripts/checks/check_ops_gpu.py --arch sm_90 --operators multi_head_attention --share 0/8    # of 8 processes
     python scripts/checks/check_ops_gpu.py --arch sm_90 --operators group_norm skip_group_norm --overwrites
     python scripts/checks/check_ops_gpu.py --arch sm_90 --sanitizer memcheck --log results/ops_check_memcheck_sm_90.txt
+    scripts/amd/simulate gfx1100 --tinygrad CHECKOUT -- .venv/bin/python scripts/checks/check_ops_gpu.py \\
+        --arch gfx1100 --limit 20000 --log results/amd/operators_gfx1100.txt
 
 Exits with 1 when a candidate fails. The large shapes that are timed are checked in float16, and only up to --limit
 elements: NumPy takes minutes for more. Calls are taken in an order drawn once, the large ones last, and --seconds ends
@@ -55,7 +57,8 @@ def main() -> int:
         return sanitize(options)
     library = GpuLibrary(options.library or build.build_gpu(options.arch))
     memory = DeviceMemory(guard_bytes=0 if options.one_case else GUARD_BYTES)
-    lines = [f"{options.arch}, library {library.c.sd_ort_build_hash().decode()}, every candidate against NumPy float64"]
+    device = f"{options.arch}, simulated" if "SIMULATED_HIP_TARGET" in os.environ else options.arch
+    lines = [f"{device}, library {library.c.sd_ort_build_hash().decode()}, every candidate against NumPy float64"]
     failures = 0
     for folder in options.operators:
         operator = load(folder)

@@ -77,10 +77,6 @@ def build(
         _compile(options, folder)
     with suppress(OSError):  # a cache that may be read alone
         os.utime(folder / "build.json", ns=(time.time_ns(),) * 2)  # `library_path` finds what was asked for last
-    if hip:
-        from custom_ops import code_objects
-
-        code_objects.publish(folder)
     say(str(library))
     return library
 
@@ -145,7 +141,6 @@ class _Options:
             values["HIP_COMPILER"] = self.hip.path
             values["HIP_FLAGS"] = " ".join(self.hip.flags)
             values["HIP_LIBRARY_DIR"] = ";".join(self.hip.library_folders)
-            values["Python3_EXECUTABLE"] = sys.executable
         if self.nvcc:
             values["CUDA_ARCHS"] = ";".join(self.cuda_archs)
             values["NVCC"] = self.nvcc
@@ -173,10 +168,6 @@ def _compile(options: _Options, folder: Path) -> None:
                 _version(path) for path in (options.cxx, options.hip and options.hip.path, options.nvcc) if path
             ],
         }
-        if options.hip_archs:
-            shutil.move(Path(work) / "code_objects", done / "code_objects")
-            listing = json.loads((Path(work) / "kernels.json").read_text()) | {"folder": str(folder / "code_objects")}
-            (done / "kernels.json").write_text(json.dumps(listing, indent=1) + "\n")
         (done / "build.json").write_text(json.dumps(record, indent=1) + "\n")
         try:
             done.rename(folder)

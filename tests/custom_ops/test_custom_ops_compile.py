@@ -1,4 +1,4 @@
-"""The GPU library compiled for every architecture: registers, spills, and kernels.json."""
+"""The GPU library compiled for every architecture: registers, spills and machine code."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from math import ceil, prod
 from pathlib import Path
 
 import pytest
-from emulation import blas_lt_libraries
 
-from custom_ops import GPU_OPERATORS, code_objects
-from custom_ops.op import load
+from custom_ops import code_objects
+from custom_ops.code_objects import Kernel
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime import build, headers, library
 from sd_ort.runtime.wheels import needed_libraries
@@ -29,57 +27,60 @@ ARCHS = (
 )
 
 
-@pytest.fixture(scope="module")
-def listing() -> dict:
-    """kernels.json."""
-    library = build.build(cpu=False, hip=ARCHS, provider=True)
-    read: dict = json.loads((library.parent / "kernels.json").read_text())
-    assert Path(read["folder"]) == library.parent / "code_objects"
-    return read
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def kernels(listing: dict) -> list[dict]:
-    entries: list[dict] = listing["kernels"]
-    return entries
+def hip_library() -> Path:
+    """libsd_ort_hip.so, with the provider's library beside it."""
+    return build.build(cpu=False, hip=ARCHS, provider=True)
 
 
-def test_no_kernel_spills(kernels: list[dict]) -> None:
+@pytest.fixture(scope="module")
+def kernels(hip_library: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
+    return code_objects.read_kernels(code_objects.extract(hip_library, tmp_path_factory.mktemp("code_objects")))
+
+
+def test_no_kernel_spills(kernels: list[Kernel]) -> None:
     """Neither vector nor scalar registers, and no scratch memory."""
-    spills = ("vgpr_spills", "sgpr_spills", "scratch_bytes")
-    assert [entry for entry in kernels if any(entry[name] for name in spills)] == []
+    assert [kernel for kernel in kernels if kernel.spills or kernel.scratch_bytes] == []
 
 
-def test_every_kernel_is_there_for_every_architecture(kernels: list[dict]) -> None:
-    named = {name for folder in GPU_OPERATORS for name in load(folder).launches}
-    for arch in ARCHS:
-        assert {entry["kernel"] for entry in kernels if entry["arch"] == arch} == named
+def test_every_kernel_is_there_for_every_architecture(kernels: list[Kernel]) -> None:
+    names = {arch: {kernel.name for kernel in kernels if kernel.target == arch} for arch in ARCHS}
+    assert all(names[arch] == names[ARCHS[0]] for arch in ARCHS)
+    assert len(names[ARCHS[0]]) > 100
 
 
-def test_waves_are_known_to_the_compiler_alone(kernels: list[dict]) -> None:
+def test_waves_are_known_to_the_compiler_alone(kernels: list[Kernel]) -> None:
     """The same blocks run in waves of 64 on CDNA and of 32 on RDNA, and are whole waves on both."""
-    for entry in kernels:
-        assert entry["wave_size"] == (64 if entry["arch"].startswith("gfx9") else 32)
-        assert entry["block"][0] % 64 == 0
+    for kernel in kernels:
+        assert kernel.wave_size == (64 if kernel.target.startswith("gfx9") else 32)
+        assert kernel.block_size % 64 == 0
 
 
-def test_lanes_exchange_before_any_is_off(listing: dict) -> None:
+def test_no_kernel_has_hidden_arguments(kernels: list[Kernel]) -> None:
+    """A kernel that reads the grid's size gets 256 bytes more with each launch."""
+    assert [kernel for kernel in kernels if kernel.has_hidden_arguments] == []
+
+
+def test_lanes_exchange_before_any_is_off(kernels: list[Kernel]) -> None:
     """A lane that is off gives no value: clang 19 moves v_permlanex16 into branches unless it is kept from that."""
-    for name, code in disassembled(listing, "gfx11"):
+    for name, code in disassembled(kernels, "gfx11"):
         assert masked_exchanges(code) == [], name
 
 
-def test_lds_is_read_at_whole_words(listing: dict) -> None:
+def test_lds_is_read_at_whole_words(kernels: list[Kernel]) -> None:
     """clang 19 cuts some copies of 32 bytes into loads of 16 at odd addresses and single bytes."""
-    for name, code in disassembled(listing, "gfx"):
+    for name, code in disassembled(kernels, "gfx"):
         wide = re.findall(r"ds_(?:load|read)_b(?:32|64|96|128) [^\n]*offset:(\d+)", code)
         assert [offset for offset in wide if int(offset) % 4] == [], name
 
 
-def disassembled(listing: dict, prefix: str) -> list[tuple[str, str]]:
+def disassembled(kernels: list[Kernel], prefix: str) -> list[tuple[str, str]]:
     """(file, assembly) of the code objects of the architectures that begin with `prefix`."""
-    objects = sorted({entry["object"] for entry in listing["kernels"] if entry["arch"].startswith(prefix)})
-    return [(name, assembly(Path(listing["folder"]) / name)) for name in objects]
+    paths = sorted({kernel.code_object for kernel in kernels if kernel.target.startswith(prefix)})
+    return [(path.name, assembly(path)) for path in paths]
 
 
 @cache
@@ -116,72 +117,10 @@ def test_masked_exchanges_are_found() -> None:
     assert masked_exchanges(branch.format("", exchange)) == []
 
 
-def test_kernels_json_is_enough_to_launch(kernels: list[dict]) -> None:
-    """The arguments fill the kernel's segment: none is hidden. The object has the symbol."""
-    folder = Path(json.loads((library.SOURCES / "kernels.json").read_text())["folder"])
-    for entry in kernels:
-        end = 0
-        for argument in entry["arguments"]:
-            assert end <= argument["offset"] < end + 8
-            end = argument["offset"] + argument["size"]
-            assert argument["meaning"]
-        assert end == entry["kernarg_bytes"]
-    path = folder / kernels[0]["object"]
-    symbols = subprocess.run(["llvm-readelf-19", "-sW", str(path)], capture_output=True, text=True, check=True).stdout
-    wanted = {entry["symbol"] for entry in kernels if entry["object"] == path.name}
-    assert all(symbol in symbols for symbol in wanted)
-
-
-def test_registers_at_start(kernels: list[dict]) -> None:
-    """As the ABI of each architecture has it; only gfx90a still gets the address of scratch memory first."""
-    for entry in kernels:
-        start = entry["registers_at_start"]
-        assert start["kernarg_address"] == ("s[4:5]" if entry["arch"] == "gfx90a" else "s[0:1]")
-        assert start["block_x"] == {"gfx90a": "s6", "gfx942": "s2"}.get(entry["arch"], start["block_x"])
-        assert (start["block_x"] == "ttmp9") == entry["arch"].startswith("gfx12")
-        for axis, formula in zip("xyz", entry["grid"], strict=True):
-            assert formula == "1" or start[f"block_{axis}"]
-
-
-def test_every_kernel_is_launched_by_a_case(listing: dict) -> None:
-    launched = {launch["symbol"] for call in listing["calls"] for launch in call["launches"]}
-    assert [entry["symbol"] for entry in listing["kernels"] if entry["symbol"] not in launched] == []
-    assert all(entry["operators"] for entry in listing["kernels"])
-
-
-def test_formulas_give_what_the_library_launches(listing: dict) -> None:
-    """Grid, block, LDS, conditions, alignments, and tensors exactly as large as a call's arguments make them."""
-    entries = {entry["symbol"]: entry for entry in listing["kernels"] if entry["arch"] == ARCHS[0]}
-    for call in listing["calls"]:
-        case = listing["cases"][call["operator"]][call["case"]]
-        sizes = tensor_bytes(case, call["dtype"]) | {"workspace": call["workspace_bytes"]}
-        ends: dict[str, int] = {}  # of what all launches of the call touch, each perhaps a part of it
-        for launch in call["launches"]:
-            entry = entries[launch["symbol"]]
-            value = formulas(entry, launch)
-            assert entry["dtype"] == call["dtype"]
-            assert launch["grid"] == [value(formula) for formula in entry["grid"]]
-            assert launch["block"] == entry["block"]
-            assert launch["dynamic_lds_bytes"] == value(entry["lds_bytes"]["dynamic"])
-            assert [condition for condition in entry["requires"] if not value(condition)] == []
-            for argument in entry["arguments"]:
-                pointer = launch["arguments"][argument["name"]]
-                if not argument["type"].endswith("*"):
-                    continue
-                if pointer is None:
-                    assert argument["optional"]
-                    continue
-                item = {"T": entry["itemsize"], "float": 4, "void": 4}[argument["type"].split()[-1].strip("*")]
-                assert pointer[1] % value(argument["alignment"]) == 0
-                end = pointer[1] + value(argument["elements"]) * item
-                ends[pointer[0]] = max(ends.get(pointer[0], 0), end)
-        assert ends == {tensor: sizes[tensor] for tensor in ends}
-
-
 @pytest.mark.parametrize("arch", ["gfx1100", "gfx1201"])
-def test_no_cache_is_emptied_and_all_memory_known_to_be_global(listing: dict, arch: str) -> None:
+def test_no_cache_is_emptied_and_all_memory_known_to_be_global(kernels: list[Kernel], arch: str) -> None:
     """What __syncthreads(), and pointers that may be null, would make of the code."""
-    for _, text in disassembled(listing, arch):
+    for _, text in disassembled(kernels, arch):
         alone = (
             "bias",
             "linear",
@@ -194,22 +133,9 @@ def test_no_cache_is_emptied_and_all_memory_known_to_be_global(listing: dict, ar
         assert sorted(set(re.findall(r"\t(flat_\w+|buffer_gl\w+|global_(?:inv|wb)\w*)", text))) == []
 
 
-def tensor_bytes(case: dict, dtype: str) -> dict[str, int]:
-    wide = {name for name in case["inputs"] if dtype == "float32" or name in case["float32_tensors"]}
-    inputs = {name: prod(shape) * (4 if name in wide else 2) for name, shape in case["inputs"].items()}
-    return inputs | {name: prod(shape) * (4 if dtype == "float32" else 2) for name, shape in case["outputs"].items()}
-
-
-def formulas(entry: dict, launch: dict) -> Callable[[str], int]:
-    """What evaluates an entry's formulas for a launch; sizes that are no argument are read off the grid."""
-    names = entry["template"] | launch["arguments"] | {"itemsize": entry["itemsize"], "ceil": ceil}
-    names |= {name: launch["grid"][entry["grid"].index(name)] for name in entry["sizes"]}
-    return lambda formula: eval(formula, {}, names)  #
-
-
-def test_resources_table_is_current(kernels: list[dict]) -> None:
+def test_resources_table_is_current(kernels: list[Kernel]) -> None:
     """results/ops_amd_resources.md is what this compiler makes of these sources (scripts/amd/amd_resources.py)."""
-    committed = (Path(__file__).parents[2] / "results/ops_amd_resources.md").read_text()
+    committed = (ROOT / "results/ops_amd_resources.md").read_text()
     assert kernel_names(committed) == kernel_names(code_objects.table(kernels))
 
 
@@ -217,33 +143,98 @@ def kernel_names(table: str) -> set[str]:
     return {line.split(" |")[0] for line in table.splitlines() if line.startswith("| ") and "<" in line}
 
 
-def test_the_provider_links_for_amd(listing: dict) -> None:
+def test_the_provider_links_for_amd(hip_library: Path) -> None:
     """To the HIP runtime alone: no MIOpen, and hipBLASLt is looked for when it runs."""
-    provider = Path(listing["folder"]).with_name(library.PROVIDER_LIBRARIES["hip"])
+    provider = hip_library.with_name(library.PROVIDER_LIBRARIES["hip"])
     needed = [name for name in needed_libraries(provider) if not name.startswith(("libc.", "libm.", "libgcc", "ld-"))]
     assert {name.split(".so")[0] for name in needed} <= {"libamdhip64", "libstdc++"}
     assert provider.stat().st_size < 30_000_000
 
 
 @pytest.mark.parametrize("name", [library.HIP_LIBRARY, library.PROVIDER_LIBRARIES["hip"]])
-def test_no_thread_ends_another_ones_capture(listing: dict, name: str) -> None:
+def test_no_thread_ends_another_ones_capture(hip_library: Path, name: str) -> None:
     """With HIP, each of these functions invalidates the captures of all threads (common/capture.h)."""
-    path = Path(listing["folder"]).with_name(name)
-    symbols = subprocess.run(["nm", "-D", "--undefined-only", str(path)], capture_output=True, text=True, check=True)
+    command = ["nm", "-D", "--undefined-only", str(hip_library.with_name(name))]
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True)
     functions = set(re.findall(r" U (hip\w+)", symbols.stdout))
     assert "hipLaunchKernel" in functions
     assert functions & {"hipDeviceSynchronize", "hipMemcpy", "hipMemcpyWithStream", "hipMemset"} == set()
 
 
-def test_recording_asks_no_blas_library(listing: dict, run_folder: Path, tmp_path: Path) -> None:
-    """Where hipBLASLt is installed, it would multiply at the addresses that name the tensors."""
-    (blas,) = (path for path in blas_lt_libraries(run_folder) if "hipblaslt" in path.name)
-    write = "import sys, pathlib, custom_ops.code_objects as c; c.write(*map(pathlib.Path, sys.argv[1:]), '')"
-    command = [sys.executable, "-c", write, str(Path(listing["folder"]).with_name(library.HIP_LIBRARY)), str(tmp_path)]
-    environment = os.environ | {"LD_LIBRARY_PATH": str(blas.parent), "PYTHONPATH": str(library.SOURCES.parent)}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert run.returncode == 0, run.stderr
-    assert json.loads((tmp_path / "kernels.json").read_text())["calls"] == listing["calls"]
+# Called with libsd_ort_hip.so: every candidate with every case that it supports. Kernels do not run: tensors need no
+# memory.
+LAUNCH_CANDIDATES = """
+import sys
+from pathlib import Path
+from custom_ops import GPU_OPERATORS
+from custom_ops.libraries import GpuLibrary
+from custom_ops.op import load
+
+library = GpuLibrary(Path(sys.argv[1]))
+for operator in map(load, GPU_OPERATORS):
+    for case in operator.cases:
+        for dtype in case.dtypes:
+            names = (*case.inputs, *operator.output_shapes(case), "workspace")
+            address = {name: index << 40 for index, name in enumerate(names, start=1)}
+            params = operator.params(case, dtype, address)
+            number = library.operator(operator.name, params)
+            for index, _ in enumerate(library.candidates(number)):
+                if library.is_supported(number, index, params):
+                    library.run(number, index, params, address["workspace"])
+"""
+
+
+def test_every_kernel_is_launched_by_a_case(hip_library: Path, kernels: list[Kernel], tmp_path: Path) -> None:
+    """Of each architecture: a kernel that no case launches is compared with nothing."""
+    for arch in ARCHS:
+        report = tmp_path / f"{arch}.json"
+        simulate(arch, report, "-c", LAUNCH_CANDIDATES, str(hip_library))
+        launched = json.loads(report.read_text())["kernels"]
+        assert {kernel.symbol for kernel in kernels if kernel.target == arch} - set(launched) == set()
+
+
+def simulate(target: str, report: Path, *arguments: str, **variables: str) -> None:
+    """Run Python on a simulated GPU whose kernels do nothing; `report` lists the kernels and calls."""
+    command = [sys.executable, str(ROOT / "scripts/amd/simulate"), target, "--kernels", "skip", "--only-hip"]
+    command += ["--report", str(report), "--", "env", f"PYTHONPATH={ROOT}"]
+    command += [*(f"{name}={value}" for name, value in variables.items()), sys.executable, *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+# In the compiler's place: libraries are copies of those that were built before, objects are empty.
+COPYING_COMPILER = """#!/bin/sh
+while [ $# -gt 1 ]; do
+  [ "$1" = -o ] && output=$2
+  shift
+done
+case "$output" in
+  *.so) cp "$BUILT/${output##*/}" "$output" ;;
+  ?*) : > "$output" ;;
+esac
+"""
+
+
+def test_building_loads_no_hip(hip_library: Path, tmp_path: Path) -> None:
+    """A build must not use the machine's GPU: hipBLASLt once multiplied in a build, at addresses without memory."""
+    compiler, cache = tmp_path / "clang++", tmp_path / "cache"
+    compiler.write_text(COPYING_COMPILER)
+    compiler.chmod(0o755)
+    load = ("-c", f"import ctypes; ctypes.CDLL('{hip_library}')")
+    assert loaded_hip_libraries(tmp_path / "load", load) == {"libamdhip64"}
+    command = ("-m", "sd_ort", "build-ops", "--hip", "gfx1100", "--no-cpu")
+    variables = {"HIPCXX": str(compiler), "BUILT": str(hip_library.parent), "XDG_CACHE_HOME": str(cache)}
+    assert loaded_hip_libraries(tmp_path / "build", command, **variables) == set()
+    assert len(list(cache.glob(f"sd-ort/ops/*/{library.HIP_LIBRARY}"))) == 1
+
+
+def loaded_hip_libraries(folder: Path, arguments: Sequence[str], **variables: str) -> set[str]:
+    """Return the names of HIP's libraries that Python or a child process loads, where the loader finds them."""
+    folder.mkdir()
+    log = {"LD_DEBUG": "files", "LD_DEBUG_OUTPUT": str(folder / "process")}
+    simulate("gfx1100", folder / "report.json", *arguments, **log, **variables)
+    texts = [path.read_text() for path in folder.glob("process.*")]
+    return {name for text in texts for name in re.findall(r"calling init: \S+/(lib(?:amdhip64|hip)\w*)\.so", text)}
 
 
 def test_libraries_find_rocm_in_its_folders(tmp_path: Path) -> None:
@@ -257,7 +248,6 @@ def test_libraries_find_rocm_in_its_folders(tmp_path: Path) -> None:
     compiler = build.find_hip_compiler()
     definitions = {
         "BUILD_ORT_LIBRARY": "OFF",
-        "KERNELS_JSON": "OFF",
         "HIP_ARCHS": "gfx1100",
         "HIP_COMPILER": compiler.path,
         "HIP_FLAGS": " ".join(compiler.flags),

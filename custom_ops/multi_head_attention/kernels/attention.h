@@ -14,8 +14,7 @@
 
 namespace sd_ort {
 
-// What the kernels are told beside their pointers: sizes, and strides counted in elements. A plain struct, as it is an
-// argument: launches.py describes its fields.
+// The kernels' sizes and strides, in elements: one argument, thus a plain struct.
 struct AttentionShape {
   int32_t heads;
   int32_t sequence;
