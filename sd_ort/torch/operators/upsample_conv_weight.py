@@ -1,4 +1,4 @@
-"""Weights for images that are doubled before they are convolved: `sd_ort::doubled_weight`."""
+"""Weight of 2x upsampling and a 3x3 convolution as one transposed convolution: `sd_ort::upsample_conv_weight`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from custom_ops.doubled_weight.cases import Params
-from sd_ort.torch import kernels
-from sd_ort.torch.operators.contract import Operator, pointer, require
+from sd_ort.torch.kernels import DTYPE_CODES, kernels_for
+from sd_ort.torch.operators.registration import Operator, pointer, register_alias, require
 
 Tensor = torch.Tensor
 
 
-def _plain(weight: Tensor) -> Tensor:
+def _fallback(weight: Tensor) -> Tensor:
     wide = weight.flip(2, 3).transpose(0, 1).to(torch.promote_types(weight.dtype, torch.float32))
     padded = F.pad(wide, (1, 1, 1, 1))
     rows = padded[:, :, 1:] + padded[:, :, :-1]
@@ -25,29 +25,36 @@ def _fake(weight: Tensor) -> Tensor:
 
 
 def _launch(weight: Tensor) -> Tensor:
-    found = kernels.of(weight)
+    kernels = kernels_for(weight)
     require(weight.ndim == 4 and weight.shape[2:] == (3, 3), "the weight is not 3 x 3")
     weight = weight.permute(0, 2, 3, 1).contiguous()
     y = _fake(weight.permute(0, 3, 1, 2))
     if y.numel():
         filters, _, _, channels = weight.shape
-        params = Params(kernels.NUMBERS[weight.dtype], pointer(weight), pointer(y), filters, channels)
-        found.run("DoubledWeight", params, weight.device)
+        params = Params(DTYPE_CODES[weight.dtype], pointer(weight), pointer(y), filters, channels)
+        kernels.run("DoubledWeight", params, weight.device)
     return y
 
 
 _OPERATOR = Operator(
-    name="doubled_weight",
+    name="upsample_conv_weight",
     schema="(Tensor weight) -> Tensor",
-    plain=_plain,
+    fallback=_fallback,
     launch=_launch,
     fake=_fake,
     autocast="widest",
 ).define()
 
 
-def doubled_weight(weight: Tensor) -> Tensor:
-    """The weight (C, M, 4, 4) of a transposed convolution, of stride 2 and padding 1, that makes of an image what a
-    convolution with `weight` (M, C, 3, 3) and padding 1 makes of the image with every pixel doubled. Channels last.
+register_alias("doubled_weight", _OPERATOR, schema="(Tensor weight) -> Tensor")
+
+
+def upsample_conv_weight(weight: Tensor) -> Tensor:
+    """Return the weight (C, M, 4, 4), channels last, of a transposed convolution with stride 2 and padding 1.
+
+    It equals nearest 2x upsampling followed by a convolution with `weight` (M, C, 3, 3) and padding 1.
     """
     return _OPERATOR(weight)
+
+
+doubled_weight = upsample_conv_weight  # deprecated alias
