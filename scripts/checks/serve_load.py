@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("results/serving/load_demo_cpu.json"), help="the result")
     given = parser.parse_args()
 
-    export("demo", given.work / "raw", progress=print)
+    export("demo", given.work / "raw", on_progress=print)
     optimize(given.work / "raw", given.work / "fused", target="cpu", report=print)
     command = [sys.executable, "-m", "sd_ort", "serve", str(given.work / "fused"), "--replicas", str(given.replicas),
                "--port", "0"]  # fmt: skip

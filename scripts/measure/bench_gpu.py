@@ -107,7 +107,7 @@ def raw_export(model: str, work: Path, graphs: Path | None) -> None:
     """`work`/raw, from `graphs` where it has them, else by exporting."""
     raw, names = work / "raw", tuple(COMPONENTS.values())
     if graphs is None or not all((graphs / f"{model}.{name}.onnx.xz").is_file() for name in names):
-        export(None, raw, preset=model, random_weights=True, components=names, progress=say)
+        export(None, raw, preset=model, random_weights=True, components=names, on_progress=say)
         return
     source = open_source(None, model, True, 0)
     scratch = work / "torchscript"

@@ -58,11 +58,11 @@ def parse_request(body: bytes, model: ModelInfo, limits: Limits) -> list[ImageJo
     Raises InvalidRequest: 413 for a body that is too long, 400 for one that is no valid request.
     """
     if len(body) > limits.body:
-        raise InvalidRequest(f"the request has more than {limits.body} bytes: send less.", status=413)
+        raise InvalidRequest(f"The request has more than {limits.body} bytes: send less.", status=413)
     fields = _fields(body)
     prompt, negative = _text(fields, "prompt", limits), _text(fields, "negative_prompt", limits)
     if fields.get("prompt") is None:
-        raise InvalidRequest("there is no prompt: describe the image.", "prompt")
+        raise InvalidRequest("The prompt is missing: describe the image.", "prompt")
     for name, value in FIXED_FIELDS.items():
         if fields.get(name) not in (None, value):
             raise InvalidRequest(f"{name} must be {value!r}.", name)
@@ -99,9 +99,9 @@ def _fields(body: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(body, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
-        raise InvalidRequest('the request is not JSON: send {"prompt": "..."}.') from None
+        raise InvalidRequest('The request is not JSON: send {"prompt": "..."}.') from None
     if not isinstance(fields, dict):
-        raise InvalidRequest('the request is not a JSON object: send {"prompt": "..."}.')
+        raise InvalidRequest('The request is not a JSON object: send {"prompt": "..."}.')
     for name in fields:
         if name not in FIELDS:
             raise InvalidRequest(f"{name[:50]!r} is not a field: the fields are {', '.join(FIELDS)}.", name[:50])
@@ -156,7 +156,7 @@ def _size(fields: dict[str, Any], model: ModelInfo, limits: Limits) -> tuple[int
         raise InvalidRequest('size must be "auto", or width and height in pixels as in "512x512".', "size")
     width, height = int(match[1]), int(match[2])
     if not width or not height or width % model.size_multiple or height % model.size_multiple:
-        raise InvalidRequest(f"width and height of size must be multiples of {model.size_multiple}.", "size")
+        raise InvalidRequest(f"The width and height of size must be multiples of {model.size_multiple}.", "size")
     if width * height > limits.pixels:
         raise InvalidRequest(f"size {size} has more than {limits.pixels} pixels: request a smaller image.", "size")
     return width, height

@@ -119,16 +119,16 @@ class Dispatcher:
         for replica in self.replicas:
             replica.stop()
         while self.waiting:
-            fail(self.waiting.popleft(), GenerationFailed("the server is being stopped."))
+            fail(self.waiting.popleft(), GenerationFailed("The server is being stopped."))
 
     async def _load(self, replica: ReplicaProcess) -> ModelInfo:
         try:
             async with asyncio.timeout(self.timeout):
                 return await replica.start()
         except TimeoutError:
-            raise SdOrtError(f"replica {replica.name} did not load within {self.timeout:g} seconds.") from None
+            raise SdOrtError(f"Replica {replica.name} did not load within {self.timeout:g} seconds.") from None
         except ReplicaDied as error:
-            raise SdOrtError(f"replica {replica.name} ended while it loaded: {error}") from None
+            raise SdOrtError(f"Replica {replica.name} ended while it loaded: {error}") from None
 
     async def _serve_replica(self, index: int) -> None:
         """Let one replica generate batches until the task is cancelled, and restart it whenever it dies."""
@@ -144,7 +144,7 @@ class Dispatcher:
                     log.warning("replica %s died and is restarted.", replica.name)
             except asyncio.CancelledError:
                 for image in batch:
-                    fail(image, GenerationFailed("the server is being stopped."))
+                    fail(image, GenerationFailed("The server is being stopped."))
                 raise
             if not alive:
                 self.states[index] = "restarting"

@@ -22,7 +22,7 @@ from sd_ort.core.interrupts import STOPPABLE
 from sd_ort.serving.image_jobs import ImageJob, ModelInfo, ReplicaDied
 from sd_ort.serving.replica import Actor, RemoteError, ReplicaConfig
 
-INSTALL = "replicas need Ray and a web server: pip install 'sd-ort[ray]'."
+INSTALL = "Replicas need Ray and a web server: pip install 'sd-ort[ray]'."
 STORE_BYTES = 128 << 20  # shared memory that transfers images
 _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
 

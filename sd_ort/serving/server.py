@@ -90,7 +90,7 @@ class Service:
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except TimeoutError:
-            return _error(f"not generated within {self.timeout:g} seconds.", 504)
+            return _error(f"The images were not generated within {self.timeout:g} seconds.", 504)
         except InputError as error:  # found by the pipeline
             return _error(str(error), 400)
         except SdOrtError as error:
@@ -126,7 +126,7 @@ class Service:
                         break  # `parse_request` raises the error
         except TimeoutError:
             raise InvalidRequest(
-                f"the request was not received within {BODY_TIMEOUT_S:g} seconds.", status=408
+                f"The request was not received within {BODY_TIMEOUT_S:g} seconds.", status=408
             ) from None
         return bytes(body)
 
@@ -136,7 +136,7 @@ class Service:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self.token.encode()):
             return None
-        message = "the token is missing or wrong: send Authorization: Bearer TOKEN."
+        message = "The token is missing or wrong: send Authorization: Bearer TOKEN."
         return _error(message, 401, headers={"WWW-Authenticate": "Bearer"})
 
 
@@ -157,7 +157,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return _error(f"a bug in sd-ort, please report it: {type(error).__name__}: {first_line(error)}", 500)
+    return _error(f"This is a bug in sd-ort, please report it: {type(error).__name__}: {first_line(error)}", 500)
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -176,7 +176,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise InputError(
-            f"cannot serve at {host}:{port}: {error.strerror}; choose another --port or --host."
+            f"Cannot serve at {host}:{port}: {error.strerror}; choose another --port or --host."
         ) from error
     return listener
 

@@ -66,20 +66,14 @@ class Profile:
 
 
 def profile(target: Any, *arguments: Any, trace: Path | str | None = None, **keywords: Any) -> Profile:
-    """Run `target(*arguments, **keywords)` once under torch's profiler.
+    """Run `target(*arguments, **keywords)`, a diffusers pipeline or a torch module, once under torch's profiler.
 
     Call the target once before: first calls compile, tune and allocate. The time of an operator includes the operators
     that it calls. An sd_ort operator that ran its torch fallback counts as torch's. A layer that is part of a fused
-    operator is not called: its time is that of the module around it. The modules inside a compiled module do not
-    appear.
+    operator is not called: its time is that of the module around it. Modules inside a compiled module do not appear.
 
-    Args:
-        target: A diffusers pipeline or a torch module.
-        trace: File to write for chrome://tracing or Perfetto.
-
-    Raises:
-        InputError: The target has no modules.
-        OutputError: `trace` cannot be written.
+    trace: file to write for chrome://tracing or Perfetto. Raises InputError for a target without modules, OutputError
+    if `trace` cannot be written.
     """
     names: dict[int, tuple[str, nn.Module]] = {}
     for component in components(target):
@@ -97,7 +91,7 @@ def profile(target: Any, *arguments: Any, trace: Path | str | None = None, **key
             Path(trace).touch()
             profiler.export_chrome_trace(str(trace))
         except (OSError, RuntimeError) as error:
-            raise OutputError(f"cannot write {trace}: {error}") from error
+            raise OutputError(f"Cannot write {trace}: {error}") from error
     events = [event for event in profiler.events() or [] if event.device_type == DeviceType.CPU]
     on_gpu = on_gpu and any(event.self_device_time_total for event in events)
     classes = {name: type(module).__name__ for name, module in names.values()}

@@ -219,7 +219,7 @@ def test_a_model_that_does_not_load_fails_the_start() -> None:
         with pytest.raises(InputError, match="it is broken"):
             await dispatcher.start()
         dispatcher = Dispatcher([FakeReplica("2", start_errors=[ReplicaDied("out of memory")])])
-        with pytest.raises(SdOrtError, match="replica 2 ended while it loaded: out of memory"):
+        with pytest.raises(SdOrtError, match="Replica 2 ended while it loaded: out of memory"):
             await dispatcher.start()
 
     run(test)

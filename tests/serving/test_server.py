@@ -120,7 +120,7 @@ def test_an_image_does_not_depend_on_its_batch(folder: Path, one_thread: None) -
         (["--gpus", "64", "--provider", "cuda"], "64 GPUs were asked for"),
         (["--gpus", "1", "--replicas", "2"], "pass one"),
         (["--host", "no such host"], "is not an address"),
-        (["--host", "192.0.2.77"], "cannot serve at"),
+        (["--host", "192.0.2.77"], "Cannot serve at"),
         (["--token", " "], "token is empty"),
     ],
 )

@@ -39,5 +39,5 @@ def test_time_by_operator_and_module(tmp_path: Path) -> None:
     wide = profile(block.double(), torch.randn(1, 8, 6, 6).double(), torch.randn(1, 4).double())
     fallbacks = {row.name: row.kind for row in wide.operators if "by torch" in row.name}
     assert fallbacks == {"sd_ort::group_norm by torch": "torch", "sd_ort::skip_group_norm by torch": "torch"}
-    with pytest.raises(OutputError, match="cannot write"):
+    with pytest.raises(OutputError, match="Cannot write"):
         profile(block, torch.randn(1, 8, 6, 6).double(), torch.randn(1, 4).double(), trace=tmp_path / "no/folder.json")

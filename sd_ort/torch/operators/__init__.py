@@ -14,24 +14,13 @@ from sd_ort.torch.operators.nhwc_winograd import nhwc_winograd
 from sd_ort.torch.operators.skip_layer_norm import skip_layer_norm
 from sd_ort.torch.operators.softmax import softmax
 from sd_ort.torch.operators.stacked_linear import stacked_linear
-from sd_ort.torch.operators.upsample_conv_weight import doubled_weight, upsample_conv_weight
+from sd_ort.torch.operators.upsample_conv_weight import upsample_conv_weight
 from sd_ort.torch.operators.upsample_nearest import upsample_nearest
 from sd_ort.torch.operators.winograd_filters import winograd_filters
 
 __all__ = [
-    "attention",
-    "bias_add",
-    "bias_split_gelu",
-    "doubled_weight",
-    "group_norm",
-    "linear_add",
-    "linear_split_gelu",
-    "nhwc_winograd",
-    "skip_group_norm",
-    "skip_layer_norm",
-    "softmax",
-    "stacked_linear",
-    "upsample_conv_weight",
-    "upsample_nearest",
+    "attention", "bias_add", "bias_split_gelu", "group_norm", "linear_add", "linear_split_gelu", "nhwc_winograd",
+    "skip_group_norm", "skip_layer_norm", "softmax", "stacked_linear", "upsample_conv_weight", "upsample_nearest",
     "winograd_filters",
-]
+]  # fmt: skip
+doubled_weight = upsample_conv_weight  # deprecated alias

@@ -70,13 +70,9 @@ def _torch_is_faster(q: Tensor, length: int, masked: bool) -> bool:
 
 
 _OPERATOR = Operator(
-    name="attention",
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? bias, float scale, bool causal) -> Tensor",
-    fallback=_fallback,
-    launch=_launch,
-    fake=lambda q, *_: q.new_empty(q.shape),
-    autocast="lower",
-).define()
+    "attention", "(Tensor q, Tensor k, Tensor v, Tensor? bias, float scale, bool causal) -> Tensor", _fallback, _launch,
+    fake=lambda q, *_: q.new_empty(q.shape), autocast="lower",
+).define()  # fmt: skip
 
 
 def attention(

@@ -31,13 +31,9 @@ def _launch(x: Tensor, bias: Tensor, skip: Tensor | None) -> Tensor:
 
 
 _OPERATOR = Operator(
-    name="bias_add",
-    schema="(Tensor x, Tensor bias, Tensor? skip) -> Tensor",
-    fallback=_fallback,
-    launch=_launch,
-    fake=lambda x, *_: x.new_empty(x.shape),
-    autocast="widest",
-).define()
+    "bias_add", "(Tensor x, Tensor bias, Tensor? skip) -> Tensor", _fallback, _launch,
+    fake=lambda x, *_: x.new_empty(x.shape), autocast="widest",
+).define()  # fmt: skip
 
 
 def bias_add(x: Tensor, bias: Tensor, skip: Tensor | None = None) -> Tensor:

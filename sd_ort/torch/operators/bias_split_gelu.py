@@ -32,13 +32,9 @@ def _launch(x: Tensor, bias: Tensor) -> Tensor:
 
 
 _OPERATOR = Operator(
-    name="bias_split_gelu",
-    schema="(Tensor x, Tensor bias) -> Tensor",
-    fallback=_fallback,
-    launch=_launch,
-    fake=lambda x, _: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
-    autocast="lower",
-).define()
+    "bias_split_gelu", "(Tensor x, Tensor bias) -> Tensor", _fallback, _launch,
+    fake=lambda x, _: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)), autocast="lower",
+).define()  # fmt: skip
 
 
 def bias_split_gelu(x: Tensor, bias: Tensor) -> Tensor:

@@ -131,25 +131,16 @@ def _run(kernels: Kernels, name: str, params: ctypes.Structure, x: Tensor) -> No
 
 
 _GROUP_NORM = Operator(
-    name="group_norm",
-    schema="(Tensor x, Tensor gamma, Tensor beta, int groups, float epsilon, bool silu) -> Tensor",
-    fallback=_fallback,
-    launch=_launch,
-    fake=lambda x, *_: empty_like(x),
-    autocast="float32",
-).define()
+    "group_norm", "(Tensor x, Tensor gamma, Tensor beta, int groups, float epsilon, bool silu) -> Tensor",
+    _fallback, _launch, fake=lambda x, *_: empty_like(x), autocast="float32",
+).define()  # fmt: skip
 
 _SKIP_GROUP_NORM = Operator(
-    name="skip_group_norm",
-    schema=(
-        "(Tensor x, Tensor skip, Tensor? bias, Tensor gamma, Tensor beta, int groups, float epsilon, bool silu,"
-        " bool with_sum) -> (Tensor, Tensor)"
-    ),
-    fallback=_fallback_skip,
-    launch=_launch_skip,
-    fake=lambda x, *others: (empty_like(x), empty_like(x) if others[-1] else x.new_empty(0)),
-    autocast="float32",
-).define()
+    "skip_group_norm",
+    "(Tensor x, Tensor skip, Tensor? bias, Tensor gamma, Tensor beta, int groups, float epsilon, bool silu,"
+    " bool with_sum) -> (Tensor, Tensor)", _fallback_skip, _launch_skip,
+    fake=lambda x, *others: (empty_like(x), empty_like(x) if others[-1] else x.new_empty(0)), autocast="float32",
+).define()  # fmt: skip
 
 
 def group_norm(x: Tensor, gamma: Tensor, beta: Tensor, groups: int, epsilon: float, silu: bool = False) -> Tensor:

@@ -46,13 +46,9 @@ def require_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 _OPERATOR = Operator(
-    name="linear_add",
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? skip) -> Tensor",
-    fallback=_fallback,
-    launch=_launch,
-    fake=lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[1])),
-    autocast="lower",
-).define()
+    "linear_add", "(Tensor x, Tensor weight, Tensor? bias, Tensor? skip) -> Tensor", _fallback, _launch,
+    fake=lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[1])), autocast="lower",
+).define()  # fmt: skip
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None = None, skip: Tensor | None = None) -> Tensor:

@@ -35,13 +35,9 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 _OPERATOR = Operator(
-    name="linear_split_gelu",
-    schema="(Tensor x, Tensor weight, Tensor bias) -> Tensor",
-    fallback=_fallback,
-    launch=_launch,
-    fake=lambda x, weight, _: x.new_empty((*x.shape[:-1], weight.shape[1] // 2)),
-    autocast="lower",
-).define()
+    "linear_split_gelu", "(Tensor x, Tensor weight, Tensor bias) -> Tensor", _fallback, _launch,
+    fake=lambda x, weight, _: x.new_empty((*x.shape[:-1], weight.shape[1] // 2)), autocast="lower",
+).define()  # fmt: skip
 
 
 def linear_split_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

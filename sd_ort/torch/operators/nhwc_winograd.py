@@ -74,13 +74,9 @@ def _launch(x: Tensor, filters: Tensor, bias: Tensor | None, skip: Tensor | None
 
 
 _OPERATOR = Operator(
-    name="nhwc_winograd",
-    schema="(Tensor x, Tensor filters, Tensor? bias, Tensor? skip) -> Tensor",
-    fallback=_fallback,
-    launch=_launch,
-    fake=_fake,
-    autocast="lower",
-).define()
+    "nhwc_winograd", "(Tensor x, Tensor filters, Tensor? bias, Tensor? skip) -> Tensor", _fallback, _launch,
+    fake=_fake, autocast="lower",
+).define()  # fmt: skip
 
 
 def nhwc_winograd(x: Tensor, filters: Tensor, bias: Tensor | None = None, skip: Tensor | None = None) -> Tensor:

@@ -53,13 +53,10 @@ def _launch(
 
 
 _OPERATOR = Operator(
-    name="skip_layer_norm",
-    schema=("(Tensor x, Tensor skip, Tensor? bias, Tensor gamma, Tensor? beta, float epsilon) -> (Tensor, Tensor)"),
-    fallback=_fallback,
-    launch=_launch,
-    fake=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)),
-    autocast="float32",
-).define()
+    "skip_layer_norm",
+    "(Tensor x, Tensor skip, Tensor? bias, Tensor gamma, Tensor? beta, float epsilon) -> (Tensor, Tensor)",
+    _fallback, _launch, fake=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)), autocast="float32",
+).define()  # fmt: skip
 
 
 def skip_layer_norm(

@@ -30,13 +30,9 @@ def _launch(scores: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _OPERATOR = Operator(
-    name="softmax",
-    schema="(Tensor scores, ScalarType dtype) -> Tensor",
-    fallback=_fallback,
-    launch=_launch,
-    fake=lambda scores, dtype: scores.new_empty(scores.shape, dtype=dtype),
-    autocast="float32",
-).define()
+    "softmax", "(Tensor scores, ScalarType dtype) -> Tensor", _fallback, _launch,
+    fake=lambda scores, dtype: scores.new_empty(scores.shape, dtype=dtype), autocast="float32",
+).define()  # fmt: skip
 
 
 def softmax(scores: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -49,13 +49,9 @@ def _fake(x: Tensor, first: Tensor, second: Tensor, third: Tensor | None) -> Ten
 
 
 _OPERATOR = Operator(
-    name="stacked_linear",
-    schema="(Tensor x, Tensor first, Tensor second, Tensor? third) -> Tensor",
-    fallback=_fallback,
-    launch=_launch,
-    fake=_fake,
-    autocast="lower",
-).define()
+    "stacked_linear", "(Tensor x, Tensor first, Tensor second, Tensor? third) -> Tensor", _fallback, _launch,
+    fake=_fake, autocast="lower",
+).define()  # fmt: skip
 
 
 def stacked_linear(x: Tensor, first: Tensor, second: Tensor, third: Tensor | None = None) -> Tensor:

@@ -37,13 +37,9 @@ def _launch(weight: Tensor) -> Tensor:
 
 
 _OPERATOR = Operator(
-    name="upsample_conv_weight",
-    schema="(Tensor weight) -> Tensor",
-    fallback=_fallback,
-    launch=_launch,
-    fake=_fake,
-    autocast="widest",
-).define()
+    "upsample_conv_weight", "(Tensor weight) -> Tensor", _fallback, _launch,
+    fake=_fake, autocast="widest",
+).define()  # fmt: skip
 
 
 register_alias("doubled_weight", _OPERATOR, schema="(Tensor weight) -> Tensor")
@@ -55,6 +51,3 @@ def upsample_conv_weight(weight: Tensor) -> Tensor:
     It equals nearest 2x upsampling followed by a convolution with `weight` (M, C, 3, 3) and padding 1.
     """
     return _OPERATOR(weight)
-
-
-doubled_weight = upsample_conv_weight  # deprecated alias

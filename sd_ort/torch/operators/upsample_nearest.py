@@ -40,13 +40,9 @@ def _launch(x: Tensor, down: int, across: int) -> Tensor:
 
 
 _OPERATOR = Operator(
-    name="upsample_nearest",
-    schema="(Tensor x, int down, int across) -> Tensor",
-    fallback=_fallback,
-    launch=_launch,
-    fake=_fake,
-    autocast="widest",
-).define()
+    "upsample_nearest", "(Tensor x, int down, int across) -> Tensor", _fallback, _launch,
+    fake=_fake, autocast="widest",
+).define()  # fmt: skip
 
 
 def upsample_nearest(x: Tensor, down: int = 2, across: int = 2) -> Tensor:

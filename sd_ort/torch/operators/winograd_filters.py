@@ -38,13 +38,9 @@ def _launch(weight: Tensor, doubled: bool) -> Tensor:
 
 
 _OPERATOR = Operator(
-    name="winograd_filters",
-    schema="(Tensor weight, bool doubled) -> Tensor",
-    fallback=_fallback,
-    launch=_launch,
-    fake=_fake,
-    autocast="widest",
-).define()
+    "winograd_filters", "(Tensor weight, bool doubled) -> Tensor", _fallback, _launch,
+    fake=_fake, autocast="widest",
+).define()  # fmt: skip
 
 
 def winograd_filters(weight: Tensor, doubled: bool = False) -> Tensor:
