@@ -147,6 +147,9 @@ def test_weightless_is_what_export_traces(
     templates.write_template(tmp_path / "made.xz", made, recipes, config)
     entry = folder.read_manifest(default_export)["components"]["vae_encoder"]
     assert templates.store_template("kept", default_export / "vae_encoder", entry) is None
+    for name in ("duplicate_weights", "equal_weights"):  # the second is the old name
+        duplicates = entry | {name: [["a", "b"]]}
+        assert "a and b are equal" in str(templates.store_template("x", default_export / "vae_encoder", duplicates))
     other = templates.find_template("kept")
     assert other is not None
     ours, theirs = templates.Template(tmp_path / "made.xz"), templates.Template(other)
@@ -158,5 +161,5 @@ def test_broken_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SD_ORT_TEMPLATES", str(tmp_path))
     assert templates.find_template("x") is None
     (tmp_path / "x.onnx.xz").write_bytes(b"half")
-    with pytest.raises(InputError, match="broken"):
+    with pytest.raises(InputError, match="is damaged"):
         templates.Template(tmp_path / "x.onnx.xz")
