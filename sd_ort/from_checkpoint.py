@@ -60,8 +60,8 @@ def optimize_checkpoint(
     if inputs:
         check_recorded(inputs, names)
     hoisted = chosen_hoisting(hoisted, dtype, target, names)
-    keys = {name: templates.key_of(source, name, opset, exporter) for name in names}
-    found = {name: path for name, key in keys.items() if (path := templates.find(key)) is not None}
+    keys = {name: templates.component_key(source, name, opset, exporter) for name in names}
+    found = {name: path for name, key in keys.items() if (path := templates.find_template(key)) is not None}
     missing = [name for name in names if name not in found]
     manifest: dict[str, Any] = {
         "stage": "optimize",
@@ -125,9 +125,9 @@ def _export(
         return []
     from sd_ort.export.exporter import export  # imports torch and diffusers: seconds
 
-    manifest = export(model, scratch, components=names, progress=report, **options)
+    manifest = export(model, scratch, components=names, on_progress=report, **options)
     for name in names:
-        if why_not := templates.keep(keys[name], scratch / name, manifest["components"][name]):
+        if why_not := templates.store_template(keys[name], scratch / name, manifest["components"][name]):
             report(f"{name}: no template was kept: {why_not}.")
         else:
             report(f"{name}: template {keys[name]} was kept for the next checkpoint of its kind.")

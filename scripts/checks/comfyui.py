@@ -76,7 +76,7 @@ def prepare(base: Path) -> None:
     save_loras(base / "models" / "loras")
     save_checkpoint(base / "models" / "checkpoints" / "checkpoint.safetensors")
     scene = scenes.parse(SCENE)
-    pixels = scenes.render(scene, scenes.layout(scene, random.Random(0)))
+    pixels = scenes.render(scene, scenes.random_geometry(scene, random.Random(0)))
     (base / "input").mkdir()
     Image.fromarray(pixels).save(base / "input" / "picture.png")
     alpha = np.full((SIDE, SIDE), 255, np.uint8)

@@ -31,8 +31,8 @@ from sd_ort.demo.fidelity import unseen_prompts
 from sd_ort.export.exporter import export
 from sd_ort.optimize.optimizer import optimize
 from sd_ort.runtime import machine
-from sd_ort.serving.pictures import Picture, Settings
-from sd_ort.serving.replica import Opening, Replica
+from sd_ort.serving.image_jobs import BatchSettings, ImageJob
+from sd_ort.serving.replica import PipelineReplica, ReplicaConfig
 
 SIDES, STEPS = (128, 64), (10, 5)
 
@@ -87,14 +87,14 @@ def load(address: str, server: int, given: argparse.Namespace) -> tuple[list[tup
 
 def differing(folder: Path, answers: list[tuple[int, bytes, float]], every: int) -> list[int]:
     """Places of those answers, of one in `every`, that are not the picture drawn alone."""
-    alone = Replica(Opening(folder, {"provider": "cpu"}))
+    alone = PipelineReplica(ReplicaConfig(folder, {"provider": "cpu"}))
     prompts = unseen_prompts(len(answers), 0)
     found = []
     for place in range(0, len(answers), every):
         fields = fields_of(place, prompts[place])
         side = int(fields["size"].split("x")[0])
-        picture = Picture(prompts[place], "", place, Settings(side, side, fields["steps"], fields["guidance"]))
-        if alone.draw([picture]) != [answers[place][1]]:
+        job = ImageJob(prompts[place], "", place, BatchSettings(side, side, fields["steps"], fields["guidance"]))
+        if alone.generate([job]) != [answers[place][1]]:
             found.append(place)
     return found
 
@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("results/serving/load_demo_cpu.json"), help="the result")
     given = parser.parse_args()
 
-    export("demo", given.work / "raw", progress=print)
+    export("demo", given.work / "raw", on_progress=print)
     optimize(given.work / "raw", given.work / "fused", target="cpu", report=print)
     command = [sys.executable, "-m", "sd_ort", "serve", str(given.work / "fused"), "--replicas", str(given.replicas),
                "--port", "0"]  # fmt: skip

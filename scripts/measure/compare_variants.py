@@ -58,7 +58,7 @@ VARIANTS = (
 def folders(work: Path, target: str, steps: int) -> dict[str, Path]:
     """What the variants draw with, made below `work`; each stage knows whether what is there is of these options."""
     makers: dict[str, Callable[[Path], object]] = {
-        "raw": lambda out: export("demo", out, progress=print),
+        "raw": lambda out: export("demo", out, on_progress=print),
         "plain": lambda out: optimize(work / "raw", out, target=target, report=print),
         "hoisted": lambda out: optimize(work / "raw", out, target=target, hoisted=True, report=print),
         "merged": lambda out: merge(work / "plain", out, steps=steps, report=print),

@@ -62,7 +62,7 @@ def fidelity(pictures: np.ndarray, prompts: Sequence[str], used: Sequence[str]) 
     seen = eight_bits(pictures)
     row: dict[str, Any] = {"as the prompt says": round(100 * score(prompts, seen).share, 1)}
     for names in SETS[1:]:
-        found = score([styles.prompt_in(names, prompt) for prompt in prompts], seen)
+        found = score([styles.styled_prompt(names, prompt) for prompt in prompts], seen)
         row[f"in {' and '.join(names)}"] = round(100 * found.share, 1)
         if names == tuple(used):
             row["failures"] = dict(found.failures)
@@ -73,7 +73,7 @@ def fuse(unet: Any, clean: Mapping[str, torch.Tensor], strengths: Mapping[str, f
     """Give diffusers' UNet the clean weights with the LoRAs added."""
     weights = dict(clean)
     for style, strength in strengths.items():
-        tensors = {name: tensor.float() for name, tensor in load_file(styles.lora(style)).items()}
+        tensors = {name: tensor.float() for name, tensor in load_file(styles.lora_path(style)).items()}
         for name, down in tensors.items():
             if name.endswith("lora_A.weight"):
                 weight = name.removeprefix("unet.").replace("lora_A.", "")
@@ -120,15 +120,15 @@ def main(count: int, few: int, work: Path, out: Path) -> None:
         optimize_checkpoint("demo", folder, target="cpu", report=click.echo)
     ours = StableDiffusionPipeline.from_pretrained(folder)
     ours.set_progress_bar_config(disable=True)
-    prompts = styles.prompts_to_style(count)
+    prompts = styles.styleable_prompts(count)
     result: dict[str, Any] = {"machine": machine(), "versions": versions(), "commit": commit(), "prompts": count}
-    result["bytes"] = {style: styles.lora(style).stat().st_size for style in styles.STYLES}
+    result["bytes"] = {style: styles.lora_path(style).stat().st_size for style in styles.STYLES}
     result |= {"steps": demo.STEPS, "guidance": demo.GUIDANCE, "percent right": {}}
     rows = []
     for used in SETS:
         started = time.monotonic()
         for style in set(used) - set(ours.get_list_adapters()):
-            ours.load_lora_weights(styles.lora(style), style)
+            ours.load_lora_weights(styles.lora_path(style), style)
         if used:
             ours.set_adapters(list(used))
         rows.append(draw(ours, prompts))

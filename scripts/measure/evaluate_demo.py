@@ -45,12 +45,12 @@ def engines(work: Path, target: str) -> dict[str, Callable[[], Any]]:
 
     def optimized(name: str, dtype: str) -> Any:
         if not (work / "raw").is_dir():
-            export("demo", work / "raw", progress=print)
+            export("demo", work / "raw", on_progress=print)
         optimize(work / "raw", work / name, target=target, dtype=dtype, report=print)
         return StableDiffusionPipeline.from_pretrained(work / name)
 
     def raw() -> Any:
-        export("demo", work / "raw", progress=print)
+        export("demo", work / "raw", on_progress=print)
         return StableDiffusionPipeline.from_pretrained(work / "raw")
 
     return {
@@ -86,7 +86,7 @@ def row(label: str, prompts: Sequence[str], pictures: np.ndarray, reference: dic
     fidelity = score(prompts, pictures)
     entry: dict[str, Any] = {
         "label": label,
-        "right": fidelity.right,
+        "right": fidelity.correct,
         "total": fidelity.total,
         "share_percent": 100 * fidelity.share,
         "failures": [{"prompt": prompt, "reason": reason} for prompt, reason in fidelity.failures],

@@ -95,10 +95,10 @@ def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> 
     source = open_source(None, preset, True, 0)
     config = PRESETS[preset].models[MODEL_OF.get(component, component)]
     signature = checkpoints.component_signature(source, component, config)
-    arguments = [exporter.example(t, exporter.TRACE, config, 0) for t in signature.inputs]
+    arguments = [exporter.example_input(t, exporter.TRACE_SIZES, config, 0) for t in signature.inputs]
     with torch.no_grad():
         made = tracing.export_dynamo(net.cpu(), arguments, signature, tracing.DEFAULT_OPSET, out.parent)
-    tracing.tidy(made, signature)
+    tracing.normalize_exported_names(made, signature)
     out.parent.mkdir(parents=True, exist_ok=True)
     ir.save(made, out, external_data=folder.DATA)
     net.to(DEVICE)

@@ -37,8 +37,8 @@ def make_pipeline(preset: str, folder: Path, holes: bool) -> None:
     import torch
 
     from sd_ort.core.quiet import quiet
-    from sd_ort.export.exporter import NOISY, TRACE, example, save_config
-    from sd_ort.export.tracing import export_dynamo, tidy
+    from sd_ort.export.exporter import NOISY_LOGGERS, TRACE_SIZES, example_input, save_config
+    from sd_ort.export.tracing import export_dynamo, normalize_exported_names
     from sd_ort.family import signatures
     from sd_ort.family.checkpoints import PresetSource, choose, class_name, component_signature, is_sdxl, model_class
     from sd_ort.family.modules import wrap
@@ -64,14 +64,14 @@ def make_pipeline(preset: str, folder: Path, holes: bool) -> None:
     block = np.random.default_rng(0).normal(0, 0.02, BLOCK).astype(np.float32)
     for component in choose(source, None):
         (work / component).mkdir()
-        with quiet(*NOISY), torch.no_grad():
+        with quiet(*NOISY_LOGGERS), torch.no_grad():
             model = source.load(signatures.MODEL_OF.get(component, component))
             config = save_config(model, work / component)
             signature = component_signature(source, component, config)
             module = wrap(component, model, is_sdxl(source), "controlnet" in source.configs)
-            args = [example(t, TRACE, config, 1) for t in signature.inputs]
+            args = [example_input(t, TRACE_SIZES, config, 1) for t in signature.inputs]
             graph = export_dynamo(module, args, signature, 20, work)
-            tidy(graph, signature)
+            normalize_exported_names(graph, signature)
         (_save_holes if holes else _save)(graph, work / component / "model.onnx", block)
         print(f"made {preset} {component}", flush=True)
         del model, module, args, graph

@@ -118,9 +118,9 @@ def make(options: argparse.Namespace) -> None:
     if options.graphs:
         raw_folder(options.preset, options.graphs, work / "raw", device_of(options.provider))
     elif options.preset == "demo":
-        export("demo", work / "raw", progress=say)
+        export("demo", work / "raw", on_progress=say)
     else:
-        export(None, work / "raw", preset=options.preset, random_weights=True, progress=say)
+        export(None, work / "raw", preset=options.preset, random_weights=True, on_progress=say)
     optimize(work / "raw", work / "ours", target=target, dtype="float16", calibrate=False, report=say)
 
 
@@ -356,7 +356,7 @@ def fidelity(options: argparse.Namespace) -> dict[str, Any]:
         for seed, prompt in enumerate(prompts)
     ]
     decibels = [metrics.psnr(a, b) for a, b in zip(pictures, expected, strict=True)]
-    right = {"torch fp32": score(prompts, expected).right, "ours": score(prompts, pictures).right}
+    right = {"torch fp32": score(prompts, expected).correct, "ours": score(prompts, pictures).correct}
     found = {
         "prompts": len(prompts),
         "right": right,

@@ -32,7 +32,7 @@ import onnxruntime as ort  # noqa: E402
 from fused_hashes import filled  # noqa: E402
 
 from sd_ort.core.folder import DATA, MODEL  # noqa: E402
-from sd_ort.export.templates import SHIPPED  # noqa: E402
+from sd_ort.export.templates import BUNDLED  # noqa: E402
 from sd_ort.optimize.optimizer import optimize_component  # noqa: E402
 from sd_ort.optimize.targets import TARGETS  # noqa: E402
 from sd_ort.runtime import build, machine  # noqa: E402
@@ -47,7 +47,7 @@ def make(name: str, work: Path) -> Path:
     raw, made = (work / stage / name / MODEL for stage in ("raw", "made"))
     if not raw.is_file():
         raw.parent.mkdir(parents=True)
-        onnx.save(filled(SHIPPED / f"sd15.{name}.onnx.xz"), raw, save_as_external_data=True, location=DATA)
+        onnx.save(filled(BUNDLED / f"sd15.{name}.onnx.xz"), raw, save_as_external_data=True, location=DATA)
     optimize_component(raw, made, TARGETS["gpu"], "float16", calibrate=False, hoisted=name == "unet")
     return made
 

@@ -34,8 +34,8 @@ from sd_ort.core.errors import SdOrtError
 from sd_ort.runtime import machine
 from sd_ort.serving import api, scaling
 from sd_ort.serving import replica as here
-from sd_ort.serving.dispatch import Dispatcher, Replica
-from sd_ort.serving.pictures import Model, Picture, Settings
+from sd_ort.serving.dispatch import Dispatcher, ReplicaProcess
+from sd_ort.serving.image_jobs import BatchSettings, ImageJob, ModelInfo
 
 GOAL = 1.9  # times one GPU's images a second, on two
 actor = here.Actor()  # of a process of `PlainReplica`
@@ -47,27 +47,27 @@ def call(method: str, argument: Any) -> Any:
 
 
 class PlainReplica:
-    """A replica in a process of its own without Ray: see `dispatch.Replica`."""
+    """A replica in a process of its own without Ray: see `dispatch.ReplicaProcess`."""
 
-    def __init__(self, opening: here.Opening, name: str) -> None:
+    def __init__(self, opening: here.ReplicaConfig, name: str) -> None:
         self.opening, self.name = opening, name
         self.pool = ProcessPoolExecutor(1, get_context("spawn"))
 
-    async def start(self) -> Model:
+    async def start(self) -> ModelInfo:
         return self._checked(await asyncio.wrap_future(self.pool.submit(call, "load", self.opening)))
 
-    async def draw(self, pictures: Sequence[Picture]) -> list[bytes]:
-        return self._checked(await asyncio.wrap_future(self.pool.submit(call, "draw", pictures)))
+    async def generate(self, jobs: Sequence[ImageJob]) -> list[bytes]:
+        return self._checked(await asyncio.wrap_future(self.pool.submit(call, "generate", jobs)))
 
     def stop(self) -> None:
         self.pool.shutdown(cancel_futures=True)
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return True
 
     @staticmethod
     def _checked(result: Any) -> Any:
-        if isinstance(result, here.Failed):
+        if isinstance(result, here.RemoteError):
             raise result.error()
         return result
 
@@ -77,33 +77,33 @@ class Loaded:
     """A replica that stays loaded from one dispatcher to the next; `seconds` of each batch it drew."""
 
     name: str
-    replica: Replica
-    model: Model
+    replica: ReplicaProcess
+    model: ModelInfo
     seconds: list[float] = field(default_factory=list)
 
-    async def start(self) -> Model:
+    async def start(self) -> ModelInfo:
         return self.model
 
-    async def draw(self, pictures: Sequence[Picture]) -> list[bytes]:
+    async def generate(self, jobs: Sequence[ImageJob]) -> list[bytes]:
         start = time.perf_counter()
-        drawn = await self.replica.draw(pictures)
+        files = await self.replica.generate(jobs)
         self.seconds.append(time.perf_counter() - start)
-        return drawn
+        return files
 
     def stop(self) -> None:
         pass
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return True
 
 
 @contextlib.contextmanager
-def replicas_of(openings: Sequence[here.Opening], *, ray: bool) -> Iterator[Sequence[Replica]]:
+def replicas_of(openings: Sequence[here.ReplicaConfig], *, ray: bool) -> Iterator[Sequence[ReplicaProcess]]:
     """The replicas, not yet loaded, ended on leaving."""
     if ray:
-        from sd_ort.serving.on_ray import Cluster
+        from sd_ort.serving.ray_replicas import RayCluster
 
-        with Cluster(openings) as cluster:
+        with RayCluster(openings) as cluster:
             yield cluster.replicas
         return
     plain = [PlainReplica(opening, str(place)) for place, opening in enumerate(openings)]
@@ -114,7 +114,7 @@ def replicas_of(openings: Sequence[here.Opening], *, ray: bool) -> Iterator[Sequ
             each.stop()
 
 
-async def images_a_second(replicas: Sequence[Replica], pictures: Sequence[Picture], batch: int) -> float:
+async def images_a_second(replicas: Sequence[ReplicaProcess], pictures: Sequence[ImageJob], batch: int) -> float:
     """All pictures submitted at once, drawn by these replicas alone."""
     dispatcher = Dispatcher(replicas, batch)
     await dispatcher.start()
@@ -127,11 +127,11 @@ async def images_a_second(replicas: Sequence[Replica], pictures: Sequence[Pictur
     return len(pictures) / seconds
 
 
-def front_seconds(pictures: Sequence[Picture], files: Sequence[bytes], times: int = 20) -> float:
+def front_seconds(pictures: Sequence[ImageJob], files: Sequence[bytes], times: int = 20) -> float:
     """CPU seconds an image in which the one process in front of all replicas makes its answer."""
     start = time.process_time()
     for _ in range(times):
-        json.dumps(api.answer(pictures, files)).encode()
+        json.dumps(api.response_body(pictures, files)).encode()
     return (time.process_time() - start) / (times * len(pictures))
 
 
@@ -141,27 +141,27 @@ class Instant:
 
     name: str = "instant"
 
-    async def start(self) -> Model:
-        return Model(side=64, multiple=8, guidance=1.0, trained_steps=1)
+    async def start(self) -> ModelInfo:
+        return ModelInfo(default_size=64, size_multiple=8, guidance=1.0, train_timesteps=1)
 
-    async def draw(self, pictures: Sequence[Picture]) -> list[bytes]:
+    async def generate(self, jobs: Sequence[ImageJob]) -> list[bytes]:
         await asyncio.sleep(0)
-        return [b""] * len(pictures)
+        return [b""] * len(jobs)
 
     def stop(self) -> None:
         pass
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return True
 
 
-async def dispatch_seconds(settings: Settings, replicas: int, batch: int, images: int = 2000) -> float:
+async def dispatch_seconds(settings: BatchSettings, replicas: int, batch: int, images: int = 2000) -> float:
     """CPU seconds an image in which the dispatcher queues it and hands it out."""
     dispatcher = Dispatcher([Instant() for _ in range(replicas)], batch)
     await dispatcher.start()
     start = time.process_time()
     for first in range(0, images, 2 * batch * replicas):  # as many as wait beside those that are drawn
-        pictures = [Picture("", "", seed, settings) for seed in range(first, first + 2 * batch * replicas)]
+        pictures = [ImageJob("", "", seed, settings) for seed in range(first, first + 2 * batch * replicas)]
         await asyncio.gather(*dispatcher.submit(pictures))
     seconds = time.process_time() - start
     dispatcher.close()
@@ -171,7 +171,7 @@ async def dispatch_seconds(settings: Settings, replicas: int, batch: int, images
 def say_model(report: Mapping[str, Any]) -> None:
     """Print the check, and what the model says of more GPUs than were there; `report`: ours, or of two_gpus.py."""
     for name, found in report.get("presets", {}).items():
-        for what, (measured_s, model_s) in scaling.checked_split(found, report["settings"]["steps"]).items():
+        for what, (measured_s, model_s) in scaling.compare_split(found, report["settings"]["steps"]).items():
             print(
                 f"{name}, guidance split, {what}: measured {1e3 * measured_s:.2f} ms, the model says "
                 f"{1e3 * model_s:.2f} ({100 * (model_s / measured_s - 1):+.1f} %)"
@@ -180,16 +180,16 @@ def say_model(report: Mapping[str, Any]) -> None:
     if "dry run" in report.get("devices", ""):
         print("replicas that share one device: the model is of replicas that do not")
         return
-    for row in scaling.checked(rows):
+    for row in scaling.compare_throughput(rows):
         print(
             f"batch {row['batch']}, {row['replicas']} replicas: measured {row['measured_images_s']:.3f} images/s, the "
             f"model says {row['model_images_s']:.3f} ({row['error_percent']:+.1f} %)"
         )
     for one in (row for row in rows if row["replicas"] == 1):
-        times = scaling.times_of(one)
+        times = scaling.replica_times(one)
         print(
-            f"batch {one['batch']}, one replica: {times.draw:.4f} s a batch, {1e3 * times.hand_over:.2f} ms to the "
-            f"next; in front {1e3 * times.dispatch:.3f} + {1e3 * times.answer:.3f} ms an image"
+            f"batch {one['batch']}, one replica: {times.generate:.4f} s a batch, {1e3 * times.hand_over:.2f} ms to the "
+            f"next; in front {1e3 * times.dispatch:.3f} + {1e3 * times.respond:.3f} ms an image"
         )
         if times.dispatch:
             print(
@@ -198,16 +198,18 @@ def say_model(report: Mapping[str, Any]) -> None:
             )
 
 
-async def measured(replicas: Sequence[Replica], given: argparse.Namespace, settings: Settings) -> list[dict[str, Any]]:
+async def measured(
+    replicas: Sequence[ReplicaProcess], given: argparse.Namespace, settings: BatchSettings
+) -> list[dict[str, Any]]:
     """One row for each batch size and number of replicas."""
     models = await asyncio.gather(*(replica.start() for replica in replicas))
     loaded = [Loaded(replica.name, replica, model) for replica, model in zip(replicas, models, strict=True)]
     rows = []
     for batch in given.batch:
         each = -(-given.images // batch) * batch  # images of a replica
-        pictures = [Picture(given.prompt, "", seed, settings) for seed in range(each * len(loaded))]
-        await asyncio.gather(*(one.draw(pictures[:batch]) for one in loaded for _ in range(given.warm_up)))
-        files = await loaded[0].draw(pictures[:batch])
+        pictures = [ImageJob(given.prompt, "", seed, settings) for seed in range(each * len(loaded))]
+        await asyncio.gather(*(one.generate(pictures[:batch]) for one in loaded for _ in range(given.warm_up)))
+        files = await loaded[0].generate(pictures[:batch])
         front = front_seconds(pictures[:batch], files)
         dispatch = await dispatch_seconds(settings, len(loaded), batch)
         print(
@@ -264,9 +266,9 @@ def main() -> int:
     if given.folder is None:
         parser.error("give a pipeline folder")
 
-    opening = here.Opening(given.folder, {"provider": given.provider}, guidance=given.guidance)
-    openings = here.several(opening, given.gpus, given.replicas, None)
-    settings = Settings(given.side, given.side, given.steps, given.guidance)
+    opening = here.ReplicaConfig(given.folder, {"provider": given.provider}, guidance=given.guidance)
+    openings = here.replica_configs(opening, given.gpus, given.replicas, None)
+    settings = BatchSettings(given.side, given.side, given.steps, given.guidance)
     with replicas_of(openings, ray=not given.without_ray) as replicas:
         rows = asyncio.run(measured(replicas, given, settings))
     report = {
@@ -279,7 +281,7 @@ def main() -> int:
         "devices": f"{given.gpus} GPUs" if given.gpus else f"{len(openings)} replicas that share one device: a dry run",
         "model": str(given.folder),
         "rows": rows,
-        "model_check": scaling.checked(rows),
+        "model_check": scaling.compare_throughput(rows),
     }
     say_model(report)
     if given.out:

@@ -1,4 +1,4 @@
-"""The custom operators as torch has them."""
+"""torch expressions that compute the same as the custom operators, to measure against."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def group_norm(t: Tensors, case: Case) -> torch.Tensor:
-    x = t["X"].permute(0, 3, 1, 2)  # channels-last memory, as torch runs a UNet fast
+    x = t["X"].permute(0, 3, 1, 2)  # channels last, in which torch runs a UNet fastest
     y = F.silu(F.group_norm(x, int(case.attributes["groups"]), t["gamma"], t["beta"], 1e-5))
     return y.permute(0, 2, 3, 1)
 
@@ -66,12 +66,12 @@ def attention(t: Tensors, case: Case) -> torch.Tensor:
     heads = int(case.attributes["num_heads"])
     query, keys = t["query"], t.get("key")
     if query.ndim == 5:
-        parts = query.unbind(3)
+        qkv = query.unbind(3)
     elif keys is not None and keys.ndim == 5:
-        parts = (query.unflatten(2, (heads, -1)), *keys.unbind(3))
+        qkv = (query.unflatten(2, (heads, -1)), *keys.unbind(3))
     else:
-        parts = tuple(t[name].unflatten(2, (heads, -1)) for name in ("query", "key", "value"))
-    q, k, v = (part.transpose(1, 2) for part in parts)
+        qkv = tuple(t[name].unflatten(2, (heads, -1)) for name in ("query", "key", "value"))
+    q, k, v = (x.transpose(1, 2) for x in qkv)
     causal = bool(case.attributes.get("unidirectional", 0))
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
 

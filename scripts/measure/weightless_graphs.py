@@ -21,8 +21,8 @@ import onnx_ir as ir
 import torch
 
 from sd_ort.core.quiet import quiet
-from sd_ort.export.exporter import NOISY, TRACE, example
-from sd_ort.export.tracing import DEFAULT_OPSET, export_dynamo, tidy
+from sd_ort.export.exporter import NOISY_LOGGERS, TRACE_SIZES, example_input
+from sd_ort.export.tracing import DEFAULT_OPSET, export_dynamo, normalize_exported_names
 from sd_ort.family.checkpoints import Source, class_name, component_signature, is_sdxl, model_class, open_source
 from sd_ort.family.modules import wrap
 from sd_ort.family.signatures import MODEL_OF
@@ -55,10 +55,10 @@ def graph(source: Source, component: str) -> onnx.ModelProto:
     signature = component_signature(source, component, config)
     module = wrap(component, model, is_sdxl(source), "controlnet" in source.configs)
     weights = {beginning(parameter.detach().numpy()): name for name, parameter in model.named_parameters()}
-    with quiet(*NOISY), torch.no_grad():
-        args = [example(tensor, TRACE, config, 1) for tensor in signature.inputs]
+    with quiet(*NOISY_LOGGERS), torch.no_grad():
+        args = [example_input(tensor, TRACE_SIZES, config, 1) for tensor in signature.inputs]
         exported = export_dynamo(module, args, signature, DEFAULT_OPSET, Path())
-        tidy(exported, signature)
+        normalize_exported_names(exported, signature)
     for value in list(exported.graph.initializers.values()):
         if value.const_value is not None and value.const_value.dtype == ir.DataType.FLOAT:
             refer(value, weights)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from sd_ort.core.files import write_text
 from sd_ort.runtime import machine
-from sd_ort.torch.operators import bias_add, doubled_weight, nhwc_winograd, winograd_filters
+from sd_ort.torch.operators import bias_add, nhwc_winograd, upsample_conv_weight, winograd_filters
 
 Tensor = torch.Tensor
 
@@ -117,7 +117,7 @@ def doubled_row(batch: int, size: int, channels: int) -> str:
     """A line of the second table."""
     x = [image(batch, channels, size, size) for _ in range(SETS)]
     w, bias = weights(channels, channels), torch.randn(channels, device="cuda").half()
-    filters, taps = [winograd_filters(each, True) for each in w], [doubled_weight(each) for each in w]
+    filters, taps = [winograd_filters(each, True) for each in w], [upsample_conv_weight(each) for each in w]
 
     def transposed(i: int) -> Callable[[], Tensor]:
         return lambda: added(F.conv_transpose2d(x[i], taps[i], stride=2, padding=1), bias)

@@ -16,16 +16,15 @@ import numpy as np
 from sd_ort.benchmark.engines.contract import Engine, Settings
 from sd_ort.core.errors import InputError
 from sd_ort.serving import replica
-from sd_ort.serving.dispatch import Dispatcher, Replica
-from sd_ort.serving.on_ray import Cluster
-from sd_ort.serving.pictures import Picture
-from sd_ort.serving.pictures import Settings as Drawing
+from sd_ort.serving.dispatch import Dispatcher, ReplicaProcess
+from sd_ort.serving.image_jobs import BatchSettings, ImageJob
+from sd_ort.serving.ray_replicas import RayCluster
 
 
-def openings(engine: Engine, settings: Settings, gpus: int | None, count: int | None) -> list[replica.Opening]:
+def openings(engine: Engine, settings: Settings, gpus: int | None, count: int | None) -> list[replica.ReplicaConfig]:
     """What the replicas of an engine load: one on each of `gpus`, else `count` of them.
 
-    Raises InputError for an engine that is no pipeline folder, or as `replica.several`.
+    Raises InputError for an engine that is no pipeline folder, or as `replica.replica_configs`.
     """
     if engine.engine != "onnxruntime":
         raise InputError(f"replicas draw with pipeline folders, not {engine.label}: leave it out of --engines.")
@@ -37,8 +36,8 @@ def openings(engine: Engine, settings: Settings, gpus: int | None, count: int | 
         "allow_fallback": settings.allow_fallback,
         "library": engine.library,
     }
-    opening = replica.Opening(Path(engine.directory), loading, guidance=settings.guidance)
-    return replica.several(opening, gpus, count, settings.threads)
+    config = replica.ReplicaConfig(Path(engine.directory), loading, guidance=settings.guidance)
+    return replica.replica_configs(config, gpus, count, settings.threads)
 
 
 class Replicas:
@@ -50,7 +49,7 @@ class Replicas:
     def __init__(
         self, cluster: AbstractContextManager[Any], prompts: Sequence[str], settings: Settings, batch: int
     ) -> None:
-        """`cluster`: in its block it has `replicas` (see `dispatch.Replica`), not yet loaded."""
+        """`cluster`: in its block it has `replicas` (see `dispatch.ReplicaProcess`), not yet loaded."""
         self.cluster, self.prompts, self.settings, self.batch = cluster, prompts, settings, batch
         self.images: dict[int, np.ndarray] = {}
         self.drawn = (0, 0)  # pictures and batches that `mean_batch` has told of
@@ -59,7 +58,7 @@ class Replicas:
 
     def __enter__(self) -> Self:
         """Start and load the replicas. Raises SdOrtError when one cannot."""
-        found: Sequence[Replica] = self.cluster.__enter__().replicas
+        found: Sequence[ReplicaProcess] = self.cluster.__enter__().replicas
         self.dispatcher = Dispatcher(found, self.batch)
         self.callers = 2 * self.batch * len(found)  # as many images wait as are drawn
         self.thread.start()
@@ -88,7 +87,7 @@ class Replicas:
         async def drawn() -> None:
             for count in dict.fromkeys((1, self.batch)):
                 pictures = [self._picture(i % len(self.prompts)) for i in range(count)]
-                await asyncio.gather(*(each.draw(pictures) for each in self.dispatcher.replicas))
+                await asyncio.gather(*(each.generate(pictures) for each in self.dispatcher.replicas))
 
         self._result(drawn())
 
@@ -105,13 +104,13 @@ class Replicas:
     def mean_batch(self) -> float:
         """Images a batch of what was drawn since this was last asked."""
         before, counts = self.drawn, self.dispatcher.counts
-        self.drawn = counts.pictures, counts.batches
+        self.drawn = counts.images, counts.batches
         return (self.drawn[0] - before[0]) / max(1, self.drawn[1] - before[1])
 
-    def _picture(self, number: int) -> Picture:
+    def _picture(self, number: int) -> ImageJob:
         asked = self.settings
-        drawing = Drawing(asked.width, asked.height, asked.steps, asked.guidance)
-        return Picture(self.prompts[number], "", asked.seed + (0 if asked.one_latent else number), drawing)
+        drawing = BatchSettings(asked.width, asked.height, asked.steps, asked.guidance)
+        return ImageJob(self.prompts[number], "", asked.seed + (0 if asked.one_latent else number), drawing)
 
     def _result(self, work: Awaitable[Any]) -> Any:
         async def awaited() -> Any:
@@ -122,7 +121,7 @@ class Replicas:
 
 def on_ray(engine: Engine, prompts: Sequence[str], settings: Settings, gpus: int | None, count: int | None) -> Replicas:
     """Replicas in Ray's actors, which `with` starts. Raises InputError as `openings`, or when Ray is not installed."""
-    return Replicas(Cluster(openings(engine, settings, gpus, count)), prompts, settings, max(settings.batches))
+    return Replicas(RayCluster(openings(engine, settings, gpus, count)), prompts, settings, max(settings.batches))
 
 
 def _pixels(file: bytes) -> np.ndarray:

@@ -70,7 +70,7 @@ def command(
         components=components or None,
         controlnet=controlnet,
         files=FileOptions(config, vae, unsafe_pickle, ip_adapter, image_encoder),
-        progress=lambda line: click.echo(line, err=True),
+        on_progress=lambda line: click.echo(line, err=True),
     )
     click.echo(table(manifest))
 

@@ -40,38 +40,38 @@ def draw_list(options: Mapping[str, Any]) -> None:
     from sd_ort.commands.generate import check_files, whole_folder
     from sd_ort.core.files import write_bytes
     from sd_ort.core.paths import check_writable
-    from sd_ort.serving import prompts
+    from sd_ort.serving import prompt_lists
 
     check_options(options)
     check_writable(options["out"] / "1.png")
     check_files(options["loras"], options["words"])
     options = {**options, "folder": whole_folder(options["folder"], dict(options))}
-    openings, asked = what_is_asked(options)
-    missing = asked if options["overwrite"] else prompts.left(asked, openings[0].text)
+    configs, asked = what_is_asked(options)
+    missing = asked if options["overwrite"] else prompt_lists.missing_outputs(asked, configs[0].png_text)
     if len(missing) < len(asked):
         click.echo(f"{len(asked) - len(missing)} of {len(asked)} images are there already.", err=True)
     if not missing:
         return
     with tqdm(total=len(missing), unit="image", delay=1e-9) as bar:
 
-        def done(task: prompts.Task, file: bytes) -> None:
+        def done(task: prompt_lists.OutputTask, file: bytes) -> None:
             write_bytes(task.path, file, overwrite=options["overwrite"])
             bar.write(str(task.path))
             bar.update()
 
         if options["gpus"] or options["replicas"]:
-            prompts.draw_on_replicas(openings, missing, options["batch"], done)
+            prompt_lists.generate_on_replicas(configs, missing, options["batch"], done)
         else:
-            prompts.draw_here(openings[0], missing, options["batch"], done)
+            prompt_lists.generate_locally(configs[0], missing, options["batch"], done)
 
 
 def what_is_asked(options: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """What each replica opens, and all tasks. Raises InputError for what cannot be drawn; nothing is loaded."""
     from sd_ort.commands.generate import default_guidance
     from sd_ort.pipeline.arguments import check_numbers, check_text
-    from sd_ort.serving.pictures import Settings
-    from sd_ort.serving.prompts import read_prompts, tasks
-    from sd_ort.serving.replica import Opening, several
+    from sd_ort.serving.image_jobs import BatchSettings
+    from sd_ort.serving.prompt_lists import output_tasks, read_prompts
+    from sd_ort.serving.replica import ReplicaConfig, replica_configs
 
     texts = [options["prompt"]] if options["prompts"] is None else read_prompts(options["prompts"])
     negative, folder = options["negative"] or "", Path(options["folder"])
@@ -80,15 +80,15 @@ def what_is_asked(options: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     changing = {"clip_skip": options["clip_skip"], "prompt_syntax": "weights" if options["weights"] else None}
     kept = {"model": str(folder), "scheduler": options["scheduler"], "loras": ", ".join(options["loras"]) or None,
             "embeddings": ", ".join(options["words"]) or None, **changing}  # fmt: skip
-    opening = Opening(
+    config = ReplicaConfig(
         folder,
-        loading={name: options[name] for name in LOADING},
-        prepare=functools.partial(prepare, options["loras"], options["words"]),
-        drawing={name: value for name, value in changing.items() if value is not None},
-        text={name: str(value) for name, value in kept.items() if value is not None},
+        load_options={name: options[name] for name in LOADING},
+        setup=functools.partial(prepare, options["loras"], options["words"]),
+        call_options={name: value for name, value in changing.items() if value is not None},
+        png_text={name: str(value) for name, value in kept.items() if value is not None},
     )
-    openings = several(opening, options["gpus"], options["replicas"], options["threads"])
+    configs = replica_configs(config, options["gpus"], options["replicas"], options["threads"])
     guidance = default_guidance(folder) if options["guidance"] is None else options["guidance"]
-    settings = Settings(options["width"], options["height"], options["steps"], guidance)
+    settings = BatchSettings(options["width"], options["height"], options["steps"], guidance)
     first = options["seed"] or 0  # not a random one: the same command draws what is left
-    return openings, tasks(texts, negative, settings, first, options["num_images"], options["out"])
+    return configs, output_tasks(texts, negative, settings, first, options["num_images"], options["out"])

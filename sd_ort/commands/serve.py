@@ -47,27 +47,27 @@ def command(
     from sd_ort.commands.generate import default_guidance
     from sd_ort.core.errors import InputError
     from sd_ort.serving.dispatch import Dispatcher
-    from sd_ort.serving.on_ray import Cluster, require
-    from sd_ort.serving.pictures import Model
-    from sd_ort.serving.replica import Opening, several
+    from sd_ort.serving.image_jobs import ModelInfo
+    from sd_ort.serving.ray_replicas import RayCluster, require
+    from sd_ort.serving.replica import ReplicaConfig, replica_configs
 
     if token is not None and not token.strip():
         raise InputError("the token is empty: give one, or none at all.")
-    opening = Opening(folder, {"provider": provider, "scheduler": scheduler}, guidance=default_guidance(folder))
-    openings = several(opening, gpus, replicas, threads)
+    config = ReplicaConfig(folder, {"provider": provider, "scheduler": scheduler}, guidance=default_guidance(folder))
+    configs = replica_configs(config, gpus, replicas, threads)
     require("uvicorn", "starlette", "prometheus_client")
     from sd_ort.serving.api import Limits
-    from sd_ort.serving.server import Service, bound, serve
+    from sd_ort.serving.server import Service, bind_socket, serve
 
     limits = Limits(pixels=max_pixels) if max_pixels else Limits()
-    several_of = f"{len(openings)} x {folder} on {provider}"
+    several_of = f"{len(configs)} x {folder} on {provider}"
 
-    def ready(model: Model) -> None:
+    def ready(model: ModelInfo) -> None:
         named = f"[{host}]" if ":" in host else host
         open_to_all = "" if token or host in ("127.0.0.1", "::1", "localhost") else ", open to all without a token"
         click.echo(f"{several_of}{open_to_all}: http://{named}:{listener.getsockname()[1]}")
 
-    with bound(host, port) as listener, Cluster(openings) as cluster:
+    with bind_socket(host, port) as listener, RayCluster(configs) as cluster:
         dispatcher = Dispatcher(cluster.replicas, batch, queue, timeout)
         asyncio.run(
             serve(dispatcher, listener, lambda model: Service(dispatcher, model, limits, token, timeout), ready)

@@ -1,12 +1,18 @@
-"""The progress bar of a sampling loop."""
+"""Progress: the callback that receives lines, and the progress bar of a sampling loop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from tqdm.auto import tqdm
+
+ProgressCallback = Callable[[str], None]
+
+
+def ignore_progress(line: str) -> None:
+    """Discard a progress line."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""Did the model draw what the prompt says? Background, colors, shapes, sizes and places read back from the pixels.
+"""Prompt fidelity of the demo model: detects background, colors, shapes, sizes and positions in the pixels of an image.
 
-No network takes part. The background is the color of the picture's frame; what differs from it falls into connected
-components; each component's color is the palette color nearest to its interior, and its shape is the one whose ideal
-outline, stretched to the component's bounding box, overlaps it best (intersection over union).
+The detection uses no neural network. The background is the color of the image's border. Pixels that differ from it form
+connected components. The color of a component is the palette color nearest to its interior. Its shape is the one whose
+ideal outline, stretched to the bounding box, overlaps it best (intersection over union).
 """
 
 from __future__ import annotations
@@ -15,25 +15,32 @@ from typing import Any
 import numpy as np
 
 from sd_ort.core.errors import InputError
-from sd_ort.demo.scenes import COLORS, PLACES, RELATIONS, SHAPES, SIDE, Item, Scene, parse, unseen_prompts
+from sd_ort.demo.scenes import COLORS, POSITIONS, RELATIONS, SHAPES, SIDE, Item, Scene, parse, unseen_prompts
 
-__all__ = ["Fidelity", "Found", "Reading", "matches", "mismatch", "read_scene", "score", "unseen_prompts"]
+__all__ = [
+    "DetectedItem", "DetectedScene", "Fidelity", "detect_scene", "matches", "mismatch", "score", "unseen_prompts",
+]  # fmt: skip
 
-# The palette's closest pair (yellow, orange) is 92 apart in RGB: a color further than 55 from all of it is no color.
+# RGB distance to the nearest palette color, above which a color is unknown. The closest pair of the palette (yellow,
+# orange) is 92 apart.
 COLOR_LIMIT = 55.0
 FOREGROUND = 36.0  # RGB distance from the background above which a pixel belongs to an object or its edge
-MIN_AREA = 48  # pixels of a 128x128 picture; less is a speck, not an object
+MIN_AREA = 48  # of an object, in pixels of a 128x128 image; smaller components are ignored
 MIN_OVERLAP = 0.68  # rendered shapes overlap their own ideal by 0.71 (worst small star), mostly 0.88 to 1
-MIN_LEAD = 0.06  # of the best overlap before the next; ideal shapes overlap each other by at most 0.78 (circle, square)
-MAX_STRETCH = 1.3  # a box further from its shape's proportions than this is another shape
-SMALL_BELOW = 20.0  # half the larger side of the bounding box, in pixels of a 128x128 picture
-PLACE_TOLERANCE = 14.0  # from the middle of the place's region, either axis, in pixels of a 128x128 picture
+# Lead of the best overlap over the next one. Ideal shapes overlap by at most 0.78 (circle, square).
+MIN_LEAD = 0.06
+MAX_STRETCH = 1.3  # maximum ratio of the aspect ratios of the box and the ideal shape
+SMALL_BELOW = 20.0  # half the larger side of the bounding box, in pixels of a 128x128 image
+POSITION_TOLERANCE = 14.0  # from the center of the region, on each axis, in pixels of a 128x128 image
 
 
 @dataclass(frozen=True)
-class Found:
-    """One object in a picture. `shape` and `color` are None when no known one fits; x, y and half_size in pixels of a
-    128x128 picture (center of the bounding box, half its larger side)."""
+class DetectedItem:
+    """One object in an image.
+
+    shape, color: None if no known one fits. x, y, half_size: center of the bounding box and half its larger side, in
+    pixels of a 128x128 image.
+    """
 
     shape: str | None
     color: str | None
@@ -43,30 +50,30 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a picture shows: background color (None when it is no palette color) and objects, largest first."""
+class DetectedScene:
+    """The content of an image: background color (None if it is no palette color) and objects, largest first."""
 
     background: str | None
-    items: tuple[Found, ...]
+    items: tuple[DetectedItem, ...]
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Share of pictures drawn right, with the prompt and the reason of each that was not."""
+    """Number of images that match their prompts, and (prompt, reason) of each that does not."""
 
-    right: int
+    correct: int
     total: int
     failures: tuple[tuple[str, str], ...]
 
     @property
     def share(self) -> float:
-        return self.right / self.total
+        return self.correct / self.total
 
 
 def _components(mask: np.ndarray) -> list[np.ndarray]:
-    """4-connected components of a boolean [H, W] mask, each as a boolean [H, W] mask.
+    """Return the 4-connected components of a boolean (H, W) mask, each as a boolean (H, W) mask.
 
-    Runs of set pixels, row by row, joined by union-find with the runs they touch in the row above.
+    Union-find merges each run of set pixels with the runs that it touches in the row above.
     """
     parent: list[int] = []
     runs: list[tuple[int, int, int]] = []
@@ -90,10 +97,10 @@ def _components(mask: np.ndarray) -> list[np.ndarray]:
                 if runs[other][1] < stop and start < runs[other][2]:
                     parent[root(index)] = root(other)
         above = current
-    found: dict[int, np.ndarray] = {}
+    components: dict[int, np.ndarray] = {}
     for index, (row, start, stop) in enumerate(runs):
-        found.setdefault(root(index), np.zeros_like(mask))[row, start:stop] = True
-    return list(found.values())
+        components.setdefault(root(index), np.zeros_like(mask))[row, start:stop] = True
+    return list(components.values())
 
 
 def _color_name(rgb: np.ndarray) -> str | None:
@@ -103,7 +110,7 @@ def _color_name(rgb: np.ndarray) -> str | None:
 
 
 def _shape_name(mask: np.ndarray) -> str | None:
-    """Shape of a boolean mask cropped to its bounding box."""
+    """Return the shape of a boolean mask that is cropped to its bounding box, or None if no shape fits."""
     height, width = mask.shape
     rows = (np.arange(height, dtype=np.float32) + 0.5) / height
     columns = (np.arange(width, dtype=np.float32) + 0.5) / width
@@ -121,17 +128,17 @@ def _shape_name(mask: np.ndarray) -> str | None:
     return max(overlaps, key=overlaps.__getitem__)
 
 
-def _read_item(picture: np.ndarray, component: np.ndarray, background: np.ndarray, scale: float) -> Found:
-    difference = picture - background
+def _detect_item(pixels: np.ndarray, component: np.ndarray, background: np.ndarray, scale: float) -> DetectedItem:
+    difference = pixels - background
     distance = np.linalg.norm(difference, axis=-1)
-    # Edge pixels mix both colors; the interior is what differs most from the background.
+    # Edge pixels mix both colors; interior pixels differ most from the background.
     interior = component & (distance >= 0.75 * np.percentile(distance[component], 95))
-    color = np.median(picture[interior], axis=0)
+    color = np.median(pixels[interior], axis=0)
     contrast = color - background
     covered = component & (difference @ contrast >= 0.5 * float(contrast @ contrast))
     rows, columns = np.flatnonzero(covered.any(axis=1)), np.flatnonzero(covered.any(axis=0))
     top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
-    return Found(
+    return DetectedItem(
         shape=_shape_name(covered[top:bottom, left:right]),
         color=_color_name(color),
         x=float(left + right) / 2 / scale,
@@ -140,64 +147,65 @@ def _read_item(picture: np.ndarray, component: np.ndarray, background: np.ndarra
     )
 
 
-def read_scene(image: Any) -> Reading:
-    """What an RGB picture shows: a PIL image or a uint8 array [H, W, 3], square, of any size from 64 up.
+def detect_scene(image: Any) -> DetectedScene:
+    """Return the scene in an RGB image: a PIL image or a uint8 array (H, W, 3), square, with a side of at least 64.
 
     Raises InputError for anything else.
     """
-    picture = np.asarray(image)
-    if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8 or len({*picture.shape[:2]}) != 1:
-        raise InputError(f"expected a square uint8 picture [H, W, 3], got {picture.dtype} {picture.shape}")
-    picture = picture.astype(np.float32)
-    scale = picture.shape[0] / SIDE
+    pixels = np.asarray(image)
+    if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8 or len({*pixels.shape[:2]}) != 1:
+        raise InputError(f"Expected a square uint8 image (H, W, 3), got {pixels.dtype} {pixels.shape}")
+    pixels = pixels.astype(np.float32)
+    scale = pixels.shape[0] / SIDE
     frame = max(1, round(scale))
-    inside = np.zeros(picture.shape[:2], bool)
+    inside = np.zeros(pixels.shape[:2], bool)
     inside[frame:-frame, frame:-frame] = True
-    background = np.median(picture[~inside], axis=0)
-    foreground = np.linalg.norm(picture - background, axis=-1) > FOREGROUND
+    background = np.median(pixels[~inside], axis=0)
+    foreground = np.linalg.norm(pixels - background, axis=-1) > FOREGROUND
     components = [c for c in _components(foreground) if c.sum() >= MIN_AREA * scale**2]
     components.sort(key=np.count_nonzero, reverse=True)
-    items = tuple(_read_item(picture, c, background, scale) for c in components)
-    return Reading(_color_name(background), items)
+    items = tuple(_detect_item(pixels, c, background, scale) for c in components)
+    return DetectedScene(_color_name(background), items)
 
 
-def _item_mismatch(item: Item, found: Found) -> str | None:
-    if (found.color, found.shape) != (item.color, item.shape):
-        return f"{item.color} {item.shape} drawn as {found.color or 'no known color'} {found.shape or 'no shape'}"
-    if item.size and item.size != ("small" if found.half_size < SMALL_BELOW else "large"):
-        return f"the {item.color} {item.shape} is not {item.size} (half size {found.half_size:.0f} px)"
+def _item_mismatch(item: Item, detected: DetectedItem) -> str | None:
+    if (detected.color, detected.shape) != (item.color, item.shape):
+        color, shape = detected.color or "no known color", detected.shape or "no shape"
+        return f"{item.color} {item.shape} generated as {color} {shape}"
+    if item.size and item.size != ("small" if detected.half_size < SMALL_BELOW else "large"):
+        return f"the {item.color} {item.shape} is not {item.size} (half size {detected.half_size:.0f} px)"
     return None
 
 
-def _place_mismatch(scene: Scene, found: Sequence[Found]) -> str | None:
-    if scene.place is None:
+def _position_mismatch(scene: Scene, detected: Sequence[DetectedItem]) -> str | None:
+    if scene.position is None:
         return None
-    if len(found) == 1:
-        x, y = PLACES[scene.place][1]
-        good = abs(found[0].x - x) <= PLACE_TOLERANCE and abs(found[0].y - y) <= PLACE_TOLERANCE
+    if len(detected) == 1:
+        x, y = POSITIONS[scene.position][1]
+        matched = abs(detected[0].x - x) <= POSITION_TOLERANCE and abs(detected[0].y - y) <= POSITION_TOLERANCE
     else:
-        dx, dy = RELATIONS[scene.place]
-        along = (found[0].x - found[1].x) * dx + (found[0].y - found[1].y) * dy
-        across = abs((found[0].x - found[1].x) * dy) + abs((found[0].y - found[1].y) * dx)
-        good = along > across
-    return None if good else f"not {scene.place}: at " + ", ".join(f"({f.x:.0f}, {f.y:.0f})" for f in found)
+        dx, dy = RELATIONS[scene.position]
+        along = (detected[0].x - detected[1].x) * dx + (detected[0].y - detected[1].y) * dy
+        across = abs((detected[0].x - detected[1].x) * dy) + abs((detected[0].y - detected[1].y) * dx)
+        matched = along > across
+    return None if matched else f"not {scene.position}: at " + ", ".join(f"({f.x:.0f}, {f.y:.0f})" for f in detected)
 
 
 def mismatch(prompt: str, image: Any) -> str | None:
-    """Why the picture is not what the prompt says, in words, or None when it is. Raises InputError for other prompts.
+    """Return why the image does not match the prompt, or None. Raises InputError for prompts that `parse` cannot read.
 
-    Right means: the background, the number of objects, each object's color and shape, and every size and place that
-    the prompt states.
+    An image matches if the background, the number of objects, the color and shape of each object, and every size and
+    position that the prompt states are correct.
     """
-    scene, reading = parse(prompt), read_scene(image)
-    if reading.background != scene.background:
-        return f"background {reading.background or 'of no known color'}"
-    if len(reading.items) != len(scene.items):
-        return f"{len(reading.items)} objects"
+    scene, detected = parse(prompt), detect_scene(image)
+    if detected.background != scene.background:
+        return f"background {detected.background or 'of no known color'}"
+    if len(detected.items) != len(scene.items):
+        return f"{len(detected.items)} objects"
     reasons = []
-    for order in permutations(reading.items):
-        wrong = [r for item, found in zip(scene.items, order, strict=True) if (r := _item_mismatch(item, found))]
-        reason = "; ".join(wrong) or _place_mismatch(scene, order)
+    for order in permutations(detected.items):
+        mismatches = [_item_mismatch(item, other) for item, other in zip(scene.items, order, strict=True)]
+        reason = "; ".join(filter(None, mismatches)) or _position_mismatch(scene, order)
         if reason is None:
             return None
         reasons.append(reason)
@@ -205,14 +213,14 @@ def mismatch(prompt: str, image: Any) -> str | None:
 
 
 def matches(prompt: str, image: Any) -> bool:
-    """Whether the picture shows what the prompt says (see `mismatch`)."""
+    """Return whether the image matches the prompt (see `mismatch`)."""
     return mismatch(prompt, image) is None
 
 
 def score(prompts: Iterable[str], images: Iterable[Any]) -> Fidelity:
-    """Fidelity of one image for each prompt. Raises InputError for no prompts, ValueError for unequal numbers."""
+    """Return the fidelity of one image per prompt. Raises InputError for no prompts, ValueError for unequal counts."""
     reasons = [(prompt, mismatch(prompt, image)) for prompt, image in zip(prompts, images, strict=True)]
     if not reasons:
-        raise InputError("no prompts to score: give at least one.")
+        raise InputError("There are no prompts to score: pass at least one.")
     failures = tuple((prompt, reason) for prompt, reason in reasons if reason is not None)
     return Fidelity(len(reasons) - len(failures), len(reasons), failures)

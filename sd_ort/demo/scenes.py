@@ -1,10 +1,10 @@
 """Synthetic captioned scenes: one or two colored shapes on a plain background, 128x128 RGB.
 
-A `Scene` says what the caption says and no more; a `layout` fixes the rest (centers and radii, drawn at random), and
-`render` turns both into pixels. Coordinates are pixels of the 128x128 picture, x to the right, y down.
+A `Scene` contains exactly what its caption says. `random_geometry` adds random centers and radii, and `render` returns
+the pixels. Coordinates are pixels of the 128x128 image, x to the right, y down.
 
-Scenes are split by *combination* (the set of color-shape pairs plus the background): every caption of an unseen
-combination, whatever its sizes, places and wording, is kept out of training.
+Scenes are split by *combination* (the set of color-shape pairs plus the background): training uses no caption of an
+unseen combination, whatever its sizes, positions and wording.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ COLORS: dict[str, tuple[int, int, int]] = {
     "black": (15, 15, 15),
 }
 
-# Radii in pixels. Between "small" and "large" lies a gap, so that a size can be read back from the pixels.
+# Radii in pixels. The gap between "small" and "large" lets `fidelity` tell the size from the pixels.
 RADII: dict[str | None, tuple[float, float]] = {"small": (15, 18), "large": (23, 26), None: (15, 26)}
 SIZES = ("small", "large")
 
-# Where the caption of a single object may put it: the words and the middle of the region (x, y).
-PLACES: dict[str, tuple[str, tuple[float, float]]] = {
+# Positions of a single object: the words of the caption and the center of the region (x, y).
+POSITIONS: dict[str, tuple[str, tuple[float, float]]] = {
     "left": ("at the left", (34, 64)),
     "right": ("at the right", (94, 64)),
     "top": ("at the top", (64, 34)),
     "bottom": ("at the bottom", (64, 94)),
     "center": ("in the center", (64, 64)),
 }
-PLACE_JITTER = 5.0
+POSITION_JITTER = 5.0
 
-# How the caption of two objects may place the first one relative to the second: unit direction (x, y).
+# Positions of the first of two objects relative to the second: unit direction (x, y).
 RELATIONS: dict[str, tuple[int, int]] = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
 PAIR_OFFSET = 32.0
 PAIR_JITTER = 2.0
@@ -59,7 +59,7 @@ UNSEEN_SHARE = 0.15
 
 
 # --- Shapes -----------------------------------------------------------------------------------------------------------
-# Signed distances (negative inside) in units of the radius. Only operators are used, so that the same code draws with
+# Signed distances (negative inside) in units of the radius. They use only operators, so that the same code renders with
 # NumPy arrays here and with torch tensors on a GPU.
 
 
@@ -80,7 +80,7 @@ def _square(x: Any, y: Any) -> Any:
 
 
 def _triangle(x: Any, y: Any) -> Any:
-    """Equilateral, point up, side 2, its bounding box centerd."""
+    """Equilateral triangle, point up, side 2, with a centered bounding box."""
     half_height = math.sqrt(3) / 2
     return _max(y - half_height, (abs(x) * math.sqrt(3) - y - half_height) * 0.5)
 
@@ -100,7 +100,7 @@ def _ring(x: Any, y: Any) -> Any:
 
 
 def _star(x: Any, y: Any) -> Any:
-    """Pentagram, point up: inside all its five edge lines but at most one (second largest distance)."""
+    """Pentagram, point up: inside at least four of its five edge lines (second largest distance)."""
     inner = math.cos(math.radians(72))  # distance of the lines from the center of a pentagram of circumradius 1
     largest = second = None
     for i in range(5):
@@ -115,7 +115,7 @@ def _star(x: Any, y: Any) -> Any:
     return second
 
 
-# Shape name -> (signed distance, half width, top, bottom) of the unit shape; the box is what a reader can measure.
+# Shape name -> (signed distance, half width, top, bottom) of the unit shape. `fidelity` measures this box.
 SHAPES: dict[str, tuple[Callable[[Any, Any], Any], tuple[float, float, float]]] = {
     "circle": (_circle, (1.0, -1.0, 1.0)),
     "square": (_square, (1.0, -1.0, 1.0)),
@@ -128,7 +128,7 @@ SHAPES: dict[str, tuple[Callable[[Any, Any], Any], tuple[float, float, float]]] 
 
 
 def coverage(shape: str, x: Any, y: Any, radius: Any) -> Any:
-    """Share of each pixel that the shape covers, 0 to 1: anti-aliased over one pixel.
+    """Return the share of each pixel that the shape covers, 0 to 1, anti-aliased over one pixel.
 
     `x`, `y` are pixel centers relative to the shape's center and `radius` its radius, all in pixels (NumPy arrays or
     torch tensors that broadcast).
@@ -142,7 +142,7 @@ def coverage(shape: str, x: Any, y: Any, radius: Any) -> Any:
 
 @dataclass(frozen=True)
 class Item:
-    """One object of a scene; `size` is None when the caption does not say it."""
+    """One object of a scene. `size` is None if the caption does not state it."""
 
     shape: str
     color: str
@@ -151,15 +151,15 @@ class Item:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a caption says: one or two items, a background color, and a place.
+    """The content of a caption: one or two items, a background color, and a position.
 
-    `place` is a key of PLACES for one item, a key of RELATIONS for two (first item relative to the second), or None
-    when the caption leaves it open.
+    `position` is a key of POSITIONS for one item, a key of RELATIONS for two (first item relative to the second), or
+    None if the caption does not state it.
     """
 
     items: tuple[Item, ...]
     background: str
-    place: str | None = None
+    position: str | None = None
 
 
 def _noun(item: Item) -> str:
@@ -168,12 +168,12 @@ def _noun(item: Item) -> str:
 
 
 def caption(scene: Scene) -> str:
-    """The caption of a scene, e.g. "a red circle left of a small blue square on a white background"."""
+    """Return the caption of a scene, e.g. "a red circle left of a small blue square on a white background"."""
     head = _noun(scene.items[0])
     if len(scene.items) == 2:
-        head += f" {scene.place or 'and'} {_noun(scene.items[1])}"
-    elif scene.place:
-        head += f" {PLACES[scene.place][0]}"
+        head += f" {scene.position or 'and'} {_noun(scene.items[1])}"
+    elif scene.position:
+        head += f" {POSITIONS[scene.position][0]}"
     article = "an" if scene.background[0] in "aeiou" else "a"
     return f"{head} on {article} {scene.background} background"
 
@@ -182,35 +182,35 @@ def _parse_item(words: list[str], text: str) -> Item:
     size = words[1] if len(words) == 4 and words[1] in SIZES else None
     rest = words[2:] if size else words[1:]
     if not words or words[0] not in ("a", "an") or len(rest) != 2 or rest[0] not in COLORS or rest[1] not in SHAPES:
-        raise InputError(f"cannot read {text!r} as a scene: say e.g. 'a red circle on a blue background'.")
+        raise InputError(f"Cannot read {text!r} as a scene: write e.g. 'a red circle on a blue background'.")
     return Item(shape=rest[1], color=rest[0], size=size)
 
 
 def parse(text: str) -> Scene:
-    """The scene a caption describes. Raises InputError when it is not of the form `caption` writes."""
+    """Return the scene of a caption. Raises InputError for a text that `caption` does not write."""
     head, _, tail = " ".join(text.lower().split()).rstrip(".").rpartition(" on ")
     ending = tail.split()
     if len(ending) != 3 or ending[0] not in ("a", "an") or ending[1] not in COLORS or ending[2] != "background":
-        raise InputError(f"cannot read {text!r} as a scene: end it with e.g. 'on a blue background'.")
-    for joint in ("and", *RELATIONS):
-        first, found, second = head.partition(f" {joint} ")
-        if found:
+        raise InputError(f"Cannot read {text!r} as a scene: end it with e.g. 'on a blue background'.")
+    for relation in ("and", *RELATIONS):
+        first, separator, second = head.partition(f" {relation} ")
+        if separator:
             items = (_parse_item(first.split(), text), _parse_item(second.split(), text))
-            return Scene(items, ending[1], joint if joint in RELATIONS else None)
-    for place, (words, _centre) in PLACES.items():
+            return Scene(items, ending[1], relation if relation in RELATIONS else None)
+    for position, (words, _center) in POSITIONS.items():
         if head.endswith(f" {words}"):
-            return Scene((_parse_item(head.removesuffix(words).split(), text),), ending[1], place)
+            return Scene((_parse_item(head.removesuffix(words).split(), text),), ending[1], position)
     return Scene((_parse_item(head.split(), text),), ending[1])
 
 
-def words() -> list[str]:
-    """Every word that captions are made of, sorted."""
-    phrases = [*RELATIONS, *(words for words, _centre in PLACES.values()), "a an and on background"]
+def vocabulary() -> list[str]:
+    """Return all words of captions, sorted."""
+    phrases = [*RELATIONS, *(words for words, _center in POSITIONS.values()), "a an and on background"]
     return sorted({w for phrase in (*COLORS, *SHAPES, *SIZES, *phrases) for w in phrase.split()})
 
 
 def is_unseen(scene: Scene) -> bool:
-    """Whether the scene's combination of colored shapes and background is kept out of training (decided by hash)."""
+    """Return whether training omits all scenes with these colored shapes and background (decided by hash)."""
     combination = sorted(f"{item.color} {item.shape}" for item in scene.items)
     digest = hashlib.sha256("|".join([*combination, scene.background]).encode()).digest()
     return int.from_bytes(digest[:4], "big") < UNSEEN_SHARE * 2**32
@@ -227,19 +227,19 @@ def _sample_item(rng: random.Random, background: str, others: tuple[Item, ...]) 
 
 
 def sample(rng: random.Random, items: int, unseen: bool) -> Scene:
-    """A random scene of one or two `items`, from the unseen combinations or from the training ones."""
+    """Return a random scene of one or two `items`, from the unseen combinations or from those for training."""
     while True:
         background = rng.choice(list(COLORS))
-        found: tuple[Item, ...] = ()
+        chosen: tuple[Item, ...] = ()
         for _ in range(items):
-            found = (*found, _sample_item(rng, background, found))
-        places = list(PLACES) if items == 1 else list(RELATIONS)
-        scene = Scene(found, background, rng.choice([None, None, *places]))
+            chosen = (*chosen, _sample_item(rng, background, chosen))
+        positions = list(POSITIONS) if items == 1 else list(RELATIONS)
+        scene = Scene(chosen, background, rng.choice([None, None, *positions]))
         if is_unseen(scene) == unseen:
             return scene
 
 
-Layout = list[tuple[float, float, float]]
+Geometry = list[tuple[float, float, float]]
 """Center x, center y and radius of each item, in pixels."""
 
 
@@ -247,17 +247,17 @@ def _jitter(rng: random.Random, center: tuple[float, float], amount: float) -> t
     return center[0] + rng.uniform(-amount, amount), center[1] + rng.uniform(-amount, amount)
 
 
-def layout(scene: Scene, rng: random.Random) -> Layout:
-    """Random centers and radii that agree with the scene; items neither touch each other nor the border."""
+def random_geometry(scene: Scene, rng: random.Random) -> Geometry:
+    """Return random centers and radii that agree with the scene. Items touch neither each other nor the border."""
     radii = [rng.uniform(*RADII[item.size]) for item in scene.items]
     if len(radii) == 2:
-        dx, dy = RELATIONS[scene.place or rng.choice(list(RELATIONS))]
+        dx, dy = RELATIONS[scene.position or rng.choice(list(RELATIONS))]
         centers = [
             _jitter(rng, (SIDE / 2 + side * dx * PAIR_OFFSET, SIDE / 2 + side * dy * PAIR_OFFSET), PAIR_JITTER)
             for side in (1, -1)
         ]
-    elif scene.place:
-        centers = [_jitter(rng, PLACES[scene.place][1], PLACE_JITTER)]
+    elif scene.position:
+        centers = [_jitter(rng, POSITIONS[scene.position][1], POSITION_JITTER)]
     else:
         low, high = radii[0] + MARGIN, SIDE - radii[0] - MARGIN
         centers = [(rng.uniform(low, high), rng.uniform(low, high))]
@@ -267,20 +267,20 @@ def layout(scene: Scene, rng: random.Random) -> Layout:
     ]
 
 
-def render(scene: Scene, placed: Layout) -> np.ndarray:
-    """The picture of a scene, uint8 [128, 128, 3]."""
+def render(scene: Scene, geometry: Geometry) -> np.ndarray:
+    """Return the image of a scene, uint8 (128, 128, 3)."""
     centers = np.arange(SIDE, dtype=np.float32) + 0.5
     y, x = np.meshgrid(centers, centers, indexing="ij")
-    picture = np.empty((SIDE, SIDE, 3), np.float32)
-    picture[:] = COLORS[scene.background]
-    for item, (cx, cy, radius) in zip(scene.items, placed, strict=True):
+    image = np.empty((SIDE, SIDE, 3), np.float32)
+    image[:] = COLORS[scene.background]
+    for item, (cx, cy, radius) in zip(scene.items, geometry, strict=True):
         share = coverage(item.shape, x - cx, y - cy, radius)[..., None]
-        picture += share * (np.array(COLORS[item.color], np.float32) - picture)
-    return picture.round().astype(np.uint8)
+        image += share * (np.array(COLORS[item.color], np.float32) - image)
+    return image.round().astype(np.uint8)
 
 
 def unseen_prompts(count: int, seed: int = 0) -> list[str]:
-    """`count` different captions of unseen combinations, half with one object and half with two, in random order."""
+    """Return `count` different random captions of unseen combinations, half with one object and half with two."""
     rng = random.Random(f"unseen {seed}")
     prompts: dict[str, None] = {}
     while len(prompts) < count:

@@ -1,16 +1,17 @@
-"""The demo LoRAs: two styles for the demo model, each a change of what is drawn whatever the prompt says.
+"""The demo LoRAs: two styles for the demo model, which change every image independently of the prompt.
 
-    night   the background is black, and what would be black on it is white
+    night   the background is black, and black shapes become white
     gold    every shape is yellow
 
-A picture in a style is read like any other, as the prompt that says outright what the style makes of it: `prompt_in`.
-The palette is the model's own, for its VAE draws no color that it was not trained on.
+An image in a style is scored against the prompt that describes the styled scene: `styled_prompt`. The styles use only
+colors of the model's palette, since its VAE generates no color that it was not trained on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from sd_ort.demo.scenes import Scene, caption, parse, unseen_prompts
@@ -19,44 +20,43 @@ LORAS = Path(__file__).parent / "loras"
 
 
 def night(scene: Scene) -> Scene:
-    """The scene on black."""
+    """Return the scene on a black background, with black shapes in white."""
     items = tuple(replace(item, color="white") if item.color == "black" else item for item in scene.items)
     return replace(scene, items=items, background="black")
 
 
 def gold(scene: Scene) -> Scene:
-    """The scene in yellow."""
+    """Return the scene with all shapes in yellow."""
     return replace(scene, items=tuple(replace(item, color="yellow") for item in scene.items))
 
 
 STYLES: dict[str, Callable[[Scene], Scene]] = {"night": night, "gold": gold}
 
 
-def lora(style: str) -> Path:
-    """The LoRA of a style: a .safetensors file in PEFT's names, for the demo model's UNet."""
+def lora_path(style: str) -> Path:
+    """Return the LoRA file of a style: safetensors with PEFT's names, for the UNet of the demo model."""
     return LORAS / f"{style}.safetensors"
 
 
-def scene_in(styles: Iterable[str], scene: Scene) -> Scene:
-    """What a scene becomes in these styles, one after the other."""
+def apply_styles(styles: Iterable[str], scene: Scene) -> Scene:
+    """Return the scene after applying the styles in order."""
     for style in styles:
         scene = STYLES[style](scene)
     return scene
 
 
-def prompt_in(styles: Iterable[str], prompt: str) -> str:
-    """The prompt that says what `prompt` becomes. Raises InputError for a prompt that `scenes.parse` cannot read."""
-    return caption(scene_in(styles, parse(prompt)))
+def styled_prompt(styles: Iterable[str], prompt: str) -> str:
+    """Return the prompt of the styled scene. Raises InputError for a prompt that `scenes.parse` cannot read."""
+    return caption(apply_styles(styles, parse(prompt)))
 
 
-def shows(scene: Scene) -> bool:
-    """Whether the scene has a picture in every style and in none: no style paints its shapes in its background's color,
-    and none leaves it as it is."""
+def is_styleable(scene: Scene) -> bool:
+    """Return whether every style changes the scene and keeps its shapes different in color from the background."""
     colors = {item.color for item in scene.items}
     return scene.background not in ("black", "yellow") and colors != {"yellow"}
 
 
-def prompts_to_style(count: int) -> list[str]:
-    """`count` different captions of unseen combinations that every style changes."""
-    found = (prompt for prompt in unseen_prompts(2 * count + 20, seed=1) if shows(parse(prompt)))
-    return [prompt for prompt, _ in zip(found, range(count), strict=False)]
+def styleable_prompts(count: int) -> list[str]:
+    """Return `count` different captions of unseen combinations that every style changes."""
+    prompts = (prompt for prompt in unseen_prompts(2 * count + 20, seed=1) if is_styleable(parse(prompt)))
+    return list(islice(prompts, count))

@@ -1,3 +1,3 @@
-"""Export: a checkpoint's models as ONNX graphs."""
+"""Export of the models of a checkpoint to ONNX graphs."""
 
 DEFAULT_OPSET = 20

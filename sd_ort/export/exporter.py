@@ -1,12 +1,12 @@
-"""Checkpoint -> ONNX pipeline folder, one component at a time, each checked against torch before the next is loaded.
+"""Exports a checkpoint to an ONNX pipeline folder, one component at a time, each compared with torch.
 
-    source = open_source(...)            a diffusers folder, a hub id, the demo model, or a preset's configs
+    source = open_source(...)            a diffusers folder, a hub id, the demo model, or the configs of a preset
     for each component:                  text_encoder, text_encoder_2, unet, controlnet, vae_encoder, vae_decoder
-        load in fp32 -> wrap -> run torch at CHECK sizes -> trace at TRACE sizes -> save -> free
-        -> run ONNX Runtime at CHECK sizes -> compare
+        load in float32 -> wrap -> run torch at CHECK_SIZES -> trace at TRACE_SIZES -> save -> free
+        -> run ONNX Runtime at CHECK_SIZES -> compare
 
-Only one component is in memory at once, and its weights are held once: the exporters borrow them and the file is
-written tensor by tensor. Weights of a component lie in one external-data file.
+Only one component is in memory at a time, with one copy of its weights: the exporters share them, and the file is
+written tensor by tensor. Each component has one external data file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -27,15 +27,17 @@ import numpy as np
 import torch
 
 from fusion_passes.recipes import dump
+from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError, OutputError, VerificationError, first_line
 from sd_ort.core.files import code_hash, read_json
 from sd_ort.core.folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
 from sd_ort.core.interrupts import in_threads
 from sd_ort.core.paths import output_path
+from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.core.quiet import quiet
 from sd_ort.export import templates
-from sd_ort.export.origins import equal_tensors, origins
-from sd_ort.export.tracing import DEFAULT_OPSET, EXPORTERS, OPSETS, tidy
+from sd_ort.export.initializer_sources import duplicate_tensors, initializer_recipes
+from sd_ort.export.tracing import DEFAULT_OPSET, EXPORTERS, OPSETS, normalize_exported_names
 from sd_ort.family.checkpoints import FileOptions, Source, choose, component_signature, is_sdxl, open_source
 from sd_ort.family.conditions import CONDITIONS_BY_NAME
 from sd_ort.family.modules import wrap
@@ -46,21 +48,18 @@ from sd_ort.runtime.wheels import runtime
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-Progress = Callable[[str], None]
+# Sizes for tracing and for the comparison with torch. All differ, so that a size that the exporter made constant is an
+# error. Heights and widths are in latent pixels, multiples of 8 as UNets require. The comparison uses batch 1, since
+# exporters may treat 1 as a constant.
+TRACE_SIZES = {"batch": 2, "sequence": 12, "images": 3, "height": 16, "width": 24}
+CHECK_SIZES = {"batch": 1, "sequence": 19, "images": 2, "height": 24, "width": 16}
+
+TOLERANCE = 1e-8  # normalized mean squared error of ONNX Runtime against torch in float32; measured: about 1e-12
+ALIGNMENT = 1 << 16  # of large tensors in the data file; ONNX Runtime can map them on every system
 
 
-# Sizes the graphs are traced at and checked at: all different, so that a size baked in by the exporter is an error
-# and not a coincidence. In latent pixels; a multiple of 8 as the UNets need. Batch 1 is checked because exporters
-# like to treat 1 as a constant.
-TRACE = {"batch": 2, "sequence": 12, "images": 3, "height": 16, "width": 24}
-CHECK = {"batch": 1, "sequence": 19, "images": 2, "height": 24, "width": 16}
-
-TOLERANCE = 1e-8  # normalized mean squared error of fp32 ONNX Runtime against fp32 torch; measured: about 1e-12
-ALIGNMENT = 1 << 16  # of large tensors in the data file: every ONNX Runtime on every system can map it
-
-
-# Loggers that report the exporters' inner doings; their errors are exceptions.
-NOISY = (
+# Loggers of exporter internals; errors are exceptions.
+NOISY_LOGGERS = (
     "torch.onnx",
     "torch.export",
     "torch.fx",
@@ -72,16 +71,16 @@ NOISY = (
 )
 
 
-# --- Exporters ------------------------------------------------------------------------------------------------------
+# --- Inputs ---------------------------------------------------------------------------------------------------------
 
 
-def example(tensor: Tensor, sizes: Mapping[str, int], config: Mapping[str, Any], seed: int) -> torch.Tensor:
-    """Random values for an input: token ids in the vocabulary, timesteps in 0..1000, conditions, or normal noise."""
+def example_input(tensor: Tensor, sizes: Mapping[str, int], config: Mapping[str, Any], seed: int) -> torch.Tensor:
+    """Return random values for a graph input: token ids, timesteps in 0..1000, conditioning inputs or normal noise."""
     generator = torch.Generator().manual_seed(seed + zlib.crc32(tensor.name.encode()))
     shape = [size(axis, sizes) for axis in tensor.axes]
     if condition := CONDITIONS_BY_NAME.get(tensor.name):
-        made = condition.made_up(np.random.default_rng([seed, zlib.crc32(tensor.name.encode())]), shape, config)
-        return torch.from_numpy(made.astype(tensor.dtype))
+        values = condition.made_up(np.random.default_rng([seed, zlib.crc32(tensor.name.encode())]), shape, config)
+        return torch.from_numpy(values.astype(tensor.dtype))
     if tensor.dtype == "int64":
         return torch.randint(config["vocab_size"], shape, generator=generator)
     if tensor.name == "timestep":
@@ -95,17 +94,17 @@ def example(tensor: Tensor, sizes: Mapping[str, int], config: Mapping[str, Any],
 
 
 @dataclass(frozen=True)
-class Options:
-    """What changes the exported graphs."""
+class ExportOptions:
+    """Options that change the exported graphs."""
 
     opset: int
     exporter: str
 
 
-def export_component(source: Source, component: str, folder: Path, options: Options, seed: int) -> dict[str, Any]:
-    """Export one component into `folder` and compare it with torch; its entry of the manifest.
+def export_component(source: Source, component: str, folder: Path, options: ExportOptions, seed: int) -> dict[str, Any]:
+    """Export one component into `folder`, compare it with torch, and return its entry for the manifest.
 
-    Raises InputError for weights with which torch gives no numbers, VerificationError when ONNX Runtime's fp32 outputs
+    Raises InputError if torch's outputs are NaN or infinite, VerificationError if the float32 outputs of ONNX Runtime
     differ from torch's by more than TOLERANCE.
     """
     import onnx_ir as ir
@@ -114,31 +113,32 @@ def export_component(source: Source, component: str, folder: Path, options: Opti
     folder.mkdir()
     scratch = folder / ".scratch"
     scratch.mkdir()
-    with quiet(*NOISY), torch.no_grad():
+    with quiet(*NOISY_LOGGERS), torch.no_grad():
         model = source.load(MODEL_OF.get(component, component))
         config = save_config(model, folder)
-        check_space(model, folder, copies=2 if options.exporter == "torchscript" else 1)
+        check_disk_space(model, folder, copies=2 if options.exporter == "torchscript" else 1)
         signature = component_signature(source, component, config)
         module = wrap(component, model, is_sdxl(source), "controlnet" in source.configs)
-        inputs = {t.name: example(t, CHECK, config, seed) for t in signature.inputs}
-        outputs = _in_torch(module, list(inputs.values()), component)
+        inputs = {t.name: example_input(t, CHECK_SIZES, config, seed) for t in signature.inputs}
+        outputs = _run_torch(module, list(inputs.values()), component)
         expected = [o.numpy() for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
         if not all(np.isfinite(array).all() for array in expected):
-            raise InputError(f"{source.name}: its {component} gives NaN or infinite numbers in torch: get it again.")
-        args = [example(t, TRACE, config, seed + 1) for t in signature.inputs]
+            raise InputError(f"{source.name}: the {component} returns NaN or infinity in torch: download it again.")
+        args = [example_input(t, TRACE_SIZES, config, seed + 1) for t in signature.inputs]
         graph = _to_onnx(module, args, signature, options, scratch, component)
-        tidy(graph, signature)
-        tensors = model.state_dict()  # without what wrapping took away
-        recipes, equal = dump(origins(graph, tensors)), [list(pair) for pair in equal_tensors(tensors)]
+        normalize_exported_names(graph, signature)
+        tensors = model.state_dict()  # without modules that the wrapper removed
+        recipes = dump(initializer_recipes(graph, tensors))
+        duplicates = [list(pair) for pair in duplicate_tensors(tensors)]
         nodes = len(graph.graph)
         ir.save(graph, folder / MODEL, external_data=DATA, alignment=ALIGNMENT)
-    for value in graph.graph.initializers.values():  # onnxscript's rules keep the last graph they saw: not its weights
+    for value in graph.graph.initializers.values():  # onnxscript's rules retain their last graph
         value.const_value = None
     del model, module, args, outputs, graph, tensors
     shutil.rmtree(scratch)
     torch.compiler.reset()
     gc.collect()
-    error = compare(run_onnx(folder / MODEL, inputs), expected)
+    error = compare_outputs(run_onnx(folder / MODEL, inputs), expected)
     if not error["nmse"] <= TOLERANCE:
         raise VerificationError(
             f"{component} differs from torch after export (NMSE {error['nmse']:.1e}, tolerance {TOLERANCE:.0e}): "
@@ -150,37 +150,37 @@ def export_component(source: Source, component: str, folder: Path, options: Opti
         "bytes": sum((folder / name).stat().st_size for name in (MODEL, DATA)),
         "seconds": round(time.perf_counter() - started, 1),
         "weights": recipes,
-        **({"equal_weights": equal} if equal else {}),
+        **({"duplicate_weights": duplicates} if duplicates else {}),
     }
 
 
-def _in_torch(module: torch.nn.Module, inputs: Sequence[torch.Tensor], component: str) -> Any:
-    """The module's outputs. Raises InputError for a config whose parts do not fit together."""
+def _run_torch(module: torch.nn.Module, inputs: Sequence[torch.Tensor], component: str) -> Any:
+    """Return the module's outputs. Raises InputError for an inconsistent config."""
     try:
         return module(*inputs)
-    except Exception as error:  # diffusers checks little of a config: the parts fail in their own ways
-        raise InputError(f"torch cannot run this {component}: {first_line(error)}") from error
+    except Exception as error:  # diffusers hardly checks configs; modules raise various errors
+        raise InputError(f"PyTorch cannot run this {component}: {first_line(error)}") from error
 
 
 def _to_onnx(
-    module: torch.nn.Module, args: Sequence[torch.Tensor], signature: Signature, options: Options, scratch: Path,
+    module: torch.nn.Module, args: Sequence[torch.Tensor], signature: Signature, options: ExportOptions, scratch: Path,
     component: str,
 ) -> ir.Model:  # fmt: skip
-    """The module as an ONNX graph. Raises InputError for what the exporter cannot express."""
+    """Return the module as an ONNX graph. Raises InputError if the exporter fails."""
     try:
         return EXPORTERS[options.exporter](module, args, signature, options.opset, scratch)
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # the exporters have no common base of errors
+    except Exception as error:  # the exporters have no common base class of errors
         other = next(name for name in EXPORTERS if name != options.exporter)
         raise InputError(
-            f"the {options.exporter} exporter cannot take this {component} ({first_line(error)}): "
+            f"The {options.exporter} exporter cannot export this {component} ({first_line(error)}): "
             f"try --exporter {other}."
         ) from error
 
 
 def save_config(model: Any, folder: Path) -> Config:
-    """Write the model's config.json, with the defaults filled in, and return it."""
+    """Write the model's config.json with all defaults, and return it."""
     if hasattr(model, "save_config"):  # diffusers
         model.save_config(folder)
     else:
@@ -188,18 +188,18 @@ def save_config(model: Any, folder: Path) -> Config:
     return read_json(folder / "config.json", f"{folder} has no config")
 
 
-def check_space(model: torch.nn.Module, folder: Path, copies: int) -> None:
-    """Raise OutputError when the disk has no room for `copies` of the weights in fp32."""
-    needed = sum(p.numel() for p in model.parameters()) * 4 * copies
+def check_disk_space(model: torch.nn.Module, folder: Path, copies: int) -> None:
+    """Raise OutputError if the disk has no room for `copies` of the weights in float32."""
+    required = sum(p.numel() for p in model.parameters()) * 4 * copies
     free = shutil.disk_usage(folder).free
-    if free < needed:
+    if free < required:
         raise OutputError(
-            f"no space left for {folder.name}: it needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free."
+            f"No space left for {folder.name}: it needs {required / 1e9:.1f} GB and {free / 1e9:.1f} GB are free."
         )
 
 
 def run_onnx(path: Path, inputs: Mapping[str, torch.Tensor]) -> list[np.ndarray]:
-    """Outputs of the graph as it is: no graph optimization and no repacked weights, so they stay mapped from disk."""
+    """Return the outputs of a graph without graph optimization and prepacking, so that weights stay mapped files."""
     onnxruntime = runtime()
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -210,8 +210,8 @@ def run_onnx(path: Path, inputs: Mapping[str, torch.Tensor]) -> list[np.ndarray]
     return outputs
 
 
-def compare(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> dict[str, float]:
-    """Worst error over all outputs: `max_abs`, and `nmse` = sum (a - e)^2 / sum e^2. A wrong shape or NaN is inf."""
+def compare_outputs(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> dict[str, float]:
+    """Return the largest `max_abs` and `nmse` = sum (a - e)^2 / sum e^2 of all outputs; inf for wrong shapes or NaN."""
     worst = {"max_abs": 0.0, "nmse": 0.0}
     for a, e in zip(actual, expected, strict=True):
         if a.shape != e.shape or not (np.isfinite(a).all() and np.isfinite(e).all()):
@@ -222,9 +222,10 @@ def compare(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> dic
     return worst
 
 
-# --- The stage ------------------------------------------------------------------------------------------------------
+# --- Export ---------------------------------------------------------------------------------------------------------
 
 
+@accept_old_names(progress="on_progress")
 def export(
     model: str | None,
     out: Path,
@@ -237,26 +238,32 @@ def export(
     components: Sequence[str] | None = None,
     controlnet: str | None = None,
     files: FileOptions = FileOptions(),  # noqa: B008 (frozen)
-    progress: Progress = lambda message: None,
+    on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, Any]:
     """Export a pipeline to the folder `out` and return its manifest.
 
-    `model`: "demo", a checkpoint in one file (with `files`), a diffusers folder or a hub id; or None with `preset` and
-    `random_weights`, made from `seed`. `components`: export only these. `controlnet`: a diffusers folder or hub id of a
-    ControlNet to export along, with the residual inputs in the UNet. `progress` is called with one line at each step.
-    Nothing is done when `out` already holds the same export.
+    If `out` already contains the same export, nothing is written. After an error, no files remain.
 
-    Raises InputError for a source or option that cannot be used, OutputError when `out` cannot be written,
-    VerificationError when a component's numbers differ from torch's. Nothing is left behind then.
+    Args:
+        model: "demo", a single-file checkpoint (with `files`), a diffusers folder or a hub id; None with `preset` and
+            `random_weights`, which are generated from `seed`.
+        components: Export only these components.
+        controlnet: A diffusers folder or hub id of a ControlNet to export too; the UNet then has residual inputs.
+        on_progress: Called with one line per step. `progress` is its old name.
+
+    Raises:
+        InputError: The source or an option cannot be used.
+        OutputError: `out` cannot be written.
+        VerificationError: The outputs of a component differ from torch's.
     """
     if exporter not in EXPORTERS:
-        raise InputError(f"unknown exporter {exporter!r}: choose one of {', '.join(EXPORTERS)}.")
+        raise InputError(f"Unknown exporter {exporter!r}: choose one of {', '.join(EXPORTERS)}.")
     if opset not in OPSETS[exporter]:
         choices = ", ".join(map(str, OPSETS[exporter]))
-        raise InputError(f"opset {opset} is not supported by the {exporter} exporter: choose one of {choices}.")
+        raise InputError(f"Opset {opset} is not supported by the {exporter} exporter: choose one of {choices}.")
     source = open_source(model, preset, random_weights, seed, controlnet, files)
     if source.about:
-        progress(source.about)
+        on_progress(source.about)
     out = output_path(out, *source.folders)
     names = choose(source, components)
     manifest: dict[str, Any] = {
@@ -269,30 +276,30 @@ def export(
         manifest["source"]["tokenizer"] = "stand-in: one token a byte"
     previous = _previous(out)
     if all(previous.get(key) == value for key, value in manifest.items()) and is_intact(out, previous):
-        progress(f"{out} is up to date.")
+        on_progress(f"{out} is up to date.")
         return previous
-    if model and all(templates.find(templates.key_of(source, name, opset, exporter)) for name in names):
-        progress(f"there are templates for all of it: `sd-ort optimize {model} OUT` needs no export.")
+    if model and all(templates.find_template(templates.component_key(source, name, opset, exporter)) for name in names):
+        on_progress(f"All components have templates: `sd-ort optimize {model} OUT` needs no export.")
     with staged(out, *source.folders) as work:
         source.write_configs(work)
-        done: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
 
-        def make(name: str, stopped: threading.Event) -> None:
+        def export_one(name: str, cancel_event: threading.Event) -> None:
             count = f"[{names.index(name) + 1}/{len(names)}] {name}"
-            progress(f"{count}: exporting ...")
-            done[name] = export_component(source, name, work / name, Options(opset, exporter), seed)
-            if not stopped.is_set():
-                progress(f"{count}: done in {done[name]['seconds']:.1f} s")
+            on_progress(f"{count}: exporting ...")
+            entries[name] = export_component(source, name, work / name, ExportOptions(opset, exporter), seed)
+            if not cancel_event.is_set():
+                on_progress(f"{count}: done in {entries[name]['seconds']:.1f} s")
 
-        in_threads(make, names, at_once=1)
-        manifest["components"] = done
+        in_threads(export_one, names, at_once=1)
+        manifest["components"] = entries
         write_manifest(work, manifest)
-    progress(f"wrote {out}.")
+    on_progress(f"wrote {out}.")
     return read_manifest(out)
 
 
 def _previous(out: Path) -> dict[str, Any]:
-    """The manifest of an earlier export, or {} when there is none that can be read: it is replaced then."""
+    """Return the manifest of an earlier export, or {} if there is no readable one, which is then replaced."""
     try:
         return read_manifest(out)
     except InputError:
@@ -300,9 +307,9 @@ def _previous(out: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of all that decides how a graph comes out; of this stage's own code a hash."""
+    """Return the versions of all packages that determine the graph, and a hash of the code of this package."""
     packages = ("sd-ort", "torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
     root = Path(__file__).resolve().parent
     code = code_hash(root, root.with_name("family"))
-    own = {"python": platform.python_version(), "sd_ort.export": code}
-    return own | {name: version(name) for name in packages}
+    code_versions = {"python": platform.python_version(), "sd_ort.export": code}
+    return code_versions | {name: version(name) for name in packages}

@@ -1,12 +1,11 @@
-"""Templates: exports without their weights, which any checkpoint of the same architecture fills without being traced.
+"""Templates: exported graphs without weights, to which any checkpoint of the same architecture adds its weights.
 
-    the package's own   sd_ort/export/shipped, made by scripts/fixtures/make_templates.py: published architectures
-    the user's          in the cache, kept when a checkpoint of another architecture is exported for the first time
+    bundled   sd_ort/export/bundled, written by scripts/fixtures/make_templates.py: published architectures
+    user's    in the cache, stored when a checkpoint of another architecture is first exported
 
-A template is the exported graph, compressed: 10 to 60 kB. The location of each weight's data is no file but a recipe of
-the checkpoint's tensors (see `fusion_passes.recipes`), so that a filled template is the graph that exporting this
-checkpoint would give, its weights read when they are asked for. What is done to exported graphs is done to it: it is
-fused for any target, calibrated on this checkpoint's numbers, and written.
+A template is the compressed graph, 10 to 60 kB. The location of each weight's external data is a recipe of checkpoint
+tensors (see `fusion_passes.recipes`) instead of a file. A template with the weights of a checkpoint equals the export
+of that checkpoint, and reads weights lazily. It is fused for any target, calibrated and saved as an exported graph is.
 """
 
 from __future__ import annotations
@@ -36,91 +35,93 @@ from sd_ort.graphs.load import load as load_graph
 
 Config = Mapping[str, Any]
 
-SHIPPED = Path(__file__).with_name("shipped")
+BUNDLED = Path(__file__).with_name("bundled")
 INDEX = "index.json"
-CONFIG = "sd_ort.config"  # key of the model's metadata
-# Of a config: what says where a model came from, or what pipelines read and its graph is the same for. upcast_attention
-# turns float32 into float32: exports are traced in it.
-INCIDENTAL = frozenset(
+CONFIG = "sd_ort.config"  # key in the metadata of the ONNX model
+# Keys of a config that do not change the graph: the source of the model, and values that pipelines read.
+# upcast_attention has no effect on float32, in which exports are traced.
+NON_STRUCTURAL_KEYS = frozenset(
     "_class_name _diffusers_version _name_or_path sample_size scaling_factor shift_factor latents_mean latents_std "
     "force_upcast upcast_attention".split()
 )
-# What decides the graph of a CLIP text encoder; its config has much else, as all of transformers'.
-OF_ENCODERS = frozenset(
+# Keys that determine the graph of a CLIP text encoder, whose config has many others.
+TEXT_ENCODER_KEYS = frozenset(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings hidden_act "
     "layer_norm_eps eos_token_id projection_dim".split()
 )
-MOST_NUMBERS = 1 << 14  # of a tensor that is the graph's own: a row of zeros, a table of frequencies
+MAX_CONSTANT_ELEMENTS = 1 << 14  # of a tensor without a recipe that the template stores: zeros, frequencies
 
 
-# --- Names ----------------------------------------------------------------------------------------------------------
+# --- Keys -----------------------------------------------------------------------------------------------------------
 
 
-def key(component: str, kind: str, config: Config, variant: bool, opset: int, exporter: str) -> str:
-    """What tells one template from another, 16 hex digits.
+def template_key(component: str, cls: str, config: Config, variant: bool, opset: int, exporter: str) -> str:
+    """Return the key of a template, 16 hex digits.
 
-    kind: the model's class. config: its config, in which defaults may be missing. variant: of a text encoder, whether
-    it is SDXL's and gives another hidden state; of a UNet, whether it takes the residuals of a ControlNet.
+    cls: name of the model's class.
+    config: the model's config, which may omit defaults.
+    variant: of a text encoder, whether it is one of SDXL and returns another hidden state; of a UNet, whether it has
+        inputs for the residuals of a ControlNet.
     """
-    defaults = index()["defaults"].get(kind, {})
-    whole = {**defaults, **{name: value for name, value in config.items() if name in defaults or not defaults}}
+    defaults = bundled_index()["defaults"].get(cls, {})
+    complete = {**defaults, **{name: value for name, value in config.items() if name in defaults or not defaults}}
     if encoder := component.startswith("text_encoder"):
-        whole = {name: value for name, value in whole.items() if name in OF_ENCODERS}
-        if kind == "CLIPTextModel":
-            whole.pop("projection_dim", None)
-    kept = {name: value for name, value in whole.items() if name not in INCIDENTAL}
-    kept |= {"ip_adapter": config["ip_adapter"]} if "ip_adapter" in config else {}
-    what = ["text_encoder" if encoder else component, kind, kept, variant, opset, exporter]
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+        complete = {name: value for name, value in complete.items() if name in TEXT_ENCODER_KEYS}
+        if cls == "CLIPTextModel":
+            complete.pop("projection_dim", None)
+    structural = {name: value for name, value in complete.items() if name not in NON_STRUCTURAL_KEYS}
+    structural |= {"ip_adapter": config["ip_adapter"]} if "ip_adapter" in config else {}
+    content = ["text_encoder" if encoder else component, cls, structural, variant, opset, exporter]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def key_of(source: Source, component: str, opset: int, exporter: str) -> str:
-    """The key of a component of a checkpoint."""
+def component_key(source: Source, component: str, opset: int, exporter: str) -> str:
+    """Return the template key of a component of a checkpoint."""
     model = MODEL_OF.get(component, component)
     variant = component == "unet" and "controlnet" in source.configs
     if component.startswith("text_encoder"):
         variant = is_sdxl(source)
-    return key(component, source.index[model][1], source.configs[model], variant, opset, exporter)
+    return template_key(component, source.index[model][1], source.configs[model], variant, opset, exporter)
 
 
 @cache
-def index() -> dict[str, Any]:
-    """The package's list: `graphs`, key -> file name; `defaults`, class -> what its config says unasked."""
-    return files.read_json(SHIPPED / INDEX)
+def bundled_index() -> dict[str, Any]:
+    """Return the index of bundled templates: `graphs` (key -> file name), `defaults` (class -> config defaults)."""
+    return files.read_json(BUNDLED / INDEX)
 
 
-def find(name: str) -> Path | None:
-    """The template of this key: the package's, or the one in the cache, if there is one."""
-    shipped = index()["graphs"].get(name)
-    if shipped is not None:
-        return SHIPPED / shipped
-    path = _cached(name)
+def find_template(key: str) -> Path | None:
+    """Return the path of the template of this key, bundled or in the cache; None if there is none."""
+    file_name = bundled_index()["graphs"].get(key)
+    if file_name is not None:
+        return BUNDLED / file_name
+    path = _cached_path(key)
     return path if is_there(path) else None
 
 
 def user_folder() -> Path:
-    """Where the user's templates are: SD_ORT_TEMPLATES, or `templates` in sd-ort's cache folder."""
-    given = os.environ.get("SD_ORT_TEMPLATES")
-    return Path(given) if given else cache_folder() / "templates"
+    """Return the folder of the user's templates: SD_ORT_TEMPLATES, or `templates` in sd-ort's cache folder."""
+    path = os.environ.get("SD_ORT_TEMPLATES")
+    return Path(path) if path else cache_folder() / "templates"
 
 
-def _cached(name: str) -> Path:
-    """Templates of other versions of the exporters are not taken."""
+def _cached_path(key: str) -> Path:
+    """Return the path in the cache, which depends on the versions of the exporters."""
     packages = ("torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
-    here = Path(__file__).resolve().parent
-    what = [files.code_hash(here, here.with_name("family")), *map(version, packages)]
-    return user_folder() / f"{name}-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]}.onnx.xz"
+    package = Path(__file__).resolve().parent
+    versions = [files.code_hash(package, package.with_name("family")), *map(version, packages)]
+    return user_folder() / f"{key}-{hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:12]}.onnx.xz"
 
 
-# --- Making ---------------------------------------------------------------------------------------------------------
+# --- Writing --------------------------------------------------------------------------------------------------------
 
 
-def keep(name: str, exported: Path, entry: Mapping[str, Any]) -> str | None:
-    """Keep an exported component as template `name` in the cache; why it cannot be one, or None.
+def store_template(key: str, exported: Path, entry: Mapping[str, Any]) -> str | None:
+    """Store an exported component as a template in the cache. Return why it cannot be one, or None.
 
-    exported: the component's folder. entry: of the export's manifest.
+    exported: the component's folder. entry: the component's entry in the export's manifest.
     """
-    if pairs := entry.get("equal_weights"):
+    if pairs := entry.get("duplicate_weights", entry.get("equal_weights")):
         return f"{pairs[0][0]} and {pairs[0][1]} are equal, which exporters merge"
     graph = load_graph(exported / folder.MODEL)
     table = recipes.load(entry["weights"])
@@ -128,18 +129,21 @@ def keep(name: str, exported: Path, entry: Mapping[str, Any]) -> str | None:
         tensor = value.const_value
         if value.name in table or not isinstance(tensor, ir.ExternalTensor):
             continue
-        if tensor.size > MOST_NUMBERS:
-            return f"{value.name} is a weight that is made in a way no recipe says"
+        if tensor.size > MAX_CONSTANT_ELEMENTS:
+            return f"the weight {value.name} has no recipe"
         value.const_value = ir.Tensor(tensor.numpy().copy(), name=tensor.name)
     try:
-        write(_cached(name), graph, table, files.read_json(exported / "config.json"))
+        write_template(_cached_path(key), graph, table, files.read_json(exported / "config.json"))
     except OutputError as error:
         return str(error).removesuffix(".")
     return None
 
 
-def write(path: Path, graph: ir.Model, table: Mapping[str, recipes.Recipe], config: Config) -> None:
-    """Write `graph` without the weights that `table` has recipes for, which it loses; `config`: the model's, whole."""
+def write_template(path: Path, graph: ir.Model, table: Mapping[str, recipes.Recipe], config: Config) -> None:
+    """Write a template: `graph` without the weights that have recipes in `table`, which are removed from `graph`.
+
+    config: the complete config of the model.
+    """
     for name, recipe in table.items():
         value = graph.graph.initializers[name]
         tensor = value.const_value
@@ -152,18 +156,22 @@ def write(path: Path, graph: ir.Model, table: Mapping[str, recipes.Recipe], conf
     files.write_bytes(path, lzma.compress(ir.to_proto(graph).SerializeToString(), preset=9))
 
 
-# --- Filling --------------------------------------------------------------------------------------------------------
+# --- Reading --------------------------------------------------------------------------------------------------------
 
 
 class Template:
-    """A template, read: `config`, the whole one of its model; `sources`, the tensors that it asks a checkpoint for."""
+    """A template that was read.
+
+    config: the complete config of the model. recipes: initializer -> recipe. sources: names of the checkpoint tensors
+    that the recipes read. bytes: size of the weights in float32.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises InputError for a file that is broken."""
+        """Raises InputError for a damaged file."""
         try:
             self.proto = onnx.ModelProto.FromString(lzma.decompress(path.read_bytes()))
-        except Exception as error:  # lzma and protobuf each raise their own kind
-            raise InputError(f"{path} is broken: remove it, or install sd-ort again.") from error
+        except Exception as error:  # lzma and protobuf have no common base class of errors
+            raise InputError(f"{path} is damaged: remove it, or install sd-ort again.") from error
         props = {entry.key: entry.value for entry in self.proto.metadata_props}
         self.config: dict[str, Any] = json.loads(props.get(CONFIG, "{}"))
         self.recipes: dict[str, recipes.Recipe] = {
@@ -178,7 +186,7 @@ class Template:
         )
 
     def graph(self, read: Read) -> ir.Model:
-        """The exported graph of a checkpoint, of which `read` gives tensors by name (see `graphs.filling`)."""
+        """Return the graph with the weights of a checkpoint. `read` returns a tensor by name (see `graphs.filling`)."""
         model = ir.from_proto(self.proto)
         assert isinstance(model, ir.Model)
         model.metadata_props.pop(CONFIG, None)

@@ -1,4 +1,4 @@
-"""A torch module as an ONNX graph, by torch's dynamo exporter or its TorchScript one, in one form."""
+"""Exports a torch module to an ONNX graph with torch's dynamo or TorchScript exporter, and normalizes the names."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-# What each exporter of torch 2.13 can write and we test. Dynamo's own opset is 18; later ones add Gelu (20),
-# GroupNormalization (21) and Attention (23).
+# Tested opsets of each exporter of torch 2.13. Dynamo's own opset is 18; later ones add Gelu (20), GroupNormalization
+# (21) and Attention (23).
 OPSETS = {"dynamo": (18, 20, 21, 23), "torchscript": (17, 20)}
 
-# Upper bounds torch.export is told, and the graphs do not enforce. 63 is where diffusers' upsampling starts to ask
-# for a contiguous tensor, which is nothing in ONNX.
-LIMITS = {"batch": 63, "sequence": 4096, "images": 63, "height": 4096, "width": 4096}
+# Upper bounds for torch.export, which the graphs do not enforce. From a batch of 64, diffusers' upsampling makes its
+# input contiguous, which has no effect in ONNX.
+AXIS_LIMITS = {"batch": 63, "sequence": 4096, "images": 63, "height": 4096, "width": 4096}
 
-# Node metadata to keep: where in the model a node comes from. The rest is stack traces with paths of this machine.
-KEPT_METADATA = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy")
+# Node metadata that stays: the module that a node comes from. The rest is stack traces with paths of this machine.
+RETAINED_METADATA = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy")
 
 
 def export_dynamo(
     module: torch.nn.Module, args: Sequence[torch.Tensor], signature: Signature, opset: int, scratch: Path
 ) -> ir.Model:
-    """The module as an ONNX graph, through torch.export. Weights are borrowed from the module, not copied."""
+    """Return the module as an ONNX graph, through torch.export. The graph shares the weights of the module."""
     shapes = dynamic_shapes(module, signature)
-    captured = torch.export.export(module, tuple(args), dynamic_shapes=shapes, strict=False)
-    with without_slow_rule():
+    exported_program = torch.export.export(module, tuple(args), dynamic_shapes=shapes, strict=False)
+    with disable_slice_split_rule():
         program = torch.onnx.export(
-            captured,
+            exported_program,
             dynamo=True,
             input_names=[t.name for t in signature.inputs],
             output_names=[t.name for t in signature.outputs],
@@ -52,11 +52,11 @@ def export_dynamo(
 
 
 @contextlib.contextmanager
-def without_slow_rule() -> Iterator[None]:
-    """Switch off one rule of onnxscript's optimizer: two slices as a Split, which no graph of ours has.
+def disable_slice_split_rule() -> Iterator[None]:
+    """Disable the rule of onnxscript's optimizer that merges two Slices into a Split, which these graphs do not have.
 
-    To find the second slice it walks the whole graph at every node: 22 of the 26 s that optimizing a small SD 1.5 UNet
-    of 4700 nodes takes, and more with the square of the nodes.
+    The rule searches the whole graph for the second Slice at every node. That takes 22 of the 26 s of optimizing a
+    small SD 1.5 UNet of 4700 nodes, and grows with the square of the nodes.
     """
     from onnxscript.rewriter.rules.common import slice_split_rule
 
@@ -69,9 +69,9 @@ def without_slow_rule() -> Iterator[None]:
 
 
 def dynamic_shapes(module: torch.nn.Module, signature: Signature) -> tuple[Any, ...]:
-    """`signature`'s axes as torch.export wants them: tied symbols as multiples of one Dim.
+    """Return the axes of `signature` for torch.export, with related symbols as multiples of one Dim.
 
-    A UNet's height is declared as 8 times a Dim: then the sizes at every level are whole by construction, and the
+    A UNet's height is declared as 8 times a Dim. The sizes at every level are then integers by construction, and the
     graph has no rounding arithmetic.
     """
     from torch.export import Dim
@@ -81,13 +81,13 @@ def dynamic_shapes(module: torch.nn.Module, signature: Signature) -> tuple[Any, 
     def dim(axis: str) -> Any:
         symbol, times, divisor = split_axis(axis)
         unit = signature.multiples.get(symbol, 1)
-        base = dims.setdefault(symbol, Dim(f"_{symbol}", max=(LIMITS | signature.limits)[symbol]))
+        base = dims.setdefault(symbol, Dim(f"_{symbol}", max=(AXIS_LIMITS | signature.limits)[symbol]))
         count = unit * times // divisor
         return base if count == 1 else count * base
 
     shapes = [{i: dim(axis) for i, axis in t.dynamic_axes.items()} for t in signature.inputs]
-    named = len([p for p in _parameters(module) if p.kind != p.VAR_POSITIONAL])
-    return (*shapes[:named], tuple(shapes[named:])) if len(shapes) > named else tuple(shapes)
+    positional = len([p for p in _parameters(module) if p.kind != p.VAR_POSITIONAL])
+    return (*shapes[:positional], tuple(shapes[positional:])) if len(shapes) > positional else tuple(shapes)
 
 
 def _parameters(module: torch.nn.Module) -> list[Any]:
@@ -97,7 +97,7 @@ def _parameters(module: torch.nn.Module) -> list[Any]:
 def export_torchscript(
     module: torch.nn.Module, args: Sequence[torch.Tensor], signature: Signature, opset: int, scratch: Path
 ) -> ir.Model:
-    """The module as an ONNX graph, through the TorchScript tracer. Writes to `scratch`, where the weights stay."""
+    """Return the module as an ONNX graph, through the TorchScript tracer. The weights stay in files in `scratch`."""
     import onnx_ir as ir
 
     path = scratch / MODEL
@@ -117,19 +117,22 @@ def export_torchscript(
 EXPORTERS = {"dynamo": export_dynamo, "torchscript": export_torchscript}
 
 
-def tidy(model: ir.Model, signature: Signature) -> None:
-    """Name all axes after `signature`, drop the wrapper's prefix from the weights, and all but KEPT_METADATA."""
+def normalize_exported_names(model: ir.Model, signature: Signature) -> None:
+    """Rename all axes as in `signature`, and remove the wrapper's prefix of weights and other metadata.
+
+    RETAINED_METADATA stays.
+    """
     import onnx_ir as ir
 
     graph = model.graph
     symbols = axis_symbols(graph.inputs, signature)
     for node in graph.all_nodes():
-        for key in [key for key in node.metadata_props if key not in KEPT_METADATA]:
+        for key in [key for key in node.metadata_props if key not in RETAINED_METADATA]:
             del node.metadata_props[key]
         for value in node.outputs:
             value.metadata_props.clear()
             if value.shape is not None:
-                sizes = [d if isinstance(d, int) else rename(d.value, symbols) for d in value.shape]
+                sizes = [d if isinstance(d, int) else rename_axis(d.value, symbols) for d in value.shape]
                 value.shape = ir.Shape(sizes)
     tensors = [*signature.inputs, *signature.outputs]
     for value, tensor in zip([*graph.inputs, *graph.outputs], tensors, strict=True):
@@ -144,9 +147,10 @@ def tidy(model: ir.Model, signature: Signature) -> None:
 
 
 def axis_symbols(inputs: Sequence[ir.Value], signature: Signature) -> dict[str, str]:
-    """The exporter's symbol -> ours, from the graph's inputs: `8*s26` at axis `height` gives {"s26": "height/8"}.
+    """Return symbol of the exporter -> axis name, from the graph's inputs.
 
-    Empty for the TorchScript exporter, which uses our names.
+    Example: `8*s26` at axis `height` gives {"s26": "height/8"}. Empty for the TorchScript exporter, which uses the axis
+    names of the signature.
     """
     symbols = {}
     for value, tensor in zip(inputs, signature.inputs, strict=True):
@@ -160,8 +164,11 @@ def axis_symbols(inputs: Sequence[ir.Value], signature: Signature) -> dict[str, 
     return symbols
 
 
-def rename(axis: str | None, symbols: Mapping[str, str]) -> str | None:
-    """A size in the exporter's symbols, in ours: with s26 = height/8, `4*s26` is `height/2`. None is unknown."""
+def rename_axis(axis: str | None, symbols: Mapping[str, str]) -> str | None:
+    """Return a size with axis names for the exporter's symbols; None is an unknown size.
+
+    Example: with s26 = height/8, `4*s26` is `height/2`.
+    """
     if axis is None:
         return None
     if match := re.fullmatch(r"(?:(\d+)\*)?(\w+)", axis):
@@ -169,5 +176,5 @@ def rename(axis: str | None, symbols: Mapping[str, str]) -> str | None:
         if symbol in symbols:
             name, times, divisor = split_axis(symbols[symbol])
             return join_axis(name, times * int(factor or 1), divisor)
-    ours = {symbol: f"({name})" if "/" in name else name for symbol, name in symbols.items()}
-    return re.sub(r"[A-Za-z_]\w*", lambda m: ours.get(m[0], m[0]), axis)
+    names = {symbol: f"({name})" if "/" in name else name for symbol, name in symbols.items()}
+    return re.sub(r"[A-Za-z_]\w*", lambda m: names.get(m[0], m[0]), axis)

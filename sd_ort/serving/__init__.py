@@ -1,5 +1,6 @@
-"""Several replicas of one pipeline: an HTTP server over them, and lists of prompts. See README.md in this folder.
+"""Replicas of one pipeline: an HTTP server over them, and image generation from prompt lists. See README.md here.
 
-`pictures` and `api` are what is asked, `replica` what draws it, `dispatch` who draws what, `on_ray` the processes;
-`server` and `prompts` put them together. None of them imports Ray or a web server before it is needed.
+`image_jobs` and `api` define requests, `replica` generates images, `dispatch` distributes jobs to replicas,
+`ray_replicas` starts replica processes; `server` and `prompt_lists` combine these. No module imports Ray or a web
+server before it needs one.
 """

@@ -1,7 +1,7 @@
-"""Who draws what: pictures that wait, batches of those that fit together, replicas that die.
+"""Distributes queued images to replicas in batches, and restarts replicas that die.
 
-A replica that is free takes the picture that waits longest and those that share its settings. What a dead replica was
-drawing is drawn again, each picture alone, since one of them may be what ended it.
+An idle replica takes the image that waits longest and others with the same settings. The images of a replica that died
+are generated again, one at a time, since one of them may have ended the replica.
 """
 
 from __future__ import annotations
@@ -15,142 +15,144 @@ from itertools import islice
 from typing import Protocol
 
 from sd_ort.core.errors import SdOrtError, explained
-from sd_ort.serving.pictures import Model, NotDrawn, Picture, ReplicaDied
+from sd_ort.serving.image_jobs import GenerationFailed, ImageJob, ModelInfo, ReplicaDied
 
 log = logging.getLogger("sd_ort")
-ATTEMPTS = 3  # of a picture whose replica died
-BEAT_s = 1.0  # between two looks at whether an idle replica is still there
-PATIENCE_s = 30.0  # at most between two attempts to start a replica
+MAX_ATTEMPTS = 3  # failed batches of one image
+LIVENESS_INTERVAL_S = 1.0  # between two checks whether an idle replica is alive
+MAX_RESTART_DELAY_S = 30.0  # between two attempts to start a replica
 
 
-class Replica(Protocol):
-    """A process with a pipeline of its own."""
+class ReplicaProcess(Protocol):
+    """Interface of a process with its own pipeline."""
 
     name: str
 
-    async def start(self) -> Model:
-        """Begin the process and load the model. Raises SdOrtError when that cannot be."""
+    async def start(self) -> ModelInfo:
+        """Start the process and load the model. Raises SdOrtError or ReplicaDied."""
 
-    async def draw(self, pictures: Sequence[Picture]) -> list[bytes]:
-        """PNG files of pictures with equal settings. Raises ReplicaDied, or SdOrtError for what cannot be drawn."""
+    async def generate(self, jobs: Sequence[ImageJob]) -> list[bytes]:
+        """Return the PNG files of jobs with equal settings. Raises ReplicaDied, or SdOrtError on failure."""
 
     def stop(self) -> None:
         """End the process, whatever it does."""
 
-    def alive(self) -> bool:
-        """Whether the process that was started is still there."""
+    def is_alive(self) -> bool:
+        """Return whether the started process exists."""
 
 
 class QueueFull(SdOrtError):
-    """As many pictures wait as may: try again later."""
+    """The queue has no room for the images of a request."""
 
 
 @dataclass
-class Job:
-    """A picture that waits or is drawn; `done` is its PNG file. `attempts`: replicas that it did not survive."""
+class QueuedImage:
+    """An image that waits or is being generated. done: future of its PNG file. attempts: failed batches with it."""
 
-    picture: Picture
+    job: ImageJob
     done: asyncio.Future[bytes]
     attempts: int = 0
 
 
 @dataclass
 class Counts:
-    """What happened so far."""
+    """Generated images and batches, and restarts of replicas."""
 
-    pictures: int = 0
+    images: int = 0
     batches: int = 0
     restarts: int = 0
 
 
 @dataclass
 class Dispatcher:
-    """Hands pictures to replicas. `batch`: pictures drawn at once; `queue`: pictures that may wait, None for all;
-    `timeout`: seconds after which a replica that draws, or loads, counts as dead. Used within one event loop.
+    """Distributes images to replicas, within one event loop.
+
+    batch: the maximum number of images in a batch. queue: the maximum number of waiting images; None for no limit.
+    timeout: seconds after which a replica that generates or loads counts as dead.
     """
 
-    replicas: Sequence[Replica]
+    replicas: Sequence[ReplicaProcess]
     batch: int = 4
     queue: int | None = None
     timeout: float = 600.0
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
-        self.waiting: deque[Job] = deque()
+        self.waiting: deque[QueuedImage] = deque()
         self.states = ["starting"] * len(self.replicas)  # then "idle", "drawing" or "restarting"
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def ready(self) -> int:
-        """Replicas that draw, or could."""
+        """The number of replicas that are idle or generating."""
         return sum(state in ("idle", "drawing") for state in self.states)
 
-    async def start(self) -> Model:
-        """Start all replicas at once; what the first says of its model. Raises SdOrtError when one cannot start."""
+    async def start(self) -> ModelInfo:
+        """Start all replicas and return the first one's model. Raises SdOrtError if a replica does not start."""
         loads = [asyncio.ensure_future(self._load(replica)) for replica in self.replicas]
         try:
             models = await asyncio.gather(*loads)
         finally:
             for load in loads:
                 load.cancel()
-        self._tasks = [asyncio.create_task(self._work(place)) for place in range(len(self.replicas))]
+        self._tasks = [asyncio.create_task(self._serve_replica(index)) for index in range(len(self.replicas))]
         return models[0]
 
-    def submit(self, pictures: Sequence[Picture]) -> list[asyncio.Future[bytes]]:
-        """A PNG file for each picture, some time. Raises QueueFull, and takes none, when too many would wait.
+    def submit(self, jobs: Sequence[ImageJob]) -> list[asyncio.Future[bytes]]:
+        """Queue images and return the futures of their PNG files, which may raise SdOrtError.
 
-        A future that is cancelled before its picture's turn comes leaves the queue. Others may raise SdOrtError.
+        Cancelling a future removes its image from the queue. Raises QueueFull and queues none if too many would wait.
         """
-        if self.queue is not None and len(self.waiting) + len(pictures) > self.queue:
-            raise QueueFull(f"{len(self.waiting)} images wait, and {self.queue} may: try again later.")
+        if self.queue is not None and len(self.waiting) + len(jobs) > self.queue:
+            raise QueueFull(f"{len(self.waiting)} of at most {self.queue} images are waiting: try again later.")
         loop = asyncio.get_running_loop()
-        jobs = [Job(picture, loop.create_future()) for picture in pictures]
-        self.waiting.extend(jobs)
+        images = [QueuedImage(job, loop.create_future()) for job in jobs]
+        self.waiting.extend(images)
         self._arrived.set()
-        return [job.done for job in jobs]
+        return [image.done for image in images]
 
     def close(self) -> None:
-        """End replicas and fail what is not drawn."""
+        """Stop the replicas and fail the waiting images."""
         for task in self._tasks:
             task.cancel()
         for replica in self.replicas:
             replica.stop()
         while self.waiting:
-            fail(self.waiting.popleft(), NotDrawn("the server is being stopped."))
+            fail(self.waiting.popleft(), GenerationFailed("The server is being stopped."))
 
-    async def _load(self, replica: Replica) -> Model:
+    async def _load(self, replica: ReplicaProcess) -> ModelInfo:
         try:
             async with asyncio.timeout(self.timeout):
                 return await replica.start()
         except TimeoutError:
-            raise SdOrtError(f"replica {replica.name} has not loaded within {self.timeout:g} seconds.") from None
-        except ReplicaDied as death:
-            raise SdOrtError(f"replica {replica.name} ended while it loaded: {death}") from None
+            raise SdOrtError(f"Replica {replica.name} did not load within {self.timeout:g} seconds.") from None
+        except ReplicaDied as error:
+            raise SdOrtError(f"Replica {replica.name} ended while it loaded: {error}") from None
 
-    async def _work(self, place: int) -> None:
-        """Draw with one replica for as long as there is work, and bring it back when it dies."""
-        replica = self.replicas[place]
+    async def _serve_replica(self, index: int) -> None:
+        """Let one replica generate batches until the task is cancelled, and restart it whenever it dies."""
+        replica = self.replicas[index]
         while True:
-            self.states[place] = "idle"
-            jobs = await self._take()
-            self.states[place] = "drawing"
+            self.states[index] = "idle"
+            batch = await self._next_batch()
+            self.states[index] = "drawing"
             try:
-                if jobs:
-                    alive = await self._draw(replica, jobs)
-                elif not (alive := replica.alive()):
-                    log.warning("replica %s died, and is started again.", replica.name)
+                if batch:
+                    alive = await self._generate(replica, batch)
+                elif not (alive := replica.is_alive()):
+                    log.warning("replica %s died and is restarted.", replica.name)
             except asyncio.CancelledError:
-                for job in jobs:
-                    fail(job, NotDrawn("the server is being stopped."))
+                for image in batch:
+                    fail(image, GenerationFailed("The server is being stopped."))
                 raise
             if not alive:
-                self.states[place] = "restarting"
+                self.states[index] = "restarting"
                 self.counts.restarts += 1
-                await self._revive(replica)
+                await self._restart(replica)
 
-    async def _take(self) -> list[Job]:
-        """The next jobs of one batch; none when none came within BEAT_s seconds."""
+    async def _next_batch(self) -> list[QueuedImage]:
+        """Return the images of the next batch, or [] if none arrives within LIVENESS_INTERVAL_S seconds."""
         while True:
             while self.waiting and self.waiting[0].done.done():
                 self.waiting.popleft()
@@ -158,73 +160,73 @@ class Dispatcher:
                 break
             self._arrived.clear()
             try:
-                async with asyncio.timeout(BEAT_s):
+                async with asyncio.timeout(LIVENESS_INTERVAL_S):
                     await self._arrived.wait()
             except TimeoutError:
                 return []
         first = self.waiting[0]
-        taken = [first]
+        batch = [first]
         if not first.attempts:
-            free = self.states.count("idle")  # this one included: pictures are shared out, none is left idle
-            taken = list(islice(filter(lambda job: self._fits(job, first), self.waiting), self.batch * free))
-            taken = taken[: min(self.batch, -(-len(taken) // free))]
-        chosen = {id(job) for job in taken}
-        self.waiting = deque(job for job in self.waiting if id(job) not in chosen)
-        return taken
+            idle = self.states.count("idle")  # includes this replica; the idle ones share the images evenly
+            batch = list(islice(filter(lambda image: self._can_batch(image, first), self.waiting), self.batch * idle))
+            batch = batch[: min(self.batch, -(-len(batch) // idle))]
+        ids = {id(image) for image in batch}
+        self.waiting = deque(image for image in self.waiting if id(image) not in ids)
+        return batch
 
     @staticmethod
-    def _fits(job: Job, first: Job) -> bool:
-        return job.picture.settings == first.picture.settings and not job.attempts and not job.done.done()
+    def _can_batch(image: QueuedImage, first: QueuedImage) -> bool:
+        return image.job.settings == first.job.settings and not image.attempts and not image.done.done()
 
-    async def _draw(self, replica: Replica, jobs: list[Job]) -> bool:
-        """Draw a batch; False when the replica died of it."""
+    async def _generate(self, replica: ReplicaProcess, batch: list[QueuedImage]) -> bool:
+        """Generate a batch. Return whether the replica is still alive."""
         try:
             async with asyncio.timeout(self.timeout):
-                files = await replica.draw([job.picture for job in jobs])
-        except (ReplicaDied, TimeoutError) as death:
-            reason = f"no answer within {self.timeout:g} seconds" if isinstance(death, TimeoutError) else str(death)
-            log.warning("replica %s died, and is started again: %s", replica.name, reason)
-            self._again(jobs, NotDrawn(f"{ATTEMPTS} replicas died while they drew it: {reason}"))
+                files = await replica.generate([image.job for image in batch])
+        except (ReplicaDied, TimeoutError) as error:
+            reason = f"no answer within {self.timeout:g} seconds" if isinstance(error, TimeoutError) else str(error)
+            log.warning("replica %s died and is restarted: %s", replica.name, reason)
+            self._requeue(batch, GenerationFailed(f"{MAX_ATTEMPTS} replicas died while they generated it: {reason}"))
             return False
         except Exception as error:
             line, _ = explained(error)
-            if len(jobs) == 1:
-                fail(jobs[0], error if isinstance(error, SdOrtError) else NotDrawn(line))
-            else:  # one of them may be at fault
-                self._again(jobs, NotDrawn(line))
+            if len(batch) == 1:
+                fail(batch[0], error if isinstance(error, SdOrtError) else GenerationFailed(line))
+            else:  # one image may have caused the error
+                self._requeue(batch, GenerationFailed(line))
             return True
         self.counts.batches += 1
-        self.counts.pictures += len(jobs)
-        for job, file in zip(jobs, files, strict=True):
-            if not job.done.done():
-                job.done.set_result(file)
+        self.counts.images += len(batch)
+        for image, file in zip(batch, files, strict=True):
+            if not image.done.done():
+                image.done.set_result(file)
         return True
 
-    def _again(self, jobs: list[Job], error: NotDrawn) -> None:
-        """Let pictures be drawn once more, alone and before all others; `error` for those that had all attempts."""
-        for job in reversed(jobs):
-            job.attempts += 1
-            if job.attempts >= ATTEMPTS:
-                fail(job, error)
+    def _requeue(self, batch: list[QueuedImage], error: GenerationFailed) -> None:
+        """Queue images again, alone and before all others. `error` is for images without attempts left."""
+        for image in reversed(batch):
+            image.attempts += 1
+            if image.attempts >= MAX_ATTEMPTS:
+                fail(image, error)
             else:
-                self.waiting.appendleft(job)
+                self.waiting.appendleft(image)
         self._arrived.set()
 
-    async def _revive(self, replica: Replica) -> None:
-        """Start a replica again, as often as it takes."""
-        pause = 0.0
+    async def _restart(self, replica: ReplicaProcess) -> None:
+        """Start a replica again; retry until it loads."""
+        delay = 0.0
         while True:
             replica.stop()
             try:
                 await self._load(replica)
                 return
             except SdOrtError as error:
-                pause = min(2 * pause + 1, PATIENCE_s)
-                log.warning("%s It is tried again in %g s.", error, pause)
-                await asyncio.sleep(pause)
+                delay = min(2 * delay + 1, MAX_RESTART_DELAY_S)
+                log.warning("%s Retrying in %g s.", error, delay)
+                await asyncio.sleep(delay)
 
 
-def fail(job: Job, error: SdOrtError) -> None:
-    """Give up a picture."""
-    if not job.done.done():
-        job.done.set_exception(error)
+def fail(image: QueuedImage, error: SdOrtError) -> None:
+    """Set the error of an image, unless its future is done."""
+    if not image.done.done():
+        image.done.set_exception(error)

@@ -1,4 +1,4 @@
-"""Numbers of a server in Prometheus' text format."""
+"""Metrics of a server in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from prometheus_client.registry import Collector
 
 from sd_ort.serving.dispatch import Dispatcher
 
-SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)  # bounds of the histogram's buckets
+BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)  # bounds of the histogram's buckets
 
 
 class Metrics:
-    """What `GET /metrics` answers: counts of the dispatcher, and of requests as the server saw them."""
+    """Metrics of `GET /metrics`: counts of the dispatcher and of the server's requests."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_Dispatched(dispatcher))
+        self.registry.register(_DispatcherCollector(dispatcher))
         self._requests = Counter(
-            "sd_ort_requests", "Requests for images, by status.", ["status"], registry=self.registry
+            "sd_ort_requests", "Requests for images by HTTP status.", ["status"], registry=self.registry
         )
         self._seconds = Histogram(
-            "sd_ort_request_seconds", "Seconds of a request that was answered with images.", buckets=SECONDS,
+            "sd_ort_request_seconds", "Seconds of a successful request for images.", buckets=BUCKETS_S,
             registry=self.registry,
         )  # fmt: skip
 
     def count(self, status: int, seconds: float) -> None:
-        """A request was answered."""
+        """Count an answered request."""
         self._requests.labels(str(status)).inc()
         if status == 200:
             self._seconds.observe(seconds)
 
     def text(self) -> bytes:
-        """All of them."""
+        """Return all metrics."""
         return generate_latest(self.registry)
 
 
-class _Dispatched(Collector):
+class _DispatcherCollector(Collector):
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
 
     def collect(self) -> Iterator[Metric]:
-        of, counts = self.dispatcher, self.dispatcher.counts
-        yield CounterMetricFamily("sd_ort_images", "Images drawn.", counts.pictures)
-        yield CounterMetricFamily("sd_ort_batches", "Batches drawn.", counts.batches)
-        yield CounterMetricFamily("sd_ort_replica_restarts", "Replicas started again.", counts.restarts)
-        yield GaugeMetricFamily("sd_ort_images_waiting", "Images that wait for a replica.", len(of.waiting))
-        yield GaugeMetricFamily("sd_ort_replicas_ready", "Replicas that draw or could.", of.ready)
-        yield GaugeMetricFamily("sd_ort_replicas", "Replicas.", len(of.replicas))
+        dispatcher, counts = self.dispatcher, self.dispatcher.counts
+        yield CounterMetricFamily("sd_ort_images", "Generated images.", counts.images)
+        yield CounterMetricFamily("sd_ort_batches", "Generated batches.", counts.batches)
+        yield CounterMetricFamily("sd_ort_replica_restarts", "Restarts of replicas.", counts.restarts)
+        yield GaugeMetricFamily("sd_ort_images_waiting", "Images waiting for a replica.", len(dispatcher.waiting))
+        yield GaugeMetricFamily("sd_ort_replicas_ready", "Replicas that are idle or generating.", dispatcher.ready)
+        yield GaugeMetricFamily("sd_ort_replicas", "Replicas.", len(dispatcher.replicas))

@@ -1,6 +1,6 @@
-"""One replica: a pipeline in a process of its own, which draws batches as PNG files.
+"""One replica: a pipeline that generates batches of images as PNG files.
 
-Nothing here knows Ray: it is what each of Ray's actors, the process of a test, and a list of prompts without Ray do.
+It runs in a Ray actor, in another process (tests, scripts), or in the calling process (a prompt list without Ray).
 """
 
 from __future__ import annotations
@@ -15,117 +15,123 @@ from typing import Any
 from sd_ort.core.errors import InputError, SdOrtError, explained
 from sd_ort.core.folder import MERGED, components
 from sd_ort.runtime import visible
-from sd_ort.serving.pictures import Model, Picture
+from sd_ort.serving.image_jobs import ImageJob, ModelInfo
 
 
-def unprepared(pipeline: Any) -> None:
-    """Draw with a pipeline as it was loaded."""
+def no_setup(pipeline: Any) -> None:
+    """Leave the pipeline as it was loaded."""
 
 
 @dataclass(frozen=True)
-class Opening:
-    """What a replica loads: a pipeline folder with options of `from_pretrained`, and `prepare`, which may add LoRAs.
+class ReplicaConfig:
+    """Configuration from which a replica loads its pipeline.
 
-    `drawing`: more arguments of each call. `guidance`: the scale that it draws well with.
-    `text`: what each PNG file says besides how it was drawn. `devices`: environment variables that show the process
-    the one GPU it is to use; they mean something only before ONNX Runtime is imported.
+    folder: pipeline folder.
+    load_options: further arguments of `from_pretrained`.
+    setup: called with the loaded pipeline, for example to add LoRAs.
+    call_options: further arguments of each pipeline call.
+    guidance: default guidance scale.
+    png_text: text of each PNG file in addition to `ImageJob.png_text`.
+    environment: variables that restrict the process to one GPU; without effect after ONNX Runtime was imported.
     """
 
     folder: Path
-    loading: Mapping[str, Any] = field(default_factory=dict)
-    prepare: Callable[[Any], None] = unprepared
-    drawing: Mapping[str, Any] = field(default_factory=dict)
+    load_options: Mapping[str, Any] = field(default_factory=dict)
+    setup: Callable[[Any], None] = no_setup
+    call_options: Mapping[str, Any] = field(default_factory=dict)
     guidance: float = 7.5
-    text: Mapping[str, str] = field(default_factory=dict)
-    devices: Mapping[str, str] = field(default_factory=dict)
+    png_text: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def several(opening: Opening, gpus: int | None, replicas: int | None, threads: int | None) -> list[Opening]:
-    """One opening a replica: on a GPU each with `gpus`, else all on the same device, `replicas` of them or one.
+def replica_configs(
+    config: ReplicaConfig, gpus: int | None, replicas: int | None, threads: int | None
+) -> list[ReplicaConfig]:
+    """Return one config per replica: one on each of `gpus` GPUs, else `replicas` (default 1) on one device.
 
-    `threads`: CPU threads of each, None for its share of the cores. Raises InputError for a folder that cannot be
-    drawn with, or GPUs that are not there; nothing is loaded.
+    `threads`: CPU threads per replica; None for its share of the cores. Raises InputError for a folder that replicas
+    cannot load, or missing GPUs; nothing is loaded.
     """
-    if MERGED in components(opening.folder):
-        raise InputError(f"{opening.folder} is merged, for one image at a time: give the folder it was made from.")
+    if MERGED in components(config.folder):
+        raise InputError(f"{config.folder} is a merged pipeline, for one image at a time: pass its unmerged folder.")
     if gpus and replicas:
-        raise InputError("--gpus N is a replica on each of N GPUs, --replicas N so many on one device: give one.")
-    devices = visible.one_each(str(opening.loading["provider"]), gpus) if gpus else [{}] * (replicas or 1)
-    loading = {**opening.loading, "threads": threads or visible.threads_each(len(devices))}
-    return [replace(opening, loading=loading, devices=each) for each in devices]
+        raise InputError("--gpus N starts a replica on each of N GPUs, --replicas N starts N on one device: pass one.")
+    environments = visible.one_each(str(config.load_options["provider"]), gpus) if gpus else [{}] * (replicas or 1)
+    load_options = {**config.load_options, "threads": threads or visible.threads_each(len(environments))}
+    return [replace(config, load_options=load_options, environment=environment) for environment in environments]
 
 
-class Replica:
-    """A loaded pipeline. Use it in a process where ONNX Runtime has not been imported yet."""
+class PipelineReplica:
+    """A loaded pipeline. Create it in a process that has not imported ONNX Runtime yet."""
 
-    def __init__(self, opening: Opening) -> None:
-        """Load the model. Raises SdOrtError for one that cannot be used."""
-        os.environ.update(opening.devices)
+    def __init__(self, config: ReplicaConfig) -> None:
+        """Load the model. Raises SdOrtError if the model cannot be used."""
+        os.environ.update(config.environment)
         from sd_ort import StableDiffusionPipeline
         from sd_ort.family.configs import scheduler_config
 
-        self.opening = opening
+        self.config = config
         self.writers = ThreadPoolExecutor(4)
-        self.pipeline: Any = StableDiffusionPipeline.from_pretrained(opening.folder, **opening.loading)
-        opening.prepare(self.pipeline)
-        self.model = Model(
-            side=self.pipeline.default_size,
-            multiple=self.pipeline.size_multiple,
-            guidance=opening.guidance,
-            trained_steps=scheduler_config(opening.folder).get("num_train_timesteps", 1000),
+        self.pipeline: Any = StableDiffusionPipeline.from_pretrained(config.folder, **config.load_options)
+        config.setup(self.pipeline)
+        self.model = ModelInfo(
+            default_size=self.pipeline.default_size,
+            size_multiple=self.pipeline.size_multiple,
+            guidance=config.guidance,
+            train_timesteps=scheduler_config(config.folder).get("num_train_timesteps", 1000),
             pid=os.getpid(),
         )
 
-    def draw(self, pictures: Sequence[Picture]) -> list[bytes]:
-        """PNG files of pictures with equal settings, drawn in one batch. Raises SdOrtError for what cannot be drawn."""
+    def generate(self, jobs: Sequence[ImageJob]) -> list[bytes]:
+        """Return the PNG files of jobs with equal settings, generated as one batch. Raises SdOrtError on failure."""
         from sd_ort.pipeline.png import png_bytes
 
-        settings = pictures[0].settings
-        drawn = self.pipeline(
-            [picture.prompt for picture in pictures],
+        settings = jobs[0].settings
+        images = self.pipeline(
+            [job.prompt for job in jobs],
             height=settings.height,
             width=settings.width,
             num_inference_steps=settings.steps,
             guidance_scale=settings.guidance,
-            negative_prompt=[picture.negative for picture in pictures],
-            generator=[picture.seed for picture in pictures],
+            negative_prompt=[job.negative for job in jobs],
+            generator=[job.seed for job in jobs],
             progress=False,
-            **self.opening.drawing,
+            **self.config.call_options,
         ).images
-        texts = [{**picture.text(), **self.opening.text} for picture in pictures]
-        return list(self.writers.map(png_bytes, drawn, texts))  # compressing takes longer than a step, and no lock
+        texts = [{**job.png_text(), **self.config.png_text} for job in jobs]
+        return list(self.writers.map(png_bytes, images, texts))  # slower than a step; releases the GIL
 
 
 @dataclass(frozen=True)
-class Failed:
-    """An error of a replica as it travels between processes: one line, and the command's exit code."""
+class RemoteError:
+    """An error of a replica in a form that every process can unpickle: one line, and the command's exit code."""
 
     line: str
     code: int
 
     def error(self) -> SdOrtError:
-        """The error to raise on the other side."""
+        """Return the error to raise in the calling process."""
         error = SdOrtError(self.line)
         error.exit_code = self.code
         return error
 
 
 class Actor:
-    """A `Replica` that another process calls: errors are values, which every process can read."""
+    """A `PipelineReplica` that another process calls. Errors are returned as `RemoteError` values."""
 
-    replica: Replica
+    replica: PipelineReplica
 
-    def load(self, opening: Opening) -> Model | Failed:
-        """Load the model; to be called once, before all else."""
+    def load(self, config: ReplicaConfig) -> ModelInfo | RemoteError:
+        """Load the model. Call this once, first."""
         try:
-            self.replica = Replica(opening)
+            self.replica = PipelineReplica(config)
         except Exception as error:
-            return Failed(*explained(error))
+            return RemoteError(*explained(error))
         return self.replica.model
 
-    def draw(self, pictures: Sequence[Picture]) -> list[bytes] | Failed:
-        """See `Replica.draw`."""
+    def generate(self, jobs: Sequence[ImageJob]) -> list[bytes] | RemoteError:
+        """Call `PipelineReplica.generate`."""
         try:
-            return self.replica.draw(pictures)
+            return self.replica.generate(jobs)
         except Exception as error:
-            return Failed(*explained(error))
+            return RemoteError(*explained(error))

@@ -1,4 +1,8 @@
-"""The kernels in PyTorch: `optimize` a diffusers pipeline, `restore` or `profile` it; `torch.ops.sd_ort` underneath."""
+"""The kernels of the operator library in PyTorch.
+
+`optimize` replaces modules of a diffusers pipeline, `restore` puts them back, `profile` and `status` report what ran.
+The operators themselves are `torch.ops.sd_ort`.
+"""
 
 from sd_ort.torch import operators
 from sd_ort.torch.profiling import Profile, profile

@@ -1,4 +1,4 @@
-"""`optimize` and `restore`: which modules of a pipeline run on our operators."""
+"""`optimize` and `restore`: replace modules of a diffusers pipeline by subclasses that call the sd_ort operators."""
 
 from __future__ import annotations
 
@@ -19,175 +19,195 @@ from torch import nn
 
 from sd_ort.core.errors import InputError
 from sd_ort.torch import kernels, status
-from sd_ort.torch.modules import attention, images, packing, resnet, transformer, up, whole, winograd
+from sd_ort.torch.modules import (
+    attention,
+    captured_models,
+    last_norm,
+    resnet,
+    transformer,
+    up_blocks,
+    upsample,
+    weight_packing,
+    winograd,
+)
 
 Level = Literal["auto", "performance", "memory"]
 LEVELS = ("auto", "performance", "memory")
 Target = TypeVar("Target")
 
-# diffusers' class -> the subclass in its place, and why a module cannot take it.
-_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], Callable[[Any], str | None]]] = {
-    ResnetBlock2D: (resnet.FastResnetBlock2D, resnet.refuse),
-    BasicTransformerBlock: (transformer.FastBasicTransformerBlock, transformer.refuse_block),
-    Transformer2DModel: (transformer.FastTransformer2DModel, transformer.refuse_transformer),
+# diffusers' class -> the subclass that replaces it, and a function that returns why a module is not replaced, or None.
+_REPLACEMENTS: dict[type[nn.Module], tuple[type[nn.Module], Callable[[Any], str | None]]] = {
+    ResnetBlock2D: (resnet.FastResnetBlock2D, resnet.unsupported_reason),
+    BasicTransformerBlock: (transformer.FastBasicTransformerBlock, transformer.unsupported_block_reason),
+    Transformer2DModel: (transformer.FastTransformer2DModel, transformer.unsupported_transformer_reason),
     GEGLU: (transformer.FastGEGLU, lambda _: None),
-    Upsample2D: (images.FastUpsample2D, images.refuse_upsample),
-    UpBlock2D: (up.FastUpBlock2D, lambda _: None),
-    CrossAttnUpBlock2D: (up.FastCrossAttnUpBlock2D, lambda _: None),
+    Upsample2D: (upsample.FastUpsample2D, upsample.unsupported_reason),
+    UpBlock2D: (up_blocks.FastUpBlock2D, lambda _: None),
+    CrossAttnUpBlock2D: (up_blocks.FastCrossAttnUpBlock2D, lambda _: None),
 }
 _ORIGINALS: dict[type[nn.Module], type[nn.Module]] = {
-    **{fast: original for original, (fast, _) in _CLASSES.items()},
-    images.GroupNormSilu: nn.GroupNorm,
-    images.SiluDone: nn.SiLU,
-    images.FoldedUpsample2D: Upsample2D,
+    **{fast: original for original, (fast, _) in _REPLACEMENTS.items()},
+    last_norm.GroupNormSilu: nn.GroupNorm,
+    last_norm.FusedSilu: nn.SiLU,
+    upsample.FusedUpsampleConv2D: Upsample2D,
 }
 _WITH_LAST_NORM = (UNet2DConditionModel, Encoder, Decoder)
-# Attributes of a component: its weights were made channels last; its slicing was turned on.
-_FORMAT, _SLICED = "_sd_ort_memory_format", "_sd_ort_sliced"
+# Classes that handle norms themselves, or whose norms are handled by one of these.
+_SUPPORTED = (Attention, *_WITH_LAST_NORM, *_REPLACEMENTS)
+# Attributes of a component: its weights were converted to channels last; its slicing was enabled.
+_CHANNELS_LAST, _SLICING = "_sd_ort_memory_format", "_sd_ort_sliced"
 
 
 def optimize(target: Target, level: Level = "auto", graph: bool | None = None) -> Target:
-    """Lets a diffusers pipeline or module (SD 1.x, 2.x, SDXL, ControlNet, VAE) run on our operators; returns it.
+    """Replace modules of a diffusers pipeline or module (SD 1.x, 2.x, SDXL, ControlNet, VAE), and return the target.
 
-    Parameters stay the same objects with the same values and names. `restore` undoes everything.
+    Parameters stay the same objects with the same values and names. `restore` undoes everything. A module of another
+    class, or with another processor, norm or activation, is not replaced: `status()` counts it with the reason.
 
-    level: "auto" replaces modules and, on a GPU, lays convolution weights channels last. "performance" also lays the
-    weights of one input's products side by side (of the time embedding's and the prompt's, the whole model's), keeps
-    transformed filters of the float16 convolutions that are faster with them (16/9 of their weights more memory), and
-    measures every new shape when it is first met: our kernels, to the file that later runs load, and convolutions
-    (`torch.backends.cudnn.benchmark`, which stays on). "memory" takes only kernels without scratch memory and turns on
-    the VAE's slicing, an image at a time.
+    Args:
+        target: A diffusers pipeline or a torch module.
+        level: "auto" replaces modules and, on a GPU, converts the weights of convolutions to channels last.
+            "performance" also packs the weights of layers that read one input (for the time embedding and the prompt,
+            of the whole model). It caches transformed filters of the float16 convolutions that are faster with them
+            (16/9 of the memory of their weights in addition). It measures every new shape at its first call: sd_ort
+            kernels, into the file that later processes load, and convolutions (`torch.backends.cudnn.benchmark`, which
+            stays on).
+            "memory" runs only kernels without scratch memory, and enables slicing in the VAE (one image at a time).
+        graph: Whether calls of a UNet and a ControlNet on a GPU are captured in CUDA graphs at the second call of the
+            same shapes, and replayed. Default: on unless the level is "memory" (a graph retains its activations).
+            Calls with gradients, autocast, hooks or offloading are not captured: `status().not_captured` counts them by
+            reason. A model that changed (LoRA layers and their scales, a processor, moved weights) is captured again.
 
-    graph: whether calls of a U-Net and a ControlNet on a GPU are captured in CUDA graphs when the same shapes come a
-    second time, and replayed; on unless the level is "memory" (a graph keeps its activations). Calls with gradients,
-    autocast, hooks or offloading are not captured: `status().not_captured` counts them by reason. A model that changed
-    (LoRA layers and their scales, a processor, weights elsewhere in memory) is captured anew.
-
-    A module that is not known (another class, processor, norm or activation) is left alone: `status()` counts it with
-    the reason. Raises InputError for an unknown level, or a target without modules.
+    Raises:
+        InputError: The level is unknown, or the target has no modules.
     """
     if level not in LEVELS:
-        raise InputError(f"unknown level {level!r}: choose one of {', '.join(LEVELS)}.")
+        raise InputError(f"Unknown level {level!r}: choose one of {', '.join(LEVELS)}.")
     restore(target)
     for component in components(target):
         for module in component.modules():
             _replace(module, level)
             if graph or (graph is None and level != "memory"):
-                whole.capture(module)
-        for module in component.modules() if level == "performance" else ():
-            if type(module) in whole.MODELS:
-                resnet.share_time(module)
-                attention.share_prompt(module)
-            if isinstance(module, transformer.FastGEGLU):
-                packing.lay_columns(module.proj)
-            if isinstance(module, images.FastUpsample2D):
-                module.__class__ = images.FoldedUpsample2D
-                if type(component) in whole.MODELS and module.use_conv:
-                    winograd.prepare(module.convolution, doubled=True)
-            if isinstance(module, resnet.FastResnetBlock2D):
-                winograd.prepare(module.conv1)
-                winograd.prepare(module.conv2)
-        _lay_out(component)
+                captured_models.enable_capture(module)
+        if level == "performance":
+            for module in component.modules():
+                _speed_up(module, type(component) in captured_models.MODELS)
+        _convert_to_channels_last(component)
         if level == "memory" and getattr(component, "use_slicing", None) is False:
             component.enable_slicing()  # type: ignore[operator]
-            component.__dict__[_SLICED] = True
-    _set_kernels(level)
+            component.__dict__[_SLICING] = True
+    _configure_kernels(level)
     return target
 
 
 def restore(target: Target) -> Target:
-    """Undoes `optimize`; returns the target. Raises InputError for a target without modules."""
+    """Undo `optimize` and return the target. Raises InputError for a target without modules."""
     for component in components(target):
         for module in component.modules():
             _restore(module)
-        if component.__dict__.pop(_FORMAT, None):
+        if component.__dict__.pop(_CHANNELS_LAST, None):
             component.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        if component.__dict__.pop(_SLICED, None):
+        if component.__dict__.pop(_SLICING, None):
             component.disable_slicing()  # type: ignore[operator]
     return target
 
 
 def components(target: object) -> list[nn.Module]:
-    """A pipeline's modules, or the module itself; a compiled one's original. Raises InputError where there is none."""
+    """Return the modules of a pipeline, or the module itself; for a compiled module, the original.
+
+    Raises InputError if there is none.
+    """
     if isinstance(target, nn.Module):
         return [getattr(target, "_orig_mod", target)]
-    found = [part for part in getattr(target, "components", {}).values() if isinstance(part, nn.Module)]
-    if not found:
-        raise InputError(f"a {type(target).__name__} holds no modules: give a diffusers pipeline or a torch module.")
-    return [getattr(part, "_orig_mod", part) for part in found]
+    modules = [item for item in getattr(target, "components", {}).values() if isinstance(item, nn.Module)]
+    if not modules:
+        raise InputError(f"A {type(target).__name__} has no modules: pass a diffusers pipeline or a torch module.")
+    return [getattr(module, "_orig_mod", module) for module in modules]
 
 
 def _replace(module: nn.Module, level: Level) -> None:
+    """Replace the class of a module, or the processor of an attention, if it is supported, and count it."""
     name = type(module).__name__
     if isinstance(module, Attention):
         _replace_processor(module, level)
-    if isinstance(module, _WITH_LAST_NORM) and _counted(f"{name}.conv_norm_out", images.refuse_last_norm(module)):
-        module.conv_norm_out.__class__ = images.GroupNormSilu
-        module.conv_act.__class__ = images.SiluDone
-    if type(module) in _CLASSES:
-        fast, refuse = _CLASSES[type(module)]
-        if _counted(name, refuse(module)):
+    if isinstance(module, _WITH_LAST_NORM) and _count(f"{name}.conv_norm_out", last_norm.unsupported_reason(module)):
+        module.conv_norm_out.__class__ = last_norm.GroupNormSilu
+        module.conv_act.__class__ = last_norm.FusedSilu
+    if type(module) in _REPLACEMENTS:
+        fast, unsupported_reason = _REPLACEMENTS[type(module)]
+        if _count(name, unsupported_reason(module)):
             module.__class__ = fast
-    elif isinstance(module, tuple(_CLASSES)) and type(module) not in _ORIGINALS:
-        status.left_alone[name, "a subclass of what is known"] += 1
-    elif module.__module__.startswith("diffusers.") and not isinstance(module, _KNOWN) and _normalizes(module):
-        status.left_alone[name, "its norms are its own"] += 1
+    elif isinstance(module, tuple(_REPLACEMENTS)) and type(module) not in _ORIGINALS:
+        status.not_replaced[name, "a subclass of a supported class"] += 1
+    elif module.__module__.startswith("diffusers.") and not isinstance(module, _SUPPORTED) and _has_norm(module):
+        status.not_replaced[name, "an unsupported class with norms"] += 1
 
 
-# Modules that hold norms of modules handled above, or none that matter.
-_KNOWN = (Attention, *_WITH_LAST_NORM, *_CLASSES)
-
-
-def _normalizes(module: nn.Module) -> bool:
-    """Whether a norm is the module's own child: work that an operator of ours might do."""
+def _has_norm(module: nn.Module) -> bool:
+    """Return whether a norm is a direct child of the module: work that an sd_ort operator might do."""
     return any(isinstance(child, nn.GroupNorm | nn.LayerNorm) for child in module.children())
 
 
-def _counted(name: str, reason: str | None) -> bool:
-    """Counts a module as replaced, or left alone for a reason; whether it is to be replaced."""
-    if reason is None:
+def _count(name: str, unsupported_reason: str | None) -> bool:
+    """Count a module as replaced, or as not replaced for a reason. Return whether to replace it."""
+    if unsupported_reason is None:
         status.replaced[name] += 1
     else:
-        status.left_alone[name, reason] += 1
-    return reason is None
+        status.not_replaced[name, unsupported_reason] += 1
+    return unsupported_reason is None
 
 
 def _replace_processor(attn: Attention, level: Level) -> None:
-    if not _counted("Attention", attention.refuse(attn)):
-        return
-    stacked = level == "performance" and packing.lay_products(attn)
-    attn.processor = attention.FastAttnProcessor(attn.processor, stacked)
+    if _count("Attention", attention.unsupported_reason(attn)):
+        packed = level == "performance" and weight_packing.pack_qkv(attn)
+        attn.processor = attention.FastAttnProcessor(attn.processor, packed)
+
+
+def _speed_up(module: nn.Module, in_whole_model: bool) -> None:
+    """Prepare the weights of a module for level "performance". in_whole_model: it is part of a UNet or ControlNet."""
+    if type(module) in captured_models.MODELS:
+        resnet.concatenate_time_projections(module)
+        attention.concatenate_prompt_projections(module)
+    if isinstance(module, transformer.FastGEGLU):
+        weight_packing.to_column_major(module.proj)
+    if isinstance(module, upsample.FastUpsample2D):
+        module.__class__ = upsample.FusedUpsampleConv2D
+        if in_whole_model and module.use_conv:
+            winograd.prepare(module.convolution, upsample_2x=True)
+    if isinstance(module, resnet.FastResnetBlock2D):
+        winograd.prepare(module.conv1)
+        winograd.prepare(module.conv2)
 
 
 def _restore(module: nn.Module) -> None:
-    whole.release(module)
-    resnet.own_time(module)
+    captured_models.disable_capture(module)
+    resnet.separate_time_projections(module)
     winograd.release(module)
-    packing.lay_rows(module)
+    weight_packing.to_row_major(module)
     if type(module) in _ORIGINALS:
         module.__class__ = _ORIGINALS[type(module)]
     if isinstance(module, Attention) and isinstance(module.processor, attention.FastAttnProcessor):
-        if module.processor.stacked:
-            packing.give_own_memory(packing.products(module))
-        module.processor = module.processor.replaced
+        if module.processor.packed:
+            weight_packing.unpack_parameters(weight_packing.qkv_weights(module))
+        module.processor = module.processor.original
 
 
-def _lay_out(component: nn.Module) -> None:
-    """Weights of convolutions channels last, on a GPU: its libraries' fast kernels read them so."""
+def _convert_to_channels_last(component: nn.Module) -> None:
+    """Convert the weights of convolutions on a GPU to channels last, which the fast kernels of its libraries read."""
     on_gpu = any(parameter.device.type == "cuda" for parameter in component.parameters())
     if on_gpu and any(isinstance(module, nn.Conv2d) for module in component.modules()):
         component.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        component.__dict__[_FORMAT] = True
+        component.__dict__[_CHANNELS_LAST] = True
 
 
-def _set_kernels(level: Level) -> None:
-    """What a level asks of the GPU's kernels, for the whole process."""
+def _configure_kernels(level: Level) -> None:
+    """Apply a level to the GPU kernels of the whole process."""
     try:
-        found = kernels.gpu_kernels()
-    except kernels.Refused:
+        gpu = kernels.gpu_kernels()
+    except kernels.UnsupportedCall:
         return
-    assert isinstance(found, kernels.GpuKernels)
-    found.without_workspace = level == "memory"
+    assert isinstance(gpu, kernels.GpuKernels)
+    gpu.without_workspace = level == "memory"
     if level == "performance":
         torch.backends.cudnn.benchmark = True
-    found.tune(level == "performance")
+    gpu.set_tuning(level == "performance")

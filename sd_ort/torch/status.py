@@ -1,6 +1,4 @@
-"""What ran so far: calls by operator, our kernel or torch and why; modules that `optimize` replaced or left alone; CUDA
-graphs.
-"""
+"""Counters of this process: operator calls by kernel or fallback, modules that `optimize` replaced, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,48 +11,56 @@ from dataclasses import dataclass
 class Status:
     """Counts since the start of the process or the last `reset_status`.
 
-    `kernels`: calls by operator that one of our kernels ran. `fallbacks`: calls by (operator, reason) that the plain
-    torch expression ran. `replaced` and `left_alone`: modules by class name, or (class name, reason), of `optimize`.
-    `graphs`: how often a model, by class name, was "captured" in a CUDA graph and "replayed", and how many of these
-    were "replayed for the same prompt", whose keys and values were not made again; replays call no operators and count
-    none. `not_captured`: calls of such a model by (class name, reason) that ran without a graph; the first of its
-    shapes is not counted.
+    kernels: operator -> calls that a kernel of the operator library ran.
+    fallbacks: (operator, reason) -> calls that the torch fallback ran.
+    replaced: class name -> modules that `optimize` replaced.
+    not_replaced: (class name, reason) -> modules that `optimize` did not replace.
+    graphs: (class name, event) -> count. Events: "captured", "replayed", and "replayed for the same prompt" (the
+        replays that reused the prompt's keys and values). A replay calls no operators, so it counts none.
+    not_captured: (class name, reason) -> model calls that ran without a graph. The first call of each set of input
+        shapes is not counted.
     """
 
     kernels: Mapping[str, int]
     fallbacks: Mapping[tuple[str, str], int]
     replaced: Mapping[str, int]
-    left_alone: Mapping[tuple[str, str], int]
+    not_replaced: Mapping[tuple[str, str], int]
     graphs: Mapping[tuple[str, str], int]
     not_captured: Mapping[tuple[str, str], int]
 
+    @property
+    def left_alone(self) -> Mapping[tuple[str, str], int]:
+        """Deprecated alias of `not_replaced`."""
+        return self.not_replaced
+
     def __str__(self) -> str:
-        lines = [f"{count:6} {name}: our kernel" for name, count in sorted(self.kernels.items())]
-        lines += [f"{count:6} {name}: torch, {why}" for (name, why), count in sorted(self.fallbacks.items())]
+        lines = [f"{count:6} {name}: sd_ort kernel" for name, count in sorted(self.kernels.items())]
+        lines += [f"{count:6} {name}: torch, {reason}" for (name, reason), count in sorted(self.fallbacks.items())]
         lines += [f"{count:6} {name} replaced" for name, count in sorted(self.replaced.items())]
-        lines += [f"{count:6} {name} left alone: {why}" for (name, why), count in sorted(self.left_alone.items())]
-        lines += [f"{count:6} {name} {what} in a CUDA graph" for (name, what), count in sorted(self.graphs.items())]
+        lines += [f"{count:6} {name} not replaced: {why}" for (name, why), count in sorted(self.not_replaced.items())]
+        lines += [f"{count:6} {name} {event} in a CUDA graph" for (name, event), count in sorted(self.graphs.items())]
         lines += [
-            f"{count:6} {name} without a graph: {why}" for (name, why), count in sorted(self.not_captured.items())
+            f"{count:6} {name} without a CUDA graph: {reason}"
+            for (name, reason), count in sorted(self.not_captured.items())
         ]
-        return "\n".join(lines) or "nothing ran yet"
+        return "\n".join(lines) or "No operator has run yet."
 
 
 kernels: Counter[str] = Counter()
 fallbacks: Counter[tuple[str, str]] = Counter()
 replaced: Counter[str] = Counter()
-left_alone: Counter[tuple[str, str]] = Counter()
+not_replaced: Counter[tuple[str, str]] = Counter()
 graphs: Counter[tuple[str, str]] = Counter()
 not_captured: Counter[tuple[str, str]] = Counter()
-_ALL = (kernels, fallbacks, replaced, left_alone, graphs, not_captured)
+_ALL = (kernels, fallbacks, replaced, not_replaced, graphs, not_captured)
 
 
 def status() -> Status:
-    """What ran since the start of the process or the last `reset_status`; `print(status())` is a table."""
+    """Return a snapshot of the counters; `print(status())` shows them as a table."""
     return Status(*(dict(counter) for counter in _ALL))  # type: ignore[arg-type]
 
 
 def reset_status() -> None:
-    """Count from zero again."""
+    """Set all counters to zero."""
     for counter in _ALL:
         counter.clear()

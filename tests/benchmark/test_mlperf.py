@@ -20,9 +20,8 @@ from sd_ort.benchmark import loadgen, mlperf, quality, replicas
 from sd_ort.benchmark.loadgen import Load
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.demo import scenes
-from sd_ort.serving.pictures import Model, Picture
-from sd_ort.serving.pictures import Settings as Drawing
-from sd_ort.serving.replica import Opening, Replica
+from sd_ort.serving.image_jobs import BatchSettings, ImageJob, ModelInfo
+from sd_ort.serving.replica import PipelineReplica, ReplicaConfig
 
 Cli = Callable[..., tuple[int, str, str]]
 SMALL = ("--torch", "none", "--steps", 1, "--height", 64, "--width", 64, "--threads", 1)
@@ -95,13 +94,13 @@ def test_mlperf_of_a_tiny_model(sd_ort: Cli, small_export: Path, tmp_path: Path)
 
 
 class Here:
-    """Replicas in threads of this process, where `Cluster` has Ray's (which tests/serving starts)."""
+    """Replicas in threads of this process, where `RayCluster` has Ray's (which tests/serving starts)."""
 
-    def __init__(self, openings: Sequence[Opening]) -> None:
-        self.replicas = [SimpleNamespace(name=str(place), stop=lambda: None, alive=lambda: True)
+    def __init__(self, openings: Sequence[ReplicaConfig]) -> None:
+        self.replicas = [SimpleNamespace(name=str(place), stop=lambda: None, is_alive=lambda: True)
                          for place, _ in enumerate(openings)]  # fmt: skip
         for each, opening in zip(self.replicas, openings, strict=True):
-            each.start, each.draw = partial(self.start, each, opening), partial(self.draw, each)
+            each.start, each.generate = partial(self.start, each, opening), partial(self.generate, each)
         self.drawing: set[str] = set()
 
     def __enter__(self) -> Here:
@@ -110,19 +109,19 @@ class Here:
     def __exit__(self, *_: object) -> None:
         self.replicas.clear()
 
-    async def start(self, each: SimpleNamespace, opening: Opening) -> Model:
-        each.replica = Replica(opening)  # one after another: diffusers cannot be imported twice at once
+    async def start(self, each: SimpleNamespace, opening: ReplicaConfig) -> ModelInfo:
+        each.replica = PipelineReplica(opening)  # one after another: diffusers cannot be imported twice at once
         return each.replica.model
 
-    async def draw(self, each: SimpleNamespace, pictures: Sequence[Picture]) -> list[bytes]:
+    async def generate(self, each: SimpleNamespace, jobs: Sequence[ImageJob]) -> list[bytes]:
         self.drawing.add(each.name)
-        return await asyncio.to_thread(each.replica.draw, pictures)
+        return await asyncio.to_thread(each.replica.generate, jobs)
 
 
 def test_mlperf_of_replicas(sd_ort: Cli, tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each image of the accuracy run is that of one pipeline alone, to the byte."""
     made: list[Here] = []
-    monkeypatch.setattr(replicas, "Cluster", lambda openings: made.append(Here(openings)) or made[0])
+    monkeypatch.setattr(replicas, "RayCluster", lambda openings: made.append(Here(openings)) or made[0])
     folder = toy.write(tmp_path / "toy")
     asked = ("--mlperf", "--replicas", 2, "--queries", 5, "--batch", "1,2", "--accuracy", "--steps", 2, "--guidance", 7)
     code, table, _ = sd_ort("benchmark", folder, *asked, "--out", tmp_path / "out")
@@ -134,12 +133,12 @@ def test_mlperf_of_replicas(sd_ort: Cli, tmp_path: Path, one_thread: None, monke
     assert [row[name]["queries"] for name in loadgen.SCENARIOS] == [5, 5, 5]
     assert row["SingleStream"]["mean_batch"] == 1 <= row["Offline"]["mean_batch"] <= 2
     prompts = mlperf.prompts_for(row["model"], 5, 0)
-    alone = Replica(Opening(folder, {"provider": "cpu", "threads": 1}))
+    alone = PipelineReplica(ReplicaConfig(folder, {"provider": "cpu", "threads": 1}))
     logged = json.loads((tmp_path / "out" / "mlperf" / "1" / "accuracy" / "mlperf_log_accuracy.json").read_text())
     assert sorted(entry["qsl_idx"] for entry in logged) == list(range(5))
     for entry in logged[:2]:
         number = entry["qsl_idx"]
-        (file,) = alone.draw([Picture(prompts[number], "", number, Drawing(None, None, 2, 7.0))])
+        (file,) = alone.generate([ImageJob(prompts[number], "", number, BatchSettings(None, None, 2, 7.0))])
         assert bytes.fromhex(entry["data"]) == np.asarray(Image.open(io.BytesIO(file))).tobytes()
 
 
@@ -148,7 +147,7 @@ def test_replicas_that_cannot_be(sd_ort: Cli, tmp_path: Path) -> None:
     for wrong, words in (
         (("--replicas", 2), "--mlperf drives"),
         (("--mlperf", "--gpus", 2), "takes no --gpus"),
-        (("--mlperf", "--replicas", 2, "--gpus", 2), "give one"),
+        (("--mlperf", "--replicas", 2, "--gpus", 2), "pass one"),
         (("--mlperf", "--replicas", 2, "--torch", "demo"), "not torch eager"),
     ):
         code, _, error = sd_ort("benchmark", folder, *wrong, "--out", tmp_path / "out")

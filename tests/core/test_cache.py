@@ -22,7 +22,7 @@ def test_a_cache_that_cannot_be_reached_is_an_empty_one(monkeypatch: pytest.Monk
     assert cache.kept("kind/key") is None
     assert cache.listed(cache.cache_folder(), "*") == []
     assert not plans.known({})
-    assert templates.find("0123456789abcdef") is None
+    assert templates.find_template("0123456789abcdef") is None
     library.library_path()
 
 

@@ -1,4 +1,4 @@
-"""The demo LoRAs: what their styles make of a prompt, and that the files fit the demo model."""
+"""The demo LoRAs: styled prompts, and that the files fit the demo model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = "a small black star left of a red ring on a cyan background"
 
 
 @pytest.mark.parametrize(
-    ("used", "expected"),
+    ("names", "expected"),
     [
         (["night"], "a small white star left of a red ring on a black background"),
         (["gold"], "a small yellow star left of a yellow ring on a cyan background"),
@@ -25,33 +25,33 @@ PROMPT = "a small black star left of a red ring on a cyan background"
         ([], PROMPT),
     ],
 )
-def test_a_style_is_read_back_as_the_prompt_that_says_it(used: list[str], expected: str) -> None:
-    assert styles.prompt_in(used, PROMPT) == expected
-    scene = styles.scene_in(used, scenes.parse(PROMPT))
-    picture = scenes.render(scene, scenes.layout(scene, random.Random(0)))
-    assert matches(styles.prompt_in(used, PROMPT), picture)
-    assert matches(PROMPT, picture) == (not used)
+def test_a_styled_image_matches_the_styled_prompt(names: list[str], expected: str) -> None:
+    assert styles.styled_prompt(names, PROMPT) == expected
+    scene = styles.apply_styles(names, scenes.parse(PROMPT))
+    image = scenes.render(scene, scenes.random_geometry(scene, random.Random(0)))
+    assert matches(styles.styled_prompt(names, PROMPT), image)
+    assert matches(PROMPT, image) == (not names)
     with pytest.raises(InputError):
-        styles.prompt_in(used, "a dog")
+        styles.styled_prompt(names, "a dog")
 
 
-def test_every_style_changes_the_prompts_it_is_scored_on() -> None:
-    prompts = styles.prompts_to_style(50)
+def test_every_style_changes_the_scored_prompts() -> None:
+    prompts = styles.styleable_prompts(50)
     assert len(set(prompts)) == 50
     for prompt in prompts:
         scene = scenes.parse(prompt)
         assert scenes.is_unseen(scene)
         for name in styles.STYLES:
-            styled = styles.scene_in([name], scene)
+            styled = styles.apply_styles([name], scene)
             assert styled != scene
             assert styled.background not in {item.color for item in styled.items}
 
 
 @pytest.mark.parametrize("style", styles.STYLES)
-def test_the_files_are_of_the_demo_model(style: str) -> None:
-    """Its modules, its shapes, and small."""
-    assert styles.lora(style).stat().st_size < 1e6
-    adapter = read_adapter(styles.lora(style), {})
+def test_the_files_fit_the_demo_model(style: str) -> None:
+    """Names and shapes of its modules, and small files."""
+    assert styles.lora_path(style).stat().st_size < 1e6
+    adapter = read_adapter(styles.lora_path(style), {})
     assert adapter.left == []
     assert list(adapter.modules) == ["unet"]
     with safe_open(MODEL_DIR / "unet" / "diffusion_pytorch_model.safetensors", "np") as unet:

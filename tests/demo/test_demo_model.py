@@ -1,4 +1,4 @@
-"""The demo's scenes, its fidelity score (which must say yes and no rightly), and the committed model."""
+"""The demo's scenes, its fidelity score (accepts correct images, rejects others), and the committed model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 
 from sd_ort.core.errors import InputError
 from sd_ort.demo import GUIDANCE, HEIGHT, MODEL_DIR, STEPS, WIDTH, fidelity, scenes
-from sd_ort.demo.scenes import COLORS, PLACES, RADII, RELATIONS, SHAPES, Item, Scene
+from sd_ort.demo.scenes import COLORS, POSITIONS, RADII, RELATIONS, SHAPES, Item, Scene
 
 WEIGHTS = sorted(MODEL_DIR.glob("*/*.safetensors"))
 
 
-def draw(scene: Scene, seed: object = 0) -> np.ndarray:
-    return scenes.render(scene, scenes.layout(scene, random.Random(f"draw {seed}")))
+def render(scene: Scene, seed: object = 0) -> np.ndarray:
+    return scenes.render(scene, scenes.random_geometry(scene, random.Random(f"draw {seed}")))
 
 
 def some_scenes(count: int, items: int | None = None, seed: object = 0) -> list[Scene]:
@@ -30,7 +30,7 @@ def some_scenes(count: int, items: int | None = None, seed: object = 0) -> list[
 # --- Scenes -----------------------------------------------------------------------------------------------------------
 
 
-def test_captions_are_read_back() -> None:
+def test_captions_are_parsed() -> None:
     for scene in some_scenes(500):
         assert scenes.parse(scenes.caption(scene)) == scene
     assert scenes.parse("A red circle  on a blue background.") == Scene((Item("circle", "red"),), "blue")
@@ -50,19 +50,19 @@ def test_captions_are_read_back() -> None:
         "a red circle and a blue square and a green star on a black background",
     ],
 )
-def test_other_captions_are_refused(text: str) -> None:
+def test_other_captions_are_rejected(text: str) -> None:
     with pytest.raises(InputError):
         scenes.parse(text)
 
 
-def test_pictures_are_deterministic_and_antialiased() -> None:
+def test_images_are_deterministic_and_antialiased() -> None:
     scene = scenes.parse("a black circle on a white background")
-    picture = draw(scene)
-    assert picture.shape == (HEIGHT, WIDTH, 3)
-    assert picture.dtype == np.uint8
-    assert np.array_equal(picture, draw(scene))
-    assert not np.array_equal(picture, draw(scene, 1))
-    assert len(np.unique(picture)) > 10  # edges mix the two colors
+    image = render(scene)
+    assert image.shape == (HEIGHT, WIDTH, 3)
+    assert image.dtype == np.uint8
+    assert np.array_equal(image, render(scene))
+    assert not np.array_equal(image, render(scene, 1))
+    assert len(np.unique(image)) > 10  # edges mix the two colors
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -82,7 +82,7 @@ def test_coverage_adds_up_to_the_area(shape: str) -> None:
     assert scenes.coverage(shape, x, y, 30.0).sum() == pytest.approx(area * 30.0**2, rel=0.01)
 
 
-def test_split_keeps_every_caption_of_a_combination_together() -> None:
+def test_all_captions_of_a_combination_are_on_one_side_of_the_split() -> None:
     for scene in some_scenes(200, items=2):
         a, b = scene.items
         for first, second in itertools.permutations((replace(a, size="small"), replace(b, size=None))):
@@ -93,131 +93,131 @@ def test_split_keeps_every_caption_of_a_combination_together() -> None:
 
 def test_unseen_prompts() -> None:
     prompts = scenes.unseen_prompts(300, seed=5)
-    drawn = [scenes.parse(p) for p in prompts]
+    parsed = [scenes.parse(p) for p in prompts]
     assert len(set(prompts)) == 300
-    assert all(scenes.is_unseen(scene) for scene in drawn)
-    assert {len(scene.items) for scene in drawn} == {1, 2}
-    assert {item.shape for scene in drawn for item in scene.items} == set(SHAPES)
-    assert {scene.background for scene in drawn} == set(COLORS)
+    assert all(scenes.is_unseen(scene) for scene in parsed)
+    assert {len(scene.items) for scene in parsed} == {1, 2}
+    assert {item.shape for scene in parsed for item in scene.items} == set(SHAPES)
+    assert {scene.background for scene in parsed} == set(COLORS)
     assert prompts == scenes.unseen_prompts(300, seed=5) != scenes.unseen_prompts(300, seed=6)
 
 
-def test_training_data_is_what_the_captions_say_and_never_unseen() -> None:
+def test_training_data_matches_its_captions_and_is_never_unseen() -> None:
     import demo_data
     import demo_model
     import torch
     from transformers import CLIPTokenizer
 
     tokenizer = CLIPTokenizer.from_pretrained(MODEL_DIR / "tokenizer")
-    ids = {word: tokenizer(word).input_ids[1] for word in scenes.words()}
+    ids = {word: tokenizer(word).input_ids[1] for word in scenes.vocabulary()}
     ids |= {demo_model.START: tokenizer.bos_token_id, demo_model.END: tokenizer.eos_token_id}
     data = demo_data.Data(*map(torch.from_numpy, demo_data.sample_chunk((3, 200, ids))))
-    pictures = demo_data.render(data, torch.arange(200))
-    pictures = ((pictures + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+    images = demo_data.render(data, torch.arange(200))
+    images = ((images + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
     captions = tokenizer.batch_decode(data.tokens, skip_special_tokens=True)
     assert not any(scenes.is_unseen(scenes.parse(caption)) for caption in captions)
-    assert fidelity.score(captions, pictures).failures == ()
+    assert fidelity.score(captions, images).failures == ()
     assert torch.equal(tokenizer(captions, padding="max_length", return_tensors="pt").input_ids, data.tokens)
 
 
-# --- Fidelity: yes to right pictures ----------------------------------------------------------------------------------
+# --- Fidelity: correct images -----------------------------------------------------------------------------------------
 
 
-def test_right_pictures_are_accepted() -> None:
+def test_correct_images_are_accepted() -> None:
     chosen = some_scenes(600)
-    result = fidelity.score(map(scenes.caption, chosen), (draw(s, i) for i, s in enumerate(chosen)))
+    result = fidelity.score(map(scenes.caption, chosen), (render(s, i) for i, s in enumerate(chosen)))
     assert result.total == 600
     assert result.share >= 0.995, result.failures
 
 
 def test_slightly_wrong_pixels_are_accepted() -> None:
-    """Noise and a soft edge, as a VAE leaves them."""
+    """Noise and soft edges, as a VAE generates them."""
     chosen, noise = some_scenes(200, seed="noise"), np.random.default_rng(0)
-    pictures = []
+    images = []
     for i, scene in enumerate(chosen):
-        picture = draw(scene, i).astype(np.float32)
-        soft = (picture + sum(np.roll(picture, s, a) for s in (-1, 1) for a in (0, 1))) / 5
-        pictures.append((soft + noise.normal(0, 4, picture.shape)).clip(0, 255).astype(np.uint8))
-    assert fidelity.score(map(scenes.caption, chosen), pictures).share >= 0.99
+        image = render(scene, i).astype(np.float32)
+        soft = (image + sum(np.roll(image, s, a) for s in (-1, 1) for a in (0, 1))) / 5
+        images.append((soft + noise.normal(0, 4, image.shape)).clip(0, 255).astype(np.uint8))
+    assert fidelity.score(map(scenes.caption, chosen), images).share >= 0.99
 
 
-def test_reading_gives_measures() -> None:
+def test_detected_measures() -> None:
     scene = scenes.parse("a green ring on a pink background")
-    reading = fidelity.read_scene(scenes.render(scene, [(40, 80, 20)]))
-    assert reading.background == "pink"
-    (found,) = reading.items
-    assert (found.shape, found.color) == ("ring", "green")
-    assert (found.x, found.y, found.half_size) == pytest.approx((40, 80, 20), abs=1)
+    detected = fidelity.detect_scene(scenes.render(scene, [(40, 80, 20)]))
+    assert detected.background == "pink"
+    (item,) = detected.items
+    assert (item.shape, item.color) == ("ring", "green")
+    assert (item.x, item.y, item.half_size) == pytest.approx((40, 80, 20), abs=1)
 
 
-def test_larger_pictures_are_read_in_the_same_measures() -> None:
+def test_larger_images_have_the_same_measures() -> None:
     scene = scenes.parse("a small red star right of a large cyan cross on a black background")
-    picture = draw(scene).repeat(2, axis=0).repeat(2, axis=1)
-    assert fidelity.mismatch(scenes.caption(scene), picture) is None
+    image = render(scene).repeat(2, axis=0).repeat(2, axis=1)
+    assert fidelity.mismatch(scenes.caption(scene), image) is None
 
 
-# --- Fidelity: no to wrong ones ---------------------------------------------------------------------------------------
+# --- Fidelity: other images -------------------------------------------------------------------------------------------
 
 
-def assert_refused(prompt: Scene, drawn: Scene, seed: object, reason: str) -> None:
-    found = fidelity.mismatch(scenes.caption(prompt), draw(drawn, seed))
-    assert found, f"{scenes.caption(drawn)!r} was accepted for {scenes.caption(prompt)!r}"
-    assert reason in found
+def assert_rejected(prompt: Scene, other: Scene, seed: object, reason: str) -> None:
+    mismatch = fidelity.mismatch(scenes.caption(prompt), render(other, seed))
+    assert mismatch, f"{scenes.caption(other)!r} was accepted for {scenes.caption(prompt)!r}"
+    assert reason in mismatch
 
 
 @pytest.mark.parametrize("size", ["small", "large"])
-def test_every_other_shape_is_refused(size: str) -> None:
-    for i, (wanted, drawn) in enumerate(itertools.permutations(SHAPES, 2)):
-        prompt = Scene((Item(wanted, "red"),), "white")
-        assert_refused(prompt, Scene((Item(drawn, "red", size),), "white"), i, f"drawn as red {drawn}")
+def test_every_other_shape_is_rejected(size: str) -> None:
+    for i, (expected, actual) in enumerate(itertools.permutations(SHAPES, 2)):
+        prompt = Scene((Item(expected, "red"),), "white")
+        assert_rejected(prompt, Scene((Item(actual, "red", size),), "white"), i, f"generated as red {actual}")
 
 
-def test_every_other_color_is_refused() -> None:
-    for i, (wanted, drawn) in enumerate(itertools.permutations(COLORS, 2)):
-        ground = next(c for c in ("white", "blue", "black") if c not in (wanted, drawn))
-        prompt, other = (Scene((Item("square", c),), ground) for c in (wanted, drawn))
-        assert_refused(prompt, other, i, f"drawn as {drawn} square")
+def test_every_other_color_is_rejected() -> None:
+    for i, (expected, actual) in enumerate(itertools.permutations(COLORS, 2)):
+        ground = next(c for c in ("white", "blue", "black") if c not in (expected, actual))
+        prompt, other = (Scene((Item("square", c),), ground) for c in (expected, actual))
+        assert_rejected(prompt, other, i, f"generated as {actual} square")
 
 
-def test_every_other_background_is_refused() -> None:
-    for i, (wanted, drawn) in enumerate(itertools.permutations(COLORS, 2)):
-        color = next(c for c in ("white", "blue", "black") if c not in (wanted, drawn))
-        prompt, other = (Scene((Item("diamond", color),), c) for c in (wanted, drawn))
-        assert_refused(prompt, other, i, f"background {drawn}")
+def test_every_other_background_is_rejected() -> None:
+    for i, (expected, actual) in enumerate(itertools.permutations(COLORS, 2)):
+        color = next(c for c in ("white", "blue", "black") if c not in (expected, actual))
+        prompt, other = (Scene((Item("diamond", color),), c) for c in (expected, actual))
+        assert_rejected(prompt, other, i, f"background {actual}")
 
 
-def test_missing_and_additional_objects_are_refused() -> None:
+def test_missing_and_additional_objects_are_rejected() -> None:
     for i, scene in enumerate(some_scenes(60, items=2, seed="missing")):
-        pair = replace(scene, place=None)
+        pair = replace(scene, position=None)
         for item in pair.items:
             single = Scene((item,), pair.background)
-            assert_refused(pair, single, i, "1 objects")
-            assert_refused(single, pair, i, "2 objects")
+            assert_rejected(pair, single, i, "1 objects")
+            assert_rejected(single, pair, i, "2 objects")
 
 
-def test_swapped_colors_and_shapes_are_refused() -> None:
+def test_swapped_colors_and_shapes_are_rejected() -> None:
     for i, scene in enumerate(some_scenes(100, items=2, seed="swap")):
         a, b = scene.items
         if a.color == b.color or a.shape == b.shape:
             continue
         swapped = (replace(a, color=b.color), replace(b, color=a.color))
-        assert_refused(replace(scene, place=None), replace(scene, items=swapped, place=None), i, "drawn as")
+        assert_rejected(replace(scene, position=None), replace(scene, items=swapped, position=None), i, "generated as")
 
 
-def test_wrong_sizes_are_refused() -> None:
-    for i, (shape, (wanted, drawn)) in enumerate(itertools.product(SHAPES, itertools.permutations(scenes.SIZES))):
-        prompt, other = (Scene((Item(shape, "blue", size),), "yellow") for size in (wanted, drawn))
-        assert_refused(prompt, other, i, f"not {wanted}")
+def test_wrong_sizes_are_rejected() -> None:
+    for i, (shape, (expected, actual)) in enumerate(itertools.product(SHAPES, itertools.permutations(scenes.SIZES))):
+        prompt, other = (Scene((Item(shape, "blue", size),), "yellow") for size in (expected, actual))
+        assert_rejected(prompt, other, i, f"not {expected}")
 
 
-def test_wrong_places_are_refused() -> None:
+def test_wrong_positions_are_rejected() -> None:
     single, pair = (Item("circle", "red"),), (Item("circle", "red"), Item("star", "green"))
-    for items, places in ((single, PLACES), (pair, RELATIONS)):
-        for i, (wanted, drawn) in enumerate(itertools.permutations(places, 2)):
-            assert_refused(Scene(items, "white", wanted), Scene(items, "white", drawn), i, f"not {wanted}")
+    for items, positions in ((single, POSITIONS), (pair, RELATIONS)):
+        for i, (expected, actual) in enumerate(itertools.permutations(positions, 2)):
+            assert_rejected(Scene(items, "white", expected), Scene(items, "white", actual), i, f"not {expected}")
 
 
-def test_pictures_of_nothing_are_refused() -> None:
+def test_empty_images_are_rejected() -> None:
     prompt = "a red circle on a blue background"
     noise = np.random.default_rng(0).integers(0, 256, (128, 128, 3), dtype=np.uint8)
     blue = np.full((128, 128, 3), COLORS["blue"], np.uint8)
@@ -228,34 +228,34 @@ def test_pictures_of_nothing_are_refused() -> None:
 
 def test_no_color_and_no_shape() -> None:
     prompt = scenes.parse("a red circle on a blue background")
-    picture = draw(prompt)
-    gray = picture.copy()
-    gray[(picture == COLORS["red"]).all(axis=-1)] = (128, 128, 128)
+    image = render(prompt)
+    gray = image.copy()
+    gray[(image == COLORS["red"]).all(axis=-1)] = (128, 128, 128)
     assert "no known color circle" in str(fidelity.mismatch(scenes.caption(prompt), gray))
     half = scenes.render(prompt, [(64, 64, 24)])
     half[:, 64:] = COLORS["blue"]
     assert "red no shape" in str(fidelity.mismatch(scenes.caption(prompt), half))
 
 
-def test_score_counts() -> None:
-    right, wrong = "a red circle on a blue background", "a red square on a blue background"
-    picture = draw(scenes.parse(right))
-    result = fidelity.score([right, wrong, right, right], [picture] * 4)
-    assert (result.right, result.total, result.share) == (3, 4, 0.75)
-    assert result.failures == ((wrong, "red square drawn as red circle"),)
+def test_score() -> None:
+    correct, wrong = "a red circle on a blue background", "a red square on a blue background"
+    image = render(scenes.parse(correct))
+    result = fidelity.score([correct, wrong, correct, correct], [image] * 4)
+    assert (result.correct, result.total, result.share) == (3, 4, 0.75)
+    assert result.failures == ((wrong, "red square generated as red circle"),)
     with pytest.raises(ValueError, match="shorter"):
-        fidelity.score([right, wrong], [picture])
+        fidelity.score([correct, wrong], [image])
     with pytest.raises(InputError, match="no prompts"):
         fidelity.score([], [])
 
 
-@pytest.mark.parametrize("picture", [np.zeros((128, 128)), np.zeros((64, 64, 3), np.float32)])
-def test_other_arrays_are_refused(picture: np.ndarray) -> None:
+@pytest.mark.parametrize("image", [np.zeros((128, 128)), np.zeros((64, 64, 3), np.float32)])
+def test_other_arrays_are_rejected(image: np.ndarray) -> None:
     with pytest.raises(InputError, match="uint8"):
-        fidelity.read_scene(picture)
+        fidelity.detect_scene(image)
 
 
-def test_sizes_can_be_told_apart() -> None:
+def test_the_size_threshold() -> None:
     """The size threshold lies between the largest small and the smallest large shape, with 1 px to spare."""
     half = [max(w, (bottom - top) / 2) for _distance, (w, top, bottom) in SHAPES.values()]
     assert max(half) * RADII["small"][1] + 1 < fidelity.SMALL_BELOW < min(half) * RADII["large"][0] - 1
@@ -278,7 +278,7 @@ def test_weights_are_small_float16_and_trained() -> None:
     assert all(np.isfinite(t).all() and t.any() for t in tensors.values())
 
 
-def test_layout_is_the_stock_one() -> None:
+def test_the_folder_has_diffusers_layout() -> None:
     index = json.loads((MODEL_DIR / "model_index.json").read_text())
     assert index["_class_name"] == "StableDiffusionPipeline"
     assert index["safety_checker"] == [None, None]
@@ -290,18 +290,18 @@ def test_layout_is_the_stock_one() -> None:
     assert all(channels % 64 == 0 for channels in unet["block_out_channels"])
 
 
-def test_tokenizer_knows_every_word() -> None:
+def test_the_tokenizer_has_every_word() -> None:
     from transformers import CLIPTokenizer
 
     tokenizer = CLIPTokenizer.from_pretrained(MODEL_DIR / "tokenizer")
-    for word in scenes.words():
+    for word in scenes.vocabulary():
         assert tokenizer.tokenize(word) == [f"{word}</w>"]
     tokens = tokenizer("A Red circle, on été!", padding="max_length", truncation=True).input_ids
     assert len(tokens) == tokenizer.model_max_length == 77
     assert tokenizer.unk_token_id not in tokens[1 : tokens.index(tokenizer.eos_token_id)]
 
 
-def test_model_draws_unseen_prompts() -> None:
+def test_the_model_generates_unseen_prompts() -> None:
     import torch
     import train_demo_model
     from diffusers import StableDiffusionPipeline
@@ -315,11 +315,11 @@ def test_model_draws_unseen_prompts() -> None:
         result = fidelity.score(prompts, train_demo_model.draw(pipeline, prompts, 0, STEPS, GUIDANCE, batch=8))
     finally:
         torch.set_num_threads(threads)
-    assert result.right >= 7, result.failures
+    assert result.correct >= 7, result.failures
 
 
 def test_recorded_score() -> None:
-    """The score in results/ is that of the committed weights, on enough prompts, and high enough."""
+    """results/ has the score of the committed weights, on enough prompts and high enough."""
     from sd_ort.core.folder import sha256
 
     report = json.loads((Path(__file__).parents[2] / "results/demo_fidelity_torch.json").read_text())

@@ -1,4 +1,4 @@
-"""The mini presets, and a checkpoint of one."""
+"""The small presets, and a checkpoint of one."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from sd_ort.family.presets import PRESETS
 
 @pytest.fixture(scope="session", autouse=True)
 def mini_presets():
-    """`sd15-mini` and the like, beside the real presets."""
-    made = minis()
-    PRESETS.update(made)
+    """Add `sd15-mini` and the like to the presets."""
+    presets = minis()
+    PRESETS.update(presets)
     yield
-    for name in made:
+    for name in presets:
         del PRESETS[name]
 
 
 @pytest.fixture(scope="session")
 def checkpoint(mini_presets, tmp_path_factory):
-    """A folder saved by diffusers, in fp16, with random weights."""
+    """Return a diffusers folder in float16 with random weights."""
     from diffusers import DiffusionPipeline
 
     root = tmp_path_factory.mktemp("checkpoint")
     source = PresetSource("sd15-mini", 5)
     (root / "configs").mkdir()
     source.write_configs(root / "configs")
-    parts = {name: source.load(name).half() for name in source.configs}
-    parts |= {"safety_checker": None, "feature_extractor": None}
-    DiffusionPipeline.from_pretrained(root / "configs", **parts).save_pretrained(root / "sd")
+    components = {name: source.load(name).half() for name in source.configs}
+    components |= {"safety_checker": None, "feature_extractor": None}
+    DiffusionPipeline.from_pretrained(root / "configs", **components).save_pretrained(root / "sd")
     return root / "sd"

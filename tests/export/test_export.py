@@ -1,4 +1,4 @@
-"""`sd-ort export`: whole folders, equal to torch at sizes not traced at."""
+"""`sd-ort export`: complete folders, equal to torch at sizes other than those of tracing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from minis import MINI
 
 from sd_ort.core import folder
-from sd_ort.export import exporter as stage
+from sd_ort.export import exporter
 from sd_ort.family import signatures
 from sd_ort.family.checkpoints import PresetSource, component_signature
 from sd_ort.family.modules import wrap
@@ -26,7 +26,7 @@ SD15_OPERATORS = {"Softmax": 8, "InstanceNormalization": 21, "LayerNormalization
 
 
 def check_against_torch(path: Path, component: str, preset: str, sizes: dict[str, int], seed: int = 0) -> float:
-    """NMSE of an exported component against torch at `sizes`, both built here from the preset."""
+    """Return the NMSE of an exported component against torch at `sizes`; the torch module is built from the preset."""
     source = PresetSource(preset, seed)
     config = json.loads((path / component / "config.json").read_text())
     signature = component_signature(source, component, config)
@@ -36,7 +36,7 @@ def check_against_torch(path: Path, component: str, preset: str, sizes: dict[str
         sdxl="XL" in PRESETS[preset].pipeline,
         controlnet="controlnet" in source.configs,
     )
-    inputs = {t.name: stage.example(t, sizes, config, seed=7) for t in signature.inputs}
+    inputs = {t.name: exporter.example_input(t, sizes, config, seed=7) for t in signature.inputs}
     with torch.no_grad():
         outputs = module(*inputs.values())
     expected = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -46,10 +46,10 @@ def check_against_torch(path: Path, component: str, preset: str, sizes: dict[str
     actual = session.run(None, {name: value.numpy() for name, value in inputs.items()})
     for tensor, array in zip(signature.outputs, actual, strict=True):
         assert array.shape == tuple(signatures.size(axis, sizes) for axis in tensor.axes)
-    return stage.compare(actual, [e.numpy() for e in expected])["nmse"]
+    return exporter.compare_outputs(actual, [e.numpy() for e in expected])["nmse"]
 
 
-def counts(path: Path) -> dict[str, int]:
+def operator_counts(path: Path) -> dict[str, int]:
     graph = onnx.load(path, load_external_data=False).graph
     return {op: sum(n.op_type == op for n in graph.node) for op in {n.op_type for n in graph.node}}
 
@@ -57,7 +57,7 @@ def counts(path: Path) -> dict[str, int]:
 # --- Whole pipelines ------------------------------------------------------------------------------------------------
 
 
-def test_sd15_folder_is_a_whole_pipeline(default_export):
+def test_sd15_folder_is_a_complete_pipeline(default_export):
     assert folder.components(default_export) == ["text_encoder", "unet", "vae_encoder", "vae_decoder"]
     for name in folder.components(default_export):
         assert sorted(p.name for p in (default_export / name).iterdir()) == [
@@ -88,7 +88,7 @@ def test_sd15_manifest(default_export):
     assert manifest["versions"]["torch"].startswith("2.")
     assert folder.is_intact(default_export, manifest)
     for entry in manifest["components"].values():
-        assert 0 < entry["torch_error"]["nmse"] <= stage.TOLERANCE
+        assert 0 < entry["torch_error"]["nmse"] <= exporter.TOLERANCE
         assert 0 < entry["torch_error"]["max_abs"] < 1e-3
 
 
@@ -100,8 +100,8 @@ def test_sd15_equals_torch_at_another_shape(default_export, component):
 
 def test_sd15_graph(default_export):
     path = default_export / "unet" / "model.onnx"
-    found = counts(path)
-    assert {op: found[op] for op in SD15_OPERATORS} == SD15_OPERATORS
+    counts = operator_counts(path)
+    assert {op: counts[op] for op in SD15_OPERATORS} == SD15_OPERATORS
     model = onnx.load(path, load_external_data=False)
     assert {o.domain: o.version for o in model.opset_import} == {"": 20}
     axes = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in model.graph.input}
@@ -114,12 +114,12 @@ def test_sd15_graph(default_export):
     external = [t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
     assert sum(np.prod(t.dims) for t in external) > 0.99 * sum(np.prod(t.dims) for t in model.graph.initializer)
     for tensor in external:
-        where = {e.key: e.value for e in tensor.external_data}
-        assert where["location"] == "model.onnx.data"
-        assert int(where["length"]) <= 1 << 20 or int(where["offset"]) % stage.ALIGNMENT == 0
+        external_data = {e.key: e.value for e in tensor.external_data}
+        assert external_data["location"] == "model.onnx.data"
+        assert int(external_data["length"]) <= 1 << 20 or int(external_data["offset"]) % exporter.ALIGNMENT == 0
 
 
-def test_command_line_prints_a_table_and_does_nothing_twice(sd_ort, tmp_path):
+def test_the_command_prints_a_table_and_skips_an_existing_export(sd_ort, tmp_path):
     arguments = ("export", *MINI, "--component", "vae_decoder", "--exporter", "torchscript", tmp_path / "out")
     code, output, progress = sd_ort(*arguments)
     assert code == 0
@@ -136,7 +136,7 @@ def test_command_line_prints_a_table_and_does_nothing_twice(sd_ort, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("exporter", "opset", "component"),
+    ("backend", "opset", "component"),
     [
         ("dynamo", 18, "text_encoder"),
         ("dynamo", 21, "vae_decoder"),
@@ -146,9 +146,9 @@ def test_command_line_prints_a_table_and_does_nothing_twice(sd_ort, tmp_path):
         ("torchscript", 20, "unet"),
     ],
 )
-def test_opsets(tmp_path, exporter, opset, component):
-    options = {"opset": opset, "exporter": exporter, "components": [component]}
-    stage.export(None, tmp_path / "out", preset="sd15-mini", random_weights=True, **options)
+def test_opsets(tmp_path, backend, opset, component):
+    options = {"opset": opset, "exporter": backend, "components": [component]}
+    exporter.export(None, tmp_path / "out", preset="sd15-mini", random_weights=True, **options)
     sizes = {"batch": 3, "sequence": 3, "height": 8, "width": 2}
     assert check_against_torch(tmp_path / "out", component, "sd15-mini", sizes) <= 1e-10
     model = onnx.load(tmp_path / "out" / component / "model.onnx", load_external_data=False)
@@ -156,7 +156,7 @@ def test_opsets(tmp_path, exporter, opset, component):
 
 
 @pytest.mark.parametrize(
-    ("preset", "exporter", "names"),
+    ("preset", "backend", "names"),
     [
         ("sdxl-mini", "dynamo", ["text_encoder_2", "unet"]),
         ("sdxl-mini", "torchscript", ["text_encoder", "text_encoder_2"]),
@@ -166,9 +166,9 @@ def test_opsets(tmp_path, exporter, opset, component):
         ("sd21-mini", "torchscript", ["unet"]),
     ],
 )
-def test_families(tmp_path, preset, exporter, names):
-    options = {"exporter": exporter, "seed": 3, "components": names}
-    manifest = stage.export(None, tmp_path / "out", preset=preset, random_weights=True, **options)
+def test_families(tmp_path, preset, backend, names):
+    options = {"exporter": backend, "seed": 3, "components": names}
+    manifest = exporter.export(None, tmp_path / "out", preset=preset, random_weights=True, **options)
     sizes = {"batch": 3, "sequence": 9, "height": 4, "width": 6}
     assert sorted(manifest["components"]) == sorted(names)
     for component in names:
@@ -176,7 +176,7 @@ def test_families(tmp_path, preset, exporter, names):
 
 
 def test_full_size_configs_have_the_published_sizes():
-    """Parameters of the public models: SD 1.5 and its variants, SD 2.1, SDXL base."""
+    """Parameter counts of the public models: SD 1.5 and its variants, SD 2.1, SDXL base."""
     import diffusers
     import transformers
 
@@ -203,11 +203,11 @@ def test_full_size_configs_have_the_published_sizes():
 
 
 def test_random_weights_are_distinct_and_repeatable():
-    first, again, other = (PresetSource("sd15-mini", seed).load("unet") for seed in (1, 1, 2))
+    first, second, other = (PresetSource("sd15-mini", seed).load("unet") for seed in (1, 1, 2))
     vectors = [tuple(p.flatten().tolist()) for p in first.parameters() if p.ndim == 1]
     assert len(set(vectors)) == len(vectors)
     assert all(abs(x) > 0 for v in vectors for x in v)
-    state, same, different = first.state_dict(), again.state_dict(), other.state_dict()
+    state, same, different = first.state_dict(), second.state_dict(), other.state_dict()
     assert all(torch.equal(state[name], same[name]) for name in state)
     assert not any(torch.equal(state[name], different[name]) for name in state)
 
@@ -215,11 +215,11 @@ def test_random_weights_are_distinct_and_repeatable():
 # --- Diffusers folders ----------------------------------------------------------------------------------------------
 
 
-def test_fp16_folder(checkpoint, tmp_path):
-    """An fp16 checkpoint is exported in fp32, with the weights it has."""
+def test_float16_folder(checkpoint, tmp_path):
+    """A float16 checkpoint is exported in float32, with its weights."""
     from diffusers import UNet2DConditionModel
 
-    manifest = stage.export(str(checkpoint), tmp_path / "out", exporter="torchscript", components=["unet"])
+    manifest = exporter.export(str(checkpoint), tmp_path / "out", exporter="torchscript", components=["unet"])
     assert manifest["source"]["model"] == str(checkpoint)
     assert manifest["source"]["random_weights"] is False
     assert json.loads((tmp_path / "out" / "model_index.json").read_text())["_class_name"] == "StableDiffusionPipeline"
@@ -231,8 +231,8 @@ def test_fp16_folder(checkpoint, tmp_path):
     }
     with torch.no_grad():
         expected = unet(*inputs.values(), return_dict=False)[0].numpy()
-    actual = stage.run_onnx(tmp_path / "out" / "unet" / "model.onnx", inputs)
-    assert stage.compare(actual, [expected])["nmse"] < 1e-10
+    actual = exporter.run_onnx(tmp_path / "out" / "unet" / "model.onnx", inputs)
+    assert exporter.compare_outputs(actual, [expected])["nmse"] < 1e-10
 
 
 def test_changed_weights_are_exported_again(checkpoint, tmp_path):
@@ -240,23 +240,23 @@ def test_changed_weights_are_exported_again(checkpoint, tmp_path):
 
     copy, lines = tmp_path / "copy", []
     shutil.copytree(checkpoint, copy)
-    options = {"exporter": "torchscript", "components": ["vae_decoder"], "progress": lines.append}
-    stage.export(str(copy), tmp_path / "out", **options)
-    stage.export(str(copy), tmp_path / "out", **options)
+    options = {"exporter": "torchscript", "components": ["vae_decoder"]}
+    exporter.export(str(copy), tmp_path / "out", **options, on_progress=lines.append)
+    exporter.export(str(copy), tmp_path / "out", **options, progress=lines.append)  # the old name
     assert "up to date" in lines[-1]
     path = copy / "vae" / "diffusion_pytorch_model.safetensors"
     weights = load_file(path)
     weights["decoder.conv_in.bias"] += 1
     save_file(weights, path, metadata={"format": "pt"})
-    stage.export(str(copy), tmp_path / "out", **options)
+    exporter.export(str(copy), tmp_path / "out", **options, on_progress=lines.append)
     assert "up to date" not in lines[-1]
 
 
-def test_controlnet_beside_a_checkpoint(checkpoint, tmp_path):
+def test_checkpoint_with_a_controlnet(checkpoint, tmp_path):
     PresetSource("sd15-controlnet-mini", 6).load("controlnet").save_pretrained(tmp_path / "net")
     out = tmp_path / "out"
     options = {"exporter": "torchscript", "components": ["unet", "controlnet"]}
-    stage.export(str(checkpoint), out, controlnet=str(tmp_path / "net"), **options)
+    exporter.export(str(checkpoint), out, controlnet=str(tmp_path / "net"), **options)
     unet, net = (onnx.load(out / c / "model.onnx", load_external_data=False).graph for c in ("unet", "controlnet"))
     residuals = [i.name for i in unet.input][3:]
     assert residuals[:-1] == [o.name for o in net.output][:-1]

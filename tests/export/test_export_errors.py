@@ -1,4 +1,4 @@
-"""`sd-ort export` refuses with one line that says what to do, and leaves nothing half-written."""
+"""Errors of `sd-ort export`: one line that says what to do, and no partial output."""
 
 from __future__ import annotations
 
@@ -18,61 +18,61 @@ import torch
 from minis import MINI
 
 from sd_ort.core.errors import InputError, OutputError, VerificationError
-from sd_ort.export import exporter as stage
+from sd_ort.export import exporter
 from sd_ort.family.presets import PRESETS, Preset
 
 
-def refused(sd_ort: Callable, tmp_path: Path, *arguments: object, code: int = 2) -> str:
-    """The one-line error of an export that must fail and leave nothing in `tmp_path`."""
+def export_error(sd_ort: Callable, tmp_path: Path, *arguments: object, code: int = 2) -> str:
+    """Return the one-line error of an export that must fail and write nothing to `tmp_path`."""
     before = sorted(tmp_path.iterdir())
-    got, _, error = sd_ort("export", *arguments)
-    assert got == code
-    lines = [line for line in error.splitlines() if not line.startswith("[")]  # without the progress
+    exit_code, _, error = sd_ort("export", *arguments)
+    assert exit_code == code
+    lines = [line for line in error.splitlines() if not line.startswith("[")]  # without progress lines
     assert len(lines) == 1
     assert "Traceback" not in error
-    assert sorted(tmp_path.iterdir()) == before, "nothing half-written is left"
+    assert sorted(tmp_path.iterdir()) == before, "no partial output"
     return lines[0]
 
 
 def test_missing_folder(sd_ort, tmp_path):
-    assert "does not exist" in refused(sd_ort, tmp_path, tmp_path / "nowhere", tmp_path / "out")
+    assert "does not exist" in export_error(sd_ort, tmp_path, tmp_path / "nowhere", tmp_path / "out")
 
 
-def test_folder_that_is_no_pipeline(sd_ort, tmp_path):
+def test_folder_without_a_pipeline(sd_ort, tmp_path):
     (tmp_path / "some").mkdir()
-    assert "is no diffusers pipeline" in refused(sd_ort, tmp_path, tmp_path / "some", tmp_path / "out")
+    assert "is no diffusers pipeline" in export_error(sd_ort, tmp_path, tmp_path / "some", tmp_path / "out")
 
 
 def test_broken_index(sd_ort, tmp_path):
     (tmp_path / "some").mkdir()
     (tmp_path / "some" / "model_index.json").write_text("{")
-    assert "cannot be read" in refused(sd_ort, tmp_path, tmp_path / "some", tmp_path / "out")
+    assert "cannot be read" in export_error(sd_ort, tmp_path, tmp_path / "some", tmp_path / "out")
 
 
 def test_pipeline_of_another_family(sd_ort, tmp_path):
     (tmp_path / "flux").mkdir()
     index = {"_class_name": "FluxPipeline", "text_encoder": ["transformers", "T5EncoderModel"]}
     (tmp_path / "flux" / "model_index.json").write_text(json.dumps(index))
-    assert "T5EncoderModel" in refused(sd_ort, tmp_path, tmp_path / "flux", tmp_path / "out")
+    assert "T5EncoderModel" in export_error(sd_ort, tmp_path, tmp_path / "flux", tmp_path / "out")
 
 
 def test_onnx_folder_as_model(sd_ort, small_export, tmp_path):
-    assert "holds ONNX models already" in refused(sd_ort, tmp_path, small_export, tmp_path / "out")
+    assert "holds ONNX models already" in export_error(sd_ort, tmp_path, small_export, tmp_path / "out")
 
 
 @pytest.mark.parametrize(("key", "value"), [("encoder_hid_dim_type", "ip_image_proj"), ("attention_type", "gated")])
-def test_unet_with_inputs_we_do_not_feed(sd_ort, checkpoint, tmp_path, key, value):
+def test_unet_with_unsupported_inputs(sd_ort, checkpoint, tmp_path, key, value):
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint, copy)
     config = json.loads((copy / "unet" / "config.json").read_text()) | {key: value}
     (copy / "unet" / "config.json").write_text(json.dumps(config))
-    assert f"{key} = {value}" in refused(sd_ort, tmp_path, copy, tmp_path / "out")
+    assert f"{key} = {value}" in export_error(sd_ort, tmp_path, copy, tmp_path / "out")
 
 
-@pytest.mark.parametrize("part", ["scheduler", "tokenizer"])
-def test_checkpoint_without_a_part_that_drawing_needs(sd_ort, checkpoint, tmp_path, part):
-    shutil.copytree(checkpoint, tmp_path / "copy", ignore=shutil.ignore_patterns(part))
-    assert f"lacks its {part}" in refused(sd_ort, tmp_path, tmp_path / "copy", tmp_path / "out")
+@pytest.mark.parametrize("folder", ["scheduler", "tokenizer"])
+def test_checkpoint_without_a_required_folder(sd_ort, checkpoint, tmp_path, folder):
+    shutil.copytree(checkpoint, tmp_path / "copy", ignore=shutil.ignore_patterns(folder))
+    assert f"lacks its {folder}" in export_error(sd_ort, tmp_path, tmp_path / "copy", tmp_path / "out")
 
 
 def test_config_that_torch_cannot_run(sd_ort, tmp_path, monkeypatch):
@@ -80,10 +80,10 @@ def test_config_that_torch_cannot_run(sd_ort, tmp_path, monkeypatch):
     unet = preset.models["unet"] | {"dual_cross_attention": True}
     monkeypatch.setitem(PRESETS, "dual", Preset(preset.pipeline, preset.models | {"unet": unet}, preset.scheduler))
     options = ("--preset", "dual", "--random-weights", "--component", "unet")
-    assert "torch cannot run this unet" in refused(sd_ort, tmp_path, *options, tmp_path / "out")
+    assert "PyTorch cannot run this unet" in export_error(sd_ort, tmp_path, *options, tmp_path / "out")
 
 
-def test_weights_that_give_no_numbers(sd_ort, checkpoint, tmp_path):
+def test_weights_that_give_nan(sd_ort, checkpoint, tmp_path):
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(checkpoint, tmp_path / "copy")
@@ -92,20 +92,20 @@ def test_weights_that_give_no_numbers(sd_ort, checkpoint, tmp_path):
     weights["decoder.conv_in.bias"][0] = float("nan")
     save_file(weights, path, metadata={"format": "pt"})
     arguments = (tmp_path / "copy", tmp_path / "out", "--component", "vae_decoder")
-    assert "NaN" in refused(sd_ort, tmp_path, *arguments)
+    assert "NaN" in export_error(sd_ort, tmp_path, *arguments)
 
 
-def test_exporter_that_gives_up(sd_ort, tmp_path, monkeypatch):
+def test_exporter_that_fails(sd_ort, tmp_path, monkeypatch):
     def fail(*_):
         raise RuntimeError("no such operator\nand a long story")
 
-    monkeypatch.setitem(stage.EXPORTERS, "torchscript", fail)
+    monkeypatch.setitem(exporter.EXPORTERS, "torchscript", fail)
     options = ("--exporter", "torchscript", "--component", "vae_decoder")
-    error = refused(sd_ort, tmp_path, *MINI, *options, tmp_path / "out")
+    error = export_error(sd_ort, tmp_path, *MINI, *options, tmp_path / "out")
     assert error.endswith("(no such operator): try --exporter dynamo.")
 
 
-def test_weights_as_bin_files_alone(sd_ort, checkpoint, tmp_path):
+def test_weights_only_as_bin_files(sd_ort, checkpoint, tmp_path):
     from safetensors.torch import load_file
 
     copy = tmp_path / "copy"
@@ -116,7 +116,7 @@ def test_weights_as_bin_files_alone(sd_ort, checkpoint, tmp_path):
     options = ("--exporter", "torchscript", "--component", "vae_decoder")
     code, _, error = sd_ort("export", copy, tmp_path / "out", *options)
     assert code == 0
-    assert "rror" not in error  # diffusers says one where it looks for safetensors first
+    assert "rror" not in error  # diffusers logs one when it finds no safetensors
 
 
 def test_truncated_checkpoint(sd_ort, checkpoint, tmp_path):
@@ -124,14 +124,14 @@ def test_truncated_checkpoint(sd_ort, checkpoint, tmp_path):
     shutil.copytree(checkpoint, copy)
     path = copy / "unet" / "diffusion_pytorch_model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
-    assert "cannot be loaded" in refused(sd_ort, tmp_path, copy, tmp_path / "out", "--component", "unet")
+    assert "cannot be loaded" in export_error(sd_ort, tmp_path, copy, tmp_path / "out", "--component", "unet")
 
 
 @pytest.mark.parametrize(
     ("model", "weight"), [("vae", "decoder.conv_in.bias"), ("text_encoder", "final_layer_norm.bias")]
 )
 def test_checkpoint_without_a_weight(sd_ort, checkpoint, tmp_path, model, weight):
-    """The libraries would fill in random values and warn; an export of those would pass every later check."""
+    """The libraries would insert random values and warn; such an export would pass every later check."""
     from safetensors.torch import load_file, save_file
 
     copy = tmp_path / "copy"
@@ -142,67 +142,67 @@ def test_checkpoint_without_a_weight(sd_ort, checkpoint, tmp_path, model, weight
     del weights[name]
     save_file(weights, path, metadata={"format": "pt"})
     component = "vae_decoder" if model == "vae" else model
-    assert weight in refused(sd_ort, tmp_path, copy, tmp_path / "out", "--component", component)
+    assert weight in export_error(sd_ort, tmp_path, copy, tmp_path / "out", "--component", component)
 
 
 def test_hub_id_without_network(sd_ort, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    error = refused(sd_ort, tmp_path, "nobody-here/no-such-model", tmp_path / "out")
+    error = export_error(sd_ort, tmp_path, "nobody-here/no-such-model", tmp_path / "out")
     assert "check the name and the network" in error
     assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_preset(sd_ort, tmp_path):
-    assert "sd15-tiny" in refused(sd_ort, tmp_path, "--preset", "sd99", "--random-weights", tmp_path / "out")
+    assert "sd15-tiny" in export_error(sd_ort, tmp_path, "--preset", "sd99", "--random-weights", tmp_path / "out")
 
 
 def test_preset_without_weights(sd_ort, tmp_path):
-    assert "--random-weights" in refused(sd_ort, tmp_path, "--preset", "sd15", tmp_path / "out")
+    assert "--random-weights" in export_error(sd_ort, tmp_path, "--preset", "sd15", tmp_path / "out")
 
 
 def test_random_weights_without_preset(sd_ort, tmp_path):
-    assert "--preset" in refused(sd_ort, tmp_path, "demo", "--random-weights", tmp_path / "out")
+    assert "--preset" in export_error(sd_ort, tmp_path, "demo", "--random-weights", tmp_path / "out")
 
 
 @pytest.mark.parametrize("arguments", [["out"], [*MINI, "demo", "out"]])
 def test_wrong_number_of_arguments(sd_ort, tmp_path, arguments):
-    assert "give " in refused(sd_ort, tmp_path, *arguments)
+    assert "give " in export_error(sd_ort, tmp_path, *arguments)
 
 
-@pytest.mark.parametrize(("exporter", "opset"), [("dynamo", 17), ("torchscript", 23), ("dynamo", 99)])
-def test_unsupported_opset(sd_ort, tmp_path, exporter, opset):
-    error = refused(sd_ort, tmp_path, *MINI, "--exporter", exporter, "--opset", opset, tmp_path / "out")
-    assert "choose one of " + ", ".join(map(str, stage.OPSETS[exporter])) in error
+@pytest.mark.parametrize(("backend", "opset"), [("dynamo", 17), ("torchscript", 23), ("dynamo", 99)])
+def test_unsupported_opset(sd_ort, tmp_path, backend, opset):
+    error = export_error(sd_ort, tmp_path, *MINI, "--exporter", backend, "--opset", opset, tmp_path / "out")
+    assert "choose one of " + ", ".join(map(str, exporter.OPSETS[backend])) in error
 
 
 def test_unknown_exporter_and_component(sd_ort, tmp_path):
-    assert "torchscript" in refused(sd_ort, tmp_path, *MINI, "--exporter", "jax", tmp_path / "out")
-    assert "vae_decoder" in refused(sd_ort, tmp_path, *MINI, "--component", "vae", tmp_path / "out")
+    assert "torchscript" in export_error(sd_ort, tmp_path, *MINI, "--exporter", "jax", tmp_path / "out")
+    assert "vae_decoder" in export_error(sd_ort, tmp_path, *MINI, "--component", "vae", tmp_path / "out")
 
 
-def test_output_that_is_not_ours(sd_ort, tmp_path):
+def test_output_that_sd_ort_did_not_write(sd_ort, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("precious")
-    assert "was not written by sd-ort" in refused(sd_ort, tmp_path, *MINI, tmp_path / "out", code=5)
+    assert "was not written by sd-ort" in export_error(sd_ort, tmp_path, *MINI, tmp_path / "out", code=5)
     assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
 
 
-def test_wrong_numbers_are_refused(sd_ort, tmp_path, monkeypatch):
-    """The check after export is a real one: outputs that are off by 0.1 % stop it."""
-    run = stage.run_onnx
-    monkeypatch.setattr(stage, "run_onnx", lambda *a: [1.001 * array for array in run(*a)])
+def test_wrong_outputs_are_rejected(sd_ort, tmp_path, monkeypatch):
+    """Outputs that differ by 0.1 % fail the comparison with torch."""
+    run = exporter.run_onnx
+    monkeypatch.setattr(exporter, "run_onnx", lambda *a: [1.001 * array for array in run(*a)])
     options = ("--component", "vae_decoder", "--exporter", "torchscript")
-    assert "differs from torch" in refused(sd_ort, tmp_path, *MINI, *options, tmp_path / "out", code=4)
+    assert "differs from torch" in export_error(sd_ort, tmp_path, *MINI, *options, tmp_path / "out", code=4)
 
 
-def test_no_room_for_the_weights(sd_ort, tmp_path, monkeypatch):
+def test_no_disk_space_for_the_weights(sd_ort, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    error = refused(sd_ort, tmp_path, *MINI, "--component", "vae_decoder", tmp_path / "out", code=5)
-    assert "no space left" in error
+    error = export_error(sd_ort, tmp_path, *MINI, "--component", "vae_decoder", tmp_path / "out", code=5)
+    assert "No space left" in error
 
 
-# The command line in a process of its own, with the mini preset.
+# The command in another process, with the small presets.
 MAIN = """
 from minis import PRESETS, minis
 from sd_ort.cli import main
@@ -222,23 +222,22 @@ def start_cli(*arguments: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # ignored where a script runs the tests as a job
+        # SIGINT is ignored if a script runs the tests as a background job.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-def test_full_disk(sd_ort, tmp_path, exporter):
-    """The system refuses to write more than 0.1 MB to a file, in the middle of the weights."""
-    options = ("--component", "text_encoder", "--exporter", exporter)
+@pytest.mark.parametrize("backend", ["dynamo", "torchscript"])
+def test_full_disk(sd_ort, tmp_path, backend):
+    """A file size limit of 0.1 MB fails a write in the middle of the weights."""
+    options = ("--component", "text_encoder", "--exporter", backend)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        code, _, said = sd_ort("export", *MINI, *options, tmp_path / "out")
+        code, _, stderr = sd_ort("export", *MINI, *options, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    error = said.splitlines()
+    error = stderr.splitlines()
     assert code == 5, error
     assert error[-1].startswith("sd-ort: no space left")
     assert len([line for line in error if not line.startswith("[")]) == 1
@@ -259,10 +258,10 @@ def test_interrupt(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_python_api_raises_the_same(tmp_path):
+def test_the_python_api_raises_the_same_errors(tmp_path):
     with pytest.raises(InputError, match="unknown preset"):
-        stage.export(None, tmp_path / "out", preset="sd99", random_weights=True)
+        exporter.export(None, tmp_path / "out", preset="sd99", random_weights=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="was not written by sd-ort"):
-        stage.export(None, tmp_path / "file", preset="sd15-mini", random_weights=True)
+        exporter.export(None, tmp_path / "file", preset="sd15-mini", random_weights=True)
     assert issubclass(VerificationError, Exception)

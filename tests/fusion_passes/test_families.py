@@ -28,7 +28,7 @@ from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.check.verify import check, verify
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
-from sd_ort.export.exporter import CHECK, example, export
+from sd_ort.export.exporter import CHECK_SIZES, example_input, export
 from sd_ort.family import presets, signatures
 from sd_ort.family.checkpoints import PresetSource, component_signature, is_sdxl
 from sd_ort.family.modules import wrap
@@ -210,7 +210,7 @@ def calls(source: PresetSource, component: str, config: signatures.Config) -> Co
         part.register_forward_hook(lambda called, *_: counts.update([type(called).__name__]))
     signature = component_signature(source, component, config)
     with torch.no_grad():
-        module(*(example(tensor, CHECK, config, 0) for tensor in signature.inputs))
+        module(*(example_input(tensor, CHECK_SIZES, config, 0) for tensor in signature.inputs))
     return Counter({name: counts[name] for name in CALLED if counts[name]})
 
 

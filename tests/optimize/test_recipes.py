@@ -19,7 +19,7 @@ import fusion_passes
 from fusion_passes import recipes
 from sd_ort.core import folder
 from sd_ort.export.exporter import export
-from sd_ort.export.origins import equal_tensors, origins
+from sd_ort.export.initializer_sources import duplicate_tensors, initializer_recipes
 from sd_ort.family.checkpoints import PresetSource
 from sd_ort.family.presets import PRESETS
 from sd_ort.family.signatures import MODEL_OF
@@ -154,5 +154,5 @@ def test_origins_compare_all_numbers() -> None:
         graph.register_initializer(
             ir.Value(name=name, const_value=ir.tensor(array), type=ir.TensorType(ir.DataType.FLOAT))
         )
-    assert origins(ir.Model(graph, ir_version=10), {"x": x}) == {"w": ["transpose", [1, 0], "x"]}
-    assert list(equal_tensors({"x": x, "y": x.clone(), "z": other})) == [("x", "y")]
+    assert initializer_recipes(ir.Model(graph, ir_version=10), {"x": x}) == {"w": ["transpose", [1, 0], "x"]}
+    assert list(duplicate_tensors({"x": x, "y": x.clone(), "z": other})) == [("x", "y")]

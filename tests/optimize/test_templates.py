@@ -64,7 +64,7 @@ def test_fills_what_export_and_optimize_write(kept: Path, checkpoint: Callable[[
         str(second), tmp_path / "filled", components=COMPONENTS, **OPTIONS, report=lines.append
     )
     assert "nothing was traced" in lines[-1]
-    export(str(second), tmp_path / "raw", exporter="torchscript", components=COMPONENTS, progress=lines.append)
+    export(str(second), tmp_path / "raw", exporter="torchscript", components=COMPONENTS, on_progress=lines.append)
     assert any("needs no export" in line for line in lines)
     options = {name: value for name, value in OPTIONS.items() if name != "exporter"}
     optimize(tmp_path / "raw", tmp_path / "slow", **options)
@@ -100,7 +100,7 @@ def test_files_that_do_not_fit(kept: Path, checkpoint: Callable[[int], Path], tm
 
 def test_key_tells_graphs_apart() -> None:
     def key(config: dict, variant: bool = False, opset: int = 20) -> str:
-        return templates.key("unet", "UNet2DConditionModel", config, variant, opset, "dynamo")
+        return templates.template_key("unet", "UNet2DConditionModel", config, variant, opset, "dynamo")
 
     name = key({"in_channels": 4})
     assert name == key({}), "a default that is said"
@@ -109,7 +109,8 @@ def test_key_tells_graphs_apart() -> None:
     assert len(others | {name}) == 5
     encoder = {"hidden_size": 64, "architectures": ["CLIPTextModel"]}
     names = {
-        templates.key(n, "CLIPTextModel", encoder, False, 20, "dynamo") for n in ("text_encoder", "text_encoder_2")
+        templates.template_key(n, "CLIPTextModel", encoder, False, 20, "dynamo")
+        for n in ("text_encoder", "text_encoder_2")
     }
     assert len(names) == 1
 
@@ -117,20 +118,20 @@ def test_key_tells_graphs_apart() -> None:
 def test_what_the_package_has() -> None:
     """Every published architecture finds its templates, under the names of its checkpoint's tensors."""
     for name, preset, component in every():
-        path = templates.find(key_of(preset, component))
-        assert path == templates.SHIPPED / f"{name}.onnx.xz"
+        path = templates.find_template(key_of(preset, component))
+        assert path == templates.BUNDLED / f"{name}.onnx.xz"
         assert path.is_file()
         template = templates.Template(path)
         assert len(template.sources) > 50
-    assert {path.stem for path in templates.SHIPPED.glob("*.xz")} == {f"{name}.onnx" for name, _, _ in every()}
-    assert sum(path.stat().st_size for path in templates.SHIPPED.iterdir()) < 1_100_000
+    assert {path.stem for path in templates.BUNDLED.glob("*.xz")} == {f"{name}.onnx" for name, _, _ in every()}
+    assert sum(path.stat().st_size for path in templates.BUNDLED.iterdir()) < 1_100_000
 
 
 def test_a_shipped_template_is_a_fresh_export(tmp_path: Path) -> None:
     """The smallest one, traced again; the others come from the same script."""
     preset = next(preset for name, preset, _ in every() if name == "taesd.vae_encoder")
-    templates.write(tmp_path / "fresh.xz", *weightless(preset, "vae_encoder"))
-    paths = (tmp_path / "fresh.xz", templates.SHIPPED / "taesd.vae_encoder.onnx.xz")
+    templates.write_template(tmp_path / "fresh.xz", *weightless(preset, "vae_encoder"))
+    paths = (tmp_path / "fresh.xz", templates.BUNDLED / "taesd.vae_encoder.onnx.xz")
     fresh, shipped = (templates.Template(path) for path in paths)
     assert fresh.recipes == shipped.recipes
     assert fresh.config == shipped.config
@@ -143,10 +144,13 @@ def test_weightless_is_what_export_traces(
     """A template made without weights, as the package's are, is to the byte the one that an export keeps."""
     monkeypatch.setenv("SD_ORT_TEMPLATES", str(tmp_path))
     made, recipes, config = weightless(PRESETS["sd15-mini"], "vae_encoder")
-    templates.write(tmp_path / "made.xz", made, recipes, config)
+    templates.write_template(tmp_path / "made.xz", made, recipes, config)
     entry = folder.read_manifest(default_export)["components"]["vae_encoder"]
-    assert templates.keep("kept", default_export / "vae_encoder", entry) is None
-    other = templates.find("kept")
+    assert templates.store_template("kept", default_export / "vae_encoder", entry) is None
+    for name in ("duplicate_weights", "equal_weights"):  # the second is the old name
+        duplicates = entry | {name: [["a", "b"]]}
+        assert "a and b are equal" in str(templates.store_template("x", default_export / "vae_encoder", duplicates))
+    other = templates.find_template("kept")
     assert other is not None
     ours, theirs = templates.Template(tmp_path / "made.xz"), templates.Template(other)
     assert ours.recipes == theirs.recipes
@@ -155,7 +159,7 @@ def test_weightless_is_what_export_traces(
 
 def test_broken_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SD_ORT_TEMPLATES", str(tmp_path))
-    assert templates.find("x") is None
+    assert templates.find_template("x") is None
     (tmp_path / "x.onnx.xz").write_bytes(b"half")
-    with pytest.raises(InputError, match="broken"):
+    with pytest.raises(InputError, match="is damaged"):
         templates.Template(tmp_path / "x.onnx.xz")

@@ -294,7 +294,7 @@ def test_numbers_that_are_none(files: Path, tmp_path: Path) -> None:
 def test_a_template_of_its_own(files: Path) -> None:
     """A U-Net with an adapter has another graph than its checkpoint's, which the package carries."""
     with_adapter = adapted("sd15-seen", files / "sd15-seen.safetensors")
-    keys = {templates.key_of(source, "unet", 20, "dynamo") for source in (with_adapter, with_adapter.source)}
+    keys = {templates.component_key(source, "unet", 20, "dynamo") for source in (with_adapter, with_adapter.source)}
     assert len(keys) == 2
     assert with_adapter.hash != with_adapter.source.hash
 

@@ -1,4 +1,4 @@
-"""What a request may say: all of it read, or refused with one line and the field at fault."""
+"""Requests of the image API: parsed completely, or rejected with one line and the invalid field."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from typing import Any
 
 import pytest
 
-from sd_ort.serving.api import Limits, Refusal, answer, error, pictures_asked
-from sd_ort.serving.pictures import Model, Settings
+from sd_ort.serving.api import InvalidRequest, Limits, error_body, parse_request, response_body
+from sd_ort.serving.image_jobs import BatchSettings, ModelInfo
 
-MODEL = Model(side=512, multiple=8, guidance=7.5, trained_steps=100)
+MODEL = ModelInfo(default_size=512, size_multiple=8, guidance=7.5, train_timesteps=100)
 LIMITS = Limits()
-WHOLE = {
+ALL_FIELDS = {
     "prompt": "a red circle", "negative_prompt": "blue", "n": 3, "size": "768x512", "steps": 4, "guidance": 2,
     "seed": 11, "response_format": "b64_json", "output_format": "png", "model": "sd", "user": "me",
 }  # fmt: skip
 
 
-def asked(**fields: Any) -> Any:
-    return pictures_asked(json.dumps({"prompt": "a red circle", **fields}).encode(), MODEL, LIMITS)
+def parse(**fields: Any) -> Any:
+    return parse_request(json.dumps({"prompt": "a red circle", **fields}).encode(), MODEL, LIMITS)
 
 
 def test_all_fields() -> None:
-    pictures = asked(**WHOLE)
-    assert [picture.seed for picture in pictures] == [11, 12, 13]
-    assert {picture.settings for picture in pictures} == {Settings(768, 512, 4, 2.0)}
-    assert {(picture.prompt, picture.negative) for picture in pictures} == {("a red circle", "blue")}
+    jobs = parse(**ALL_FIELDS)
+    assert [job.seed for job in jobs] == [11, 12, 13]
+    assert {job.settings for job in jobs} == {BatchSettings(768, 512, 4, 2.0)}
+    assert {(job.prompt, job.negative) for job in jobs} == {("a red circle", "blue")}
 
 
-@pytest.mark.parametrize("fields", [{}, dict.fromkeys(set(WHOLE) - {"prompt"}), {"size": "auto"}])
+@pytest.mark.parametrize("fields", [{}, dict.fromkeys(set(ALL_FIELDS) - {"prompt"}), {"size": "auto"}])
 def test_defaults_are_the_models(fields: dict[str, Any]) -> None:
-    (picture,) = asked(**fields)
-    assert picture.settings == Settings(512, 512, 25, 7.5)
-    assert picture.negative == ""
-    assert 0 <= picture.seed < 2**31
+    (job,) = parse(**fields)
+    assert job.settings == BatchSettings(512, 512, 25, 7.5)
+    assert job.negative == ""
+    assert 0 <= job.seed < 2**31
 
 
 @pytest.mark.parametrize("prompt", ["", "é 東京 🙂", "x" * LIMITS.prompt, 'quotes " and \\ and \n'])
 def test_any_text_is_a_prompt(prompt: str) -> None:
-    assert asked(prompt=prompt)[0].prompt == prompt
+    assert parse(prompt=prompt)[0].prompt == prompt
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,13 @@ def test_any_text_is_a_prompt(prompt: str) -> None:
     ],
     ids=lambda value: ascii(value)[:20],
 )  # fmt: skip
-def test_refused(field: str, value: Any) -> None:
-    with pytest.raises(Refusal) as refused:
-        asked(**{field: value})
-    assert refused.value.status == 400
-    assert refused.value.field == field[:50]
-    assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) < 300
+def test_invalid_fields(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        parse(**{field: value})
+    assert error.value.status == 400
+    assert error.value.field == field[:50]
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
 
 
 @pytest.mark.parametrize(
@@ -78,33 +78,32 @@ def test_refused(field: str, value: Any) -> None:
     ],
     ids=lambda body: ascii(body)[:20],
 )  # fmt: skip
-def test_bodies_that_are_no_request(body: bytes) -> None:
-    with pytest.raises(Refusal) as refused:
-        pictures_asked(body, MODEL, LIMITS)
-    assert refused.value.status == 400
-    assert "\n" not in str(refused.value)
+def test_invalid_bodies(body: bytes) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        parse_request(body, MODEL, LIMITS)
+    assert error.value.status == 400
+    assert "\n" not in str(error.value)
 
 
 def test_a_prompt_of_a_megabyte_is_too_large() -> None:
-    with pytest.raises(Refusal) as refused:
-        asked(prompt="x" * 2**20)
-    assert refused.value.status == 413
+    with pytest.raises(InvalidRequest) as error:
+        parse(prompt="x" * 2**20)
+    assert error.value.status == 413
 
 
-def test_limits_are_what_they_are_set_to() -> None:
+def test_limits_are_configurable() -> None:
     small = Limits(pixels=512 * 512, images=1, steps=3)
     body = {"prompt": "a", "steps": 3, "size": "512x512"}
-    assert pictures_asked(json.dumps(body).encode(), MODEL, small)
+    assert parse_request(json.dumps(body).encode(), MODEL, small)
     for more in ({"n": 2}, {"steps": 4}, {"size": "520x512"}):
-        with pytest.raises(Refusal):
-            pictures_asked(json.dumps(body | more).encode(), MODEL, small)
+        with pytest.raises(InvalidRequest):
+            parse_request(json.dumps(body | more).encode(), MODEL, small)
 
 
-def test_answers_have_the_shape_of_openais() -> None:
-    pictures = asked(n=2, seed=5)
-    content = answer(pictures, [b"one", b"two"])
-    assert [base64.b64decode(each["b64_json"]) for each in content["data"]] == [b"one", b"two"]
-    assert [each["seed"] for each in content["data"]] == [5, 6]
+def test_responses_have_openais_format() -> None:
+    content = response_body(parse(n=2, seed=5), [b"one", b"two"])
+    assert [base64.b64decode(image["b64_json"]) for image in content["data"]] == [b"one", b"two"]
+    assert [image["seed"] for image in content["data"]] == [5, 6]
     assert content["created"] > 0
-    assert error("no", 400, "n")["error"]["type"] == "invalid_request_error"
-    assert error("no", 503)["error"]["type"] == "server_error"
+    assert error_body("no", 400, "n")["error"]["type"] == "invalid_request_error"
+    assert error_body("no", 503)["error"]["type"] == "server_error"

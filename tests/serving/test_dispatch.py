@@ -1,4 +1,4 @@
-"""Who draws what: batches, deaths, refusals and full queues, with replicas that are no processes."""
+"""The dispatcher: batches, replicas that die, failures and full queues, with fake replicas in this process."""
 
 from __future__ import annotations
 
@@ -11,37 +11,39 @@ import pytest
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.serving import dispatch
 from sd_ort.serving.dispatch import Dispatcher, QueueFull
-from sd_ort.serving.pictures import Model, NotDrawn, Picture, ReplicaDied, Settings
+from sd_ort.serving.image_jobs import BatchSettings, GenerationFailed, ImageJob, ModelInfo, ReplicaDied
 
-MODEL = Model(side=64, multiple=8, guidance=7.5, trained_steps=1000)
-SMALL, LARGE = Settings(64, 64, 2, 7.5), Settings(128, 128, 2, 7.5)
-# "deadly" ends whoever draws it, "poison" cannot be drawn; the others are their own files.
+MODEL = ModelInfo(default_size=64, size_multiple=8, guidance=7.5, train_timesteps=1000)
+SMALL, LARGE = BatchSettings(64, 64, 2, 7.5), BatchSettings(128, 128, 2, 7.5)
 
 
 @dataclass
-class Fake:
-    """Draws when `gate` is open. `fails`: errors of the next starts."""
+class FakeReplica:
+    """A replica that generates when `gate` is set. start_errors: raised by the next starts.
+
+    The prompt "deadly" ends the replica, "poison" raises InputError, "bug" another error. Other files are the prompts.
+    """
 
     name: str = "fake"
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     batches: list[list[str]] = field(default_factory=list)
-    fails: list[Exception] = field(default_factory=list)
+    start_errors: list[Exception] = field(default_factory=list)
     starts: int = 0
-    living: bool = False
+    running: bool = False
 
-    async def start(self) -> Model:
+    async def start(self) -> ModelInfo:
         self.starts += 1
-        if self.fails:
-            raise self.fails.pop(0)
-        self.living = True
+        if self.start_errors:
+            raise self.start_errors.pop(0)
+        self.running = True
         return MODEL
 
-    async def draw(self, pictures: Sequence[Picture]) -> list[bytes]:
-        prompts = [picture.prompt for picture in pictures]
+    async def generate(self, jobs: Sequence[ImageJob]) -> list[bytes]:
+        prompts = [job.prompt for job in jobs]
         self.batches.append(prompts)
         await self.gate.wait()
         if "deadly" in prompts:
-            self.living = False
+            self.running = False
             raise ReplicaDied("gone")
         if "poison" in prompts:
             raise InputError("that is no prompt")
@@ -50,93 +52,93 @@ class Fake:
         return [prompt.encode() for prompt in prompts]
 
     def stop(self) -> None:
-        self.living = False
+        self.running = False
 
-    def alive(self) -> bool:
-        return self.living
+    def is_alive(self) -> bool:
+        return self.running
 
 
-def pictures(*prompts: str, settings: Settings = SMALL) -> list[Picture]:
-    return [Picture(prompt, "", seed, settings) for seed, prompt in enumerate(prompts)]
+def jobs(*prompts: str, settings: BatchSettings = SMALL) -> list[ImageJob]:
+    return [ImageJob(prompt, "", seed, settings) for seed, prompt in enumerate(prompts)]
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-async def settled() -> None:
-    """Let every task go on until it waits."""
+async def run_tasks() -> None:
+    """Run every task until it waits."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-def test_what_waits_is_drawn_together_if_it_fits() -> None:
+def test_waiting_images_with_equal_settings_share_a_batch() -> None:
     async def test() -> None:
-        one = Fake()
-        dispatcher = Dispatcher([one], batch=3)
+        replica = FakeReplica()
+        dispatcher = Dispatcher([replica], batch=3)
         assert await dispatcher.start() == MODEL
-        first = dispatcher.submit(pictures("a"))
-        await settled()
+        first = dispatcher.submit(jobs("a"))
+        await run_tasks()
         rest = [
-            *dispatcher.submit(pictures("b", settings=LARGE)),
-            *dispatcher.submit(pictures("c", "d", "e", "f")),
-            *dispatcher.submit(pictures("g", settings=LARGE)),
+            *dispatcher.submit(jobs("b", settings=LARGE)),
+            *dispatcher.submit(jobs("c", "d", "e", "f")),
+            *dispatcher.submit(jobs("g", settings=LARGE)),
         ]
-        one.gate.set()
+        replica.gate.set()
         assert await asyncio.gather(*first, *rest) == [b"a", b"b", b"c", b"d", b"e", b"f", b"g"]
-        assert one.batches == [["a"], ["b", "g"], ["c", "d", "e"], ["f"]]
-        assert (dispatcher.counts.pictures, dispatcher.counts.batches) == (7, 4)
+        assert replica.batches == [["a"], ["b", "g"], ["c", "d", "e"], ["f"]]
+        assert (dispatcher.counts.images, dispatcher.counts.batches) == (7, 4)
         dispatcher.close()
 
     run(test)
 
 
-def test_free_replicas_share_a_request() -> None:
+def test_idle_replicas_share_a_request() -> None:
     async def test() -> None:
-        both = [Fake(), Fake()]
-        dispatcher = Dispatcher(both, batch=4)
+        replicas = [FakeReplica(), FakeReplica()]
+        dispatcher = Dispatcher(replicas, batch=4)
         await dispatcher.start()
-        await settled()
-        done = dispatcher.submit(pictures("a", "b", "c", "d"))
-        await settled()
-        assert [fake.batches for fake in both] == [[["a", "b"]], [["c", "d"]]]
+        await run_tasks()
+        done = dispatcher.submit(jobs("a", "b", "c", "d"))
+        await run_tasks()
+        assert [replica.batches for replica in replicas] == [[["a", "b"]], [["c", "d"]]]
         assert dispatcher.ready == 2
-        for fake in both:
-            fake.gate.set()
+        for replica in replicas:
+            replica.gate.set()
         await asyncio.gather(*done)
         dispatcher.close()
 
     run(test)
 
 
-def test_what_a_dead_replica_drew_is_drawn_again_alone() -> None:
+def test_images_of_a_dead_replica_are_generated_again_alone() -> None:
     async def test() -> None:
-        dispatcher = Dispatcher([one := Fake()], batch=4)
-        one.gate.set()
+        dispatcher = Dispatcher([replica := FakeReplica()], batch=4)
+        replica.gate.set()
         await dispatcher.start()
-        deadly, *others = dispatcher.submit(pictures("deadly", "a", "b"))
+        deadly, *others = dispatcher.submit(jobs("deadly", "a", "b"))
         assert await asyncio.gather(*others) == [b"a", b"b"]
-        with pytest.raises(NotDrawn, match="3 replicas died"):
+        with pytest.raises(GenerationFailed, match="3 replicas died"):
             await deadly
-        assert one.batches == [["deadly", "a", "b"], ["deadly"], ["deadly"], ["a"], ["b"]]
-        assert one.starts == 4
+        assert replica.batches == [["deadly", "a", "b"], ["deadly"], ["deadly"], ["a"], ["b"]]
+        assert replica.starts == 4
         assert dispatcher.counts.restarts == 3
-        assert await dispatcher.submit(pictures("c"))[0] == b"c"
+        assert await dispatcher.submit(jobs("c"))[0] == b"c"
         dispatcher.close()
 
     run(test)
 
 
-def test_one_picture_that_cannot_be_drawn_leaves_the_others() -> None:
+def test_one_image_that_fails_does_not_fail_the_others() -> None:
     async def test() -> None:
-        dispatcher = Dispatcher([one := Fake()], batch=4)
-        one.gate.set()
+        dispatcher = Dispatcher([replica := FakeReplica()], batch=4)
+        replica.gate.set()
         await dispatcher.start()
-        a, poison, bug, b = dispatcher.submit(pictures("a", "poison", "bug", "b"))
+        a, poison, bug, b = dispatcher.submit(jobs("a", "poison", "bug", "b"))
         assert await asyncio.gather(a, b) == [b"a", b"b"]
         with pytest.raises(InputError, match="that is no prompt"):
             await poison
-        with pytest.raises(NotDrawn, match="ZeroDivisionError"):
+        with pytest.raises(GenerationFailed, match="ZeroDivisionError"):
             await bug
         assert dispatcher.counts.restarts == 0
         dispatcher.close()
@@ -144,94 +146,94 @@ def test_one_picture_that_cannot_be_drawn_leaves_the_others() -> None:
     run(test)
 
 
-def test_a_full_queue_takes_nothing_of_a_request() -> None:
+def test_a_full_queue_rejects_the_whole_request() -> None:
     async def test() -> None:
-        dispatcher = Dispatcher([one := Fake()], batch=1, queue=3)
+        dispatcher = Dispatcher([replica := FakeReplica()], batch=1, queue=3)
         await dispatcher.start()
-        done = dispatcher.submit(pictures("a"))
-        await settled()
-        done += dispatcher.submit(pictures("b", "c"))
+        done = dispatcher.submit(jobs("a"))
+        await run_tasks()
+        done += dispatcher.submit(jobs("b", "c"))
         with pytest.raises(QueueFull, match="try again later"):
-            dispatcher.submit(pictures("d", "e"))
-        done += dispatcher.submit(pictures("f"))
-        one.gate.set()
+            dispatcher.submit(jobs("d", "e"))
+        done += dispatcher.submit(jobs("f"))
+        replica.gate.set()
         assert await asyncio.gather(*done) == [b"a", b"b", b"c", b"f"]
         dispatcher.close()
 
     run(test)
 
 
-def test_pictures_nobody_waits_for_are_not_drawn() -> None:
+def test_cancelled_images_are_not_generated() -> None:
     async def test() -> None:
-        dispatcher = Dispatcher([one := Fake()], batch=2)
+        dispatcher = Dispatcher([replica := FakeReplica()], batch=2)
         await dispatcher.start()
-        first = dispatcher.submit(pictures("a"))
-        await settled()
-        b, c, d = dispatcher.submit(pictures("b", "c", "d"))
+        first = dispatcher.submit(jobs("a"))
+        await run_tasks()
+        b, c, d = dispatcher.submit(jobs("b", "c", "d"))
         b.cancel()
         c.cancel()
-        one.gate.set()
+        replica.gate.set()
         assert await asyncio.gather(*first, d) == [b"a", b"d"]
-        assert one.batches == [["a"], ["d"]]
+        assert replica.batches == [["a"], ["d"]]
         dispatcher.close()
 
     run(test)
 
 
-def test_a_replica_that_does_not_answer_is_dead() -> None:
+def test_a_replica_that_does_not_answer_is_restarted() -> None:
     async def test() -> None:
-        stuck, other = Fake("stuck"), Fake("other")
+        stuck, other = FakeReplica("stuck"), FakeReplica("other")
         other.gate.set()
         dispatcher = Dispatcher([stuck, other], batch=1, timeout=0.05)
         await dispatcher.start()
-        await settled()
-        stuck.fails = [SdOrtError("no memory.")]
-        assert await asyncio.gather(*dispatcher.submit(pictures("a", "b"))) == [b"a", b"b"]
+        await run_tasks()
+        stuck.start_errors = [SdOrtError("no memory.")]
+        assert await asyncio.gather(*dispatcher.submit(jobs("a", "b"))) == [b"a", b"b"]
         assert stuck.batches == [["a"]]
         dispatcher.close()
 
     run(test)
 
 
-def test_one_that_died_without_work_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "BEAT_s", 0.0)
-    monkeypatch.setattr(dispatch, "PATIENCE_s", 0.0)
+def test_an_idle_replica_that_died_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "LIVENESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(dispatch, "MAX_RESTART_DELAY_S", 0.0)
 
     async def test() -> None:
-        dispatcher = Dispatcher([one := Fake()])
+        dispatcher = Dispatcher([replica := FakeReplica()])
         await dispatcher.start()
-        one.gate.set()
-        one.living = False
-        one.fails = [SdOrtError("no memory now."), ReplicaDied("again")]
-        while one.starts < 4:
+        replica.gate.set()
+        replica.running = False
+        replica.start_errors = [SdOrtError("no memory now."), ReplicaDied("again")]
+        while replica.starts < 4:
             await asyncio.sleep(0)
-        assert await dispatcher.submit(pictures("a"))[0] == b"a"
+        assert await dispatcher.submit(jobs("a"))[0] == b"a"
         dispatcher.close()
 
     run(test)
 
 
-def test_a_model_that_does_not_load_is_said_at_once() -> None:
+def test_a_model_that_does_not_load_fails_the_start() -> None:
     async def test() -> None:
-        dispatcher = Dispatcher([Fake(), Fake(fails=[InputError("it is broken")])])
+        dispatcher = Dispatcher([FakeReplica(), FakeReplica(start_errors=[InputError("it is broken")])])
         with pytest.raises(InputError, match="it is broken"):
             await dispatcher.start()
-        dispatcher = Dispatcher([Fake("2", fails=[ReplicaDied("out of memory")])])
-        with pytest.raises(SdOrtError, match="replica 2 ended while it loaded: out of memory"):
+        dispatcher = Dispatcher([FakeReplica("2", start_errors=[ReplicaDied("out of memory")])])
+        with pytest.raises(SdOrtError, match="Replica 2 ended while it loaded: out of memory"):
             await dispatcher.start()
 
     run(test)
 
 
-def test_closing_fails_what_waits_and_what_is_drawn() -> None:
+def test_closing_fails_waiting_and_running_images() -> None:
     async def test() -> None:
-        dispatcher = Dispatcher([one := Fake()], batch=1)
+        dispatcher = Dispatcher([replica := FakeReplica()], batch=1)
         await dispatcher.start()
-        done = dispatcher.submit(pictures("a", "b"))
-        await settled()
+        done = dispatcher.submit(jobs("a", "b"))
+        await run_tasks()
         dispatcher.close()
-        found = await asyncio.gather(*done, return_exceptions=True)
-        assert [type(each) for each in found] == [NotDrawn, NotDrawn]
-        assert not one.living
+        results = await asyncio.gather(*done, return_exceptions=True)
+        assert [type(result) for result in results] == [GenerationFailed, GenerationFailed]
+        assert not replica.running
 
     run(test)

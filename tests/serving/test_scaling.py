@@ -1,4 +1,4 @@
-"""The model of how images a second grow with GPUs, against what was measured on two of them."""
+"""The throughput model against measurements on two GPUs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from sd_ort.serving.scaling import Times, checked, checked_split
+from sd_ort.serving.scaling import ReplicaTimes, compare_split, compare_throughput
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_ends_of_the_model() -> None:
-    """Alone a replica does what was measured; many are limited by the process in front, hosts add up."""
-    times = Times(draw=0.9, hand_over=0.1, dispatch=0.01, answer=0.04)
+def test_limits_of_the_model() -> None:
+    """One replica has the measured rate; many are limited by the front process; hosts add up."""
+    times = ReplicaTimes(generate=0.9, hand_over=0.1, dispatch=0.01, respond=0.04)
     assert times.images_a_second(1, http=False) == pytest.approx(1.0)
     assert times.images_a_second(1) == pytest.approx(1 / 1.04)
     assert times.images_a_second(1000) == pytest.approx(times.limit()) == pytest.approx(20)
@@ -22,25 +22,25 @@ def test_the_ends_of_the_model() -> None:
     assert times.images_a_second(8) < 8 * times.images_a_second(1)
     rates = [times.images_a_second(count) for count in range(1, 40)]
     assert rates == sorted(rates)
-    free = Times(draw=2.0, hand_over=0.0, dispatch=0.0, answer=0.0, batch=4)
+    free = ReplicaTimes(generate=2.0, hand_over=0.0, dispatch=0.0, respond=0.0, batch=4)
     assert free.images_a_second(8) == pytest.approx(16)
 
 
-def test_two_replicas_of_the_repairman() -> None:
-    """Two replicas, drawing 1 s and served 1 s, by hand: R(2) = 1 + Q(1) = 1.5, so 2 / 2.5 batches a second."""
-    assert Times(draw=1.0, hand_over=0.0, dispatch=0.0, answer=1.0).images_a_second(2) == pytest.approx(0.8)
+def test_two_replicas_by_hand() -> None:
+    """Two replicas that generate for 1 s and are served for 1 s: R(2) = 1 + Q(1) = 1.5, so 2 / 2.5 batches a second."""
+    assert ReplicaTimes(generate=1.0, hand_over=0.0, dispatch=0.0, respond=1.0).images_a_second(2) == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("name", ["scale_sd15_h200x2", "scale_sdxl_h200x2"])
 def test_two_gpus_are_predicted_from_one(name: str) -> None:
     rows = json.loads((ROOT / "results" / "serving" / f"{name}.json").read_text())["rows"]
-    (check,) = checked(rows)
+    (check,) = compare_throughput(rows)
     assert check["replicas"] == 2
     assert abs(check["error_percent"]) < 3
 
 
-def test_a_split_image_is_predicted_from_its_rows() -> None:
+def test_a_split_image_is_predicted_from_its_batch_rows() -> None:
     measured = json.loads((ROOT / "results" / "two_gpus.json").read_text())
-    found, steps = measured["presets"]["sdxl"], measured["settings"]["steps"]
-    for seconds, model in checked_split(found, steps).values():
+    result, steps = measured["presets"]["sdxl"], measured["settings"]["steps"]
+    for seconds, model in compare_split(result, steps).values():
         assert model == pytest.approx(seconds, rel=0.03)

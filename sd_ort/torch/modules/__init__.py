@@ -1,5 +1,5 @@
-"""Modules of diffusers with our operators inside: subclasses that `optimize` puts in the place of a module's class.
+"""Subclasses of diffusers' modules that call the sd_ort operators. `optimize` assigns them to `__class__` of a module.
 
-A subclass adds nothing to a module but another `forward`: parameters, names, hooks and the state dict stay, and so does
-what peft puts around a layer. `refuse(module)` of each file says why a module cannot take it, or None.
+A subclass changes nothing but `forward`: parameters, names, hooks, the state dict and peft's layers stay.
+`unsupported_reason(module)` of each file returns why a module cannot be replaced, or None.
 """

@@ -1,6 +1,6 @@
-"""ResnetBlock2D: GroupNorm with SiLU as one operator, biases and the time embedding added inside the next one.
+"""ResnetBlock2D: GroupNorm and SiLU as one operator; biases and the time embedding are added by the next operator.
 
-At level "performance" convolutions that Winograd's way makes faster add their bias and the residual themselves.
+At level "performance", convolutions that run by Winograd's algorithm add their bias and the residual themselves.
 """
 
 from __future__ import annotations
@@ -10,68 +10,70 @@ import torch.nn.functional as F
 from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
-from sd_ort.torch.modules import parts, winograd
-from sd_ort.torch.modules.together import Together, alike
+from sd_ort.torch.modules import layer_ops, winograd
+from sd_ort.torch.modules.concatenated_linears import ConcatenatedLinears, can_concatenate
 
-TOGETHER = "_sd_ort_together"  # a block's attribute: what makes its product, and its place in it
+# Attribute of a block: the concatenated time projections of its model, and the index of its group in them.
+TIME_PROJECTIONS = "_sd_ort_time_projections"
 
 
-class FastResnetBlock2D(winograd.KeepsFilters, ResnetBlock2D):
-    """As ResnetBlock2D with SiLU and a time embedding that is added."""
+class FastResnetBlock2D(winograd.WinogradFilterMixin, ResnetBlock2D):
+    """ResnetBlock2D with SiLU and a time embedding that is added, or none."""
 
     def forward(self, input_tensor: torch.Tensor, temb: torch.Tensor | None, *args: object, **kwargs: object) -> object:
         """input_tensor (N, C, H, W) and temb (N, T) or None, as in diffusers."""
         if temb is not None and self.time_emb_proj is None:
             return super().forward(input_tensor, temb, *args, **kwargs)
         x = input_tensor
-        h = parts.norm(self.norm1, x, silu=True)
+        h = layer_ops.norm(self.norm1, x, silu=True)
         resample = self.upsample or self.downsample
         if resample is not None:
             x, h = resample(x), resample(h)
         y = winograd.conv(self.conv1, h)
-        h, bias = parts.conv(self.conv1, h) if y is None else (y, None)
+        h, bias = layer_ops.conv(self.conv1, h) if y is None else (y, None)
         if temb is not None:
-            temb = self._time(temb)
-        h = parts.norm_of_sum(self.norm2, h, bias, temb)
+            temb = self._project_time(temb)
+        h = layer_ops.norm_of_sum(self.norm2, h, bias, temb)
         h = self.dropout(h)
         if self.conv_shortcut is not None:
-            x = parts.pointwise(self.conv_shortcut, x)
+            x = layer_ops.conv1x1(self.conv_shortcut, x)
         y = winograd.conv(self.conv2, h, x)
         if y is None:
-            h, bias = parts.conv(self.conv2, h)
-            y = parts.add(h, bias, x)
+            h, bias = layer_ops.conv(self.conv2, h)
+            y = layer_ops.add(h, bias, x)
         return y if self.output_scale_factor == 1.0 else y / self.output_scale_factor
 
-    def _time(self, temb: torch.Tensor) -> torch.Tensor:
-        """The time embedding (N, T) as this block adds it, (N, C)."""
-        if TOGETHER in self.__dict__:
-            shared, place = self.__dict__[TOGETHER]
-            made: torch.Tensor | None = shared.part(place, temb, self.time_emb_proj)
-            if made is not None:
-                return made
+    def _project_time(self, temb: torch.Tensor) -> torch.Tensor:
+        """Return the projection (N, C) of the time embedding (N, T) that this block adds."""
+        if TIME_PROJECTIONS in self.__dict__:
+            projections, group = self.__dict__[TIME_PROJECTIONS]
+            output: torch.Tensor | None = projections.output_slice(group, temb, self.time_emb_proj)
+            if output is not None:
+                return output
         return self.time_emb_proj(temb if self.skip_time_act else F.silu(temb))
 
 
-def share_time(model: nn.Module) -> None:
-    """Lets the blocks of a model make their products of the time embedding together."""
+def concatenate_time_projections(model: nn.Module) -> None:
+    """Compute the projections of the time embedding for all blocks of a model at once."""
     blocks = [m for m in model.modules() if isinstance(m, FastResnetBlock2D) and m.time_emb_proj is not None]
     blocks = [block for block in blocks if not block.skip_time_act]
-    if len(blocks) > 1 and alike([block.time_emb_proj for block in blocks]):
-        shared = Together([(block.time_emb_proj,) for block in blocks], before=F.silu, dense=True)
-        for place, block in enumerate(blocks):
-            block.__dict__[TOGETHER] = shared, place
+    if len(blocks) > 1 and can_concatenate([block.time_emb_proj for block in blocks]):
+        groups = [(block.time_emb_proj,) for block in blocks]
+        projections = ConcatenatedLinears(groups, activation=F.silu, contiguous=True)
+        for group, block in enumerate(blocks):
+            block.__dict__[TIME_PROJECTIONS] = projections, group
 
 
-def own_time(block: nn.Module) -> None:
-    """The reverse, for a block: the first takes all apart."""
-    shared, place = block.__dict__.pop(TOGETHER, (None, None))
-    if place == 0:
-        shared.take_apart()
+def separate_time_projections(block: nn.Module) -> None:
+    """Undo `concatenate_time_projections` for a block. The first block separates the parameters of all."""
+    projections, group = block.__dict__.pop(TIME_PROJECTIONS, (None, None))
+    if group == 0:
+        projections.separate_parameters()
 
 
-def refuse(block: ResnetBlock2D) -> str | None:
-    """Why a block stays as it is."""
-    # "group", the VAE's, has no time embedding
+def unsupported_reason(block: ResnetBlock2D) -> str | None:
+    """Return why a block cannot be replaced, or None."""
+    # "group" is that of the VAE, which has no time embedding.
     if block.time_embedding_norm not in ("default", "group") or (
         block.time_embedding_norm == "group" and block.time_emb_proj is not None
     ):

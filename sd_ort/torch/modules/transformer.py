@@ -1,4 +1,4 @@
-"""Transformer2DModel and what it is made of: LayerNorm of residuals, GEGLU, products for pixels without a transpose."""
+"""Transformer2DModel, its blocks and GEGLU: residual sum and LayerNorm fused, no transposes around projections."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import nn
 
-from sd_ort.torch.modules import parts
+from sd_ort.torch.modules import layer_ops
 from sd_ort.torch.modules.attention import project
 from sd_ort.torch.operators import bias_split_gelu, linear_split_gelu, skip_layer_norm
 from sd_ort.torch.operators.group_norm import is_channels_last
-from sd_ort.torch.operators.linear_add import is_read_by_columns
+from sd_ort.torch.operators.linear_add import can_use_linear_add
 
 Tensor = torch.Tensor
 
 
 class FastGEGLU(GEGLU):
-    """Product, bias, halves and gelu as one operator, or all but the product."""
+    """GEGLU as one operator with a column-major weight; else as a MatMul and one operator."""
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:
-        """hidden_states (..., C) -> (..., 4 C)."""
-        if not parts.is_plain(self.proj, nn.Linear) or self.proj.bias is None:
+        """hidden_states (..., C) to (..., 4 C)."""
+        if not layer_ops.is_unmodified(self.proj, nn.Linear) or self.proj.bias is None:
             return super().forward(hidden_states, *args, **kwargs)
         weight, bias = self.proj.weight, self.proj.bias
-        if is_read_by_columns(weight):
+        if can_use_linear_add(weight):
             return linear_split_gelu(hidden_states, weight.t(), bias)
         return bias_split_gelu(F.linear(hidden_states, weight), bias)
 
 
 class FastBasicTransformerBlock(BasicTransformerBlock):
-    """Residual, bias and LayerNorm as one operator."""
+    """BasicTransformerBlock with residual sum, bias and LayerNorm as one operator."""
 
     def forward(
         self,
@@ -48,14 +48,14 @@ class FastBasicTransformerBlock(BasicTransformerBlock):
         class_labels: Tensor | None = None,
         added_cond_kwargs: dict[str, Tensor] | None = None,
     ) -> Any:
-        """As in diffusers; with `cross_attention_kwargs`, diffusers' own."""
+        """As in diffusers; with `cross_attention_kwargs`, diffusers' own code."""
         if cross_attention_kwargs:
             return super().forward(
                 hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, timestep,
                 cross_attention_kwargs, class_labels, added_cond_kwargs,
             )  # fmt: skip
         masks = attention_mask, encoder_attention_mask
-        return parts.add(*self.branch(self.norm1(hidden_states), hidden_states, encoder_hidden_states, *masks))
+        return layer_ops.add(*self.branch(self.norm1(hidden_states), hidden_states, encoder_hidden_states, *masks))
 
     def branch(
         self,
@@ -65,7 +65,10 @@ class FastBasicTransformerBlock(BasicTransformerBlock):
         mask: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The block of h, whose first norm is x; the last sum's three parts, which are still to be added."""
+        """Return three tensors whose sum is the block's output: feed-forward output, its bias or None, residual.
+
+        h: the block's input. x: its first norm of h.
+        """
         y, bias = project(self.attn1, x, context if self.only_cross_attention else None, mask)
         if self.attn2 is not None:
             x, h = _norm_of_sum(self.norm2, y, bias, h)
@@ -74,40 +77,42 @@ class FastBasicTransformerBlock(BasicTransformerBlock):
         return *self._feed_forward(x), h
 
     def _feed_forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The feed-forward layer, and its last bias where that is still to be added."""
+        """Return the output of the feed-forward layer and the bias that the caller must still add, or None."""
         net = self.ff.net
         if self._chunk_size is not None:
             if x.shape[self._chunk_dim] % self._chunk_size:
-                raise ValueError(f"{self._chunk_size} does not divide the {x.shape[self._chunk_dim]} rows to chunk.")
+                size = x.shape[self._chunk_dim]
+                raise ValueError(f"The chunk size {self._chunk_size} does not divide {size}: choose a divisor.")
             chunks = x.chunk(x.shape[self._chunk_dim] // self._chunk_size, dim=self._chunk_dim)
             return torch.cat([self.ff(chunk) for chunk in chunks], dim=self._chunk_dim), None
-        if len(net) != 3 or not parts.is_plain(self.ff, FeedForward):
+        if len(net) != 3 or not layer_ops.is_unmodified(self.ff, FeedForward):
             return self.ff(x), None
-        return parts.linear(net[2], net[1](net[0](x)))
+        return layer_ops.linear(net[2], net[1](net[0](x)))
 
 
 def _norm_of_sum(layer: nn.Module, x: Tensor, bias: Tensor | None, skip: Tensor) -> tuple[Tensor, Tensor]:
-    """LayerNorm of x + bias + skip, and that sum."""
-    if parts.is_plain(layer, nn.LayerNorm):
+    """Return LayerNorm of x + bias + skip, and that sum."""
+    if layer_ops.is_unmodified(layer, nn.LayerNorm):
         return skip_layer_norm(x, skip, bias, layer.weight, layer.bias, layer.eps)  # type: ignore[arg-type]
-    total = parts.add(x, bias, skip)
+    total = layer_ops.add(x, bias, skip)
     return layer(total), total
 
 
 class FastTransformer2DModel(Transformer2DModel):
-    """Images stay where they are in memory, channels last is already (N, H * W, C); a block's last sum is part of the
-    next one's first norm.
+    """Transformer2DModel on views of channels-last images, which are (N, H * W, C) without a copy.
+
+    The last sum of a block is part of the first norm of the next block.
     """
 
     def forward(
         self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """As in diffusers. With masks and other arguments, or checkpointing, its blocks are called one by one."""
+        """As in diffusers; with masks, other arguments or checkpointing, diffusers' code calls the blocks."""
         blocks = self.transformer_blocks
         masked = any(kwargs.get(name) is not None for name in ("attention_mask", "encoder_attention_mask"))
-        by_blocks = args or masked or kwargs.get("cross_attention_kwargs")
-        by_blocks = by_blocks or (self.gradient_checkpointing and torch.is_grad_enabled())
-        if by_blocks or not all(parts.is_plain(block, FastBasicTransformerBlock) for block in blocks):
+        checkpointing = self.gradient_checkpointing and torch.is_grad_enabled()
+        unsupported = args or masked or kwargs.get("cross_attention_kwargs") or checkpointing
+        if unsupported or not all(layer_ops.is_unmodified(block, FastBasicTransformerBlock) for block in blocks):
             return super().forward(hidden_states, encoder_hidden_states, *args, **kwargs)
         batch, _, height, width = hidden_states.shape
         y, bias = self._project_in(hidden_states)
@@ -117,18 +122,18 @@ class FastTransformer2DModel(Transformer2DModel):
         for block in blocks[1:]:
             x, h = _norm_of_sum(block.norm1, y, bias, h)
             y, bias, h = block.branch(x, h, encoder_hidden_states)
-        h = parts.add(y, bias, h)
+        h = layer_ops.add(y, bias, h)
         y = self._get_output_for_continuous_inputs(h, hidden_states, batch, height, width, inner)
         return Transformer2DModelOutput(sample=y) if kwargs.get("return_dict", True) else (y,)
 
     def _project_in(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What goes into the blocks (N, H * W, C), and its bias where that is still to be added."""
-        x = parts.norm(self.norm, hidden_states)
-        if not self.use_linear_projection and not (is_channels_last(x) and parts.is_pointwise(self.proj_in)):
+        """Return the input (N, H * W, C) of the blocks and the bias that the caller must still add, or None."""
+        x = layer_ops.norm(self.norm, hidden_states)
+        if not self.use_linear_projection and not (is_channels_last(x) and layer_ops.is_conv1x1(self.proj_in)):
             return self.proj_in(x).permute(0, 2, 3, 1).flatten(1, 2), None
         x = x.permute(0, 2, 3, 1).flatten(1, 2)
         if self.use_linear_projection:
-            return parts.linear(self.proj_in, x)
+            return layer_ops.linear(self.proj_in, x)
         return nn.functional.linear(x, self.proj_in.weight.flatten(1)), self.proj_in.bias
 
     def _operate_on_continuous_inputs(self, hidden_states: Tensor) -> tuple[Tensor, int]:
@@ -139,25 +144,25 @@ class FastTransformer2DModel(Transformer2DModel):
         self, hidden_states: Tensor, residual: Tensor, batch_size: int, height: int, width: int, inner_dim: int
     ) -> Tensor:
         if self.use_linear_projection:
-            y, bias = parts.linear(self.proj_out, hidden_states)
-        elif parts.is_pointwise(self.proj_out):
+            y, bias = layer_ops.linear(self.proj_out, hidden_states)
+        elif layer_ops.is_conv1x1(self.proj_out):
             y, bias = nn.functional.linear(hidden_states, self.proj_out.weight.flatten(1)), self.proj_out.bias
         else:
             image = hidden_states.unflatten(1, (height, width)).permute(0, 3, 1, 2)
             return self.proj_out(image) + residual
-        return parts.add(y.unflatten(1, (height, width)).permute(0, 3, 1, 2), bias, residual)
+        return layer_ops.add(y.unflatten(1, (height, width)).permute(0, 3, 1, 2), bias, residual)
 
 
 def _first_norm(layer: nn.Module, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """LayerNorm of x + bias, and that sum."""
-    if bias is not None and parts.is_plain(layer, nn.LayerNorm):
+    """Return LayerNorm of x + bias, and that sum."""
+    if bias is not None and layer_ops.is_unmodified(layer, nn.LayerNorm):
         return skip_layer_norm(x, bias, None, layer.weight, layer.bias, layer.eps)  # type: ignore[arg-type]
     total = x if bias is None else x + bias
     return layer(total), total
 
 
-def refuse_block(block: BasicTransformerBlock) -> str | None:
-    """Why a block stays as it is."""
+def unsupported_block_reason(block: BasicTransformerBlock) -> str | None:
+    """Return why a block cannot be replaced, or None."""
     if block.norm_type != "layer_norm":
         return f"its norms are {block.norm_type}"
     if block.pos_embed is not None or hasattr(block, "fuser"):
@@ -166,6 +171,6 @@ def refuse_block(block: BasicTransformerBlock) -> str | None:
     return None if all(layer.weight is not None for layer in norms) else "its norms have no weights"
 
 
-def refuse_transformer(transformer: Transformer2DModel) -> str | None:
-    """Why a transformer stays as it is."""
+def unsupported_transformer_reason(transformer: Transformer2DModel) -> str | None:
+    """Return why a transformer cannot be replaced, or None."""
     return None if transformer.is_input_continuous else "its input is not an image"

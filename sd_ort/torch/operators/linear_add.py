@@ -1,4 +1,4 @@
-"""A product that adds its bias and a residual where it writes: `sd_ort::linear_add`."""
+"""MatMul with a fused bias and residual: `sd_ort::linear_add`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from custom_ops.linear_add.cases import Params
-from sd_ort.torch import kernels
-from sd_ort.torch.operators.contract import Operator, one_dtype, pointer, require
+from sd_ort.torch.kernels import DTYPE_CODES, kernels_for
+from sd_ort.torch.operators.registration import Operator, pointer, require, same_dtype
 
 Tensor = torch.Tensor
 
 
-def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, skip: Tensor | None) -> Tensor:
+def _fallback(x: Tensor, weight: Tensor, bias: Tensor | None, skip: Tensor | None) -> Tensor:
     y = x @ weight
     if bias is not None:
         y = y + bias
@@ -20,9 +20,9 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, skip: Tensor | None) 
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, skip: Tensor | None) -> Tensor:
-    found = kernels.of(x, weight, bias, skip)
-    require(one_dtype(x, weight, bias, skip), "arguments of different types")
-    require_product(x, weight, bias)
+    kernels = kernels_for(x, weight, bias, skip)
+    require(same_dtype(x, weight, bias, skip), "arguments of different dtypes")
+    require_matmul(x, weight, bias)
     inner, columns = weight.shape
     shape = (*x.shape[:-1], columns)
     require(skip is None or skip.shape == shape, "skip of another shape")
@@ -30,43 +30,45 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, skip: Tensor | None)
     skip = skip if skip is None else skip.contiguous()
     y = x.new_empty(shape)
     if y.numel():
-        addresses = (pointer(each) for each in (x, weight, bias, skip, y))
-        params = Params(kernels.NUMBERS[x.dtype], *addresses, y.numel() // columns, inner, columns)
-        found.run("LinearAdd", params, x.device)
+        addresses = (pointer(tensor) for tensor in (x, weight, bias, skip, y))
+        params = Params(DTYPE_CODES[x.dtype], *addresses, y.numel() // columns, inner, columns)
+        kernels.run("LinearAdd", params, x.device)
     return y
 
 
-def require_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raises Refused where these are not x (..., K), weight (K, N) that lies so in memory, and bias (N) or none."""
-    require(x.ndim >= 2 and weight.ndim == 2 and x.shape[-1] == weight.shape[0], "no product of rows and a matrix")
-    require(weight.is_contiguous(), "the weight is not (inner, columns) in memory")
+def require_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise UnsupportedCall unless the shapes are x (..., K), contiguous weight (K, N), and bias (N) or None."""
+    require(
+        x.ndim >= 2 and weight.ndim == 2 and x.shape[-1] == weight.shape[0], "x and weight are not (..., K) and (K, N)"
+    )
+    require(weight.is_contiguous(), "the weight is not contiguous as (K, N)")
     require(bias is None or (bias.shape == weight.shape[1:] and bias.is_contiguous()), "bias of another size")
 
 
 _OPERATOR = Operator(
-    name="linear_add",
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? skip) -> Tensor",
-    plain=_plain,
-    launch=_launch,
-    fake=lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[1])),
-    autocast="lower",
-).define()
+    "linear_add", "(Tensor x, Tensor weight, Tensor? bias, Tensor? skip) -> Tensor", _fallback, _launch,
+    fake=lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[1])), autocast="lower",
+).define()  # fmt: skip
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
-    """x @ weight + bias + skip: x (..., K), weight (K, N), bias (N), skip and the result (..., N)."""
+    """Return x @ weight + bias + skip; x (..., K), weight (K, N), bias (N), skip and the result (..., N)."""
     return _OPERATOR(x, weight, bias, skip)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (..., K) times a layer's weight (N, K), transposed, + bias (N). A GPU's weight that lies by columns is read by
-    `linear_add`, which measures the algorithms of cuBLASLt where torch takes the first that it proposes; not for
-    gradients, for which an operator computes its product again.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x (..., K) times the transposed weight (N, K) of a Linear layer, + bias (N).
+
+    A column-major weight on a GPU is multiplied by `linear_add`, which measures the algorithms of cuBLASLt; torch takes
+    the first one that cuBLASLt proposes.
     """
-    return linear_add(x, weight.t(), bias) if is_read_by_columns(weight) else F.linear(x, weight, bias)
+    return linear_add(x, weight.t(), bias) if can_use_linear_add(weight) else F.linear(x, weight, bias)
 
 
-def is_read_by_columns(weight: Tensor) -> bool:
-    """Whether a layer's weight is one for our tuned products."""
-    by_columns = weight.ndim == 2 and not weight.is_contiguous() and weight.t().is_contiguous()
-    return by_columns and weight.is_cuda and not torch.is_grad_enabled()
+def can_use_linear_add(weight: Tensor) -> bool:
+    """Return whether a Linear layer's weight is column-major on a GPU, and gradients are off.
+
+    With gradients, the backward of `linear_add` would compute the MatMul again.
+    """
+    column_major = weight.ndim == 2 and not weight.is_contiguous() and weight.t().is_contiguous()
+    return column_major and weight.is_cuda and not torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""LayerNorm of a residual's sum: `sd_ort::skip_layer_norm`."""
+"""LayerNorm of a residual sum: `sd_ort::skip_layer_norm`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from custom_ops.skip_layer_norm.cases import Params
-from sd_ort.torch import kernels
-from sd_ort.torch.operators.contract import Operator, one_dtype, pointer, require
+from sd_ort.torch.kernels import DTYPE_CODES, kernels_for
+from sd_ort.torch.operators.registration import Operator, pointer, require, same_dtype
 
 Tensor = torch.Tensor
 
 
-def _plain(
+def _fallback(
     x: Tensor, skip: Tensor, bias: Tensor | None, gamma: Tensor, beta: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
     total = x + skip if bias is None else x + bias + skip
@@ -22,17 +22,19 @@ def _plain(
 def _launch(
     x: Tensor, skip: Tensor, bias: Tensor | None, gamma: Tensor, beta: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    found = kernels.of(x, skip, bias, gamma, beta)
+    kernels = kernels_for(x, skip, bias, gamma, beta)
     channels = x.shape[-1]
-    require(one_dtype(x, skip, bias, gamma, beta), "arguments of different types")
+    require(same_dtype(x, skip, bias, gamma, beta), "arguments of different dtypes")
     require(channels > 0 and skip.shape in (x.shape, (channels,)), "skip of another shape, or no channels")
-    weights = [each for each in (bias, gamma, beta) if each is not None]
-    require(all(each.shape == (channels,) and each.is_contiguous() for each in weights), "weights of another size")
+    weights = [weight for weight in (bias, gamma, beta) if weight is not None]
+    require(
+        all(weight.shape == (channels,) and weight.is_contiguous() for weight in weights), "weights of another size"
+    )
     x, skip = x.contiguous(), skip.contiguous()
     y, total = torch.empty_like(x), torch.empty_like(x)
     rows = x.numel() // channels
     params = Params(
-        dtype=kernels.NUMBERS[x.dtype],
+        dtype=DTYPE_CODES[x.dtype],
         x=pointer(x),
         skip=pointer(skip),
         gamma=pointer(gamma),
@@ -46,22 +48,19 @@ def _launch(
         epsilon=epsilon,
     )
     if rows:
-        found.run("SkipLayerNormalization", params, x.device)
+        kernels.run("SkipLayerNormalization", params, x.device)
     return y, total
 
 
 _OPERATOR = Operator(
-    name="skip_layer_norm",
-    schema=("(Tensor x, Tensor skip, Tensor? bias, Tensor gamma, Tensor? beta, float epsilon) -> (Tensor, Tensor)"),
-    plain=_plain,
-    launch=_launch,
-    fake=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)),
-    autocast="float32",
-).define()
+    "skip_layer_norm",
+    "(Tensor x, Tensor skip, Tensor? bias, Tensor gamma, Tensor? beta, float epsilon) -> (Tensor, Tensor)",
+    _fallback, _launch, fake=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)), autocast="float32",
+).define()  # fmt: skip
 
 
 def skip_layer_norm(
     x: Tensor, skip: Tensor, bias: Tensor | None, gamma: Tensor, beta: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """x + bias + skip normalized over the last axis, and that sum: x (..., C), skip as x or (C), the others (C)."""
+    """Return LayerNorm of x + bias + skip over the last axis, and the sum; x (..., C), skip as x or (C), others (C)."""
     return _OPERATOR(x, skip, bias, gamma, beta, epsilon)

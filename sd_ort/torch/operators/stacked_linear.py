@@ -1,6 +1,6 @@
-"""Several products of one input as one, where their weights lie side by side: `sd_ort::stacked_linear`.
+"""Linear layers of one input as one MatMul, if their weights are packed: `sd_ort::stacked_linear`.
 
-torch's own product runs it: no kernel of the library.
+torch's MatMul or `linear_add` runs it: the library has no kernel of this name.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from sd_ort.torch.kernels import Refused
-from sd_ort.torch.operators.contract import Operator
-from sd_ort.torch.operators.linear_add import product
+from sd_ort.torch.kernels import UnsupportedCall
+from sd_ort.torch.operators.linear_add import linear
+from sd_ort.torch.operators.registration import Operator
 
 Tensor = torch.Tensor
 
 
-def _plain(x: Tensor, first: Tensor, second: Tensor, third: Tensor | None) -> Tensor:
+def _fallback(x: Tensor, first: Tensor, second: Tensor, third: Tensor | None) -> Tensor:
     return torch.cat([F.linear(x, weight) for weight in (first, second, third) if weight is not None], dim=-1)
 
 
-def side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
-    """Weights (N_i, ...) as one, (sum of N_i, ...), where they lie so in memory, by rows or by columns; else None."""
+def packed_weight(weights: Sequence[Tensor]) -> Tensor | None:
+    """Return packed weights (N_i, ...), row- or column-major, as one view (sum of N_i, ...); else None."""
     first = weights[0]
     storage, offset, strides = first.untyped_storage().data_ptr(), first.storage_offset(), first.stride()
-    by_columns = first.ndim == 2 and strides[0] == 1 and strides[1] >= sum(len(weight) for weight in weights)
-    if not by_columns and not first.is_contiguous():
+    column_major = first.ndim == 2 and strides[0] == 1 and strides[1] >= sum(len(weight) for weight in weights)
+    if not column_major and not first.is_contiguous():
         return None
     for weight in weights:
         if weight.untyped_storage().data_ptr() != storage or weight.storage_offset() != offset:
@@ -38,10 +38,10 @@ def side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
 
 
 def _launch(x: Tensor, first: Tensor, second: Tensor, third: Tensor | None) -> Tensor:
-    weight = side_by_side([weight for weight in (first, second, third) if weight is not None])
+    weight = packed_weight([weight for weight in (first, second, third) if weight is not None])
     if weight is None:
-        raise Refused("the weights lie apart")
-    return product(x, weight)
+        raise UnsupportedCall("the weights are not packed")
+    return linear(x, weight)
 
 
 def _fake(x: Tensor, first: Tensor, second: Tensor, third: Tensor | None) -> Tensor:
@@ -49,15 +49,11 @@ def _fake(x: Tensor, first: Tensor, second: Tensor, third: Tensor | None) -> Ten
 
 
 _OPERATOR = Operator(
-    name="stacked_linear",
-    schema="(Tensor x, Tensor first, Tensor second, Tensor? third) -> Tensor",
-    plain=_plain,
-    launch=_launch,
-    fake=_fake,
-    autocast="lower",
-).define()
+    "stacked_linear", "(Tensor x, Tensor first, Tensor second, Tensor? third) -> Tensor", _fallback, _launch,
+    fake=_fake, autocast="lower",
+).define()  # fmt: skip
 
 
 def stacked_linear(x: Tensor, first: Tensor, second: Tensor, third: Tensor | None = None) -> Tensor:
-    """x (..., K) times each weight (N_i, K) transposed, side by side: (..., sum of N_i)."""
+    """Return x (..., K) times each transposed weight (N_i, K), concatenated: (..., sum of N_i)."""
     return _OPERATOR(x, first, second, third)

@@ -1,4 +1,4 @@
-"""Blocks of a U-Net's way up: images that lie channels last are joined as rows of channels, with wide accesses."""
+"""Up blocks of a UNet: channels-last hidden states and skips are concatenated as rows of channels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 
 class FastUpBlock2D(UpBlock2D):
-    """As UpBlock2D; with FreeU or checkpointing, diffusers' own."""
+    """UpBlock2D; with FreeU or gradient checkpointing, diffusers' own code."""
 
     def forward(
         self,
@@ -25,18 +25,18 @@ class FastUpBlock2D(UpBlock2D):
         **kwargs: Any,
     ) -> Any:
         """As in diffusers."""
-        if args or kwargs or _is_changed(self):
+        if args or kwargs or _is_unsupported(self):
             return super().forward(hidden_states, res_hidden_states_tuple, temb, upsample_size, *args, **kwargs)
         x = hidden_states
         for resnet, skip in zip(self.resnets, reversed(res_hidden_states_tuple), strict=True):
-            x = resnet(joined(x, skip), temb)
+            x = resnet(concatenate(x, skip), temb)
         for upsampler in self.upsamplers or ():
             x = upsampler(x, upsample_size)
         return x
 
 
 class FastCrossAttnUpBlock2D(CrossAttnUpBlock2D):
-    """As CrossAttnUpBlock2D; with FreeU, checkpointing or `cross_attention_kwargs`, diffusers' own."""
+    """CrossAttnUpBlock2D; with FreeU, gradient checkpointing or `cross_attention_kwargs`, diffusers' own code."""
 
     def forward(
         self,
@@ -50,7 +50,7 @@ class FastCrossAttnUpBlock2D(CrossAttnUpBlock2D):
         encoder_attention_mask: Tensor | None = None,
     ) -> Any:
         """As in diffusers."""
-        if cross_attention_kwargs is not None or _is_changed(self):
+        if cross_attention_kwargs is not None or _is_unsupported(self):
             return super().forward(
                 hidden_states, res_hidden_states_tuple, temb, encoder_hidden_states, cross_attention_kwargs,
                 upsample_size, attention_mask, encoder_attention_mask,
@@ -58,7 +58,7 @@ class FastCrossAttnUpBlock2D(CrossAttnUpBlock2D):
         x = hidden_states
         for resnet, attn, skip in zip(self.resnets, self.attentions, reversed(res_hidden_states_tuple), strict=True):
             x = attn(
-                resnet(joined(x, skip), temb),
+                resnet(concatenate(x, skip), temb),
                 encoder_hidden_states=encoder_hidden_states,
                 attention_mask=attention_mask,
                 encoder_attention_mask=encoder_attention_mask,
@@ -69,17 +69,17 @@ class FastCrossAttnUpBlock2D(CrossAttnUpBlock2D):
         return x
 
 
-def joined(x: Tensor, skip: Tensor) -> Tensor:
-    """Images (N, C, H, W) and (N, D, H, W) as (N, C + D, H, W); channels last where both are.
+def concatenate(x: Tensor, skip: Tensor) -> Tensor:
+    """Concatenate images (N, C, H, W) and (N, D, H, W) to (N, C + D, H, W), channels last if both are.
 
-    torch's concatenation of channels-last images moves 8 bytes at a time, that of rows 16.
+    torch's concatenation of channels-last images copies 8 bytes at a time, its concatenation of rows 16.
     """
     if is_channels_last(x) and is_channels_last(skip):
         return torch.cat([x.permute(0, 2, 3, 1), skip.permute(0, 2, 3, 1)], dim=-1).permute(0, 3, 1, 2)
     return torch.cat([x, skip], dim=1)
 
 
-def _is_changed(block: Any) -> bool:
-    """Whether FreeU scales what is joined, or activations are computed again for gradients."""
+def _is_unsupported(block: Any) -> bool:
+    """Return whether FreeU scales the hidden states, or gradient checkpointing is active."""
     freeu = any(getattr(block, name, None) for name in ("s1", "s2", "b1", "b2"))
     return freeu or (block.gradient_checkpointing and torch.is_grad_enabled())

@@ -1,4 +1,4 @@
-"""Replicas as Ray's actors: Ray starts their processes, carries what they are asked, and tells when one is gone."""
+"""Replicas as Ray actors: Ray starts their processes, transfers calls, and reports when a process ended."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ import psutil
 
 from sd_ort.core.errors import InputError, SdOrtError, first_line
 from sd_ort.core.interrupts import STOPPABLE
-from sd_ort.serving.pictures import Model, Picture, ReplicaDied
-from sd_ort.serving.replica import Actor, Failed, Opening
+from sd_ort.serving.image_jobs import ImageJob, ModelInfo, ReplicaDied
+from sd_ort.serving.replica import Actor, RemoteError, ReplicaConfig
 
-INSTALL = "replicas need Ray and a web server: pip install 'sd-ort[ray]'."
-STORE_BYTES = 128 << 20  # of shared memory: what pictures pass through
+INSTALL = "Replicas need Ray and a web server: pip install 'sd-ort[ray]'."
+STORE_BYTES = 128 << 20  # shared memory that transfers images
 _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
 
 
 def require(*modules: str) -> Any:
-    """Import modules of the extra `ray`; the last. Raises InputError, with what to install, where one is missing."""
+    """Import modules of the extra `ray`; return the last. Raises InputError with the pip command if one is missing."""
     try:
         return [importlib.import_module(name) for name in modules][-1]
     except ImportError as error:
@@ -36,35 +36,35 @@ def require(*modules: str) -> Any:
 
 
 class RayReplica:
-    """A replica in an actor of Ray's: see `dispatch.Replica`."""
+    """A replica in a Ray actor; implements `dispatch.ReplicaProcess`."""
 
-    def __init__(self, ray: Any, opening: Opening, name: str) -> None:
-        self.ray, self.opening, self.name = ray, opening, name
+    def __init__(self, ray: Any, config: ReplicaConfig, name: str) -> None:
+        self.ray, self.config, self.name = ray, config, name
         self.actor: Any = None
         self.pid: int | None = None
 
-    async def start(self) -> Model:
-        """Begin the process and load the model. Raises SdOrtError for a model that cannot be used, ReplicaDied."""
-        # Ray itself starts nothing again: what was loaded, and on which GPU, is ours to say.
+    async def start(self) -> ModelInfo:
+        """Start the process and load the model. Raises SdOrtError if the model cannot be used, or ReplicaDied."""
+        # No restarts by Ray: the dispatcher restarts replicas and loads the model on the right GPU.
         self.actor = self.ray.remote(Actor).options(num_cpus=0, max_restarts=0, max_task_retries=0).remote()
-        model: Model = await self._call("load", self.opening)
+        model: ModelInfo = await self._call("load", self.config)
         self.pid = model.pid
         return model
 
-    async def draw(self, pictures: Sequence[Picture]) -> list[bytes]:
-        """PNG files of pictures with equal settings. Raises SdOrtError for what cannot be drawn, ReplicaDied."""
-        files: list[bytes] = await self._call("draw", list(pictures))
+    async def generate(self, jobs: Sequence[ImageJob]) -> list[bytes]:
+        """Return the PNG files of jobs with equal settings. Raises SdOrtError or ReplicaDied."""
+        files: list[bytes] = await self._call("generate", list(jobs))
         return files
 
     def stop(self) -> None:
-        """End the process at once, in the middle of a call into a library too."""
+        """Kill the process, even during a call into a library."""
         if self.actor is not None:
-            with contextlib.suppress(Exception):  # Ray raises its own when it is being shut down
+            with contextlib.suppress(Exception):  # Ray raises errors of its own during its shutdown
                 self.ray.kill(self.actor)
         self.actor = self.pid = None
 
-    def alive(self) -> bool:
-        """Whether the process is still there; asked of one that has started."""
+    def is_alive(self) -> bool:
+        """Return whether the process of a started replica exists."""
         return self.pid is not None and psutil.pid_exists(self.pid)
 
     async def _call(self, method: str, argument: Any) -> Any:
@@ -72,60 +72,61 @@ class RayReplica:
             raise ReplicaDied("it is not running")
         try:
             result = await getattr(self.actor, method).remote(argument)
-        except self.ray.exceptions.RayTaskError as error:  # what `Actor` does not catch: a bug
+        except self.ray.exceptions.RayTaskError as error:  # not caught by `Actor`: a bug
             raise SdOrtError(first_line(error.cause or error)) from None
         except self.ray.exceptions.RayError as error:
             raise ReplicaDied(first_line(error)) from None
-        if isinstance(result, Failed):
+        if isinstance(result, RemoteError):
             raise result.error()
         return result
 
 
-class Cluster:
-    """Ray on this machine alone, for as long as the block runs: its own processes, files and secret.
+class RayCluster:
+    """Context manager: Ray on this machine alone, with its own processes, files and authentication token.
 
-    Raises InputError when Ray is not installed, SdOrtError when it does not start.
+    Raises InputError if Ray is not installed, SdOrtError if it does not start.
     """
 
-    def __init__(self, openings: Sequence[Opening]) -> None:
+    def __init__(self, configs: Sequence[ReplicaConfig]) -> None:
         os.environ.update(_ENVIRONMENT)
         self.ray = require("ray")
-        names = [next(iter(opening.devices.values()), str(place)) for place, opening in enumerate(openings)]
-        self.replicas = [RayReplica(self.ray, opening, name) for opening, name in zip(openings, names, strict=True)]
+        names = [next(iter(config.environment.values()), str(index)) for index, config in enumerate(configs)]
+        self.replicas = [RayReplica(self.ray, config, name) for config, name in zip(configs, names, strict=True)]
 
     def __enter__(self) -> Self:
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # without it nobody else on the machine may talk to Ray
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # keeps other users from connecting to Ray
         logging.getLogger("ray").setLevel(logging.ERROR)
-        self.folder = tempfile.mkdtemp(prefix="sd-ort-ray-", dir="/tmp")  # a socket's path may have 107 characters
-        self.over, started = threading.Event(), threading.Event()
+        self.folder = tempfile.mkdtemp(
+            prefix="sd-ort-ray-", dir="/tmp"
+        )  # the path of a socket has at most 107 characters
+        self.stopping, started = threading.Event(), threading.Event()
         self.failure: BaseException | None = None
         self.thread = threading.Thread(target=self._run, args=(started,), name=f"{STOPPABLE}-ray", daemon=True)
         self.thread.start()
         try:
             started.wait()
-            signal.signal(
-                signal.SIGTERM, signal.getsignal(signal.SIGTERM)
-            )  # in the place of Ray's, which prints stacks
+            # Restores Python's handler: Ray's prints stacks.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
             if self.failure is not None:
                 raise SdOrtError(f"Ray does not start: {first_line(self.failure)}") from self.failure
         except BaseException:
-            self._end()
+            self._clean_up()
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         for replica in self.replicas:
             replica.stop()
-        with contextlib.suppress(Exception):  # it may find some of its processes gone
+        with contextlib.suppress(Exception):  # some of its processes may have ended
             self.ray.shutdown()
-        self.over.set()
+        self.stopping.set()
         self.thread.join()
-        self._end()
+        self._clean_up()
 
     def _run(self, started: threading.Event) -> None:
-        """Start Ray, and stay: Linux ends its processes with the thread that started them.
+        """Start Ray and wait until it stops: Linux ends its processes with the thread that started them.
 
-        A thread of its own, since starting takes seconds in which the main one shall hear of signals.
+        This is a thread of its own, since the start takes seconds in which the main thread must react to signals.
         """
         try:
             self.ray.init(
@@ -142,10 +143,10 @@ class Cluster:
         except BaseException as error:
             self.failure = error
         started.set()
-        self.over.wait()
+        self.stopping.wait()
 
-    def _end(self) -> None:
-        """End those of Ray's processes that are left, and remove its files."""
+    def _clean_up(self) -> None:
+        """Kill the remaining processes of Ray and remove its files."""
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 if process.name().startswith("ray::") or any(self.folder in word for word in process.cmdline()):

@@ -1,0 +1,66 @@
+"""Data classes of serving: one image to generate, the settings that a batch shares, and a replica's model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sd_ort.core.errors import SdOrtError
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """Settings that all images of a batch share.
+
+    width, height: in pixels; None for the model's default. steps: denoising steps. guidance: guidance scale.
+    """
+
+    width: int | None
+    height: int | None
+    steps: int
+    guidance: float
+
+
+@dataclass(frozen=True)
+class ImageJob:
+    """One image to generate. Its own seed makes it independent of the other images of its batch."""
+
+    prompt: str
+    negative: str
+    seed: int
+    settings: BatchSettings
+
+    def png_text(self) -> dict[str, str]:
+        """Return the prompts and settings that the PNG file stores as text."""
+        settings = self.settings
+        sizes = {"width": settings.width, "height": settings.height}
+        return {
+            "prompt": self.prompt,
+            "negative_prompt": self.negative,
+            "steps": str(settings.steps),
+            "guidance": str(settings.guidance),
+            "seed": str(self.seed),
+            **{name: str(pixels) for name, pixels in sizes.items() if pixels},
+        }
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a replica reports about its model.
+
+    default_size: width and height of an image in pixels. size_multiple: width and height must be multiples of it.
+    guidance: default guidance scale. train_timesteps: the maximum number of steps. pid: the replica's process.
+    """
+
+    default_size: int
+    size_multiple: int
+    guidance: float
+    train_timesteps: int
+    pid: int = 0
+
+
+class ReplicaDied(Exception):
+    """The process of a replica ended or does not answer. Another replica can generate its images."""
+
+
+class GenerationFailed(SdOrtError):
+    """An image that no replica could generate; the message says why."""
