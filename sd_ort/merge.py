@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes.rewriting import constant
+from fusion_passes.graph_edits import new_initializer
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.core.paths import output_path
@@ -197,16 +197,16 @@ class _Merger:
     def _decode(self, latents: ir.Value, config: Mapping[str, Any]) -> None:
         """The graph's output `image` (B, 3, H, W), float32, 0..1."""
         mean, factor = (
-            constant(self.graph, f"vae.{name}", np.asarray(number, np.float32).reshape(1, -1, 1, 1))
+            new_initializer(self.graph, f"vae.{name}", np.asarray(number, np.float32).reshape(1, -1, 1, 1))
             for name, number in zip(("mean", "factor"), latent_scale(config), strict=True)
         )
         scaled = self._node("Add", [self._node("Mul", [latents, factor]), mean])
         vae = self.parts["vae_decoder"]
         inputs = self._cast_all(vae, {"latent_sample": scaled})
         sample = self._as(inline(self.model, vae, inputs, "vae_decoder.")["sample"], FLOAT)
-        half = constant(self.graph, "image.half", np.float32(0.5).reshape(1))
+        half = new_initializer(self.graph, "image.half", np.float32(0.5).reshape(1))
         shifted = self._node("Add", [self._node("Mul", [sample, half]), half])
-        zero, one = (constant(self.graph, f"image.{n}", np.array(n, np.float32)) for n in (0, 1))
+        zero, one = (new_initializer(self.graph, f"image.{n}", np.array(n, np.float32)) for n in (0, 1))
         image = self._node("Clip", [shifted, zero, one])
         image.name, image.dtype, image.shape = "image", FLOAT, ir.Shape(["batch", 3, "height*8", "width*8"])
         self.graph.outputs.append(image)
@@ -239,7 +239,11 @@ class _Merger:
 
     def _ints(self, numbers: list[int]) -> ir.Value:
         name = f"{self.graph.name}.ints.{'_'.join(map(str, numbers))}"
-        return self.graph.initializers[name] if name in self.graph.initializers else constant(self.graph, name, numbers)
+        return (
+            self.graph.initializers[name]
+            if name in self.graph.initializers
+            else new_initializer(self.graph, name, numbers)
+        )
 
     def _as(self, value: ir.Value, dtype: ir.DataType | None) -> ir.Value:
         if value.dtype == dtype or dtype is None:

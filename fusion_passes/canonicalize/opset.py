@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes.rewriting import constant, unique
-from fusion_passes.shapes.standard import STANDARD, schema
+from fusion_passes.graph_edits import new_initializer, unique_name
+from fusion_passes.shapes.onnx_inference import STANDARD_DOMAINS, schema
 from fusion_passes.shapes.types import opset
 
 OPSET = 21
@@ -74,11 +74,11 @@ def declare_opset(model: ir.Model) -> bool:
 
 def _standard(model: ir.Model) -> list[ir.Node]:
     """The standard operators of the graph and of those inside it."""
-    return [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if node.domain in STANDARD]
+    return [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if node.domain in STANDARD_DOMAINS]
 
 
 def _can_move(node: ir.Node, version: int) -> bool:
-    """Whether a node means the same at `OPSET`, or a rule makes it do so."""
+    """Return whether a node means the same at `OPSET`, or a rule makes it do so."""
     before, after = schema(node.op_type, version), schema(node.op_type, OPSET)
     if after is None or before is None:
         return after is not None
@@ -107,7 +107,7 @@ def _attribute_to_input(node: ir.Node, name: str, numbers: int | list[int], inde
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     node.attributes.pop(name, None)
-    value = constant(graph, unique(node.outputs[0], name), np.array(numbers, np.int64))
+    value = new_initializer(graph, unique_name(node.outputs[0], name), np.array(numbers, np.int64))
     node.resize_inputs(max(index + 1, len(node.inputs)))
     node.replace_input_with(index, value)
 

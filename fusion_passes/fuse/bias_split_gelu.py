@@ -1,9 +1,9 @@
-"""BiasSplitGelu: the gated feed-forward's bias, split, Gelu and product become one node.
+"""BiasSplitGelu: fuses the bias, Split, Gelu and Mul of a gated feed-forward layer.
 
     MatMul -> Add(bias[2D]) -> Split in two on the last axis -> left * Gelu(right)  =>  BiasSplitGelu(MatMul, bias)
 
-Refused: the gate on the left half, unequal halves, another axis, the tanh approximation of Gelu, a bias that is not
-one number per channel.
+Rejected: the gate on the left half, unequal halves, another axis, the tanh approximation of Gelu, a bias without one
+element per channel.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from fusion_passes import checks as c
-from fusion_passes.operators.record import DOMAIN
-from fusion_passes.pass_ import Case
+from fusion_passes import value_queries as values
+from fusion_passes.graph_pass import PassCase
+from fusion_passes.operators.definition import DOMAIN
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -28,17 +28,17 @@ class BiasSplitGelu(Rule):
         left, right = op.Split(op.Add(x, bias), _allow_other_inputs=True, _outputs=["left", "right"])
         return self.product(op, left, right)
 
-    def refuse(self, x: ir.Value, bias: ir.Value, left: ir.Value, right: ir.Value, gelu: ir.Value) -> str | None:
-        width, split, activation = c.size(x, -1), left.producer(), gelu.producer()
+    def reject_reason(self, x: ir.Value, bias: ir.Value, left: ir.Value, right: ir.Value, gelu: ir.Value) -> str | None:
+        width, split, activation = values.size(x, -1), left.producer(), gelu.producer()
         assert split is not None
         assert activation is not None
-        if not c.is_vector(bias, width):
+        if not values.is_vector(bias, width):
             return "the bias is not a constant vector over the last axis"
-        if c.rank(x) != 3 or not c.last_axis(split.attributes.get_int("axis", 0), x):
+        if values.rank(x) != 3 or not values.last_axis(split.attributes.get_int("axis", 0), x):
             return "the Split is not over the last axis of [N,S,2D]"
-        halves = [c.size(left, -1), c.size(right, -1)]
+        halves = [values.size(left, -1), values.size(right, -1)]
         if len(split.outputs) != 2 or halves[0] is None or halves[0] != halves[1]:
-            return "the Split is not into two of equal width"
+            return "the Split is not into two halves of equal width"
         if activation.attributes.get_string("approximate", "none") != "none":
             return "the Gelu is the tanh approximation"
         return None
@@ -48,7 +48,7 @@ class BiasSplitGelu(Rule):
 
 
 class BiasSplitGeluSwapped(BiasSplitGelu):
-    """The same with the operands of the product swapped."""
+    """Add -> Split -> Gelu(right) * left => BiasSplitGelu"""
 
     def product(self, op: Any, left: Any, right: Any) -> Any:
         return op.Mul(op.Gelu(right, _outputs=["gelu"]), left)
@@ -74,41 +74,49 @@ def _graph(
 
 _SIZES = {"N": 2, "S": 6}
 CASES = [
-    Case("GEGLU", _graph(), ops={"BiasSplitGelu": 1, "Split": 0, "Gelu": 0, "Add": 0}, sizes=_SIZES),
-    Case("operands swapped", _graph("g2 = Gelu (r)  y = Mul (g2, l)", axis=-1), ops={"BiasSplitGelu": 1}, sizes=_SIZES),
-    Case("gate on the left", _graph("g2 = Gelu (l)  y = Mul (r, g2)"), fires=0, sizes=_SIZES),
-    Case(
+    PassCase("GEGLU", _graph(), ops={"BiasSplitGelu": 1, "Split": 0, "Gelu": 0, "Add": 0}, sizes=_SIZES),
+    PassCase(
+        "operands swapped", _graph("g2 = Gelu (r)  y = Mul (g2, l)", axis=-1), ops={"BiasSplitGelu": 1}, sizes=_SIZES
+    ),
+    PassCase("gate on the left", _graph("g2 = Gelu (l)  y = Mul (r, g2)"), rewrites=0, sizes=_SIZES),
+    PassCase(
         "tanh approximation",
         _graph('g2 = Gelu <approximate = "tanh"> (r)  y = Mul (l, g2)'),
-        fires=0,
-        refused="tanh",
+        rewrites=0,
+        rejection="tanh",
         sizes=_SIZES,
     ),
-    Case("another axis", _graph(axis=1, halves="3, 3", out="N,3,8"), fires=0, refused="last axis", sizes=_SIZES),
-    Case("gate is an output", _graph().replace("] y)", "] y, float[N,S,4] g2)"), fires=0, sizes=_SIZES),
-    Case("left half is read twice", _graph("g2 = Gelu (r)  m = Mul (l, g2)  y = Add (m, l)"), fires=0, sizes=_SIZES),
-    Case(
+    PassCase(
+        "another axis", _graph(axis=1, halves="3, 3", out="N,3,8"), rewrites=0, rejection="last axis", sizes=_SIZES
+    ),
+    PassCase("gate is an output", _graph().replace("] y)", "] y, float[N,S,4] g2)"), rewrites=0, sizes=_SIZES),
+    PassCase(
+        "left half is read twice", _graph("g2 = Gelu (r)  m = Mul (l, g2)  y = Add (m, l)"), rewrites=0, sizes=_SIZES
+    ),
+    PassCase(
         "biased value is read twice",
         _graph("g2 = Gelu (r)  m = Mul (l, g2)  t = ReduceMean (a)  y = Add (m, t)"),
-        fires=0,
+        rewrites=0,
         sizes=_SIZES,
     ),
-    Case(
+    PassCase(
         "unequal halves",
         _graph("g2 = Gelu (r)  y = Mul (l, g2)", halves="1, 7", out="N,S,7"),
-        fires=0,
-        refused="equal width",
+        rewrites=0,
+        rejection="equal width",
         sizes=_SIZES,
     ),
-    Case(
+    PassCase(
         "three parts",
         _graph(halves="3, 3, 2", out="N,S,3").replace("l, r =", "l, r, o =").replace("int64[2]", "int64[3]"),
-        fires=0,
-        refused="two of equal width",
+        rewrites=0,
+        rejection="two halves of equal width",
         sizes=_SIZES,
     ),
-    Case("Silu in place of Gelu", _graph("g1 = Sigmoid (r)  g2 = Mul (r, g1)  y = Mul (l, g2)"), fires=0, sizes=_SIZES),
-    Case("one bias for all", _graph(bias="1"), fires=0, refused="bias", sizes=_SIZES),
+    PassCase(
+        "Silu in place of Gelu", _graph("g1 = Sigmoid (r)  g2 = Mul (r, g1)  y = Mul (l, g2)"), rewrites=0, sizes=_SIZES
+    ),
+    PassCase("one bias for all", _graph(bias="1"), rewrites=0, rejection="bias", sizes=_SIZES),
 ]
 
 PASS = rule_pass("bias_split_gelu", RULES, CASES)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.nn.functional as F
 
-from fusion_passes import recipes
+from fusion_passes import weight_recipes as recipes
 from sd_ort.runtime import machine
 
 # What it is in, batch, height and width before it is doubled, channels.
@@ -73,7 +73,7 @@ def row(label: str, batch: int, size: int, channels: int) -> str:
     """A line of the table."""
     x = torch.randn(batch, channels, size, size)
     w = torch.randn(channels, channels, 3, 3) / (3 * channels**0.5)
-    small = torch.from_numpy(recipes.phases(None, w.permute(0, 2, 3, 1).numpy())).permute(0, 3, 1, 2)
+    small = torch.from_numpy(recipes.subpixel_phases(None, w.permute(0, 2, 3, 1).numpy())).permute(0, 3, 1, 2)
     given = [x, F.interpolate(x, scale_factor=2.0), w, transposed(small), small]
     if size == SIZES[0][2]:
         same = F.conv2d(given[1], w, padding=1) - F.conv_transpose2d(x, given[3], stride=2, padding=1)

@@ -13,12 +13,12 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from fusion_passes.recipes import Recipe
+from fusion_passes.weight_recipes import WeightRecipe
 
 Key = tuple[int, float, float]
 
 
-def origins(model: ir.Model, tensors: Mapping[str, torch.Tensor]) -> dict[str, Recipe]:
+def origins(model: ir.Model, tensors: Mapping[str, torch.Tensor]) -> dict[str, WeightRecipe]:
     """A recipe for every float initializer of more than one number that is a tensor, its transpose or a reshape.
 
     Where two tensors are equal, the one of the initializer's own name is taken, else the first.
@@ -56,7 +56,7 @@ def _key(weight: np.ndarray) -> Key:
     return weight.size, float(weight[(0,) * weight.ndim]), float(weight[(-1,) * weight.ndim])
 
 
-def _recipe(name: str, tensor: np.ndarray, weight: np.ndarray) -> Recipe | None:
+def _recipe(name: str, tensor: np.ndarray, weight: np.ndarray) -> WeightRecipe | None:
     if weight.shape == tensor.shape and np.array_equal(weight, tensor):
         return name
     if weight.ndim == 2 and weight.shape == tensor.T.shape and np.array_equal(weight, tensor.T):

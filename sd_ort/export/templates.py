@@ -4,7 +4,7 @@
     the user's          in the cache, kept when a checkpoint of another architecture is exported for the first time
 
 A template is the exported graph, compressed: 10 to 60 kB. The location of each weight's data is no file but a recipe of
-the checkpoint's tensors (see `fusion_passes.recipes`), so that a filled template is the graph that exporting this
+the checkpoint's tensors (`fusion_passes.weight_recipes`), so that a filled template is the graph that exporting this
 checkpoint would give, its weights read when they are asked for. What is done to exported graphs is done to it: it is
 fused for any target, calibrated on this checkpoint's numbers, and written.
 """
@@ -25,7 +25,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from fusion_passes import recipes
+from fusion_passes import weight_recipes as recipes
 from sd_ort.core import files, folder
 from sd_ort.core.cache import cache_folder, is_there
 from sd_ort.core.errors import InputError, OutputError
@@ -138,7 +138,7 @@ def keep(name: str, exported: Path, entry: Mapping[str, Any]) -> str | None:
     return None
 
 
-def write(path: Path, graph: ir.Model, table: Mapping[str, recipes.Recipe], config: Config) -> None:
+def write(path: Path, graph: ir.Model, table: Mapping[str, recipes.WeightRecipe], config: Config) -> None:
     """Write `graph` without the weights that `table` has recipes for, which it loses; `config`: the model's, whole."""
     for name, recipe in table.items():
         value = graph.graph.initializers[name]
@@ -166,7 +166,7 @@ class Template:
             raise InputError(f"{path} is broken: remove it, or install sd-ort again.") from error
         props = {entry.key: entry.value for entry in self.proto.metadata_props}
         self.config: dict[str, Any] = json.loads(props.get(CONFIG, "{}"))
-        self.recipes: dict[str, recipes.Recipe] = {
+        self.recipes: dict[str, recipes.WeightRecipe] = {
             tensor.name: json.loads(entry.value)
             for tensor in self.proto.graph.initializer
             for entry in tensor.external_data
@@ -182,6 +182,6 @@ class Template:
         model = ir.from_proto(self.proto)
         assert isinstance(model, ir.Model)
         model.metadata_props.pop(CONFIG, None)
-        recipes.begin(model, recipes.dump(self.recipes))
+        recipes.init_recipes(model, recipes.dump(self.recipes))
         fill(model, read)
         return model

@@ -2,7 +2,7 @@
 
     base, and up (out, R) and down (R, ...) of each tensor it is made of  ->  weight = base + recipe(up @ down)
 
-The recipe (`fusion_passes.recipes`) is linear, so that what it makes of the changes is the change of the weight. Sums
+The recipe (`weight_recipes`) is linear, so that what it makes of the changes is the change of the weight. Sums
 are made in float32 and rounded once. Weights of one form share a graph, whatever their sizes.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from fusion_passes import recipes
+from fusion_passes import weight_recipes as recipes
 
 OPSET = 18
 
@@ -31,11 +31,11 @@ class Form:
     dtype: str
 
 
-def form(recipe: recipes.Recipe, shape: tuple[int, ...], dtype: np.dtype) -> Form | None:
+def form(recipe: recipes.WeightRecipe, shape: tuple[int, ...], dtype: np.dtype) -> Form | None:
     """The form of a weight that is made of tensors of one `shape`; None when an operation has no graph."""
     names = recipes.sources(recipe)
 
-    def numbered(part: recipes.Recipe) -> Any:
+    def numbered(part: recipes.WeightRecipe) -> Any:
         if isinstance(part, str):
             return names.index(part)
         return [*part[:2], *(numbered(each) for each in part[2:])]
@@ -46,7 +46,7 @@ def form(recipe: recipes.Recipe, shape: tuple[int, ...], dtype: np.dtype) -> For
     return Form(json.dumps(numbered(recipe)), shapes, np.dtype(dtype).name)
 
 
-def _operations(recipe: recipes.Recipe) -> set[str]:
+def _operations(recipe: recipes.WeightRecipe) -> set[str]:
     return set() if isinstance(recipe, str) else {recipe[0]}.union(*(_operations(part) for part in recipe[2:]))
 
 
@@ -119,8 +119,8 @@ def _interleave(add: Add, heads: int, parts: list[str]) -> str:
     return _reshape(add, [0, -1], [add(f"Concat <axis = 2> ({', '.join(columns)})")])
 
 
-def _phases(add: Add, _: None, parts: list[str]) -> str:
-    """As `recipes.phases`, with a tap of zeros behind the three."""
+def _subpixel_phases(add: Add, _: None, parts: list[str]) -> str:
+    """As `recipes.subpixel_phases`, with a tap of zeros behind the three."""
     taps = add(f"Pad ({parts[0]}, {{}})", 0, 0, 0, 0, 0, 1, 1, 0)
     for axis in (1, 2):
         sums = [add(f"Gather <axis = {axis}> ({taps}, {{}})", *chosen) for chosen in ((0, 1, 0, 2), (3, 2, 1, 3))]
@@ -128,12 +128,12 @@ def _phases(add: Add, _: None, parts: list[str]) -> str:
     return _transpose(add, [1, 3, 0, 2, 4, 5], [_reshape(add, [0, 2, 2, 2, 2, -1], [taps])])
 
 
-# As `fusion_passes.recipes.OPERATIONS`, of which "repeat" makes no weight that LoRAs change.
+# As `fusion_passes.weight_recipes.OPERATIONS`, of which "repeat" makes no weight that LoRAs change.
 _OPERATIONS: dict[str, Callable[[Add, Any, list[str]], str]] = {
     "transpose": _transpose,
     "reshape": _reshape,
     "matrix": _matrix,
     "add": _add,
     "interleave": _interleave,
-    "phases": _phases,
+    "subpixel_phases": _subpixel_phases,
 }

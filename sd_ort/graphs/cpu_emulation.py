@@ -19,7 +19,7 @@ import onnx
 import onnx_ir as ir
 
 from fusion_passes import CONTRIB, DOMAIN
-from fusion_passes.operators import BY_NAME, OPERATORS, bodies
+from fusion_passes.operators import BY_NAME, OPERATORS, function_bodies
 from fusion_passes.shapes.infer import annotate
 from sd_ort.core.folder import DATA, MODEL
 from sd_ort.graphs.load import load
@@ -28,7 +28,7 @@ HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 # Operators whose results are some of their inputs' numbers: nothing to round.
 EXACT = frozenset(
     "Concat Expand Gather Identity Pad Relu Reshape Resize Slice Split Squeeze Transpose Unsqueeze Where".split()
-) | {operator.name for operator in OPERATORS if operator.exact}
+) | {operator.name for operator in OPERATORS if operator.copies_elements}
 ROUNDING = "sd_ort.rounding"
 # Veltkamp's splitting (Dekker 1971): (2^s + 1)x - ((2^s + 1)x - x) keeps 24 - s bits of a float32. Numbers below the
 # smallest normal float16 round to multiples of 2^-24: adding 0.75 = 1.5 * 2^-1 leaves no finer bits.
@@ -132,7 +132,7 @@ def round_to_half(model: ir.Model, half: ir.DataType) -> None:
 
 def _not_on_cpu(node: ir.Node) -> bool:
     operator = BY_NAME.get(node.op_type) if node.domain == CONTRIB else None
-    return operator is not None and not operator.on_cpu(node)
+    return operator is not None and not operator.has_cpu_kernel(node)
 
 
 def _to_function_bodies(model: ir.Model) -> None:
@@ -148,7 +148,7 @@ def _attach_again(model: ir.Model) -> None:
     for key in [key for key in model.functions if key[0] == DOMAIN]:
         del model.functions[key]
     nodes = [node for node in model.graph if node.domain == DOMAIN]
-    bodies.attach(model, nodes)
+    function_bodies.attach(model, nodes)
     for node in nodes:
         outputs = len(model.functions[node.op_identifier()].outputs)
         if len(node.outputs) < outputs:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes import recipes
+from fusion_passes import weight_recipes as recipes
 from sd_ort.core.errors import InputError
 
 Read = Callable[[str], np.ndarray]
@@ -21,12 +21,12 @@ def fill(model: ir.Model, read: Read) -> None:
     nothing goes through float32.
     """
     for value in model.graph.initializers.values():
-        recipe = recipes.of(value)
+        recipe = recipes.recipe_of(value)
         if recipe is not None and value.const_value is not None:
             value.const_value = _lazy(value.const_value, recipe, read)
 
 
-def _lazy(like: ir.TensorProtocol, recipe: recipes.Recipe, read: Read) -> ir.LazyTensor:
+def _lazy(like: ir.TensorProtocol, recipe: recipes.WeightRecipe, read: Read) -> ir.LazyTensor:
     name, dtype, shape = like.name, like.dtype, ir.Shape(like.shape.numpy())
 
     def evaluate() -> ir.Tensor:

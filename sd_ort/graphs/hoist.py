@@ -19,7 +19,7 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes.rewriting import constant
+from fusion_passes.graph_edits import new_initializer
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import MODEL
 from sd_ort.graphs.inline import inline, subgraphs
@@ -253,7 +253,7 @@ def _pack(time: ir.Graph, step: ir.Graph) -> None:
 
     inputs = {v.name: v for v in step.inputs}
     source = ir.Value(name=TIME_EMBEDDING, type=rows[0].type, shape=whole)
-    sizes = constant(step, f"{TIME_EMBEDDING}.widths", widths)
+    sizes = new_initializer(step, f"{TIME_EMBEDDING}.widths", widths)
     parts = ir.node("Split", [source, sizes], {"axis": 1}, num_outputs=len(rows))
     for row, output in zip(rows, parts.outputs, strict=True):
         value = inputs[row.name]

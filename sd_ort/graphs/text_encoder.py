@@ -11,8 +11,8 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes import checks as c
-from fusion_passes.rewriting import constant
+from fusion_passes import value_queries as c
+from fusion_passes.graph_edits import new_initializer
 from sd_ort.core.errors import InputError
 from sd_ort.graphs.load import load, over_data
 
@@ -92,9 +92,12 @@ def add_words(model: ir.Model, first: int, rows: np.ndarray) -> None:
     assert ids is not None
     dtype = stored.const_value.dtype if table is stored else ir.DataType.FLOAT
     integer = np.int32 if ids.dtype == ir.DataType.INT32 else np.int64
-    bound = constant(graph, "words.first", np.array(first, integer))
-    zero, axis = constant(graph, "words.zero", np.array(0, integer)), constant(graph, "words.axis", np.array([-1]))
-    kept = constant(graph, "words.rows", rows.astype(dtype.numpy()))
+    bound = new_initializer(graph, "words.first", np.array(first, integer))
+    zero, axis = (
+        new_initializer(graph, "words.zero", np.array(0, integer)),
+        new_initializer(graph, "words.axis", np.array([-1])),
+    )
+    kept = new_initializer(graph, "words.rows", rows.astype(dtype.numpy()))
     nodes: list[ir.Node] = []
 
     def node(op: str, *inputs: ir.Value | None) -> ir.Value:

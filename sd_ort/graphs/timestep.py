@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes import checks as c
+from fusion_passes import value_queries as c
 
 TIMESTEP = "timestep"
 
@@ -22,7 +22,7 @@ def give_axis(model: ir.Model) -> bool:
         return True
     scalars, makers = [timestep], []
     for value in scalars:  # which grows
-        for node in c.users(value):
+        for node in c.consumers(value):
             if node.op_type in ("Cast", "Identity"):
                 scalars.append(node.outputs[0])
             elif node.op_type in ("Unsqueeze", "Reshape", "Expand") and _gives_one_axis(node):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes import checks as c
+from fusion_passes import value_queries as c
 
 # What carries the size of another value to a Resize, and leaves it as it is.
 CARRYING = ("Cast", "Concat", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze")

@@ -22,9 +22,10 @@ from typing import Any
 import onnx_ir as ir
 
 import fusion_passes
-from fusion_passes import CONTRIB, DOMAIN, OPERATORS, recipes
-from fusion_passes.operators import bodies
-from fusion_passes.pass_ import run_all, totals
+from fusion_passes import CONTRIB, DOMAIN, OPERATORS
+from fusion_passes import weight_recipes as recipes
+from fusion_passes.graph_pass import run_all, totals
+from fusion_passes.operators import function_bodies
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.core.interrupts import in_threads
@@ -43,7 +44,7 @@ from sd_ort.runtime.session import blaming, check_opens
 
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
-    *(operator.name for operator in OPERATORS if operator.counted),
+    *(operator.name for operator in OPERATORS if operator.in_summary),
     *("Attention", "LayerNormalization", "Conv", "Transpose"),
 )
 # What exporters make attention and group normalization from, by the name that a user knows.
@@ -322,7 +323,7 @@ def lower_operators(model: ir.Model, target: Target) -> list[str]:
             ours.append(node)
             if limit is not None and reason:
                 reasons[node.op_type, reason] += 1
-    bodies.attach(model, ours)
+    function_bodies.attach(model, ours)
     return [f"{count} {op_type}: {reason}" for (op_type, reason), count in reasons.items()]
 
 

@@ -1,6 +1,6 @@
-"""Attention over [B*H,S,D], between Reshapes from and to [B,H,S,D] (diffusers before SDPA, Optimum's old exports).
+"""Attention on [B*H,S,D] between Reshapes from and to [B,H,S,D] (diffusers before SDPA, old exports of Optimum).
 
-The same products as in `product`; a mask may be added between two Reshapes to [B,H,S,L] and back.
+MatMul, Softmax and MatMul as in `matmul_softmax`. A mask may be added between Reshapes to [B,H,S,L] and back.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import OrValue
 
-from fusion_passes import checks as c
-from fusion_passes.canonicalize.attention.masks import why_not_mask
-from fusion_passes.canonicalize.attention.product import Sdpa
-from fusion_passes.operators.record import DOMAIN
-from fusion_passes.pass_ import Case, Refusal
+from fusion_passes import value_queries as values
+from fusion_passes.canonicalize.attention.masks import mask_mismatch
+from fusion_passes.canonicalize.attention.matmul_softmax import Sdpa
+from fusion_passes.graph_pass import PassCase, Rejection
+from fusion_passes.operators.definition import DOMAIN
 
 
 class Sdpa3D(Sdpa):
-    """The same on [B*H,S,D], between Reshapes from and to [B,H,S,D] (diffusers before SDPA, Optimum's old exports)."""
+    """MatMul, Softmax and MatMul on [B*H,S,D], between Reshapes from and to [B,H,S,D] => SDPA"""
 
-    def __init__(self, refused: list[Refusal]) -> None:
-        # A Shape may read the flat query to give the flat key its shape; what is not read any more is removed later.
-        super().__init__(refused, remove_nodes=False)
+    def __init__(self, rejections: list[Rejection]) -> None:
+        # A Shape of the flat query may be the target of the flat key's Reshape. Unused nodes are removed later.
+        super().__init__(rejections, remove_nodes=False)
 
     def pattern(
         self,
@@ -49,26 +49,26 @@ class Sdpa3D(Sdpa):
     def masked(self, op: Any, scores: Any, mask: Any, m3: Any, m4: Any) -> Any:
         return scores
 
-    def refuse(
+    def reject_reason(
         self, q: ir.Value, k_t: ir.Value, v: ir.Value, s: ir.Value | None, weights: ir.Value, out: ir.Value,
         mask: ir.Value | None = None, **rest: Any,
     ) -> str | None:  # fmt: skip
-        reason = super().refuse(q=q, k_t=k_t, v=v, s=s, mask=None, zero=None, weights=weights)
+        reason = super().reject_reason(q=q, k_t=k_t, v=v, s=s, mask=None, zero=None, weights=weights)
         if reason:
             return reason
-        length = (c.dims(k_t) or [])[2]
-        if mask is not None and (reason := why_not_mask(mask, q, length, v)):
+        length = (values.dims(k_t) or [])[2]
+        if mask is not None and (reason := mask_mismatch(mask, q, length, v)):
             return reason
-        if mask is not None and c.dims(rest["scores4"]) != [*(c.dims(q) or [])[:3], length]:
+        if mask is not None and values.dims(rest["scores4"]) != [*(values.dims(q) or [])[:3], length]:
             return "the mask is not added on [B,H,S,L]"
         inside = [rest[name] for name in ("scores", "scores4", "scores3", "flat") if name in rest] + [weights]
-        if any(len(c.readers(x)) > 1 or x.is_graph_output() for x in inside):
-            return "something else reads the scores, the weights or the result"
+        if any(len(values.data_consumers(x)) > 1 or x.is_graph_output() for x in inside):
+            return "the scores, the weights or the result have other consumers"
         for x, flat in ((q, rest["q_flat"]), (k_t, rest["k_flat"]), (v, rest["v_flat"])):
-            if len(c.dims(flat) or []) != 3 or (c.dims(flat) or [])[1:] != (c.dims(x) or [])[2:]:
+            if len(values.dims(flat) or []) != 3 or (values.dims(flat) or [])[1:] != (values.dims(x) or [])[2:]:
                 return "the Reshapes do not merge the batch and head axes"
-        expected = [*(c.dims(q) or [])[:3], (c.dims(v) or [])[-1]]
-        return None if c.dims(out) == expected else "the batch and head axes are not restored"
+        expected = [*(values.dims(q) or [])[:3], (values.dims(v) or [])[-1]]
+        return None if values.dims(out) == expected else "the batch and head axes are not restored"
 
     def rewrite(
         self,
@@ -81,29 +81,29 @@ class Sdpa3D(Sdpa):
         **_: Any,
     ) -> Any:
         inputs = [q, k_t, v] + ([] if mask is None else [mask])
-        scale = 1.0 if s is None else c.scalar(s)
+        scale = 1.0 if s is None else values.scalar(s)
         return op.ScaledDotProductAttention(*inputs, scale=scale, is_causal=0, _domain=DOMAIN)
 
 
 class MaskedSdpa3D(Sdpa3D):
-    """The same with a mask that is added between Reshapes to [B,H,S,L] and back (CLIP before SDPA)."""
+    """Sdpa3D with a mask that is added between Reshapes to [B,H,S,L] and back (CLIP before SDPA)."""
 
     def masked(self, op: Any, scores: Any, mask: Any, m3: Any, m4: Any) -> Any:
         total = op.Add(op.Reshape(scores, m4, _outputs=["scores4"]), mask)
         return op.Reshape(total, m3, _outputs=["scores3"])
 
-    def refuse(self, **bindings: Any) -> str | None:
-        three, four = c.dims(bindings["scores3"]), c.dims(bindings["scores4"])
+    def reject_reason(self, **bindings: Any) -> str | None:
+        three, four = values.dims(bindings["scores3"]), values.dims(bindings["scores4"])
         if three is None or four is None or len(three) != 3 or len(four) != 4 or three[1:] != four[2:]:
             return "the Reshapes around the mask do not split and merge the batch and head axes"
-        return super().refuse(**bindings)
+        return super().reject_reason(**bindings)
 
 
 RULES = (Sdpa3D, MaskedSdpa3D)
 
 
 def _flat(body: str, extra: str = "", outputs: str = "") -> str:
-    """Attention on [B*H,S,D]; the flat query gives its shape to the flat key, as diffusers' baddbmm is written."""
+    """Attention on [B*H,S,D]. The Shape of the flat query is the target of the flat key, as in diffusers' baddbmm."""
     return f"""<ir_version: 10, opset_import: ["" : 21]>
         g (float[B,2,S,4] q, float[B,2,S,4] k, float[B,2,S,4] v {extra}) => (float[B,2,S,4] y {outputs})
         <int64[1] flat = {{-1}}, int64[1] d = {{4}}, float a = {{0.7}}, float zero = {{0.0}}> {{
@@ -129,33 +129,33 @@ _ADD_MASK = """batch = Shape <start = 0, end = 1> (q)  two = Constant <value = i
 _FLAT_SIZES = {"B": 2, "S": 5, "P": 4}
 _ONE = {"ScaledDotProductAttention": 1, "Softmax": 0, "MatMul": 0}
 CASES = [
-    Case("batch and heads merged", _flat("w = Softmax <axis = -1> (m)"), ops=_ONE, sizes=_FLAT_SIZES),
-    Case("batch and heads merged, zeros added", _flat(_ADD_ZEROS), ops=_ONE | {"Add": 0}, sizes=_FLAT_SIZES),
-    Case(
+    PassCase("batch and heads merged", _flat("w = Softmax <axis = -1> (m)"), ops=_ONE, sizes=_FLAT_SIZES),
+    PassCase("batch and heads merged, zeros added", _flat(_ADD_ZEROS), ops=_ONE | {"Add": 0}, sizes=_FLAT_SIZES),
+    PassCase(
         "batch and heads merged, a mask added in between",
         _flat(_ADD_MASK, ", float[B,1,S,S] real"),
         ops=_ONE | {"Add": 0},
         sizes=_FLAT_SIZES,
     ),
-    Case(
+    PassCase(
         "batch and heads merged, a mask a flat head",
         _flat("e = Add (m, real)  w = Softmax <axis = -1> (e)", ", float[P,S,S] real"),
-        fires=0,
+        rewrites=0,
         sizes=_FLAT_SIZES,
     ),
-    Case(
+    PassCase(
         "batch and heads merged, the mask added with heads first",
         _flat(_ADD_MASK.replace("(batch, two, s, s)", "(two, batch, s, s)"), ", float[2,1,S,S] real"),
-        fires=0,
-        refused="not those of the scores",
+        rewrites=0,
+        rejection="not those of the scores",
         sizes=_FLAT_SIZES,
     ),
-    Case("batch and heads merged, ones added", _flat(_ADD_ONES), fires=0, sizes=_FLAT_SIZES),
-    Case(
+    PassCase("batch and heads merged, ones added", _flat(_ADD_ONES), rewrites=0, sizes=_FLAT_SIZES),
+    PassCase(
         "batch and heads merged, weights are an output",
         _flat("w = Softmax <axis = -1> (m)", outputs=", float[P,S,S] w"),
-        fires=0,
-        refused="something else reads",
+        rewrites=0,
+        rejection="other consumers",
         sizes=_FLAT_SIZES,
     ),
 ]

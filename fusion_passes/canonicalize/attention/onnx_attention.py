@@ -1,4 +1,4 @@
-"""Attention as one operator: ai.onnx Attention (opset 23) on 4-D tensors, a causal flag kept."""
+"""Attention as ai.onnx Attention (opset 23) on 4-D tensors, causal or not."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import Var
 
-from fusion_passes import checks as c
-from fusion_passes.canonicalize.attention.masks import why_not_batch, why_not_mask
-from fusion_passes.operators.record import DOMAIN
-from fusion_passes.pass_ import Case
-from fusion_passes.rewriting import unique
+from fusion_passes import value_queries as values
+from fusion_passes.canonicalize.attention.masks import batch_mismatch, mask_mismatch
+from fusion_passes.graph_edits import unique_name
+from fusion_passes.graph_pass import PassCase
+from fusion_passes.operators.definition import DOMAIN
 from fusion_passes.rule import Rule, rule_pass
 
 
 class FromAttention(Rule):
-    """ai.onnx Attention (opset 23) on [B,H,S,D] tensors with one output.
+    """ai.onnx Attention (opset 23) on [B,H,S,D] tensors with one output => SDPA
 
-    A boolean mask becomes 0 where it keeps and the lowest finite number where it drops, as torch.onnx writes it below
-    opset 23; the two differ only in rows that drop everything, whose result is undefined.
+    A boolean mask becomes 0 for True and the lowest finite value for False, as torch.onnx writes it below opset 23.
+    The two differ only in rows without True, whose result is undefined.
     """
 
     def pattern(self, op: Any, q: Any, k: Any, v: Any) -> Any:
         return op.Attention(q, k, v, Var("mask", can_match_none=True), _outputs=["out"])
 
-    def refuse(self, q: ir.Value, k: ir.Value, v: ir.Value, out: ir.Value, mask: ir.Value | None) -> str | None:
+    def reject_reason(self, q: ir.Value, k: ir.Value, v: ir.Value, out: ir.Value, mask: ir.Value | None) -> str | None:
         node = out.producer()
         assert node is not None
         if any(x is not None for x in node.inputs[4:]) or len(node.outputs) > 1:
-            return "it keeps a cache of keys and values"
-        shapes = [c.dims(x) or [] for x in (q, k, v)]
+            return "it has a key-value cache"
+        shapes = [values.dims(x) or [] for x in (q, k, v)]
         if any(len(shape) != 4 for shape in shapes) or not isinstance(shapes[0][-1], int):
             return "query, key and value are not all 4-D with a known head size"
-        if reason := why_not_batch(*shapes):
+        if reason := batch_mismatch(*shapes):
             return reason
-        if mask is not None and (reason := why_not_mask(mask, q, shapes[1][2], mask)):
+        if mask is not None and (reason := mask_mismatch(mask, q, shapes[1][2], mask)):
             return reason
         if mask is not None and mask.dtype not in (ir.DataType.BOOL, q.dtype):
-            return "the mask is of another type than the scores"
+            return "the mask and the scores differ in dtype"
         if node.attributes.get_float("softcap", 0.0) or node.attributes.get_int("qk_matmul_output_mode", 0):
             return "it caps or returns the scores"
         return None
@@ -47,11 +47,11 @@ class FromAttention(Rule):
     def rewrite(self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, out: ir.Value, mask: ir.Value | None) -> Any:
         node = out.producer()
         assert node is not None
-        default = (c.size(q, -1) or 1) ** -0.5
+        default = (values.size(q, -1) or 1) ** -0.5
         scale = node.attributes.get_float("scale", default)
         if mask is not None and mask.dtype == ir.DataType.BOOL:
             dtype = (q.dtype or ir.DataType.FLOAT).numpy()
-            keep, drop = (op.initializer(ir.tensor(np.array(x, dtype)), name=unique(out, name))
+            keep, drop = (op.initializer(ir.tensor(np.array(x, dtype)), name=unique_name(out, name))
                           for x, name in ((0, "keep"), (np.finfo(dtype).min, "drop")))  # fmt: skip
             mask = op.Where(mask, keep, drop)
         inputs = [q, k, v] + ([] if mask is None else [mask])
@@ -74,44 +74,44 @@ def _graph(body: str, extra: str = "", outputs: str = "", opset: int = 21) -> st
 _SIZES = {"B": 2, "S": 5, "L": 3}
 _ONE = {"ScaledDotProductAttention": 1, "Softmax": 0, "MatMul": 0}
 CASES = [
-    Case(
+    PassCase(
         "operator with a float mask",
         _graph("y = Attention (q, k, v, m)", ", float[S,L] m", opset=23),
         ops=_ONE,
         sizes={"B": 2, "S": 5, "L": 7},
     ),
-    Case(
+    PassCase(
         "operator with fewer key heads",
         """<ir_version: 10, opset_import: ["" : 23]>
         g (float[B,4,S,4] q, float[B,2,L,4] k, float[B,2,L,4] v) => (float[B,4,S,4] y) { y = Attention (q, k, v) }""",
-        fires=0,
-        refused="differ in batch or heads",
+        rewrites=0,
+        rejection="differ in batch or heads",
         sizes=_SIZES,
     ),
-    Case(
+    PassCase(
         "operator that caps its scores",
         _graph("y = Attention <softcap = 2.0> (q, k, v)", opset=23),
-        fires=0,
-        refused="caps",
+        rewrites=0,
+        rejection="caps",
         sizes=_SIZES,
     ),
-    Case(
+    PassCase(
         "operator whose keys grow from a cache",
         """<ir_version: 10, opset_import: ["" : 23]>
         g (float[B,2,S,4] q, float[B,2,S,4] k, float[B,2,S,4] v, float[B,2,P,4] pk, float[B,2,P,4] pv)
             => (float[B,2,S,4] y, float[B,2,T,4] nk, float[B,2,T,4] nv) {
             y, nk, nv = Attention (q, k, v, , pk, pv) }""",
-        fires=0,
+        rewrites=0,
         sizes={"B": 2, "S": 3, "P": 2},
     ),
-    Case("operator of opset 23", _graph("y = Attention (q, k, v)", opset=23), ops=_ONE, sizes=_SIZES),
-    Case(
+    PassCase("operator of opset 23", _graph("y = Attention (q, k, v)", opset=23), ops=_ONE, sizes=_SIZES),
+    PassCase(
         "causal operator",
         _graph("y = Attention <is_causal = 1, scale = 0.3> (q, k, v)", opset=23),
         ops=_ONE,
         sizes={"B": 2, "S": 4, "L": 4},
     ),
-    Case(
+    PassCase(
         "operator with a boolean mask",
         _graph("y = Attention (q, k, v, keep)", ", bool[B,1,S,L] keep", opset=23),
         ops=_ONE | {"Where": 1},

@@ -1,10 +1,10 @@
-"""Attention as products: two matrix products around a Softmax, on [B,H,S,D] tensors.
+"""Attention as MatMul, Softmax and MatMul on [B,H,S,D] tensors.
 
     MatMul(Softmax(MatMul(q, kT) * s + m), v)     =>  SDPA(q, Transpose(kT), v, m; scale=s)
-    Where(IsNaN(p), 0, p) after the Softmax       is dropped where the mask is finite: then no row of p is NaN
+    Where(IsNaN(p), 0, p) after the Softmax       =>  removed if the mask is finite, because no row of p is NaN then
 
-A mask is carried over as it is, a scale as a number; a Softmax on another axis, a mask that may be infinite behind a
-NaN guard, or probabilities that something else reads are left alone.
+The mask becomes an input, the scale an attribute. Rejected: a Softmax on another axis, a mask that may be infinite
+together with a NaN guard, other consumers of the probabilities.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import OrValue
 
-from fusion_passes import checks as c
-from fusion_passes.canonicalize.attention.masks import is_finite_mask, why_not_batch, why_not_mask
-from fusion_passes.operators.record import DOMAIN
-from fusion_passes.pass_ import Case
+from fusion_passes import value_queries as values
+from fusion_passes.canonicalize.attention.masks import batch_mismatch, is_finite_mask, mask_mismatch
+from fusion_passes.graph_pass import PassCase
+from fusion_passes.operators.definition import DOMAIN
 from fusion_passes.rule import Rule
 
 
@@ -32,27 +32,27 @@ class Sdpa(Rule):
         guarded = OrValue([op.Where(op.IsNaN(weights, _outputs=["nan"]), zero, weights), weights])
         return op.MatMul(guarded, v, _outputs=["out"])
 
-    def refuse(
+    def reject_reason(
         self, q: ir.Value, k_t: ir.Value, v: ir.Value, s: ir.Value | None, mask: ir.Value | None,
         zero: ir.Value | None, weights: ir.Value, out: ir.Value | None = None, **_: Any,
     ) -> str | None:  # fmt: skip
         node = weights.producer()
         assert node is not None
-        if not c.last_axis(node.attributes.get_int("axis", -1), weights):
+        if not values.last_axis(node.attributes.get_int("axis", -1), weights):
             return "the Softmax is not over the last axis"
-        shapes = [c.dims(x) or [] for x in (q, k_t, v)]
+        shapes = [values.dims(x) or [] for x in (q, k_t, v)]
         if any(len(d) != 4 for d in shapes):
             return "query, key and value are not all 4-D"
         if not isinstance(shapes[0][-1], int):
             return "the head size is unknown"
-        if s is not None and c.scalar(s) is None:
-            return "the scale is not one constant number"
-        if reason := why_not_batch(*shapes):
+        if s is not None and values.scalar(s) is None:
+            return "the scale is not a constant scalar"
+        if reason := batch_mismatch(*shapes):
             return reason
-        if mask is not None and (reason := why_not_mask(mask, q, shapes[1][3], v)):
+        if mask is not None and (reason := mask_mismatch(mask, q, shapes[1][3], v)):
             return reason
-        if zero is not None and c.scalar(zero) != 0:
-            return "NaN rows are replaced by something else than 0"
+        if zero is not None and values.scalar(zero) != 0:
+            return "NaN rows are not replaced by 0"
         if zero is not None and mask is not None and not is_finite_mask(mask):
             return "rows of the mask may be all -infinity, which the NaN guard turns into zeros"
         return None
@@ -61,7 +61,7 @@ class Sdpa(Rule):
         self, op: Any, q: ir.Value, k_t: ir.Value, v: ir.Value, s: ir.Value | None, mask: ir.Value | None, **_: Any
     ) -> Any:  # fmt: skip
         inputs = [q, op.Transpose(k_t, perm=[0, 1, 3, 2]), v] + ([] if mask is None else [mask])
-        scale = 1.0 if s is None else c.scalar(s)
+        scale = 1.0 if s is None else values.scalar(s)
         return op.ScaledDotProductAttention(*inputs, scale=scale, is_causal=0, _domain=DOMAIN)
 
 
@@ -82,11 +82,11 @@ _GUARD = "n = IsNaN (w)  u = Where (n, z, w)  y = MatMul (u, v)"
 _SIZES = {"B": 2, "S": 5, "L": 3}
 _ONE = {"ScaledDotProductAttention": 1, "Softmax": 0, "MatMul": 0}
 CASES = [
-    Case("scale after the product", _graph(_PLAIN), ops=_ONE, sizes=_SIZES),
-    Case(
+    PassCase("scale after the product", _graph(_PLAIN), ops=_ONE, sizes=_SIZES),
+    PassCase(
         "no scale", _graph("c = MatMul (q, kt)  w = Softmax <axis = 3> (c)  y = MatMul (w, v)"), ops=_ONE, sizes=_SIZES
     ),
-    Case(
+    PassCase(
         "scales on query and key",
         _graph(
             "qs = Mul (q, a)  ks = Mul (kt, b)  c = MatMul (qs, ks)  w = Softmax <axis = -1> (c)  y = MatMul (w, v)"
@@ -94,7 +94,7 @@ CASES = [
         ops=_ONE | {"Mul": 0},
         sizes=_SIZES,
     ),
-    Case(
+    PassCase(
         "divided scores and a mask",
         _graph(
             "c = MatMul (q, kt)  d = Div (c, r)  e = Add (d, m)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)",
@@ -103,7 +103,7 @@ CASES = [
         ops=_ONE | {"Add": 0},
         sizes=_SIZES,
     ),
-    Case(
+    PassCase(
         "finite mask behind a NaN guard",
         _graph(
             "m = Where (keep, z, low)  c = MatMul (q, kt)  d = Mul (c, a)  e = Add (d, m)  w = Softmax <axis = -1> (e) "
@@ -113,17 +113,17 @@ CASES = [
         ops=_ONE | {"IsNaN": 0},
         sizes=_SIZES,
     ),
-    Case(
+    PassCase(
         "mask that may be infinite behind a NaN guard",
         _graph(
             "c = MatMul (q, kt)  d = Mul (c, a)  e = Add (d, m)  w = Softmax <axis = -1> (e) " + _GUARD,
             ", float[B,1,S,L] m",
         ),
-        fires=0,
-        refused="-infinity",
+        rewrites=0,
+        rejection="-infinity",
         sizes=_SIZES,
     ),
-    Case(
+    PassCase(
         "mask a key, broadcast",
         _graph(
             "c = MatMul (q, kt)  d = Mul (c, a)  e = Add (m, d)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)",
@@ -132,47 +132,47 @@ CASES = [
         ops=_ONE | {"Add": 0},
         sizes=_SIZES,
     ),
-    Case(
+    PassCase(
         "mask that enlarges the batch",
         """<ir_version: 10, opset_import: ["" : 21]>
         g (float[1,2,S,4] q, float[1,2,L,4] k, float[1,2,L,4] v, float[B,1,S,L] m) => (float[B,2,S,4] y) {
             kt = Transpose <perm = [0, 1, 3, 2]> (k)
             c = MatMul (q, kt)  e = Add (c, m)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)
         }""",
-        fires=0,
-        refused="the mask's axes",
+        rewrites=0,
+        rejection="the mask's axes",
         sizes=_SIZES,
     ),
-    Case(
+    PassCase(
         "mask of another size",
         _graph("c = MatMul (q, kt)  e = Add (c, m)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)", ", float[M,3] m"),
-        fires=0,
-        refused="the mask's axes",
+        rewrites=0,
+        rejection="the mask's axes",
         sizes=_SIZES | {"M": 5},
     ),
-    Case(
+    PassCase(
         "keys of one batch for all queries",
         """<ir_version: 10, opset_import: ["" : 21]>
         g (float[B,2,S,4] q, float[1,2,L,4] k, float[1,2,L,4] v) => (float[B,2,S,4] y) {
             kt = Transpose <perm = [0, 1, 3, 2]> (k)
             c = MatMul (q, kt)  w = Softmax <axis = -1> (c)  y = MatMul (w, v)
         }""",
-        fires=0,
-        refused="differ in batch",
+        rewrites=0,
+        rejection="differ in batch",
         sizes=_SIZES,
     ),
-    Case(
+    PassCase(
         "one key head for all query heads",
         """<ir_version: 10, opset_import: ["" : 21]>
         g (float[B,4,S,4] q, float[B,1,L,4] k, float[B,1,L,4] v) => (float[B,4,S,4] y) {
             kt = Transpose <perm = [0, 1, 3, 2]> (k)
             c = MatMul (q, kt)  w = Softmax <axis = -1> (c)  y = MatMul (w, v)
         }""",
-        fires=0,
-        refused="differ in batch or heads",
+        rewrites=0,
+        rejection="differ in batch or heads",
         sizes=_SIZES,
     ),
-    Case(
+    PassCase(
         "finite mask that the cast to half makes infinite, behind a NaN guard",
         """<ir_version: 10, opset_import: ["" : 21]>
         g (float16[B,2,S,4] q, float16[B,2,L,4] k, float16[B,2,L,4] v, bool[B,1,S,L] keep) => (float16[B,2,S,4] y)
@@ -183,34 +183,36 @@ CASES = [
             c = MatMul (q, kt)  e = Add (c, m)  w = Softmax <axis = -1> (e)
             n = IsNaN (w)  u = Where (n, z, w)  y = MatMul (u, v)
         }""",
-        fires=0,
-        refused="-infinity",
+        rewrites=0,
+        rejection="-infinity",
         sizes=_SIZES,
     ),
-    Case(
+    PassCase(
         "NaN rows replaced by ones",
         _graph(_PLAIN.split("  y =")[0] + "  n = IsNaN (w)  u = Where (n, r, w)  y = MatMul (u, v)"),
-        fires=0,
-        refused="something else than 0",
+        rewrites=0,
+        rejection="not replaced by 0",
         sizes=_SIZES,
     ),
-    Case(
+    PassCase(
         "softmax over the keys of a transposed product",
         _graph(
             "c = MatMul (q, kt)  t = Transpose <perm = [0, 1, 3, 2]> (c)  w = Softmax <axis = -1> (t) "
             " b2 = Transpose <perm = [0, 1, 3, 2]> (w)  y = MatMul (b2, v)"
         ),
-        fires=0,
+        rewrites=0,
         sizes=_SIZES,
     ),
-    Case("softmax over queries", _graph(_PLAIN.replace("-1", "2")), fires=0, refused="last axis", sizes=_SIZES),
-    Case("weights are an output", _graph(_PLAIN, outputs=", float[B,2,S,L] w"), fires=0, sizes=_SIZES),
-    Case("scores are read twice", _graph(_PLAIN, outputs=", float[B,2,S,L] c"), fires=0, sizes=_SIZES),
-    Case(
+    PassCase(
+        "softmax over queries", _graph(_PLAIN.replace("-1", "2")), rewrites=0, rejection="last axis", sizes=_SIZES
+    ),
+    PassCase("weights are an output", _graph(_PLAIN, outputs=", float[B,2,S,L] w"), rewrites=0, sizes=_SIZES),
+    PassCase("scores are read twice", _graph(_PLAIN, outputs=", float[B,2,S,L] c"), rewrites=0, sizes=_SIZES),
+    PassCase(
         "scale per head",
         _graph(_PLAIN, ", float[2,1,1] h").replace("Mul (c, a)", "Mul (c, h)"),
-        fires=0,
-        refused="one constant",
+        rewrites=0,
+        rejection="constant scalar",
         sizes=_SIZES,
     ),
 ]

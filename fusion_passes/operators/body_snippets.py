@@ -1,22 +1,22 @@
-"""What the records of several operators share: pieces of function bodies, and shape rules."""
+"""Snippets of function bodies and shape rules that several operator definitions share."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes.shapes.facts import Facts, Shape, shape_of
+from fusion_passes.shapes.shape_info import Shape, ShapeInfo, input_shape
 
 
 def has(node: ir.Node, index: int) -> bool:
-    """Whether a node has an input `index`."""
+    """Return whether a node has an input `index`."""
     return len(node.inputs) > index and node.inputs[index] is not None
 
 
 def normalize(source: str) -> str:
-    """Statements that make y_nchw from the NCHW tensor `source`: InstanceNormalization over groups, affine, activation.
+    """Return statements that compute y_nchw from the NCHW tensor `source`: GroupNorm by InstanceNormalization.
 
-    gamma and beta are cast, since they stay in float32 where a target's kernel wants them so. ONNX Runtime folds the
-    If away, as its condition is constant.
+    gamma and beta are cast to the dtype of `source`, because some targets keep them in float32. ONNX Runtime folds the
+    If, whose condition is constant.
     """
     return f"""
         groups = Constant <value_int: int = @groups> ()
@@ -49,7 +49,7 @@ def normalize(source: str) -> str:
 
 
 def attend(query: str, key: str, value: str, node: ir.Node, mask: str) -> str:
-    """Statements that make `heads` [B,N,S,D] from `query`, `key`, `value` [B,N,.,D]."""
+    """Return statements that compute `heads` [B,N,S,D] from `query`, `key` and `value` [B,N,.,D]."""
     last = f"masked = Add (scores, {mask})" if mask else "masked = Identity (scores)"
     if causal(node):
         last = """
@@ -74,21 +74,21 @@ def attend(query: str, key: str, value: str, node: ir.Node, mask: str) -> str:
 
 
 def causal(node: ir.Node) -> bool:
-    """Whether an attention keeps each query from the keys behind it."""
+    """Return whether an attention has a causal mask."""
     return bool(node.attributes.get_int("is_causal", 0) or node.attributes.get_int("unidirectional", 0))
 
 
-def attention_form(node: ir.Node, mask: bool) -> str:
-    """The form of an attention's body, as the name of an overload."""
-    return "_".join(word for word, there in (("causal", causal(node)), ("mask", mask)) if there)
+def attention_overload(node: ir.Node, mask: bool) -> str:
+    """Return the overload name of an attention's body."""
+    return "_".join(word for word, used in (("causal", causal(node)), ("mask", mask)) if used)
 
 
-def as_first(node: ir.Node, facts: Facts) -> list[Shape]:
-    """The shape of the first input."""
-    return [shape_of(node, 0, facts)]
+def same_as_first_input(node: ir.Node, info: ShapeInfo) -> list[Shape]:
+    """Return the shape of the first input."""
+    return [input_shape(node, 0, info)]
 
 
-def sum_and_normal(node: ir.Node, facts: Facts) -> list[Shape | None]:
-    """SkipGroupNorm and SkipLayerNormalization: the normalized tensor first, the sum last."""
-    x = shape_of(node, 0, facts)
+def skip_normalization_shapes(node: ir.Node, info: ShapeInfo) -> list[Shape | None]:
+    """Return the output shapes of SkipGroupNorm and SkipLayerNormalization: normalized tensor first, sum last."""
+    x = input_shape(node, 0, info)
     return [x, *[None] * (len(node.outputs) - 2), x]

@@ -1,4 +1,4 @@
-"""Integer contents: what small integer tensors (sizes, axes, index lists) hold, followed element by element."""
+"""Data propagation: the elements of small integer tensors (sizes, axes, indices) as symbolic dimensions."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from fusion_passes.shapes.dims import Dim, constant
-from fusion_passes.shapes.facts import LIST_LIMIT, Facts, ints_of, quotient
-from fusion_passes.shapes.rules import reshape, sizes_of
+from fusion_passes.shapes.rules import reshape, shape_elements
+from fusion_passes.shapes.shape_info import LIST_LIMIT, ShapeInfo, input_ints, quotient
 
 
-def _same_elements(node: ir.Node, facts: Facts) -> list[Dim] | None:
-    elements = facts.elements.get(node.inputs[0]) if node.inputs[0] else None
+def _same_elements(node: ir.Node, info: ShapeInfo) -> list[Dim] | None:
+    elements = info.elements.get(node.inputs[0]) if node.inputs[0] else None
     if node.op_type == "Cast" and node.attributes["to"].as_int() not in (ir.DataType.INT64, ir.DataType.INT32):
         return None
     if node.op_type == "Reshape" and elements is not None and len(elements) != 1:
-        shape = reshape(node, facts)
+        shape = reshape(node, info)
         return elements if shape and len(shape[0]) == 1 else None
     return elements
 
 
-def _concat_elements(node: ir.Node, facts: Facts) -> list[Dim] | None:
-    parts = [facts.elements.get(v) for v in node.inputs if v is not None]
+def _concat_elements(node: ir.Node, info: ShapeInfo) -> list[Dim] | None:
+    parts = [info.elements.get(v) for v in node.inputs if v is not None]
     return None if any(p is None for p in parts) else [d for p in parts if p is not None for d in p]
 
 
-def _gather_elements(node: ir.Node, facts: Facts) -> list[Dim] | None:
-    data = facts.elements.get(node.inputs[0]) if node.inputs[0] else None
-    indices = facts.static(node.inputs[1])
+def _gather_elements(node: ir.Node, info: ShapeInfo) -> list[Dim] | None:
+    data = info.elements.get(node.inputs[0]) if node.inputs[0] else None
+    indices = info.known_ints(node.inputs[1])
     if data is None or indices is None or node.attributes.get_int("axis", 0) != 0:
         return None
     return [data[i] for i in indices] if all(-len(data) <= i < len(data) for i in indices) else None
 
 
-def _slice_elements(node: ir.Node, facts: Facts) -> list[Dim] | None:
-    data = facts.elements.get(node.inputs[0]) if node.inputs[0] else None
-    starts, ends, _, steps = (ints_of(node, i, facts) for i in range(1, 5))
+def _slice_elements(node: ir.Node, info: ShapeInfo) -> list[Dim] | None:
+    data = info.elements.get(node.inputs[0]) if node.inputs[0] else None
+    starts, ends, _, steps = (input_ints(node, i, info) for i in range(1, 5))
     if data is None or starts is None or ends is None or len(starts) != 1:
         return None
     return data[starts[0] : ends[0] : steps[0] if steps else 1]
 
 
-def _arithmetic(node: ir.Node, facts: Facts) -> list[Dim] | None:
-    a, b = (facts.elements.get(v) if v is not None else None for v in node.inputs[:2])
+def _arithmetic(node: ir.Node, info: ShapeInfo) -> list[Dim] | None:
+    a, b = (info.elements.get(v) if v is not None else None for v in node.inputs[:2])
     if a is None or b is None or (len(a) != len(b) and 1 not in (len(a), len(b))):
         return None
     size = max(len(a), len(b))
@@ -60,14 +60,14 @@ def _combine(op_type: str, x: Dim, y: Dim) -> Dim | None:
             return x - y
         case "Mul":
             return x * y
-    # ONNX divides towards zero, as the floor does for what is not negative.
-    if y.value and y.value > 0 and (x.at_least or 0) >= 0 and x.at_least is not None:
+    # ONNX rounds towards zero, which equals floor division for non-negative numerators.
+    if y.value and y.value > 0 and (x.lower_bound or 0) >= 0 and x.lower_bound is not None:
         return x // y.value
     return quotient([x], [y])
 
 
-def _equal(node: ir.Node, facts: Facts) -> list[Dim] | None:
-    a, b = (facts.elements.get(v) if v is not None else None for v in node.inputs[:2])
+def _equal(node: ir.Node, info: ShapeInfo) -> list[Dim] | None:
+    a, b = (info.elements.get(v) if v is not None else None for v in node.inputs[:2])
     if a is None or b is None or (len(a) != len(b) and 1 not in (len(a), len(b))):
         return None
     size = max(len(a), len(b))
@@ -77,7 +77,7 @@ def _equal(node: ir.Node, facts: Facts) -> list[Dim] | None:
 
 
 def _is_equal(x: Dim, y: Dim) -> bool | None:
-    """Whether two sizes are equal; exporters ask whether a size is -1, and an unknown size never is."""
+    """Return whether two sizes are equal, or None if unknown. Exporters compare sizes with -1, which no size equals."""
     if x == y:
         return True
     if x.value is not None and y.value is not None:
@@ -88,24 +88,24 @@ def _is_equal(x: Dim, y: Dim) -> bool | None:
     return None
 
 
-def _where(node: ir.Node, facts: Facts) -> list[Dim] | None:
-    condition = facts.static(node.inputs[0])
-    a, b = (facts.elements.get(v) if v is not None else None for v in node.inputs[1:3])
+def _where(node: ir.Node, info: ShapeInfo) -> list[Dim] | None:
+    condition = info.known_ints(node.inputs[0])
+    a, b = (info.elements.get(v) if v is not None else None for v in node.inputs[1:3])
     if condition is None or a is None or b is None or not len(condition) == len(a) == len(b):
         return None
     return [x if c else y for c, x, y in zip(condition, a, b, strict=True)]
 
 
-def _filled(node: ir.Node, facts: Facts) -> list[Dim] | None:
-    size, tensor = facts.static(node.inputs[0]), node.attributes.get_tensor("value")
+def _constant_elements(node: ir.Node, info: ShapeInfo) -> list[Dim] | None:
+    size, tensor = info.known_ints(node.inputs[0]), node.attributes.get_tensor("value")
     if size is None or len(size) != 1 or size[0] > LIST_LIMIT or tensor is None or tensor.dtype != ir.DataType.INT64:
         return None
     return [constant(int(tensor.numpy().ravel()[0]))] * size[0]
 
 
-ELEMENTS: dict[str, Callable[[ir.Node, Facts], list[Dim] | None]] = {
-    "Add": _arithmetic, "Cast": _same_elements, "Concat": _concat_elements, "ConstantOfShape": _filled,
+ELEMENTS: dict[str, Callable[[ir.Node, ShapeInfo], list[Dim] | None]] = {
+    "Add": _arithmetic, "Cast": _same_elements, "Concat": _concat_elements, "ConstantOfShape": _constant_elements,
     "Div": _arithmetic, "Equal": _equal, "Gather": _gather_elements, "Identity": _same_elements, "Mul": _arithmetic,
-    "Reshape": _same_elements, "Shape": sizes_of, "Slice": _slice_elements, "Squeeze": _same_elements,
+    "Reshape": _same_elements, "Shape": shape_elements, "Slice": _slice_elements, "Squeeze": _same_elements,
     "Sub": _arithmetic, "Unsqueeze": _same_elements, "Where": _where,
 }  # fmt: skip
