@@ -17,8 +17,8 @@ from sd_ort.family.configs import component_config
 from sd_ort.family.signatures import MODEL_OF
 from sd_ort.family.weights import reader
 from sd_ort.graphs import hoist
-from sd_ort.graphs.filling import Read, fill
 from sd_ort.graphs.load import load
+from sd_ort.graphs.template_weights import Read, fill
 
 
 def verify_weights(

@@ -31,8 +31,8 @@ from sd_ort.core.cache import cache_folder, is_there
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.family.checkpoints import Source, is_sdxl
 from sd_ort.family.signatures import MODEL_OF
-from sd_ort.graphs.filling import Read, fill
 from sd_ort.graphs.load import load as load_graph
+from sd_ort.graphs.template_weights import Read, fill
 
 Config = Mapping[str, Any]
 
@@ -178,7 +178,7 @@ class Template:
         )
 
     def graph(self, read: Read) -> ir.Model:
-        """The exported graph of a checkpoint, of which `read` gives tensors by name (see `graphs.filling`)."""
+        """The exported graph of a checkpoint, of which `read` gives tensors by name (see `graphs.template_weights`)."""
         model = ir.from_proto(self.proto)
         assert isinstance(model, ir.Model)
         model.metadata_props.pop(CONFIG, None)

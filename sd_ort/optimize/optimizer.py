@@ -33,10 +33,10 @@ from sd_ort.core.paths import output_path
 from sd_ort.family.guessed import guessed_configs
 from sd_ort.family.recorded import check_recorded
 from sd_ort.graphs import hoist
-from sd_ort.graphs.filling import fill
 from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
-from sd_ort.graphs.timestep import give_axis
+from sd_ort.graphs.template_weights import fill
+from sd_ort.graphs.timestep import make_timestep_1d
 from sd_ort.optimize import calibration, precision, raw
 from sd_ort.optimize.raw import Raw
 from sd_ort.optimize.targets import TARGETS, Target, default_target
@@ -95,7 +95,7 @@ def optimize(
         raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
     asked, hoisted = hoisted, chosen_hoisting(hoisted, dtype, target, names)
     raws = raw.of_folder(source, names)
-    if hoisted and not asked and not give_axis(load(folder.check_component(source, hoist.PARTS["step"]))):
+    if hoisted and not asked and not make_timestep_1d(load(folder.check_component(source, hoist.PARTS["step"]))):
         why += " The UNet is not hoisted, since it computes with its timestep, which has no axis, at once."
         hoisted = False
     options = {

@@ -12,8 +12,8 @@ import onnx_ir as ir
 from fusion_passes import weight_recipes as recipes
 from sd_ort.core import folder
 from sd_ort.family.configs import config_beside
-from sd_ort.graphs.filling import Read
 from sd_ort.graphs.load import load
+from sd_ort.graphs.template_weights import Read
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from fusion_passes import weight_recipes as recipes
 from fusion_passes.operators.definition import DOMAIN
 from sd_ort.core.errors import InputError, SdOrtError, first_line
 from sd_ort.core.folder import check_component, read_manifest
-from sd_ort.graphs import corrections, hoist
+from sd_ort.graphs import hoist, weight_update_graph
 from sd_ort.graphs.load import load
 from sd_ort.pipeline.adapters import LowRank
 from sd_ort.runtime.components import Components
@@ -61,7 +61,7 @@ class Corrections:
             raise InputError(f"{folder} does not say where its weights come from: export it again with this sd-ort.")
         self.parts = {name: hoist.folders_of(name, entry) for name, entry in entries.items()}
         self.known: dict[str, dict[str, ir.Value]] = {}
-        self.sessions: dict[corrections.Form, Any] = {}
+        self.sessions: dict[weight_update_graph.WeightUpdateSpec, Any] = {}
 
     def modules(self, component: str) -> dict[str, str]:
         """Module with underscores -> its weight's name, of all that a component's recipes read."""
@@ -190,11 +190,11 @@ class Corrections:
         if not all(change is None or isinstance(change, LowRank) for change in found):
             return False
         assert isinstance(like, LowRank)
-        form = corrections.form(recipe, like.shape, base.dtype)
+        form = weight_update_graph.weight_update_spec(recipe, like.shape, base.dtype)
         if form is None:
             return False
         if form not in self.sessions:
-            made = corrections.correction(form)
+            made = weight_update_graph.build_weight_update(form)
             self.sessions[form] = open_graph(made, models.provider, models.options["provider_options"])
         feed = {"base": np.ascontiguousarray(base)}
         for number, change in enumerate(found):

@@ -23,7 +23,7 @@ from sd_ort.export.origins import equal_tensors, origins
 from sd_ort.family.checkpoints import PresetSource
 from sd_ort.family.presets import PRESETS
 from sd_ort.family.signatures import MODEL_OF
-from sd_ort.graphs import corrections, hoist
+from sd_ort.graphs import hoist, weight_update_graph
 from sd_ort.optimize.optimizer import HOISTING, optimize
 from sd_ort.optimize.targets import TARGETS
 
@@ -147,9 +147,9 @@ def test_subpixel_phases() -> None:
     np.testing.assert_array_equal(made[5:10, 1, 1], of_half[:, :, 1:, 2].sum(2).astype(np.float16))  # odd column
     np.testing.assert_array_equal(made[10:15, 0, 1], of_half[:, :, :2, 1:].sum((2, 3)).astype(np.float16))  # odd row
     change = weight_recipes.weight_delta(recipe, {"w": w})
-    form = corrections.form(recipe, w.shape, made.dtype)
+    form = weight_update_graph.weight_update_spec(recipe, w.shape, made.dtype)
     assert form is not None
-    session = ort.InferenceSession(corrections.correction(form), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(weight_update_graph.build_weight_update(form), providers=["CPUExecutionProvider"])
     summed = session.run(None, {"base": made, "up_0": up, "down_0": down})[0]
     np.testing.assert_allclose(summed, made + change, rtol=1e-3, atol=1e-3)
 

@@ -1,13 +1,13 @@
-"""Guidance and a linear scheduler (see `family.schedule`) as ONNX graphs inside a model.
+"""Guidance and scheduler graphs of a merged pipeline, for linear schedulers (see `family.schedule`).
 
-They share one tensor, `history` (T + 1, B, C, h, w) float32: the first latents, then the noise prediction of each step.
-    FIRST    latents -> history with zeros where predictions will be
-    LATENTS  history, index -> the latents before step `index`: a weighted sum over history
-    INPUT    latents, index -> the scaled sample and the timestep
-    TWICE    sample -> the UNet's 2B rows under guidance
-    GUIDE    the UNet's prediction of 2B rows, negative first -> the guided one
-    RECORD   the prediction of step `index` -> history with it, and the next index
-Sums are elementwise products and a ReduceSum, not a MatMul, which GPUs compute in TF32.
+They share the tensor `history` (T + 1, B, C, h, w) float32: the initial latents, then the prediction of each step.
+    INIT_HISTORY       latents -> history with zeros for the predictions
+    LATENTS            history, index -> the latents before step `index`: a weighted sum over history
+    UNET_INPUT         latents, index -> the scaled sample and the timestep
+    DUPLICATE_ROWS     sample -> the UNet's batch of 2B with guidance
+    APPLY_GUIDANCE     the UNet's prediction of 2B, negative first -> the guided prediction
+    APPEND_PREDICTION  the prediction of step `index` -> history with it, and the next index
+Sums are Mul and ReduceSum, not MatMul, which GPUs compute in TF32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 OPSET = 18
 
-FIRST = """(float[b, c, h, w] latents, float[t] timesteps) => (float[t1, b, c, h, w] history) {
+INIT_HISTORY = """(float[b, c, h, w] latents, float[t] timesteps) => (float[t1, b, c, h, w] history) {
     steps = Shape (timesteps)
     image = Shape (latents)
     shape = Concat <axis = 0> (steps, image)
@@ -40,23 +40,23 @@ LATENTS = """(float[t1, b, c, h, w] history, int64[1] index, float[t1, t1] weigh
     front = Constant <value_ints = [0]> ()
     latents = ReduceSum <keepdims = 0> (parts, front)
 }"""
-INPUT = """(float[b, c, h, w] latents, int64[1] index, float[t] scales, float[t] timesteps)
+UNET_INPUT = """(float[b, c, h, w] latents, int64[1] index, float[t] scales, float[t] timesteps)
         => (float[b, c, h, w] sample, float[1] timestep) {
     scale = Gather <axis = 0> (scales, index)
     sample = Mul (latents, scale)
     timestep = Gather <axis = 0> (timesteps, index)
 }"""
-TWICE = """(float[b, c, h, w] sample) => (float[rows, c, h, w] rows) {
+DUPLICATE_ROWS = """(float[b, c, h, w] sample) => (float[rows, c, h, w] rows) {
     rows = Concat <axis = 0> (sample, sample)
 }"""
-GUIDE = """(float[rows, c, h, w] noise, float[1] guidance) => (float[b, c, h, w] guided) {
+APPLY_GUIDANCE = """(float[rows, c, h, w] noise, float[1] guidance) => (float[b, c, h, w] guided) {
     negative, positive = Split <axis = 0, num_outputs = 2> (noise)
     difference = Sub (positive, negative)
     step = Mul (guidance, difference)
     guided = Add (negative, step)
 }"""
-# A prediction takes its place by Where: ONNX Runtime's ScatterND writes it with a single thread, 0.6 ms on an H200.
-RECORD = """(float[b, c, h, w] prediction, float[t1, b, c, h, w] history, int64[1] index)
+# Where inserts the prediction: ONNX Runtime's ScatterND writes it with a single thread, 0.6 ms on an H200.
+APPEND_PREDICTION = """(float[b, c, h, w] prediction, float[t1, b, c, h, w] history, int64[1] index)
         => (float[t1, b, c, h, w] history_out, int64[1] index_out) {
     front = Constant <value_ints = [0]> ()
     one = Constant <value_ints = [1]> ()
@@ -74,10 +74,10 @@ RECORD = """(float[b, c, h, w] prediction, float[t1, b, c, h, w] history, int64[
 }"""
 
 
-def graph(text: str, opset: int) -> ir.Model:
-    """One of the graphs above as a model of `opset`. Raises InputError for an opset that lacks its operators."""
+def parse_graph(text: str, opset: int) -> ir.Model:
+    """Return one of the graphs above as a model of `opset`. Raises InputError if `opset` is below OPSET."""
     if opset < OPSET:
-        raise InputError(f"the graphs are of opset {opset}, below {OPSET}: optimize them first, or export them again.")
+        raise InputError(f"the graphs have opset {opset}, below {OPSET}: optimize them first, or export them again.")
     import onnx_ir as ir
 
     return ir.from_proto(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : {opset}]>\nstep {text}'))
