@@ -1,4 +1,4 @@
-"""A small folder of ours inside a host: written, replaced and removed, and nothing of anyone else's."""
+"""A folder of sd-ort's files inside an application: installed, updated and removed without touching other files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ MARKER = "sd_ort_installed.json"
 
 
 def install_folder(target: Path, files: Mapping[str, bytes]) -> list[Path]:
-    """Write `files` (path inside the folder -> content) to the folder `target`; what an older version of ours had there
-    and this one has not goes. Returns their paths.
+    """Write `files` (relative path -> content) to the folder `target` and return their paths.
 
-    Raises OutputError for a folder that is there and was not written by this function, or a file in it that was not.
+    Files that an earlier version of sd-ort wrote and this one does not are removed.
+
+    Raises:
+        OutputError: if the folder, or a file to write, exists and was not written by this function.
     """
     ours = _ours(target)
     if target.exists() and not ours:
@@ -33,9 +35,10 @@ def install_folder(target: Path, files: Mapping[str, bytes]) -> list[Path]:
 
 
 def uninstall_folder(target: Path) -> None:
-    """Remove what `install_folder` wrote, and the folder if nothing else is in it.
+    """Remove the files that `install_folder` wrote, and the folder if it is empty then.
 
-    Raises InputError where it wrote nothing.
+    Raises:
+        InputError: if `install_folder` did not write to `target`.
     """
     ours = _ours(target)
     if not ours:
@@ -51,16 +54,16 @@ def uninstall_folder(target: Path) -> None:
 
 
 def _ours(target: Path) -> set[str]:
-    """Names that the marker lists, none of which leads out of the folder."""
+    """Return the file names in the marker. Raises InputError if one of them is outside of the folder."""
     path = target / MARKER
     if not path.is_file():
         return set()
     names = read_json(path).get("files")
-    if not isinstance(names, list) or not all(isinstance(n, str) and _inside(n) for n in names):
+    if not isinstance(names, list) or not all(isinstance(n, str) and _is_inside(n) for n in names):
         raise InputError(f"{path} is damaged: remove {target} yourself.")
     return set(names)
 
 
-def _inside(name: str) -> bool:
+def _is_inside(name: str) -> bool:
     path = Path(name)
     return not path.is_absolute() and ".." not in path.parts

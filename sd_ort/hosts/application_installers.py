@@ -1,4 +1,4 @@
-"""Where each host keeps extensions, and what goes there. None of the hosts is imported."""
+"""Extension folders and files of each application. No application is imported."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sd_ort.core.errors import InputError
-from sd_ort.hosts.install import install_folder, uninstall_folder
+from sd_ort.hosts.managed_folder import install_folder, uninstall_folder
 
 HERE = Path(__file__).parent
-# Host -> files that tell its folder from another, where extensions live in it, and what ours is called there.
+# Application -> files that identify its folder, its folder of extensions, and the name of sd-ort's extension.
 FOLDERS = {
     "comfyui": (("nodes.py", "comfy", "custom_nodes"), "custom_nodes", "sd_ort_nodes"),
     "webui": (("modules", "extensions", "webui.py"), "extensions", "sd-ort"),
@@ -17,31 +17,31 @@ FOLDERS = {
 
 
 def install(host: str, path: Path) -> str:
-    """Install into `path`; says what was done. Raises InputError for a folder that is not the host's."""
+    """Install into `path` and return a message. Raises InputError if `path` is not the application's folder."""
     if host == "diffusers":
         from sd_ort.hosts.diffusers import install as name_classes
 
-        return f"{path}/model_index.json names sd-ort's {', '.join(name_classes(path))}."
+        return f"{path}/model_index.json names sd-ort's classes for {', '.join(name_classes(path))}."
     target = _target(host, path)
     written = install_folder(target, CONTENT[host]())
-    return f"Wrote {len(written)} files to {target}. Start the host again to see them."
+    return f"Wrote {len(written)} files to {target}. Restart the application to use them."
 
 
 def uninstall(host: str, path: Path) -> str:
-    """Undo `install`; says what was done. Raises InputError where nothing was installed."""
+    """Undo `install` and return a message. Raises InputError if nothing was installed."""
     if host == "diffusers":
-        from sd_ort.hosts.diffusers import uninstall as name_others
+        from sd_ort.hosts.diffusers import uninstall as restore_classes
 
-        name_others(path)
-        return f"{path}/model_index.json names what it named before."
+        restore_classes(path)
+        return f"Restored {path}/model_index.json."
     target = _target(host, path)
     uninstall_folder(target)
     return f"Removed {target}."
 
 
 def _target(host: str, path: Path) -> Path:
-    signs, extensions, name = FOLDERS[host]
-    if missing := [sign for sign in signs if not (path / sign).exists()]:
+    identifying, extensions, name = FOLDERS[host]
+    if missing := [file for file in identifying if not (path / file).exists()]:
         raise InputError(f"{path} is not {host}'s folder: it has no {missing[0]}.")
     return path / extensions / name
 
