@@ -9,6 +9,8 @@ diagonal, and batch axes whose sizes may differ: Einsum broadcasts a 1 on any ax
 
 from __future__ import annotations
 
+from functools import partial
+
 import onnx_ir as ir
 
 from fusion_passes import value_queries as values
@@ -99,62 +101,29 @@ def _graph(equation: str, a: str = "B,S,2,4", b: str = "B,L,2,4", y: str = "B,2,
 
 _SIZES = {"B": 2, "S": 5, "L": 3, "D": 4}
 _ONE = {"MatMul": 1, "Einsum": 0}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    PassCase("heads last", _graph("bthd,bshd->bhts"), ops=_ONE, sizes=_SIZES),
-    PassCase("with spaces", _graph("b t h d, b s h d -> b h t s"), ops=_ONE, sizes=_SIZES),
-    PassCase(
-        "channels first", _graph("bct,bcs->bts", "B,4,S", "B,4,L", "B,S,L"), ops=_ONE | {"Transpose": 1}, sizes=_SIZES
-    ),
-    PassCase("weights and channels first", _graph("bts,bcs->bct", "B,S,L", "B,4,L", "B,4,S"), ops=_ONE, sizes=_SIZES),
-    PassCase(
-        "rows times columns",
-        _graph("bij,bjk->bik", "B,S,4", "B,4,L", "B,S,L"),
-        ops=_ONE | {"Transpose": 0},
-        sizes=_SIZES,
-    ),
-    PassCase("no batch", _graph("ij,kj->ik", "S,4", "L,4", "S,L"), ops=_ONE, sizes=_SIZES),
-    PassCase("implicit result", _graph("ij,jk", "S,4", "4,L", "S,L"), ops=_ONE, sizes=_SIZES),
-    PassCase(
-        "two contracted axes",
-        _graph("bthd,bshd->bts", y="B,S,L"),
-        rewrites=0,
-        rejection="not a matrix multiplication",
-        sizes=_SIZES,
-    ),
-    PassCase(
+    _case("heads last", _graph("bthd,bshd->bhts"), ops=_ONE),
+    _case("with spaces", _graph("b t h d, b s h d -> b h t s"), ops=_ONE),
+    _case("channels first", _graph("bct,bcs->bts", "B,4,S", "B,4,L", "B,S,L"), ops=_ONE | {"Transpose": 1}),
+    _case("weights and channels first", _graph("bts,bcs->bct", "B,S,L", "B,4,L", "B,4,S"), ops=_ONE),
+    _case("rows times columns", _graph("bij,bjk->bik", "B,S,4", "B,4,L", "B,S,L"), ops=_ONE | {"Transpose": 0}),
+    _case("no batch", _graph("ij,kj->ik", "S,4", "L,4", "S,L"), ops=_ONE),
+    _case("implicit result", _graph("ij,jk", "S,4", "4,L", "S,L"), ops=_ONE),
+    _rejected("two contracted axes", _graph("bthd,bshd->bts", y="B,S,L"), rejection="not a matrix multiplication"),
+    _rejected(
         "a sum over one operand alone",
         _graph("bct,bcs->bs", "B,4,S", "B,4,L", "B,L"),
-        rewrites=0,
         rejection="not a matrix multiplication",
-        sizes=_SIZES,
     ),
-    PassCase(
-        "a diagonal",
-        _graph("btt,bts->bs", "B,S,S", "B,S,L", "B,L"),
-        rewrites=0,
-        rejection="not a matrix multiplication",
-        sizes=_SIZES,
+    _rejected("a diagonal", _graph("btt,bts->bs", "B,S,S", "B,S,L", "B,L"), rejection="not a matrix multiplication"),
+    _rejected("an outer product", _graph("bi,bj->bij", "B,S", "B,L", "B,S,L"), rejection="not a matrix multiplication"),
+    _rejected(
+        "a contracted axis that may be broadcast", _graph("ij,kj->ik", "S,D", "L,1", "S,L"), rejection="may differ"
     ),
-    PassCase(
-        "an outer product",
-        _graph("bi,bj->bij", "B,S", "B,L", "B,S,L"),
-        rewrites=0,
-        rejection="not a matrix multiplication",
-        sizes=_SIZES,
-    ),
-    PassCase(
-        "a contracted axis that may be broadcast",
-        _graph("ij,kj->ik", "S,D", "L,1", "S,L"),
-        rewrites=0,
-        rejection="may differ",
-        sizes=_SIZES,
-    ),
-    PassCase(
-        "an ellipsis",
-        _graph("...ij,...jk->...ik", "B,S,4", "B,4,L", "B,S,L"),
-        rewrites=0,
-        rejection="not a matrix multiplication",
-        sizes=_SIZES,
+    _rejected(
+        "an ellipsis", _graph("...ij,...jk->...ik", "B,S,4", "B,4,L", "B,S,L"), rejection="not a matrix multiplication"
     ),
 ]
 PASS = Pass("einsum", einsum, CASES)

@@ -8,6 +8,7 @@ The tanh approximation has no Erf and does not match: it is another function (la
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -37,7 +38,7 @@ class _Gelu(Rule):
 
 
 class HalfLast(_Gelu):
-    """(x * (1 + erf)) * 0.5"""
+    """(x * (1 + erf)) * 0.5 => Gelu"""
 
     def pattern(self, op: Any, x: Any, divisor: Any, factor: Any, one: Any, half: Any) -> Any:
         cdf = self.cdf(op, x, divisor, factor, one)
@@ -45,14 +46,14 @@ class HalfLast(_Gelu):
 
 
 class HalfFirst(_Gelu):
-    """(x * 0.5) * (1 + erf)"""
+    """(x * 0.5) * (1 + erf) => Gelu"""
 
     def pattern(self, op: Any, x: Any, divisor: Any, factor: Any, one: Any, half: Any) -> Any:
         return op.Mul(op.Mul(x, half), self.cdf(op, x, divisor, factor, one))
 
 
 class HalfInside(_Gelu):
-    """x * (0.5 * (1 + erf))"""
+    """x * (0.5 * (1 + erf)) => Gelu"""
 
     def pattern(self, op: Any, x: Any, divisor: Any, factor: Any, one: Any, half: Any) -> Any:
         return op.Mul(x, op.Mul(self.cdf(op, x, divisor, factor, one), half))
@@ -69,43 +70,31 @@ def _graph(body: str, root: float = math.sqrt(2), half: float = 0.5) -> str:
 
 
 _LAST = "d = Div (x, r)  e = Erf (d)  a = Add (e, one)  m = Mul (x, a)  y = Mul (m, half)"
+_SIZES = {"N": 3}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    PassCase("half last", _graph(_LAST), ops={"Gelu": 1, "Erf": 0}, sizes={"N": 3}),
-    PassCase(
+    _case("half last", _graph(_LAST), ops={"Gelu": 1, "Erf": 0}),
+    _case(
         "half first",
         _graph("d = Div (x, r)  e = Erf (d)  a = Add (one, e)  h = Mul (half, x)  y = Mul (h, a)"),
         ops={"Gelu": 1},
-        sizes={"N": 3},
     ),
-    PassCase(
+    _case(
         "half inside",
         _graph("d = Div (x, r)  e = Erf (d)  a = Add (e, one)  h = Mul (a, half)  y = Mul (x, h)"),
         ops={"Gelu": 1},
-        sizes={"N": 3},
     ),
-    PassCase(
-        "error function is an output", _graph(_LAST).replace("] y)", "] y, float[N,8] e)"), rewrites=0, sizes={"N": 3}
+    _rejected("error function is an output", _graph(_LAST).replace("] y)", "] y, float[N,8] e)")),
+    _rejected(
+        "Erf of another tensor", _graph(_LAST.replace("Div (x, r)", "Div (z, r)")).replace("] x)", "] x, float[N,8] z)")
     ),
-    PassCase(
-        "Erf of another tensor",
-        _graph(_LAST.replace("Div (x, r)", "Div (z, r)")).replace("] x)", "] x, float[N,8] z)"),
-        rewrites=0,
-        sizes={"N": 3},
-    ),
-    PassCase(
-        "two in place of one",
-        _graph(_LAST.replace("Add (e, one)", "Add (e, r)")),
-        rewrites=0,
-        rejection="1 and 0.5",
-        sizes={"N": 3},
-    ),
-    PassCase("another divisor", _graph(_LAST, root=1.5), rewrites=0, rejection="sqrt(2)", sizes={"N": 3}),
-    PassCase("another factor", _graph(_LAST, half=0.25), rewrites=0, rejection="0.5", sizes={"N": 3}),
-    PassCase(
+    _rejected("two in place of one", _graph(_LAST.replace("Add (e, one)", "Add (e, r)")), rejection="1 and 0.5"),
+    _rejected("another divisor", _graph(_LAST, root=1.5), rejection="sqrt(2)"),
+    _rejected("another factor", _graph(_LAST, half=0.25), rejection="0.5"),
+    _rejected(
         "tanh approximation",
         _graph("d = Mul (x, r)  e = Tanh (d)  a = Add (e, one)  m = Mul (x, a)  y = Mul (m, half)"),
-        rewrites=0,
-        sizes={"N": 3},
     ),
 ]
 

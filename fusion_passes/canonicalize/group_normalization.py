@@ -11,6 +11,7 @@ Kernels and function bodies support 4-D images only. The order of positions does
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -183,53 +184,42 @@ def _operator(opset: int, size: int) -> str:
 
 
 _SIZES = {"N": 2, "H": 3, "W": 5}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    PassCase(
-        "instance normalization",
-        _instance(),
-        ops={"GroupNorm": 1, "InstanceNormalization": 0, "Shape": 0},
-        sizes=_SIZES,
-    ),
-    PassCase("affine with a batch axis", _instance(affine="1,8,1,1"), ops={"GroupNorm": 1}, sizes=_SIZES),
-    PassCase(
-        "affine per position", _instance(affine="5"), rewrites=0, rejection="one number per channel", sizes=_SIZES
-    ),
-    PassCase("affine inside too", _instance(ones="{1,2,1,1}"), rewrites=0, rejection="affine of its own", sizes=_SIZES),
-    PassCase(
+    _case("instance normalization", _instance(), ops={"GroupNorm": 1, "InstanceNormalization": 0, "Shape": 0}),
+    _case("affine with a batch axis", _instance(affine="1,8,1,1"), ops={"GroupNorm": 1}),
+    _rejected("affine per position", _instance(affine="5"), rejection="one number per channel"),
+    _rejected("affine inside too", _instance(ones="{1,2,1,1}"), rejection="affine of its own"),
+    _case(
         "positions restored in another shape",
         _instance(back="other"),
         ops={"GroupNorm": 1, "Reshape": 1},
         sizes={"N": 2, "H": 3, "W": 4},
     ),
-    PassCase(
+    _rejected(
         "channels restored as positions",
         _instance(back="other").replace("float[N,8,W,H] other", "float[N,4,W,P] other").replace("8,1,1]", "4,1,1]"),
-        rewrites=0,
         rejection="not restored",
         sizes={"N": 2, "H": 4, "W": 3, "P": 8},
     ),
-    PassCase(
-        "normalized value is an output too", _instance(extra=", float[N,4,P] n"), rewrites=0, sizes={**_SIZES, "P": 30}
-    ),
-    PassCase(
+    _rejected("normalized value is an output too", _instance(extra=", float[N,4,P] n"), sizes={**_SIZES, "P": 30}),
+    _rejected(
         "groups along the height",
         _instance(channels=4, groups=8)
         .replace("{0, 8, -1}", "{0, 8, -1}")
         .replace("float[8,1,1] w, float[8,1,1] b", "float[4,1,1] w, float[4,1,1] b")
         .replace("{1,1,1,1}", "{1,1,1,1,1,1,1,1}")
         .replace("{0,0,0,0}", "{0,0,0,0,0,0,0,0}"),
-        rewrites=0,
         rejection="divide the channels",
         sizes={"N": 2, "H": 4, "W": 2},
     ),
-    PassCase(
+    _rejected(
         "affine that is an input",
         _instance(extra="").replace("] other)", "] other, float[8,1,1] v)").replace("Mul (q, w)", "Mul (q, v)"),
-        rewrites=0,
         rejection="not constant",
-        sizes=_SIZES,
     ),
-    PassCase(
+    _case(
         "sound instead of an image",
         """<ir_version: 10, opset_import: ["" : 21]>
         g (float[N,8,L] x) => (float[N,8,L] y) <float[8] w, float[8] b> {
@@ -238,7 +228,7 @@ CASES = [
         ops={"GroupNorm": 1, "Reshape": 2},
         sizes={"N": 8, "L": 5},
     ),
-    PassCase(
+    _case(
         "video, grouped by instance normalization",
         _instance()
         .replace("{0, 4, -1}", "{0, 4, 2, -1}")
@@ -249,17 +239,16 @@ CASES = [
         ops={"GroupNorm": 1, "InstanceNormalization": 0},
         sizes={"N": 2, "F": 3, "H": 3, "W": 5},
     ),
-    PassCase(
+    _rejected(
         "flat vectors",
         """<ir_version: 10, opset_import: ["" : 21]>
         g (float[N,8] x) => (float[N,8] y) <float[8] w, float[8] b> {
             y = GroupNormalization <num_groups = 4> (x, w, b)
         }""",
-        rewrites=0,
         rejection="with positions",
         sizes={"N": 3},
     ),
-    PassCase(
+    _case(
         "flattened image",
         """<ir_version: 10, opset_import: ["" : 21]>
         g (float[N,8,H,W] x) => (float[N,8,L] y) <float[8] w, float[8] b, int64[3] flat = {0, 8, -1}> {
@@ -270,7 +259,7 @@ CASES = [
         ops={"GroupNorm": 1},
         sizes=_SIZES | {"L": 15},
     ),
-    PassCase(
+    _case(
         "flattened with other channels",
         """<ir_version: 10, opset_import: ["" : 21]>
         g (float[N,4,H,W] x) => (float[N,8,L] y) <float[8] w, float[8] b, int64[3] flat = {0, 8, -1}> {
@@ -280,12 +269,11 @@ CASES = [
         ops={"GroupNorm": 1, "Reshape": 3},
         sizes={"N": 2, "H": 2, "W": 5, "L": 5},
     ),
-    PassCase("operator of opset 21", _operator(21, 8), ops={"GroupNorm": 1, "GroupNormalization": 0}, sizes=_SIZES),
-    PassCase(
+    _case("operator of opset 21", _operator(21, 8), ops={"GroupNorm": 1, "GroupNormalization": 0}),
+    _case(
         "behind an activation of another opset",
         _instance().replace("r = Reshape (x, split)", "active = Mish (x)  r = Reshape (active, split)"),
         ops={"GroupNorm": 1, "Mish": 1},
-        sizes=_SIZES,
     ),
 ]
 

@@ -8,6 +8,7 @@ internally. Rejected: another axis or power; an epsilon, gamma or beta that is n
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -18,7 +19,7 @@ from fusion_passes.rule import Rule, rule_pass
 
 
 class FromFormula(Rule):
-    """x - mean -> square -> mean -> + epsilon -> sqrt -> division -> affine"""
+    """x - mean -> square -> mean -> + epsilon -> sqrt -> division -> affine => LayerNormalization"""
 
     def pattern(
         self, op: Any, x: Any, axes: Any, square_axes: Any, two: Any, epsilon: Any, gamma: Any, beta: Any
@@ -92,18 +93,18 @@ def _graph(
 
 _SIZES = {"B": 2, "S": 8}
 _ONE = {"LayerNormalization": 1, "ReduceMean": 0}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    PassCase("opset 14", _graph(), ops=_ONE, sizes=_SIZES),
-    PassCase("opset 17", _graph(axis=2, opset=17), ops=_ONE, sizes=_SIZES),
-    PassCase("cubed", _graph(power=4.0), rewrites=0, rejection="not squared", sizes=_SIZES),
-    PassCase("another axis", _graph(axis=1), rewrites=0, rejection="last axis", sizes=_SIZES),
-    PassCase("one gamma for all", _graph(gamma="1"), rewrites=0, rejection="gamma and beta", sizes=_SIZES),
-    PassCase("distance is an output", _graph(outputs=", float[B,S,8] d"), rewrites=0, sizes=_SIZES),
-    PassCase(
+    _case("opset 14", _graph(), ops=_ONE),
+    _case("opset 17", _graph(axis=2, opset=17), ops=_ONE),
+    _rejected("cubed", _graph(power=4.0), rejection="not squared"),
+    _rejected("another axis", _graph(axis=1), rejection="last axis"),
+    _rejected("one gamma for all", _graph(gamma="1"), rejection="gamma and beta"),
+    _rejected("distance is an output", _graph(outputs=", float[B,S,8] d")),
+    _rejected(
         "root mean square of something else",
         _graph("p = Pow (x, two)  v = ReduceMean <axes = [-1]> (p)  e = Add (v, eps)  s = Sqrt (e)  n = Div (d, s)"),
-        rewrites=0,
-        sizes=_SIZES,
     ),
 ]
 

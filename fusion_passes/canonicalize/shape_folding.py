@@ -24,7 +24,7 @@ from fusion_passes.cleanup import clean_up, remove_unused
 from fusion_passes.graph_edits import new_initializer
 from fusion_passes.shapes.dims import Dim
 from fusion_passes.shapes.infer import annotate, annotate_new
-from fusion_passes.shapes.shape_info import LIST_LIMIT, ShapeInfo
+from fusion_passes.shapes.shape_info import LIST_LIMIT, Shape, ShapeInfo
 
 FOLD_LIMIT = 1 << 16  # bytes: shape arithmetic, masks and frequency tables, never weights
 
@@ -150,6 +150,12 @@ def _is_zeros(value: ir.Value | None) -> bool:
     return tensor is None or not tensor.numpy().any()
 
 
+def _reshape_target(before: Shape, after: Shape) -> list[int]:
+    """Return a Reshape target for `after`: 0 for a symbolic size at its position in `before`, -1 for other ones."""
+    copied = [axis < len(before) and before[axis] == dim for axis, dim in enumerate(after)]
+    return [d.value if d.value is not None else 0 if copy else -1 for d, copy in zip(after, copied, strict=True)]
+
+
 def _simplify_target(
     graph: ir.Graph, node: ir.Node, info: ShapeInfo, by_shape: dict[tuple[Dim, ...], ir.Value]
 ) -> None:
@@ -158,10 +164,7 @@ def _simplify_target(
     before, after = info.shapes.get(x), info.shapes.get(y)
     if before is None or after is None or any(dim.value == 0 for dim in after):
         return
-    target: list[int] = []
-    for axis, dim in enumerate(after):
-        same = axis < len(before) and before[axis] == dim
-        target.append(dim.value if dim.value is not None else 0 if same else -1)
+    target = _reshape_target(before, after)
     if target.count(-1) <= 1:
         shape = new_initializer(graph, f"{y.name}.shape", np.array(target, np.int64))
     elif after in by_shape:
@@ -183,19 +186,13 @@ def _replace_by_reshape(graph: ir.Graph, node: ir.Node, info: ShapeInfo) -> None
     before, after = info.shapes.get(x), info.shapes.get(y)
     if before is None or after is None or x.dtype in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL):
         return
-    target = [
-        d.value if d.value is not None else 0 if i < len(before) and before[i] == d else -1 for i, d in enumerate(after)
-    ]
+    target = _reshape_target(before, after)
     if target.count(-1) > 1:
         return
     source = x.producer()
     if source is not None and source.op_type == "Reshape" and len(x.uses()) == 1 and source.inputs[0] is not None:
         outer = info.shapes.get(source.inputs[0])
-        direct = [
-            d.value if d.value is not None else 0 if outer and i < len(outer) and outer[i] == d else -1
-            for i, d in enumerate(after)
-        ]
-        if outer is not None and direct.count(-1) <= 1:
+        if outer is not None and (direct := _reshape_target(outer, after)).count(-1) <= 1:
             x, target = source.inputs[0], direct
     shape = new_initializer(graph, f"{y.name}.shape", np.array(target, np.int64))
     new = ir.node("Reshape", [x, shape])

@@ -8,6 +8,8 @@ on tokens. Rejected: outputs with other consumers, different permutations.
 
 from __future__ import annotations
 
+from functools import partial
+
 import onnx_ir as ir
 
 from fusion_passes import value_queries as values
@@ -68,27 +70,20 @@ def _graph(body: str, outputs: str = "float[B,S,4] a, float[B,S,4] b") -> str:
 
 _SIZES = {"B": 2, "S": 5}
 _BOTH = "lt = Transpose <perm = [0, 2, 1]> (l)  rt = Transpose <perm = [0, 2, 1]> (r)  a = Relu (lt)  b = Relu (rt)"
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    PassCase("both halves", _graph(_BOTH), ops={"Transpose": 1, "Split": 1}, sizes=_SIZES),
-    PassCase(
+    _case("both halves", _graph(_BOTH), ops={"Transpose": 1, "Split": 1}),
+    _rejected(
         "a half read as it is",
         _graph("lt = Transpose <perm = [0, 2, 1]> (l)  a = Relu (lt)  b = Relu (r)", "float[B,S,4] a, float[B,4,S] b"),
-        rewrites=0,
         rejection="other than Transpose",
-        sizes=_SIZES,
     ),
-    PassCase(
+    _rejected(
         "two permutations",
         _graph(_BOTH.replace("[0, 2, 1]> (r)", "[2, 0, 1]> (r)"), "float[B,S,4] a, float[S,B,4] b"),
-        rewrites=0,
         rejection="different Transposes",
-        sizes=_SIZES,
     ),
-    PassCase(
-        "a half that is an output",
-        _graph(_BOTH, "float[B,S,4] a, float[B,S,4] b, float[B,4,S] l"),
-        rewrites=0,
-        sizes=_SIZES,
-    ),
+    _rejected("a half that is an output", _graph(_BOTH, "float[B,S,4] a, float[B,S,4] b, float[B,4,S] l")),
 ]
 PASS = Pass("splits", splits, CASES)

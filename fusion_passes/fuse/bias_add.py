@@ -7,6 +7,7 @@ Rejected: a bias that is not a vector over the last axis, a skip of another shap
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -51,64 +52,29 @@ def _graph(body: str, bias: str = "8", skip: str = "B,S,8", outputs: str = "") -
 
 _SIZES = {"B": 2, "S": 6}
 _ONE = {"BiasAdd": 1, "Add": 0}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    PassCase("projection", _graph("a = Add (x, b)  y = Add (a, k)"), ops=_ONE, sizes=_SIZES),
-    PassCase("operands swapped", _graph("a = Add (b, x)  y = Add (k, a)"), ops=_ONE, sizes=_SIZES),
-    PassCase(
-        "biased value is an output",
-        _graph("a = Add (x, b)  y = Add (a, k)", outputs=", float[B,S,8] a"),
-        rewrites=0,
-        sizes=_SIZES,
-    ),
-    PassCase(
-        "biased value is read twice",
-        _graph("a = Add (x, b)  r = Relu (a)  s = Add (r, k)  y = Add (a, s)"),
-        rewrites=0,
-        sizes=_SIZES,
-    ),
-    PassCase(
+    _case("projection", _graph("a = Add (x, b)  y = Add (a, k)"), ops=_ONE),
+    _case("operands swapped", _graph("a = Add (b, x)  y = Add (k, a)"), ops=_ONE),
+    _rejected("biased value is an output", _graph("a = Add (x, b)  y = Add (a, k)", outputs=", float[B,S,8] a")),
+    _rejected("biased value is read twice", _graph("a = Add (x, b)  r = Relu (a)  s = Add (r, k)  y = Add (a, s)")),
+    _rejected(
         "bias that is an input",
         _graph("a = Add (x, v)  y = Add (a, k)").replace("] k)", "] k, float[8] v)"),
-        rewrites=0,
         rejection="constant vector",
-        sizes=_SIZES,
     ),
-    PassCase(
-        "one bias for all",
-        _graph("a = Add (x, b)  y = Add (a, k)", bias="1"),
-        rewrites=0,
-        rejection="bias",
-        sizes=_SIZES,
-    ),
-    PassCase(
-        "residual of one batch",
-        _graph("a = Add (x, b)  y = Add (a, k)", skip="1,S,8"),
-        rewrites=0,
-        rejection="residual",
-        sizes=_SIZES,
-    ),
-    PassCase(
+    _rejected("one bias for all", _graph("a = Add (x, b)  y = Add (a, k)", bias="1"), rejection="bias"),
+    _rejected("residual of one batch", _graph("a = Add (x, b)  y = Add (a, k)", skip="1,S,8"), rejection="residual"),
+    _rejected(
         "vector over an unknown axis",
         """<ir_version: 10, opset_import: ["" : 21]>
         g (float[B,S,C] x, float[B,S,C] k) => (float[B,S,C] y) <float[1] b> { a = Add (x, b)  y = Add (a, k) }""",
-        rewrites=0,
         rejection="constant vector",
         sizes={"B": 2, "S": 6, "C": 4},
     ),
-    PassCase(
-        "residual broadcast",
-        _graph("a = Add (x, b)  y = Add (a, k)", skip="8"),
-        rewrites=0,
-        rejection="residual",
-        sizes=_SIZES,
-    ),
-    PassCase(
-        "bias a position",
-        _graph("a = Add (x, b)  y = Add (a, k)", bias="6,1"),
-        rewrites=0,
-        rejection="bias",
-        sizes=_SIZES,
-    ),
+    _rejected("residual broadcast", _graph("a = Add (x, b)  y = Add (a, k)", skip="8"), rejection="residual"),
+    _rejected("bias a position", _graph("a = Add (x, b)  y = Add (a, k)", bias="6,1"), rejection="bias"),
 ]
 
 PASS = rule_pass("bias_add", RULES, CASES)

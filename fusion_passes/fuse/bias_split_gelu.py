@@ -8,6 +8,7 @@ element per channel.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -73,50 +74,29 @@ def _graph(
 
 
 _SIZES = {"N": 2, "S": 6}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    PassCase("GEGLU", _graph(), ops={"BiasSplitGelu": 1, "Split": 0, "Gelu": 0, "Add": 0}, sizes=_SIZES),
-    PassCase(
-        "operands swapped", _graph("g2 = Gelu (r)  y = Mul (g2, l)", axis=-1), ops={"BiasSplitGelu": 1}, sizes=_SIZES
+    _case("GEGLU", _graph(), ops={"BiasSplitGelu": 1, "Split": 0, "Gelu": 0, "Add": 0}),
+    _case("operands swapped", _graph("g2 = Gelu (r)  y = Mul (g2, l)", axis=-1), ops={"BiasSplitGelu": 1}),
+    _rejected("gate on the left", _graph("g2 = Gelu (l)  y = Mul (r, g2)")),
+    _rejected("tanh approximation", _graph('g2 = Gelu <approximate = "tanh"> (r)  y = Mul (l, g2)'), rejection="tanh"),
+    _rejected("another axis", _graph(axis=1, halves="3, 3", out="N,3,8"), rejection="last axis"),
+    _rejected("gate is an output", _graph().replace("] y)", "] y, float[N,S,4] g2)")),
+    _rejected("left half is read twice", _graph("g2 = Gelu (r)  m = Mul (l, g2)  y = Add (m, l)")),
+    _rejected(
+        "biased value is read twice", _graph("g2 = Gelu (r)  m = Mul (l, g2)  t = ReduceMean (a)  y = Add (m, t)")
     ),
-    PassCase("gate on the left", _graph("g2 = Gelu (l)  y = Mul (r, g2)"), rewrites=0, sizes=_SIZES),
-    PassCase(
-        "tanh approximation",
-        _graph('g2 = Gelu <approximate = "tanh"> (r)  y = Mul (l, g2)'),
-        rewrites=0,
-        rejection="tanh",
-        sizes=_SIZES,
+    _rejected(
+        "unequal halves", _graph("g2 = Gelu (r)  y = Mul (l, g2)", halves="1, 7", out="N,S,7"), rejection="equal width"
     ),
-    PassCase(
-        "another axis", _graph(axis=1, halves="3, 3", out="N,3,8"), rewrites=0, rejection="last axis", sizes=_SIZES
-    ),
-    PassCase("gate is an output", _graph().replace("] y)", "] y, float[N,S,4] g2)"), rewrites=0, sizes=_SIZES),
-    PassCase(
-        "left half is read twice", _graph("g2 = Gelu (r)  m = Mul (l, g2)  y = Add (m, l)"), rewrites=0, sizes=_SIZES
-    ),
-    PassCase(
-        "biased value is read twice",
-        _graph("g2 = Gelu (r)  m = Mul (l, g2)  t = ReduceMean (a)  y = Add (m, t)"),
-        rewrites=0,
-        sizes=_SIZES,
-    ),
-    PassCase(
-        "unequal halves",
-        _graph("g2 = Gelu (r)  y = Mul (l, g2)", halves="1, 7", out="N,S,7"),
-        rewrites=0,
-        rejection="equal width",
-        sizes=_SIZES,
-    ),
-    PassCase(
+    _rejected(
         "three parts",
         _graph(halves="3, 3, 2", out="N,S,3").replace("l, r =", "l, r, o =").replace("int64[2]", "int64[3]"),
-        rewrites=0,
         rejection="two halves of equal width",
-        sizes=_SIZES,
     ),
-    PassCase(
-        "Silu in place of Gelu", _graph("g1 = Sigmoid (r)  g2 = Mul (r, g1)  y = Mul (l, g2)"), rewrites=0, sizes=_SIZES
-    ),
-    PassCase("one bias for all", _graph(bias="1"), rewrites=0, rejection="bias", sizes=_SIZES),
+    _rejected("Silu in place of Gelu", _graph("g1 = Sigmoid (r)  g2 = Mul (r, g1)  y = Mul (l, g2)")),
+    _rejected("one bias for all", _graph(bias="1"), rejection="bias"),
 ]
 
 PASS = rule_pass("bias_split_gelu", RULES, CASES)

@@ -7,6 +7,7 @@ Rejected: another consumer of y, a Sigmoid of another tensor, a GroupNorm that h
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -56,20 +57,21 @@ def _graph(tail: str, outputs: str = "") -> str:
 
 
 _SIZES = {"N": 2, "H": 3, "W": 5}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    PassCase("SiLU", _graph("y = Mul (n, s)"), ops={"GroupNorm": 1, "Sigmoid": 0, "Mul": 0}, sizes=_SIZES),
-    PassCase("operands swapped", _graph("y = Mul (s, n)"), ops={"GroupNorm": 1, "Sigmoid": 0}, sizes=_SIZES),
-    PassCase("gate of another tensor", _graph("y = Mul (x, s)"), rewrites=0, sizes=_SIZES),
-    PassCase(
+    _case("SiLU", _graph("y = Mul (n, s)"), ops={"GroupNorm": 1, "Sigmoid": 0, "Mul": 0}),
+    _case("operands swapped", _graph("y = Mul (s, n)"), ops={"GroupNorm": 1, "Sigmoid": 0}),
+    _rejected("gate of another tensor", _graph("y = Mul (x, s)")),
+    _case(
         "two activations",
         _graph("m = Mul (n, s)  t = Sigmoid (m)  y = Mul (m, t)"),
         ops={"GroupNorm": 1, "Sigmoid": 1},
         rejection="activation already",
-        sizes=_SIZES,
     ),
-    PassCase("gate is an output", _graph("y = Mul (n, s)", ", float[N,8,H,W] s"), rewrites=0, sizes=_SIZES),
-    PassCase("normalized value is read twice", _graph("m = Mul (n, s)  y = Add (m, n)"), rewrites=0, sizes=_SIZES),
-    PassCase("normalized value is an output", _graph("y = Mul (n, s)", ", float[N,8,H,W] n"), rewrites=0, sizes=_SIZES),
+    _rejected("gate is an output", _graph("y = Mul (n, s)", ", float[N,8,H,W] s")),
+    _rejected("normalized value is read twice", _graph("m = Mul (n, s)  y = Add (m, n)")),
+    _rejected("normalized value is an output", _graph("y = Mul (n, s)", ", float[N,8,H,W] n")),
 ]
 
 PASS = rule_pass("group_norm", RULES, CASES)

@@ -13,6 +13,7 @@ along S or L is expanded.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -146,81 +147,63 @@ def _shared(more: str = "", outputs: str = "") -> str:
 
 _SIZES = {"B": 2, "S": 5, "L": 3}
 _ONE = {"MultiHeadAttention": 1, "Transpose": 0, "Reshape": 0, "Softmax": 0}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    PassCase("cross-attention", _graph(), ops=_ONE, sizes=_SIZES),
-    PassCase("mask kept", _graph(extra=", float[B,1,S,L] m", mask="m"), ops=_ONE, sizes=_SIZES),
-    PassCase("mask of two axes", _graph(extra=", float[S,L] m", mask="m"), ops=_ONE, sizes=_SIZES),
-    PassCase(
+    _case("cross-attention", _graph(), ops=_ONE),
+    _case("mask kept", _graph(extra=", float[B,1,S,L] m", mask="m"), ops=_ONE),
+    _case("mask of two axes", _graph(extra=", float[S,L] m", mask="m"), ops=_ONE),
+    _case(
         "scaled projection",
         _graph().replace("Reshape (q, split)", "Reshape (qs, split)").replace("q4 =", "qs = Mul (q, s)  q4 ="),
         ops=_ONE | {"Mul": 0},
-        sizes=_SIZES,
     ),
-    PassCase(
+    _case(
         "projection scaled a channel",
         _graph()
         .replace("Reshape (q, split)", "Reshape (qs, split)")
         .replace("q4 =", "qs = Mul (q, w8)  q4 =")
         .replace("float s =", "float[8] w8, float s ="),
         ops=_ONE | {"Mul": 1},
-        sizes=_SIZES,
     ),
-    PassCase(
+    _case(
         "scaled projection is an output",
         _graph(outputs=", float[B,S,8] qs")
         .replace("Reshape (q, split)", "Reshape (qs, split)")
         .replace("q4 =", "qs = Mul (q, s)  q4 ="),
         ops=_ONE | {"Mul": 1},
-        sizes=_SIZES,
     ),
-    PassCase("mask a key", _graph(extra=", float[B,1,1,L] m", mask="m"), ops=_ONE | {"Expand": 1}, sizes=_SIZES),
-    PassCase(
-        "mask of three axes", _graph(extra=", float[2,S,L] m", mask="m"), ops=_ONE | {"Unsqueeze": 1}, sizes=_SIZES
-    ),
-    PassCase("mask of one axis", _graph(extra=", float[L] m", mask="m"), ops=_ONE | {"Expand": 1}, sizes=_SIZES),
-    PassCase(
-        "softmax over queries", _graph().replace("Softmax <axis = -1>", "Softmax <axis = 2>"), rewrites=0, sizes=_SIZES
-    ),
-    PassCase(
+    _case("mask a key", _graph(extra=", float[B,1,1,L] m", mask="m"), ops=_ONE | {"Expand": 1}),
+    _case("mask of three axes", _graph(extra=", float[2,S,L] m", mask="m"), ops=_ONE | {"Unsqueeze": 1}),
+    _case("mask of one axis", _graph(extra=", float[L] m", mask="m"), ops=_ONE | {"Expand": 1}),
+    _rejected("softmax over queries", _graph().replace("Softmax <axis = -1>", "Softmax <axis = 2>")),
+    _rejected(
         "key head of another size than the query's, transposed away",
         _graph(key_split="0, 0, 4, 2", merge="0, -1, 8")
         .replace("kh = Transpose <perm = [0, 2, 3, 1]>", "kh = Transpose <perm = [0, 3, 2, 1]>")
         .replace("vh = Transpose <perm = [0, 2, 1, 3]>", "vh = Transpose <perm = [0, 3, 1, 2]>"),
-        rewrites=0,
-        sizes=_SIZES,
     ),
-    PassCase(
-        "scale that is not a constant",
-        _graph(extra=", float n").replace("Mul (scores, s)", "Mul (scores, n)"),
-        rewrites=0,
-        sizes=_SIZES,
-    ),
-    PassCase("one head", _graph("0, 0, 1, 8", "0, 0, 1, 8"), ops=_ONE, sizes=_SIZES),
-    PassCase(
-        "split heads are an output", _graph(outputs=", float[B,S,2,4] q4"), 0, rejection="other consumers", sizes=_SIZES
-    ),
-    PassCase(
-        "merged heads are an output", _graph(outputs=", float[B,S,2,4] t"), 0, rejection="other consumers", sizes=_SIZES
-    ),
-    PassCase("text and pictures", _shared(), 2, _ONE | {"MultiHeadAttention": 2, "Add": 1}, sizes=_SIZES | {"P": 4}),
-    PassCase(
+    _rejected("scale that is not a constant", _graph(extra=", float n").replace("Mul (scores, s)", "Mul (scores, n)")),
+    _case("one head", _graph("0, 0, 1, 8", "0, 0, 1, 8"), ops=_ONE),
+    _rejected("split heads are an output", _graph(outputs=", float[B,S,2,4] q4"), rejection="other consumers"),
+    _rejected("merged heads are an output", _graph(outputs=", float[B,S,2,4] t"), rejection="other consumers"),
+    _case("text and pictures", _shared(), 2, _ONE | {"MultiHeadAttention": 2, "Add": 1}, sizes=_SIZES | {"P": 4}),
+    _case(
         "text and pictures, the query scaled",
         _shared().replace("qh = Tr", "qu = Tr").replace("kh = ", "qh = Mul (qu, s)  kh = ", 1),
         2,
         _ONE | {"MultiHeadAttention": 2, "Add": 1, "Mul": 0},
         sizes=_SIZES | {"P": 4},
     ),
-    PassCase(
+    _rejected(
         "text and pictures, and heads that are read apart",
         _shared("z = Relu (qh)", ", float[B,2,S,4] z"),
-        0,
         rejection="other consumers",
         sizes=_SIZES | {"P": 4},
     ),
-    PassCase(
+    _rejected(
         "heads merged with positions",
         _graph(merge="0, -1, 8", perm="0, 1, 2, 3", split="0, 2, -1, 4"),
-        rewrites=0,
         sizes={"B": 2, "S": 4, "L": 3},
     ),
 ]

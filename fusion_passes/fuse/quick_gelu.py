@@ -9,6 +9,7 @@ another tensor does not match.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -81,65 +82,49 @@ def _swiglu(body: str, shape: str = "N,S,8", outputs: str = "") -> str:
 
 _ONE = {"QuickGelu": 1, "Sigmoid": 0, "Mul": 1}
 _TOKENS = {"N": 2, "S": 3, "H": 4, "W": 5}
+_case = partial(PassCase, sizes=_TOKENS)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    PassCase("SwiGLU", _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Mul (g, z)"), ops=_ONE, sizes=_TOKENS),
-    PassCase("SwiGLU swapped", _swiglu("s = Sigmoid (x)  g = Mul (s, x)  y = Mul (z, g)"), ops=_ONE, sizes=_TOKENS),
-    PassCase(
+    _case("SwiGLU", _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Mul (g, z)"), ops=_ONE),
+    _case("SwiGLU swapped", _swiglu("s = Sigmoid (x)  g = Mul (s, x)  y = Mul (z, g)"), ops=_ONE),
+    _rejected(
         "SwiGLU of images",
         _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Mul (g, z)", "N,8,H,W"),
-        rewrites=0,
         rejection="not [N,S,D]",
-        sizes=_TOKENS,
     ),
-    PassCase(
-        "SiLU without a gate", _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Add (g, z)"), rewrites=0, sizes=_TOKENS
+    _rejected("SiLU without a gate", _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Add (g, z)")),
+    _rejected("GLU", _swiglu("s = Sigmoid (x)  g = Mul (z, s)  y = Mul (g, z)")),
+    _rejected(
+        "SiLU is an output", _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Mul (g, z)", outputs=", float[N,S,8] g")
     ),
-    PassCase("GLU", _swiglu("s = Sigmoid (x)  g = Mul (z, s)  y = Mul (g, z)"), rewrites=0, sizes=_TOKENS),
-    PassCase(
-        "SiLU is an output",
-        _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Mul (g, z)", outputs=", float[N,S,8] g"),
-        rewrites=0,
-        sizes=_TOKENS,
-    ),
-    PassCase(
+    _case(
         "CLIP",
         _graph("a = Mul (x, alpha)  s = Sigmoid (a)  y = Mul (x, s)"),
         ops={"QuickGelu": 1, "Mul": 0},
         sizes={"N": 3},
     ),
-    PassCase(
+    _case(
         "swapped", _graph("a = Mul (alpha, x)  s = Sigmoid (a)  y = Mul (s, x)"), ops={"QuickGelu": 1}, sizes={"N": 3}
     ),
-    PassCase(
+    _rejected(
         "alpha a channel",
         _graph("a = Mul (x, many)  s = Sigmoid (a)  y = Mul (x, s)"),
-        rewrites=0,
         rejection="alpha",
         sizes={"N": 3},
     ),
-    PassCase(
-        "gate of another tensor",
-        _graph("a = Mul (z, alpha)  s = Sigmoid (a)  y = Mul (x, s)"),
-        rewrites=0,
-        sizes={"N": 3},
-    ),
-    PassCase(
+    _rejected("gate of another tensor", _graph("a = Mul (z, alpha)  s = Sigmoid (a)  y = Mul (x, s)"), sizes={"N": 3}),
+    _rejected(
         "alpha that is an input",
         _graph("a = Mul (x, t)  s = Sigmoid (a)  y = Mul (x, s)").replace("] z)", "] z, float t)"),
-        rewrites=0,
         rejection="alpha",
         sizes={"N": 3},
     ),
-    PassCase(
-        "product of another tensor",
-        _graph("a = Mul (x, alpha)  s = Sigmoid (a)  y = Mul (a, s)"),
-        rewrites=0,
-        sizes={"N": 3},
+    _rejected(
+        "product of another tensor", _graph("a = Mul (x, alpha)  s = Sigmoid (a)  y = Mul (a, s)"), sizes={"N": 3}
     ),
-    PassCase(
+    _rejected(
         "gate is an output",
         _graph("a = Mul (x, alpha)  s = Sigmoid (a)  y = Mul (x, s)", ", float[N,8] s"),
-        rewrites=0,
         sizes={"N": 3},
     ),
 ]

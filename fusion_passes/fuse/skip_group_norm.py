@@ -7,6 +7,7 @@ Rejected: a skip of another shape, a sum that is not of feature maps, a constant
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -62,28 +63,27 @@ def _graph(skip: str, add: str = "s = Add (x, k)", reads: str = "s") -> str:
 
 _SIZES = {"N": 2, "H": 3, "W": 5}
 _ONE = {"SkipGroupNorm": 1, "GroupNorm": 0, "Add": 0}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    PassCase("residual", _graph("N,8,H,W"), ops=_ONE, sizes=_SIZES),
-    PassCase("time embedding", _graph("N,8,1,1"), ops=_ONE, sizes=_SIZES),
-    PassCase("time embedding first", _graph("N,8,1,1", "s = Add (k, x)"), ops=_ONE, sizes=_SIZES),
-    PassCase("sum not read again", _graph("N,8,H,W", reads="k"), ops=_ONE, sizes=_SIZES),
-    PassCase(
+    _case("residual", _graph("N,8,H,W"), ops=_ONE),
+    _case("time embedding", _graph("N,8,1,1"), ops=_ONE),
+    _case("time embedding first", _graph("N,8,1,1", "s = Add (k, x)"), ops=_ONE),
+    _case("sum not read again", _graph("N,8,H,W", reads="k"), ops=_ONE),
+    _rejected(
         "skip that is a weight",
         _graph("N,8,H,W", "s = Add (x, b4)").replace("float[8] b>", "float[8] b, float[1,8,1,1] b4>"),
-        rewrites=0,
         rejection="a bias",
-        sizes=_SIZES,
     ),
-    PassCase(
+    _case(
         "sum read by two normalizations",
         _graph("N,8,H,W").replace("z = Relu (s)", "z = GroupNormalization <num_groups = 4> (s, w, b)"),
         ops={"SkipGroupNorm": 1, "GroupNorm": 1},
-        sizes=_SIZES,
     ),
-    PassCase("skip of one row", _graph("N,8,1,W"), rewrites=0, rejection="neither", sizes=_SIZES),
-    PassCase("skip of one channel", _graph("N,1,H,W"), rewrites=0, rejection="neither", sizes=_SIZES),
-    PassCase("skip a column", _graph("N,8,H,1"), rewrites=0, rejection="neither", sizes=_SIZES),
-    PassCase("skip of another batch", _graph("1,8,1,1"), rewrites=0, rejection="neither", sizes=_SIZES),
+    _rejected("skip of one row", _graph("N,8,1,W"), rejection="neither"),
+    _rejected("skip of one channel", _graph("N,1,H,W"), rejection="neither"),
+    _rejected("skip a column", _graph("N,8,H,1"), rejection="neither"),
+    _rejected("skip of another batch", _graph("1,8,1,1"), rejection="neither"),
 ]
 
 PASS = rule_pass("skip_group_norm", RULES, CASES)

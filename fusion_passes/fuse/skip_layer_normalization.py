@@ -8,6 +8,7 @@ Rejected: a skip of another shape, an axis other than the last, constants that a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -57,14 +58,14 @@ class SkipLayerNorm(Rule):
 
 
 class BiasSkipLayerNorm(SkipLayerNorm):
-    """(x + bias) + skip -> LayerNormalization"""
+    """(x + bias) + skip -> LayerNormalization => SkipLayerNormalization"""
 
     def total(self, op: Any, x: Any, skip: Any, bias: Any) -> Any:
         return op.Add(op.Add(x, bias), skip, _outputs=["total"])
 
 
 class SkipBiasLayerNorm(SkipLayerNorm):
-    """skip + (x + bias) -> LayerNormalization"""
+    """skip + (x + bias) -> LayerNormalization => SkipLayerNormalization"""
 
     def total(self, op: Any, x: Any, skip: Any, bias: Any) -> Any:
         return op.Add(skip, op.Add(x, bias), _outputs=["total"])
@@ -85,50 +86,39 @@ def _graph(total: str, bias: str = "8", skip: str = "B,S,8", axis: int = -1, rea
 
 _SIZES = {"B": 2, "S": 6}
 _ONE = {"SkipLayerNormalization": 1, "LayerNormalization": 0, "Add": 0}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    PassCase("bias and skip", _graph("a = Add (x, b)  s = Add (a, k)"), ops=_ONE, sizes=_SIZES),
-    PassCase("skip first, bias first", _graph("a = Add (b, x)  s = Add (k, a)", axis=2), ops=_ONE, sizes=_SIZES),
-    PassCase("no bias", _graph("s = Add (x, k)"), ops=_ONE, sizes=_SIZES),
-    PassCase("sum not read again", _graph("a = Add (x, b)  s = Add (a, k)", reads="k"), ops=_ONE, sizes=_SIZES),
-    PassCase(
-        "skip of another shape", _graph("s = Add (x, k)", skip="1,1,8"), rewrites=0, rejection="shape", sizes=_SIZES
-    ),
-    PassCase(
+    _case("bias and skip", _graph("a = Add (x, b)  s = Add (a, k)"), ops=_ONE),
+    _case("skip first, bias first", _graph("a = Add (b, x)  s = Add (k, a)", axis=2), ops=_ONE),
+    _case("no bias", _graph("s = Add (x, k)"), ops=_ONE),
+    _case("sum not read again", _graph("a = Add (x, b)  s = Add (a, k)", reads="k"), ops=_ONE),
+    _rejected("skip of another shape", _graph("s = Add (x, k)", skip="1,1,8"), rejection="shape"),
+    _rejected(
         "over two axes",
         _graph("s = Add (x, k)", axis=1)
         .replace("float[8] gamma, float[8] beta", "float[6,8] gamma, float[6,8] beta")
         .replace("B,S,8", "B,6,8"),
-        rewrites=0,
         rejection="last axis",
         sizes={"B": 2},
     ),
-    PassCase(
+    _rejected(
         "one gamma for all",
         _graph("s = Add (x, k)").replace("float[8] gamma", "float[1] gamma"),
-        rewrites=0,
         rejection="gamma and beta",
-        sizes=_SIZES,
     ),
-    PassCase(
+    _rejected(
         "gamma that is an input",
         _graph("s = Add (x, k)").replace("] k)", "] k, float[8] v)").replace("(s, gamma,", "(s, v,"),
-        rewrites=0,
         rejection="gamma and beta",
-        sizes=_SIZES,
     ),
-    PassCase("no beta", _graph("s = Add (x, k)").replace("(s, gamma, beta)", "(s, gamma)"), rewrites=0, sizes=_SIZES),
-    PassCase(
-        "skip of another batch", _graph("s = Add (x, k)", skip="1,S,8"), rewrites=0, rejection="shape", sizes=_SIZES
-    ),
-    PassCase(
+    _rejected("no beta", _graph("s = Add (x, k)").replace("(s, gamma, beta)", "(s, gamma)")),
+    _rejected("skip of another batch", _graph("s = Add (x, k)", skip="1,S,8"), rejection="shape"),
+    _rejected(
         "mean is read",
         _graph("s = Add (x, k)").replace("y = Layer", "y, mean = Layer").replace("Relu (s)", "Add (s, mean)"),
-        rewrites=0,
-        sizes=_SIZES,
     ),
-    PassCase(
-        "biased value read twice", _graph("a = Add (x, b)  s = Add (a, k)", reads="a"), ops={"Add": 1}, sizes=_SIZES
-    ),
+    _case("biased value read twice", _graph("a = Add (x, b)  s = Add (a, k)", reads="a"), ops={"Add": 1}),
 ]
 
 PASS = rule_pass("skip_layer_normalization", RULES, CASES)

@@ -74,10 +74,7 @@ CASES = [
     _case("two products", _matmul("p", "x", "a") + _matmul("y", "p", "b"), 1, {MATMUL: 2}),
     _case("attention", f"{_PROJECTED} h = {_ATTENTION} (q, k, v)  " + _matmul("y", "h", "a"), 4, {ATTENTION: 1}),
     _case(
-        "a value that is read twice",
-        _matmul("p", "x", "a") + _matmul("z", "p", "b") + "y = Add (p, z)",
-        0,
-        {MATMUL: 2},
+        "a value that is read twice", _matmul("p", "x", "a") + _matmul("z", "p", "b") + "y = Add (p, z)", 0, {MATMUL: 2}
     ),
     _case("the graph's output", f"{_PROJECTED} y = {_ATTENTION} (q, k, v)", 0, {ATTENTION: 1}),
     _case(

@@ -194,12 +194,7 @@ def _fuse_skip_group_norm(graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def _insert_linear_add(
-    graph: ir.Graph,
-    before: ir.Node,
-    gemm: _Gemm,
-    output: ir.Value,
-    bias: ir.Value | None,
-    skip: ir.Value | None,
+    graph: ir.Graph, before: ir.Node, gemm: _Gemm, output: ir.Value, bias: ir.Value | None, skip: ir.Value | None
 ) -> ir.Value:
     """Insert a LinearAdd before the node `before`, replace `output` by its output, and return that."""
     inputs: list[ir.Value | None] = [gemm.x, _weight_matrix(graph, gemm.node), bias, skip]

@@ -68,8 +68,4 @@ def _case(name: str, inputs: str, rejection: str | None = None, queries: str = "
     )
 
 
-CASES = [
-    _case("text", "q, k, k"),
-    _case("a mask", "q, k, k, , , m"),
-    _case("packed", "q", "packed", "B,S,2,3,4"),
-]
+CASES = [_case("text", "q, k, k"), _case("a mask", "q, k, k, , , m"), _case("packed", "q", "packed", "B,S,2,3,4")]

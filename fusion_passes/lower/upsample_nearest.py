@@ -155,14 +155,7 @@ CASES = [
     _case("NCHW", _FLOOR, "1, 1, 2, 2", _AXES, "", "x, , times"),
     _case("axes", _FLOOR + ", axes = [2, 3]", "1, 1, 1, 1", _SCALES, operands="s, , halves"),
     _case("crop", _rounded("tf_crop_and_resize", "floor"), "1, 1, 2, 2", _AXES, operands="s, region, times"),
-    _case(
-        "sizes not proven",
-        _FLOOR,
-        "1, 1, 1, 1",
-        _SCALES,
-        _sized("l = Add (i, more)"),
-        "s, , , w",
-    ),
+    _case("sizes not proven", _FLOOR, "1, 1, 1, 1", _SCALES, _sized("l = Add (i, more)"), "s, , , w"),
     _case("sizes with a policy", _POLICY, "1, 1, 1, 1", _SCALES, _sized("l = Add (i, i)"), "s, , , w"),
     _case("integers", _FLOOR, "1, 2, 2, 1", "floating point", "s = Cast <to = 6> (x)"),
 ]

@@ -23,9 +23,5 @@ def body(node: ir.Node) -> tuple[str, str]:
 
 
 OPERATOR = FusedOperator(
-    "Bfloat16Attention",
-    multi_head_attention.shape,
-    body,
-    ("num_heads", "scale"),
-    has_cpu_kernel=never,
+    "Bfloat16Attention", multi_head_attention.shape, body, ("num_heads", "scale"), has_cpu_kernel=never
 )

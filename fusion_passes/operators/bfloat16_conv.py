@@ -49,9 +49,4 @@ def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
     return [(x[0], *image, weight[0]) if y_last else (x[0], weight[0], *image)]
 
 
-OPERATOR = FusedOperator(
-    "Bfloat16Conv",
-    shape,
-    body,
-    ("stride", "x_last", "y_last"),
-)
+OPERATOR = FusedOperator("Bfloat16Conv", shape, body, ("stride", "x_last", "y_last"))

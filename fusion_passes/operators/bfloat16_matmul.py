@@ -38,9 +38,4 @@ def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
     return [(*rows, columns // 2)]
 
 
-OPERATOR = FusedOperator(
-    "Bfloat16MatMul",
-    shape,
-    body,
-    ("gated", "to"),
-)
+OPERATOR = FusedOperator("Bfloat16MatMul", shape, body, ("gated", "to"))

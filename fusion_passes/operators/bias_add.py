@@ -15,9 +15,4 @@ def body(node: ir.Node) -> tuple[str, str]:
     return "", "(X, bias, skip) => (Y) { biased = Add (X, bias)  Y = Add (biased, skip) }"
 
 
-OPERATOR = FusedOperator(
-    "BiasAdd",
-    same_as_first_input,
-    body,
-    has_cpu_kernel=never,
-)
+OPERATOR = FusedOperator("BiasAdd", same_as_first_input, body, has_cpu_kernel=never)

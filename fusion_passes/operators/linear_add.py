@@ -19,9 +19,4 @@ def body(node: ir.Node) -> tuple[str, str]:
     return overload, f"({inputs}) => (Y) {{ product = MatMul (X, W)  {biased}  {total} }}"
 
 
-OPERATOR = FusedOperator(
-    "LinearAdd",
-    matmul,
-    body,
-    in_summary=False,
-)
+OPERATOR = FusedOperator("LinearAdd", matmul, body, in_summary=False)

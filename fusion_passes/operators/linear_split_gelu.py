@@ -37,9 +37,4 @@ def internal_matmul(node: ir.Node) -> ir.Node:
     return ir.node("MatMul", node.inputs[:2])
 
 
-OPERATOR = FusedOperator(
-    "LinearSplitGelu",
-    shape,
-    body,
-    internal_node=internal_matmul,
-)
+OPERATOR = FusedOperator("LinearSplitGelu", shape, body, internal_node=internal_matmul)

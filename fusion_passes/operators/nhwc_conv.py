@@ -39,9 +39,5 @@ def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
 
 
 OPERATOR = FusedOperator(
-    "NhwcConv",
-    shape,
-    body,
-    ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides"),
-    has_cpu_kernel=never,
+    "NhwcConv", shape, body, ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides"), has_cpu_kernel=never
 )

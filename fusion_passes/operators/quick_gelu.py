@@ -22,9 +22,4 @@ def body(node: ir.Node) -> tuple[str, str]:
     )
 
 
-OPERATOR = FusedOperator(
-    "QuickGelu",
-    same_as_first_input,
-    body,
-    ("alpha",),
-)
+OPERATOR = FusedOperator("QuickGelu", same_as_first_input, body, ("alpha",))

@@ -20,10 +20,4 @@ def body(node: ir.Node) -> tuple[str, str]:
     return attention_overload(node, mask), body
 
 
-OPERATOR = FusedOperator(
-    "ScaledDotProductAttention",
-    attention,
-    body,
-    ("scale", "is_causal"),
-    in_summary=False,
-)
+OPERATOR = FusedOperator("ScaledDotProductAttention", attention, body, ("scale", "is_causal"), in_summary=False)

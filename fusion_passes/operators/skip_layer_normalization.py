@@ -21,9 +21,5 @@ def body(node: ir.Node) -> tuple[str, str]:
 
 
 OPERATOR = FusedOperator(
-    "SkipLayerNormalization",
-    skip_normalization_shapes,
-    body,
-    ("epsilon",),
-    float32_outputs=(1, 2),
+    "SkipLayerNormalization", skip_normalization_shapes, body, ("epsilon",), float32_outputs=(1, 2)
 )

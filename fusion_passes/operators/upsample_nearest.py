@@ -34,10 +34,4 @@ def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
     return [(x[0], x[1] * constant(scales[0]), x[2] * constant(scales[1]), x[3])] if len(x) == 4 else None
 
 
-OPERATOR = FusedOperator(
-    "UpsampleNearest",
-    shape,
-    body,
-    ("scale_height", "scale_width"),
-    copies_elements=True,
-)
+OPERATOR = FusedOperator("UpsampleNearest", shape, body, ("scale_height", "scale_width"), copies_elements=True)

@@ -19,8 +19,4 @@ def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
     return None if weight is None or len(x) != 4 else [(x[0], weight[0], *x[2:])]
 
 
-OPERATOR = FusedOperator(
-    "WinogradConv",
-    shape,
-    body,
-)
+OPERATOR = FusedOperator("WinogradConv", shape, body)

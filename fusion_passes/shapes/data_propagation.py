@@ -42,13 +42,17 @@ def _slice_elements(node: ir.Node, info: ShapeInfo) -> list[Dim] | None:
     return data[starts[0] : ends[0] : steps[0] if steps else 1]
 
 
-def _arithmetic(node: ir.Node, info: ShapeInfo) -> list[Dim] | None:
+def _broadcast_pairs(node: ir.Node, info: ShapeInfo) -> list[tuple[Dim, Dim]] | None:
     a, b = (info.elements.get(v) if v is not None else None for v in node.inputs[:2])
     if a is None or b is None or (len(a) != len(b) and 1 not in (len(a), len(b))):
         return None
     size = max(len(a), len(b))
-    pairs = zip(a * (size if len(a) == 1 else 1), b * (size if len(b) == 1 else 1), strict=True)
-    result = [_combine(node.op_type, x, y) for x, y in pairs]
+    return list(zip(a * (size if len(a) == 1 else 1), b * (size if len(b) == 1 else 1), strict=True))
+
+
+def _arithmetic(node: ir.Node, info: ShapeInfo) -> list[Dim] | None:
+    pairs = _broadcast_pairs(node, info)
+    result: list[Dim | None] = [None] if pairs is None else [_combine(node.op_type, x, y) for x, y in pairs]
     return None if any(r is None for r in result) else [r for r in result if r is not None]
 
 
@@ -67,12 +71,8 @@ def _combine(op_type: str, x: Dim, y: Dim) -> Dim | None:
 
 
 def _equal(node: ir.Node, info: ShapeInfo) -> list[Dim] | None:
-    a, b = (info.elements.get(v) if v is not None else None for v in node.inputs[:2])
-    if a is None or b is None or (len(a) != len(b) and 1 not in (len(a), len(b))):
-        return None
-    size = max(len(a), len(b))
-    pairs = zip(a * (size if len(a) == 1 else 1), b * (size if len(b) == 1 else 1), strict=True)
-    result = [_is_equal(x, y) for x, y in pairs]
+    pairs = _broadcast_pairs(node, info)
+    result: list[bool | None] = [None] if pairs is None else [_is_equal(x, y) for x, y in pairs]
     return None if any(r is None for r in result) else [constant(int(bool(r))) for r in result]
 
 

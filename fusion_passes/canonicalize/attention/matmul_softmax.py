@@ -9,6 +9,7 @@ together with a NaN guard, other consumers of the probabilities.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -22,7 +23,7 @@ from fusion_passes.rule import Rule
 
 
 class Sdpa(Rule):
-    """MatMul(Softmax(MatMul(q, kT) * s + m), v), each of s, m and the NaN guard optional."""
+    """MatMul(Softmax(MatMul(q, kT) * s + m), v) => SDPA; s, m and the NaN guard are optional."""
 
     def pattern(self, op: Any, q: Any, k_t: Any, v: Any, s: Any, mask: Any, zero: Any) -> Any:
         scores = op.MatMul(q, k_t)
@@ -81,29 +82,27 @@ _PLAIN = "c = MatMul (q, kt)  d = Mul (c, a)  w = Softmax <axis = -1> (d)  y = M
 _GUARD = "n = IsNaN (w)  u = Where (n, z, w)  y = MatMul (u, v)"
 _SIZES = {"B": 2, "S": 5, "L": 3}
 _ONE = {"ScaledDotProductAttention": 1, "Softmax": 0, "MatMul": 0}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    PassCase("scale after the product", _graph(_PLAIN), ops=_ONE, sizes=_SIZES),
-    PassCase(
-        "no scale", _graph("c = MatMul (q, kt)  w = Softmax <axis = 3> (c)  y = MatMul (w, v)"), ops=_ONE, sizes=_SIZES
-    ),
-    PassCase(
+    _case("scale after the product", _graph(_PLAIN), ops=_ONE),
+    _case("no scale", _graph("c = MatMul (q, kt)  w = Softmax <axis = 3> (c)  y = MatMul (w, v)"), ops=_ONE),
+    _case(
         "scales on query and key",
         _graph(
             "qs = Mul (q, a)  ks = Mul (kt, b)  c = MatMul (qs, ks)  w = Softmax <axis = -1> (c)  y = MatMul (w, v)"
         ),
         ops=_ONE | {"Mul": 0},
-        sizes=_SIZES,
     ),
-    PassCase(
+    _case(
         "divided scores and a mask",
         _graph(
             "c = MatMul (q, kt)  d = Div (c, r)  e = Add (d, m)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)",
             ", float[B,1,S,L] m",
         ),
         ops=_ONE | {"Add": 0},
-        sizes=_SIZES,
     ),
-    PassCase(
+    _case(
         "finite mask behind a NaN guard",
         _graph(
             "m = Where (keep, z, low)  c = MatMul (q, kt)  d = Mul (c, a)  e = Add (d, m)  w = Softmax <axis = -1> (e) "
@@ -111,68 +110,57 @@ CASES = [
             ", bool[B,1,S,L] keep",
         ),
         ops=_ONE | {"IsNaN": 0},
-        sizes=_SIZES,
     ),
-    PassCase(
+    _rejected(
         "mask that may be infinite behind a NaN guard",
         _graph(
             "c = MatMul (q, kt)  d = Mul (c, a)  e = Add (d, m)  w = Softmax <axis = -1> (e) " + _GUARD,
             ", float[B,1,S,L] m",
         ),
-        rewrites=0,
         rejection="-infinity",
-        sizes=_SIZES,
     ),
-    PassCase(
+    _case(
         "mask a key, broadcast",
         _graph(
             "c = MatMul (q, kt)  d = Mul (c, a)  e = Add (m, d)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)",
             ", float[B,1,1,L] m",
         ),
         ops=_ONE | {"Add": 0},
-        sizes=_SIZES,
     ),
-    PassCase(
+    _rejected(
         "mask that enlarges the batch",
         """<ir_version: 10, opset_import: ["" : 21]>
         g (float[1,2,S,4] q, float[1,2,L,4] k, float[1,2,L,4] v, float[B,1,S,L] m) => (float[B,2,S,4] y) {
             kt = Transpose <perm = [0, 1, 3, 2]> (k)
             c = MatMul (q, kt)  e = Add (c, m)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)
         }""",
-        rewrites=0,
         rejection="the mask's axes",
-        sizes=_SIZES,
     ),
-    PassCase(
+    _rejected(
         "mask of another size",
         _graph("c = MatMul (q, kt)  e = Add (c, m)  w = Softmax <axis = -1> (e)  y = MatMul (w, v)", ", float[M,3] m"),
-        rewrites=0,
         rejection="the mask's axes",
         sizes=_SIZES | {"M": 5},
     ),
-    PassCase(
+    _rejected(
         "keys of one batch for all queries",
         """<ir_version: 10, opset_import: ["" : 21]>
         g (float[B,2,S,4] q, float[1,2,L,4] k, float[1,2,L,4] v) => (float[B,2,S,4] y) {
             kt = Transpose <perm = [0, 1, 3, 2]> (k)
             c = MatMul (q, kt)  w = Softmax <axis = -1> (c)  y = MatMul (w, v)
         }""",
-        rewrites=0,
         rejection="differ in batch",
-        sizes=_SIZES,
     ),
-    PassCase(
+    _rejected(
         "one key head for all query heads",
         """<ir_version: 10, opset_import: ["" : 21]>
         g (float[B,4,S,4] q, float[B,1,L,4] k, float[B,1,L,4] v) => (float[B,4,S,4] y) {
             kt = Transpose <perm = [0, 1, 3, 2]> (k)
             c = MatMul (q, kt)  w = Softmax <axis = -1> (c)  y = MatMul (w, v)
         }""",
-        rewrites=0,
         rejection="differ in batch or heads",
-        sizes=_SIZES,
     ),
-    PassCase(
+    _rejected(
         "finite mask that the cast to half makes infinite, behind a NaN guard",
         """<ir_version: 10, opset_import: ["" : 21]>
         g (float16[B,2,S,4] q, float16[B,2,L,4] k, float16[B,2,L,4] v, bool[B,1,S,L] keep) => (float16[B,2,S,4] y)
@@ -183,36 +171,26 @@ CASES = [
             c = MatMul (q, kt)  e = Add (c, m)  w = Softmax <axis = -1> (e)
             n = IsNaN (w)  u = Where (n, z, w)  y = MatMul (u, v)
         }""",
-        rewrites=0,
         rejection="-infinity",
-        sizes=_SIZES,
     ),
-    PassCase(
+    _rejected(
         "NaN rows replaced by ones",
         _graph(_PLAIN.split("  y =")[0] + "  n = IsNaN (w)  u = Where (n, r, w)  y = MatMul (u, v)"),
-        rewrites=0,
         rejection="not replaced by 0",
-        sizes=_SIZES,
     ),
-    PassCase(
+    _rejected(
         "softmax over the keys of a transposed product",
         _graph(
             "c = MatMul (q, kt)  t = Transpose <perm = [0, 1, 3, 2]> (c)  w = Softmax <axis = -1> (t) "
             " b2 = Transpose <perm = [0, 1, 3, 2]> (w)  y = MatMul (b2, v)"
         ),
-        rewrites=0,
-        sizes=_SIZES,
     ),
-    PassCase(
-        "softmax over queries", _graph(_PLAIN.replace("-1", "2")), rewrites=0, rejection="last axis", sizes=_SIZES
-    ),
-    PassCase("weights are an output", _graph(_PLAIN, outputs=", float[B,2,S,L] w"), rewrites=0, sizes=_SIZES),
-    PassCase("scores are read twice", _graph(_PLAIN, outputs=", float[B,2,S,L] c"), rewrites=0, sizes=_SIZES),
-    PassCase(
+    _rejected("softmax over queries", _graph(_PLAIN.replace("-1", "2")), rejection="last axis"),
+    _rejected("weights are an output", _graph(_PLAIN, outputs=", float[B,2,S,L] w")),
+    _rejected("scores are read twice", _graph(_PLAIN, outputs=", float[B,2,S,L] c")),
+    _rejected(
         "scale per head",
         _graph(_PLAIN, ", float[2,1,1] h").replace("Mul (c, a)", "Mul (c, h)"),
-        rewrites=0,
         rejection="constant scalar",
-        sizes=_SIZES,
     ),
 ]

@@ -5,6 +5,7 @@ MatMul, Softmax and MatMul as in `matmul_softmax`. A mask may be added between R
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -128,34 +129,29 @@ _ADD_MASK = """batch = Shape <start = 0, end = 1> (q)  two = Constant <value = i
             m3 = Shape (m)  back3 = Reshape (e, m3)  w = Softmax <axis = -1> (back3)"""
 _FLAT_SIZES = {"B": 2, "S": 5, "P": 4}
 _ONE = {"ScaledDotProductAttention": 1, "Softmax": 0, "MatMul": 0}
+_case = partial(PassCase, sizes=_FLAT_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    PassCase("batch and heads merged", _flat("w = Softmax <axis = -1> (m)"), ops=_ONE, sizes=_FLAT_SIZES),
-    PassCase("batch and heads merged, zeros added", _flat(_ADD_ZEROS), ops=_ONE | {"Add": 0}, sizes=_FLAT_SIZES),
-    PassCase(
+    _case("batch and heads merged", _flat("w = Softmax <axis = -1> (m)"), ops=_ONE),
+    _case("batch and heads merged, zeros added", _flat(_ADD_ZEROS), ops=_ONE | {"Add": 0}),
+    _case(
         "batch and heads merged, a mask added in between",
         _flat(_ADD_MASK, ", float[B,1,S,S] real"),
         ops=_ONE | {"Add": 0},
-        sizes=_FLAT_SIZES,
     ),
-    PassCase(
+    _rejected(
         "batch and heads merged, a mask a flat head",
         _flat("e = Add (m, real)  w = Softmax <axis = -1> (e)", ", float[P,S,S] real"),
-        rewrites=0,
-        sizes=_FLAT_SIZES,
     ),
-    PassCase(
+    _rejected(
         "batch and heads merged, the mask added with heads first",
         _flat(_ADD_MASK.replace("(batch, two, s, s)", "(two, batch, s, s)"), ", float[2,1,S,S] real"),
-        rewrites=0,
         rejection="not those of the scores",
-        sizes=_FLAT_SIZES,
     ),
-    PassCase("batch and heads merged, ones added", _flat(_ADD_ONES), rewrites=0, sizes=_FLAT_SIZES),
-    PassCase(
+    _rejected("batch and heads merged, ones added", _flat(_ADD_ONES)),
+    _rejected(
         "batch and heads merged, weights are an output",
         _flat("w = Softmax <axis = -1> (m)", outputs=", float[P,S,S] w"),
-        rewrites=0,
         rejection="other consumers",
-        sizes=_FLAT_SIZES,
     ),
 ]

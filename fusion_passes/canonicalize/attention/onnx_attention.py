@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,45 +74,40 @@ def _graph(body: str, extra: str = "", outputs: str = "", opset: int = 21) -> st
 
 _SIZES = {"B": 2, "S": 5, "L": 3}
 _ONE = {"ScaledDotProductAttention": 1, "Softmax": 0, "MatMul": 0}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    PassCase(
+    _case(
         "operator with a float mask",
         _graph("y = Attention (q, k, v, m)", ", float[S,L] m", opset=23),
         ops=_ONE,
         sizes={"B": 2, "S": 5, "L": 7},
     ),
-    PassCase(
+    _rejected(
         "operator with fewer key heads",
         """<ir_version: 10, opset_import: ["" : 23]>
         g (float[B,4,S,4] q, float[B,2,L,4] k, float[B,2,L,4] v) => (float[B,4,S,4] y) { y = Attention (q, k, v) }""",
-        rewrites=0,
         rejection="differ in batch or heads",
-        sizes=_SIZES,
     ),
-    PassCase(
-        "operator that caps its scores",
-        _graph("y = Attention <softcap = 2.0> (q, k, v)", opset=23),
-        rewrites=0,
-        rejection="caps",
-        sizes=_SIZES,
+    _rejected(
+        "operator that caps its scores", _graph("y = Attention <softcap = 2.0> (q, k, v)", opset=23), rejection="caps"
     ),
-    PassCase(
+    _rejected(
         "operator whose keys grow from a cache",
         """<ir_version: 10, opset_import: ["" : 23]>
         g (float[B,2,S,4] q, float[B,2,S,4] k, float[B,2,S,4] v, float[B,2,P,4] pk, float[B,2,P,4] pv)
             => (float[B,2,S,4] y, float[B,2,T,4] nk, float[B,2,T,4] nv) {
             y, nk, nv = Attention (q, k, v, , pk, pv) }""",
-        rewrites=0,
         sizes={"B": 2, "S": 3, "P": 2},
     ),
-    PassCase("operator of opset 23", _graph("y = Attention (q, k, v)", opset=23), ops=_ONE, sizes=_SIZES),
-    PassCase(
+    _case("operator of opset 23", _graph("y = Attention (q, k, v)", opset=23), ops=_ONE),
+    _case(
         "causal operator",
         _graph("y = Attention <is_causal = 1, scale = 0.3> (q, k, v)", opset=23),
         ops=_ONE,
         sizes={"B": 2, "S": 4, "L": 4},
     ),
-    PassCase(
+    _case(
         "operator with a boolean mask",
         _graph("y = Attention (q, k, v, keep)", ", bool[B,1,S,L] keep", opset=23),
         ops=_ONE | {"Where": 1},

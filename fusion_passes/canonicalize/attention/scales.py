@@ -273,17 +273,9 @@ CASES = [
         rewrites=2,
         Mul=1,
     ),
+    _case("on the query, before its heads are split", f"s = Mul (flat, a)  {_FLAT}  {_END}", rewrites=3, Mul=1),
     _case(
-        "on the query, before its heads are split",
-        f"s = Mul (flat, a)  {_FLAT}  {_END}",
-        rewrites=3,
-        Mul=1,
-    ),
-    _case(
-        "a scale per channel, before the heads are split",
-        f"s = Mul (flat, e)  {_FLAT}  {_END}",
-        0,
-        "constant scalar",
+        "a scale per channel, before the heads are split", f"s = Mul (flat, e)  {_FLAT}  {_END}", 0, "constant scalar"
     ),
     _case("scale per head", f"s = Mul (q, h)  c = MatMul (s, kt)  {_END}", 0, "constant scalar"),
     _case("division by a scale per head", f"m = MatMul (q, kt)  c = Div (m, h)  {_END}", 0, "divisor"),

@@ -11,6 +11,7 @@ that may differ, a Softmax on another axis, other consumers of the attention wei
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -163,20 +164,21 @@ def _tokens(body: str, extra: str = "", outputs: str = "") -> str:
 _ONE = {"ScaledDotProductAttention": 1, "Softmax": 0, "MatMul": 0}
 _SIZES, _TOKENS = {"B": 2, "P": 4}, {"B": 2, "S": 5, "L": 3}
 _PLAIN = "w = Softmax <axis = -1> (m)"
+_case = partial(PassCase, sizes=_TOKENS)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    PassCase("convolutional attention", _channels(), ops=_ONE | {"Einsum": 0, "Mul": 0}, sizes=_SIZES),
-    PassCase(
+    _case("convolutional attention", _channels(), ops=_ONE | {"Einsum": 0, "Mul": 0}, sizes=_SIZES),
+    _rejected(
         "a Softmax over the queries",
         _channels("w = Softmax <axis = 1> (c)"),
-        rewrites=0,
         rejection="not over the last axis",
         sizes=_SIZES,
     ),
-    PassCase("weights that are an output", _channels(outputs=", float[P,5,3] w"), rewrites=0, sizes=_SIZES),
+    _rejected("weights that are an output", _channels(outputs=", float[P,5,3] w"), sizes=_SIZES),
 ]
 ONE_HEAD_CASES = [
-    PassCase("one head", _tokens(_PLAIN), ops=_ONE, sizes=_TOKENS),
-    PassCase(
+    _case("one head", _tokens(_PLAIN), ops=_ONE),
+    _case(
         "one head, weights behind the values",
         _tokens("w = Softmax <axis = -1> (m)").replace(
             "y = MatMul (w, v)",
@@ -184,30 +186,19 @@ ONE_HEAD_CASES = [
             "  z = MatMul (vt, wt)  y = Transpose <perm = [0, 2, 1]> (z)",
         ),
         ops=_ONE,
-        sizes=_TOKENS,
     ),
-    PassCase(
-        "one head and a mask",
-        _tokens("e = Add (m, b)  w = Softmax <axis = -1> (e)", ", float[S,L] b"),
-        ops=_ONE,
-        sizes=_TOKENS,
-    ),
-    PassCase(
+    _case("one head and a mask", _tokens("e = Add (m, b)  w = Softmax <axis = -1> (e)", ", float[S,L] b"), ops=_ONE),
+    _rejected(
         "one head and a mask a batch entry",
         _tokens("e = Add (m, b)  w = Softmax <axis = -1> (e)", ", float[B,S,L] b"),
-        rewrites=0,
         rejection="differs between batch entries",
-        sizes=_TOKENS,
     ),
-    PassCase(
+    _rejected(
         "one head, batches that may differ",
         _tokens(_PLAIN).replace("float[B,L,6] v", "float[P,L,6] v"),
-        rewrites=0,
         rejection="differ in batch",
         sizes=_TOKENS | {"P": 2},
     ),
-    PassCase(
-        "one head, weights that are an output", _tokens(_PLAIN, outputs=", float[B,S,L] w"), rewrites=0, sizes=_TOKENS
-    ),
+    _rejected("one head, weights that are an output", _tokens(_PLAIN, outputs=", float[B,S,L] w")),
 ]
 PASS = rule_pass("one_head", ONE_HEAD_RULES, ONE_HEAD_CASES)

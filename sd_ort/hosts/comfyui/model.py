@@ -158,7 +158,7 @@ class DiffusionModel(torch.nn.Module):
     """
 
     def __init__(self, models: TorchComponentSessions, to_comfy: dict[str, str]) -> None:
-        """`to_comfy`: diffusers' name of a weight -> ComfyUI's."""
+        """Open the UNet. `to_comfy`: diffusers' name of a weight -> ComfyUI's."""
         super().__init__()
         self.models, self.runner, self.dtype = models, UNetRunner(models), models.dtype("unet")
         shapes = _shapes(models.config("unet"))
