@@ -28,7 +28,8 @@ from sd_ort.family.configs import component_config
 from sd_ort.family.plans import LinearSchedule
 from sd_ort.family.schedule import linear_schedule
 from sd_ort.family.schedulers import make_scheduler, set_timesteps
-from sd_ort.graphs import hoist, merged_loop_graphs
+from sd_ort.graphs import hoist
+from sd_ort.graphs import merged_loop_graphs as loop_graphs
 from sd_ort.graphs.inline import inline
 from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
@@ -109,14 +110,10 @@ class _Merger:
         self.weights = self._input("weights", ["states", "states"], schedule.weights)
         self.guidance = self._input("guidance_scale", [1], np.array([guidance], np.float32))
         fixed, by_step = self._hoisted(conditioning) if "unet_prompt" in parts else (conditioning, {})
-        history = self._call(merged_loop_graphs.INIT_HISTORY, "first.", latents=latents, timesteps=self.timesteps)[
-            "history"
-        ]
+        history = self._call(loop_graphs.INIT_HISTORY, "first.", latents=latents, timesteps=self.timesteps)["history"]
         history = self._loop(history, fixed, by_step)
         last = self._node("Shape", [self.timesteps])
-        drawn = self._call(merged_loop_graphs.LATENTS, "last.", history=history, index=last, weights=self.weights)[
-            "latents"
-        ]
+        drawn = self._call(loop_graphs.LATENTS, "last.", history=history, index=last, weights=self.weights)["latents"]
         self._decode(drawn, vae)
 
     # --- The stages -------------------------------------------------------------------------------------------------
@@ -178,27 +175,20 @@ class _Merger:
         carried = _value("step.history", [None] * 5, FLOAT)
         self.graph.inputs.extend([number, go_on, carried])
         index = self._node("Reshape", [number, self._ints([1])])
-        latents = self._call(merged_loop_graphs.LATENTS, "step.", history=carried, index=index, weights=self.weights)[
+        latents = self._call(loop_graphs.LATENTS, "step.", history=carried, index=index, weights=self.weights)[
             "latents"
         ]
         inputs = self._call(
-            merged_loop_graphs.UNET_INPUT,
-            "input.",
-            latents=latents,
-            index=index,
-            scales=self.scales,
-            timesteps=self.timesteps,
+            loop_graphs.UNET_INPUT, "input.", latents=latents, index=index, scales=self.scales, timesteps=self.timesteps
         )
-        inputs["sample"] = self._call(merged_loop_graphs.DUPLICATE_ROWS, "input.", sample=inputs["sample"])["rows"]
+        inputs["sample"] = self._call(loop_graphs.DUPLICATE_ROWS, "input.", sample=inputs["sample"])["rows"]
         now = {name: self._node("Gather", [value, number], axis=0) for name, value in by_step.items()}
         feed = {**fixed, **now, **self._cast_all(unet, inputs)}
         wanted = {str(v.name): feed[str(v.name)] for v in unet.graph.inputs}
         noise = inline(self.model, unet, wanted, "unet.", into=self.graph)["out_sample"]
         noise = self._as(noise, FLOAT)
-        guided = self._call(merged_loop_graphs.APPLY_GUIDANCE, "guide.", noise=noise, guidance=self.guidance)["guided"]
-        record = self._call(
-            merged_loop_graphs.APPEND_PREDICTION, "record.", prediction=guided, history=carried, index=index
-        )
+        guided = self._call(loop_graphs.APPLY_GUIDANCE, "guide.", noise=noise, guidance=self.guidance)["guided"]
+        record = self._call(loop_graphs.APPEND_PREDICTION, "record.", prediction=guided, history=carried, index=index)
         self.graph.outputs.extend([self._node("Identity", [go_on]), record["history_out"]])
         body, self.graph = self.graph, outer
         for value, dtype in zip(body.outputs, (ir.DataType.BOOL, FLOAT), strict=True):
@@ -246,15 +236,12 @@ class _Merger:
         return node.outputs[0]
 
     def _call(self, text: str, prefix: str, **inputs: ir.Value) -> dict[str, ir.Value]:
-        return inline(self.model, merged_loop_graphs.parse_graph(text, self.opset), inputs, prefix, into=self.graph)
+        return inline(self.model, loop_graphs.parse_graph(text, self.opset), inputs, prefix, into=self.graph)
 
     def _ints(self, numbers: list[int]) -> ir.Value:
         name = f"{self.graph.name}.ints.{'_'.join(map(str, numbers))}"
-        return (
-            self.graph.initializers[name]
-            if name in self.graph.initializers
-            else new_initializer(self.graph, name, numbers)
-        )
+        value = self.graph.initializers.get(name)
+        return new_initializer(self.graph, name, numbers) if value is None else value
 
     def _as(self, value: ir.Value, dtype: ir.DataType | None) -> ir.Value:
         if value.dtype == dtype or dtype is None:
