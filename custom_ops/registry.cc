@@ -1,6 +1,7 @@
 // The library's entry point: registers every operator for the CPU and, when a GPU library lies beside this one and
 // loads, for the execution providers of that GPU. The only C++ file that names execution providers.
 #include <algorithm>
+#include <cstdio>
 #include <iterator>
 #include <memory>
 #include <string>
@@ -107,6 +108,7 @@ class Registry {
 SD_ORT_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   sd_ort::ort_api = base->GetApi(sd_ort::kApiVersion);
   if (sd_ort::ort_api == nullptr) return nullptr;  // no API, no way to report; ORT then finds no kernel and says so
+  std::sscanf(base->GetVersionString(), "1.%d", &sd_ort::ort_minor_version);
   return sd_ort::guarded([&] {
     static sd_ort::Registry registry;
     sd_ort::check(sd_ort::ort_api->AddCustomOpDomain(options, registry.domain()));

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from custom_ops import rocm
 from custom_ops.op import Array
 
 # Bytes before and after every buffer; a write there is out of bounds. 0 leaves that to a memory checker, which sees
@@ -69,19 +70,20 @@ class DeviceMemory:
     """The GPU's, by the CUDA or HIP runtime."""
 
     def __init__(self, guard_bytes: int = GUARD_BYTES) -> None:
-        """Raises RuntimeError where neither runtime is installed."""
+        """Use the first runtime that has a device. Raises RuntimeError if none has."""
         self.guard_bytes = guard_bytes
         for prefix, names in (
             ("cuda", ("libcudart.so", "libcudart.so.13", "libcudart.so.12")),
-            ("hip", ("libamdhip64.so",)),
+            ("hip", ("libamdhip64.so", *rocm.libraries("libamdhip64.so*"))),
         ):
-            for name in (*names, f"/usr/local/cuda/lib64/{names[0]}", f"/opt/rocm/lib/{names[0]}"):
+            for name in (*names, f"/usr/local/cuda/lib64/{names[0]}"):
                 try:
                     self._runtime, self._prefix = ctypes.CDLL(name), prefix
                 except OSError:
                     continue
-                return
-        raise RuntimeError("neither the CUDA nor the HIP runtime library is here")
+                if getattr(self._runtime, f"{prefix}GetDeviceCount")(ctypes.byref(ctypes.c_int())) == 0:
+                    return
+        raise RuntimeError("No CUDA or HIP runtime library with a device was found.")
 
     def call(self, name: str, *arguments: object) -> None:
         """A function of the runtime. Raises RuntimeError with its error's number."""

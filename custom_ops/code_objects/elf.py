@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+
+from custom_ops.rocm import llvm_tool
 
 _MAGIC = b"__CLANG_OFFLOAD_BUNDLE__"
 
@@ -15,7 +16,8 @@ _MAGIC = b"__CLANG_OFFLOAD_BUNDLE__"
 def extract(library: Path, to: Path) -> list[Path]:
     """Writes every code object that has kernels as <architecture>_<n>.co; the paths.
 
-    The section .hip_fatbin holds a bundle a source file: magic, count, then (offset, size, triple's length, triple).
+    The section .hip_fatbin holds a bundle a source file: magic, count, then (offset, size, triple's length, triple). A
+    triple ends with the target: hipv4-amdgcn-amd-amdhsa--gfx9-4-generic.
     """
     data = library.read_bytes()
     written = []
@@ -28,7 +30,7 @@ def extract(library: Path, to: Path) -> list[Path]:
             triple = data[position + 24 : position + 24 + length].decode()
             position += 24 + length
             if triple.startswith("hip") and size:
-                path = to / f"{triple.rsplit('-', 1)[1]}_{bundles}.co"
+                path = to / f"{triple[triple.index('-gfx') + 1 :]}_{bundles}.co"
                 path.write_bytes(data[start + offset : start + offset + size])
                 written.append(path)
         bundles += 1
@@ -36,17 +38,10 @@ def extract(library: Path, to: Path) -> list[Path]:
     return written
 
 
-def _tool(name: str) -> str:
-    for candidate in (f"{name}-19", name, f"/opt/rocm/llvm/bin/{name}"):
-        if path := shutil.which(candidate):
-            return path
-    raise FileNotFoundError(f"{name} is not here: install llvm-19, or ROCm")
-
-
 def metadata_of(path: Path) -> list[dict]:
     """The kernels of a code object's note, as llvm-readelf prints it (YAML of two levels)."""
     notes = subprocess.run(
-        [_tool("llvm-readelf"), "--notes", str(path)], capture_output=True, text=True, check=True
+        [llvm_tool("llvm-readelf"), "--notes", str(path)], capture_output=True, text=True, check=True
     ).stdout
     kernels: list[dict] = []
     for line in notes.splitlines():
@@ -70,7 +65,7 @@ def metadata_of(path: Path) -> list[dict]:
 
 def demangled(symbols: list[str]) -> list[tuple[str, list[str]]]:
     """Name without namespace, and template arguments, of each symbol."""
-    command = [_tool("llvm-cxxfilt"), *symbols]
+    command = [llvm_tool("llvm-cxxfilt"), *symbols]
     texts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     names = []
     for text in texts:

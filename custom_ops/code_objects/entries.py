@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from custom_ops import GPU_OPERATORS
+from custom_ops.amd_targets import simd
 from custom_ops.code_objects.elf import demangled, descriptors_of, metadata_of, registers_at_start
 from custom_ops.op import Argument, Launch, Struct, load
 
@@ -15,20 +15,6 @@ _SIZES = {"int32": 4, "uint32": 4, "int64": 8, "float": 4}
 
 # Element types as the demangler writes them.
 _DTYPES = {"float": "float32", "_Float16": "float16", "bf16_t": "bfloat16"}
-
-
-@dataclass(frozen=True)
-class _Registers:
-    """What a SIMD of an architecture has: vector registers per lane, in allocation units of `unit`, waves at most."""
-
-    total: int
-    unit: int
-    waves: int
-
-
-# LLVM, AMDGPUBaseInfo: getTotalNumVGPRs, getVGPRAllocGranule, getMaxWavesPerEU; waves of 64 on gfx9, of 32 on the rest.
-_REGISTERS = {"gfx90a": _Registers(512, 8, 8), "gfx94": _Registers(512, 8, 8), "gfx11": _Registers(1536, 24, 16)}
-_REGISTERS["gfx12"] = _REGISTERS["gfx11"]
 
 
 def describe(objects: list[Path]) -> list[dict]:
@@ -148,6 +134,6 @@ def _entry_of(argument: Argument, place: int, offset: int) -> dict[str, object]:
 
 def _occupancy(arch: str, vgprs: int) -> int:
     """Waves a SIMD as the vector registers allow; LDS and the block size may allow fewer."""
-    device = next(value for prefix, value in _REGISTERS.items() if arch.startswith(prefix))
-    used = max(-(-vgprs // device.unit) * device.unit, device.unit)
-    return min(device.waves, device.total // used)
+    device = simd(arch)
+    used = max(-(-vgprs // device.granularity) * device.granularity, device.granularity)
+    return min(device.waves, device.registers // used)

@@ -6,12 +6,14 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "common/capture.h"
 #include "common/op.h"
 #include "common/platform.h"
 #include "common/tuner.h"
@@ -20,6 +22,8 @@
 namespace sd_ort {
 
 class BlasLt {
+  friend struct BlasLtAssertions;  // tests/abi
+
  public:
   // Y = scale X W + bias + skip, row-major: X (rows, inner), W (inner, columns), bias (columns) or null, skip as Y or
   // null. `transposed`: W is given as (columns, inner). Strides are elements from a row to the next, 0 for contiguous
@@ -47,15 +51,12 @@ class BlasLt {
   // That of the current device: a handle belongs to the device which is current when it is made.
   static BlasLt& instance() {
     static std::mutex mutex;
-    static std::map<int, std::unique_ptr<BlasLt>> libraries;
-    std::lock_guard<std::mutex> lock(mutex);
-    std::unique_ptr<BlasLt>& library = libraries[current_device()];
-    if (library == nullptr) library.reset(new BlasLt);
-    return *library;
+    static std::map<int, BlasLt*> libraries;
+    return *once(mutex, libraries, current_device(), [] { return new BlasLt; });
   }
 
   // The library's name where it does not load, else null. Asks no device.
-  static const char* missing() { return platform::load_first(kLibraries) == nullptr ? kLibraries[0] : nullptr; }
+  static const char* missing() { return load() == nullptr ? kLibraries[0] : nullptr; }
 
   // Whether the library is here and proposes at least `number` + 1 algorithms for products of this shape.
   bool supports(const Product& product, int number) {
@@ -70,6 +71,8 @@ class BlasLt {
   }
 
   const char* run(const Product& product, int number, void* workspace, void* stream) {
+    void* const handle = handle_for(stream);
+    if (handle == nullptr) return "the BLAS library gives no handle for the stream";
     std::lock_guard<std::mutex> lock(mutex_);
     Plan& p = plan(product);
     if (product.bias != nullptr) {
@@ -77,7 +80,7 @@ class BlasLt {
     }
     const float beta = product.skip == nullptr ? 0.f : 1.f;
     // Column-major as the library is: Y^T = W^T X^T.
-    const int status = multiply_(handle_, p.product, &product.scale, product.weight, p.weight, product.x, p.x, &beta,
+    const int status = multiply_(handle, p.product, &product.scale, product.weight, p.weight, product.x, p.x, &beta,
                                  product.skip == nullptr ? product.y : product.skip, p.y, product.y, p.y,
                                  &p.algorithms[number], workspace, p.algorithms[number].workspace_bytes, stream);
     return status == 0 ? nullptr : "the BLAS library refuses the product";
@@ -91,8 +94,12 @@ class BlasLt {
   static constexpr int kTransposed = 112;  // HIPBLAS_OP_T
   static constexpr int kTransposeWeight = 0, kEpilogue = 2, kBiasPointer = 3;
   static constexpr int kBatchCount = 0, kBatchStride = 1;
-  static constexpr size_t kAlgorithmBytes = 32;
+  static constexpr size_t kAlgorithmBytes = 24;  // hipblasLtMatmulAlgo_t: uint8_t[16], size_t
   static constexpr bool kAsksAlignment = false;
+  // Products that split their inner dimension add up in a buffer of the handle: two streams must not share it.
+  static constexpr bool kHandlePerStream = true;
+  // If there are fewer than that, hipBLASLt goes through all its solutions, and loads their files.
+  static constexpr int kWanted = 8;
 #else
   static constexpr const char* kPrefix = "cublasLt";
   static constexpr auto& kLibraries = platform::kCublasLt;
@@ -102,14 +109,16 @@ class BlasLt {
   static constexpr int kBatchCount = 5, kBatchStride = 6;
   static constexpr size_t kAlgorithmBytes = 64;
   static constexpr bool kAsksAlignment = true;
+  static constexpr bool kHandlePerStream = false;  // the workspace of a call is all that a product writes beside Y
+  static constexpr int kWanted = 16;
 #endif
   static constexpr int kEpilogueBias = 4, kMaxWorkspace = 1, kFirstAlignment = 5, kLastAlignment = 8;
   static constexpr int kFloat32 = 0, kFloat16 = 2, kBFloat16 = 14;  // cudaDataType_t and hipDataType
   static constexpr uint64_t kWorkspaceLimit = 32 << 20;
   static constexpr uint32_t kAlignment = 16;
-  static constexpr int kWanted = 16;
 
-  // cublasLtMatmulHeuristicResult_t; begins with the algorithm, as `multiply_` takes it.
+  // cublasLtMatmulHeuristicResult_t or hipblasLtMatmulHeuristicResult_t; begins with the algorithm, as `multiply_`
+  // takes it.
   struct Algorithm {
     alignas(8) unsigned char bytes[kAlgorithmBytes];
     size_t workspace_bytes;
@@ -127,7 +136,7 @@ class BlasLt {
   };
 
   BlasLt() {
-    void* const library = platform::load_first(kLibraries);
+    void* const library = load();
     if (library == nullptr) return;
     const bool found = find(library, "Create", create_) && find(library, "MatmulDescCreate", create_product_) &&
                        find(library, "MatmulDescSetAttribute", set_attribute_) &&
@@ -136,7 +145,40 @@ class BlasLt {
                        find(library, "MatmulPreferenceCreate", create_preference_) &&
                        find(library, "MatmulPreferenceSetAttribute", set_preference_) &&
                        find(library, "MatmulAlgoGetHeuristic", propose_) && find(library, "Matmul", multiply_);
-    if (!found || create_(&handle_) != 0) handle_ = nullptr;
+    if (found) handle_ = create_handle();
+  }
+
+  // The library, or null: also if SD_ORT_WITHOUT_BLAS is set, as by code_objects/recorded.py, whose addresses lead
+  // nowhere and whose HIP runtime has no device.
+  static void* load() {
+    return std::getenv("SD_ORT_WITHOUT_BLAS") == nullptr ? platform::load_first(kLibraries) : nullptr;
+  }
+
+  // The entry of `key`; if there is none, made by `make`, which has the library allocate and clear memory of the
+  // device: while no other thread captures, and without the mutex until then, which a capture needs.
+  template <class Key, class Value, class Make>
+  static Value* once(std::mutex& mutex, std::map<Key, Value*>& entries, Key key, const Make& make) {
+    Value* entry = nullptr;
+    const auto find = [&](const auto& otherwise) {
+      std::lock_guard<std::mutex> lock(mutex);
+      Value*& found = entries[key];
+      if (found == nullptr) found = otherwise();
+      entry = found;
+    };
+    find([]() -> Value* { return nullptr; });
+    if (entry == nullptr) Captures::instance().run_without([&] { find(make); });
+    return entry;
+  }
+
+  // The handle that multiplies in a stream, or null. An algorithm that one handle proposed is taken by all of a device.
+  void* handle_for(void* stream) {
+    if (!kHandlePerStream || handle_ == nullptr) return handle_;
+    return once(mutex_, stream_handles_, stream, [this] { return create_handle(); });
+  }
+
+  void* create_handle() const {
+    void* handle = nullptr;
+    return create_(&handle) == 0 ? handle : nullptr;
   }
 
   template <class Function>
@@ -226,8 +268,9 @@ class BlasLt {
   int (*multiply_)(void* handle, void* product, const void* alpha, const void* a, void* a_layout, const void* b,
                    void* b_layout, const void* beta, const void* c, void* c_layout, void* d, void* d_layout,
                    const Algorithm* algorithm, void* workspace, size_t workspace_bytes, void* stream) = nullptr;
-  void* handle_ = nullptr;
+  void* handle_ = nullptr;  // for questions; where streams may share one, for products too
   std::mutex mutex_;
+  std::map<void*, void*> stream_handles_;
   std::map<std::vector<int64_t>, std::unique_ptr<Plan>> plans_;
 };
 

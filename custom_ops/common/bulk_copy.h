@@ -5,21 +5,10 @@
 // Driver API, "Tensor Map Object Management".
 #pragma once
 
+#include "common/tensor_map.h"
 #include "common/wgmma.h"
 
 #if SD_ORT_HAS_WARPGROUPS
-namespace sd_ort {
-namespace bulk {
-
-// A matrix of 2-byte elements in global memory and the tile that is copied of it: CUtensorMap. A kernel's parameter,
-// __grid_constant__.
-struct alignas(64) Matrix {
-  unsigned char bytes[128];
-};
-
-}  // namespace bulk
-}  // namespace sd_ort
-
 #if defined(SD_ORT_EMULATED)
 #include "bulk_copies.h"  // tests/gpu_emulator: the same functions as below, in software
 #else
@@ -100,10 +89,7 @@ __device__ inline void wait_for_stores() {
 // Host: the matrix (rows, columns), contiguous and 16-byte aligned, columns a multiple of 8, and tiles of (tile_rows,
 // 64). False when the driver is too old or refuses.
 inline bool describe(Matrix* matrix, const void* data, int64_t rows, int64_t columns, int tile_rows) {
-  using Encode =
-      int (*)(Matrix*, int type, uint32_t axes, void* data, const uint64_t* sizes, const uint64_t* strides,
-              const uint32_t* tile, const uint32_t* steps, int interleave, int swizzle, int promotion, int fill);
-  static const Encode encode = [] {
+  static const EncodeTiled encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
@@ -111,9 +97,8 @@ inline bool describe(Matrix* matrix, const void* data, int64_t rows, int64_t col
 #else
     cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
 #endif
-    return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+    return found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(function) : nullptr;
   }();
-  constexpr int kUint16 = 1, kNoInterleave = 0, kSwizzle128 = 3, kPromote128Bytes = 2, kZeros = 0;
   const uint64_t sizes[] = {static_cast<uint64_t>(columns), static_cast<uint64_t>(rows)}, strides[] = {2 * sizes[0]};
   const uint32_t tile[] = {wgmma::kPanelColumns, static_cast<uint32_t>(tile_rows)}, steps[] = {1, 1};
   return encode != nullptr && encode(matrix, kUint16, 2, const_cast<void*>(data), sizes, strides, tile, steps,

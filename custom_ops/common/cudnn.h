@@ -4,6 +4,7 @@
 // Declarations and numbers follow NVIDIA's "cuDNN Backend API" (9.x; those used here are unchanged since 8.5).
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
@@ -17,7 +18,66 @@
 
 namespace sd_ort {
 
+// cudnnBackendAttributeName_t: CUDNN_ATTR_ and the name of the same number in tests/abi/cudnn.cc.
+namespace cudnn_attribute {
+
+enum : int {
+  kPointwiseMode = 0,
+  kPointwisePrecision = 1,
+  kConvolutionType = 100,
+  kConvolutionMode = 101,
+  kConvolutionDilations = 102,
+  kConvolutionStrides = 103,
+  kConvolutionPadsAfter = 104,
+  kConvolutionPadsBefore = 105,
+  kConvolutionAxes = 106,
+  kHeuristicsMode = 200,
+  kHeuristicsGraph = 201,
+  kHeuristicsResults = 202,
+  kConfigEngine = 300,
+  kPlanHandle = 400,
+  kPlanConfig = 401,
+  kPlanWorkspaceBytes = 402,
+  kForwardAlpha = 700,
+  kForwardBeta = 701,
+  kForwardConvolution = 702,
+  kForwardFilters = 703,
+  kForwardX = 704,
+  kForwardY = 705,
+  kPointwiseMath = 750,
+  kPointwiseX = 751,
+  kPointwiseB = 752,
+  kPointwiseY = 753,
+  kGraphHandle = 800,
+  kGraphOperations = 801,
+  kTensorAlignment = 900,
+  kTensorType = 901,
+  kTensorSizes = 902,
+  kTensorStrides = 903,
+  kTensorId = 906,
+  kTensorIsVirtual = 907,
+  kTensorIsByValue = 908,
+  kPackIds = 1000,
+  kPackPointers = 1001,
+  kPackWorkspace = 1003,
+  kEngineNotes = 1303,
+  kMatMulType = 1500,
+  kMatMulA = 1520,
+  kMatMulB = 1521,
+  kMatMulC = 1522,
+  kMatMulMath = 1523,
+  kReductionMode = 1600,
+  kReductionType = 1601,
+  kReductionX = 1610,
+  kReductionY = 1611,
+  kReductionMath = 1612,
+};
+
+}  // namespace cudnn_attribute
+
 class Cudnn {
+  friend struct CudnnAssertions;  // tests/abi
+
  public:
   // A backend descriptor; remembers whether everything asked of it went well.
   class Descriptor {
@@ -63,13 +123,13 @@ class Cudnn {
       const int data = type == DType::kFloat32 ? kFloat : type == DType::kFloat16 ? kHalf : kBFloat16;
       const bool is_virtual = place == Place::kVirtual, on_host = place == Place::kHost;
       Descriptor& made = add(kTensor);
-      made.set(901, kTypeData, 1, &data);
-      made.set(902, kTypeInt64, rank, sizes.data());
-      made.set(903, kTypeInt64, rank, strides.data());
-      made.set(906, kTypeInt64, 1, &id);
-      made.set(900, kTypeInt64, 1, &alignment);
-      made.set(907, kTypeBoolean, 1, &is_virtual);
-      if (on_host) made.set(908, kTypeBoolean, 1, &on_host);
+      made.set(cudnn_attribute::kTensorType, kTypeData, 1, &data);
+      made.set(cudnn_attribute::kTensorSizes, kTypeInt64, rank, sizes.data());
+      made.set(cudnn_attribute::kTensorStrides, kTypeInt64, rank, strides.data());
+      made.set(cudnn_attribute::kTensorId, kTypeInt64, 1, &id);
+      made.set(cudnn_attribute::kTensorAlignment, kTypeInt64, 1, &alignment);
+      made.set(cudnn_attribute::kTensorIsVirtual, kTypeBoolean, 1, &is_virtual);
+      if (on_host) made.set(cudnn_attribute::kTensorIsByValue, kTypeBoolean, 1, &on_host);
       made.finalize();
       return made;
     }
@@ -83,51 +143,51 @@ class Cudnn {
                      const Descriptor& y) {
       const float one = 1.f, zero = 0.f;
       Descriptor& made = operation(kConvolutionForward);
-      made.set(700, kTypeFloat, 1, &one);
-      made.set(701, kTypeFloat, 1, &zero);
-      made.set(702, description);
-      made.set(703, filters);
-      made.set(704, x);
-      made.set(705, y);
+      made.set(cudnn_attribute::kForwardAlpha, kTypeFloat, 1, &one);
+      made.set(cudnn_attribute::kForwardBeta, kTypeFloat, 1, &zero);
+      made.set(cudnn_attribute::kForwardConvolution, description);
+      made.set(cudnn_attribute::kForwardFilters, filters);
+      made.set(cudnn_attribute::kForwardX, x);
+      made.set(cudnn_attribute::kForwardY, y);
       made.finalize();
     }
     // y = a b, products of the last two axes.
     void product(const Descriptor& a, const Descriptor& b, const Descriptor& y) {
       Descriptor& math = add(kProduct);
-      math.set(1500, kTypeData, 1, &kFloat);
+      math.set(cudnn_attribute::kMatMulType, kTypeData, 1, &kFloat);
       math.finalize();
       Descriptor& made = operation(kProductOperation);
-      made.set(1520, a);
-      made.set(1521, b);
-      made.set(1522, y);
-      made.set(1523, math);
+      made.set(cudnn_attribute::kMatMulA, a);
+      made.set(cudnn_attribute::kMatMulB, b);
+      made.set(cudnn_attribute::kMatMulC, y);
+      made.set(cudnn_attribute::kMatMulMath, math);
       made.finalize();
     }
     // y = mode(a), or of a and b, which is broadcast.
     void pointwise(Pointwise mode, const Descriptor& a, const Descriptor* b, const Descriptor& y) {
       const int number = mode;
       Descriptor& math = add(kPointwise);
-      math.set(0, kTypePointwise, 1, &number);
-      math.set(1, kTypeData, 1, &kFloat);
+      math.set(cudnn_attribute::kPointwiseMode, kTypePointwise, 1, &number);
+      math.set(cudnn_attribute::kPointwisePrecision, kTypeData, 1, &kFloat);
       math.finalize();
       Descriptor& made = operation(kPointwiseOperation);
-      made.set(750, math);
-      made.set(751, a);
-      if (b != nullptr) made.set(752, *b);
-      made.set(753, y);
+      made.set(cudnn_attribute::kPointwiseMath, math);
+      made.set(cudnn_attribute::kPointwiseX, a);
+      if (b != nullptr) made.set(cudnn_attribute::kPointwiseB, *b);
+      made.set(cudnn_attribute::kPointwiseY, y);
       made.finalize();
     }
     // y: a reduced over the axes that are 1 in y.
     void reduction(Reduction mode, const Descriptor& a, const Descriptor& y) {
       const int number = mode;
       Descriptor& math = add(kReduction);
-      math.set(1600, kTypeReduction, 1, &number);
-      math.set(1601, kTypeData, 1, &kFloat);
+      math.set(cudnn_attribute::kReductionMode, kTypeReduction, 1, &number);
+      math.set(cudnn_attribute::kReductionType, kTypeData, 1, &kFloat);
       math.finalize();
       Descriptor& made = operation(kReductionOperation);
-      made.set(1610, a);
-      made.set(1611, y);
-      made.set(1612, math);
+      made.set(cudnn_attribute::kReductionX, a);
+      made.set(cudnn_attribute::kReductionY, y);
+      made.set(cudnn_attribute::kReductionMath, math);
       made.finalize();
     }
 
@@ -193,9 +253,9 @@ class Cudnn {
       ids.push_back(tensor.id);
     }
     Descriptor pack(kVariantPack);
-    pack.set(1001, kTypePointer, static_cast<int64_t>(pointers.size()), pointers.data());
-    pack.set(1000, kTypeInt64, static_cast<int64_t>(ids.size()), ids.data());
-    pack.set(1003, kTypePointer, 1, &workspace);
+    pack.set(cudnn_attribute::kPackPointers, kTypePointer, static_cast<int64_t>(pointers.size()), pointers.data());
+    pack.set(cudnn_attribute::kPackIds, kTypeInt64, static_cast<int64_t>(ids.size()), ids.data());
+    pack.set(cudnn_attribute::kPackWorkspace, kTypePointer, 1, &workspace);
     if (!pack.finalize()) return "cuDNN refuses the call's memory";
     if (set_stream_(handle_, stream) != 0) return "cuDNN refuses the stream";
     return execute_(handle_, plan(key, build, number)->plan->get(), pack.get()) == 0 ? nullptr
@@ -205,6 +265,7 @@ class Cudnn {
   static constexpr int kConvolution = 1;
   static constexpr int kTypeData = 1, kTypeBoolean = 2, kTypeInt64 = 3, kTypeFloat = 4, kTypeConvolutionMode = 7;
   static constexpr int kFloat = 0;
+  static constexpr int kCrossCorrelation = 1;
 
  private:
   static constexpr int kPointwise = 0, kEngine = 2, kConfig = 3, kHeuristics = 4, kExecutionPlan = 5,
@@ -213,7 +274,10 @@ class Cudnn {
   static constexpr int kTypeHandle = 0, kTypePointer = 6, kTypeHeuristics = 8, kTypeNote = 11, kTypePointwise = 14,
                        kTypeDescriptor = 15, kTypeReduction = 18;
   static constexpr int kHalf = 2, kBFloat16 = 9;
-  static constexpr int kByItsModel = 3, kFallbacks = 2;         // heuristics
+  static constexpr int kByItsModel = 3, kFallbacks = 2;  // heuristics
+  // cudnnBackendNumericalNote_t: up to kLastInexactNote, tensor cores, operands or sums of fewer bits, Fourier
+  // transforms and Winograd's; but for kNondeterministic.
+  static constexpr int kNondeterministic = 4, kLastInexactNote = 8;
   static constexpr int kWanted = 16;                            // proposals for a graph
   static constexpr int kNotes = 16;                             // of an engine, at most
   static constexpr int64_t kWorkspaceLimit = int64_t{1} << 30;  // bytes
@@ -236,14 +300,13 @@ class Cudnn {
     using platform::find;
     void* const library = platform::load_first(platform::kCudnn);
     if (library == nullptr) return;
-    int (*create_handle)(void**) = nullptr;
     const bool found =
-        find(library, "cudnnCreate", create_handle) && find(library, "cudnnSetStream", set_stream_) &&
+        find(library, "cudnnCreate", create_handle_) && find(library, "cudnnSetStream", set_stream_) &&
         find(library, "cudnnBackendCreateDescriptor", create_) &&
         find(library, "cudnnBackendDestroyDescriptor", destroy_) && find(library, "cudnnBackendSetAttribute", set_) &&
         find(library, "cudnnBackendGetAttribute", get_) && find(library, "cudnnBackendFinalize", finalize_) &&
         find(library, "cudnnBackendExecute", execute_);
-    if (!found || create_handle(&handle_) != 0) handle_ = nullptr;
+    if (!found || create_handle_(&handle_) != 0) handle_ = nullptr;
   }
 
   // Plan `number` of the graph, or null.
@@ -262,9 +325,9 @@ class Cudnn {
 
   void ask(Proposals& made) {
     made.operations = std::make_unique<Descriptor>(kOperationGraph);
-    made.operations->set(801, kTypeDescriptor, static_cast<int64_t>(made.graph.operations_.size()),
-                         made.graph.operations_.data());
-    made.operations->set(800, kTypeHandle, 1, &handle_);
+    made.operations->set(cudnn_attribute::kGraphOperations, kTypeDescriptor,
+                         static_cast<int64_t>(made.graph.operations_.size()), made.graph.operations_.data());
+    made.operations->set(cudnn_attribute::kGraphHandle, kTypeHandle, 1, &handle_);
     if (!made.operations->finalize()) return;
     consider(made, kByItsModel);
     if (made.graph.keeps_float32_) consider(made, kFallbacks);  // the others are fast, and hardly ever exact
@@ -273,8 +336,8 @@ class Cudnn {
   void consider(Proposals& made, int heuristics) {
     made.heuristics.push_back(std::make_unique<Descriptor>(kHeuristics));
     Descriptor& asked = *made.heuristics.back();
-    asked.set(201, *made.operations);
-    asked.set(200, kTypeHeuristics, 1, &heuristics);
+    asked.set(cudnn_attribute::kHeuristicsGraph, *made.operations);
+    asked.set(cudnn_attribute::kHeuristicsMode, kTypeHeuristics, 1, &heuristics);
     if (!asked.finalize()) return;
     std::vector<std::unique_ptr<Descriptor>> configs;
     std::vector<void*> wanted;
@@ -283,7 +346,8 @@ class Cudnn {
       wanted.push_back(configs.back()->get());
     }
     int64_t count = 0;
-    if (get_(asked.get(), 202, kTypeDescriptor, kWanted, &count, wanted.data()) != 0) return;
+    if (get_(asked.get(), cudnn_attribute::kHeuristicsResults, kTypeDescriptor, kWanted, &count, wanted.data()) != 0)
+      return;
     for (int64_t i = 0; i < count && i < kWanted; ++i) made.configs.push_back(std::move(configs[i]));
   }
 
@@ -292,14 +356,11 @@ class Cudnn {
     Descriptor engine(kEngine);
     void* handle = engine.get();
     int64_t count = 0;
-    if (get_(config.get(), 300, kTypeDescriptor, 1, &count, &handle) != 0) return true;
+    if (get_(config.get(), cudnn_attribute::kConfigEngine, kTypeDescriptor, 1, &count, &handle) != 0) return true;
     int notes[kNotes];
-    if (get_(handle, 1303, kTypeNote, kNotes, &count, notes) != 0) return true;
-    // Tensor cores, operands or sums of fewer bits, Fourier transforms; Winograd's of several sizes.
-    for (int64_t i = 0; i < count; ++i) {
-      if (notes[i] <= 3 || (notes[i] >= 5 && notes[i] <= 8)) return true;
-    }
-    return false;
+    if (get_(handle, cudnn_attribute::kEngineNotes, kTypeNote, kNotes, &count, notes) != 0) return true;
+    const auto is_exact = [](int note) { return note == kNondeterministic || note > kLastInexactNote; };
+    return !std::all_of(notes, notes + count, is_exact);
   }
 
   void make_plan(Proposals& proposals, const Descriptor& config) {
@@ -308,13 +369,15 @@ class Cudnn {
     int64_t found = 0;
     Plan made;
     made.plan = std::make_unique<Descriptor>(kExecutionPlan);
-    made.plan->set(400, kTypeHandle, 1, &handle_);
-    made.plan->set(401, kTypeDescriptor, 1, &handle);
+    made.plan->set(cudnn_attribute::kPlanHandle, kTypeHandle, 1, &handle_);
+    made.plan->set(cudnn_attribute::kPlanConfig, kTypeDescriptor, 1, &handle);
     if (!made.plan->finalize()) return;
-    if (get_(made.plan->get(), 402, kTypeInt64, 1, &found, &made.workspace_bytes) != 0) return;
+    if (get_(made.plan->get(), cudnn_attribute::kPlanWorkspaceBytes, kTypeInt64, 1, &found, &made.workspace_bytes) != 0)
+      return;
     if (made.workspace_bytes <= kWorkspaceLimit) proposals.plans.push_back(std::move(made));
   }
 
+  int (*create_handle_)(void** handle) = nullptr;
   int (*set_stream_)(void* handle, void* stream) = nullptr;
   int (*create_)(int kind, void** descriptor) = nullptr;
   int (*destroy_)(void* descriptor) = nullptr;

@@ -40,6 +40,7 @@ constexpr uint32_t kApiVersion = ORT_API_VERSION < 22 ? ORT_API_VERSION : 22;
 
 // Set by RegisterCustomOps.
 inline const OrtApi* ort_api = nullptr;
+inline int ort_minor_version = 0;  // of ONNX Runtime 1.x
 
 inline void check(OrtStatus* status) {
   if (status == nullptr) return;
@@ -65,6 +66,19 @@ struct Port {
   enum Type { kT, kU, kAny } type = kT;
   bool optional = false;
 };
+
+// ONNX Runtime before 1.24 dereferences the null type of an omitted input before it calls InferOutputShapeFn. A
+// trailing omitted input is not in its list. 1.22.2 and 1.23.2 crash, 1.24.1 does not.
+constexpr int kInfersOmittedInputs = 24;
+
+// Whether a node can omit an input and have a later one.
+template <size_t N>
+constexpr bool can_omit_middle_input(const Port (&inputs)[N]) {
+  for (size_t i = 0; i + 1 < N; ++i) {
+    if (inputs[i].optional) return true;
+  }
+  return false;
+}
 
 class Attributes {
  public:
@@ -384,12 +398,14 @@ class CustomOp : public OrtCustomOp {
     GetVariadicInputHomogeneity = GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 0; };
     GetStartVersion = [](const OrtCustomOp*) { return 1; };
     GetEndVersion = [](const OrtCustomOp*) { return 1; };
-    InferOutputShapeFn = [](const OrtCustomOp*, OrtShapeInferContext* context) {
-      return guarded([&] {
-        Shapes shapes(context);
-        Binding::infer(shapes);
-      });
-    };
+    if (ort_minor_version >= kInfersOmittedInputs || !can_omit_middle_input(Binding::kInputs)) {
+      InferOutputShapeFn = [](const OrtCustomOp*, OrtShapeInferContext* context) {
+        return guarded([&] {
+          Shapes shapes(context);
+          Binding::infer(shapes);
+        });
+      };
+    }
     CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
       return guarded([&] {
         Params params = Binding::attributes(Attributes(info));

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "common/capture.h"
 #include "common/check.h"
 #include "common/graph.h"
 
@@ -91,15 +92,14 @@ bool agree(const std::vector<char>& got, const std::vector<char>& wanted, size_t
 using Copies = std::vector<std::vector<char>>;
 
 const char* copy_outputs(const std::vector<Output>& outputs, gpuStream_t stream, Copies& copies) {
-  SD_ORT_RETURN_ERROR(message(SD_ORT_GPU_NAME(StreamSynchronize)(stream)));
   copies.clear();
   for (const Output& output : outputs) {
     copies.emplace_back(output.data == nullptr ? 0 : output.count * size_of(output.dtype));
     if (copies.back().empty()) continue;
-    SD_ORT_RETURN_ERROR(message(SD_ORT_GPU_NAME(Memcpy)(copies.back().data(), output.data, copies.back().size(),
-                                                        SD_ORT_GPU_NAME(MemcpyDeviceToHost))));
+    SD_ORT_RETURN_ERROR(message(SD_ORT_GPU_NAME(MemcpyAsync)(copies.back().data(), output.data, copies.back().size(),
+                                                             SD_ORT_GPU_NAME(MemcpyDeviceToHost), stream)));
   }
-  return nullptr;
+  return message(SD_ORT_GPU_NAME(StreamSynchronize)(stream));
 }
 
 // The outputs of the call that is tuned. Where the first one lies on an input, that is kept: it is put back before
@@ -206,10 +206,13 @@ class Replay {
   template <class Launch>
   Replay(const Launch& launch, int count, gpuStream_t stream) : stream_(stream) {
     SD_ORT_GPU_NAME(Graph_t) graph = nullptr;
-    error_ = message(SD_ORT_GPU_NAME(StreamBeginCapture)(stream, SD_ORT_GPU_NAME(StreamCaptureModeRelaxed)));
+    error_ = message(Captures::instance().begin(stream, [&] {
+      return SD_ORT_GPU_NAME(StreamBeginCapture)(stream, SD_ORT_GPU_NAME(StreamCaptureModeRelaxed));
+    }));
     if (error_ != nullptr) return;
     for (int i = 0; i < count && error_ == nullptr; ++i) error_ = launch();
-    const char* const ended = message(SD_ORT_GPU_NAME(StreamEndCapture)(stream, &graph));
+    const char* const ended =
+        message(Captures::instance().end(stream, [&] { return SD_ORT_GPU_NAME(StreamEndCapture)(stream, &graph); }));
     if (error_ == nullptr) error_ = ended;
     if (error_ == nullptr && without_memsets) replace_memsets(graph);
     if (error_ == nullptr) error_ = message(SD_ORT_GPU_NAME(GraphInstantiateWithFlags)(&graph_, graph, 0));

@@ -53,18 +53,18 @@ class CudnnConvolution {
   }
 
   const Cudnn::Descriptor& description(Graph& graph) const {
-    const int cross_correlation = 1;
+    const int cross_correlation = Cudnn::kCrossCorrelation;
     const int64_t axes = 2, dilations[] = {p_.dilation_height, p_.dilation_width},
                   strides[] = {p_.stride_height, p_.stride_width}, before[] = {p_.pad_top, p_.pad_left},
                   after[] = {p_.pad_bottom, p_.pad_right};
     Cudnn::Descriptor& made = graph.description(Cudnn::kConvolution);
-    made.set(100, Cudnn::kTypeData, 1, &Cudnn::kFloat);
-    made.set(101, Cudnn::kTypeConvolutionMode, 1, &cross_correlation);
-    made.set(102, Cudnn::kTypeInt64, 2, dilations);
-    made.set(103, Cudnn::kTypeInt64, 2, strides);
-    made.set(104, Cudnn::kTypeInt64, 2, after);
-    made.set(105, Cudnn::kTypeInt64, 2, before);
-    made.set(106, Cudnn::kTypeInt64, 1, &axes);
+    made.set(cudnn_attribute::kConvolutionType, Cudnn::kTypeData, 1, &Cudnn::kFloat);
+    made.set(cudnn_attribute::kConvolutionMode, Cudnn::kTypeConvolutionMode, 1, &cross_correlation);
+    made.set(cudnn_attribute::kConvolutionDilations, Cudnn::kTypeInt64, 2, dilations);
+    made.set(cudnn_attribute::kConvolutionStrides, Cudnn::kTypeInt64, 2, strides);
+    made.set(cudnn_attribute::kConvolutionPadsAfter, Cudnn::kTypeInt64, 2, after);
+    made.set(cudnn_attribute::kConvolutionPadsBefore, Cudnn::kTypeInt64, 2, before);
+    made.set(cudnn_attribute::kConvolutionAxes, Cudnn::kTypeInt64, 1, &axes);
     made.finalize();
     return made;
   }

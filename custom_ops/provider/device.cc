@@ -1,7 +1,9 @@
 #include "provider/device.h"
 
+#include <map>
 #include <stdexcept>
 
+#include "common/capture.h"
 #include "common/graph.h"
 
 namespace sd_ort::device {
@@ -20,6 +22,52 @@ auto kind(Copy direction) {
   return direction == Copy::kToDevice ? SD_ORT_GPU_NAME(MemcpyHostToDevice)
          : direction == Copy::kToHost ? SD_ORT_GPU_NAME(MemcpyDeviceToHost)
                                       : SD_ORT_GPU_NAME(MemcpyDeviceToDevice);
+}
+
+// The streams of a device that a copy without a stream waits for: the default one and those of sessions.
+struct DeviceStreams {
+  gpuStream_t copies = nullptr;  // for copies without a stream
+  gpuEvent_t mark = nullptr;
+  std::map<gpuStream_t, int> sessions;  // and how many sessions use each
+
+  // Queues in `stream` a wait for all that `other` has queued by now.
+  void follow(gpuStream_t stream, gpuStream_t other) const {
+    check(SD_ORT_GPU_NAME(EventRecord)(mark, other), "an event cannot be recorded");
+    check(SD_ORT_GPU_NAME(StreamWaitEvent)(stream, mark, 0), "a stream cannot wait for an event");
+  }
+};
+
+// By device. The caller holds the captures.
+std::map<int, DeviceStreams>& all_streams() {
+  static auto* const all = new std::map<int, DeviceStreams>;  // never deleted, as Captures
+  return *all;
+}
+
+// Those of the current device, which has the stream of the copies then.
+DeviceStreams& current_streams() {
+  int device = 0;
+  check(SD_ORT_GPU_NAME(GetDevice)(&device), "the device cannot be used");
+  DeviceStreams& streams = all_streams()[device];
+  if (streams.copies == nullptr) streams.copies = of(create_stream());
+  if (streams.mark == nullptr) streams.mark = of_event(create_event());
+  return streams;
+}
+
+// Queues in `stream`, or without one in that of the copies, a wait for all that the device's streams have queued by
+// now; returns the stream. No other thread's capture is disturbed, and what it will run is not waited for.
+gpuStream_t follow_all(gpuStream_t stream) {
+  Captures& captures = Captures::instance();
+  const auto lock = captures.hold();
+  const DeviceStreams& streams = current_streams();
+  if (stream == nullptr) stream = streams.copies;
+  streams.follow(stream, nullptr);
+  if (stream != streams.copies) streams.follow(stream, streams.copies);
+  for (const auto& [session, count] : streams.sessions) {
+    if (session == nullptr || session == stream || captures.is_captured_elsewhere(session)) continue;
+    if (is_capturing(session)) throw std::runtime_error("a copy outside of the captured stream cannot be captured");
+    streams.follow(stream, session);
+  }
+  return stream;
 }
 
 }  // namespace
@@ -78,12 +126,37 @@ void destroy_stream(Stream stream) noexcept { (void)SD_ORT_GPU_NAME(StreamDestro
 
 void wait(Stream stream) { check(SD_ORT_GPU_NAME(StreamSynchronize)(of(stream)), "the device failed"); }
 
-void wait_for_all() { check(SD_ORT_GPU_NAME(DeviceSynchronize)(), "the device failed"); }
+void wait_for_all() { wait(follow_all(nullptr)); }
+
+void wait_for_all_in_stream(Stream stream) { (void)follow_all(of(stream)); }
+
+void add_session_stream(int device, Stream stream) {
+  const auto lock = Captures::instance().hold();
+  ++all_streams()[device].sessions[of(stream)];
+}
+
+void remove_session_stream(int device, Stream stream) noexcept {
+  Captures& captures = Captures::instance();
+  const auto lock = captures.hold();
+  auto& sessions = all_streams()[device].sessions;
+  if (--sessions[of(stream)] > 0) return;
+  sessions.erase(of(stream));
+  if (captures.is_captured_elsewhere(stream)) return;
+  int current = device;
+  (void)SD_ORT_GPU_NAME(GetDevice)(&current);
+  try {  // copies go on to wait for what it still runs
+    use(device);
+    const DeviceStreams& streams = current_streams();
+    if (!is_capturing(stream)) streams.follow(streams.copies, of(stream));
+    use(current);
+  } catch (const std::runtime_error&) {  // the device is gone, and so is that
+  }
+}
 
 bool is_capturing(Stream stream) {
   SD_ORT_GPU_NAME(StreamCaptureStatus) status;
   check(SD_ORT_GPU_NAME(StreamIsCapturing)(of(stream), &status), "the stream cannot be asked whether it captures");
-  return status == SD_ORT_GPU_NAME(StreamCaptureStatusActive);
+  return status != SD_ORT_GPU_NAME(StreamCaptureStatusNone);
 }
 
 void copy(void* to, const void* from, size_t bytes, Copy direction, Stream stream) {
@@ -93,9 +166,9 @@ void copy(void* to, const void* from, size_t bytes, Copy direction, Stream strea
 
 void copy_now(void* to, const void* from, size_t bytes, Copy direction) {
   if (bytes == 0 || to == from) return;
-  wait_for_all();
-  check(SD_ORT_GPU_NAME(Memcpy)(to, from, bytes, kind(direction)), "a copy failed");
-  if (direction != Copy::kToHost) wait_for_all();  // it may return before the device has all, and streams do not wait
+  const gpuStream_t stream = follow_all(nullptr);
+  copy(to, from, bytes, direction, stream);
+  wait(stream);
 }
 
 Event create_event(bool timed) {
@@ -125,14 +198,18 @@ float milliseconds(Event first, Event last) {
 
 // Relaxed: a kernel library may allocate for itself while another thread or this one captures.
 void begin_capture(Stream stream) {
-  check(SD_ORT_GPU_NAME(StreamBeginCapture)(of(stream), SD_ORT_GPU_NAME(StreamCaptureModeRelaxed)),
-        "the stream cannot begin to capture");
+  const gpuError_t error = Captures::instance().begin(stream, [&] {
+    return SD_ORT_GPU_NAME(StreamBeginCapture)(of(stream), SD_ORT_GPU_NAME(StreamCaptureModeRelaxed));
+  });
+  check(error, "the stream cannot begin to capture");
 }
 
 Graph end_capture(Stream stream) {
   SD_ORT_GPU_NAME(Graph_t) graph = nullptr;
   SD_ORT_GPU_NAME(GraphExec_t) made = nullptr;
-  check(SD_ORT_GPU_NAME(StreamEndCapture)(of(stream), &graph), "the run could not be captured");
+  const gpuError_t ended =
+      Captures::instance().end(stream, [&] { return SD_ORT_GPU_NAME(StreamEndCapture)(of(stream), &graph); });
+  check(ended, "the run could not be captured");
   replace_memsets(graph);
   const gpuError_t error = SD_ORT_GPU_NAME(GraphInstantiateWithFlags)(&made, graph, 0);
   (void)SD_ORT_GPU_NAME(GraphDestroy)(graph);

@@ -39,11 +39,17 @@ void release_pinned(void* data) noexcept;
 Stream create_stream();
 void destroy_stream(Stream stream) noexcept;
 void wait(Stream stream);
+// For all that is queued by now in the device's streams: the default one and those of sessions, except streams that
+// another thread captures. Throws if the calling thread captures one.
 void wait_for_all();
-bool is_capturing(Stream stream);
+void wait_for_all_in_stream(Stream stream);  // the same as a wait that is queued in a stream
+// Counts the sessions whose stream this is, of a device.
+void add_session_stream(int device, Stream stream);
+void remove_session_stream(int device, Stream stream) noexcept;
+bool is_capturing(Stream stream);  // also in vain: until end_capture
 
 void copy(void* to, const void* from, size_t bytes, Copy direction, Stream stream);  // ordered in the stream
-void copy_now(void* to, const void* from, size_t bytes, Copy direction);             // after all that is queued
+void copy_now(void* to, const void* from, size_t bytes, Copy direction);             // after wait_for_all
 
 Event create_event(bool timed = false);
 void destroy_event(Event event) noexcept;

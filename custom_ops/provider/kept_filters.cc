@@ -69,8 +69,8 @@ void KeptFilters::renew(const void* filters) {
   for (const auto& [place, kept] : all_kept().at) {
     if (kept.params.weight != filters) continue;
     device::use(kept.device);
-    device::wait_for_all();
     const device::Stream stream = device::create_stream();
+    device::wait_for_all_in_stream(stream);
     transform(kept.params, stream);
     device::wait(stream);
     device::destroy_stream(stream);

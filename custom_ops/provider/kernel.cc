@@ -30,6 +30,15 @@ std::string taken_elsewhere(const OrtKernelInfo* info, const Weights& weights) {
   return "";
 }
 
+// Ends the capture of a run that failed: until then nothing but that may be done with the stream, and the thread's
+// copies, which wait for it, fail.
+void end_failed_capture(device::Stream stream) {
+  try {
+    if (device::is_capturing(stream)) device::destroy_graph(device::end_capture(stream));
+  } catch (const std::runtime_error&) {  // it has no graph
+  }
+}
+
 void add(OrtKernelRegistry* registry, const KernelSpec& spec) {
   Owned<OrtKernelDefBuilder> builder(ep_api->ReleaseKernelDefBuilder);
   Owned<OrtKernelDef> definition(ep_api->ReleaseKernelDef);
@@ -85,7 +94,12 @@ Kernel::Kernel() : OrtKernelImpl{} {
   Compute = [](OrtKernelImpl* self, OrtKernelContext* context) noexcept {
     return guarded([&] {
       Call call(context);
-      static_cast<Kernel*>(self)->compute(call);
+      try {
+        static_cast<Kernel*>(self)->compute(call);
+      } catch (...) {
+        end_failed_capture(call.stream());
+        throw;
+      }
     });
   };
   Release = [](OrtKernelImpl* self) noexcept { delete static_cast<Kernel*>(self); };

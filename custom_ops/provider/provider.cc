@@ -31,6 +31,7 @@ Provider::Provider(const Options& options, const OrtKernelRegistry* registry, co
   left_by_this_thread.clear();
   device::use(options_.device_id);
   stream_ = options_.has_user_stream ? options_.user_compute_stream : device::create_stream();
+  device::add_session_stream(options_.device_id, stream_);
   graphs_ = std::make_unique<Graphs>(stream_);
   Tuner::instance().time_without_memsets();
   if (options_.tuning) Tuner::instance().enable(true);
@@ -41,6 +42,7 @@ Provider::Provider(const Options& options, const OrtKernelRegistry* registry, co
 
 Provider::~Provider() {
   graphs_.reset();
+  device::remove_session_stream(options_.device_id, stream_);
   if (!options_.has_user_stream) device::destroy_stream(stream_);
 }
 

@@ -61,11 +61,15 @@ void copy_tensor(const OrtValue* from, OrtValue* to, OrtSyncStream* stream, Uplo
     std::memcpy(target, source, bytes);
   } else if (stream != nullptr) {
     device::copy(target, source, bytes, direction, ort_api->SyncStream_GetHandle(stream));
-  } else if (from_host && !is_pinned(ep_api->Value_GetMemoryDevice(from)) && bytes >= Upload::kLeast) {
-    const uint32_t device = ep_api->MemoryDevice_GetDeviceId(ep_api->Value_GetMemoryDevice(to));
-    upload.copy(static_cast<int>(device), target, source, bytes);
   } else {
-    device::copy_now(target, source, bytes, direction);
+    const OrtMemoryDevice* memory = ep_api->Value_GetMemoryDevice(to_host ? from : to);
+    const int device = static_cast<int>(ep_api->MemoryDevice_GetDeviceId(memory));
+    if (from_host && !is_pinned(ep_api->Value_GetMemoryDevice(from)) && bytes >= Upload::kLeast) {
+      upload.copy(device, target, source, bytes);
+    } else {
+      device::use(device);
+      device::copy_now(target, source, bytes, direction);
+    }
   }
 }
 

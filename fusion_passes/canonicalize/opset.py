@@ -12,6 +12,8 @@ Node by node, those of inner graphs too. Between opsets 13 and 24 an operator ha
 GroupNormalization (which changed in 21) and Attention (new in 23) are replaced before. What is left (an operator or an
 attribute that the other opset lacks) keeps the graph at its opset. Below `OPSET` it cannot be fused then: function
 bodies are written in newer operators.
+
+`lower_opset` declares a lowered graph at an older opset, for a provider whose kernels end there.
 """
 
 from __future__ import annotations
@@ -72,6 +74,23 @@ def declare_opset(model: ir.Model) -> bool:
     return True
 
 
+def lower_opset(model: ir.Model, newest: int) -> str | None:
+    """Declare `model` at opset `newest` if its opset is newer.
+
+    Returns None, or the reason why some operator does not exist in `newest` or has another meaning there; the model is
+    then unchanged. Functions are not looked at: `operators.function_bodies.attach` writes them for the model's opset.
+    """
+    version = opset(model.graph)
+    if version <= newest:
+        return None
+    foreign = sorted({n.op_type for n in _standard(model) if not _has_meaning(n, version, newest)})
+    if foreign:
+        return f"its {', '.join(foreign)} of opset {version} cannot be written in opset {newest}"
+    model.graph.opset_imports.pop("ai.onnx", None)
+    model.graph.opset_imports[""] = newest
+    return None
+
+
 def _standard(model: ir.Model) -> list[ir.Node]:
     """The standard operators of the graph and of those inside it."""
     return [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if node.domain in STANDARD_DOMAINS]
@@ -79,12 +98,17 @@ def _standard(model: ir.Model) -> list[ir.Node]:
 
 def _can_move(node: ir.Node, version: int) -> bool:
     """Return whether a node means the same at `OPSET`, or a rule makes it do so."""
-    before, after = schema(node.op_type, version), schema(node.op_type, OPSET)
+    if version < OPSET and node.op_type in CHANGED:
+        return schema(node.op_type, OPSET) is not None
+    return _has_meaning(node, version, OPSET)
+
+
+def _has_meaning(node: ir.Node, version: int, other: int) -> bool:
+    """Return whether a node of opset `version` has the same meaning in opset `other`."""
+    before, after = schema(node.op_type, version), schema(node.op_type, other)
     if after is None or before is None:
         return after is not None
     if before.since_version == after.since_version:
-        return True
-    if version < OPSET and node.op_type in CHANGED:
         return True
     if node.op_type == "AveragePool":  # 19 mends the divisor of windows that end behind the padding
         return not (node.attributes.get_int("ceil_mode", 0) and node.attributes.get_int("count_include_pad", 0))

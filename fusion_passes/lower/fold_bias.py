@@ -1,7 +1,7 @@
 """Moves biases of convolutions and linear layers into the consumer of the result, which adds them without extra cost.
 
     NhwcConv(x, w, b) -> SkipGroupNorm(., gamma, beta, skip)  =>  NhwcConv(x, w) -> SkipGroupNorm(..., skip, b)
-    NhwcConv(x, w, b) -> GroupNorm(., gamma, beta)            =>  NhwcConv(x, w) -> SkipGroupNorm(..., b per sample)
+    NhwcConv(x, w, b) -> GroupNorm(., gamma, beta)            =>  NhwcConv(x, w) -> SkipGroupNorm(..., zeros, b)
     NhwcConv(x, w, b) -> GroupNorm and others                 =>  the same; the others add b themselves if all of them
                                                                   can, else they read SkipGroupNorm's sum
     NhwcConv(x, w, b) -> Add(., y)                            =>  NhwcConv(x, w) -> BiasAdd(., b, y)
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import onnx_ir as ir
 
 from fusion_passes import value_queries as values
@@ -27,19 +28,23 @@ from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, Rejection
 from fusion_passes.lower import nhwc_layout
 from fusion_passes.operators.definition import DOMAIN
 
+# (batch size, channels, dtype) -> zeros (N, 1, 1, C) for the skip of SkipGroupNorm.
+ZeroSkips = dict[tuple[str, int, ir.DataType | None], ir.Value]
+
 
 def fold_bias(model: ir.Model) -> PassOutcome:
     """Move the biases of NhwcConv nodes and those after MatMul in place; count the moved biases."""
     outcome = PassOutcome(Counter(fold_bias=0))
+    zero_skips: ZeroSkips = {}
     for node in list(model.graph):
         if node.op_type == "NhwcConv" and len(node.inputs) > 2 and node.inputs[2] is not None:
-            reason = _move(model.graph, node.outputs[0], node.inputs[2])
+            reason = _move(model.graph, node.outputs[0], node.inputs[2], zero_skips)
             if reason is None:
                 node.resize_inputs(2)
         elif (linear := _match_linear(node)) is not None:
             matmul, bias, image = linear
             reason = "the sum has a consumer other than one Reshape to an image"
-            reason = reason if image is None else _move(model.graph, image, bias)
+            reason = reason if image is None else _move(model.graph, image, bias, zero_skips)
             if reason is None:
                 node.outputs[0].replace_all_uses_with(matmul)
                 model.graph.remove(node, safe=True)
@@ -80,7 +85,7 @@ def _only_reshaped(value: ir.Value, channels: int | None) -> ir.Value | None:
     return result if values.size(result, -1) == channels else None
 
 
-def _move(graph: ir.Graph, output: ir.Value, bias: ir.Value) -> str | None:
+def _move(graph: ir.Graph, output: ir.Value, bias: ir.Value, zero_skips: ZeroSkips) -> str | None:
     """Move `bias` on the last axis of `output` into the consumers of `output`. Return a reject reason, or None."""
     uses = list(output.uses())
     if output.is_graph_output():
@@ -89,7 +94,7 @@ def _move(graph: ir.Graph, output: ir.Value, bias: ir.Value) -> str | None:
         return "the bias is not a constant vector over the channels"
     for consumer, index in uses:
         if consumer.op_type == "GroupNorm" and index == 0:
-            _to_skip_group_norm(graph, consumer, bias)
+            _to_skip_group_norm(graph, consumer, bias, zero_skips)
             return None
     if len(uses) != 1:
         return "the result has several consumers, and none is a GroupNorm"
@@ -119,8 +124,8 @@ def _add_bias_input(graph: ir.Graph, consumer: ir.Node, index: int, bias: ir.Val
     consumer.replace_input_with(index, bias)
 
 
-def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value) -> None:
-    """GroupNorm(x, ...) => SkipGroupNorm(x, ..., skip); the skip (N, 1, 1, C) is the bias expanded over the batch.
+def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value, zero_skips: ZeroSkips) -> None:
+    """GroupNorm(x, ...) => SkipGroupNorm(x, ..., zeros, bias), with zeros (N, 1, 1, C) as skip.
 
     Other consumers of x add the bias themselves. If one of them cannot, all of them read SkipGroupNorm's sum.
     """
@@ -129,24 +134,14 @@ def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value) -> None:
     assert x is not None
     assert width is not None
     others = [(consumer, index) for consumer, index in x.uses() if consumer is not norm]  # may precede the norm
-    name = f"{old.name}.bias"
-    row = new_derived_initializer(graph, f"{name}_row", [bias], [1, 1, 1, width], "reshape", [1, 1, 1, width])
-    batch = ir.node("Shape", [x], {"start": 0, "end": 1})
-    shape = ir.node("Concat", [batch.outputs[0], new_initializer(graph, f"{name}_width", [1, 1, width])], {"axis": 0})
-    rows = ir.node("Expand", [row, shape.outputs[0]])
-    for node, suffix in ((batch, "batch"), (shape, "shape"), (rows, "rows")):
-        node.outputs[0].name = f"{name}_{suffix}"
-    for node, size in ((batch, 1), (shape, 4)):
-        node.outputs[0].type, node.outputs[0].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([size])
-    first = None if x.shape is None else x.shape[0]
-    rows.outputs[0].type, rows.outputs[0].shape = old.type, ir.Shape([first, 1, 1, width])
     attributes = dict(norm.attributes)
-    new = ir.node("SkipGroupNorm", [x, gamma, beta, rows.outputs[0]], attributes, domain=DOMAIN, num_outputs=2)
+    skip = _zero_skip(graph, x, width, zero_skips)
+    new = ir.node("SkipGroupNorm", [x, gamma, beta, skip, bias], attributes, domain=DOMAIN, num_outputs=2)
     new.metadata_props.update(norm.metadata_props)
     normalized, total = new.outputs
     normalized.name, normalized.type, normalized.shape = old.name, old.type, old.shape
-    total.name, total.type, total.shape = f"{name}_sum", old.type, old.shape
-    graph.insert_before(norm, [batch, shape, rows, new])
+    total.name, total.type, total.shape = f"{old.name}.bias_sum", old.type, old.shape
+    graph.insert_before(norm, new)
     can_add = all(_can_add_bias(consumer, index, x) for consumer, index in others)
     for consumer, index in others:
         if can_add:
@@ -155,6 +150,35 @@ def _to_skip_group_norm(graph: ir.Graph, norm: ir.Node, bias: ir.Value) -> None:
             consumer.replace_input_with(index, total)
     ir.convenience.replace_all_uses_with(old, normalized, replace_graph_outputs=True)
     graph.remove(norm, safe=True)
+
+
+def _zero_skip(graph: ir.Graph, x: ir.Value, width: int, zero_skips: ZeroSkips) -> ir.Value:
+    """Return zeros (N, 1, 1, C) for the batch size N of x, from `zero_skips` if possible.
+
+    Only zeros for the output of an NhwcConv are shared. The convolutions are visited in graph order, so such zeros do
+    not depend on norms that use them later.
+    """
+    batch = None if x.shape is None else x.shape[0]
+    key = (str(batch), width, x.dtype)
+    is_shared = isinstance(batch, int) or (batch is not None and batch.value is not None)
+    if is_shared and key in zero_skips:
+        return zero_skips[key]
+    name, dtype = unique_name(x, "zero_skip"), x.dtype or ir.DataType.FLOAT
+    size = ir.node("Shape", [x], {"start": 0, "end": 1})
+    shape = ir.node("Concat", [size.outputs[0], new_initializer(graph, f"{name}_width", [1, 1, width])], {"axis": 0})
+    row = new_initializer(graph, f"{name}_row", np.zeros((1, 1, 1, width), dtype.numpy()))
+    skip = ir.node("Expand", [row, shape.outputs[0]])
+    for node, suffix in ((size, "_batch"), (shape, "_shape"), (skip, "")):
+        node.outputs[0].name = f"{name}{suffix}"
+    for node, count in ((size, 1), (shape, 4)):
+        node.outputs[0].type, node.outputs[0].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([count])
+    skip.outputs[0].type, skip.outputs[0].shape = x.type, ir.Shape([batch, 1, 1, width])
+    producer = x.producer()
+    assert producer is not None
+    graph.insert_after(producer, [size, shape, skip])
+    if is_shared and producer.op_type == "NhwcConv":
+        zero_skips[key] = skip.outputs[0]
+    return skip.outputs[0]
 
 
 def _can_add_bias(consumer: ir.Node, index: int, x: ir.Value) -> bool:
@@ -226,6 +250,14 @@ CASES = [
     _case("two biases", f"{_CONV}  d = Conv (y, p, c)  s = Add (a, d)  z = {_NORM} (s, g, h)", 2, SkipGroupNorm=1),
     _case("add", f"{_CONV}  z = Add (a, y)", BiasAdd=1, Add=0),
     _case("norm", f"{_CONV}  z = {_NORM} (a, g, h)", GroupNorm=0, SkipGroupNorm=1),
+    _case(
+        "two norms, one skip",
+        f"{_CONV}  n = {_NORM} (a, g, h)  d = Conv (n, p, c)  z = {_NORM} (d, g, h)",
+        2,
+        GroupNorm=0,
+        SkipGroupNorm=2,
+        Expand=1,
+    ),
     _case("read before the norm too", f"{_CONV}  t = Relu (a)  n = {_NORM} (a, g, h)  z = Add (n, t)", SkipGroupNorm=1),
     _case("read behind it too", f"{_CONV}  n = {_NORM} (a, g, h)  t = Add (n, y)  z = Add (t, a)", BiasAdd=1),
     _case(

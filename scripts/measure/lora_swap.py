@@ -44,28 +44,34 @@ SIDES = {"sdxl": 1024, "sd15-tiny": 64, "sdxl-tiny": 64}
 NAMES = {"unet": "lora_unet_", "text_encoder": "lora_te_", "text_encoder_2": "lora_te2_"}
 
 
-def touched(folder: Path, component: str) -> Iterator[tuple[str, list[int]]]:
-    """Module and shape of what a LoRA usually changes: all that is linear in attention blocks and text encoders."""
+def touched(folder: Path, component: str, convolutions: bool = False) -> Iterator[tuple[str, list[int]]]:
+    """Module and shape of what a LoRA usually changes: all that is linear in attention blocks and text encoders.
+
+    With `convolutions` also the 3 x 3 convolutions of the UNet's residual blocks.
+    """
     for path in sorted((folder / component).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 shape = file.get_slice(name).get_shape()
                 linear = name.endswith(".weight") and (len(shape) == 2 or shape[2:] == [1, 1])
-                if linear and ("attentions" in name or ("encoder.layers" in name and component != "unet")):
+                convolution = convolutions and "resnets" in name and name.endswith(".weight") and shape[2:] == [3, 3]
+                attention = "attentions" in name or ("encoder.layers" in name and component != "unet")
+                if convolution or (linear and attention):
                     yield name.removesuffix(".weight"), shape
 
 
-def make_lora(folder: Path, out: Path, seed: int) -> int:
+def make_lora(folder: Path, out: Path, seed: int, rank: int = RANK, convolutions: bool = False) -> int:
     """Write a LoRA of random numbers in Kohya's names; the number of its modules."""
     generator = torch.Generator().manual_seed(seed)
     xl = (folder / "text_encoder_2").is_dir()
     tensors: dict[str, torch.Tensor] = {}
     for component, prefix in NAMES.items():
-        for module, (wide, narrow, *rest) in touched(folder, component):
+        for module, (wide, narrow, *kernel) in touched(folder, component, convolutions):
             name = ("lora_te1_" if xl and component == "text_encoder" else prefix) + module.replace(".", "_")
-            tensors[f"{name}.lora_down.weight"] = torch.randn(RANK, narrow, *rest, generator=generator) / narrow**0.5
-            tensors[f"{name}.lora_up.weight"] = torch.randn(wide, RANK, *rest, generator=generator) * 0.2
-            tensors[f"{name}.alpha"] = torch.tensor(float(RANK))
+            tensors[f"{name}.lora_down.weight"] = torch.randn(rank, narrow, *kernel, generator=generator) / narrow**0.5
+            up = torch.randn(wide, rank, *[1 for _ in kernel], generator=generator)
+            tensors[f"{name}.lora_up.weight"] = up * 0.2
+            tensors[f"{name}.alpha"] = torch.tensor(float(rank))
     save_file({name: tensor.half() for name, tensor in tensors.items()}, out)
     return len(tensors) // 3
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Raw exports without weights, to be filled on a machine that has no exporter: `weightless_graphs.py OUT sd15 demo`.
 
-Writes OUT/<preset>.<component>.onnx.xz, some 100 kB each, in the form that `bench_gpu_step.py --graph`, `bench_gpu.py
---graphs` and `plain_call.py --graphs` take: each weight is a reference to a "file" named after its parameter, with .T
+Writes OUT/<preset>.<component>.onnx.xz, some 100 kB each, in the form that `bench_gpu_step.py --graph` and
+`plain_call.py --graphs` take: each weight is a reference to a "file" named after its parameter, with .T
 where the exporter transposed it. Large parameters are hardly touched here, so the export takes little memory.
 """
 

@@ -122,6 +122,8 @@ def _named(name: str, first: Engine, torch_engine: Sequence[Engine], provider: s
     target = target_of(provider) if plain else rest
     if name not in NAMES and not (kind == "ours" and target in TARGETS):
         raise InputError(f"unknown engine {name!r}: choose from {', '.join(NAMES)}, or ours-TARGET.")
+    if name == "ours" and _is_ours(Path(first.directory), target, dtype):
+        return []  # the folder itself, which stays in the comparison
     raw = _raw_export(Path(first.directory))
     if name == "raw":
         return [raw]
@@ -145,8 +147,19 @@ def _raw_export(folder: Path) -> Engine:
     manifest = read_manifest(folder) if folder.is_dir() else {}
     components(folder)
     if manifest.get("stage") not in ("export", None):
-        raise InputError(f"{folder} is optimized, and the export it was made from is gone: give a raw export.")
+        model = manifest.get("source", {}).get("model", "MODEL")
+        raise InputError(
+            f"{folder} is optimized, and there is no raw export that it was made from: sd-ort export {model} RAW, and "
+            "give RAW before it."
+        )
     return replace(_onnx_engine(folder, manifest), label="raw ONNX")
+
+
+def _is_ours(folder: Path, target: str, dtype: str) -> bool:
+    """Return whether `folder` is what `optimize` writes for a target and a precision."""
+    manifest = read_manifest(folder)
+    options = manifest.get("options", {})
+    return manifest.get("stage") == "optimize" and (options.get("target"), options.get("dtype")) == (target, dtype)
 
 
 def _onnx_engine(folder: Path, manifest: dict[str, Any]) -> Engine:

@@ -17,6 +17,7 @@ from sd_ort.family.signatures import default_latents
 from sd_ort.graphs.load import load
 from sd_ort.runtime import tuning
 from sd_ort.runtime.library import library_path
+from sd_ort.runtime.op_library import build_command
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import Model, create_session
 from sd_ort.runtime.wheels import runtime
@@ -52,7 +53,7 @@ def tune(
             "use --provider cuda, rocm, hip or sdcuda on a machine with one."
         )
     source = tuning.gpu_ops(provider, library)
-    build = "sd-ort build-ops " + ("--cuda sm_90" if provider == "cuda" else "--hip gfx1100")
+    build = build_command(provider)
     if source is None and not entry.tuning:
         raise ProviderError(f"no op library for {provider}, whose kernels are all there is to tune: {build}.")
     if source is None:

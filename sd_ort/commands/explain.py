@@ -18,7 +18,8 @@ SHOWN = 3  # scopes named for each reason; --all names every one
 @click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
 @click.option("--all", "everything", is_flag=True, help="List every site, the fused ones too.")
 @click.option(
-    "--provider", help="Open it with hip, sdcuda, or plugin:PATH of ours too: which nodes it leaves, and why."
+    "--provider",
+    help="Which nodes a provider leaves, and why: hip, sdcuda, plugin:PATH of ours (opens the graphs), or rocm.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print all sites and counts as JSON.")
 def command(path: Path, components: tuple[str, ...], everything: bool, provider: str | None, as_json: bool) -> None:

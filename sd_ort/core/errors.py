@@ -1,7 +1,9 @@
 """Errors a user can mend: the CLI prints their message on one line and exits with their code. Others are bugs."""
 
 import errno
+import re
 
+COLORS = re.compile(r"\x1b\[[0-9;]*m")
 BUG = 70  # exit code of what nobody foresaw (sysexits.h: EX_SOFTWARE)
 
 
@@ -36,8 +38,9 @@ class OutputError(SdOrtError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first non-empty line of an error's message, cut to 300 characters, or its type when it has none."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """The first non-empty line of an error's message without a terminal's color codes, cut to 300 characters, or its
+    type when it has none."""
+    lines = [line.strip() for line in COLORS.sub("", str(error)).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__
 
 

@@ -24,6 +24,7 @@ import onnx_ir as ir
 import fusion_passes
 from fusion_passes import CONTRIB, DOMAIN, OPERATORS
 from fusion_passes import weight_recipes as recipes
+from fusion_passes.canonicalize.opset import lower_opset
 from fusion_passes.graph_pass import run_all, totals
 from fusion_passes.operators import function_bodies
 from sd_ort.core import folder
@@ -251,6 +252,8 @@ def optimize_component(
     if dtype != "float32" and not target.half_weights:
         keep = measured.nodes if measured else ()
         precision.convert(model, dtype, keep=keep, float32_inputs=target.float32_inputs)
+    if target.newest_opset is not None and (reason := lower_opset(model, target.newest_opset)):
+        raise InputError(f"{source.name} cannot be lowered for target {target.name}: {reason}.")
     kept = lower_operators(model, target)
     parts = {hoist.PARTS[name]: part for name, part in hoist.split(model).items()} if hoisted else {}
     _go_on(stopped)

@@ -2,8 +2,8 @@
 
 A target runs its passes; then a fused node goes to ONNX Runtime's own kernel (`contrib`, domain com.microsoft) when its
 limits allow this node, else it is our operator (domain `sd_ort`, a kernel of the library or else the function body that
-the model carries). Limits are those measured on onnxruntime 1.31.1 (CPU, CUDA) and read from the sources of
-onnxruntime-rocm 1.22.2.post3 and MIGraphX EP 1.27.1.
+the model carries). Limits are those measured on onnxruntime 1.31.1 (CPU, CUDA) and, on a simulated GPU, of
+onnxruntime-rocm 1.22.2.post3, and read from the sources of MIGraphX EP 1.27.1.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from fusion_passes.lower import (
 from fusion_passes.lower.inline_fused_ops import inline_fused_ops
 from fusion_passes.lower.standard_attention import standard_attention
 from sd_ort.runtime.provider_records import WHEELS
+from sd_ort.runtime.rocm_kernels import NEWEST_OPSET
 from sd_ort.runtime.wheels import installed_wheels
 
 Limit = Callable[[ir.Node], str | None]
@@ -55,6 +56,14 @@ def _even_channels_per_group(node: ir.Node) -> str | None:
     if channels is None or channels % groups or (channels // groups) % 2:
         return f"its kernel needs an even number of channels per group, not {channels}/{groups}"
     return None
+
+
+def _rocm_group_norm(node: ir.Node) -> str | None:
+    if reason := _even_channels_per_group(node):
+        return reason
+    channels = c.size(node.inputs[1], 0)
+    narrow = channels is not None and channels < 64
+    return f"its kernel faults with {channels} channels, below 64" if narrow else None
 
 
 def _cuda_gelu_width(node: ir.Node) -> str | None:
@@ -97,11 +106,6 @@ def _whole_skip(node: ir.Node) -> str | None:
     return None if c.rank(node.inputs[1]) == 3 else "its kernel takes no row as skip"
 
 
-def _no_bias_input(node: ir.Node) -> str | None:
-    bias = len(node.inputs) > 3 and node.inputs[3] is not None
-    return "its kernel refuses a bias input" if bias else None
-
-
 @dataclass(frozen=True)
 class Target:
     """One execution provider: the passes that it runs, and for each fused operator the limit of the provider's kernel.
@@ -110,6 +114,7 @@ class Target:
     operators. `float32_inputs` are inputs (operator, index) that stay in fp32 in a half precision model. `dtypes` are
     the precisions that its kernels take; with `half_weights` half precision is that of the weights at rest alone, which
     are cast to float32 while a session is opened; `bfloat16_passes` take the place of `passes` in bfloat16.
+    `newest_opset`: newest opset that its kernels are registered for; None if ONNX Runtime keeps up with opsets.
     """
 
     name: str
@@ -120,6 +125,7 @@ class Target:
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
     half_weights: bool = False
     bfloat16_passes: tuple[Pass, ...] = ()
+    newest_opset: int | None = None
 
     def passes_for(self, dtype: str) -> tuple[Pass, ...]:
         """The lowerings of a precision."""
@@ -186,6 +192,7 @@ CUDA = Target(
     dtypes=_NO_BFLOAT16,
 )
 
+# Its MultiHeadAttention runs in none of our forms: the wheel is built without Composable Kernel, which would run them.
 ROCM = Target(
     "rocm",
     passes=(
@@ -196,9 +203,14 @@ ROCM = Target(
         upsample_nearest.PASS,
         subpixel_conv.PASS,
     ),
-    contrib={**CUDA_CONTRIB, "MultiHeadAttention": _no_bias_input},
+    contrib={
+        **{name: limit for name, limit in CUDA_CONTRIB.items() if name != "MultiHeadAttention"},
+        "GroupNorm": _rocm_group_norm,
+        "SkipGroupNorm": _rocm_group_norm,
+    },
     float32_inputs=_FLOAT32_INPUTS,
     dtypes=_NO_BFLOAT16,
+    newest_opset=NEWEST_OPSET,
 )
 
 MIGRAPHX = Target(

@@ -27,7 +27,7 @@ from sd_ort.pipeline.device_text import DeviceTexts
 from sd_ort.pipeline.drawing import Arrays, Drawing, Part, check_finite
 from sd_ort.runtime.captured import UNCAPTURED, BoundShapes, GraphModel
 from sd_ort.runtime.chained import ChainedModel, is_captured
-from sd_ort.runtime.device_memory import place
+from sd_ort.runtime.device_memory import empty_value, place
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import DTYPES, open_graph
 from sd_ort.runtime.wheels import runtime
@@ -110,7 +110,7 @@ class DeviceLoop:
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         """Memory on the device."""
-        return runtime().OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, **place(self.models.device))
+        return empty_value(shape, dtype, self.models.device)
 
     def bind(self, model: Model, feed: Mapping[str, Any], outputs: Mapping[str, Any] | None = None) -> BoundShapes:
         """A component over buffers, captured where its session captures."""

@@ -35,7 +35,7 @@ def keep_freed() -> None:
 def give_back() -> None:
     """What the heap keeps free goes back to the system."""
     if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        malloc_trim(0)
+        malloc_trim(ctypes.c_size_t(0))
 
 
 def kept() -> AbstractContextManager[None]:

@@ -57,17 +57,19 @@ def build(
     """
     if not cpu and not hip and not cuda:
         raise BuildError("nothing to build: ask for the CPU library, for HIP or for CUDA architectures")
-    options = _Options(cpu=cpu, cmake=_need("cmake", "install it: pip install cmake"), cxx=_cxx_compiler())
+    options = _Options(cpu=cpu, cmake=find_program("cmake", "install it: pip install cmake"), cxx=_cxx_compiler())
     if cpu:
         options.headers = find_headers(headers, say)
     if provider:
         options.provider_headers = find_headers(headers, say, api=PROVIDER_API)
     if hip:
         options.hip_archs = tuple(hip)
+        _check_targets(hip)
         options.hip = find_hip_compiler()
+        check_compiler(options.hip, hip)
     if cuda:
         options.cuda_archs = tuple(arch.removeprefix("sm_") for arch in cuda)
-        options.nvcc = _need("nvcc", "install the CUDA toolkit, or put its nvcc on PATH")
+        options.nvcc = find_program("nvcc", "install the CUDA toolkit, or put its nvcc on PATH")
     folder = cache_folder() / "ops" / options.hash()
     library = folder / (LIBRARY if cpu else HIP_LIBRARY if hip else CUDA_LIBRARY)
     if not (folder / "build.json").is_file():
@@ -90,11 +92,14 @@ def build_gpu(arch: str) -> Path:
 
 @dataclass(frozen=True)
 class HipCompiler:
-    """A compiler for .hip files, the flags it needs, and where libamdhip64.so is (None when it knows)."""
+    """A compiler for .hip files, the flags it needs, and the folders of ROCm's libraries, that of libamdhip64 first.
+
+    There are no folders if the compiler and the loader know them.
+    """
 
     path: str
     flags: tuple[str, ...] = ()
-    library_dir: str | None = None
+    library_folders: tuple[str, ...] = ()
 
 
 @dataclass
@@ -139,7 +144,7 @@ class _Options:
             values["HIP_ARCHS"] = ";".join(self.hip_archs)
             values["HIP_COMPILER"] = self.hip.path
             values["HIP_FLAGS"] = " ".join(self.hip.flags)
-            values["HIP_LIBRARY_DIR"] = self.hip.library_dir or ""
+            values["HIP_LIBRARY_DIR"] = ";".join(self.hip.library_folders)
             values["Python3_EXECUTABLE"] = sys.executable
         if self.nvcc:
             values["CUDA_ARCHS"] = ";".join(self.cuda_archs)
@@ -212,8 +217,36 @@ def _version(compiler: str) -> str:
     return f"{compiler}: {result.stdout.strip()}"
 
 
-def _need(program: str, advice: str) -> str:
-    path = shutil.which(program)
+def _check_targets(targets: Sequence[str]) -> None:
+    """Raise BuildError for a target that no kernel is written for."""
+    from custom_ops.amd_targets import simd
+
+    try:
+        for target in targets:
+            simd(target)
+    except ValueError as error:
+        raise BuildError(str(error)) from error
+
+
+def check_compiler(compiler: HipCompiler, targets: Sequence[str]) -> None:
+    """Raise BuildError for a target that the compiler does not know."""
+    for target in targets:
+        flags = ["-mcode-object-version=6"] if target.endswith("-generic") else []
+        flags += ["-x", "hip", f"--offload-arch={target}", "--cuda-device-only", "-nogpuinc", "-nogpulib", "-E"]
+        result = subprocess.run([compiler.path, *flags, os.devnull], capture_output=True, check=False)
+        if result.returncode != 0:
+            raise BuildError(
+                f"{compiler.path} does not know {target}: install a newer ROCm, or set HIPCXX to a newer clang++."
+            )
+
+
+def _which(program: str) -> str | None:
+    """Return the path of a program on PATH or beside the running Python, where pip puts it; None if there is none."""
+    return shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))
+
+
+def find_program(program: str, advice: str) -> str:
+    path = _which(program)
     if path is None:
         raise BuildError(f"{program} is not on PATH; {advice}")
     return path
@@ -228,16 +261,20 @@ def _cxx_compiler() -> str:
 
 
 def find_hip_compiler() -> HipCompiler:
-    """A clang that compiles HIP: $HIPCXX, a ROCm install's, or Debian's (scripts/amd/install_hip_toolchain.sh).
+    """A clang that compiles HIP: $HIPCXX, that of ROCm (custom_ops/rocm.py), or Debian's
+    (scripts/amd/install_hip_toolchain.sh).
 
     Raises BuildError naming what is missing.
     """
     if compiler := os.environ.get("HIPCXX"):
-        return HipCompiler(_need(compiler, "HIPCXX names it"), tuple(os.environ.get("HIPCXXFLAGS", "").split()))
-    rocm = Path(os.environ.get("ROCM_PATH", "/opt/rocm"))
-    for clang in (rocm / "llvm/bin/clang++", rocm / "lib/llvm/bin/clang++"):
-        if clang.is_file():
-            return HipCompiler(str(clang), (f"--rocm-path={rocm}",), str(rocm / "lib"))
+        return HipCompiler(find_program(compiler, "HIPCXX names it"), tuple(os.environ.get("HIPCXXFLAGS", "").split()))
+    from custom_ops import rocm
+
+    for root in rocm.roots():
+        for clang in (root / "llvm/bin/clang++", root / "lib/llvm/bin/clang++"):
+            if clang.is_file():
+                folders = [root / "lib", *rocm.library_folders()]
+                return HipCompiler(str(clang), (f"--rocm-path={root}",), tuple(dict.fromkeys(map(str, folders))))
     tree = cache_folder() / "hip-tree"
     debian_clang = shutil.which("clang++-19")
     if debian_clang and (tree / "amdgcn").is_dir():

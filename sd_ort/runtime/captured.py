@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.core.errors import SdOrtError, first_line
-from sd_ort.runtime.device_memory import place
+from sd_ort.runtime.device_memory import empty_value, place
 from sd_ort.runtime.session import DTYPES, Model
 from sd_ort.runtime.wheels import runtime
 
@@ -115,7 +115,7 @@ class BoundShapes:
             made = dict(zip(declared, self.binding.get_outputs(), strict=True))
             for name in missing:
                 dtype = DTYPES[declared[name]]
-                self.outputs[name] = value.ortvalue_from_shape_and_type(made[name].shape(), dtype, **place(device))
+                self.outputs[name] = empty_value(made[name].shape(), dtype, device)
             self.binding.clear_binding_outputs()
         for name in declared:
             self.binding.bind_ortvalue_output(name, self.outputs[name])

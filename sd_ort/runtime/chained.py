@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from sd_ort.runtime.captured import UNCAPTURED, BoundShapes, GraphModel
-from sd_ort.runtime.device_memory import place
+from sd_ort.runtime.device_memory import empty_value
 from sd_ort.runtime.session import DTYPES, Model
-from sd_ort.runtime.wheels import runtime
 
 if TYPE_CHECKING:
     from sd_ort.runtime.stream import Stream
@@ -149,8 +148,7 @@ class Copy:
 
 def _like(value: Any, link: Link) -> Any:
     """Memory for the same on a range's device."""
-    dtype = DTYPES[value.data_type()]
-    return runtime().OrtValue.ortvalue_from_shape_and_type(value.shape(), dtype, **place(link.device))
+    return empty_value(value.shape(), DTYPES[value.data_type()], link.device)
 
 
 def is_captured(model: Model) -> bool:

@@ -19,7 +19,7 @@ from sd_ort.runtime.allocator import give_back, given_back, keep_freed, kept
 from sd_ort.runtime.captured import CAPTURING, GraphModel
 from sd_ort.runtime.chained import ChainedModel, Link, Range
 from sd_ort.runtime.held import HeldWeights, reads_in_place, renewal
-from sd_ort.runtime.library import library_path
+from sd_ort.runtime.op_library import op_library
 from sd_ort.runtime.providers import check_provider, is_plugin, provider_named, warn_once
 from sd_ort.runtime.session import Model, create_session
 from sd_ort.runtime.stream import Turn, open_stream
@@ -130,7 +130,7 @@ class Components(MutableMapping[str, Model]):
         """
         if self.device == "cpu" or self.low_memory or self.partner is not None or self.spreads:
             return False
-        if not is_plugin(self.provider) and not (self.options.get("library", True) and library_path()):
+        if not is_plugin(self.provider) and op_library(self.options.get("library", True), self.provider) is None:
             return False
         return reads_in_place(self.provider, self.device, self.options["provider_options"])
 

@@ -10,11 +10,15 @@ Energy is that of the whole device, idle power and other processes included.
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from custom_ops import rocm
 
 MEGABYTE = 2**20
 NOT_READABLE = "not readable"
@@ -84,8 +88,10 @@ class AmdGpu(Meter):
         self.joules, self.last = 0.0, time.perf_counter()
 
     def used_MB(self, pid: int) -> float | None:
+        """None also for a process without a folder, as all have in a container: the host's numbers name them."""
+        folder = self.processes / str(pid)
         try:  # one file a GPU
-            return sum(int(path.read_text()) for path in (self.processes / str(pid)).glob("vram_*")) / MEGABYTE
+            return sum(int(path.read_text()) for path in folder.glob("vram_*")) / MEGABYTE if folder.is_dir() else None
         except OSError:
             return None
 
@@ -121,14 +127,56 @@ def open_meter(provider: str) -> Meter:
             return Rapl()
         if provider == "cuda":
             return Nvml()
-        cards = sorted(Path("/sys/class/drm").glob("card[0-9]*/device/mem_info_vram_used"))
-        if not cards:
-            raise OSError("no amdgpu device in /sys/class/drm")
-        return AmdGpu(cards[0].parent)
+        return AmdGpu(amd_device())
     except OSError as error:
         meter = Meter()
         meter.note = f"{NOT_READABLE}: {error}"
         return meter
+
+
+def amd_device(cards: Path = Path("/sys/class/drm")) -> Path:
+    """Return the sysfs folder of the GPU that HIP counts as 0, $HIP_VISIBLE_DEVICES considered.
+
+    Raises:
+        OSError: there is no amdgpu device, or HIP does not say which of several it is.
+    """
+    devices = sorted(path.parent.resolve() for path in cards.glob("card[0-9]*/device/mem_info_vram_used"))
+    if not devices:
+        raise OSError(f"no amdgpu device in {cards}")
+    address = devices[0].name if len(devices) == 1 else hip_pci_address()
+    found = next((device for device in devices if device.name == address), None)
+    if found is None:
+        raise OSError(f"HIP's first GPU is {address or 'unknown'}, and {cards} has several")
+    return found
+
+
+# hipDeviceGetPCIBusId of device 0, by the first of the libraries named in the arguments that loads.
+_ASK_HIP = """
+import ctypes, sys
+for name in sys.argv[1:]:
+    try:
+        library = ctypes.CDLL(name)
+    except OSError:
+        continue
+    address = ctypes.create_string_buffer(64)
+    if library.hipDeviceGetPCIBusId(address, len(address), 0) == 0:
+        print(address.value.decode().lower())
+    break
+"""
+
+
+def hip_pci_address() -> str | None:
+    """Return the PCI address of HIP's device 0 ("0000:03:00.0"), or None if HIP does not say.
+
+    Asked in a process of its own: the runtime would take device memory in this one.
+    """
+    names = ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5")
+    command = [sys.executable, "-c", _ASK_HIP, *rocm.libraries("libamdhip64.so*"), *names]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return run.stdout.strip() or None
 
 
 class Watch:
@@ -152,7 +200,7 @@ def watching(meter: Meter, pid: int, interval: float = 0.01) -> Iterator[Watch]:
             meter.energy_J()
 
     thread = threading.Thread(target=sample, daemon=True)
-    if watch.peak is not None or start is not None:
+    if type(meter) is not Meter:  # one that may read something, perhaps only once the process uses the device
         thread.start()
     try:
         yield watch

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from sd_ort.runtime.wheels import runtime
 
 
@@ -34,6 +36,23 @@ def place(device: str) -> dict[str, Any]:
     name, _, number = device.partition("@")
     kind, _, vendor = name.partition(":")
     return {"device_type": kind, "device_id": int(number or 0), **({"vendor_id": int(vendor)} if vendor else {})}
+
+
+def empty_value(shape: Sequence[int], dtype: Any, device: str) -> Any:
+    """Return an OrtValue with undefined values on `device`.
+
+    onnxruntime-rocm cannot allocate one by shape and type on "cuda", but copies an array there.
+    """
+    return runtime().OrtValue.ortvalue_from_numpy(np.empty(shape, dtype), **place(device))
+
+
+def unowned(value: Any) -> Any:
+    """Return an OrtValue over the memory of `value` that does not count as its owner, as `AddInitializer` wants it.
+
+    The public OrtValue.from_dlpack is missing in onnxruntime-rocm 1.22.2.
+    """
+    c_value = value._ortvalue
+    return runtime().OrtValue(type(c_value).from_dlpack(c_value.to_dlpack(), False))
 
 
 def view(device: str, address: int, element: int, shape: Sequence[int], owner: object = None) -> Any:

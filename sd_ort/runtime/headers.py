@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sd_ort.core.cache import cache_folder
+from sd_ort.runtime.debian import DownloadError, unpack_packages
 from sd_ort.runtime.library import BuildError
 
 HEADER = "onnxruntime_c_api.h"
@@ -153,45 +154,14 @@ def _from_github() -> Files:
 
 
 def _from_debian() -> Files:
-    """From trixie's libonnxruntime-dev, through apt with a sources list of its own made from the machine's."""
-    if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
-        raise _FetchError("apt-get is not here")
-    with tempfile.TemporaryDirectory() as work_:
-        work = Path(work_)
-        (work / "lists/partial").mkdir(parents=True)
-        (work / "cache").mkdir()
-        (work / "sources").mkdir()
-        (work / "sources/trixie.sources").write_text(_trixie_sources())
-        apt = ["apt-get", "-q", f"-oDir::Etc::SourceParts={work}/sources", "-oDir::Etc::SourceList=/dev/null"]
-        apt += [f"-oDir::State::Lists={work}/lists", f"-oDir::Cache={work}/cache"]
-        for command in ([*apt, "update"], [*apt, "download", "libonnxruntime-dev"]):
-            if subprocess.run(command, cwd=work, capture_output=True, check=False).returncode != 0:
-                raise _FetchError(f"{' '.join(command[-2:])} failed")
-        package = next(work.glob("libonnxruntime-dev_*.deb"))
-        subprocess.run(["dpkg", "-x", str(package), str(work / "unpacked")], check=True)
-        headers = (work / "unpacked/usr/include/onnxruntime").glob("onnxruntime_*.h")
+    """Return the headers of trixie's libonnxruntime-dev."""
+    with tempfile.TemporaryDirectory() as work:
+        try:
+            unpack_packages(["libonnxruntime-dev"], ["trixie"], Path(work))
+        except DownloadError as error:
+            raise _FetchError(error) from error
+        headers = (Path(work) / "usr/include/onnxruntime").glob("onnxruntime_*.h")
         return {path.name: path.read_bytes() for path in headers}
-
-
-def _trixie_sources() -> str:
-    """A sources entry for Debian trixie from the mirror and key of the machine's own Debian entry."""
-    for path in sorted(Path("/etc/apt/sources.list.d").glob("*.sources")):
-        for entry in path.read_text().split("\n\n"):
-            fields = dict(line.split(":", 1) for line in entry.splitlines() if ":" in line and not line.startswith("#"))
-            uri = fields.get("URIs", "").strip()
-            if uri.rstrip("/").endswith("debian"):
-                key = fields.get("Signed-By", " /usr/share/keyrings/debian-archive-keyring.gpg").strip()
-                return f"Types: deb\nURIs: {uri}\nSuites: trixie\nComponents: main\nSigned-By: {key}\n"
-    for line in _lines_of("/etc/apt/sources.list"):
-        words = line.split()
-        if words[:1] == ["deb"] and words[1].rstrip("/").endswith("debian"):
-            key = "/usr/share/keyrings/debian-archive-keyring.gpg"
-            return f"Types: deb\nURIs: {words[1]}\nSuites: trixie\nComponents: main\nSigned-By: {key}\n"
-    raise _FetchError("the machine's apt sources name no Debian mirror")
-
-
-def _lines_of(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).is_file() else []
 
 
 def _from_npm() -> Files:

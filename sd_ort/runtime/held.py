@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from sd_ort.core.errors import SdOrtError
-from sd_ort.runtime.device_memory import place, view
+from sd_ort.runtime.device_memory import place, unowned, view
 from sd_ort.runtime.providers import is_plugin, plugin_library
 from sd_ort.runtime.session import open_graph
 from sd_ort.runtime.wheels import runtime
@@ -75,7 +75,7 @@ def _shared(value: Any, device: str) -> Any:
         return value
     if "vendor_id" in place(device):
         return view(device, value.data_ptr(), value.element_type(), value.shape(), owner=value)
-    return runtime().OrtValue.from_dlpack(value)
+    return unowned(value)
 
 
 # x (8, 8) times weights of ones: what it gives when they are zeros by then says where they are read.
@@ -88,9 +88,9 @@ def reads_in_place(provider: str, device: str, options: Mapping[str, str]) -> bo
     import onnx
 
     ones = np.ones((8, 8), np.float32)
-    held = HeldWeights({"weight": ones}, device)
     graph = onnx.parser.parse_model(_PRODUCT % ", ".join(["1.0"] * 64)).SerializeToString()
     try:
+        held = HeldWeights({"weight": ones}, device)
         session = open_graph(graph, provider, options, held=held.shared)
         held.write("weight", 0 * ones)
         made: np.ndarray = session.run(None, {"x": ones})[0]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import json
 import os
 import platform
-import shutil
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -45,17 +46,43 @@ def multiplies_bfloat16() -> bool:
 
 
 def gpus() -> list[str]:
-    """Name and driver of each GPU that nvidia-smi or amd-smi/rocm-smi reports; [] without such a tool."""
+    """Name and driver of each GPU that nvidia-smi, amd-smi or rocm-smi reports; [] without such a tool."""
     queries = (
-        ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
-        ("rocm-smi", "--showproductname", "--showdriverversion", "--csv"),
+        ("nvidia-smi --query-gpu=name,driver_version --format=csv,noheader", str.splitlines),
+        ("amd-smi static --asic --driver --json", amd_smi_gpus),
+        ("rocm-smi --showproductname --showdriverversion --csv", rocm_smi_gpus),  # ROCm 6 and before
     )
-    for query in queries:
-        if shutil.which(query[0]):
-            result = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-            if result.returncode == 0:
-                return [line.strip() for line in result.stdout.splitlines() if line.strip()]
+    for query, parse in queries:
+        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+            result = subprocess.run(query.split(), capture_output=True, text=True, timeout=30, check=True)
+            if found := [name.strip() for name in parse(result.stdout) if name.strip()]:
+                return found
     return []
+
+
+def amd_smi_gpus(output: str) -> list[str]:
+    """Return name and driver of the GPUs in what `amd-smi static --json` prints. Raises ValueError for other text."""
+    report = json.loads(output)
+    entries = report.get("gpu_data", []) if isinstance(report, dict) else report  # a list before ROCm 7
+    found = [(entry.get("asic", {}).get("market_name"), entry.get("driver", {}).get("version")) for entry in entries]
+    return [", ".join(filter(None, names)) for names in found]
+
+
+def rocm_smi_gpus(output: str) -> list[str]:
+    """Return name and driver of the GPUs in what `rocm-smi --csv` prints: tables with a heading each.
+
+    A row is of a device (card0) or of the system, whose driver is that of all devices.
+    """
+    rows: dict[str, dict[str, str]] = {}
+    heading: list[str] = []
+    for cells in csv.reader(output.splitlines()):
+        if cells[:1] == ["device"]:
+            heading = [name.lower() for name in cells]
+        elif cells and heading:
+            rows.setdefault(cells[0], {}).update(zip(heading, cells, strict=False))
+    driver = rows.pop("cardsystem", rows.pop("system", {})).get("driver version", "")
+    names = [row.get("card series") or row.get("device name") or row.get("card model") for row in rows.values()]
+    return [", ".join(filter(None, (name, driver))) for name in names if name]
 
 
 def versions() -> dict[str, str]:

@@ -62,7 +62,7 @@ PROVIDERS = {
         "ROCMExecutionProvider",
         "rocm",
         "onnxruntime-rocm",
-        # Its MultiHeadAttention throws unless tunable ops are enabled, tuned or not.
+        # tunable_op_enable: without it ONNX Runtime does not use the tuning results of an earlier session.
         options={"tunable_op_enable": "1", "miopen_conv_use_max_workspace": "1"},
         tuning={"tunable_op_tuning_enable": "1", "miopen_conv_exhaustive_search": "1"},
         graph={"enable_hip_graph": "1"},

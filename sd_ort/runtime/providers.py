@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from custom_ops import rocm
 from sd_ort.core.errors import ProviderError, first_line
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
 from sd_ort.runtime.provider_records import OURS, PROVIDERS, Provider
-from sd_ort.runtime.wheels import can_load, installed_wheels, needed_libraries, runtime
+from sd_ort.runtime.wheels import can_load, installed_wheels, needed_libraries, runtime, search_folders
 
 log = logging.getLogger("sd_ort")
 # `plugin:PATH` names the provider in a shared library of its own, which ONNX Runtime loads when asked to.
@@ -63,8 +65,8 @@ def plugin_devices(library: Path) -> list[Any]:
     onnxruntime = runtime()
     if not hasattr(onnxruntime, "register_execution_provider_library"):
         raise ProviderError(f"ONNX Runtime {onnxruntime.__version__} takes no plugin providers: install 1.29 or later.")
-    if missing := [needed for needed in needed_libraries(library) if not can_load(needed)]:
-        raise ProviderError(f"{library} cannot load {', '.join(missing)}: add their folder to LD_LIBRARY_PATH.")
+    if missing := unloadable_libraries(library):
+        raise ProviderError(f"{library} cannot load {', '.join(missing)}: {where_to_look(missing)}.")
     before = {device.ep_name for device in onnxruntime.get_ep_devices()}
     try:
         onnxruntime.register_execution_provider_library(library.name, str(library.resolve()))
@@ -85,7 +87,7 @@ def warn_of_missing_library(library: Path) -> None:
     if name := ask():
         warn_once(
             f"{library.name} finds no {name.decode()}: matrix products are many times slower without it. "
-            "Install it, or add its folder to LD_LIBRARY_PATH."
+            f"Install it, or {where_to_look([name.decode()])}."
         )
 
 
@@ -93,17 +95,43 @@ def missing_libraries(name: str) -> list[str]:
     """Shared libraries that the provider's own library asks for and this machine cannot load; [] if none or unknown."""
     provider = provider_named(name)
     if is_plugin(name):
-        return [needed for needed in needed_libraries(plugin_library(name)) if not can_load(needed)]
+        return unloadable_libraries(plugin_library(name))
     if provider.library is None:
         return []
     onnxruntime = runtime()
     if name == "cuda" and hasattr(onnxruntime, "preload_dlls"):
         with contextlib.redirect_stdout(None):  # it prints what it does not find, as missing_libraries says too
             onnxruntime.preload_dlls()  # finds the CUDA libraries that pip packages (torch's too) brought
-    library = Path(onnxruntime.__file__).parent / "capi" / provider.library
-    if not library.is_file():
-        return []
-    return [needed for needed in needed_libraries(library) if not can_load(needed)]
+    library = wheel_library(provider)
+    return [] if library is None else unloadable_libraries(library)
+
+
+def wheel_library(provider: Provider) -> Path | None:
+    """The provider's shared library in the installed wheel; None if there is none."""
+    if provider.library is None:
+        return None
+    library = Path(runtime().__file__).parent / "capi" / provider.library
+    return library if library.is_file() else None
+
+
+def unloadable_libraries(library: Path) -> list[str]:
+    """Return the libraries that `library` needs and this machine cannot load.
+
+    Libraries of ROCm are loaded from pip's ROCm packages first, where there are any: no loader knows their folders.
+    """
+    needed, folders = needed_libraries(library), search_folders(library)
+    if any(name.startswith("libamdhip64") for name in needed):
+        rocm.load_pip_libraries(*needed, "libhipblaslt.so.1")
+    return [name for name in needed if not can_load(name, folders)]
+
+
+def where_to_look(missing: Sequence[str]) -> str:
+    """Return the advice for libraries that cannot be loaded, with the folders of ROCm if one of them is ROCm's."""
+    advice = "add their folder to LD_LIBRARY_PATH" if len(missing) > 1 else "add its folder to LD_LIBRARY_PATH"
+    if not any(name.startswith(("libamdhip64", "libhipblaslt")) for name in missing):
+        return advice
+    folders = ", ".join(map(str, rocm.library_folders())) or "none; set ROCM_PATH"
+    return f"{advice} (folders of ROCm's libraries here: {folders})"
 
 
 def check_provider(name: str, *, allow_fallback: bool = False) -> None:
@@ -129,7 +157,7 @@ def check_provider(name: str, *, allow_fallback: bool = False) -> None:
     elif missing := missing_libraries(name):
         refuse(
             f"the {name} provider cannot load {', '.join(missing)}: install {provider.needs}, "
-            "or add their folder to LD_LIBRARY_PATH.",
+            f"or {where_to_look(missing)}.",
             allow_fallback,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,16 +14,16 @@ import numpy as np
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.folder import MODEL, check_model, model_name, read_manifest
+from sd_ort.runtime import op_library, rocm_checks
 from sd_ort.runtime.allocator import given_back
 from sd_ort.runtime.device_memory import keep
 from sd_ort.runtime.device_weights import DeviceWeights, begin
-from sd_ort.runtime.library import library_path
 from sd_ort.runtime.machine import multiplies_bfloat16
-from sd_ort.runtime.provider_records import CPU_EP, Provider
+from sd_ort.runtime.overloads import supports_overloads, without_overloads
+from sd_ort.runtime.provider_records import CPU_EP, PROVIDERS, Provider
 from sd_ort.runtime.providers import (
     check_provider,
     is_plugin,
-    log,
     plugin_devices,
     plugin_library,
     provider_named,
@@ -102,11 +103,15 @@ def create_session(
         options = _session_options(provider, threads, profile, sizes, data, once=once)
         shared = _replace(options, provider, weights or {}, products)
         kept = _hold(options, provider, {**(ahead.values if ahead else {}), **(held or {})})
-        if not _register_ops(options, library):
+        model_bytes = changed
+        if not (has_ops := op_library.register(options, library, provider)):
             _do_without_ops(model_path, provider, library)
+            model_bytes = _with_distinct_functions(options, model_path, changed)
+        if entry.ep == PROVIDERS["rocm"].ep and entry.ep in runtime().get_available_providers():
+            rocm_checks.check_graph(model_path, model_bytes, has_ops=has_ops)
         asked = _asked(provider, options, chosen | (ahead.option if ahead else {}), assigned)
         with given_back() if provider == "cpu" and not weights else nullcontext():  # the next weights take what it had
-            session = runtime().InferenceSession(changed or str(model_path), options, **asked, **kept)
+            session = runtime().InferenceSession(model_bytes or str(model_path), options, **asked, **kept)
         session.shared = {**shared, **(ahead.values if ahead else {})}  # weights in memory that is not ONNX Runtime's
         return keep(session, (session.shared, ahead, held))
 
@@ -127,7 +132,8 @@ def create_session(
     elif entry.ep != CPU_EP:
         from sd_ort.runtime import tuning as results
 
-        results.attach(session, provider, _ops_path(library), tuning, runtime().__version__, model_path)
+        ops = op_library.op_library(library, provider)
+        results.attach(session, provider, ops, tuning, runtime().__version__, model_path)
     return session
 
 
@@ -135,7 +141,7 @@ def _refusal(model: Path, provider: str, error: Exception) -> str:
     """What ONNX Runtime says of a model that it cannot run on a provider, and that it was optimized for another one."""
     # What a plugin says comes behind the places in ONNX Runtime's sources that it passed through.
     reason = str(error).rpartition("[ONNXRuntimeError] : 1 : FAIL : ")[2] if is_plugin(provider) else ""
-    line = f"ONNX Runtime refuses {model}: {reason or first_line(error)}"
+    line = f"ONNX Runtime refuses {model}: {reason or _newer_opset(error) or first_line(error)}"
     target = read_manifest(model.parent.parent).get("options", {}).get("target", "portable")
     wanted = provider_named(provider).target or provider
     if target in ("portable", wanted):
@@ -145,13 +151,23 @@ def _refusal(model: Path, provider: str, error: Exception) -> str:
     )
 
 
+def _newer_opset(error: Exception) -> str | None:
+    """What to do about a model whose opset is newer than ONNX Runtime's; None for another error."""
+    found = re.search(r"Opset (\d+) is under development.* till opset (\d+)", str(error), re.DOTALL)
+    if found is None:
+        return None
+    return (
+        f"it is of opset {found[1]}, and ONNX Runtime {runtime().__version__} has opsets up to {found[2]}: optimize it "
+        "with --target portable, or install a newer ONNX Runtime."
+    )
+
+
 def _do_without_ops(model_path: Path, provider: str, library: Path | bool) -> None:
-    """Raises InputError where the model's own functions cannot stand in for the op library; a warning where it should
-    be there."""
-    _check_overloads(model_path, runtime().__version__)
+    """A warning where the op library should be there."""
     missing = library and not is_plugin(provider)  # ours brings its kernels along
     if missing and provider_named(provider).device != "cpu":
-        warn_once(f"no op library: fused operators run as their parts on {provider}. Build it: sd-ort build-ops.")
+        build = op_library.build_command(provider)
+        warn_once(f"no op library for {provider}: fused operators run as their parts. Build it: {build}.")
     elif missing and read_manifest(model_path.parent.parent).get("stage") == "optimize":
         warn_once("no op library: a CPU takes about 1.4 times as long without it. Build it: sd-ort build-ops.")
 
@@ -177,10 +193,11 @@ def check_opens(path: Path) -> None:
     options.log_severity_level = 4
     _do_without_preparation(options)
     try:
-        onnxruntime.InferenceSession(str(path), options, providers=[CPU_EP])
+        graph = _with_distinct_functions(options, path)
+        onnxruntime.InferenceSession(graph or str(path), options, providers=[CPU_EP])
     except Exception as error:  # pybind's exceptions share no base class but Exception
         if type(error).__name__ != "NotImplemented":
-            reason = " ".join(str(error).split())[:300]
+            reason = _newer_opset(error) or " ".join(str(error).split())[:300]
             raise InputError(f"{model_name(path)} is a graph that ONNX Runtime refuses: {reason}") from error
 
 
@@ -282,37 +299,16 @@ def _chosen(entry: Provider, tuning: bool, graph: bool, more: Mapping[str, str])
     return {**entry.options, **(entry.tuning if tuning else {}), **((entry.graph if graph else None) or {}), **more}
 
 
-def _ops_path(library: Path | bool) -> Path | None:
-    return library if isinstance(library, Path) else library_path() if library else None
-
-
-def _register_ops(options: Any, library: Path | bool) -> bool:
-    """Register the custom-op library, if there is one. Raises ProviderError when it is there but cannot be loaded."""
-    path = _ops_path(library)
-    if path is None:
-        log.info("no custom-op library: fused operators run as plain ONNX functions.")
-        return False
-    try:
-        options.register_custom_ops_library(str(path))
-    except Exception as error:
-        raise ProviderError(f"{path} cannot be loaded: {first_line(error)} Build it again.") from error
-    return True
-
-
-def _check_overloads(model_path: Path, version: str) -> None:
-    """Raise InputError for a model whose functions have overloads on an ONNX Runtime that takes them for one another.
-
-    Versions 1.22 to 1.26 look functions up by name alone and crash on such a model; 1.27 does not.
-    """
-    if tuple(map(int, version.split(".")[:2])) >= (1, 27):
-        return
-    import onnx
-
-    if any(function.overload for function in onnx.load(model_path, load_external_data=False).functions):
-        raise InputError(
-            f"{model_path} has overloaded functions, which ONNX Runtime {version} cannot run: build the op library "
-            "with `sd-ort build-ops`, optimize for this provider's target, or install ONNX Runtime 1.27 or later."
-        )
+def _with_distinct_functions(options: Any, model_path: Path, changed: bytes | None = None) -> bytes | None:
+    """Return the graph to open instead of the file's, `changed` as a rule: without overloads of functions if this ONNX
+    Runtime does not tell them apart. `options` then name the folder of the file's data."""
+    if supports_overloads(runtime().__version__):
+        return changed
+    graph = without_overloads(changed or model_path)
+    if graph is None:
+        return changed
+    options.add_session_config_entry(DATA_FOLDER, str(model_path.parent))
+    return graph
 
 
 class Model:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import ctypes
 import threading
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import ProviderError
-from sd_ort.runtime.providers import is_plugin, missing_libraries, plugin_library, provider_named
+from sd_ort.runtime.providers import is_plugin, missing_libraries, plugin_library, provider_named, wheel_library
 from sd_ort.runtime.wheels import needed_libraries, runtime
 
 # Runtime library -> prefix of its functions; cudaStream_t and hipStream_t are pointers, all functions return 0 or fail.
 RUNTIMES = {"libcudart": "cuda", "libamdhip64": "hip"}
+NO_DEVICE = 100  # hipErrorNoDevice and cudaErrorNoDevice
 
 
 class Stream:
@@ -46,6 +46,8 @@ class Stream:
         """Raise ProviderError for a device that is not there."""
         count = ctypes.c_int(0)
         if hasattr(self.c, self.prefix + "GetDeviceCount"):
+            if getattr(self.c, f"{self.prefix}GetDeviceCount")(ctypes.byref(count)) == NO_DEVICE:
+                raise ProviderError("no GPU is visible: check its driver, and who may open /dev/kfd or /dev/nvidia0.")
             self._call("GetDeviceCount", ctypes.byref(count))
             if self.device >= count.value:
                 seen = f"{count.value} GPU{'s' if count.value != 1 else ''}"
@@ -134,8 +136,8 @@ def open_stream(provider: str, device: int = 0) -> Stream | None:
         return None
     if missing_libraries(provider):
         return None
-    path = Path(runtime().__file__).parent / "capi" / entry.library
-    if not path.is_file():
+    path = wheel_library(entry)
+    if path is None:
         return None
     for needed in needed_libraries(path):
         for name, prefix in RUNTIMES.items():

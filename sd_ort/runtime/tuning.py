@@ -29,14 +29,12 @@ from custom_ops.libraries import GpuLibrary
 from sd_ort.core.cache import cache_folder, is_there, listed
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.files import mismatch, read_json, without_nulls, write_text
-from sd_ort.runtime.library import CUDA_LIBRARY, HIP_LIBRARY
+from sd_ort.runtime.library import GPU_LIBRARIES as GPU_LIBRARIES
 from sd_ort.runtime.providers import is_plugin, plugin_library, provider_named
 
 log = logging.getLogger("sd_ort")
 
 FORMAT = 1
-# Execution provider -> the op library's GPU half that serves it.
-GPU_LIBRARIES = {"CUDAExecutionProvider": CUDA_LIBRARY, "ROCMExecutionProvider": HIP_LIBRARY}
 LABELS = {
     "arch": "GPU architecture",
     "driver": "driver and runtime",

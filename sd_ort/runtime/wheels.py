@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import os
 import struct
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -60,15 +61,30 @@ def installed_wheels() -> dict[str, str]:
 
 
 def needed_libraries(library: Path) -> list[str]:
-    """The DT_NEEDED names of a 64-bit little-endian ELF library; [] for any other file.
+    """The DT_NEEDED names of a 64-bit little-endian ELF library; [] for any other file."""
+    needed = 1
+    return _dynamic_strings(library).get(needed, [])
+
+
+def search_folders(library: Path) -> list[Path]:
+    """The folders of the library's DT_RUNPATH, else DT_RPATH, where the loader looks for what it needs; [] if none."""
+    rpath, runpath = 15, 29
+    strings = _dynamic_strings(library)
+    origin = str(library.resolve().parent)
+    folders = [name for text in strings.get(runpath) or strings.get(rpath, []) for name in text.split(":") if name]
+    return [Path(name.replace("${ORIGIN}", origin).replace("$ORIGIN", origin)) for name in folders]
+
+
+def _dynamic_strings(library: Path) -> dict[int, list[str]]:
+    """DT_NEEDED, DT_RPATH and DT_RUNPATH of an ELF library: tag -> strings; {} for a file of another kind.
 
     Field offsets: System V ABI, Elf64_Ehdr, Elf64_Phdr and Elf64_Dyn. Only the headers are read, never the code.
     """
-    segment_load, segment_dynamic, tag_needed, tag_strings = 1, 2, 1, 5
+    segment_load, segment_dynamic, tag_strings, text_tags = 1, 2, 5, (1, 15, 29)
     with library.open("rb") as file:
         header = file.read(64)
         if header[:6] != b"\x7fELF\x02\x01":
-            return []
+            return {}
         (table,) = struct.unpack_from("<Q", header, 32)
         entry_size, entries = struct.unpack_from("<HH", header, 54)
         file.seek(table)
@@ -78,26 +94,29 @@ def needed_libraries(library: Path) -> list[str]:
         loads = [s for s in segments if s[0] == segment_load]
         dynamic = next((s for s in segments if s[0] == segment_dynamic), None)
         if dynamic is None:
-            return []
+            return {}
         file.seek(dynamic[2])
         tags = list(struct.iter_unpack("<QQ", file.read(dynamic[5] // 16 * 16)))
         strings = next((value for tag, value in tags if tag == tag_strings), None)
         if strings is None:
-            return []
+            return {}
         base = next(offset + strings - vaddr for _, _, offset, vaddr, _, size in loads if 0 <= strings - vaddr < size)
-        names = []
+        found: dict[int, list[str]] = {}
         for tag, value in tags:
-            if tag == tag_needed:
+            if tag in text_tags:
                 file.seek(base + value)
-                names.append(file.read(256).split(b"\0")[0].decode())
-        return names
+                found.setdefault(tag, []).append(file.read(4096).split(b"\0")[0].decode())
+        return found
 
 
-def can_load(library: str) -> bool:
+def can_load(library: str, folders: Sequence[Path] = ()) -> bool:
+    """Whether the loader finds a library by its name, or it lies in one of `folders` and loads."""
     if library.startswith("libonnxruntime"):  # comes with the wheel itself, off the loader's path
         return True
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
+    for path in (library, *(str(folder / library) for folder in folders)):
+        try:
+            ctypes.CDLL(path)
+        except OSError:
+            continue
+        return True
+    return False

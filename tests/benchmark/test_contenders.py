@@ -98,3 +98,15 @@ def test_named_engines(tmp_path: Path) -> None:
     ]
     with pytest.raises(InputError, match="unknown engine 'tpu': choose from raw, "):
         contenders.find_engines([folder], None, ["tpu"])
+
+
+def test_a_folder_without_export_is_ours_itself(raw: Path) -> None:
+    """As `optimize MODEL OUT` writes it, which exports nothing."""
+    folder = optimized(raw, "full", "float32", "cpu")
+    shutil.rmtree(raw)
+    engines, _ = contenders.find_engines([folder], "none", ["ours"])
+    assert [Path(e.directory).name for e in engines] == ["full"]
+    with pytest.raises(InputError, match=r"no raw export .*sd-ort export demo RAW, and give RAW"):
+        contenders.find_engines([folder], "none", ["raw"])
+    with pytest.raises(InputError, match="no raw export"):
+        contenders.find_engines([folder], "none", ["ours"], "cuda")

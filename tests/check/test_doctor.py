@@ -20,7 +20,7 @@ def test_doctor_as_json(sd_ort: Cli) -> None:
     code, out, _ = sd_ort("doctor", "--json")
     findings = json.loads(out)
     assert code == 0
-    assert findings["providers"]["cpu"] == {"ok": True, "problem": None, "missing_libraries": []}
+    assert findings["providers"]["cpu"] == {"ok": True, "problem": None, "missing_libraries": [], "note": None}
     assert set(findings["wheels"]) <= set(findings["versions"])
 
 

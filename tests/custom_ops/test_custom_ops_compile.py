@@ -13,6 +13,7 @@ from math import ceil, prod
 from pathlib import Path
 
 import pytest
+from emulation import blas_lt_libraries
 
 from custom_ops import GPU_OPERATORS, code_objects
 from custom_ops.op import load
@@ -193,13 +194,6 @@ def test_no_cache_is_emptied_and_all_memory_known_to_be_global(listing: dict, ar
         assert sorted(set(re.findall(r"\t(flat_\w+|buffer_gl\w+|global_(?:inv|wb)\w*)", text))) == []
 
 
-def test_emulation_says_what_it_needs(tmp_path: Path) -> None:
-    command = [sys.executable, str(library.SOURCES.parent / "scripts/amd/emulate_amd.py"), "--tinygrad", str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 1
-    assert run.stderr.startswith(f"{tmp_path} is no tinygrad checkout")
-
-
 def tensor_bytes(case: dict, dtype: str) -> dict[str, int]:
     wide = {name for name in case["inputs"] if dtype == "float32" or name in case["float32_tensors"]}
     inputs = {name: prod(shape) * (4 if name in wide else 2) for name, shape in case["inputs"].items()}
@@ -229,6 +223,68 @@ def test_the_provider_links_for_amd(listing: dict) -> None:
     needed = [name for name in needed_libraries(provider) if not name.startswith(("libc.", "libm.", "libgcc", "ld-"))]
     assert {name.split(".so")[0] for name in needed} <= {"libamdhip64", "libstdc++"}
     assert provider.stat().st_size < 30_000_000
+
+
+@pytest.mark.parametrize("name", [library.HIP_LIBRARY, library.PROVIDER_LIBRARIES["hip"]])
+def test_no_thread_ends_another_ones_capture(listing: dict, name: str) -> None:
+    """With HIP, each of these functions invalidates the captures of all threads (common/capture.h)."""
+    path = Path(listing["folder"]).with_name(name)
+    symbols = subprocess.run(["nm", "-D", "--undefined-only", str(path)], capture_output=True, text=True, check=True)
+    functions = set(re.findall(r" U (hip\w+)", symbols.stdout))
+    assert "hipLaunchKernel" in functions
+    assert functions & {"hipDeviceSynchronize", "hipMemcpy", "hipMemcpyWithStream", "hipMemset"} == set()
+
+
+def test_recording_asks_no_blas_library(listing: dict, run_folder: Path, tmp_path: Path) -> None:
+    """Where hipBLASLt is installed, it would multiply at the addresses that name the tensors."""
+    (blas,) = (path for path in blas_lt_libraries(run_folder) if "hipblaslt" in path.name)
+    write = "import sys, pathlib, custom_ops.code_objects as c; c.write(*map(pathlib.Path, sys.argv[1:]), '')"
+    command = [sys.executable, "-c", write, str(Path(listing["folder"]).with_name(library.HIP_LIBRARY)), str(tmp_path)]
+    environment = os.environ | {"LD_LIBRARY_PATH": str(blas.parent), "PYTHONPATH": str(library.SOURCES.parent)}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 0, run.stderr
+    assert json.loads((tmp_path / "kernels.json").read_text())["calls"] == listing["calls"]
+
+
+def test_libraries_find_rocm_in_its_folders(tmp_path: Path) -> None:
+    """By their RUNPATH. The folder is as pip's ROCm has it: libamdhip64 by its version alone."""
+    runtime = tmp_path / "core/lib/libamdhip64.so.97"
+    runtime.parent.mkdir(parents=True)
+    empty, linked = tmp_path / "empty.o", tmp_path / "linked.so"
+    subprocess.run(["gcc", "-c", "-x", "c", "/dev/null", "-o", str(empty)], check=True)
+    subprocess.run(["gcc", "-shared", "-Wl,-soname,libamdhip64.so.97", "-o", str(runtime), str(empty)], check=True)
+    folders = [str(runtime.parent), str(tmp_path / "libraries/lib")]
+    compiler = build.find_hip_compiler()
+    definitions = {
+        "BUILD_ORT_LIBRARY": "OFF",
+        "KERNELS_JSON": "OFF",
+        "HIP_ARCHS": "gfx1100",
+        "HIP_COMPILER": compiler.path,
+        "HIP_FLAGS": " ".join(compiler.flags),
+        "HIP_LIBRARY_DIR": ";".join(folders),
+    }
+    configure = ["cmake", "-G", "Ninja", "-S", str(library.SOURCES), "-B", str(tmp_path / "build")]
+    subprocess.run([*configure, *(f"-D{name}={value}" for name, value in definitions.items())], check=True)
+    asked = ["ninja", "-C", str(tmp_path / "build"), "-t", "commands", library.HIP_LIBRARY]
+    commands = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()
+    words = [word for word in commands[-1].partition("&& ")[2].split() if not word.endswith(".o")]
+    words[words.index("-o") + 1] = str(linked)
+    subprocess.run([*words, "-Wl,--no-as-needed", str(empty)], check=True)
+    dynamic = subprocess.run(["readelf", "-d", str(linked)], capture_output=True, text=True, check=True).stdout
+    assert f"runpath: [{':'.join(folders)}]" in dynamic
+    assert "[libamdhip64.so.97]" in dynamic
+
+
+@pytest.mark.parametrize("target", ["gfx1030", "gfx1010"])
+def test_unknown_targets_do_not_compile(target: str) -> None:
+    """To kernels that multiply nothing."""
+    compiler = build.find_hip_compiler()
+    flags = ["-x", "hip", f"--offload-arch={target}", "--cuda-device-only", "-fsyntax-only", "-D__HIP_PLATFORM_AMD__"]
+    source = library.SOURCES / "common/vendors/hip.h"
+    command = [compiler.path, *compiler.flags, *flags, f"-I{library.SOURCES}", str(source)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert "no kernel is written for this AMD target" in run.stderr
 
 
 def test_cuda_compiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,24 @@ def test_norms_written_over_their_input(operator: Operator, emulations: dict[str
         assert [outcome for outcome in outcomes if outcome.fault] == []
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_in_several_streams(device: str, emulations: dict[str, GpuLibrary]) -> None:
+    """hipBLASLt's handles have one buffer each that products add up in: a handle multiplies in one stream."""
+    operator, library, memory = load("linear_add"), emulations[device], HostMemory()
+    case = small(operator)[0]
+    arrays = draw(operator, case, "float16")
+    shapes = operator.output_shapes(case)
+    outputs = {name: np.zeros(shape, np.float16) for name, shape in shapes.items()}
+    guarded = {name: Guarded(memory, array) for name, array in (arrays | outputs).items()}
+    params = operator.params(case, "float16", {name: value.address for name, value in guarded.items()})
+    number = library.operator(operator.name, params)
+    candidate = library.candidates(number).index("blas_lt_1")
+    assert library.is_supported(number, candidate, params)
+    workspace = Guarded(memory, np.zeros(library.workspace_bytes(number, candidate, params), np.uint8))
+    for stream in (16, 32, 16):
+        library.run(number, candidate, params, workspace.address, stream)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_attention_of_wide_heads_by_products(device: str, dtype: str, emulations: dict[str, GpuLibrary]) -> None:

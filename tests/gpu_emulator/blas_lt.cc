@@ -1,6 +1,8 @@
 // What common/blas_lt.h calls of cuBLASLt, or with SD_ORT_HIPBLASLT of hipBLASLt, on the host: two algorithms, the
-// same plain loops. Numbers of attributes and types are written here from the vendors' headers' documentation. Every
-// handle is checked: an argument that the real library would refuse gives an error here.
+// same plain loops. Numbers of attributes and types are written here from the vendors' headers' documentation, and so
+// are the layouts of what the caller allocates. Every handle is checked: an argument that the real library would refuse
+// gives an error here, and so do an algorithm that was not proposed, with another workspace than it asked for, and in
+// hipBLASLt's case a handle that multiplies in two streams and a question for more than 8 algorithms.
 #include <cstdint>
 #include <cstring>
 
@@ -11,11 +13,15 @@
 constexpr int kOpN = 111, kOpT = 112, kCompute32F = 2;
 enum { kTransA = 0, kTransB = 1, kEpilogue = 2, kBias = 3 };
 enum { kBatchCount = 0, kBatchStride = 1 };
+constexpr int kMostWanted = 8;
+constexpr bool kHandlePerStream = true;
 #else
 #define NAME(name) cublasLt##name
 constexpr int kOpN = 0, kOpT = 1, kCompute32F = 68;
 enum { kTransA = 3, kTransB = 4, kEpilogue = 7, kBias = 8 };
 enum { kBatchCount = 5, kBatchStride = 6 };
+constexpr int kMostWanted = 16;
+constexpr bool kHandlePerStream = false;
 #endif
 constexpr int kFloat32 = 0, kFloat16 = 2, kBFloat16 = 14, kEpilogueBias = 4;
 constexpr int kInvalid = 7;
@@ -36,18 +42,45 @@ struct Layout {
   int64_t batch_stride = 0;
 };
 
-struct Heuristic {
-  alignas(8) unsigned char algorithm[
 #if defined(SD_ORT_HIPBLASLT)
-      32
+struct Algorithm {  // hipblasLtMatmulAlgo_t
+  uint8_t data[16];
+  size_t max_workspace_bytes;
+};
 #else
-      64
+struct Algorithm {  // cublasLtMatmulAlgo_t
+  uint64_t data[8];
+};
 #endif
-  ];
+
+struct Heuristic {  // hipblasLtMatmulHeuristicResult_t, cublasLtMatmulHeuristicResult_t
+  Algorithm algorithm;
   size_t workspace_bytes;
   int status;
   float waves;
   int reserved[4];
+};
+#if defined(SD_ORT_HIPBLASLT)
+static_assert(sizeof(Heuristic) == 56);
+#else
+static_assert(sizeof(Heuristic) == 96);
+#endif
+
+constexpr char kMark[] = "proposed";
+
+Algorithm algorithm(int number) {
+  Algorithm made{};
+  std::memcpy(made.data, kMark, sizeof(kMark));
+  reinterpret_cast<uint8_t*>(made.data)[sizeof(kMark)] = static_cast<uint8_t>(number);
+  return made;
+}
+
+// Of each algorithm its own.
+size_t workspace_bytes_of(int number) { return 100 + 4 * number; }
+
+struct Handle {
+  bool multiplied = false;
+  void* stream = nullptr;
 };
 
 float load(const void* data, int type, int64_t at) {
@@ -80,8 +113,7 @@ bool fits(const Description& d, const Layout& a, const Layout& b, const Layout& 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT int NAME(Create)(void** handle) {
-  static int one;
-  *handle = &one;
+  *handle = new Handle;
   return 0;
 }
 
@@ -135,24 +167,31 @@ EXPORT int NAME(MatmulPreferenceSetAttribute)(void*, int, const void*, size_t) {
 EXPORT int NAME(MatmulAlgoGetHeuristic)(void*, void* description, void* a, void* b, void* c, void* to, void*,
                                         int wanted, Heuristic* proposed, int* count) {
   *count = 0;
-  if (wanted < 1 || !fits(*static_cast<Description*>(description), *static_cast<Layout*>(a), *static_cast<Layout*>(b),
-                          *static_cast<Layout*>(c), *static_cast<Layout*>(to))) {
+  if (wanted < 1 || wanted > kMostWanted ||
+      !fits(*static_cast<Description*>(description), *static_cast<Layout*>(a), *static_cast<Layout*>(b),
+            *static_cast<Layout*>(c), *static_cast<Layout*>(to))) {
     return kInvalid;
   }
   for (*count = 0; *count < wanted && *count < 2; ++*count) {
-    proposed[*count] = {};
-    proposed[*count].workspace_bytes = 100;
+    proposed[*count] = {algorithm(*count), workspace_bytes_of(*count), 0, 1.f, {}};
   }
   return 0;
 }
 
-EXPORT int NAME(Matmul)(void*, void* description, const void* alpha, const void* a, void* a_layout, const void* b,
-                        void* b_layout, const void* beta, const void* c, void* c_layout, void* to, void* to_layout,
-                        const void*, void* workspace, size_t workspace_bytes, void*) {
+EXPORT int NAME(Matmul)(void* handle, void* description, const void* alpha, const void* a, void* a_layout,
+                        const void* b, void* b_layout, const void* beta, const void* c, void* c_layout, void* to,
+                        void* to_layout, const void* proposed, void* workspace, size_t workspace_bytes, void* stream) {
   const auto& d = *static_cast<Description*>(description);
   const auto &la = *static_cast<Layout*>(a_layout), &lb = *static_cast<Layout*>(b_layout);
   const auto &lc = *static_cast<Layout*>(c_layout), &ld = *static_cast<Layout*>(to_layout);
-  if (!fits(d, la, lb, lc, ld) || workspace_bytes < 100) return kInvalid;
+  if (!fits(d, la, lb, lc, ld)) return kInvalid;
+  const int number = static_cast<const uint8_t*>(proposed)[sizeof(kMark)];
+  const Algorithm wanted = algorithm(number);
+  if (std::memcmp(proposed, &wanted, sizeof(wanted)) != 0) return kInvalid;
+  if (workspace_bytes != workspace_bytes_of(number)) return kInvalid;
+  auto& h = *static_cast<Handle*>(handle);
+  if (kHandlePerStream && h.multiplied && h.stream != stream) return kInvalid;
+  h = {true, stream};
   std::memset(workspace, 0xff, workspace_bytes);  // it is the algorithm's
   float scale, rest;
   std::memcpy(&scale, alpha, sizeof(scale));

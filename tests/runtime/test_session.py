@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError
 from sd_ort.core.folder import DATA, MODEL
-from sd_ort.runtime import providers, session, wheels
+from sd_ort.runtime import op_library, overloads, providers, session, wheels
 
 CPU = "CPUExecutionProvider"
 
@@ -158,17 +160,42 @@ def test_onnxruntime_reports_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         assert os.environ["ORT_DISABLE_TELEMETRY"] == expected
 
 
-def test_overloaded_functions_on_an_old_runtime(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = onnx.load(model, load_external_data=False)
-    nodes, imports = [helper.make_node("Identity", ["a"], ["b"])], [helper.make_opsetid("", 20)]
-    loaded.functions.append(helper.make_function("own", "F", ["a"], ["b"], nodes, imports, overload="variant"))
-    loaded.opset_import.append(helper.make_opsetid("own", 1))
-    loaded.ir_version = 10
-    model.write_bytes(loaded.SerializeToString())
-    session.create_session(model, library=False)
-    monkeypatch.setattr(onnxruntime, "__version__", "1.26.0")
-    with pytest.raises(InputError, match=r"ONNX Runtime 1\.26\.0 cannot run"):
-        session.create_session(model, library=False)
+def test_overloads_become_functions_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For an ONNX Runtime that takes overloads for one another: before 1.27."""
+    imports = [helper.make_opsetid("", 20)]
+    twice = helper.make_function("own", "F", ["a"], ["b"], [helper.make_node("Add", ["a", "a"], ["b"])], imports)
+    negative = helper.make_function(
+        "own", "F", ["a"], ["b"], [helper.make_node("Neg", ["a"], ["b"])], imports, overload="negative"
+    )
+    branch = helper.make_graph(
+        [helper.make_node("F", ["x"], ["z"], domain="own", overload="negative")], "branch",
+        [], [helper.make_tensor_value_info("z", onnx.TensorProto.FLOAT, [2])],
+    )  # fmt: skip
+    nodes = [
+        helper.make_node("F", ["x"], ["y"], domain="own"),
+        helper.make_node("If", ["yes"], ["w"], then_branch=branch, else_branch=branch),
+    ]
+    values = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2]) for name in "xyw"]
+    yes = helper.make_tensor("yes", onnx.TensorProto.BOOL, [], [True])
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], [yes])
+    opsets = [*imports, helper.make_opsetid("own", 1)]
+    path = tmp_path / "component" / "model.onnx"
+    path.parent.mkdir()
+    model = helper.make_model(graph, functions=[twice, negative], opset_imports=opsets, ir_version=10)
+    path.write_bytes(model.SerializeToString())
+    renamed = onnx.ModelProto.FromString(overloads.without_overloads(path) or b"")
+    assert [(each.name, each.overload) for each in renamed.functions] == [("F", ""), ("F_negative", "")]
+    assert overloads.without_overloads(renamed.SerializeToString()) is None
+    opened: list[Any] = []
+    own = onnxruntime.InferenceSession
+    monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *a, **k: opened.append(a[0]) or own(*a, **k))
+    for version, source in (("1.27.0", str(path)), ("1.26.0", renamed.SerializeToString())):
+        monkeypatch.setattr(onnxruntime, "__version__", version)
+        run = session.create_session(path, library=False).run(None, {"x": np.ones(2, np.float32)})
+        assert opened[-1] == source
+        np.testing.assert_array_equal(run, [[2, 2], [-1, -1]])
+        session.check_opens(path)
+        assert opened[-1] == source
 
 
 # --- Providers ------------------------------------------------------------------------------------------------------
@@ -190,6 +217,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, needed: list[str]) -> None:
     """An onnxruntime wheel that claims to have ROCm, whose library needs `needed`."""
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["ROCMExecutionProvider", CPU])
     monkeypatch.setattr(providers, "needed_libraries", lambda path: needed)
+    monkeypatch.setattr(providers, "search_folders", lambda path: [])
     monkeypatch.setattr(Path, "is_file", lambda self, old=Path.is_file: "providers_rocm" in self.name or old(self))
 
 
@@ -253,3 +281,42 @@ def test_broken_op_library(model: Path, tmp_path: Path) -> None:
     library.write_bytes(os.urandom(64))
     with pytest.raises(ProviderError, match="cannot be loaded"):
         session.create_session(model, library=library)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files")
+def test_libraries_are_found_in_the_search_path_of_the_one_that_needs_them(tmp_path: Path) -> None:
+    """As the loader finds those of onnxruntime-rocm in /opt/rocm/lib, which no other program looks at."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "empty.c").touch()
+    compile_ = ["gcc", "-shared", "-Wl,--no-as-needed", tmp_path / "empty.c"]
+    name = f"libsd_ort_needed_{os.getpid()}.so.7"
+    subprocess.run([*compile_, f"-Wl,-soname,{name}", "-o", tmp_path / "inner" / name], check=True)
+    outer = tmp_path / "libouter.so"
+    run_path = "-Wl,-rpath,$ORIGIN/inner:/nowhere"
+    for kind in ("--enable-new-dtags", "--disable-new-dtags"):
+        subprocess.run([*compile_, tmp_path / "inner" / name, run_path, f"-Wl,{kind}", "-o", outer], check=True)
+        assert wheels.search_folders(outer) == [tmp_path / "inner", Path("/nowhere")]
+    assert name in wheels.needed_libraries(outer)
+    assert not wheels.can_load(name)
+    assert wheels.can_load(name, wheels.search_folders(outer))
+    assert wheels.search_folders(Path(__file__)) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files")
+@pytest.mark.parametrize(("version", "clash"), [(6, True), (7, False)])
+def test_an_op_library_of_another_hip_runtime(
+    version: int, clash: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two HIP runtimes in one process: streams of one crash in the other."""
+    (tmp_path / "empty.c").touch()
+    compile_ = ["gcc", "-shared", "-Wl,--no-as-needed", tmp_path / "empty.c"]
+    for name, number in (("libwheel.so", 7), ("libsd_ort_hip.so", version)):
+        runtime = tmp_path / f"libamdhip64.so.{number}"
+        subprocess.run([*compile_, f"-Wl,-soname,{runtime.name}", "-o", runtime], check=True)
+        subprocess.run([*compile_, runtime, "-o", tmp_path / name], check=True)
+    monkeypatch.setattr(op_library, "wheel_library", lambda provider: tmp_path / "libwheel.so")
+    problem = op_library.hip_runtime_clash(tmp_path / "libsd_ort_ops.so", "rocm")
+    assert (problem is not None) == clash
+    if clash:
+        assert "libsd_ort_hip.so needs libamdhip64.so.6 and the rocm provider libamdhip64.so.7" in problem
+        assert "sd-ort build-ops --hip" in problem

@@ -112,8 +112,16 @@ def load_blas_lt(folder: Path) -> None:
 
     The operators find the vendors' libraries by name: the loader gives them these, which already carry the names.
     """
-    for name, flags in (("libcublasLt.so.13", []), ("libhipblaslt.so.1", ["-DSD_ORT_HIPBLASLT"])):
-        source = str(ROOT / "tests/gpu_emulator/blas_lt.cc")
-        shared = ["-shared", "-fvisibility=hidden", f"-Wl,-soname,{name}"]
-        library = build_once(folder / f"blas_lt_{name}", [*FLAGS, *DEVICES["nvidia"], *flags, *shared, source])
+    for library in blas_lt_libraries(folder):
         ctypes.CDLL(str(library))
+
+
+def blas_lt_libraries(folder: Path) -> list[Path]:
+    """The stand-ins for cuBLASLt and hipBLASLt in a folder `blas_lt` there, by the vendors' file names."""
+    (folder / "blas_lt").mkdir(exist_ok=True)
+    source = str(ROOT / "tests/gpu_emulator/blas_lt.cc")
+    libraries = []
+    for name, flags in (("libcublasLt.so.13", []), ("libhipblaslt.so.1", ["-DSD_ORT_HIPBLASLT"])):
+        shared = ["-shared", "-fvisibility=hidden", f"-Wl,-soname,{name}"]
+        libraries.append(build_once(folder / "blas_lt" / name, [*FLAGS, *DEVICES["nvidia"], *flags, *shared, source]))
+    return libraries

@@ -29,6 +29,8 @@
 #elif defined(__GFX12__)
 #define SD_ORT_WAVE_SIZE 32
 #define SD_ORT_MMA_RDNA4 1
+#elif SD_ORT_HIP_CODE
+#error "no kernel is written for this AMD target: custom_ops/amd_targets.py lists those that are supported"
 #else
 #define SD_ORT_WAVE_SIZE 32
 #define SD_ORT_MMA_NVIDIA 1  // what the host's pass parses

@@ -8,10 +8,14 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <new>
+#include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -28,6 +32,7 @@ enum hostError_t {
   hostErrorMemoryAllocation = 2,
   hostErrorDeviceLost = 719,
   hostErrorStreamCaptureUnsupported = 900,
+  hostErrorStreamCaptureInvalidated = 901,
 };
 
 inline const char* hostGetErrorString(hostError_t error) {
@@ -40,6 +45,8 @@ inline const char* hostGetErrorString(hostError_t error) {
       return "the device is gone";
     case hostErrorStreamCaptureUnsupported:
       return "operation not permitted when stream is capturing";
+    case hostErrorStreamCaptureInvalidated:
+      return "operation failed due to a previous error during capture";
     default:
       return "invalid argument";
   }
@@ -57,18 +64,48 @@ struct HostGraph {
 using hostGraph_t = HostGraph*;
 using hostGraphExec_t = HostGraph*;
 
+// For tests: if SD_ORT_HOST_CAPTURES names a folder, the first launch that is captured creates the file "captures" in
+// it and waits for the file "go".
+inline void wait_in_capture() {
+  const char* const value = std::getenv("SD_ORT_HOST_CAPTURES");
+  if (value == nullptr) return;
+  const std::string folder = value;
+  if (std::ifstream(folder + "/captures")) return;
+  std::ofstream(folder + "/captures");
+  while (!std::ifstream(folder + "/go")) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
 struct HostStream {
   HostGraph* capturing = nullptr;
+  bool invalidated = false;  // its capture
   // For sizes whose memory is to be measured and whose arithmetic would take minutes.
   const bool idle = std::getenv("SD_ORT_HOST_IDLE") != nullptr;
 
   // Runs `work` now, or records it, or, idle, drops it.
   void launch(std::function<void()> work) {
     if (idle) return;
+    if (capturing != nullptr) wait_in_capture();
     capturing == nullptr ? work() : capturing->launches.push_back(std::move(work));
   }
 };
 using hostStream_t = HostStream*;
+
+// The streams that capture. As with HIP, a wait for the device, and a copy without a stream, fails while there is one,
+// in any thread, and invalidates them all.
+struct HostCaptures {
+  std::mutex mutex;
+  std::set<HostStream*> streams;
+
+  static HostCaptures& all() {
+    static HostCaptures* const captures = new HostCaptures;
+    return *captures;
+  }
+  hostError_t invalidate() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (HostStream* stream : streams) stream->invalidated = true;
+    return streams.empty() ? hostSuccess : hostErrorStreamCaptureUnsupported;
+  }
+};
 
 struct HostEvent {
   std::chrono::steady_clock::time_point when;
@@ -91,7 +128,7 @@ inline hostError_t hostSetDevice(int device) { return if_there(device == 0 ? hos
 inline hostError_t hostGetDeviceProperties(hostDeviceProp* properties, int) { return *properties = {}, hostSuccess; }
 inline hostError_t hostDriverGetVersion(int* version) { return *version = 0, hostSuccess; }
 inline hostError_t hostRuntimeGetVersion(int* version) { return *version = 0, hostSuccess; }
-inline hostError_t hostDeviceSynchronize() { return if_there(); }
+inline hostError_t hostDeviceSynchronize() { return if_there(HostCaptures::all().invalidate()); }
 
 inline hostError_t hostMalloc(void** data, size_t bytes) {
   *data =
@@ -105,11 +142,14 @@ inline hostError_t hostMemGetInfo(size_t* available, size_t* total) {
 }
 
 inline hostError_t hostMemcpy(void* to, const void* from, size_t bytes, hostMemcpyKind) {
-  return std::memcpy(to, from, bytes), hostSuccess;
+  const hostError_t error = HostCaptures::all().invalidate();
+  if (error == hostSuccess) std::memcpy(to, from, bytes);
+  return error;
 }
 inline hostError_t hostMemcpyAsync(void* to, const void* from, size_t bytes, hostMemcpyKind, hostStream_t stream) {
-  stream->launch([=] { std::memcpy(to, from, bytes); });
-  return hostSuccess;
+  const hostError_t error = if_there();
+  if (error == hostSuccess) stream->launch([=] { std::memcpy(to, from, bytes); });
+  return error;
 }
 inline hostError_t hostMemsetAsync(void* to, int value, size_t bytes, hostStream_t stream) {
   stream->launch([=] { std::memset(to, value, bytes); });
@@ -121,7 +161,9 @@ inline hostError_t hostStreamCreateWithFlags(hostStream_t* stream, unsigned) {
 }
 inline hostError_t hostStreamDestroy(hostStream_t stream) { return delete stream, hostSuccess; }
 inline hostError_t hostStreamSynchronize(hostStream_t stream) {
-  return if_there(stream->capturing == nullptr ? hostSuccess : hostErrorStreamCaptureUnsupported);
+  if (stream->capturing == nullptr) return if_there();
+  stream->invalidated = true;
+  return if_there(hostErrorStreamCaptureUnsupported);
 }
 inline hostError_t hostStreamWaitEvent(hostStream_t, hostEvent_t, unsigned) { return hostSuccess; }
 
@@ -131,7 +173,8 @@ inline hostError_t hostEventCreateWithFlags(hostEvent_t* event, unsigned) {
 inline hostError_t hostEventCreate(hostEvent_t* event) { return hostEventCreateWithFlags(event, 0); }
 inline hostError_t hostEventDestroy(hostEvent_t event) { return delete event, hostSuccess; }
 inline hostError_t hostEventRecord(hostEvent_t event, hostStream_t stream) {
-  stream->launch([=] { event->when = std::chrono::steady_clock::now(); });
+  const auto record = [=] { event->when = std::chrono::steady_clock::now(); };
+  stream == nullptr ? record() : stream->launch(record);  // null: the default stream
   return hostSuccess;
 }
 inline hostError_t hostEventSynchronize(hostEvent_t) { return hostSuccess; }
@@ -142,11 +185,20 @@ inline hostError_t hostEventElapsedTime(float* milliseconds, hostEvent_t begin, 
 
 inline hostError_t hostStreamBeginCapture(hostStream_t stream, hostStreamCaptureMode) {
   if (stream->capturing != nullptr) return hostErrorStreamCaptureUnsupported;
+  HostCaptures& all = HostCaptures::all();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.streams.insert(stream);
   return stream->capturing = new HostGraph, hostSuccess;
 }
 inline hostError_t hostStreamEndCapture(hostStream_t stream, hostGraph_t* graph) {
   if (stream->capturing == nullptr) return hostErrorInvalidValue;
-  return *graph = std::exchange(stream->capturing, nullptr), hostSuccess;
+  HostCaptures& all = HostCaptures::all();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.streams.erase(stream);
+  *graph = std::exchange(stream->capturing, nullptr);
+  if (!std::exchange(stream->invalidated, false)) return hostSuccess;
+  delete std::exchange(*graph, nullptr);
+  return hostErrorStreamCaptureInvalidated;
 }
 inline hostError_t hostStreamIsCapturing(hostStream_t stream, hostStreamCaptureStatus* status) {
   *status = stream->capturing == nullptr ? hostStreamCaptureStatusNone : hostStreamCaptureStatusActive;

@@ -1,0 +1,42 @@
+"""AMD targets that the GPU kernels are written for: the only list. common/vendors/hip.h knows their families."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Simd:
+    """Vector registers for each lane of a SIMD, their allocation granularity, and the largest number of waves.
+
+    LLVM, AMDGPUBaseInfo: getTotalNumVGPRs, getVGPRAllocGranule, getMaxWavesPerEU; waves of 64 on gfx9, 32 elsewhere.
+    """
+
+    registers: int
+    granularity: int
+    waves: int
+
+
+_CDNA = Simd(512, 8, 8)
+_RDNA = Simd(1024, 16, 16)
+_LARGE_RDNA = Simd(1536, 24, 16)
+
+# Not here: gfx908, which lacks the bfloat16 instruction v_mfma_f32_16x16x16_bf16 (3 of 10 sources), and all targets
+# without matrix instructions (gfx1030, gfx906, gfx9-generic).
+TARGETS = {
+    **dict.fromkeys(("gfx90a", "gfx942", "gfx950", "gfx9-4-generic"), _CDNA),
+    **dict.fromkeys(("gfx1102", "gfx1103", "gfx1150", "gfx1152", "gfx1153", "gfx11-generic"), _RDNA),
+    **dict.fromkeys(("gfx1100", "gfx1101", "gfx1151", "gfx1200", "gfx1201", "gfx12-generic"), _LARGE_RDNA),
+}
+
+
+def simd(target: str) -> Simd:
+    """Return the SIMD of a target; features (`gfx90a:xnack-`) do not count.
+
+    Raises:
+        ValueError: the target is not supported. The message lists the targets.
+    """
+    name = target.partition(":")[0]
+    if name not in TARGETS:
+        raise ValueError(f"{target} is not a supported AMD target: choose from {', '.join(TARGETS)}.")
+    return TARGETS[name]

@@ -1,0 +1,50 @@
+// Instruction functions that tinygrad's emulator lacks, in the form of its own: a function reads the instruction at the
+// program counter, changes the registers, and advances the program counter. WAVE and EXEC come from the command line.
+typedef unsigned int u32;
+typedef unsigned long u64;
+
+enum { kPc = 256 };  // index of the program counter in the scalar registers
+
+static u64 program_counter(const u32* sgpr) { return sgpr[kPc] | (u64)sgpr[kPc + 1] << 32; }
+
+static void advance(u32* sgpr, u64 bytes) {
+  const u64 next = program_counter(sgpr) + bytes;
+  sgpr[kPc] = (u32)next;
+  sgpr[kPc + 1] = (u32)(next >> 32);
+}
+
+// Cache control of 8 and of 12 bytes: memory here has no caches.
+void cache_control_8(u32* sgpr) { advance(sgpr, 8); }
+void cache_control_12(u32* sgpr) { advance(sgpr, 12); }
+
+// Source lane of ds_swizzle_b32 for a lane. The offset selects one of four modes.
+static u32 swizzle_source(u32 offset, u32 lane) {
+  const u32 group = lane & ~31u;
+  if (offset >= 0xe000) {  // FFT
+    const u32 mask = offset & 31;
+    u32 reversed = 0;
+    for (u32 i = 0; i < 5; ++i) reversed |= (lane >> i & 1) << (4 - i);
+    return (reversed >> __builtin_popcount(mask)) | (lane & mask) | group;
+  }
+  if (offset >= 0xc000) {  // rotation
+    const u32 distance = offset >> 5 & 31, mask = offset & 31;
+    const u32 rotated = offset >> 10 & 1 ? lane - distance : lane + distance;
+    return group | (lane & mask) | (rotated & ~mask & 31);
+  }
+  if (offset & 0x8000) return (lane & ~3u) | (offset >> 2 * (lane & 3) & 3);  // permutation of four lanes
+  return group | ((((lane & offset) | (offset >> 5)) ^ (offset >> 10)) & 31);
+}
+
+void ds_swizzle_b32(u32* sgpr, u32* vgpr) {
+  const u32* words = (const u32*)program_counter(sgpr);
+  const u32 offset = words[0] & 0xffff, from = words[1] & 255, to = words[1] >> 24;
+  const u64 exec = sgpr[EXEC] | (WAVE == 64 ? (u64)sgpr[EXEC + 1] << 32 : 0);
+  u32 result[WAVE];
+  for (u32 lane = 0; lane < WAVE; ++lane) {
+    const u32 source = swizzle_source(offset, lane);
+    result[lane] = exec >> source & 1 ? vgpr[from * WAVE + source] : 0;
+  }
+  for (u32 lane = 0; lane < WAVE; ++lane)
+    if (exec >> lane & 1) vgpr[to * WAVE + lane] = result[lane];
+  advance(sgpr, 8);
+}

@@ -1,0 +1,241 @@
+#!/usr/bin/env python3
+"""Soak test of a pipeline folder on one provider: changing sizes, batches, seeds, threads, tasks, LoRAs and pipelines.
+
+    soak_gpu.py FOLDER --provider sdcuda [--lora FILE ...] [--steps 4] [--scale 1.0] [--out results/soak/sdcuda.json]
+
+Every image is compared byte for byte with the first image of the same request. Requests run one after another, again,
+and then from four threads at once. After them run image to image and inpainting, LoRA rounds (load, two scales,
+unload), pipelines that open while another one captures, and pipelines that open, generate and close. Device memory,
+process memory and open file descriptors are read after each stage. --scale shrinks the sizes for small models. The
+exit code is 1 if an image differs, a call fails, or memory or descriptors grow when a stage runs again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from PIL import Image
+
+from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
+from sd_ort.core.files import write_json
+from sd_ort.runtime.machine import commit, machine, versions
+
+SIZES = ((512, 512), (768, 512), (512, 768), (640, 640), (1024, 1024), (256, 256), (448, 576), (704, 512))
+PROMPT = "a red circle left of a small blue square on a white background"
+THREADS = 4
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of a pipeline; `height` and `width` in pixels."""
+
+    height: int
+    width: int
+    batch: int
+    seed: int
+
+
+@dataclass
+class Soak:
+    """State of one soak: the first image of each request, and what went wrong."""
+
+    folder: Path
+    provider: str
+    steps: int
+    first: dict[Any, bytes] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    stages: list[dict[str, Any]] = field(default_factory=list)
+
+    def open(self, pipeline_class: Any = StableDiffusionPipeline) -> Any:
+        return pipeline_class.from_pretrained(self.folder, self.provider)
+
+    def generate(self, pipeline: Any, request: Request, *inputs: Any, key: Any = None, **arguments: Any) -> None:
+        """Generate the images of a request and compare them with the first ones under `key`."""
+        try:
+            output = pipeline(
+                PROMPT, *inputs, num_inference_steps=self.steps, num_images_per_prompt=request.batch,
+                generator=request.seed, progress=False, **arguments,
+            )  # fmt: skip
+        except Exception as error:  # a soak reports every failure and goes on
+            traceback.print_exc()
+            self.failures.append(f"{key or request}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            return
+        data = b"".join(np.asarray(image).tobytes() for image in output.images)
+        if self.first.setdefault(key or request, data) != data:
+            pairs = (np.frombuffer(each, np.uint8).astype(int) for each in (self.first[key or request], data))
+            largest = int(np.abs(np.subtract(*pairs)).max())
+            self.failures.append(f"{key or request}: differs from its first image by up to {largest} of 255")
+
+    def text_to_image(self, pipeline: Any, request: Request, key: Any = None) -> None:
+        self.generate(pipeline, request, key=key, height=request.height, width=request.width)
+
+    def stage(self, name: str, work: Callable[[], Any]) -> None:
+        """Run `work`; record its seconds and the memory and descriptors after it."""
+        before, start = len(self.failures), time.perf_counter()
+        work()
+        gc.collect()
+        row = {"stage": name, "seconds": round(time.perf_counter() - start, 2), **usage()}
+        row["failures"] = len(self.failures) - before
+        self.stages.append(row)
+        print(json.dumps(row), flush=True)
+
+
+def usage() -> dict[str, Any]:
+    """Device memory in use (MB, None without CUDA), resident memory of the process (MB), and open descriptors."""
+    process = psutil.Process()
+    return {
+        "device_MB": device_megabytes(),
+        "rss_MB": process.memory_info().rss >> 20,
+        "descriptors": process.num_fds(),
+    }
+
+
+def device_megabytes() -> int | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) >> 20
+
+
+def requests(scale: float) -> Iterator[Request]:
+    for height, width in SIZES:
+        for batch in (1, 2):
+            for seed in (0, 1):
+                yield Request(int(height * scale) // 64 * 64 or 64, int(width * scale) // 64 * 64 or 64, batch, seed)
+
+
+def in_series(soak: Soak, pipeline: Any, all_requests: list[Request]) -> None:
+    for request in all_requests:
+        soak.text_to_image(pipeline, request)
+
+
+def in_threads(soak: Soak, pipeline: Any, all_requests: list[Request]) -> None:
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(lambda request: soak.text_to_image(pipeline, request), all_requests))
+
+
+def other_tasks(soak: Soak, size: Request) -> None:
+    """Image to image and inpainting, twice each."""
+    y, x = np.mgrid[: size.height, : size.width]
+    image = Image.fromarray(np.stack([x % 256, y % 256, (x + y) % 256], -1).astype(np.uint8))
+    mask = Image.fromarray(np.where((x > 64) & (y > 64), 255, 0).astype(np.uint8))
+    if not (soak.folder / "vae_encoder").is_dir():
+        soak.failures.append("the folder has no VAE encoder: image to image was not run")
+        return
+    image_to_image, inpainting = map(soak.open, (StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline))
+    for _ in range(2):
+        soak.generate(image_to_image, size, image, key="image to image", strength=0.8)
+        soak.generate(inpainting, size, image, mask, key="inpainting", strength=1.0)
+
+
+def lora_rounds(soak: Soak, pipeline: Any, files: list[Path], size: Request, rounds: int) -> dict[str, float]:
+    """Load, two scales and unload, `rounds` times; returns the median seconds of each change."""
+    seconds: dict[str, list[float]] = {"load": [], "scale": [], "unload": []}
+
+    def timed(name: str, change: Callable[[], Any]) -> None:
+        start = time.perf_counter()
+        change()
+        seconds[name].append(time.perf_counter() - start)
+
+    for index in range(rounds):
+        file = files[index % len(files)]
+        timed("load", partial(pipeline.load_lora_weights, file, adapter_name="soak"))
+        for scale in (0.7, 0.3):
+            timed("scale", partial(pipeline.set_adapters, "soak", scale))
+            soak.text_to_image(pipeline, size, key=("LoRA", file.name, scale))
+        timed("unload", pipeline.unload_lora_weights)
+        soak.text_to_image(pipeline, size)
+    return {name: round(float(np.median(values)), 4) for name, values in seconds.items()}
+
+
+def open_while_generating(soak: Soak, all_requests: list[Request]) -> None:
+    """Open pipelines in one thread while another generates at sizes that its pipeline captures for the first time."""
+    pipeline, done = soak.open(), threading.Event()
+
+    def generate_all() -> None:
+        for request in all_requests:
+            soak.text_to_image(pipeline, request)
+        done.set()
+
+    thread = threading.Thread(target=generate_all)
+    thread.start()
+    while not done.is_set():
+        soak.text_to_image(soak.open(), all_requests[0])
+    thread.join()
+
+
+def open_and_close(soak: Soak, size: Request, count: int = 10) -> None:
+    for _ in range(count):
+        soak.text_to_image(soak.open(), size)
+        gc.collect()
+
+
+def growth(stages: list[dict[str, Any]], name: str, allowed: float) -> str | None:
+    """Why a stage that repeats an earlier one ("again") used more of `name` than that, or None."""
+    by_stage = {row["stage"]: row[name] for row in stages}
+    for later, earlier in (("sizes again", "sizes"), ("LoRAs again", "LoRAs"), ("pipelines again", "pipelines")):
+        if by_stage.get(later) is not None and by_stage[later] > by_stage[earlier] + allowed:
+            return f"{name} grew from {by_stage[earlier]} to {by_stage[later]} during {later!r}"
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--provider", default="cpu")
+    parser.add_argument("--lora", type=Path, nargs="*", default=[])
+    parser.add_argument("--lora-rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    warnings.simplefilter("error")
+    soak = Soak(options.folder, options.provider, options.steps)
+    all_requests = list(requests(options.scale))
+    pipeline = soak.open()
+    for name in ("sizes", "sizes again"):
+        soak.stage(name, lambda: in_series(soak, pipeline, all_requests))
+    soak.stage("four threads", lambda: in_threads(soak, pipeline, all_requests))
+    soak.stage("other tasks", lambda: other_tasks(soak, all_requests[0]))
+    changes: dict[str, float] = {}
+    if options.lora:
+        rounds = options.lora_rounds // 2
+        for name in ("LoRAs", "LoRAs again"):
+            soak.stage(name, lambda: changes.update(lora_rounds(soak, pipeline, options.lora, all_requests[0], rounds)))
+    soak.stage("pipelines open while one captures", lambda: open_while_generating(soak, all_requests[::4]))
+    soak.stage("pipelines", lambda: open_and_close(soak, all_requests[0]))
+    soak.stage("pipelines again", lambda: open_and_close(soak, all_requests[0]))
+    limits = {"device_MB": 64, "rss_MB": 512, "descriptors": 4}
+    soak.failures += filter(None, (growth(soak.stages, name, allowed) for name, allowed in limits.items()))
+    report = {
+        "folder": options.folder.name, "provider": options.provider, "requests": len(all_requests),
+        "steps": options.steps,
+        "stages": soak.stages, "lora_seconds": changes, "failures": soak.failures, "load_average": os.getloadavg()[0],
+        "machine": machine(), "versions": versions(), "commit": commit(),
+    }  # fmt: skip
+    if options.out:
+        write_json(options.out, report)
+    print(json.dumps({"lora_seconds": changes, "failures": soak.failures}, indent=1))
+    return 1 if soak.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

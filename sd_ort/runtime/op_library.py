@@ -1,0 +1,92 @@
+"""The op library of a session: which one, its registration, and whether it serves the session's provider."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+from sd_ort.core.errors import ProviderError, first_line
+from sd_ort.runtime.library import GPU_LIBRARIES, library_path
+from sd_ort.runtime.provider_records import CPU_EP
+from sd_ort.runtime.providers import is_plugin, log, provider_named, wheel_library
+from sd_ort.runtime.wheels import needed_libraries, runtime
+
+HIP_RUNTIME = "libamdhip64.so"
+
+
+def op_library(library: Path | bool, provider: str) -> Path | None:
+    """Return the op library to register for a session on `provider`, None for none.
+
+    `library`: its path, True for the newest build, False for none. A library without kernels for a GPU provider is not
+    registered: ONNX Runtime would run each fused node on the CPU, between two copies.
+    """
+    path = library if isinstance(library, Path) else library_path() if library else None
+    ep = provider_named(provider).ep
+    if path is None or ep == CPU_EP or is_plugin(provider) or ep not in runtime().get_available_providers():
+        return path
+    return path if ep in GPU_LIBRARIES and (path.parent / GPU_LIBRARIES[ep]).is_file() else None
+
+
+def build_command(provider: str) -> str:
+    """Return the command that builds the op library with kernels for the provider."""
+    flags = {
+        "rocm": " --hip gfx1100 (or your GPU's architecture)",
+        "cuda": " --cuda sm_90 (or your GPU's architecture)",
+    }
+    return f"sd-ort build-ops{flags.get(provider, '')}"
+
+
+def register(options: Any, library: Path | bool, provider: str) -> bool:
+    """Register the op library in session `options` if there is one for `provider`; return whether there is.
+
+    Raises ProviderError if the library, or its half for the provider's GPU, cannot be loaded.
+    """
+    path = op_library(library, provider)
+    if path is None:
+        log.info("no custom-op library: fused operators run as plain ONNX functions.")
+        return False
+    if problem := hip_runtime_clash(path, provider):
+        raise ProviderError(problem)
+    try:
+        options.register_custom_ops_library(str(path))
+    except Exception as error:
+        raise ProviderError(f"{path} cannot be loaded: {first_line(error)} Build it again.") from error
+    _check_gpu_half(path, provider)
+    return True
+
+
+def _check_gpu_half(path: Path, provider: str) -> None:
+    """Raise ProviderError if the registered library could not load its half for the provider's GPU."""
+    ep = provider_named(provider).ep
+    if is_plugin(provider) or ep not in GPU_LIBRARIES or ep not in runtime().get_available_providers():
+        return
+    status = ctypes.CDLL(str(path)).sd_ort_gpu_status
+    status.restype = ctypes.c_char_p
+    half = str(path.parent / GPU_LIBRARIES[ep])
+    lines = dict(line.split(": ", 1) for line in status().decode("utf-8", "replace").splitlines() if ": " in line)
+    found = lines.get(ep, "it is not registered")
+    if not found.endswith(Path(half).name):
+        raise ProviderError(f"{half} cannot be loaded: {found}. Build it again: {build_command(provider)}.")
+
+
+def hip_runtime_clash(library: Path, provider: str) -> str | None:
+    """Return why the op library and the wheel's provider cannot share a process: two versions of the HIP runtime.
+
+    A stream of one version crashes in the other. None if both need the same, or need none.
+    """
+    wheel = wheel_library(provider_named(provider))
+    half = library.parent / GPU_LIBRARIES.get(provider_named(provider).ep, "")
+    if wheel is None or not half.is_file():
+        return None
+    versions = [_hip_runtime(wheel), _hip_runtime(half)]
+    if None in versions or versions[0] == versions[1]:
+        return None
+    return (
+        f"{half} needs {versions[1]} and the {provider} provider {versions[0]}: build it again with the ROCm that has "
+        f"{versions[0]}: {build_command(provider)}."
+    )
+
+
+def _hip_runtime(library: Path) -> str | None:
+    return next((name for name in needed_libraries(library) if name.startswith(HIP_RUNTIME)), None)

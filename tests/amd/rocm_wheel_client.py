@@ -1,0 +1,157 @@
+"""What test_rocm_wheel.py runs in processes of their own, under onnxruntime-rocm: `python rocm_wheel_client.py FUNCTION
+ARGUMENTS` prints the result of a function as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from sd_ort import StableDiffusionPipeline
+from sd_ort.core.errors import SdOrtError
+from sd_ort.core.folder import MODEL
+from sd_ort.runtime.captured import GraphModel
+from sd_ort.runtime.held import HeldWeights
+from sd_ort.runtime.session import DTYPES, Model, create_session
+
+SIZES = {"batch": 2, "sequence": 77, "height": 8, "width": 8, "height*8": 64, "width*8": 64}
+REQUEST: dict[str, Any] = {"num_inference_steps": 1, "height": 64, "width": 64, "output_type": "np"}
+
+
+def feeds(session: Any) -> dict[str, np.ndarray]:
+    """Inputs of a component, each dimension by its name."""
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for each in session.get_inputs():
+        shape = [size if isinstance(size, int) else SIZES.get(size, 2) for size in each.shape]
+        dtype = DTYPES[each.type]
+        is_integer = np.issubdtype(dtype, np.integer)
+        arrays[each.name] = np.full(shape, 7, dtype) if is_integer else rng.standard_normal(shape).astype(dtype)
+    return arrays
+
+
+def differences(folder: str, library: str) -> dict[str, float]:
+    """Largest difference between the kernels of the op library and the function bodies on the CPU provider."""
+    result = {}
+    for name in ("text_encoder", "unet"):
+        path = Path(folder, name, MODEL)
+        first, second = (create_session(path, library=each) for each in (Path(library), False))
+        inputs = feeds(first)
+        outputs = [Model(session)(**inputs) for session in (first, second)]
+        result[name] = max(float(np.abs(outputs[0][key] - outputs[1][key]).max()) for key in outputs[0])
+        assert all(np.isfinite(value).all() for value in outputs[0].values())
+    return result
+
+
+def draw(folder: str, library: str) -> list[float]:
+    """Mean and deviation of an image by the CPU provider."""
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, provider="cpu", library=Path(library))
+    image = pipeline("a red circle", **REQUEST).images[0]
+    return [float(image.mean()), float(image.std())]
+
+
+def placement(folder: str, library: str, *components: str) -> dict[str, dict[str, dict[str, int]]]:
+    """Nodes that a run executes: component -> provider -> operator -> number. Memcpy nodes are ROCm's."""
+    result = {}
+    for name in components:
+        session = create_session(Path(folder, name, MODEL), "rocm", library=Path(library), profile=Path(folder, name))
+        session.run(None, feeds(session))
+        events = [event for event in json.loads(Path(session.end_profiling()).read_text()) if event["cat"] == "Node"]
+        counts: dict[str, Counter[str]] = {}
+        for event in events:
+            if event["name"].endswith("_kernel_time"):
+                counts.setdefault(event["args"]["provider"], Counter())[event["args"]["op_name"]] += 1
+        result[name] = {provider: dict(count) for provider, count in counts.items()}
+    return result
+
+
+def captures(folder: str, library: str, *components: str) -> dict[str, list[int]]:
+    """Component -> number of captured graphs after two calls of one shape and one of another, and of shape sets."""
+    result = {}
+    for name in components:
+        options = {"tuning": True, "provider_options": {"device_id": "0"}}
+        session = create_session(Path(folder, name, MODEL), "rocm", library=Path(library), graph=True, **options)
+        model = GraphModel(session)
+        inputs = feeds(session)
+        for _ in range(2):
+            model(**inputs)
+        model(**{key: np.concatenate([value, value]) for key, value in inputs.items()})
+        result[name] = [model.captured, len(model.bound)]
+    return result
+
+
+def lora(folder: str, library: str, adapter: str) -> dict[str, Any]:
+    """Whether a LoRA is loaded, changed and unloaded in one session, and how many weights lie where it can be written.
+
+    The deltas are computed on the device: values mean nothing where kernels do nothing.
+    """
+    pipeline = StableDiffusionPipeline.from_pretrained(
+        folder, provider="rocm", library=Path(library), device_loop=False
+    )
+    pipeline.load_lora_weights(adapter, adapter_name="a")
+    pipeline("a red circle", **REQUEST)
+    session = pipeline.models["unet"].session
+    pipeline.set_adapters(["a"], [0.5])
+    pipeline("a red circle", **REQUEST)
+    pipeline.unload_lora_weights()
+    pipeline("a red circle", **REQUEST)
+    return {
+        "in place": pipeline.models.in_place,
+        "same session": pipeline.models["unet"].session is session,
+        "weights": len(pipeline.models.held["unet"].values),
+    }
+
+
+def shared_memory() -> bool:
+    """Whether a session gets the memory of a held weight itself."""
+    held = HeldWeights({"weight": np.ones((4, 4), np.float16)}, "cuda")
+    value, shared = held.values["weight"], held.shared["weight"]
+    return value.data_ptr() == shared.data_ptr() and shared.device_name() == "cuda"
+
+
+def without_gpu_half(folder: str, library: str) -> str:
+    """What is said of a session on the ROCm provider whose op library has kernels for CPUs alone."""
+    try:
+        create_session(Path(folder, "unet", MODEL), "rocm", library=Path(library))
+    except SdOrtError as error:
+        return f"{type(error).__name__}: {error}"
+    return "opened"
+
+
+def refusals(folder: str) -> dict[str, str]:
+    """What is said of graphs that the wheel would run wrong, or on the CPU."""
+    graphs = {
+        "softmax": (20, "float[N,64] x", "y = Softmax (x)"),
+        "attention": (20, "float[N,8,64] x", "y = com.microsoft.MultiHeadAttention <num_heads = 2> (x, x, x)"),
+        "new opset": (23, "float[N,64] x", "y = Neg (x)"),
+        "opset": (21, "float[N,64] x", "s = Shape (x)  t = Transpose (x)  y = Reshape (t, s)"),
+    }
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sd_ort").addHandler(handler)
+    said = {}
+    for name, (opset, inputs, body) in graphs.items():
+        path = Path(folder, name, MODEL)
+        path.parent.mkdir()
+        header = f'<ir_version: 8, opset_import: ["" : {opset}, "com.microsoft" : 1]>'
+        shape = inputs.rpartition(" ")[0]
+        model = onnx.parser.parse_model(f"{header} g ({inputs}) => ({shape} y) {{ {body} }}")
+        path.write_bytes(model.SerializeToString())
+        messages.clear()
+        try:
+            create_session(path, "rocm", library=False)
+        except SdOrtError as error:
+            messages.append(f"{type(error).__name__}: {error}")
+        said[name] = messages[-1]
+    return said
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])))

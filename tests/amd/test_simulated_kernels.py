@@ -1,0 +1,99 @@
+"""Kernels on the simulated HIP runtime: their machine code runs in tinygrad's emulator."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, run_client, simulate
+from hip_client import RELAXED, Hip
+
+from sd_ort.runtime import build
+
+pytestmark = pytest.mark.usefixtures("tinygrad")
+TARGETS = ("gfx942", "gfx1100", "gfx1201")
+
+
+def run_kernels(hip: Hip, image: str) -> list:
+    """Results of kernels.c."""
+    add, reverse = hip.function(image, "add"), hip.function(image, "reverse")
+    count, add_atomically = hip.function(image, "count_in_halves"), hip.function(image, "add_atomically")
+    x = hip.upload((ctypes.c_float * 300)(*range(300)))
+    stream = hip.create("hipStreamCreate")
+    hip.hipStreamBeginCapture(stream, RELAXED)
+    value = ctypes.c_float(0.5)
+    statuses = [hip.launch(add, (3, 1, 1), (100, 1, 1), x, value, ctypes.c_uint(299), stream=stream)]
+    value.value = 100  # the graph has a copy
+    graph = ctypes.c_void_p()
+    hip.hipStreamEndCapture(stream, ctypes.byref(graph))
+    executable = hip.create("hipGraphInstantiateWithFlags", graph, ctypes.c_ulonglong(0))
+    statuses += [hip.hipGraphLaunch(executable, stream) for _ in range(2)]
+    sums = hip.download(x, (ctypes.c_float * 300)())
+    y = hip.upload((ctypes.c_uint * 512)(*range(512)))
+    statuses.append(hip.launch(reverse, (2, 1, 1), (256, 1, 1), y))
+    halves, total = hip.upload((ctypes.c_ushort * 4)()), hip.upload((ctypes.c_uint * 1)())
+    statuses.append(hip.launch(count, (4, 1, 1), (1, 1, 1), halves, ctypes.c_uint(50000)))
+    statuses.append(hip.launch(add_atomically, (64, 1, 1), (64, 1, 1), total))
+    return [
+        statuses,
+        sums,
+        hip.download(y, (ctypes.c_uint * 512)()),
+        hip.download(halves, (ctypes.c_ushort * 4)()),
+        hip.download(total, (ctypes.c_uint * 1)()),
+    ]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compute(target: str, code_object: Callable[..., Path]) -> None:
+    """Hidden arguments, partial waves, barriers, LDS; and several host threads at neighboring halves of a word."""
+    statuses, sums, reversed_, halves, total = run_client(run_kernels, target, code_object(target))
+    assert set(statuses) == {"hipSuccess"}
+    assert sums == [*(value + 1 for value in range(299)), 299]
+    assert reversed_ == [*range(255, -1, -1), *range(511, 255, -1)]
+    assert halves == [50000] * 4
+    assert total == [4096]
+
+
+@pytest.mark.parametrize(
+    ("name", "locked"),
+    [
+        *(("GLOBAL_STORE_B16", True), ("GLOBAL_STORE_D16_HI_B8", True), ("GLOBAL_STORE_SHORT", True)),
+        *(("FLAT_STORE_BYTE", True), ("GLOBAL_ATOMIC_ADD_U32", True), ("GLOBAL_STORE_B32", False)),
+        *(("GLOBAL_STORE_DWORDX4", False), ("DS_STORE_B16", False), ("GLOBAL_LOAD_U16", False)),
+    ],
+)
+def test_changes_of_shared_words_take_a_lock(name: str, locked: bool) -> None:
+    """Host threads of two blocks would lose each other's halves: rarely, as the test above may not notice."""
+    sys.path.insert(0, str(ROOT / "scripts/amd/simulated_rocm/emulator"))
+    from tinygrad_emulator import needs_lock
+
+    assert needs_lock(name) == locked
+
+
+def read_behind_an_allocation(hip: Hip, image: str) -> list:
+    x = hip.upload((ctypes.c_float * 64)())
+    hip.launch(hip.function(image, "add"), (2, 1, 1), (64, 1, 1), x, ctypes.c_float(1), ctypes.c_uint(128))
+    return []
+
+
+def test_a_kernel_out_of_bounds_ends_the_process(code_object: Callable[..., Path]) -> None:
+    with pytest.raises(AssertionError, match=r"simulated HIP: memory access fault at 0x[0-9a-f]+ by kernel add"):
+        run_client(read_behind_an_allocation, "gfx1100", code_object("gfx1100"))
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx1100"])
+def test_every_candidate_of_two_operators(target: str, tmp_path: Path) -> None:
+    """scripts/checks/check_ops_gpu.py as on a GPU. Matrix instructions of the second one keep subnormal halves."""
+    library = build.build(cpu=False, hip=("gfx1100", "gfx942"), provider=True)  # one for both
+    check = [str(ROOT / "scripts/checks/check_ops_gpu.py"), "--arch", target, "--library", str(library)]
+    check += ["--limit", "20000"]
+    report = tmp_path / "report.json"
+    options = ("--only-hip", "--report", str(report))
+    result = simulate(target, [sys.executable, *check, "--operators", "bias_add", "nhwc_conv"], *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count(" 0 faults") == 2
+    assert json.loads(report.read_text())["total"]["launches"] > 50

@@ -1,0 +1,26 @@
+"""Limits of onnxruntime-rocm's kernels, as the target's table has them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from sd_ort.optimize.targets import ROCM
+
+
+@pytest.mark.parametrize("op_type", ["GroupNorm", "SkipGroupNorm"])
+@pytest.mark.parametrize(
+    ("channels", "reason"), [(64, None), (48, "faults with 48 channels, below 64"), (96, "an even number")]
+)
+def test_channels_of_group_norms(op_type: str, channels: int, reason: str | None) -> None:
+    gamma = ir.Value(name="gamma", shape=ir.Shape([channels]), const_value=ir.Tensor(np.ones(channels, np.float32)))
+    groups = 32 if channels == 96 else 8
+    node = ir.node(op_type, [ir.Value(name="x"), gamma], {"groups": groups, "channels_last": 1}, domain="sd_ort")
+    found = ROCM.contrib[op_type](node)
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_attention_is_ours() -> None:
+    assert "MultiHeadAttention" not in ROCM.contrib
+    assert ROCM.newest_opset == 20

@@ -1,0 +1,106 @@
+"""The C declarations that Python code uses without stating them: recorded from its calls through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+SCALARS = {
+    ctypes.c_void_p: "void*",
+    ctypes.c_char_p: "const char*",
+    ctypes.c_char: "char",
+    ctypes.c_bool: "bool",
+    ctypes.c_int: "int",
+    ctypes.c_uint: "unsigned",
+    ctypes.c_long: "long",
+    ctypes.c_ulong: "unsigned long",
+    ctypes.c_longlong: "long long",
+    ctypes.c_ulonglong: "unsigned long long",
+    ctypes.c_float: "float",
+    ctypes.c_double: "double",
+    None: "void",
+}
+
+
+@dataclass
+class Calls:
+    """Stands for ctypes.CDLL. Each function of its libraries records how it is called, and returns 0.
+
+    Numbers that are passed by address are set to 1: one device, and it can reach others.
+    """
+
+    prefix: str = ""  # libraries without it in their name do not load
+    declarations: dict[str, str] = field(default_factory=dict)  # function -> its type in C
+    values: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)  # function -> arguments of each call
+    structures: dict[str, type[ctypes.Structure]] = field(default_factory=dict)
+
+    def __call__(self, name: str | None, **_: object) -> Library:
+        if self.prefix not in (name or ""):
+            raise OSError(f"{name} is not loaded")
+        return Library(self)
+
+    def add(self, name: str, result: Any, arguments: tuple[Any, ...]) -> None:
+        """Record one call. A function must be called alike every time."""
+        declaration = f"{self.c_type(result)} ({', '.join(self.c_type_of(value) for value in arguments)})"
+        assert self.declarations.setdefault(name, declaration) == declaration
+        self.values.setdefault(name, []).append(tuple(getattr(value, "value", value) for value in arguments))
+
+    def c_type(self, declared: Any) -> str:
+        """Return a ctypes class as C has it."""
+        if declared is not None and issubclass(declared, ctypes.Structure):
+            self.structures[declared.__name__] = declared
+            return declared.__name__
+        if declared is not None and issubclass(declared, ctypes.Array):
+            return f"{self.c_type(declared._type_)}*"
+        if hasattr(declared, "_restype_"):  # a type of functions
+            return f"{self.c_type(declared._restype_)} (*)({', '.join(map(self.c_type, declared._argtypes_))})"
+        return SCALARS[declared]
+
+    def c_type_of(self, argument: Any) -> str:
+        """Return the type in C that ctypes passes for an argument."""
+        if isinstance(argument, int):
+            return "int"
+        if isinstance(argument, bytes):
+            return "const char*"
+        if hasattr(argument, "_obj"):  # ctypes.byref
+            return f"{self.c_type(type(argument._obj))}*"
+        return self.c_type(type(argument))
+
+    def structure_definitions(self) -> str:
+        """Return the ctypes structures that were passed, in C++."""
+        text = ""
+        for name, structure in self.structures.items():
+            members = " ".join(f"{self.c_type(member[1])} {member[0]};" for member in structure._fields_)
+            text += f"struct {name} {{ {members} }};\n"
+        return text
+
+
+class Library:
+    """A library whose every function exists."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Function:
+        function = Function(self._calls, name)
+        setattr(self, name, function)
+        return function
+
+
+@dataclass
+class Function:
+    """A function of a library, with the attributes that ctypes knows."""
+
+    calls: Calls
+    name: str
+    restype: Any = ctypes.c_int
+    argtypes: Any = None
+
+    def __call__(self, *arguments: Any) -> int:
+        self.calls.add(self.name, self.restype, arguments)
+        for argument in arguments:
+            variable = getattr(argument, "_obj", None)
+            if isinstance(variable, ctypes.c_int | ctypes.c_uint):
+                variable.value = 1
+        return 0
