@@ -1,4 +1,4 @@
-"""Passes made of rules: a rule is a pattern, the reasons to refuse what matches it, and what takes its place."""
+"""Passes that consist of onnxscript rewrite rules, each with a pattern, reject reasons and a replacement."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.rewriter import MatchResult, RewriteRule, RewriteRuleClassBase, RewriteRuleSet
 
-from fusion_passes.checks import unanswered
-from fusion_passes.pass_ import Case, Outcome, Pass, Refusal
+from fusion_passes.cleanup import clean_up, op_types
+from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, Rejection
 from fusion_passes.shapes.infer import annotate_new
-from fusion_passes.tidy import operators, tidy
+from fusion_passes.value_queries import unknown_values
 
 
-class _Rooted(RewriteRule):
-    """A rule that is tried at nodes of its last operator alone: few are, and trying costs more than all else."""
+class _RootFilteredRule(RewriteRule):
+    """A rewrite rule that is tried only at nodes of its root operator. Matching dominates the time of a rule."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -28,51 +28,51 @@ class _Rooted(RewriteRule):
 
 
 class Rule(RewriteRuleClassBase):
-    """A rewrite rule that says why it refuses.
+    """A rewrite rule that records why it rejects a match.
 
-    Subclasses write `pattern` (what must be there), `refuse` (what else must hold: the reason why not, or None) and
-    `rewrite` (what takes its place).
+    Subclasses define `pattern` (the subgraph to match), `reject_reason` (why a match must stay, or None) and `rewrite`
+    (the replacement).
     """
 
-    def __init__(self, refused: list[Refusal], *, remove_nodes: bool = True) -> None:
+    def __init__(self, rejections: list[Rejection], *, remove_nodes: bool = True) -> None:
         super().__init__(remove_nodes=remove_nodes)
-        self.refused = refused
+        self.rejections = rejections
 
     @classmethod
-    def rule(cls, *args: Any, **options: Any) -> _Rooted:
-        """The rule as the rewriter takes it."""
-        made = cls(*args, **options)
-        return _Rooted(made.pattern, made.rewrite, made.check, name=made.name, remove_nodes=made.remove_nodes)
+    def rule(cls, *args: Any, **options: Any) -> _RootFilteredRule:
+        """Return the rule in the form that RewriteRuleSet expects."""
+        rule = cls(*args, **options)
+        return _RootFilteredRule(rule.pattern, rule.rewrite, rule.check, name=rule.name, remove_nodes=rule.remove_nodes)
 
-    def refuse(self, **bindings: Any) -> str | None:
-        """Why the matched nodes must stay as they are, or None when they may be replaced."""
+    def reject_reason(self, **bindings: Any) -> str | None:
+        """Return why the matched nodes must stay, or None if they may be replaced."""
         return None
 
     def check(self, context: Any, **bindings: Any) -> MatchResult:
-        unanswered.clear()
-        reason = self.refuse(**bindings)
+        unknown_values.clear()
+        reason = self.reject_reason(**bindings)
         if reason is None:
             return MatchResult()
-        self.refused.append(Refusal(context.root, reason, unanswered[-1] if unanswered else None))
+        self.rejections.append(Rejection(context.root, reason, unknown_values[-1] if unknown_values else None))
         return MatchResult().fail(reason)
 
 
-def apply(model: ir.Model, rules: Sequence[type[Rule]], name: str = "") -> Outcome:
-    """Apply `rules` in place, in order at every node; counts how often they fired under `name`."""
-    refused: list[Refusal] = []
-    there = operators(model.graph)
-    made = [rule.rule(refused) for rule in rules]
-    # One rule may make what another one looks for: all are tried, or none.
-    some = any(rule.root is None or rule.root in there for rule in made)
-    count = RewriteRuleSet(made).apply_to_model(model) if some else 0
+def apply_rules(model: ir.Model, rules: Sequence[type[Rule]], name: str = "") -> PassOutcome:
+    """Apply `rules` in place, in order at every node, and count the rewrites under `name`."""
+    rejections: list[Rejection] = []
+    present = op_types(model.graph)
+    rewriters = [rule.rule(rejections) for rule in rules]
+    # A rule may create the root operator of another one, so all rules are tried or none.
+    applicable = any(rule.root is None or rule.root in present for rule in rewriters)
+    count = RewriteRuleSet(rewriters).apply_to_model(model) if applicable else 0
     if count:
-        tidy(model)  # a replacement with several outputs may have landed behind one of its readers
+        clean_up(model)  # a replacement with several outputs may come after one of its consumers
         annotate_new(model.graph)
-    # One rule may have taken what another refused.
-    left = dict.fromkeys(refusal for refusal in refused if refusal.node.graph is not None)
-    return Outcome(Counter({name: count}), list(left))
+    # A node that one rule rejected may have been replaced by another.
+    remaining = dict.fromkeys(rejection for rejection in rejections if rejection.node.graph is not None)
+    return PassOutcome(Counter({name: count}), list(remaining))
 
 
-def rule_pass(name: str, rules: Sequence[type[Rule]], cases: Sequence[Case]) -> Pass:
-    """The pass that applies `rules` once."""
-    return Pass(name, lambda model: apply(model, rules, name), cases)
+def rule_pass(name: str, rules: Sequence[type[Rule]], cases: Sequence[PassCase]) -> Pass:
+    """Return the pass that applies `rules` once."""
+    return Pass(name, lambda model: apply_rules(model, rules, name), cases)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes.rewriting import constant
+from fusion_passes.graph_edits import new_initializer
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.core.paths import output_path
@@ -28,11 +28,12 @@ from sd_ort.family.configs import component_config
 from sd_ort.family.plans import LinearSchedule
 from sd_ort.family.schedule import linear_schedule
 from sd_ort.family.schedulers import make_scheduler, set_timesteps
-from sd_ort.graphs import hoist, sampling_step
+from sd_ort.graphs import hoist
+from sd_ort.graphs import merged_loop_graphs as loop_graphs
 from sd_ort.graphs.inline import inline
 from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
-from sd_ort.graphs.timestep import give_axis
+from sd_ort.graphs.timestep import make_timestep_1d
 
 FLOAT = ir.DataType.FLOAT
 
@@ -63,7 +64,7 @@ def merge(
     read = {str(value.name) for part in parts.values() for value in part.graph.inputs}
     if foreign := read & {"timestep_cond", "class_labels", "image_embeds"}:
         raise InputError(f"{source} has a UNet that takes {', '.join(foreign)}, which a merged model has no input for.")
-    if "timestep" in {value.name for value in parts["unet"].graph.inputs} and not give_axis(parts["unet"]):
+    if "timestep" in {value.name for value in parts["unet"].graph.inputs} and not make_timestep_1d(parts["unet"]):
         raise InputError(f"{source} has a UNet that computes with its timestep, which has no axis, at once.")
     chosen = make_scheduler(source, scheduler)
     set_timesteps(chosen, steps)
@@ -109,10 +110,10 @@ class _Merger:
         self.weights = self._input("weights", ["states", "states"], schedule.weights)
         self.guidance = self._input("guidance_scale", [1], np.array([guidance], np.float32))
         fixed, by_step = self._hoisted(conditioning) if "unet_prompt" in parts else (conditioning, {})
-        history = self._call(sampling_step.FIRST, "first.", latents=latents, timesteps=self.timesteps)["history"]
+        history = self._call(loop_graphs.INIT_HISTORY, "first.", latents=latents, timesteps=self.timesteps)["history"]
         history = self._loop(history, fixed, by_step)
         last = self._node("Shape", [self.timesteps])
-        drawn = self._call(sampling_step.LATENTS, "last.", history=history, index=last, weights=self.weights)["latents"]
+        drawn = self._call(loop_graphs.LATENTS, "last.", history=history, index=last, weights=self.weights)["latents"]
         self._decode(drawn, vae)
 
     # --- The stages -------------------------------------------------------------------------------------------------
@@ -174,20 +175,20 @@ class _Merger:
         carried = _value("step.history", [None] * 5, FLOAT)
         self.graph.inputs.extend([number, go_on, carried])
         index = self._node("Reshape", [number, self._ints([1])])
-        latents = self._call(sampling_step.LATENTS, "step.", history=carried, index=index, weights=self.weights)[
+        latents = self._call(loop_graphs.LATENTS, "step.", history=carried, index=index, weights=self.weights)[
             "latents"
         ]
         inputs = self._call(
-            sampling_step.INPUT, "input.", latents=latents, index=index, scales=self.scales, timesteps=self.timesteps
+            loop_graphs.UNET_INPUT, "input.", latents=latents, index=index, scales=self.scales, timesteps=self.timesteps
         )
-        inputs["sample"] = self._call(sampling_step.TWICE, "input.", sample=inputs["sample"])["rows"]
+        inputs["sample"] = self._call(loop_graphs.DUPLICATE_ROWS, "input.", sample=inputs["sample"])["rows"]
         now = {name: self._node("Gather", [value, number], axis=0) for name, value in by_step.items()}
         feed = {**fixed, **now, **self._cast_all(unet, inputs)}
         wanted = {str(v.name): feed[str(v.name)] for v in unet.graph.inputs}
         noise = inline(self.model, unet, wanted, "unet.", into=self.graph)["out_sample"]
         noise = self._as(noise, FLOAT)
-        guided = self._call(sampling_step.GUIDE, "guide.", noise=noise, guidance=self.guidance)["guided"]
-        record = self._call(sampling_step.RECORD, "record.", prediction=guided, history=carried, index=index)
+        guided = self._call(loop_graphs.APPLY_GUIDANCE, "guide.", noise=noise, guidance=self.guidance)["guided"]
+        record = self._call(loop_graphs.APPEND_PREDICTION, "record.", prediction=guided, history=carried, index=index)
         self.graph.outputs.extend([self._node("Identity", [go_on]), record["history_out"]])
         body, self.graph = self.graph, outer
         for value, dtype in zip(body.outputs, (ir.DataType.BOOL, FLOAT), strict=True):
@@ -197,16 +198,16 @@ class _Merger:
     def _decode(self, latents: ir.Value, config: Mapping[str, Any]) -> None:
         """The graph's output `image` (B, 3, H, W), float32, 0..1."""
         mean, factor = (
-            constant(self.graph, f"vae.{name}", np.asarray(number, np.float32).reshape(1, -1, 1, 1))
+            new_initializer(self.graph, f"vae.{name}", np.asarray(number, np.float32).reshape(1, -1, 1, 1))
             for name, number in zip(("mean", "factor"), latent_scale(config), strict=True)
         )
         scaled = self._node("Add", [self._node("Mul", [latents, factor]), mean])
         vae = self.parts["vae_decoder"]
         inputs = self._cast_all(vae, {"latent_sample": scaled})
         sample = self._as(inline(self.model, vae, inputs, "vae_decoder.")["sample"], FLOAT)
-        half = constant(self.graph, "image.half", np.float32(0.5).reshape(1))
+        half = new_initializer(self.graph, "image.half", np.float32(0.5).reshape(1))
         shifted = self._node("Add", [self._node("Mul", [sample, half]), half])
-        zero, one = (constant(self.graph, f"image.{n}", np.array(n, np.float32)) for n in (0, 1))
+        zero, one = (new_initializer(self.graph, f"image.{n}", np.array(n, np.float32)) for n in (0, 1))
         image = self._node("Clip", [shifted, zero, one])
         image.name, image.dtype, image.shape = "image", FLOAT, ir.Shape(["batch", 3, "height*8", "width*8"])
         self.graph.outputs.append(image)
@@ -235,11 +236,12 @@ class _Merger:
         return node.outputs[0]
 
     def _call(self, text: str, prefix: str, **inputs: ir.Value) -> dict[str, ir.Value]:
-        return inline(self.model, sampling_step.graph(text, self.opset), inputs, prefix, into=self.graph)
+        return inline(self.model, loop_graphs.parse_graph(text, self.opset), inputs, prefix, into=self.graph)
 
     def _ints(self, numbers: list[int]) -> ir.Value:
         name = f"{self.graph.name}.ints.{'_'.join(map(str, numbers))}"
-        return self.graph.initializers[name] if name in self.graph.initializers else constant(self.graph, name, numbers)
+        value = self.graph.initializers.get(name)
+        return new_initializer(self.graph, name, numbers) if value is None else value
 
     def _as(self, value: ir.Value, dtype: ir.DataType | None) -> ir.Value:
         if value.dtype == dtype or dtype is None:

@@ -1,4 +1,4 @@
-"""Hoisted UNets, merged pipelines and schedulers as matrices draw the image of the plain pipeline."""
+"""Hoisted UNets, merged pipelines and the device sampling loop generate the images of the default pipeline."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def expected(plain: Path) -> np.ndarray:
 # --- Hoisting -------------------------------------------------------------------------------------------------------
 
 
-def test_hoisted_draws_the_same(hoisted: Path, expected: np.ndarray) -> None:
+def test_hoisted_pipeline_generates_the_same_image(hoisted: Path, expected: np.ndarray) -> None:
     assert psnr(draw(StableDiffusionPipeline.from_pretrained(hoisted)), expected) > 100  # measured: infinite
 
 
-def test_what_is_hoisted(plain: Path, hoisted: Path) -> None:
+def test_graphs_of_a_hoisted_unet(plain: Path, hoisted: Path) -> None:
     parts = {name: ir.load(hoisted / component / MODEL).graph for name, component in hoist.PARTS.items()}
-    # 4 cross-attentions with K and V each; no matrix product over the text is left in the step graph.
+    # 4 cross-attentions with K and V each; the step graph has no MatMul over the text.
     assert sum(node.op_type == "MatMul" for node in parts["prompt"]) == 8
     assert [v.name for v in parts["prompt"].inputs] == ["encoder_hidden_states"]
     assert [v.name for v in parts["time"].inputs] == ["timestep"]
@@ -101,7 +101,7 @@ def test_what_is_hoisted(plain: Path, hoisted: Path) -> None:
     assert read_manifest(hoisted)["components"]["unet"]["hoisted"].keys() == set(hoist.PARTS.values())
 
 
-def test_joined_is_the_plain_unet(plain: Path, hoisted: Path, tmp_path: Path) -> None:
+def test_joined_graph_equals_the_unet(plain: Path, hoisted: Path, tmp_path: Path) -> None:
     ir.save(hoist.join(hoisted), tmp_path / "joined.onnx", external_data="joined.data")
     sessions = [onnxruntime.InferenceSession(path) for path in (plain / "unet" / MODEL, tmp_path / "joined.onnx")]
     random = np.random.default_rng(0)
@@ -125,7 +125,7 @@ def test_packed_and_half(small_export: Path, tmp_path: Path) -> None:
     assert sum(len(node.inputs) == 2 and node.inputs[1].is_graph_input() for node in attentions) == 4
 
 
-def test_hoisting_what_cannot_be(hoisted: Path, small_export: Path, tmp_path: Path) -> None:
+def test_hoisting_of_unsupported_models_is_an_error(hoisted: Path, small_export: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="hoisted already"):
         optimize(hoisted, tmp_path / "again")
     with pytest.raises(InputError, match="take it into --component"):
@@ -138,12 +138,12 @@ def test_hoisting_what_cannot_be(hoisted: Path, small_export: Path, tmp_path: Pa
 # --- One model ------------------------------------------------------------------------------------------------------
 
 
-def test_merged_draws_the_same(plain: Path, expected: np.ndarray, tmp_path: Path) -> None:
+def test_merged_pipeline_generates_the_same_image(plain: Path, expected: np.ndarray, tmp_path: Path) -> None:
     manifest = merge(plain, tmp_path / "merged", steps=3)
     assert manifest["components"]["pipeline"]["merged"] == PARTS
     merged = MergedPipeline.from_pretrained(tmp_path / "merged")
     assert psnr(draw(merged), expected) > 80
-    # Other steps and schedulers, negative prompts and batches are inputs of the same model.
+    # Step counts, schedulers, negative prompts and batch sizes are inputs of one model.
     other = {"num_inference_steps": 5, "negative_prompt": "blurry", "num_images_per_prompt": 2}
     separate = StableDiffusionPipeline.from_pretrained(plain, scheduler="euler")
     merged.scheduler = make_scheduler(plain, "euler")
@@ -167,7 +167,7 @@ def test_merged_hoisted_half(half: Path, tmp_path: Path) -> None:
     assert psnr(draw(MergedPipeline.from_pretrained(tmp_path / "merged")), expected) > 50
 
 
-def test_merging_what_cannot_be(plain: Path, tmp_path: Path, sd_ort: Any) -> None:
+def test_merging_of_unsupported_folders_is_an_error(plain: Path, tmp_path: Path, sd_ort: Any) -> None:
     with pytest.raises(InputError, match="draws random numbers"):
         merge(plain, tmp_path / "out", scheduler="euler_ancestral")
     assert list(tmp_path.iterdir()) == []
@@ -181,8 +181,8 @@ def test_merging_what_cannot_be(plain: Path, tmp_path: Path, sd_ort: Any) -> Non
     assert picture.is_file()
 
 
-def test_opsets_of_what_is_merged() -> None:
-    """Target cpu raises some components to opset 23, for its Attention; from 21 on the higher one serves both."""
+def test_opset_of_a_merged_model() -> None:
+    """Target cpu raises some components to opset 23 for Attention; from 21 on the higher opset is used for both."""
 
     def model(opset: int, domain: int = 1) -> ir.Model:
         imports = f'["" : {opset}, "sd_ort" : {domain}]'
@@ -206,7 +206,7 @@ def test_opsets_of_what_is_merged() -> None:
 
 
 def _optimum(folder: Path) -> Path:
-    """The toy with a UNet that takes a timestep of shape [], as Optimum writes it: Unsqueeze, Cast, Expand to rows."""
+    """A tiny pipeline whose UNet has a timestep of shape [] like Optimum's: Unsqueeze, Cast, Expand to the batch."""
     toy.write(folder)
     text = f"""<ir_version: 8, opset_import: ["" : 18]> unet (float[batch,4,height,width] sample, int64 timestep,
         float[batch,sequence,{toy.WIDTH}] encoder_hidden_states) => (float[batch,4,height,width] out_sample)
@@ -222,8 +222,8 @@ def _optimum(folder: Path) -> Path:
     return folder
 
 
-def test_a_timestep_without_an_axis(work: Path) -> None:
-    """Raw, optimized, hoisted and merged, on the host and in the loop of GPUs, one picture."""
+def test_timestep_without_an_axis(work: Path) -> None:
+    """Exported, optimized, hoisted and merged, in the host loop and the device loop: equal images."""
     source = _optimum(work / "optimum")
     expected = draw(StableDiffusionPipeline.from_pretrained(source))
     for name, options in {"fused": {}, "split": {"hoisted": True}, "half": {"dtype": "float16"}}.items():
@@ -241,7 +241,7 @@ def test_a_timestep_without_an_axis(work: Path) -> None:
 
 @pytest.mark.parametrize("told", ["encoder_hidden_states", "seen"])
 def test_the_batch_size_of_a_shape_that_others_read_too(told: str) -> None:
-    """The time graph reads nothing of the prompt for it: the prompt's rows, repeated, are no number of rows."""
+    """The time graph does not take the batch size from the prompt, whose rows are repeated for all steps."""
     text = f"""<ir_version: 8, opset_import: ["" : 18]> unet (float[batch,4] sample, float[1] timestep,
         float[batch,words,4] encoder_hidden_states) => (float[batch,4] out_sample)
         <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] far = {{9}}, float[batch,words,4] seen> {{
@@ -266,7 +266,7 @@ def test_the_batch_size_of_a_shape_that_others_read_too(told: str) -> None:
     "arguments", [{}, {"guidance_scale": 1.0, "num_images_per_prompt": 2}], ids=["guided", "batch"]
 )
 def test_device_loop(request: pytest.FixtureRequest, kind: str, arguments: dict[str, Any]) -> None:
-    """On the CPU the device is the host: this tests the graphs and the buffers, not where they lie."""
+    """On the CPU the device is the host: this tests the graphs and the buffers, not their memory."""
     folder = request.getfixturevalue(kind)
     separate = StableDiffusionPipeline.from_pretrained(folder)
     expected, fewer = draw(separate, **arguments), draw(separate, **arguments, num_inference_steps=2)
@@ -276,7 +276,7 @@ def test_device_loop(request: pytest.FixtureRequest, kind: str, arguments: dict[
     assert psnr(draw(looped, **arguments, num_inference_steps=2), fewer) > (60 if kind == "half" else 80)
 
 
-def test_device_loop_says_why_not(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_device_loop_logs_unsupported_calls(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
     clipping = make_scheduler(plain, "ddim")
     clipping = type(clipping).from_config({**clipping.config, "clip_sample": True})
@@ -298,8 +298,8 @@ DRAWING = {
 
 @pytest.mark.parametrize("name", DRAWING)
 @pytest.mark.parametrize("seeds", [3, [3, 4]], ids=["one", "each"])
-def test_device_loop_draws_in_the_same_order(plain: Path, name: str, seeds: Any) -> None:
-    """A generator for all images or one an image: what the scheduler draws is what it draws on the host."""
+def test_device_loop_samples_noise_in_the_same_order(plain: Path, name: str, seeds: Any) -> None:
+    """With one generator for all images or one per image the scheduler's noise is that of the host loop."""
     scheduler = make_scheduler(plain, name)
     config = {key: value for key, value in scheduler.config.items() if not key.startswith("_")}
     scheduler = type(scheduler).from_config({**config, **DRAWING[name]})
@@ -323,8 +323,8 @@ def test_queued_equals_waited(half: Path, hoisted: Path) -> None:
         np.testing.assert_array_equal(draw(looped), queued)
 
 
-def test_nothing_goes_through_the_host(hoisted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From tokens to bytes: no component is called with arrays, and one run is waited for, the last."""
+def test_no_copies_through_the_host(hoisted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From tokens to uint8: no component is called with NumPy arrays, and only the last run is synchronous."""
     looped = StableDiffusionPipeline.from_pretrained(hoisted, device_loop=True)
     expected = draw(looped, output_type="pil", num_inference_steps=2)
     waits: list[bool] = []
@@ -341,7 +341,7 @@ def test_nothing_goes_through_the_host(hoisted: Path, monkeypatch: pytest.Monkey
 
 
 def test_buffers_are_bounded(plain: Path) -> None:
-    """The kind of drawing not used for longest gives its buffers back."""
+    """The buffers of the least recently used job shape are released."""
     looped = StableDiffusionPipeline.from_pretrained(plain, device_loop=True)
     looped.loop.KEPT = 1
     held = []
@@ -352,7 +352,7 @@ def test_buffers_are_bounded(plain: Path) -> None:
 
 
 def test_threads_share_one_pipeline(plain: Path) -> None:
-    """Eight threads, three schedulers and several step counts: each picture is the one drawn alone."""
+    """Eight threads, three schedulers and several step counts: each image is the one generated alone."""
     names = ("ddim", "pndm", "euler")
     pipelines = {name: StableDiffusionPipeline.from_pretrained(plain, scheduler=name) for name in names}
     jobs = [(name, 2 + number % 3, number) for number, name in enumerate([*pipelines] * 4)]

@@ -1,10 +1,11 @@
-"""Exporter spellings to one spelling: five exporters, one graph, on which each fusion is written once."""
+"""Canonicalization: the patterns of five exporters become one canonical form, so each fusion has one pattern."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from fusion_passes import value_queries as values
 from fusion_passes.canonicalize import (
     attention,
     einsum,
@@ -16,12 +17,11 @@ from fusion_passes.canonicalize import (
     sums,
     transposes,
 )
-from fusion_passes.canonicalize.attention import batched, joined, operator, scales
-from fusion_passes.canonicalize.facts import fix_channels, fold, reshape_targets
-from fusion_passes.canonicalize.operand_order import order_operands
+from fusion_passes.canonicalize.attention import concatenated_keys, onnx_attention, scales, three_axis
 from fusion_passes.canonicalize.opset import OPSET, declare_opset, why_not_fused
-from fusion_passes.pass_ import Outcome, Pass
-from fusion_passes.rule import apply
+from fusion_passes.canonicalize.shape_folding import fold_shapes, set_channel_counts, simplify_reshape_targets
+from fusion_passes.graph_pass import Pass, PassOutcome
+from fusion_passes.rule import apply_rules
 
 __all__ = ["CANONICAL", "canonicalize", "why_not_fused"]
 
@@ -36,48 +36,59 @@ CANONICAL: tuple[Pass, ...] = (
     transposes.PASS,
     scales.PASS,
     attention.PASS,
-    batched.PASS,
-    joined.PASS,
+    three_axis.PASS,
+    concatenated_keys.PASS,
 )
 
 
-def canonicalize(model: ir.Model) -> dict[str, Outcome]:
-    """Rewrite `model` in place; returns what each pass of `CANONICAL` that ran did, by its name.
+def canonicalize(model: ir.Model) -> dict[str, PassOutcome]:
+    """Canonicalize `model` in place and return the outcomes of the passes that ran, by name.
 
-    The order matters: shapes first, since every rule asks for them; then the two operators whose meaning depends on
-    the opset; then the opset; then what is spelled out of smaller operators. A graph of an opset that cannot be raised
-    (see `why_not_fused`) has its shapes folded, no more.
+    The order matters. Shapes come first, because every rule queries them; then the two operators whose definition
+    depends on the opset; then the opset; then operators that exporters decompose. If the opset cannot be converted
+    (see `why_not_fused`), only the shapes are folded.
     """
-    done: dict[str, Outcome] = {}
+    outcomes: dict[str, PassOutcome] = {}
     common.InlinePass()(model)
-    fix_channels(model)
-    fold(model)
+    set_channel_counts(model)
+    fold_shapes(model)
     if why_not_fused(model):
-        return done
+        return outcomes
     order_operands(model)
-    _run(model, slices.PASS, done)
-    _run(model, einsum.PASS, done)
-    _run(model, group_normalization.PASS, done)
-    _run(model, operator.PASS, done)
+    _run(model, slices.PASS, outcomes)
+    _run(model, einsum.PASS, outcomes)
+    _run(model, group_normalization.PASS, outcomes)
+    _run(model, onnx_attention.PASS, outcomes)
     if declare_opset(model) or model.graph.opset_imports[""] >= OPSET:
-        _run(model, gelu.PASS, done)
-        _run(model, layer_normalization.PASS, done)
-    while sum(_run(model, each, done) for each in (transposes.PASS, scales.PASS, splits.PASS)):
+        _run(model, gelu.PASS, outcomes)
+        _run(model, layer_normalization.PASS, outcomes)
+    while sum(_run(model, each, outcomes) for each in (transposes.PASS, scales.PASS, splits.PASS)):
         pass
-    _run(model, sums.PASS, done)
-    _run(model, attention.PASS, done)
-    _run(model, batched.PASS, done)
-    _run(model, joined.PASS, done)
-    apply(model, scales.AFTER)
-    while sum(_run(model, each, done) for each in (transposes.PASS, splits.PASS)):
+    _run(model, sums.PASS, outcomes)
+    _run(model, attention.PASS, outcomes)
+    _run(model, three_axis.PASS, outcomes)
+    _run(model, concatenated_keys.PASS, outcomes)
+    apply_rules(model, scales.SDPA_RULES)
+    while sum(_run(model, each, outcomes) for each in (transposes.PASS, splits.PASS)):
         pass
-    reshape_targets(model)
-    return done
+    simplify_reshape_targets(model)
+    return outcomes
 
 
-def _run(model: ir.Model, each: Pass, done: dict[str, Outcome]) -> int:
-    """Run a pass; whether it changed something. What it refuses now counts, not what it refused before."""
+def order_operands(model: ir.Model) -> None:
+    """Move a constant first operand of Add and Mul to the second position, so that patterns have one order."""
+    for node in model.graph:
+        if node.domain or node.op_type not in ("Add", "Mul"):
+            continue
+        a, b = node.inputs
+        if values.is_constant(a) and not values.is_constant(b):
+            node.replace_input_with(0, b)
+            node.replace_input_with(1, a)
+
+
+def _run(model: ir.Model, each: Pass, outcomes: dict[str, PassOutcome]) -> int:
+    """Run a pass, return its number of rewrites, and update `outcomes`: counts add up, rejections are replaced."""
     outcome = each.run(model)
-    before = done.get(each.name, Outcome())
-    done[each.name] = Outcome(before.counts + outcome.counts, outcome.refused)
+    before = outcomes.get(each.name, PassOutcome())
+    outcomes[each.name] = PassOutcome(before.counts + outcome.counts, outcome.rejections)
     return outcome.counts.total()

@@ -1,29 +1,31 @@
-"""Einsum: two operands contracted over one axis are a matrix product between Transposes.
+"""Einsum: rewrites the contraction of two operands over one axis as a MatMul between Transposes.
 
     Einsum(a, b; "bthd,bshd->bhts")  =>  MatMul(Transpose(a, 0213), Transpose(b, 0231))
     Einsum(a, b; "bts,bcs->bct")     =>  Transpose(MatMul(a, Transpose(b, 021)), 021)
 
-Refused: a label that is summed away without being in both operands, several contracted or free axes, an ellipsis, a
-diagonal, and batch axes whose sizes may differ (Einsum broadcasts a 1 of any axis; so does MatMul, in batch axes only).
+Rejected: a label that is summed but occurs in one operand only, several contracted or free axes, an ellipsis, a
+diagonal, and batch axes whose sizes may differ: Einsum broadcasts a 1 on any axis, MatMul on batch axes only.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import onnx_ir as ir
 
-from fusion_passes import checks as c
-from fusion_passes.pass_ import Case, Outcome, Pass, rewrite_nodes
-from fusion_passes.shapes.indexing import labels
+from fusion_passes import value_queries as values
+from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
+from fusion_passes.shapes.indexing_rules import einsum_labels
 
 
-def einsum(model: ir.Model) -> Outcome:
-    """Make matrix products of the Einsums that are one, in place."""
-    return rewrite_nodes(model, "einsum", "Einsum", _refuse, _rewrite)
+def einsum(model: ir.Model) -> PassOutcome:
+    """Replace Einsums that are matrix multiplications by MatMul, in place."""
+    return rewrite_nodes(model, "einsum", "Einsum", _reject_reason, _rewrite)
 
 
-def _parts(node: ir.Node) -> tuple[list[str], str, str, str] | None:
-    """Labels of the batch axes in the order of the result, of the left rows, the contracted axis, the right columns."""
-    parsed = labels(node)
+def _matmul_labels(node: ir.Node) -> tuple[list[str], str, str, str] | None:
+    """Return the labels of the batch axes in output order, the left rows, the contracted axis, the right columns."""
+    parsed = einsum_labels(node)
     if parsed is None or len(parsed[0]) != 2:
         return None
     (a, b), out = parsed
@@ -37,12 +39,14 @@ def _parts(node: ir.Node) -> tuple[list[str], str, str, str] | None:
     return batch, rows[0], contracted[0], columns[0]
 
 
-def _refuse(node: ir.Node) -> str | None:
-    parts, parsed = _parts(node), labels(node)
-    if parts is None or parsed is None:
-        return "the Einsum is no product of two matrices"
-    batch, _, contracted, _ = parts
-    a, b = (dict(zip(names, c.dims(x) or (), strict=False)) for names, x in zip(parsed[0], node.inputs, strict=True))
+def _reject_reason(node: ir.Node) -> str | None:
+    labels, parsed = _matmul_labels(node), einsum_labels(node)
+    if labels is None or parsed is None:
+        return "the Einsum is not a matrix multiplication of two operands"
+    batch, _, contracted, _ = labels
+    a, b = (
+        dict(zip(names, values.dims(x) or (), strict=False)) for names, x in zip(parsed[0], node.inputs, strict=True)
+    )
     for label in [*batch, contracted]:
         if a.get(label) is None or a.get(label) != b.get(label):
             return f"the sizes of axis {label} may differ: {a.get(label)} and {b.get(label)}"
@@ -50,25 +54,25 @@ def _refuse(node: ir.Node) -> str | None:
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
-    parts, parsed = _parts(node), labels(node)
-    assert parts is not None
+    labels, parsed = _matmul_labels(node), einsum_labels(node)
+    assert labels is not None
     assert parsed is not None
-    batch, row, contracted, column = parts
+    batch, row, contracted, column = labels
     (a, b), out = parsed
     left = _transposed(graph, node, 0, [a.index(label) for label in [*batch, row, contracted]])
     right = _transposed(graph, node, 1, [b.index(label) for label in [*batch, contracted, column]])
-    product = ir.node("MatMul", [left, right])
+    matmul = ir.node("MatMul", [left, right])
     order = [[*batch, row, column].index(label) for label in out]
-    result, y = product.outputs[0], node.outputs[0]
+    result, y = matmul.outputs[0], node.outputs[0]
     result.name, result.type = f"{y.name}.product", y.type
     if y.shape is not None:
         result.shape = ir.Shape([y.shape[order.index(axis)] for axis in range(len(order))])
-    made = [product]
+    replacement = [matmul]
     if order != sorted(order):
-        made.append(ir.node("Transpose", [result], {"perm": order}))
-    last, name = made[-1].outputs[0], y.name
+        replacement.append(ir.node("Transpose", [result], {"perm": order}))
+    last, name = replacement[-1].outputs[0], y.name
     last.shape, last.type = y.shape, y.type
-    for new in made:
+    for new in replacement:
         new.metadata_props.update(node.metadata_props)
         graph.insert_before(node, new)
     ir.convenience.replace_all_uses_with(y, last, replace_graph_outputs=True)
@@ -97,44 +101,29 @@ def _graph(equation: str, a: str = "B,S,2,4", b: str = "B,L,2,4", y: str = "B,2,
 
 _SIZES = {"B": 2, "S": 5, "L": 3, "D": 4}
 _ONE = {"MatMul": 1, "Einsum": 0}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    Case("heads last", _graph("bthd,bshd->bhts"), ops=_ONE, sizes=_SIZES),
-    Case("with spaces", _graph("b t h d, b s h d -> b h t s"), ops=_ONE, sizes=_SIZES),
-    Case(
-        "channels first", _graph("bct,bcs->bts", "B,4,S", "B,4,L", "B,S,L"), ops=_ONE | {"Transpose": 1}, sizes=_SIZES
-    ),
-    Case("weights and channels first", _graph("bts,bcs->bct", "B,S,L", "B,4,L", "B,4,S"), ops=_ONE, sizes=_SIZES),
-    Case(
-        "rows times columns",
-        _graph("bij,bjk->bik", "B,S,4", "B,4,L", "B,S,L"),
-        ops=_ONE | {"Transpose": 0},
-        sizes=_SIZES,
-    ),
-    Case("no batch", _graph("ij,kj->ik", "S,4", "L,4", "S,L"), ops=_ONE, sizes=_SIZES),
-    Case("implicit result", _graph("ij,jk", "S,4", "4,L", "S,L"), ops=_ONE, sizes=_SIZES),
-    Case("two contracted axes", _graph("bthd,bshd->bts", y="B,S,L"), fires=0, refused="no product", sizes=_SIZES),
-    Case(
+    _case("heads last", _graph("bthd,bshd->bhts"), ops=_ONE),
+    _case("with spaces", _graph("b t h d, b s h d -> b h t s"), ops=_ONE),
+    _case("channels first", _graph("bct,bcs->bts", "B,4,S", "B,4,L", "B,S,L"), ops=_ONE | {"Transpose": 1}),
+    _case("weights and channels first", _graph("bts,bcs->bct", "B,S,L", "B,4,L", "B,4,S"), ops=_ONE),
+    _case("rows times columns", _graph("bij,bjk->bik", "B,S,4", "B,4,L", "B,S,L"), ops=_ONE | {"Transpose": 0}),
+    _case("no batch", _graph("ij,kj->ik", "S,4", "L,4", "S,L"), ops=_ONE),
+    _case("implicit result", _graph("ij,jk", "S,4", "4,L", "S,L"), ops=_ONE),
+    _rejected("two contracted axes", _graph("bthd,bshd->bts", y="B,S,L"), rejection="not a matrix multiplication"),
+    _rejected(
         "a sum over one operand alone",
         _graph("bct,bcs->bs", "B,4,S", "B,4,L", "B,L"),
-        fires=0,
-        refused="no product",
-        sizes=_SIZES,
+        rejection="not a matrix multiplication",
     ),
-    Case("a diagonal", _graph("btt,bts->bs", "B,S,S", "B,S,L", "B,L"), fires=0, refused="no product", sizes=_SIZES),
-    Case("an outer product", _graph("bi,bj->bij", "B,S", "B,L", "B,S,L"), fires=0, refused="no product", sizes=_SIZES),
-    Case(
-        "a contracted axis that may be broadcast",
-        _graph("ij,kj->ik", "S,D", "L,1", "S,L"),
-        fires=0,
-        refused="may differ",
-        sizes=_SIZES,
+    _rejected("a diagonal", _graph("btt,bts->bs", "B,S,S", "B,S,L", "B,L"), rejection="not a matrix multiplication"),
+    _rejected("an outer product", _graph("bi,bj->bij", "B,S", "B,L", "B,S,L"), rejection="not a matrix multiplication"),
+    _rejected(
+        "a contracted axis that may be broadcast", _graph("ij,kj->ik", "S,D", "L,1", "S,L"), rejection="may differ"
     ),
-    Case(
-        "an ellipsis",
-        _graph("...ij,...jk->...ik", "B,S,4", "B,4,L", "B,S,L"),
-        fires=0,
-        refused="no product",
-        sizes=_SIZES,
+    _rejected(
+        "an ellipsis", _graph("...ij,...jk->...ik", "B,S,4", "B,4,L", "B,S,L"), rejection="not a matrix multiplication"
     ),
 ]
 PASS = Pass("einsum", einsum, CASES)

@@ -1,31 +1,32 @@
-"""Gelu: the exact (erf) formula that exporters spell out below opset 20 becomes one node.
+"""Gelu: replaces the exact (erf) formula, which exporters write below opset 20, by one node.
 
     x/sqrt2 -> Erf -> +1 -> times x -> times 0.5   (any order of the two products; x*(1/sqrt2) too)  =>  Gelu(x)
 
-The tanh approximation has no Erf and is left alone: it is another function (largest difference 1e-3).
+The tanh approximation has no Erf and does not match: it is another function (largest difference 1e-3).
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import OrValue
 
-from fusion_passes import checks as c
-from fusion_passes.pass_ import Case
+from fusion_passes import value_queries as values
+from fusion_passes.graph_pass import PassCase
 from fusion_passes.rule import Rule, rule_pass
 
 
 class _Gelu(Rule):
-    def refuse(
+    def reject_reason(
         self, divisor: ir.Value | None, factor: ir.Value | None, one: ir.Value, half: ir.Value, **_: Any
     ) -> str | None:
-        by = c.scalar(divisor) if divisor is not None else 1 / (c.scalar(factor) or math.nan)
+        by = values.scalar(divisor) if divisor is not None else 1 / (values.scalar(factor) or math.nan)
         if by is None or not math.isclose(by, math.sqrt(2), rel_tol=1e-3):
             return "Erf's argument is not x / sqrt(2)"
-        if c.scalar(one) != 1.0 or c.scalar(half) != 0.5:
+        if values.scalar(one) != 1.0 or values.scalar(half) != 0.5:
             return "the constants are not 1 and 0.5"
         return None
 
@@ -37,7 +38,7 @@ class _Gelu(Rule):
 
 
 class HalfLast(_Gelu):
-    """(x * (1 + erf)) * 0.5"""
+    """(x * (1 + erf)) * 0.5 => Gelu"""
 
     def pattern(self, op: Any, x: Any, divisor: Any, factor: Any, one: Any, half: Any) -> Any:
         cdf = self.cdf(op, x, divisor, factor, one)
@@ -45,14 +46,14 @@ class HalfLast(_Gelu):
 
 
 class HalfFirst(_Gelu):
-    """(x * 0.5) * (1 + erf)"""
+    """(x * 0.5) * (1 + erf) => Gelu"""
 
     def pattern(self, op: Any, x: Any, divisor: Any, factor: Any, one: Any, half: Any) -> Any:
         return op.Mul(op.Mul(x, half), self.cdf(op, x, divisor, factor, one))
 
 
 class HalfInside(_Gelu):
-    """x * (0.5 * (1 + erf))"""
+    """x * (0.5 * (1 + erf)) => Gelu"""
 
     def pattern(self, op: Any, x: Any, divisor: Any, factor: Any, one: Any, half: Any) -> Any:
         return op.Mul(x, op.Mul(self.cdf(op, x, divisor, factor, one), half))
@@ -69,41 +70,31 @@ def _graph(body: str, root: float = math.sqrt(2), half: float = 0.5) -> str:
 
 
 _LAST = "d = Div (x, r)  e = Erf (d)  a = Add (e, one)  m = Mul (x, a)  y = Mul (m, half)"
+_SIZES = {"N": 3}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    Case("half last", _graph(_LAST), ops={"Gelu": 1, "Erf": 0}, sizes={"N": 3}),
-    Case(
+    _case("half last", _graph(_LAST), ops={"Gelu": 1, "Erf": 0}),
+    _case(
         "half first",
         _graph("d = Div (x, r)  e = Erf (d)  a = Add (one, e)  h = Mul (half, x)  y = Mul (h, a)"),
         ops={"Gelu": 1},
-        sizes={"N": 3},
     ),
-    Case(
+    _case(
         "half inside",
         _graph("d = Div (x, r)  e = Erf (d)  a = Add (e, one)  h = Mul (a, half)  y = Mul (x, h)"),
         ops={"Gelu": 1},
-        sizes={"N": 3},
     ),
-    Case("error function is an output", _graph(_LAST).replace("] y)", "] y, float[N,8] e)"), fires=0, sizes={"N": 3}),
-    Case(
-        "Erf of another tensor",
-        _graph(_LAST.replace("Div (x, r)", "Div (z, r)")).replace("] x)", "] x, float[N,8] z)"),
-        fires=0,
-        sizes={"N": 3},
+    _rejected("error function is an output", _graph(_LAST).replace("] y)", "] y, float[N,8] e)")),
+    _rejected(
+        "Erf of another tensor", _graph(_LAST.replace("Div (x, r)", "Div (z, r)")).replace("] x)", "] x, float[N,8] z)")
     ),
-    Case(
-        "two in place of one",
-        _graph(_LAST.replace("Add (e, one)", "Add (e, r)")),
-        fires=0,
-        refused="1 and 0.5",
-        sizes={"N": 3},
-    ),
-    Case("another divisor", _graph(_LAST, root=1.5), fires=0, refused="sqrt(2)", sizes={"N": 3}),
-    Case("another factor", _graph(_LAST, half=0.25), fires=0, refused="0.5", sizes={"N": 3}),
-    Case(
+    _rejected("two in place of one", _graph(_LAST.replace("Add (e, one)", "Add (e, r)")), rejection="1 and 0.5"),
+    _rejected("another divisor", _graph(_LAST, root=1.5), rejection="sqrt(2)"),
+    _rejected("another factor", _graph(_LAST, half=0.25), rejection="0.5"),
+    _rejected(
         "tanh approximation",
         _graph("d = Mul (x, r)  e = Tanh (d)  a = Add (e, one)  m = Mul (x, a)  y = Mul (m, half)"),
-        fires=0,
-        sizes={"N": 3},
     ),
 ]
 

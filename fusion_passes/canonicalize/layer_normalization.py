@@ -1,24 +1,25 @@
-"""Layer normalization: the formula that exporters spell out below opset 17 becomes one node.
+"""Layer normalization: replaces the formula that exporters write below opset 17 by one node.
 
     d = x - mean(x);  d / sqrt(mean(d^2) + epsilon) * gamma + beta   =>  LayerNormalization(x, gamma, beta)
 
-over the last axis; half precision graphs compute the middle between Casts to a wider type, as the operator does inside.
-Refused: another axis or power, an epsilon, gamma or beta that is not constant or of another size.
+over the last axis. Half precision graphs compute the middle part between Casts to a wider dtype, as the operator does
+internally. Rejected: another axis or power; an epsilon, gamma or beta that is not constant or of another size.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 
-from fusion_passes import checks as c
-from fusion_passes.pass_ import Case
+from fusion_passes import value_queries as values
+from fusion_passes.graph_pass import PassCase
 from fusion_passes.rule import Rule, rule_pass
 
 
 class FromFormula(Rule):
-    """x - mean -> square -> mean -> + epsilon -> sqrt -> division -> affine"""
+    """x - mean -> square -> mean -> + epsilon -> sqrt -> division -> affine => LayerNormalization"""
 
     def pattern(
         self, op: Any, x: Any, axes: Any, square_axes: Any, two: Any, epsilon: Any, gamma: Any, beta: Any
@@ -34,31 +35,31 @@ class FromFormula(Rule):
     def narrow(self, op: Any, value: Any) -> Any:
         return value
 
-    def refuse(
+    def reject_reason(
         self, x: ir.Value, axes: ir.Value, square_axes: ir.Value, two: ir.Value, epsilon: ir.Value, gamma: ir.Value,
         beta: ir.Value, mean: ir.Value, variance: ir.Value, out: ir.Value, **_: Any,
     ) -> str | None:  # fmt: skip
         for value, over in ((mean, axes), (variance, square_axes)):
-            node, numbers = value.producer(), c.ints(over)
+            node, numbers = value.producer(), values.ints(over)
             assert node is not None
-            if numbers is None or len(numbers) != 1 or not c.last_axis(numbers[0], x):
+            if numbers is None or len(numbers) != 1 or not values.last_axis(numbers[0], x):
                 return "the mean is not over the last axis"
             if not node.attributes.get_int("keepdims", 1):
                 return "the mean drops its axis"
-        if c.scalar(two) != 2.0:
+        if values.scalar(two) != 2.0:
             return "the distance is not squared"
-        if c.scalar(epsilon) is None:
-            return "epsilon is not one constant number"
-        if not (c.is_vector(gamma, c.size(x, -1)) and c.is_vector(beta, c.size(x, -1))):
+        if values.scalar(epsilon) is None:
+            return "epsilon is not a constant scalar"
+        if not (values.is_vector(gamma, values.size(x, -1)) and values.is_vector(beta, values.size(x, -1))):
             return "gamma and beta are not constant vectors over the last axis"
-        return None if x.dtype == out.dtype == gamma.dtype else "the type changes on the way"
+        return None if x.dtype == out.dtype == gamma.dtype else "the input, gamma and the output differ in dtype"
 
     def rewrite(self, op: Any, x: ir.Value, gamma: ir.Value, beta: ir.Value, epsilon: ir.Value, **_: Any) -> Any:
-        return op.LayerNormalization(x, gamma, beta, axis=-1, epsilon=c.scalar(epsilon))
+        return op.LayerNormalization(x, gamma, beta, axis=-1, epsilon=values.scalar(epsilon))
 
 
 class FromWideFormula(FromFormula):
-    """The same between Casts from half precision to a wider type and back."""
+    """FromFormula between Casts from half precision to a wider dtype and back."""
 
     def widen(self, op: Any, value: Any) -> Any:
         return op.Cast(value, _outputs=["wide"])
@@ -66,10 +67,10 @@ class FromWideFormula(FromFormula):
     def narrow(self, op: Any, value: Any) -> Any:
         return op.Cast(value)
 
-    def refuse(self, **bindings: Any) -> str | None:
+    def reject_reason(self, **bindings: Any) -> str | None:
         if bindings["wide"].dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
             return "the Casts do not widen half precision"
-        return super().refuse(**bindings)
+        return super().reject_reason(**bindings)
 
 
 RULES = (FromFormula, FromWideFormula)
@@ -92,18 +93,18 @@ def _graph(
 
 _SIZES = {"B": 2, "S": 8}
 _ONE = {"LayerNormalization": 1, "ReduceMean": 0}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    Case("opset 14", _graph(), ops=_ONE, sizes=_SIZES),
-    Case("opset 17", _graph(axis=2, opset=17), ops=_ONE, sizes=_SIZES),
-    Case("cubed", _graph(power=4.0), fires=0, refused="not squared", sizes=_SIZES),
-    Case("another axis", _graph(axis=1), fires=0, refused="last axis", sizes=_SIZES),
-    Case("one gamma for all", _graph(gamma="1"), fires=0, refused="gamma and beta", sizes=_SIZES),
-    Case("distance is an output", _graph(outputs=", float[B,S,8] d"), fires=0, sizes=_SIZES),
-    Case(
+    _case("opset 14", _graph(), ops=_ONE),
+    _case("opset 17", _graph(axis=2, opset=17), ops=_ONE),
+    _rejected("cubed", _graph(power=4.0), rejection="not squared"),
+    _rejected("another axis", _graph(axis=1), rejection="last axis"),
+    _rejected("one gamma for all", _graph(gamma="1"), rejection="gamma and beta"),
+    _rejected("distance is an output", _graph(outputs=", float[B,S,8] d")),
+    _rejected(
         "root mean square of something else",
         _graph("p = Pow (x, two)  v = ReduceMean <axes = [-1]> (p)  e = Add (v, eps)  s = Sqrt (e)  n = Div (d, s)"),
-        fires=0,
-        sizes=_SIZES,
     ),
 ]
 

@@ -23,8 +23,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes.rewriting import constant, unique
-from fusion_passes.shapes.standard import STANDARD, schema
+from fusion_passes.graph_edits import new_initializer, unique_name
+from fusion_passes.shapes.onnx_inference import STANDARD_DOMAINS, schema
 from fusion_passes.shapes.types import opset
 
 OPSET = 21
@@ -78,7 +78,7 @@ def lower_opset(model: ir.Model, newest: int) -> str | None:
     """Declare `model` at opset `newest` if its opset is newer.
 
     Returns None, or the reason why some operator does not exist in `newest` or has another meaning there; the model is
-    then unchanged. Functions are not looked at: `operators.bodies.attach` writes them for the model's opset.
+    then unchanged. Functions are not looked at: `operators.function_bodies.attach` writes them for the model's opset.
     """
     version = opset(model.graph)
     if version <= newest:
@@ -93,11 +93,11 @@ def lower_opset(model: ir.Model, newest: int) -> str | None:
 
 def _standard(model: ir.Model) -> list[ir.Node]:
     """The standard operators of the graph and of those inside it."""
-    return [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if node.domain in STANDARD]
+    return [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if node.domain in STANDARD_DOMAINS]
 
 
 def _can_move(node: ir.Node, version: int) -> bool:
-    """Whether a node means the same at `OPSET`, or a rule makes it do so."""
+    """Return whether a node means the same at `OPSET`, or a rule makes it do so."""
     if version < OPSET and node.op_type in CHANGED:
         return schema(node.op_type, OPSET) is not None
     return _has_meaning(node, version, OPSET)
@@ -131,7 +131,7 @@ def _attribute_to_input(node: ir.Node, name: str, numbers: int | list[int], inde
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     node.attributes.pop(name, None)
-    value = constant(graph, unique(node.outputs[0], name), np.array(numbers, np.int64))
+    value = new_initializer(graph, unique_name(node.outputs[0], name), np.array(numbers, np.int64))
     node.resize_inputs(max(index + 1, len(node.inputs)))
     node.replace_input_with(index, value)
 

@@ -1,4 +1,4 @@
-"""Slices that cut a tensor into consecutive pieces become one Split, as the newer exporters write `chunk`.
+"""Replaces Slices that cut a tensor into consecutive parts by one Split, which newer exporters write for `chunk`.
 
 Slice(x, 0:h, axis), Slice(x, h:2h, axis)  =>  Split(x, [h, h], axis)
 """
@@ -7,45 +7,45 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes import checks as c
-from fusion_passes.pass_ import Case, Outcome, Pass, Refusal
-from fusion_passes.rewriting import constant
+from fusion_passes import value_queries as values
+from fusion_passes.graph_edits import new_initializer
+from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, Rejection
 
-END = 2**31 - 1  # exporters write "to the end" as any number from here on
+END = 2**31 - 1  # exporters write any integer from this one on for "to the end"
 
 
-def merge_slices(model: ir.Model) -> Outcome:
-    """Replace complete sets of Slices in place; counts the Splits that were made."""
-    outcome = Outcome()
+def merge_slices(model: ir.Model) -> PassOutcome:
+    """Replace complete sets of Slices in place; count the new Splits."""
+    outcome = PassOutcome()
     for value in [v for n in model.graph for v in n.outputs] + list(model.graph.inputs):
-        pieces: dict[int, list[tuple[int, int, ir.Node]]] = {}
-        for node in c.users(value):
-            piece = _piece(node, value)
-            if piece is not None:
-                pieces.setdefault(piece[0], []).append((piece[1], piece[2], node))
-        for axis, cuts in pieces.items():
+        by_axis: dict[int, list[tuple[int, int, ir.Node]]] = {}
+        for node in values.consumers(value):
+            interval = _interval(node, value)
+            if interval is not None:
+                by_axis.setdefault(interval[0], []).append((interval[1], interval[2], node))
+        for axis, cuts in by_axis.items():
             cuts.sort(key=lambda cut: cut[:2])
             edges = [0, *(end for _, end, _ in cuts)]
-            whole = len(cuts) > 1 and edges[-1] == c.size(value, axis)
-            if whole and [start for start, _, _ in cuts] == edges[:-1]:
+            complete = len(cuts) > 1 and edges[-1] == values.size(value, axis)
+            if complete and [start for start, _, _ in cuts] == edges[:-1]:
                 _split(model.graph, value, axis, cuts)
                 outcome.counts["slices"] += 1
             else:
-                outcome.refused += [Refusal(node, "no Slices take the rest of the axis") for _, _, node in cuts]
+                outcome.rejections += [Rejection(node, "no Slices read the rest of the axis") for _, _, node in cuts]
     return outcome
 
 
-def _piece(node: ir.Node, value: ir.Value) -> tuple[int, int, int] | None:
-    """(axis, start, end) of a Slice with step 1 over one axis of known size."""
+def _interval(node: ir.Node, value: ir.Value) -> tuple[int, int, int] | None:
+    """Return (axis, start, end) of a Slice with step 1 over one axis of known size, else None."""
     if node.op_type != "Slice" or node.inputs[0] is not value or len(node.inputs) < 4:
         return None
-    starts, ends, axes = (c.ints(v) for v in node.inputs[1:4])
-    steps = c.ints(node.inputs[4]) if len(node.inputs) > 4 else [1]
-    rank = c.rank(value)
+    starts, ends, axes = (values.ints(v) for v in node.inputs[1:4])
+    steps = values.ints(node.inputs[4]) if len(node.inputs) > 4 else [1]
+    rank = values.rank(value)
     if not (starts and ends and axes and len(axes) == 1 and steps == [1]) or rank is None:
         return None
     axis = axes[0] % rank
-    size = c.size(value, axis)
+    size = values.size(value, axis)
     if size is None or starts[0] < 0 or ends[0] < 0:
         return None
     return axis, starts[0], size if ends[0] >= END else min(ends[0], size)
@@ -53,7 +53,7 @@ def _piece(node: ir.Node, value: ir.Value) -> tuple[int, int, int] | None:
 
 def _split(graph: ir.Graph, value: ir.Value, axis: int, cuts: list[tuple[int, int, ir.Node]]) -> None:
     sizes = [end - start for start, end, _ in cuts]
-    shape = constant(graph, f"{cuts[0][2].outputs[0].name}.sizes", sizes)
+    shape = new_initializer(graph, f"{cuts[0][2].outputs[0].name}.sizes", sizes)
     node = ir.node("Split", [value, shape], {"axis": axis}, num_outputs=len(cuts))
     node.metadata_props.update(cuts[0][2].metadata_props)
     first = next(n for n in graph if n in {cut[2] for cut in cuts})
@@ -68,7 +68,7 @@ def _split(graph: ir.Graph, value: ir.Value, axis: int, cuts: list[tuple[int, in
         graph.remove(old, safe=True)
 
 
-def _case(name: str, cuts: str, fires: int = 1, refused: str | None = None, step: int = 1) -> Case:
+def _case(name: str, cuts: str, rewrites: int = 1, rejection: str | None = None, step: int = 1) -> PassCase:
     a, b, c, d = cuts.split(", ")
     graph = f"""<ir_version: 10, opset_import: ["" : 21]>
         g (float[N,8] x) => (float[N,P] y, float[N,Q] z)
@@ -77,7 +77,7 @@ def _case(name: str, cuts: str, fires: int = 1, refused: str | None = None, step
             l = Slice (x, a, b, axis, step)  r = Slice (x, c, d, axis, step)
             y = Relu (l)  z = Sigmoid (r)
         }}"""
-    return Case(name, graph, fires, {"Split": fires, "Slice": 2 - 2 * fires}, refused, {"N": 3})
+    return PassCase(name, graph, rewrites, {"Split": rewrites, "Slice": 2 - 2 * rewrites}, rejection, {"N": 3})
 
 
 CASES = [

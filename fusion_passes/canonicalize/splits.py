@@ -1,61 +1,63 @@
-"""Splits behind Transposes: the same Transpose of every part is one Transpose of the whole.
+"""Moves equal Transposes of all outputs of a Split before the Split.
 
-    Split(x, axis)[i] -> Transpose(p) for every i   =>  Transpose(x, p) -> Split(axis at its new place)
+    Split(x, axis)[i] -> Transpose(p) for every i   =>  Transpose(x, p) -> Split(the axis after p)
 
 A fused query, key and value projection that is split by channels ([B,3C,HW], convolutional attention) thus becomes one
-on tokens. Refused: parts read by anything else, permutations that differ.
+on tokens. Rejected: outputs with other consumers, different permutations.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import onnx_ir as ir
 
-from fusion_passes import checks as c
-from fusion_passes.pass_ import Case, Outcome, Pass, rewrite_nodes
+from fusion_passes import value_queries as values
+from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
 from fusion_passes.shapes.infer import annotate
 
 
-def splits(model: ir.Model) -> Outcome:
-    """Move Transposes of all parts in front of the Split, in place."""
-    outcome = rewrite_nodes(model, "splits", "Split", _refuse, _rewrite)
+def splits(model: ir.Model) -> PassOutcome:
+    """Move Transposes of all outputs before the Split, in place."""
+    outcome = rewrite_nodes(model, "splits", "Split", _reject_reason, _rewrite)
     if outcome.counts:
         annotate(model.graph)
     return outcome
 
 
-def _refuse(node: ir.Node) -> str | None:
+def _reject_reason(node: ir.Node) -> str | None:
     perms = []
     for output in node.outputs:
-        readers = c.users(output)
-        if not readers or output.is_graph_output() or any(reader.op_type != "Transpose" for reader in readers):
-            return "a part is read as it is"
-        perms += [c.perm(reader.outputs[0]) for reader in readers]
-    return None if perms[0] and perms.count(perms[0]) == len(perms) else "the parts are transposed in different ways"
+        consumers = values.consumers(output)
+        if not consumers or output.is_graph_output() or any(node.op_type != "Transpose" for node in consumers):
+            return "an output has a consumer other than Transpose"
+        perms += [values.perm(consumer.outputs[0]) for consumer in consumers]
+    return None if perms[0] and perms.count(perms[0]) == len(perms) else "the outputs have different Transposes"
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
-    old = [reader for output in node.outputs for reader in c.users(output)]
-    perm, x = c.perm(old[0].outputs[0]), node.inputs[0]
+    old = [consumer for output in node.outputs for consumer in values.consumers(output)]
+    perm, x = values.perm(old[0].outputs[0]), node.inputs[0]
     assert perm is not None
     assert x is not None
-    whole = ir.node("Transpose", [x], {"perm": perm})
-    whole.metadata_props.update(node.metadata_props)
-    value = whole.outputs[0]
+    transpose = ir.node("Transpose", [x], {"perm": perm})
+    transpose.metadata_props.update(node.metadata_props)
+    value = transpose.outputs[0]
     value.name, value.type = f"{node.outputs[0].name}.whole", x.type
     if x.shape is not None:
         value.shape = ir.Shape([x.shape[axis] for axis in perm])
-    graph.insert_before(node, whole)
+    graph.insert_before(node, transpose)
     node.replace_input_with(0, value)
     axis = node.attributes.get_int("axis", 0) % len(perm)
     node.attributes["axis"] = ir.AttrInt64("axis", perm.index(axis))
     for output in node.outputs:
-        first = c.users(output)[0].outputs[0]
+        first = values.consumers(output)[0].outputs[0]
         output.shape = first.shape
-    for reader in old:
-        source = reader.inputs[0]
+    for consumer in old:
+        source = consumer.inputs[0]
         assert source is not None
-        ir.convenience.replace_all_uses_with(reader.outputs[0], source, replace_graph_outputs=True)
-        graph.remove(reader, safe=True)
+        ir.convenience.replace_all_uses_with(consumer.outputs[0], source, replace_graph_outputs=True)
+        graph.remove(consumer, safe=True)
 
 
 def _graph(body: str, outputs: str = "float[B,S,4] a, float[B,S,4] b") -> str:
@@ -68,27 +70,20 @@ def _graph(body: str, outputs: str = "float[B,S,4] a, float[B,S,4] b") -> str:
 
 _SIZES = {"B": 2, "S": 5}
 _BOTH = "lt = Transpose <perm = [0, 2, 1]> (l)  rt = Transpose <perm = [0, 2, 1]> (r)  a = Relu (lt)  b = Relu (rt)"
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    Case("both halves", _graph(_BOTH), ops={"Transpose": 1, "Split": 1}, sizes=_SIZES),
-    Case(
+    _case("both halves", _graph(_BOTH), ops={"Transpose": 1, "Split": 1}),
+    _rejected(
         "a half read as it is",
         _graph("lt = Transpose <perm = [0, 2, 1]> (l)  a = Relu (lt)  b = Relu (r)", "float[B,S,4] a, float[B,4,S] b"),
-        fires=0,
-        refused="read as it is",
-        sizes=_SIZES,
+        rejection="other than Transpose",
     ),
-    Case(
+    _rejected(
         "two permutations",
         _graph(_BOTH.replace("[0, 2, 1]> (r)", "[2, 0, 1]> (r)"), "float[B,S,4] a, float[S,B,4] b"),
-        fires=0,
-        refused="different ways",
-        sizes=_SIZES,
+        rejection="different Transposes",
     ),
-    Case(
-        "a half that is an output",
-        _graph(_BOTH, "float[B,S,4] a, float[B,S,4] b, float[B,4,S] l"),
-        fires=0,
-        sizes=_SIZES,
-    ),
+    _rejected("a half that is an output", _graph(_BOTH, "float[B,S,4] a, float[B,S,4] b, float[B,4,S] l")),
 ]
 PASS = Pass("splits", splits, CASES)

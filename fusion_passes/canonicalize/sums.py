@@ -1,9 +1,9 @@
-"""Sums in front of a Split: the bias comes last, where a gated feed-forward is looked for.
+"""Moves the bias to the last Add before a Split, where the fusion of gated feed-forward layers expects it.
 
     Add(Add(x, bias), y) -> Split   =>  Add(Add(x, y), bias) -> Split
 
-A low-rank sum that nobody merged (LoRA) stands between the projection's bias and the Split. Refused: a bias that is not
-one constant number per channel, a `y` that is one (then that is the last bias), sums that something else reads.
+An unmerged LoRA adds its low-rank term between the projection's bias and the Split. Rejected: a bias without one
+constant element per channel, a `y` that is a bias itself, sums with other consumers.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from fusion_passes import checks as c
-from fusion_passes.pass_ import Case
+from fusion_passes import value_queries as values
+from fusion_passes.graph_pass import PassCase
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -23,13 +23,13 @@ class BiasLast(Rule):
     def pattern(self, op: Any, x: Any, bias: Any, y: Any) -> Any:
         return op.Add(op.Add(x, bias, _outputs=["biased"]), y, _outputs=["out"])
 
-    def refuse(self, x: ir.Value, bias: ir.Value, y: ir.Value, out: ir.Value, **_: Any) -> str | None:
-        readers = c.users(out)
-        if len(readers) != 1 or readers[0].op_type != "Split" or out.is_graph_output():
-            return "no Split alone reads the sum"
-        if not c.is_vector(bias, c.size(x, -1)):
+    def reject_reason(self, x: ir.Value, bias: ir.Value, y: ir.Value, out: ir.Value, **_: Any) -> str | None:
+        consumers = values.consumers(out)
+        if len(consumers) != 1 or consumers[0].op_type != "Split" or out.is_graph_output():
+            return "the sum has a consumer other than one Split"
+        if not values.is_vector(bias, values.size(x, -1)):
             return "the bias is not a constant vector over the last axis"
-        return None if c.same_shape(x, y) else "the other summand is of another shape"
+        return None if values.same_shape(x, y) else "the addends differ in shape"
 
     def rewrite(self, op: Any, x: ir.Value, bias: ir.Value, y: ir.Value, **_: Any) -> Any:
         return op.Add(op.Add(x, y), bias)
@@ -45,22 +45,22 @@ class BiasLastSwapped(BiasLast):
 RULES = (BiasLast, BiasLastSwapped)
 
 
-def _case(name: str, body: str, fires: int = 1, refused: str | None = None, outputs: str = "") -> Case:
+def _case(name: str, body: str, rewrites: int = 1, rejection: str | None = None, outputs: str = "") -> PassCase:
     graph = f"""<ir_version: 10, opset_import: ["" : 21]>
         g (float[N,S,8] x, float[N,S,8] y) => (float[N,S,4] l, float[N,S,4] r {outputs})
         <float[8] b, float[8] d, float[1,5,8] table, int64[2] halves = {{4, 4}}> {{
             {body}
             l, r = Split <axis = 2> (a, halves)
         }}"""
-    return Case(name, graph, fires, {"Add": 2, "Split": 1}, refused, {"N": 2, "S": 5})
+    return PassCase(name, graph, rewrites, {"Add": 2, "Split": 1}, rejection, {"N": 2, "S": 5})
 
 
 CASES = [
     _case("a low-rank sum", "i = Add (x, b)  a = Add (i, y)"),
     _case("operands swapped", "i = Add (b, x)  a = Add (y, i)"),
-    _case("two biases", "i = Add (x, b)  a = Add (i, d)", 0, "another shape"),
+    _case("two biases", "i = Add (x, b)  a = Add (i, d)", 0, "differ in shape"),
     _case("positions in place of a bias", "i = Add (x, table)  a = Add (i, y)", 0, "not a constant vector"),
-    _case("the sum is an output", "i = Add (x, b)  a = Add (i, y)", 0, "no Split alone", ", float[N,S,8] a"),
+    _case("the sum is an output", "i = Add (x, b)  a = Add (i, y)", 0, "other than one Split", ", float[N,S,8] a"),
     _case("the biased one is an output", "i = Add (x, b)  a = Add (i, y)", 0, None, ", float[N,S,8] i"),
 ]
 PASS = rule_pass("sums", RULES, CASES)

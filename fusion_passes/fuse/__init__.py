@@ -1,4 +1,4 @@
-"""Fusions: subgraphs of a canonical graph become one fused operator each, one file per fusion."""
+"""Fusions: each replaces a subgraph of a canonical graph by one fused operator. One module per fusion."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from fusion_passes.canonicalize.facts import merge_equal
 from fusion_passes.canonicalize.opset import why_not_fused
+from fusion_passes.canonicalize.shape_folding import merge_duplicates
 from fusion_passes.fuse import (
     bias_add,
     bias_split_gelu,
@@ -17,9 +17,9 @@ from fusion_passes.fuse import (
     skip_group_norm,
     skip_layer_normalization,
 )
-from fusion_passes.pass_ import Outcome, Pass, run_all
+from fusion_passes.graph_pass import Pass, PassOutcome, run_all
 
-# SkipLayerNormalization takes the sums a normalization follows; BiasAdd takes those that are left.
+# SkipLayerNormalization replaces sums before a normalization, BiasAdd the remaining ones.
 FUSIONS: tuple[Pass, ...] = (
     multi_head_attention.PASS,
     group_norm.PASS,
@@ -31,10 +31,10 @@ FUSIONS: tuple[Pass, ...] = (
 )
 
 
-def fuse(model: ir.Model, fusions: Sequence[Pass] = FUSIONS) -> dict[str, Outcome]:
-    """Apply `fusions` in place to a canonical model (none where `why_not_fused`); returns what each did, by name."""
+def fuse(model: ir.Model, fusions: Sequence[Pass] = FUSIONS) -> dict[str, PassOutcome]:
+    """Apply `fusions` in place to a canonical model and return their outcomes by name; none if `why_not_fused`."""
     if why_not_fused(model):
         return {}
-    done = run_all(model, fusions)
-    merge_equal(model)
-    return done
+    outcomes = run_all(model, fusions)
+    merge_duplicates(model)
+    return outcomes

@@ -1,19 +1,20 @@
-"""BiasAdd: a projection's bias and the residual become one node, where no normalization follows that takes both.
+"""BiasAdd: fuses a projection's bias and a residual that no normalization follows.
 
     (x + bias) + skip  =>  BiasAdd(x, bias, skip)     x a MatMul's [B,S,C]
 
-Refused: a bias that is not a vector over the last axis, a skip of another shape.
+Rejected: a bias that is not a vector over the last axis, a skip of another shape.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 
-from fusion_passes import checks as c
-from fusion_passes.operators.record import DOMAIN
-from fusion_passes.pass_ import Case
+from fusion_passes import value_queries as values
+from fusion_passes.graph_pass import PassCase
+from fusion_passes.operators.definition import DOMAIN
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -23,10 +24,10 @@ class BiasAdd(Rule):
     def pattern(self, op: Any, x: Any, bias: Any, skip: Any) -> Any:
         return op.Add(op.Add(x, bias), skip)
 
-    def refuse(self, x: ir.Value, bias: ir.Value, skip: ir.Value) -> str | None:
-        if c.rank(x) != 3 or not c.is_vector(bias, c.size(x, -1)):
+    def reject_reason(self, x: ir.Value, bias: ir.Value, skip: ir.Value) -> str | None:
+        if values.rank(x) != 3 or not values.is_vector(bias, values.size(x, -1)):
             return "the bias is not a constant vector over the last axis of [B,S,C]"
-        if c.is_constant(skip) or not c.same_shape(x, skip):
+        if values.is_constant(skip) or not values.same_shape(x, skip):
             return "the residual is not of the same shape"
         return None
 
@@ -51,54 +52,29 @@ def _graph(body: str, bias: str = "8", skip: str = "B,S,8", outputs: str = "") -
 
 _SIZES = {"B": 2, "S": 6}
 _ONE = {"BiasAdd": 1, "Add": 0}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    Case("projection", _graph("a = Add (x, b)  y = Add (a, k)"), ops=_ONE, sizes=_SIZES),
-    Case("operands swapped", _graph("a = Add (b, x)  y = Add (k, a)"), ops=_ONE, sizes=_SIZES),
-    Case(
-        "biased value is an output",
-        _graph("a = Add (x, b)  y = Add (a, k)", outputs=", float[B,S,8] a"),
-        fires=0,
-        sizes=_SIZES,
-    ),
-    Case(
-        "biased value is read twice",
-        _graph("a = Add (x, b)  r = Relu (a)  s = Add (r, k)  y = Add (a, s)"),
-        fires=0,
-        sizes=_SIZES,
-    ),
-    Case(
+    _case("projection", _graph("a = Add (x, b)  y = Add (a, k)"), ops=_ONE),
+    _case("operands swapped", _graph("a = Add (b, x)  y = Add (k, a)"), ops=_ONE),
+    _rejected("biased value is an output", _graph("a = Add (x, b)  y = Add (a, k)", outputs=", float[B,S,8] a")),
+    _rejected("biased value is read twice", _graph("a = Add (x, b)  r = Relu (a)  s = Add (r, k)  y = Add (a, s)")),
+    _rejected(
         "bias that is an input",
         _graph("a = Add (x, v)  y = Add (a, k)").replace("] k)", "] k, float[8] v)"),
-        fires=0,
-        refused="constant vector",
-        sizes=_SIZES,
+        rejection="constant vector",
     ),
-    Case("one bias for all", _graph("a = Add (x, b)  y = Add (a, k)", bias="1"), fires=0, refused="bias", sizes=_SIZES),
-    Case(
-        "residual of one batch",
-        _graph("a = Add (x, b)  y = Add (a, k)", skip="1,S,8"),
-        fires=0,
-        refused="residual",
-        sizes=_SIZES,
-    ),
-    Case(
+    _rejected("one bias for all", _graph("a = Add (x, b)  y = Add (a, k)", bias="1"), rejection="bias"),
+    _rejected("residual of one batch", _graph("a = Add (x, b)  y = Add (a, k)", skip="1,S,8"), rejection="residual"),
+    _rejected(
         "vector over an unknown axis",
         """<ir_version: 10, opset_import: ["" : 21]>
         g (float[B,S,C] x, float[B,S,C] k) => (float[B,S,C] y) <float[1] b> { a = Add (x, b)  y = Add (a, k) }""",
-        fires=0,
-        refused="constant vector",
+        rejection="constant vector",
         sizes={"B": 2, "S": 6, "C": 4},
     ),
-    Case(
-        "residual broadcast",
-        _graph("a = Add (x, b)  y = Add (a, k)", skip="8"),
-        fires=0,
-        refused="residual",
-        sizes=_SIZES,
-    ),
-    Case(
-        "bias a position", _graph("a = Add (x, b)  y = Add (a, k)", bias="6,1"), fires=0, refused="bias", sizes=_SIZES
-    ),
+    _rejected("residual broadcast", _graph("a = Add (x, b)  y = Add (a, k)", skip="8"), rejection="residual"),
+    _rejected("bias a position", _graph("a = Add (x, b)  y = Add (a, k)", bias="6,1"), rejection="bias"),
 ]
 
 PASS = rule_pass("bias_add", RULES, CASES)

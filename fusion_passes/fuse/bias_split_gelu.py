@@ -1,20 +1,21 @@
-"""BiasSplitGelu: the gated feed-forward's bias, split, Gelu and product become one node.
+"""BiasSplitGelu: fuses the bias, Split, Gelu and Mul of a gated feed-forward layer.
 
     MatMul -> Add(bias[2D]) -> Split in two on the last axis -> left * Gelu(right)  =>  BiasSplitGelu(MatMul, bias)
 
-Refused: the gate on the left half, unequal halves, another axis, the tanh approximation of Gelu, a bias that is not
-one number per channel.
+Rejected: the gate on the left half, unequal halves, another axis, the tanh approximation of Gelu, a bias without one
+element per channel.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 
-from fusion_passes import checks as c
-from fusion_passes.operators.record import DOMAIN
-from fusion_passes.pass_ import Case
+from fusion_passes import value_queries as values
+from fusion_passes.graph_pass import PassCase
+from fusion_passes.operators.definition import DOMAIN
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -28,17 +29,17 @@ class BiasSplitGelu(Rule):
         left, right = op.Split(op.Add(x, bias), _allow_other_inputs=True, _outputs=["left", "right"])
         return self.product(op, left, right)
 
-    def refuse(self, x: ir.Value, bias: ir.Value, left: ir.Value, right: ir.Value, gelu: ir.Value) -> str | None:
-        width, split, activation = c.size(x, -1), left.producer(), gelu.producer()
+    def reject_reason(self, x: ir.Value, bias: ir.Value, left: ir.Value, right: ir.Value, gelu: ir.Value) -> str | None:
+        width, split, activation = values.size(x, -1), left.producer(), gelu.producer()
         assert split is not None
         assert activation is not None
-        if not c.is_vector(bias, width):
+        if not values.is_vector(bias, width):
             return "the bias is not a constant vector over the last axis"
-        if c.rank(x) != 3 or not c.last_axis(split.attributes.get_int("axis", 0), x):
+        if values.rank(x) != 3 or not values.last_axis(split.attributes.get_int("axis", 0), x):
             return "the Split is not over the last axis of [N,S,2D]"
-        halves = [c.size(left, -1), c.size(right, -1)]
+        halves = [values.size(left, -1), values.size(right, -1)]
         if len(split.outputs) != 2 or halves[0] is None or halves[0] != halves[1]:
-            return "the Split is not into two of equal width"
+            return "the Split is not into two halves of equal width"
         if activation.attributes.get_string("approximate", "none") != "none":
             return "the Gelu is the tanh approximation"
         return None
@@ -48,7 +49,7 @@ class BiasSplitGelu(Rule):
 
 
 class BiasSplitGeluSwapped(BiasSplitGelu):
-    """The same with the operands of the product swapped."""
+    """Add -> Split -> Gelu(right) * left => BiasSplitGelu"""
 
     def product(self, op: Any, left: Any, right: Any) -> Any:
         return op.Mul(op.Gelu(right, _outputs=["gelu"]), left)
@@ -73,42 +74,29 @@ def _graph(
 
 
 _SIZES = {"N": 2, "S": 6}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    Case("GEGLU", _graph(), ops={"BiasSplitGelu": 1, "Split": 0, "Gelu": 0, "Add": 0}, sizes=_SIZES),
-    Case("operands swapped", _graph("g2 = Gelu (r)  y = Mul (g2, l)", axis=-1), ops={"BiasSplitGelu": 1}, sizes=_SIZES),
-    Case("gate on the left", _graph("g2 = Gelu (l)  y = Mul (r, g2)"), fires=0, sizes=_SIZES),
-    Case(
-        "tanh approximation",
-        _graph('g2 = Gelu <approximate = "tanh"> (r)  y = Mul (l, g2)'),
-        fires=0,
-        refused="tanh",
-        sizes=_SIZES,
+    _case("GEGLU", _graph(), ops={"BiasSplitGelu": 1, "Split": 0, "Gelu": 0, "Add": 0}),
+    _case("operands swapped", _graph("g2 = Gelu (r)  y = Mul (g2, l)", axis=-1), ops={"BiasSplitGelu": 1}),
+    _rejected("gate on the left", _graph("g2 = Gelu (l)  y = Mul (r, g2)")),
+    _rejected("tanh approximation", _graph('g2 = Gelu <approximate = "tanh"> (r)  y = Mul (l, g2)'), rejection="tanh"),
+    _rejected("another axis", _graph(axis=1, halves="3, 3", out="N,3,8"), rejection="last axis"),
+    _rejected("gate is an output", _graph().replace("] y)", "] y, float[N,S,4] g2)")),
+    _rejected("left half is read twice", _graph("g2 = Gelu (r)  m = Mul (l, g2)  y = Add (m, l)")),
+    _rejected(
+        "biased value is read twice", _graph("g2 = Gelu (r)  m = Mul (l, g2)  t = ReduceMean (a)  y = Add (m, t)")
     ),
-    Case("another axis", _graph(axis=1, halves="3, 3", out="N,3,8"), fires=0, refused="last axis", sizes=_SIZES),
-    Case("gate is an output", _graph().replace("] y)", "] y, float[N,S,4] g2)"), fires=0, sizes=_SIZES),
-    Case("left half is read twice", _graph("g2 = Gelu (r)  m = Mul (l, g2)  y = Add (m, l)"), fires=0, sizes=_SIZES),
-    Case(
-        "biased value is read twice",
-        _graph("g2 = Gelu (r)  m = Mul (l, g2)  t = ReduceMean (a)  y = Add (m, t)"),
-        fires=0,
-        sizes=_SIZES,
+    _rejected(
+        "unequal halves", _graph("g2 = Gelu (r)  y = Mul (l, g2)", halves="1, 7", out="N,S,7"), rejection="equal width"
     ),
-    Case(
-        "unequal halves",
-        _graph("g2 = Gelu (r)  y = Mul (l, g2)", halves="1, 7", out="N,S,7"),
-        fires=0,
-        refused="equal width",
-        sizes=_SIZES,
-    ),
-    Case(
+    _rejected(
         "three parts",
         _graph(halves="3, 3, 2", out="N,S,3").replace("l, r =", "l, r, o =").replace("int64[2]", "int64[3]"),
-        fires=0,
-        refused="two of equal width",
-        sizes=_SIZES,
+        rejection="two halves of equal width",
     ),
-    Case("Silu in place of Gelu", _graph("g1 = Sigmoid (r)  g2 = Mul (r, g1)  y = Mul (l, g2)"), fires=0, sizes=_SIZES),
-    Case("one bias for all", _graph(bias="1"), fires=0, refused="bias", sizes=_SIZES),
+    _rejected("Silu in place of Gelu", _graph("g1 = Sigmoid (r)  g2 = Mul (r, g1)  y = Mul (l, g2)")),
+    _rejected("one bias for all", _graph(bias="1"), rejection="bias"),
 ]
 
 PASS = rule_pass("bias_split_gelu", RULES, CASES)

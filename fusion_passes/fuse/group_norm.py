@@ -1,18 +1,19 @@
-"""GroupNorm + SiLU: the activation moves into the normalization.
+"""GroupNorm + SiLU: fuses the activation into the normalization.
 
     GroupNorm(activation=0) -> y;  y * Sigmoid(y)   =>  GroupNorm(activation=1)
 
-Refused: y that something else reads, a Sigmoid of another tensor, an activation that is there already.
+Rejected: another consumer of y, a Sigmoid of another tensor, a GroupNorm that has an activation.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 
-from fusion_passes.operators.record import DOMAIN
-from fusion_passes.pass_ import Case
+from fusion_passes.graph_pass import PassCase
+from fusion_passes.operators.definition import DOMAIN
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -23,7 +24,7 @@ class GroupNormSilu(Rule):
         y = op.GroupNorm(x, gamma, beta, _domain=DOMAIN, _outputs=["normal"])
         return op.Mul(y, op.Sigmoid(y))
 
-    def refuse(self, normal: ir.Value, **_: Any) -> str | None:
+    def reject_reason(self, normal: ir.Value, **_: Any) -> str | None:
         node = normal.producer()
         assert node is not None
         return "it has an activation already" if node.attributes["activation"].as_int() else None
@@ -36,7 +37,7 @@ class GroupNormSilu(Rule):
 
 
 class GroupNormSiluSwapped(GroupNormSilu):
-    """The same with the operands of the product swapped."""
+    """GroupNorm -> Sigmoid(y) * y => GroupNorm(activation=1)"""
 
     def pattern(self, op: Any, x: Any, gamma: Any, beta: Any) -> Any:
         y = op.GroupNorm(x, gamma, beta, _domain=DOMAIN, _outputs=["normal"])
@@ -56,20 +57,21 @@ def _graph(tail: str, outputs: str = "") -> str:
 
 
 _SIZES = {"N": 2, "H": 3, "W": 5}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    Case("SiLU", _graph("y = Mul (n, s)"), ops={"GroupNorm": 1, "Sigmoid": 0, "Mul": 0}, sizes=_SIZES),
-    Case("operands swapped", _graph("y = Mul (s, n)"), ops={"GroupNorm": 1, "Sigmoid": 0}, sizes=_SIZES),
-    Case("gate of another tensor", _graph("y = Mul (x, s)"), fires=0, sizes=_SIZES),
-    Case(
+    _case("SiLU", _graph("y = Mul (n, s)"), ops={"GroupNorm": 1, "Sigmoid": 0, "Mul": 0}),
+    _case("operands swapped", _graph("y = Mul (s, n)"), ops={"GroupNorm": 1, "Sigmoid": 0}),
+    _rejected("gate of another tensor", _graph("y = Mul (x, s)")),
+    _case(
         "two activations",
         _graph("m = Mul (n, s)  t = Sigmoid (m)  y = Mul (m, t)"),
         ops={"GroupNorm": 1, "Sigmoid": 1},
-        refused="activation already",
-        sizes=_SIZES,
+        rejection="activation already",
     ),
-    Case("gate is an output", _graph("y = Mul (n, s)", ", float[N,8,H,W] s"), fires=0, sizes=_SIZES),
-    Case("normalized value is read twice", _graph("m = Mul (n, s)  y = Add (m, n)"), fires=0, sizes=_SIZES),
-    Case("normalized value is an output", _graph("y = Mul (n, s)", ", float[N,8,H,W] n"), fires=0, sizes=_SIZES),
+    _rejected("gate is an output", _graph("y = Mul (n, s)", ", float[N,8,H,W] s")),
+    _rejected("normalized value is read twice", _graph("m = Mul (n, s)  y = Add (m, n)")),
+    _rejected("normalized value is an output", _graph("y = Mul (n, s)", ", float[N,8,H,W] n")),
 ]
 
 PASS = rule_pass("group_norm", RULES, CASES)

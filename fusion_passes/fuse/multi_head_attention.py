@@ -1,35 +1,36 @@
-"""MultiHeadAttention: the head split, the attention and the head merge become one node on [B,S,N*D] tensors.
+"""MultiHeadAttention: fuses head split, attention and head merge to one node on [B,S,N*D] tensors.
 
     Reshape(q -> [B,S,N,D]) -> Transpose 0213 --+
     Reshape(k -> [B,L,N,D]) -> Transpose 0213 --+-> SDPA(mask?; scale) -> Transpose 0213 -> Reshape [B,S,N*E]
     Reshape(v -> [B,L,N,E]) -> Transpose 0213 --+
         =>  MultiHeadAttention(q, k, v, -, -, mask; num_heads=N, scale)
 
-Several attentions may share what one reads, as those of an IP-Adapter do, one to text and one to pictures: each takes
-it unsplit, and the split goes when the last did. Refused: head axes split another way, different numbers of heads,
-batches that may differ, heads that something else reads. The kernels want a mask of [1 or B, 1 or N, S, L]: one that is
-broadcast along S or L is expanded.
+Several attentions may share a split query, as the text and image attentions of an IP-Adapter do. Each reads the unsplit
+query, and the split is removed with the last one. Rejected: other head splits, different numbers of heads, batches that
+may differ, other consumers of the heads. The kernels require a mask of [1 or B, 1 or N, S, L]; a mask that broadcasts
+along S or L is expanded.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import Var
 
-from fusion_passes import checks as c
-from fusion_passes.operators.record import DOMAIN
-from fusion_passes.pass_ import Case, Refusal
-from fusion_passes.rewriting import unique
+from fusion_passes import value_queries as values
+from fusion_passes.graph_edits import unique_name
+from fusion_passes.graph_pass import PassCase, Rejection
+from fusion_passes.operators.definition import DOMAIN
 from fusion_passes.rule import Rule, rule_pass
 
 
 class MultiHeadAttention(Rule):
     """Head split, SDPA and head merge => MultiHeadAttention"""
 
-    def __init__(self, refused: list[Refusal]) -> None:
-        super().__init__(refused, remove_nodes=False)
+    def __init__(self, rejections: list[Rejection]) -> None:
+        super().__init__(rejections, remove_nodes=False)
 
     def pattern(self, op: Any, q: Any, k: Any, v: Any, q4: Any, k4: Any, v4: Any, merged: Any) -> Any:
         query = op.Transpose(op.Reshape(q, q4, _outputs=["q_heads"]), perm=[0, 2, 1, 3])
@@ -39,28 +40,30 @@ class MultiHeadAttention(Rule):
         heads = op.ScaledDotProductAttention(query, key, value, mask, _domain=DOMAIN, _outputs=["sdpa"])
         return op.Reshape(op.Transpose(heads, perm=[0, 2, 1, 3]), merged, _outputs=["out"])
 
-    def refuse(
+    def reject_reason(
         self, q: ir.Value, k: ir.Value, v: ir.Value, q_heads: ir.Value, k_heads: ir.Value, v_heads: ir.Value,
         sdpa: ir.Value, out: ir.Value, mask: ir.Value | None, **_: Any,
     ) -> str | None:  # fmt: skip
-        heads = c.size(q_heads, 2)
+        heads = values.size(q_heads, 2)
         if heads is None:
             return "the number of heads is unknown"
-        if not all(_for_attentions(split) for split in (q_heads, k_heads, v_heads)) or not _read_once(sdpa):
-            return "something else reads the heads apart"
+        if not all(
+            _only_attentions_consume(split) for split in (q_heads, k_heads, v_heads)
+        ) or not _only_merge_consumes(sdpa):
+            return "the split or merged heads have other consumers"
         for flat, split in ((q, q_heads), (k, k_heads), (v, v_heads)):
-            before, after = c.dims(flat), c.dims(split)
+            before, after = values.dims(flat), values.dims(split)
             if before is None or after is None or len(before) != 3 or len(after) != 4 or before[:2] != after[:2]:
                 return "a Reshape does not split [B,S,N*D] into heads"
             if after[2] != heads:
                 return "query, key and value have different numbers of heads"
-        merged, width = c.dims(out), c.size(v, 2)
-        if merged is None or len(merged) != 3 or merged[:2] != (c.dims(q) or [])[:2] or merged[2] != width:
+        merged, width = values.dims(out), values.size(v, 2)
+        if merged is None or len(merged) != 3 or merged[:2] != (values.dims(q) or [])[:2] or merged[2] != width:
             return "the Reshape after attention does not merge the heads"
-        batches = [(c.dims(x) or [])[:1] for x in (q, k, v)]
+        batches = [(values.dims(x) or [])[:1] for x in (q, k, v)]
         if batches.count(batches[0]) != 3:
             return f"query, key and value may differ in batch: {batches}"
-        return None if (c.dims(k) or [])[:2] == (c.dims(v) or [])[:2] else "key and value differ in length"
+        return None if (values.dims(k) or [])[:2] == (values.dims(v) or [])[:2] else "key and value differ in length"
 
     def rewrite(
         self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, q_heads: ir.Value, sdpa: ir.Value,
@@ -68,39 +71,40 @@ class MultiHeadAttention(Rule):
     ) -> Any:  # fmt: skip
         node = sdpa.producer()
         assert node is not None
-        inputs = [q, k, v] + ([] if mask is None else [None, None, _whole_mask(op, mask, q, k, sdpa)])
+        inputs = [q, k, v] + ([] if mask is None else [None, None, _expanded_mask(op, mask, q, k, sdpa)])
         return op.MultiHeadAttention(
             *inputs,
-            num_heads=c.size(q_heads, 2),
+            num_heads=values.size(q_heads, 2),
             scale=node.attributes["scale"].as_float(),
             unidirectional=node.attributes.get_int("is_causal", 0),
             _domain=DOMAIN,
         )
 
 
-def _for_attentions(split: ir.Value) -> bool:
-    """Whether heads that were split, and transposed, are read by attentions alone."""
-    turned = [output for node in c.users(split) for output in node.outputs]
-    readers = [node.op_type for value in turned for node in c.users(value)]
-    kept = c.is_output(split) or any(c.is_output(value) for value in turned)
-    return not kept and set(readers) == {"ScaledDotProductAttention"}
+def _only_attentions_consume(heads: ir.Value) -> bool:
+    """Return whether split heads, which are transposed, are consumed by attentions only."""
+    transposed = [output for node in values.consumers(heads) for output in node.outputs]
+    op_types = {node.op_type for value in transposed for node in values.consumers(value)}
+    is_output = any(value.is_graph_output() for value in (heads, *transposed))
+    return not is_output and op_types == {"ScaledDotProductAttention"}
 
 
-def _read_once(sdpa: ir.Value) -> bool:
-    """Whether an attention's heads are merged, and read by nothing else on the way."""
-    users = c.users(sdpa)
-    turned = users[0].outputs[0]
-    return len(users) == len(c.users(turned)) == 1 and not c.is_output(sdpa) and not c.is_output(turned)
+def _only_merge_consumes(sdpa: ir.Value) -> bool:
+    """Return whether the output of an attention is transposed and reshaped, and has no other consumers."""
+    consumers = values.consumers(sdpa)
+    transposed = consumers[0].outputs[0]
+    is_output = sdpa.is_graph_output() or transposed.is_graph_output()
+    return len(consumers) == len(values.consumers(transposed)) == 1 and not is_output
 
 
-def _whole_mask(op: Any, mask: ir.Value, q: ir.Value, k: ir.Value, sdpa: ir.Value) -> Any:
-    """`mask`, whose axes are 1 or those of the scores, as [1 or B, 1 or N, S, L]."""
+def _expanded_mask(op: Any, mask: ir.Value, q: ir.Value, k: ir.Value, sdpa: ir.Value) -> Any:
+    """Return `mask`, whose axes are 1 or those of the scores, as [1 or B, 1 or N, S, L]."""
 
     def ints(numbers: list[int], name: str) -> ir.Value:
-        return op.initializer(ir.tensor(numbers, dtype=ir.DataType.INT64), name=unique(sdpa, name))
+        return op.initializer(ir.tensor(numbers, dtype=ir.DataType.INT64), name=unique_name(sdpa, name))
 
-    shape = c.dims(mask) or []
-    if shape[-2:] != [(c.dims(q) or [])[1], (c.dims(k) or [])[1]]:
+    shape = values.dims(mask) or []
+    if shape[-2:] != [(values.dims(q) or [])[1], (values.dims(k) or [])[1]]:
         sequences = [op.Shape(x, start=1, end=2) for x in (q, k)]
         return op.Expand(mask, op.Concat(ints([1, 1], "mask_ones"), *sequences, axis=0))
     return mask if len(shape) == 4 else op.Unsqueeze(mask, ints(list(range(4 - len(shape))), "mask_axes"))
@@ -129,7 +133,7 @@ def _graph(
 
 
 def _shared(more: str = "", outputs: str = "") -> str:
-    """An IP-Adapter's layer: one query, the attention to text and the one to pictures, and their sum."""
+    """A layer with an IP-Adapter: the sum of two attentions with one query, to text and to image tokens."""
     pictures = """
             k4p = Reshape (kp, ksplit)  khp = Transpose <perm = [0, 2, 3, 1]> (k4p)
             v4p = Reshape (vp, ksplit)  vhp = Transpose <perm = [0, 2, 1, 3]> (v4p)
@@ -143,73 +147,63 @@ def _shared(more: str = "", outputs: str = "") -> str:
 
 _SIZES = {"B": 2, "S": 5, "L": 3}
 _ONE = {"MultiHeadAttention": 1, "Transpose": 0, "Reshape": 0, "Softmax": 0}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    Case("cross-attention", _graph(), ops=_ONE, sizes=_SIZES),
-    Case("mask kept", _graph(extra=", float[B,1,S,L] m", mask="m"), ops=_ONE, sizes=_SIZES),
-    Case("mask of two axes", _graph(extra=", float[S,L] m", mask="m"), ops=_ONE, sizes=_SIZES),
-    Case(
+    _case("cross-attention", _graph(), ops=_ONE),
+    _case("mask kept", _graph(extra=", float[B,1,S,L] m", mask="m"), ops=_ONE),
+    _case("mask of two axes", _graph(extra=", float[S,L] m", mask="m"), ops=_ONE),
+    _case(
         "scaled projection",
         _graph().replace("Reshape (q, split)", "Reshape (qs, split)").replace("q4 =", "qs = Mul (q, s)  q4 ="),
         ops=_ONE | {"Mul": 0},
-        sizes=_SIZES,
     ),
-    Case(
+    _case(
         "projection scaled a channel",
         _graph()
         .replace("Reshape (q, split)", "Reshape (qs, split)")
         .replace("q4 =", "qs = Mul (q, w8)  q4 =")
         .replace("float s =", "float[8] w8, float s ="),
         ops=_ONE | {"Mul": 1},
-        sizes=_SIZES,
     ),
-    Case(
+    _case(
         "scaled projection is an output",
         _graph(outputs=", float[B,S,8] qs")
         .replace("Reshape (q, split)", "Reshape (qs, split)")
         .replace("q4 =", "qs = Mul (q, s)  q4 ="),
         ops=_ONE | {"Mul": 1},
-        sizes=_SIZES,
     ),
-    Case("mask a key", _graph(extra=", float[B,1,1,L] m", mask="m"), ops=_ONE | {"Expand": 1}, sizes=_SIZES),
-    Case("mask of three axes", _graph(extra=", float[2,S,L] m", mask="m"), ops=_ONE | {"Unsqueeze": 1}, sizes=_SIZES),
-    Case("mask of one axis", _graph(extra=", float[L] m", mask="m"), ops=_ONE | {"Expand": 1}, sizes=_SIZES),
-    Case("softmax over queries", _graph().replace("Softmax <axis = -1>", "Softmax <axis = 2>"), fires=0, sizes=_SIZES),
-    Case(
+    _case("mask a key", _graph(extra=", float[B,1,1,L] m", mask="m"), ops=_ONE | {"Expand": 1}),
+    _case("mask of three axes", _graph(extra=", float[2,S,L] m", mask="m"), ops=_ONE | {"Unsqueeze": 1}),
+    _case("mask of one axis", _graph(extra=", float[L] m", mask="m"), ops=_ONE | {"Expand": 1}),
+    _rejected("softmax over queries", _graph().replace("Softmax <axis = -1>", "Softmax <axis = 2>")),
+    _rejected(
         "key head of another size than the query's, transposed away",
         _graph(key_split="0, 0, 4, 2", merge="0, -1, 8")
         .replace("kh = Transpose <perm = [0, 2, 3, 1]>", "kh = Transpose <perm = [0, 3, 2, 1]>")
         .replace("vh = Transpose <perm = [0, 2, 1, 3]>", "vh = Transpose <perm = [0, 3, 1, 2]>"),
-        fires=0,
-        sizes=_SIZES,
     ),
-    Case(
-        "scale that is not a constant",
-        _graph(extra=", float n").replace("Mul (scores, s)", "Mul (scores, n)"),
-        fires=0,
-        sizes=_SIZES,
-    ),
-    Case("one head", _graph("0, 0, 1, 8", "0, 0, 1, 8"), ops=_ONE, sizes=_SIZES),
-    Case("split heads are an output", _graph(outputs=", float[B,S,2,4] q4"), 0, refused="heads apart", sizes=_SIZES),
-    Case("merged heads are an output", _graph(outputs=", float[B,S,2,4] t"), 0, refused="heads apart", sizes=_SIZES),
-    Case("text and pictures", _shared(), 2, _ONE | {"MultiHeadAttention": 2, "Add": 1}, sizes=_SIZES | {"P": 4}),
-    Case(
+    _rejected("scale that is not a constant", _graph(extra=", float n").replace("Mul (scores, s)", "Mul (scores, n)")),
+    _case("one head", _graph("0, 0, 1, 8", "0, 0, 1, 8"), ops=_ONE),
+    _rejected("split heads are an output", _graph(outputs=", float[B,S,2,4] q4"), rejection="other consumers"),
+    _rejected("merged heads are an output", _graph(outputs=", float[B,S,2,4] t"), rejection="other consumers"),
+    _case("text and pictures", _shared(), 2, _ONE | {"MultiHeadAttention": 2, "Add": 1}, sizes=_SIZES | {"P": 4}),
+    _case(
         "text and pictures, the query scaled",
         _shared().replace("qh = Tr", "qu = Tr").replace("kh = ", "qh = Mul (qu, s)  kh = ", 1),
         2,
         _ONE | {"MultiHeadAttention": 2, "Add": 1, "Mul": 0},
         sizes=_SIZES | {"P": 4},
     ),
-    Case(
+    _rejected(
         "text and pictures, and heads that are read apart",
         _shared("z = Relu (qh)", ", float[B,2,S,4] z"),
-        0,
-        refused="heads apart",
+        rejection="other consumers",
         sizes=_SIZES | {"P": 4},
     ),
-    Case(
+    _rejected(
         "heads merged with positions",
         _graph(merge="0, -1, 8", perm="0, 1, 2, 3", split="0, 2, -1, 4"),
-        fires=0,
         sizes={"B": 2, "S": 4, "L": 3},
     ),
 ]

@@ -1,22 +1,23 @@
-"""QuickGelu: CLIP's activation, and the SiLU of a SwiGLU, become one node.
+"""QuickGelu: fuses CLIP's activation, and the SiLU of a SwiGLU.
 
-    x * Sigmoid(x * alpha)       =>  QuickGelu(x; alpha)                 alpha a constant number, 1.702 in CLIP
+    x * Sigmoid(x * alpha)       =>  QuickGelu(x; alpha)                 alpha a constant scalar, 1.702 in CLIP
     (x * Sigmoid(x)) * y         =>  QuickGelu(x; alpha = 1) * y         x and y [N,S,D]
 
-Refused: an alpha that is no constant number; a SiLU of images, whose GroupNorm takes it. A gate of another tensor is no
-match.
+Rejected: an alpha that is not a constant scalar; a SiLU of images, which the GroupNorm fusion handles. A Sigmoid of
+another tensor does not match.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import OrValue
 
-from fusion_passes import checks as c
-from fusion_passes.operators.record import DOMAIN
-from fusion_passes.pass_ import Case
+from fusion_passes import value_queries as values
+from fusion_passes.graph_pass import PassCase
+from fusion_passes.operators.definition import DOMAIN
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -26,11 +27,11 @@ class QuickGelu(Rule):
     def pattern(self, op: Any, x: Any, alpha: Any) -> Any:
         return op.Mul(x, op.Sigmoid(op.Mul(x, alpha)))
 
-    def refuse(self, alpha: ir.Value, **_: Any) -> str | None:
-        return None if c.scalar(alpha) is not None else "alpha is not one constant number"
+    def reject_reason(self, alpha: ir.Value, **_: Any) -> str | None:
+        return None if values.scalar(alpha) is not None else "alpha is not a constant scalar"
 
     def rewrite(self, op: Any, x: ir.Value, alpha: ir.Value) -> Any:
-        return op.QuickGelu(x, alpha=c.scalar(alpha), _domain=DOMAIN)
+        return op.QuickGelu(x, alpha=values.scalar(alpha), _domain=DOMAIN)
 
 
 class QuickGeluSwapped(QuickGelu):
@@ -49,8 +50,8 @@ class SwiGlu(Rule):
     def pattern(self, op: Any, x: Any, y: Any) -> Any:
         return op.Mul(self.silu(op, x), y)
 
-    def refuse(self, x: ir.Value, y: ir.Value) -> str | None:
-        if c.rank(x) != 3 or c.rank(y) != 3:
+    def reject_reason(self, x: ir.Value, y: ir.Value) -> str | None:
+        if values.rank(x) != 3 or values.rank(y) != 3:
             return "the gate with SiLU is not [N,S,D]"
         return None
 
@@ -81,60 +82,49 @@ def _swiglu(body: str, shape: str = "N,S,8", outputs: str = "") -> str:
 
 _ONE = {"QuickGelu": 1, "Sigmoid": 0, "Mul": 1}
 _TOKENS = {"N": 2, "S": 3, "H": 4, "W": 5}
+_case = partial(PassCase, sizes=_TOKENS)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    Case("SwiGLU", _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Mul (g, z)"), ops=_ONE, sizes=_TOKENS),
-    Case("SwiGLU swapped", _swiglu("s = Sigmoid (x)  g = Mul (s, x)  y = Mul (z, g)"), ops=_ONE, sizes=_TOKENS),
-    Case(
+    _case("SwiGLU", _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Mul (g, z)"), ops=_ONE),
+    _case("SwiGLU swapped", _swiglu("s = Sigmoid (x)  g = Mul (s, x)  y = Mul (z, g)"), ops=_ONE),
+    _rejected(
         "SwiGLU of images",
         _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Mul (g, z)", "N,8,H,W"),
-        fires=0,
-        refused="not [N,S,D]",
-        sizes=_TOKENS,
+        rejection="not [N,S,D]",
     ),
-    Case("SiLU without a gate", _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Add (g, z)"), fires=0, sizes=_TOKENS),
-    Case("GLU", _swiglu("s = Sigmoid (x)  g = Mul (z, s)  y = Mul (g, z)"), fires=0, sizes=_TOKENS),
-    Case(
-        "SiLU is an output",
-        _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Mul (g, z)", outputs=", float[N,S,8] g"),
-        fires=0,
-        sizes=_TOKENS,
+    _rejected("SiLU without a gate", _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Add (g, z)")),
+    _rejected("GLU", _swiglu("s = Sigmoid (x)  g = Mul (z, s)  y = Mul (g, z)")),
+    _rejected(
+        "SiLU is an output", _swiglu("s = Sigmoid (x)  g = Mul (x, s)  y = Mul (g, z)", outputs=", float[N,S,8] g")
     ),
-    Case(
+    _case(
         "CLIP",
         _graph("a = Mul (x, alpha)  s = Sigmoid (a)  y = Mul (x, s)"),
         ops={"QuickGelu": 1, "Mul": 0},
         sizes={"N": 3},
     ),
-    Case(
+    _case(
         "swapped", _graph("a = Mul (alpha, x)  s = Sigmoid (a)  y = Mul (s, x)"), ops={"QuickGelu": 1}, sizes={"N": 3}
     ),
-    Case(
+    _rejected(
         "alpha a channel",
         _graph("a = Mul (x, many)  s = Sigmoid (a)  y = Mul (x, s)"),
-        fires=0,
-        refused="alpha",
+        rejection="alpha",
         sizes={"N": 3},
     ),
-    Case(
-        "gate of another tensor", _graph("a = Mul (z, alpha)  s = Sigmoid (a)  y = Mul (x, s)"), fires=0, sizes={"N": 3}
-    ),
-    Case(
+    _rejected("gate of another tensor", _graph("a = Mul (z, alpha)  s = Sigmoid (a)  y = Mul (x, s)"), sizes={"N": 3}),
+    _rejected(
         "alpha that is an input",
         _graph("a = Mul (x, t)  s = Sigmoid (a)  y = Mul (x, s)").replace("] z)", "] z, float t)"),
-        fires=0,
-        refused="alpha",
+        rejection="alpha",
         sizes={"N": 3},
     ),
-    Case(
-        "product of another tensor",
-        _graph("a = Mul (x, alpha)  s = Sigmoid (a)  y = Mul (a, s)"),
-        fires=0,
-        sizes={"N": 3},
+    _rejected(
+        "product of another tensor", _graph("a = Mul (x, alpha)  s = Sigmoid (a)  y = Mul (a, s)"), sizes={"N": 3}
     ),
-    Case(
+    _rejected(
         "gate is an output",
         _graph("a = Mul (x, alpha)  s = Sigmoid (a)  y = Mul (x, s)", ", float[N,8] s"),
-        fires=0,
         sizes={"N": 3},
     ),
 ]

@@ -1,19 +1,20 @@
-"""SkipGroupNorm: a residual or a time embedding is added inside the normalization, which also yields the sum.
+"""SkipGroupNorm: fuses the addition of a residual or time embedding into the normalization, which also outputs the sum.
 
     x + skip -> s -> GroupNorm   =>  SkipGroupNorm(x, gamma, beta, skip) -> y, s       skip [N,C,H,W] or [N,C,1,1]
 
-Refused: a skip of another shape, a sum over something else than two feature maps.
+Rejected: a skip of another shape, a sum that is not of feature maps, a constant addend.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 
-from fusion_passes import checks as c
-from fusion_passes.operators.record import DOMAIN
-from fusion_passes.pass_ import Case
+from fusion_passes import value_queries as values
+from fusion_passes.graph_pass import PassCase
+from fusion_passes.operators.definition import DOMAIN
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -24,15 +25,15 @@ class SkipGroupNorm(Rule):
         total = op.Add(x, skip, _outputs=["total"])
         return op.GroupNorm(total, gamma, beta, _domain=DOMAIN, _outputs=["normal"]), total
 
-    def refuse(self, x: ir.Value, skip: ir.Value, total: ir.Value, **_: Any) -> str | None:
-        whole = c.dims(total)
-        if whole is None or len(whole) != 4:
+    def reject_reason(self, x: ir.Value, skip: ir.Value, total: ir.Value, **_: Any) -> str | None:
+        dims = values.dims(total)
+        if dims is None or len(dims) != 4:
             return "the sum is not [N,C,H,W]"
-        if c.is_constant(x) or c.is_constant(skip):
+        if values.is_constant(x) or values.is_constant(skip):
             return "a bias, not a residual"
-        shapes = [c.dims(x), c.dims(skip)]
-        allowed = (whole, [*whole[:2], 1, 1])
-        if whole not in shapes or any(s not in allowed for s in shapes):
+        shapes = [values.dims(x), values.dims(skip)]
+        allowed = (dims, [*dims[:2], 1, 1])
+        if dims not in shapes or any(s not in allowed for s in shapes):
             return "the skip is neither [N,C,H,W] nor [N,C,1,1]"
         return None
 
@@ -41,7 +42,7 @@ class SkipGroupNorm(Rule):
     ) -> Any:
         node = normal.producer()
         assert node is not None
-        if not c.same_shape(x, total):
+        if not values.same_shape(x, total):
             x, skip = skip, x
         attributes = dict(node.attributes)
         y, s = op.SkipGroupNorm(x, gamma, beta, skip, _domain=DOMAIN, _outputs=2, **attributes)
@@ -62,28 +63,27 @@ def _graph(skip: str, add: str = "s = Add (x, k)", reads: str = "s") -> str:
 
 _SIZES = {"N": 2, "H": 3, "W": 5}
 _ONE = {"SkipGroupNorm": 1, "GroupNorm": 0, "Add": 0}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    Case("residual", _graph("N,8,H,W"), ops=_ONE, sizes=_SIZES),
-    Case("time embedding", _graph("N,8,1,1"), ops=_ONE, sizes=_SIZES),
-    Case("time embedding first", _graph("N,8,1,1", "s = Add (k, x)"), ops=_ONE, sizes=_SIZES),
-    Case("sum not read again", _graph("N,8,H,W", reads="k"), ops=_ONE, sizes=_SIZES),
-    Case(
+    _case("residual", _graph("N,8,H,W"), ops=_ONE),
+    _case("time embedding", _graph("N,8,1,1"), ops=_ONE),
+    _case("time embedding first", _graph("N,8,1,1", "s = Add (k, x)"), ops=_ONE),
+    _case("sum not read again", _graph("N,8,H,W", reads="k"), ops=_ONE),
+    _rejected(
         "skip that is a weight",
         _graph("N,8,H,W", "s = Add (x, b4)").replace("float[8] b>", "float[8] b, float[1,8,1,1] b4>"),
-        fires=0,
-        refused="a bias",
-        sizes=_SIZES,
+        rejection="a bias",
     ),
-    Case(
+    _case(
         "sum read by two normalizations",
         _graph("N,8,H,W").replace("z = Relu (s)", "z = GroupNormalization <num_groups = 4> (s, w, b)"),
         ops={"SkipGroupNorm": 1, "GroupNorm": 1},
-        sizes=_SIZES,
     ),
-    Case("skip of one row", _graph("N,8,1,W"), fires=0, refused="neither", sizes=_SIZES),
-    Case("skip of one channel", _graph("N,1,H,W"), fires=0, refused="neither", sizes=_SIZES),
-    Case("skip a column", _graph("N,8,H,1"), fires=0, refused="neither", sizes=_SIZES),
-    Case("skip of another batch", _graph("1,8,1,1"), fires=0, refused="neither", sizes=_SIZES),
+    _rejected("skip of one row", _graph("N,8,1,W"), rejection="neither"),
+    _rejected("skip of one channel", _graph("N,1,H,W"), rejection="neither"),
+    _rejected("skip a column", _graph("N,8,H,1"), rejection="neither"),
+    _rejected("skip of another batch", _graph("1,8,1,1"), rejection="neither"),
 ]
 
 PASS = rule_pass("skip_group_norm", RULES, CASES)

@@ -1,20 +1,21 @@
-"""SkipLayerNormalization: bias, residual and normalization become one node that also yields the sum.
+"""SkipLayerNormalization: fuses bias, residual and normalization to one node that also outputs the sum.
 
     x (+ bias) + skip -> s -> LayerNormalization(gamma, beta)
         =>  SkipLayerNormalization(x, skip, gamma, beta, bias?) -> y, s
 
-Refused: a skip of another shape, another axis than the last, constants that are not vectors over it.
+Rejected: a skip of another shape, an axis other than the last, constants that are not vectors over it.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
 
-from fusion_passes import checks as c
-from fusion_passes.operators.record import DOMAIN
-from fusion_passes.pass_ import Case
+from fusion_passes import value_queries as values
+from fusion_passes.graph_pass import PassCase
+from fusion_passes.operators.definition import DOMAIN
 from fusion_passes.rule import Rule, rule_pass
 
 
@@ -28,19 +29,19 @@ class SkipLayerNorm(Rule):
         total = self.total(op, x, skip, bias)
         return op.LayerNormalization(total, gamma, beta, _outputs=["normal"]), total
 
-    def refuse(
+    def reject_reason(
         self, x: ir.Value, skip: ir.Value, bias: ir.Value | None, gamma: ir.Value, beta: ir.Value, normal: ir.Value,
         total: ir.Value,
     ) -> str | None:  # fmt: skip
-        node, width = normal.producer(), c.size(total, -1)
+        node, width = normal.producer(), values.size(total, -1)
         assert node is not None
-        if c.rank(total) != 3 or not c.last_axis(node.attributes.get_int("axis", -1), total):
+        if values.rank(total) != 3 or not values.last_axis(node.attributes.get_int("axis", -1), total):
             return "not over the last axis of [B,S,C]"
-        if not (c.same_shape(x, total) and c.same_shape(skip, total)):
+        if not (values.same_shape(x, total) and values.same_shape(skip, total)):
             return "input and skip differ in shape"
-        if not (c.is_vector(gamma, width) and c.is_vector(beta, width)):
+        if not (values.is_vector(gamma, width) and values.is_vector(beta, width)):
             return "gamma and beta are not constant vectors over the last axis"
-        if bias is not None and not c.is_vector(bias, width):
+        if bias is not None and not values.is_vector(bias, width):
             return "the bias is not a constant vector over the last axis"
         return None
 
@@ -57,14 +58,14 @@ class SkipLayerNorm(Rule):
 
 
 class BiasSkipLayerNorm(SkipLayerNorm):
-    """(x + bias) + skip -> LayerNormalization"""
+    """(x + bias) + skip -> LayerNormalization => SkipLayerNormalization"""
 
     def total(self, op: Any, x: Any, skip: Any, bias: Any) -> Any:
         return op.Add(op.Add(x, bias), skip, _outputs=["total"])
 
 
 class SkipBiasLayerNorm(SkipLayerNorm):
-    """skip + (x + bias) -> LayerNormalization"""
+    """skip + (x + bias) -> LayerNormalization => SkipLayerNormalization"""
 
     def total(self, op: Any, x: Any, skip: Any, bias: Any) -> Any:
         return op.Add(skip, op.Add(x, bias), _outputs=["total"])
@@ -85,44 +86,39 @@ def _graph(total: str, bias: str = "8", skip: str = "B,S,8", axis: int = -1, rea
 
 _SIZES = {"B": 2, "S": 6}
 _ONE = {"SkipLayerNormalization": 1, "LayerNormalization": 0, "Add": 0}
+_case = partial(PassCase, sizes=_SIZES)
+_rejected = partial(_case, rewrites=0)
 CASES = [
-    Case("bias and skip", _graph("a = Add (x, b)  s = Add (a, k)"), ops=_ONE, sizes=_SIZES),
-    Case("skip first, bias first", _graph("a = Add (b, x)  s = Add (k, a)", axis=2), ops=_ONE, sizes=_SIZES),
-    Case("no bias", _graph("s = Add (x, k)"), ops=_ONE, sizes=_SIZES),
-    Case("sum not read again", _graph("a = Add (x, b)  s = Add (a, k)", reads="k"), ops=_ONE, sizes=_SIZES),
-    Case("skip of another shape", _graph("s = Add (x, k)", skip="1,1,8"), fires=0, refused="shape", sizes=_SIZES),
-    Case(
+    _case("bias and skip", _graph("a = Add (x, b)  s = Add (a, k)"), ops=_ONE),
+    _case("skip first, bias first", _graph("a = Add (b, x)  s = Add (k, a)", axis=2), ops=_ONE),
+    _case("no bias", _graph("s = Add (x, k)"), ops=_ONE),
+    _case("sum not read again", _graph("a = Add (x, b)  s = Add (a, k)", reads="k"), ops=_ONE),
+    _rejected("skip of another shape", _graph("s = Add (x, k)", skip="1,1,8"), rejection="shape"),
+    _rejected(
         "over two axes",
         _graph("s = Add (x, k)", axis=1)
         .replace("float[8] gamma, float[8] beta", "float[6,8] gamma, float[6,8] beta")
         .replace("B,S,8", "B,6,8"),
-        fires=0,
-        refused="last axis",
+        rejection="last axis",
         sizes={"B": 2},
     ),
-    Case(
+    _rejected(
         "one gamma for all",
         _graph("s = Add (x, k)").replace("float[8] gamma", "float[1] gamma"),
-        fires=0,
-        refused="gamma and beta",
-        sizes=_SIZES,
+        rejection="gamma and beta",
     ),
-    Case(
+    _rejected(
         "gamma that is an input",
         _graph("s = Add (x, k)").replace("] k)", "] k, float[8] v)").replace("(s, gamma,", "(s, v,"),
-        fires=0,
-        refused="gamma and beta",
-        sizes=_SIZES,
+        rejection="gamma and beta",
     ),
-    Case("no beta", _graph("s = Add (x, k)").replace("(s, gamma, beta)", "(s, gamma)"), fires=0, sizes=_SIZES),
-    Case("skip of another batch", _graph("s = Add (x, k)", skip="1,S,8"), fires=0, refused="shape", sizes=_SIZES),
-    Case(
+    _rejected("no beta", _graph("s = Add (x, k)").replace("(s, gamma, beta)", "(s, gamma)")),
+    _rejected("skip of another batch", _graph("s = Add (x, k)", skip="1,S,8"), rejection="shape"),
+    _rejected(
         "mean is read",
         _graph("s = Add (x, k)").replace("y = Layer", "y, mean = Layer").replace("Relu (s)", "Add (s, mean)"),
-        fires=0,
-        sizes=_SIZES,
     ),
-    Case("biased value read twice", _graph("a = Add (x, b)  s = Add (a, k)", reads="a"), ops={"Add": 1}, sizes=_SIZES),
+    _case("biased value read twice", _graph("a = Add (x, b)  s = Add (a, k)", reads="a"), ops={"Add": 1}),
 ]
 
 PASS = rule_pass("skip_layer_normalization", RULES, CASES)

@@ -1,1 +1,1 @@
-"""Lowerings: what one target wants otherwise than the others, such as its layout; each target picks its own."""
+"""Lowering passes for individual targets, such as layout and packing. Each target selects its own."""

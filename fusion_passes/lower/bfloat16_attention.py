@@ -1,25 +1,25 @@
-"""Attention that a CPU's matrix units compute, of float32 tensors rounded to bfloat16.
+"""Lowers attention to Bfloat16Attention, which rounds float32 tensors to bfloat16 for the CPU's matrix units.
 
     MultiHeadAttention(query, key, value; num_heads, scale)  =>  Bfloat16Attention(query, key, value; num_heads, scale)
 
-Refused: masks, biases and causal attention, which text encoders have: their few tokens stay in float32.
+Rejected: masks, biases and causal attention. Only text encoders have these, and their few tokens stay in float32.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes.pass_ import Case, Outcome, Pass, rewrite_nodes
+from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
 
 NAME = "bfloat16_attention"
 
 
-def bfloat16_attention(model: ir.Model) -> Outcome:
-    """Rewrite the attentions of `model` in place; counts them."""
-    return rewrite_nodes(model, NAME, "MultiHeadAttention", _refuse, _rewrite)
+def bfloat16_attention(model: ir.Model) -> PassOutcome:
+    """Rewrite the attentions of `model` in place."""
+    return rewrite_nodes(model, NAME, "MultiHeadAttention", _reject_reason, _rewrite)
 
 
-def _refuse(node: ir.Node) -> str | None:
+def _reject_reason(node: ir.Node) -> str | None:
     if any(value is not None for value in node.inputs[3:]):
         return "it has a mask or a bias"
     return "it is causal" if node.attributes.get_int("unidirectional", 0) else None
@@ -30,14 +30,14 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     node.attributes.pop("unidirectional", None)
 
 
-def _case(name: str, inputs: str, refused: str | None = None, queries: str = "B,S,8", causal: int = 0) -> Case:
+def _case(name: str, inputs: str, rejection: str | None = None, queries: str = "B,S,8", causal: int = 0) -> PassCase:
     graph = f"""<ir_version: 10, opset_import: ["" : 21, "sd_ort" : 1]>
         g (float[{queries}] q, float[B,L,8] k, float[B,1,S,L] m) => (float[B,S,8] y) {{
             y = sd_ort.MultiHeadAttention <num_heads = 2, scale = 0.45, unidirectional = {causal}> ({inputs})
         }}"""
-    fires = int(refused is None)
-    ops = {"Bfloat16Attention": fires, "MultiHeadAttention": 1 - fires}
-    return Case(name, graph, fires, ops, refused, {"B": 2, "S": 5, "L": 3})
+    rewrites = int(rejection is None)
+    ops = {"Bfloat16Attention": rewrites, "MultiHeadAttention": 1 - rewrites}
+    return PassCase(name, graph, rewrites, ops, rejection, {"B": 2, "S": 5, "L": 3})
 
 
 CASES = [
@@ -47,4 +47,4 @@ CASES = [
     _case("causal", "q, q, q", "causal", causal=1),
 ]
 
-PASS = Pass(NAME, bfloat16_attention, CASES, rounds=True)
+PASS = Pass(NAME, bfloat16_attention, CASES, rounds_to_bfloat16=True)

@@ -1,9 +1,9 @@
-"""Convolutions of 1 x 1 read and write pixels as the rows of a product, as transformers between them have them.
+"""Moves NHWC/NCHW Transposes into 1x1 Bfloat16Convs, which read and write NHWC as the transformers between them do.
 
     Transpose(x; NHWC to NCHW) -> Bfloat16Conv(., weight; 1 x 1)  =>  Bfloat16Conv(x, weight; x_last)
     Bfloat16Conv(x, weight; 1 x 1) -> Transpose(.; NCHW to NHWC)  =>  Bfloat16Conv(x, weight; y_last)
 
-Left alone: a result that something else reads too, and other filters and strides.
+Other filters and strides, and outputs with other consumers, stay.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from __future__ import annotations
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes import checks as c
-from fusion_passes.pass_ import Case, Outcome, Pass
+from fusion_passes import value_queries as values
+from fusion_passes.graph_pass import Pass, PassCase, PassOutcome
 
 NAME = "bfloat16_layout"
-TO_FIRST, TO_LAST = [0, 3, 1, 2], [0, 2, 3, 1]
+TO_NCHW, TO_NHWC = [0, 3, 1, 2], [0, 2, 3, 1]
 
 
-def bfloat16_layout(model: ir.Model) -> Outcome:
-    """Rewrite the convolutions of `model` in place; counts the transposes that they take in."""
-    outcome = Outcome()
+def bfloat16_layout(model: ir.Model) -> PassOutcome:
+    """Rewrite the convolutions of `model` in place; count the Transposes that are moved into them."""
+    outcome = PassOutcome()
     for node in model.graph:
-        if node.op_type != "Bfloat16Conv" or (c.dims(node.inputs[1]) or [])[2:] != [1, 1]:
+        if node.op_type != "Bfloat16Conv" or (values.dims(node.inputs[1]) or [])[2:] != [1, 1]:
             continue
         if node.attributes.get_int("stride", 1) != 1:
             continue
         before = None if node.inputs[0] is None else node.inputs[0].producer()
-        if _transposes(before, TO_FIRST):
+        if _transposes(before, TO_NCHW):
             assert before is not None
             node.replace_input_with(0, before.inputs[0])
             node.attributes["x_last"] = ir.AttrInt64("x_last", 1)
@@ -35,7 +35,7 @@ def bfloat16_layout(model: ir.Model) -> Outcome:
         (result,) = node.outputs
         uses = result.uses()
         after = next(iter(uses)).node if len(uses) == 1 and not result.is_graph_output() else None
-        if _transposes(after, TO_LAST):
+        if _transposes(after, TO_NHWC):
             assert after is not None
             (last,) = after.outputs
             if last.is_graph_output():
@@ -52,11 +52,11 @@ def _transposes(node: ir.Node | None, order: list[int]) -> bool:
     return node is not None and node.op_type == "Transpose" and list(node.attributes.get_ints("perm") or ()) == order
 
 
-def _case(name: str, body: str, fires: int, transposes: int, edge: int = 1) -> Case:
+def _case(name: str, body: str, rewrites: int, transposes: int, edge: int = 1) -> PassCase:
     graph = f"""<ir_version: 10, opset_import: ["" : 21, "sd_ort" : 1]>
         g (float[N,H,W,32] rows, float[N,32,H,W] image) => (float[N,P,Q,R] y)
         <float[32,32,{edge},{edge}] w, float[32] b> {{ {body} }}"""
-    return Case(name, graph, fires, {"Transpose": transposes}, None, {"N": 2, "H": 3, "W": 5})
+    return PassCase(name, graph, rewrites, {"Transpose": transposes}, None, {"N": 2, "H": 3, "W": 5})
 
 
 _FIRST = "x = Transpose <perm = [0, 3, 1, 2]> (rows)  "
@@ -72,4 +72,4 @@ CASES = [
     _case("3 x 3", f"{_FIRST} y = {_CONV} (x, w, b)", 0, 1, edge=3),
 ]  # fmt: skip
 
-PASS = Pass(NAME, bfloat16_layout, CASES, rounds=True)
+PASS = Pass(NAME, bfloat16_layout, CASES, rounds_to_bfloat16=True)

@@ -1,9 +1,9 @@
-"""LayerNormalization by the kernel of SkipLayerNormalization, for targets whose own is slow.
+"""Lowers LayerNormalization to SkipLayerNormalization, for targets with a slow LayerNormalization kernel.
 
-    LayerNormalization(x, gamma, beta)  =>  SkipLayerNormalization(x, 0, gamma, beta)       0: a row of zeros
+    LayerNormalization(x, gamma, beta)  =>  SkipLayerNormalization(x, 0, gamma, beta)       0: a vector of zeros
 
-The row stays in the cache, so the kernel reads x once and writes the result once. Left alone: another axis than the
-last, a normalization without beta, one whose mean is read. Runs after the fusions, which take what follows a sum.
+The vector stays in the cache, so the kernel reads x once and writes the result once. Rejected: an axis other than the
+last, no beta, a consumer of the mean. Runs after the fusions, which replace normalizations of a sum.
 """
 
 from __future__ import annotations
@@ -11,51 +11,51 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes import checks as c
-from fusion_passes.operators.record import DOMAIN
-from fusion_passes.pass_ import Case, Outcome, Pass, rewrite_nodes
-from fusion_passes.rewriting import constant, take_place
+from fusion_passes import value_queries as values
+from fusion_passes.graph_edits import new_initializer, replace_value
+from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
+from fusion_passes.operators.definition import DOMAIN
 
 
-def layer_norm(model: ir.Model) -> Outcome:
+def layer_norm(model: ir.Model) -> PassOutcome:
     """Rewrite the LayerNormalization nodes of `model` in place."""
-    return rewrite_nodes(model, "layer_norm", "LayerNormalization", _refuse, _rewrite)
+    return rewrite_nodes(model, "layer_norm", "LayerNormalization", _reject_reason, _rewrite)
 
 
-def _refuse(node: ir.Node) -> str | None:
+def _reject_reason(node: ir.Node) -> str | None:
     x, output = node.inputs[0], node.outputs[0]
-    width = c.size(x, -1)
-    if width is None or not c.last_axis(node.attributes.get_int("axis", -1), x):
-        return "it is not over the last axis, of known size"
-    if len(node.inputs) < 3 or not all(c.is_vector(value, width) for value in node.inputs[1:3]):
+    width = values.size(x, -1)
+    if width is None or not values.last_axis(node.attributes.get_int("axis", -1), x):
+        return "it is not over a last axis of known size"
+    if len(node.inputs) < 3 or not all(values.is_vector(value, width) for value in node.inputs[1:3]):
         return "gamma and beta are not constant vectors"
     if any(other.uses() for other in node.outputs[1:]):
-        return "its mean or deviation is read"
+        return "its mean or deviation has consumers"
     return "its result is an output of the graph" if output.is_graph_output() else None
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
     x, gamma, beta = node.inputs[:3]
-    old, width = node.outputs[0], c.size(node.inputs[0], -1)
-    zeros = constant(graph, f"{old.name}.zeros", np.zeros(width or 0, np.float32))
+    old, width = node.outputs[0], values.size(node.inputs[0], -1)
+    zeros = new_initializer(graph, f"{old.name}.zeros", np.zeros(width or 0, np.float32))
     epsilon = node.attributes.get_float("epsilon", 1e-5)
     new = ir.node("SkipLayerNormalization", [x, zeros, gamma, beta], {"epsilon": epsilon}, domain=DOMAIN, num_outputs=4)
     new.metadata_props.update(node.metadata_props)
     for index, output in enumerate(new.outputs[1:]):
         output.name = f"{old.name}.unread{index}"
-    take_place(graph, node, new, old)
+    replace_value(graph, node, new, old)
     graph.remove(node, safe=True)
 
 
-def _case(name: str, call: str, refused: str | None = None, inputs: str = "", outputs: str = "") -> Case:
+def _case(name: str, call: str, rejection: str | None = None, inputs: str = "", outputs: str = "") -> PassCase:
     graph = f"""<ir_version: 10, opset_import: ["" : 21]>
         g (float[B,S,8] x {inputs}) => (float[B,S,8] y {outputs}) <float[8] gamma, float[8] beta, float[6,8] wide> {{
             {call}
             y = Relu (n)
         }}"""
-    fires = int(refused is None)
-    ops = {"SkipLayerNormalization": fires, "LayerNormalization": 1 - fires}
-    return Case(name, graph, fires, ops, refused, {"B": 2, "S": 6})
+    rewrites = int(rejection is None)
+    ops = {"SkipLayerNormalization": rewrites, "LayerNormalization": 1 - rewrites}
+    return PassCase(name, graph, rewrites, ops, rejection, {"B": 2, "S": 6})
 
 
 CASES = [

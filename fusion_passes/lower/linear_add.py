@@ -1,4 +1,4 @@
-"""Matrix products that add their bias and a residual themselves: LinearAdd, for GPU libraries with such epilogues.
+"""Lowers MatMul and 1x1 convolutions with bias and residual to LinearAdd, for GPU libraries with such epilogues.
 
     MatMul(x, w) -> BiasAdd(., b, skip)                     =>  LinearAdd(x, w, b, skip)
     NhwcConv 1x1 (x, w, b?)                                 =>  LinearAdd(x, w', b?)
@@ -8,12 +8,12 @@
     MatMul(x, w) -> Add(., b)                               =>  LinearAdd(x, w, b)
     MatMul(x, w)                                            =>  LinearAdd(x, w)
 
-A convolution of one pixel is a matrix product over NHWC tensors. The last rule only gives the product to the operator
-whose algorithm can be tuned. `SHORTCUTS_FIRST` leaves a residual to SkipGroupNorm where its product has fewer columns
-than it reads of a convolution: it then runs before the block that it goes around, and the image that it read, the
-widest of a VAE decoder, is free for the norm that begins the block. Left alone: weights that are not constant matrices,
-grouped, strided or padded convolutions, results that something else reads too. Runs after `nhwc_layout`, `pack_qkv`,
-`fold_bias` and, where it runs, `linear_split_gelu`.
+A 1x1 convolution is a matrix multiplication on NHWC tensors. The purpose of the last rule is tuning: LinearAdd has
+candidates, MatMul has not. `SHORTCUTS_FIRST` does not fuse a residual into a shortcut that has fewer output than input
+channels and reads a convolution. The shortcut then runs before the block that it bypasses, so the memory of its input,
+the widest image of a VAE decoder, is free for the block's first norm. Rejected: weights that are not constant matrices;
+grouped, strided or padded convolutions; results with other consumers. Runs after `nhwc_layout`, `pack_qkv`,
+`fold_bias` and `linear_split_gelu`, if they run.
 """
 
 from __future__ import annotations
@@ -24,205 +24,202 @@ from functools import partial
 
 import onnx_ir as ir
 
-from fusion_passes import checks as c
+from fusion_passes import value_queries as values
+from fusion_passes.graph_edits import new_derived_initializer, replace_value
+from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, Rejection
 from fusion_passes.lower import fold_bias, linear_split_gelu, nhwc_layout, pack_qkv
-from fusion_passes.operators.record import DOMAIN
-from fusion_passes.pass_ import Case, Outcome, Pass, Refusal
-from fusion_passes.rewriting import derived, take_place
+from fusion_passes.operators.definition import DOMAIN
 
 
 @dataclass
-class _Product:
-    """A node that multiplies `x` (..., K) by a matrix (K, N), and the bias it adds."""
+class _Gemm:
+    """A MatMul or 1x1 NhwcConv that multiplies `x` (..., K) by a matrix (K, N), and its bias."""
 
     node: ir.Node
     x: ir.Value
     bias: ir.Value | None
 
 
-def linear_add(model: ir.Model, shortcuts_first: bool = False) -> Outcome:
-    """Rewrite the products of `model` in place; counts them."""
-    outcome = Outcome(Counter(linear_add=0))
+def linear_add(model: ir.Model, shortcuts_first: bool = False) -> PassOutcome:
+    """Rewrite the MatMuls and 1x1 convolutions of `model` in place; count them."""
+    outcome = PassOutcome(Counter(linear_add=0))
     for node in list(model.graph):
         if node.op_type == "Add" and node.domain == "":
-            outcome.counts["linear_add"] += _add(model.graph, node)
+            outcome.counts["linear_add"] += _fuse_add(model.graph, node)
             continue
         if node.domain != DOMAIN or node.op_type not in ("BiasAdd", "SkipGroupNorm"):
             continue
         if shortcuts_first and node.op_type == "SkipGroupNorm" and _narrows(node):
             continue
-        if (_bias_add if node.op_type == "BiasAdd" else _skip_group_norm)(model.graph, node):
+        if (_fuse_bias_add if node.op_type == "BiasAdd" else _fuse_skip_group_norm)(model.graph, node):
             outcome.counts["linear_add"] += 1
         else:
-            outcome.refused.append(Refusal(node, "none of its terms is a product that it alone reads, of its shape"))
+            message = "none of its addends is a MatMul or 1x1 convolution of the same shape without other consumers"
+            outcome.rejections.append(Rejection(node, message))
     for node in list(model.graph):
         if node.op_type not in ("MatMul", "NhwcConv"):
             continue
-        product = _product(node)
-        if product is not None:
-            _insert(model.graph, node, product, node.outputs[0], product.bias, None)
+        gemm = _match_gemm(node)
+        if gemm is not None:
+            _insert_linear_add(model.graph, node, gemm, node.outputs[0], gemm.bias, None)
             model.graph.remove(node, safe=True)
             outcome.counts["linear_add"] += 1
-        elif reason := _why_no_product(node):
-            outcome.refused.append(Refusal(node, reason))
+        elif reason := _reject_reason(node):
+            outcome.rejections.append(Rejection(node, reason))
     return outcome
 
 
-def _why_no_product(node: ir.Node) -> str | None:
-    """Why a MatMul or NhwcConv is no product with a constant matrix, or None."""
+def _reject_reason(node: ir.Node) -> str | None:
+    """Return why a MatMul or NhwcConv is not a multiplication by a constant matrix, or None if it is."""
     x, weight = node.inputs[:2]
-    if x is None or (c.rank(x) or 0) < 2:
-        return "its input is no matrix, or of unknown rank"
-    if not c.is_constant(weight):
+    if x is None or (values.rank(x) or 0) < 2:
+        return "its input is not a matrix, or of unknown rank"
+    if not values.is_constant(weight):
         return "its weight is not constant"
     if node.op_type == "MatMul":
-        return None if c.rank(weight) == 2 else "its weight is no matrix"
-    return None if _is_one_pixel(node) else "its filters are not of one pixel, without groups, strides and pads"
+        return None if values.rank(weight) == 2 else "its weight is not a matrix"
+    return None if _is_conv1x1(node) else "it is not a 1x1 convolution without groups, strides and pads"
 
 
-def _product(node: ir.Node | None) -> _Product | None:
-    if node is None or node.op_type not in ("MatMul", "NhwcConv") or _why_no_product(node) is not None:
+def _match_gemm(node: ir.Node | None) -> _Gemm | None:
+    if node is None or node.op_type not in ("MatMul", "NhwcConv") or _reject_reason(node) is not None:
         return None
     x = node.inputs[0]
     assert x is not None
     has_bias = node.op_type == "NhwcConv" and len(node.inputs) > 2
-    return _Product(node, x, node.inputs[2] if has_bias else None)
+    return _Gemm(node, x, node.inputs[2] if has_bias else None)
 
 
-def _is_one_pixel(conv: ir.Node) -> bool:
+def _is_conv1x1(conv: ir.Node) -> bool:
     attributes = conv.attributes
-    plain = attributes.get_int("group", 1) == 1 and attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
+    default = attributes.get_int("group", 1) == 1 and attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
     strides, pads = attributes.get_ints("strides", [1, 1]), attributes.get_ints("pads", [0, 0, 0, 0])
-    size = [c.size(conv.inputs[1], axis) for axis in (1, 2)]
-    return plain and size == [1, 1] and not any(pads or ()) and all(stride == 1 for stride in strides or ())
+    size = [values.size(conv.inputs[1], axis) for axis in (1, 2)]
+    return default and size == [1, 1] and not any(pads or ()) and all(stride == 1 for stride in strides or ())
 
 
-def _alone(value: ir.Value | None) -> _Product | None:
-    """The product without a bias that yields `value` for one reader."""
+def _single_use_gemm(value: ir.Value | None) -> _Gemm | None:
+    """Return the GEMM without bias that computes `value`, if `value` has one consumer, else None."""
     if value is None or len(list(value.uses())) != 1 or value.is_graph_output():
         return None
-    product = _product(value.producer())
-    return product if product is not None and product.bias is None else None
+    gemm = _match_gemm(value.producer())
+    return gemm if gemm is not None and gemm.bias is None else None
 
 
-def _bias_add(graph: ir.Graph, node: ir.Node) -> bool:
+def _fuse_bias_add(graph: ir.Graph, node: ir.Node) -> bool:
     x, bias, skip = node.inputs
     for value, other in ((x, skip), (skip, x)):
-        if not c.same_shape(value, other):
+        if not values.same_shape(value, other):
             continue
-        product, reshape = _alone(value), None
-        if product is None and (reshape := _reshape_of_square(value)) is not None:
-            product = _alone(reshape.inputs[0])
-            assert product is not None
-            product = replace(product, x=_reshaped_too(graph, node, reshape, product.x))
-        if product is None:
+        gemm, reshape = _single_use_gemm(value), None
+        if gemm is None and (reshape := _reshape_of_square_gemm(value)) is not None:
+            gemm = _single_use_gemm(reshape.inputs[0])
+            assert gemm is not None
+            gemm = replace(gemm, x=_reshaped_input(graph, node, reshape, gemm.x))
+        if gemm is None:
             continue
-        _insert(graph, node, product, node.outputs[0], bias, other)
-        for old in (node, reshape, product.node):
+        _insert_linear_add(graph, node, gemm, node.outputs[0], bias, other)
+        for old in (node, reshape, gemm.node):
             if old is not None:
                 graph.remove(old, safe=True)
         return True
     return False
 
 
-def _reshape_of_square(value: ir.Value | None) -> ir.Node | None:
-    """The Reshape that yields `value` for one reader of the product of some x by a square matrix, whose shape is x's.
+def _reshape_of_square_gemm(value: ir.Value | None) -> ir.Node | None:
+    """Return the Reshape that computes `value` from x times a square matrix, if each has one consumer, else None.
 
-    The last axis is neither split nor joined.
+    The Reshape must preserve the last axis. It can then be applied to x, which has the shape of the product.
     """
     if value is None or len(list(value.uses())) != 1 or value.is_graph_output():
         return None
     node = value.producer()
-    product = _alone(node.inputs[0]) if node is not None and node.op_type == "Reshape" else None
-    if node is None or product is None or product.node.op_type != "MatMul":
+    gemm = _single_use_gemm(node.inputs[0]) if node is not None and node.op_type == "Reshape" else None
+    if node is None or gemm is None or gemm.node.op_type != "MatMul":
         return None
-    width = c.size(product.x, -1)
-    return node if width is not None and width == c.size(node.inputs[0], -1) == c.size(value, -1) else None
+    width = values.size(gemm.x, -1)
+    return node if width is not None and width == values.size(node.inputs[0], -1) == values.size(value, -1) else None
 
 
-def _reshaped_too(graph: ir.Graph, before: ir.Node, reshape: ir.Node, x: ir.Value) -> ir.Value:
-    """x, of the shape that `reshape` reads, as it would make it."""
+def _reshaped_input(graph: ir.Graph, before: ir.Node, reshape: ir.Node, x: ir.Value) -> ir.Value:
+    """Apply a copy of `reshape` to x, which has the shape of its input, before the node `before`."""
     old = reshape.outputs[0]
-    made = ir.node("Reshape", [x, reshape.inputs[1]], {k: a.value for k, a in reshape.attributes.items()})
-    result = made.outputs[0]
+    new = ir.node("Reshape", [x, reshape.inputs[1]], {k: a.value for k, a in reshape.attributes.items()})
+    result = new.outputs[0]
     result.name, result.type, result.shape = f"{old.name}.rows", old.type, old.shape
-    graph.insert_before(before, made)
+    graph.insert_before(before, new)
     return result
 
 
-def _add(graph: ir.Graph, node: ir.Node) -> bool:
+def _fuse_add(graph: ir.Graph, node: ir.Node) -> bool:
     for value, bias in (node.inputs, node.inputs[::-1]):
-        product = _alone(value)
-        if product is not None and product.node.op_type == "MatMul" and c.is_vector(bias, c.size(value, -1)):
-            _insert(graph, node, product, node.outputs[0], bias, None)
+        gemm = _single_use_gemm(value)
+        if gemm is not None and gemm.node.op_type == "MatMul" and values.is_vector(bias, values.size(value, -1)):
+            _insert_linear_add(graph, node, gemm, node.outputs[0], bias, None)
             graph.remove(node, safe=True)
-            graph.remove(product.node, safe=True)
+            graph.remove(gemm.node, safe=True)
             return True
     return False
 
 
 def _narrows(norm: ir.Node) -> bool:
-    """Whether a SkipGroupNorm adds a product of fewer columns than it reads of a convolution's result."""
-    for product in (_alone(norm.inputs[0]), _alone(norm.inputs[3])):
-        made = None if product is None else product.x.producer()
-        if product is None or made is None or made.op_type != "NhwcConv":
+    """Return whether a SkipGroupNorm adds a GEMM of a convolution's result with fewer output than input channels."""
+    for gemm in (_single_use_gemm(norm.inputs[0]), _single_use_gemm(norm.inputs[3])):
+        producer = None if gemm is None else gemm.x.producer()
+        if gemm is None or producer is None or producer.op_type != "NhwcConv":
             continue
-        read, written = c.size(product.x, -1), c.size(product.node.outputs[0], -1)
-        if read is not None and written is not None and written < read:
+        inputs, outputs = values.size(gemm.x, -1), values.size(gemm.node.outputs[0], -1)
+        if inputs is not None and outputs is not None and outputs < inputs:
             return True
     return False
 
 
-def _skip_group_norm(graph: ir.Graph, node: ir.Node) -> bool:
+def _fuse_skip_group_norm(graph: ir.Graph, node: ir.Node) -> bool:
     x, gamma, beta, skip = node.inputs[:4]
     bias = node.inputs[4] if len(node.inputs) > 4 else None
     for value, other in ((x, skip), (skip, x)):
-        product = _alone(value)
-        if product is None or not c.same_shape(value, other):
+        gemm = _single_use_gemm(value)
+        if gemm is None or not values.same_shape(value, other):
             continue
         normal, total = node.outputs
-        summed = _insert(graph, node, product, total, bias, other)
+        summed = _insert_linear_add(graph, node, gemm, total, bias, other)
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         norm = ir.node("GroupNorm", [summed, gamma, beta], attributes, domain=DOMAIN)
         norm.metadata_props.update(node.metadata_props)
-        take_place(graph, node, norm, normal)
+        replace_value(graph, node, norm, normal)
         graph.remove(node, safe=True)
-        graph.remove(product.node, safe=True)
+        graph.remove(gemm.node, safe=True)
         return True
     return False
 
 
-def _insert(
-    graph: ir.Graph,
-    before: ir.Node,
-    product: _Product,
-    output: ir.Value,
-    bias: ir.Value | None,
-    skip: ir.Value | None,
+def _insert_linear_add(
+    graph: ir.Graph, before: ir.Node, gemm: _Gemm, output: ir.Value, bias: ir.Value | None, skip: ir.Value | None
 ) -> ir.Value:
-    """A LinearAdd in front of `before`, whose result takes the place of `output`."""
-    inputs: list[ir.Value | None] = [product.x, _matrix(graph, product.node), bias, skip]
+    """Insert a LinearAdd before the node `before`, replace `output` by its output, and return that."""
+    inputs: list[ir.Value | None] = [gemm.x, _weight_matrix(graph, gemm.node), bias, skip]
     while inputs[-1] is None:
         inputs.pop()
     new = ir.node("LinearAdd", inputs, domain=DOMAIN)
-    new.metadata_props.update(product.node.metadata_props)
-    take_place(graph, before, new, output)
+    new.metadata_props.update(gemm.node.metadata_props)
+    replace_value(graph, before, new, output)
     return new.outputs[0]
 
 
-def _matrix(graph: ir.Graph, node: ir.Node) -> ir.Value:
-    """The weight as (K, N)."""
+def _weight_matrix(graph: ir.Graph, node: ir.Node) -> ir.Value:
+    """Return the weight as (K, N)."""
     weight = node.inputs[1]
     assert weight is not None
     if node.op_type == "MatMul":
         return weight
-    filters, channels = c.size(weight, 0), c.size(weight, 3)
+    filters, channels = values.size(weight, 0), values.size(weight, 3)
     assert filters is not None
     assert channels is not None
-    return derived(graph, f"{node.outputs[0].name}.matrix", [weight], [channels, filters], "matrix", filters)
+    name = f"{node.outputs[0].name}.matrix"
+    return new_derived_initializer(graph, name, [weight], [channels, filters], "matrix", filters)
 
 
-def _case(name: str, body: str, fires: int = 1, refused: str | None = None, **ops: int) -> Case:
+def _case(name: str, body: str, rewrites: int = 1, rejection: str | None = None, **ops: int) -> PassCase:
     graph = f"""<ir_version: 10, opset_import: ["" : 21]>
         f (float[N,H,W,8] xt, float[N,H,W,8] yt, float[N,8,W,H] t) => (float[N,8,P,Q] z)
         <float[8,8,3,3] k, float[8,8,1,1] p, float[8,1,1,1] q, float[8] b, float[8] c, float[8] g, float[8] h,
@@ -231,12 +228,12 @@ def _case(name: str, body: str, fires: int = 1, refused: str | None = None, **op
             x = Transpose <perm = [0, 3, 1, 2]> (xt)  y = Transpose <perm = [0, 3, 1, 2]> (yt)
             {body}
         }}"""
-    return Case(name, graph, fires, {"LinearAdd": fires, **ops}, refused, {"N": 2, "H": 4, "W": 4})
+    return PassCase(name, graph, rewrites, {"LinearAdd": rewrites, **ops}, rejection, {"N": 2, "H": 4, "W": 4})
 
 
 _CONV = "a = Conv <pads = [1, 1, 1, 1]> (x, k, b)"
 _NORM = "GroupNormalization <num_groups = 2>"
-# A linear layer over the image's rows, and back.
+# A linear layer on the image as (N, H*W, C), and back.
 _FIRST = "i = Transpose <perm = [0, 2, 3, 1]> (x)"
 _ROWS = f"{_FIRST}  r = Reshape (i, rows)  m = MatMul (r, w)"
 _WIDE = f"{_FIRST}  d = Concat <axis = 3> (i, i)  r = Reshape (d, wide)  m = MatMul (r, v)"
@@ -253,10 +250,10 @@ CASES = [
     _case("rows", f"{_ROWS}  a = Add (m, b)  {_ADDED}", Add=0, BiasAdd=0),
     _case("rows of another width", f"{_WIDE}  a = Add (m, b)  {_ADDED}", BiasAdd=1),
     _case("two images", "z = MatMul (x, t)", 0, "not constant", MatMul=1),
-    _case("3x3", _CONV.replace("a =", "z ="), 0, "one pixel", NhwcConv=1),
-    _case("strided", "z = Conv <strides = [2, 2]> (x, p, b)", 0, "one pixel", NhwcConv=1),
-    _case("grouped", "z = Conv <group = 8> (x, q, b)", 0, "one pixel", NhwcConv=1),
-    _case("sum of others", f"{_CONV}  z = Add (a, y)", 0, "none of its terms", BiasAdd=1),
+    _case("3x3", _CONV.replace("a =", "z ="), 0, "not a 1x1 convolution", NhwcConv=1),
+    _case("strided", "z = Conv <strides = [2, 2]> (x, p, b)", 0, "not a 1x1 convolution", NhwcConv=1),
+    _case("grouped", "z = Conv <group = 8> (x, q, b)", 0, "not a 1x1 convolution", NhwcConv=1),
+    _case("sum of others", f"{_CONV}  z = Add (a, y)", 0, "none of its addends", BiasAdd=1),
 ]
 
 # A block that halves the channels of e, and its shortcut.
@@ -266,11 +263,11 @@ SHORTCUT_CASES = [
     _case("first", f"e = {_WIDER}  {_BLOCK}  z = {_NORM} (s, g, h)", SkipGroupNorm=1, GroupNorm=0),
     _case("of another image", f"i = {_WIDER}  e = Relu (i)  {_BLOCK}  z = {_NORM} (s, g, h)", GroupNorm=1),
     _case("as wide", f"{_CONV}  d = Conv (y, p, c)  s = Add (a, d)  z = {_NORM} (s, g, h)", GroupNorm=1),
-    _case("sum of others", f"{_CONV}  z = Add (a, y)", 0, "none of its terms", BiasAdd=1),
+    _case("sum of others", f"{_CONV}  z = Add (a, y)", 0, "none of its addends", BiasAdd=1),
 ]
 
-_AFTER = (nhwc_layout.PASS, fold_bias.PASS, pack_qkv.PASS, linear_split_gelu.PASS)
-PASS = Pass("linear_add", linear_add, CASES, after=_AFTER)
+_RUNS_AFTER = (nhwc_layout.PASS, fold_bias.PASS, pack_qkv.PASS, linear_split_gelu.PASS)
+PASS = Pass("linear_add", linear_add, CASES, runs_after=_RUNS_AFTER)
 SHORTCUTS_FIRST = Pass(
-    "linear_add_shortcuts_first", partial(linear_add, shortcuts_first=True), SHORTCUT_CASES, after=_AFTER
+    "linear_add_shortcuts_first", partial(linear_add, shortcuts_first=True), SHORTCUT_CASES, runs_after=_RUNS_AFTER
 )

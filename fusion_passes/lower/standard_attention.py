@@ -1,8 +1,9 @@
-"""MultiHeadAttention as the standard's own operator (ai.onnx Attention, opset 23), where its kernel is the faster one.
+"""Lowers MultiHeadAttention to ai.onnx Attention (opset 23), for targets on which its kernel is faster.
 
     MultiHeadAttention(q, k, v, -, -, mask; num_heads)  =>  Attention(q, k, v, mask; q_num_heads, kv_num_heads)
 
-Packed inputs and biases have no standard form and stay. The model's opset rises to 23 when a node was replaced.
+Rejected: packed inputs and biases, which ai.onnx Attention does not have. The model's opset becomes 23 if a node is
+replaced.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from functools import partial
 
 import onnx_ir as ir
 
-from fusion_passes.pass_ import Case, Outcome, Pass, rewrite_nodes
+from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
 
 OPSET = 23
 
 
-def standard_attention(why_not: Callable[[ir.Node], str | None]) -> Pass:
-    """The pass that replaces the MultiHeadAttention nodes that `why_not` gives no reason to leave."""
+def standard_attention(unsupported_reason: Callable[[ir.Node], str | None]) -> Pass:
+    """Return the pass that replaces the MultiHeadAttention nodes for which `unsupported_reason` returns None."""
 
-    def run(model: ir.Model) -> Outcome:
-        outcome = rewrite_nodes(model, "standard_attention", "MultiHeadAttention", partial(_refuse, why_not), _rewrite)
+    def run(model: ir.Model) -> PassOutcome:
+        reject_reason = partial(_reject_reason, unsupported_reason)
+        outcome = rewrite_nodes(model, "standard_attention", "MultiHeadAttention", reject_reason, _rewrite)
         if outcome.counts.total():
             model.graph.opset_imports[""] = OPSET
         return outcome
@@ -29,12 +31,12 @@ def standard_attention(why_not: Callable[[ir.Node], str | None]) -> Pass:
     return Pass("standard_attention", run, CASES)
 
 
-def _refuse(why_not: Callable[[ir.Node], str | None], node: ir.Node) -> str | None:
+def _reject_reason(unsupported_reason: Callable[[ir.Node], str | None], node: ir.Node) -> str | None:
     if len(node.inputs) < 3 or None in node.inputs[:3]:
         return "packed inputs have no standard form"
     if any(value is not None for value in node.inputs[3:5]):
         return "a bias has no standard form"
-    return why_not(node)
+    return unsupported_reason(node)
 
 
 def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
@@ -55,17 +57,15 @@ def _rewrite(graph: ir.Graph, node: ir.Node) -> None:
 _SIZES = {"B": 2, "S": 5, "L": 3}
 
 
-def _case(name: str, inputs: str, refused: str | None = None, queries: str = "B,S,8") -> Case:
+def _case(name: str, inputs: str, rejection: str | None = None, queries: str = "B,S,8") -> PassCase:
     graph = f"""<ir_version: 10, opset_import: ["" : 21, "sd_ort" : 1]>
         g (float[{queries}] q, float[B,L,8] k, float[B,1,S,L] m) => (float[B,S,8] y) {{
             y = sd_ort.MultiHeadAttention <num_heads = 2, scale = 0.45, unidirectional = 0> ({inputs})
         }}"""
-    fires = int(refused is None)
-    return Case(name, graph, fires, {"Attention": fires, "MultiHeadAttention": 1 - fires}, refused, _SIZES)
+    rewrites = int(rejection is None)
+    return PassCase(
+        name, graph, rewrites, {"Attention": rewrites, "MultiHeadAttention": 1 - rewrites}, rejection, _SIZES
+    )
 
 
-CASES = [
-    _case("text", "q, k, k"),
-    _case("a mask", "q, k, k, , , m"),
-    _case("packed", "q", "packed", "B,S,2,3,4"),
-]
+CASES = [_case("text", "q, k, k"), _case("a mask", "q, k, k, , , m"), _case("packed", "q", "packed", "B,S,2,3,4")]

@@ -1,61 +1,61 @@
-"""A 3 x 3 convolution of a doubled image, as one of the image before: 4/9 of the arithmetic, and no doubled image.
+"""Lowers 2x nearest upsampling + 3x3 convolution to a 2x2 convolution of the smaller image: 4/9 of the arithmetic.
 
     UpsampleNearest(x; 2, 2) -> NhwcConv 3x3 (., w [M,3,3,C], b?; pads 1)
         =>  NhwcConv 2x2 (x, w' [4*M,2,2,C]; pads 1) -> SubpixelShuffle(., b?)
 
-Of the nine pixels of the doubled image that one of the result reads, many are copies of one: it reads 2 x 2 pixels of
-x, which ones and with which sums of its taps depends on whether its row and column are even or odd. So the four kinds
-are a convolution each, exactly, borders included (a sub-pixel convolution: Shi et al., arXiv 1609.05158); all four run
-as one of 4*M filters, on a grid with a row and a column more than x, and the shuffle picks each kind where it starts.
-The taps are summed in float32 while the model is saved, and rounded once (`recipes.phases`); 16 take the place of 9, so
-that SD 1.5's U-Net has 52 MB more of weights, of 1.7 GB. Left alone: other scales, filters, strides, pads, dilations,
-groups, weights that are not constant, an upsampled image that something else reads too. Runs after `upsample_nearest`,
-which proves that pixels are doubled, and `fold_bias`.
+Of the nine pixels of the upsampled image under a filter many are copies: each output pixel depends on 2x2 pixels of x.
+Which pixels, and which sums of taps, depends on the parity of the output row and column. Each of the four parities is
+therefore a convolution of x, exactly, borders included (a sub-pixel convolution: Shi et al., arXiv 1609.05158). All
+four run as one convolution with 4*M filters on a grid with one more row and column than x. SubpixelShuffle reads each
+parity from its own offset. The taps are summed in float32 when the model is saved, and rounded once
+(`weight_recipes.subpixel_phases`). 16 taps replace 9: SD 1.5's U-Net has 52 MB more of weights, of 1.7 GB. Rejected:
+other scales, filters, strides, pads, dilations or groups, weights that are not constant, other consumers of the
+upsampled image. Runs after `upsample_nearest`, which proves that the scale is 2, and `fold_bias`.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes import checks as c
+from fusion_passes import value_queries as values
+from fusion_passes.graph_edits import new_derived_initializer, replace_value, unique_name
+from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, rewrite_nodes
 from fusion_passes.lower import nhwc_layout, upsample_nearest
-from fusion_passes.operators.record import DOMAIN
-from fusion_passes.pass_ import Case, Outcome, Pass, rewrite_nodes
-from fusion_passes.rewriting import derived, take_place, unique
+from fusion_passes.operators.definition import DOMAIN
 
 
-def subpixel_conv(model: ir.Model) -> Outcome:
-    """Rewrite the UpsampleNearest nodes of `model`, and the convolutions behind them, in place."""
-    return rewrite_nodes(model, "subpixel_conv", "UpsampleNearest", _refuse, _rewrite)
+def subpixel_conv(model: ir.Model) -> PassOutcome:
+    """Rewrite the UpsampleNearest nodes of `model` and the convolutions after them in place."""
+    return rewrite_nodes(model, "subpixel_conv", "UpsampleNearest", _reject_reason, _rewrite)
 
 
-def _refuse(upsample: ir.Node) -> str | None:
+def _reject_reason(upsample: ir.Node) -> str | None:
     scales = [upsample.attributes[f"scale_{side}"].as_int() for side in ("height", "width")]
     if scales != [2, 2]:
         return f"it scales by {scales[0]} x {scales[1]}, not by 2 x 2"
     result = upsample.outputs[0]
-    users = list(result.uses())
-    if len(users) != 1 or result.is_graph_output():
-        return "something else reads the upsampled image too"
-    conv, index = users[0]
+    uses = list(result.uses())
+    if len(uses) != 1 or result.is_graph_output():
+        return "the upsampled image has other consumers"
+    conv, index = uses[0]
     if conv.op_type != "NhwcConv" or index != 0:
-        return f"{conv.op_type} reads the upsampled image, not a convolution"
-    return _refuse_conv(conv)
+        return f"the consumer of the upsampled image is {conv.op_type}, not a convolution"
+    return _conv_reject_reason(conv)
 
 
-def _refuse_conv(conv: ir.Node) -> str | None:
+def _conv_reject_reason(conv: ir.Node) -> str | None:
     weight, attributes = conv.inputs[1], conv.attributes
-    if not c.is_constant(weight):
+    if not values.is_constant(weight):
         return "the convolution's weight is not constant"
-    if [c.size(weight, axis) for axis in (1, 2)] != [3, 3]:
+    if [values.size(weight, axis) for axis in (1, 2)] != [3, 3]:
         return "the convolution's filters are not 3 x 3"
     if attributes.get_int("group", 1) != 1:
         return "the convolution has groups"
     for name in ("strides", "dilations"):
         if any(step != 1 for step in attributes.get_ints(name) or ()):
             return f"the convolution's {name} are not 1"
-    named = attributes.get_string("auto_pad", "NOTSET") != "NOTSET"
-    if named or any(pad != 1 for pad in attributes.get_ints("pads") or [0]):
+    auto_pad = attributes.get_string("auto_pad", "NOTSET") != "NOTSET"
+    if auto_pad or any(pad != 1 for pad in attributes.get_ints("pads") or [0]):
         return "the convolution's pads are not 1"
     return None
 
@@ -65,21 +65,22 @@ def _rewrite(graph: ir.Graph, upsample: ir.Node) -> None:
     x, weight, y = upsample.inputs[0], conv.inputs[1], conv.outputs[0]
     assert x is not None
     assert weight is not None
-    count, channels = c.size(weight, 0), c.size(weight, 3)
+    count, channels = values.size(weight, 0), values.size(weight, 3)
     assert count is not None
     assert channels is not None
-    summed = derived(graph, unique(y, "phases_weight"), [weight], [4 * count, 2, 2, channels], "phases")
+    name, shape = unique_name(y, "phases_weight"), [4 * count, 2, 2, channels]
+    filters = new_derived_initializer(graph, name, [weight], shape, "subpixel_phases")
     lists = {"dilations": [1, 1], "kernel_shape": [2, 2], "pads": [1, 1, 1, 1], "strides": [1, 1]}
-    small = ir.node("NhwcConv", [x, summed], {"group": 1, **lists}, domain=DOMAIN)
-    phases = small.outputs[0]
+    conv2x2 = ir.node("NhwcConv", [x, filters], {"group": 1, **lists}, domain=DOMAIN)
+    phases = conv2x2.outputs[0]
     phases.name, phases.type = f"{y.name}.phases", y.type
     if x.shape is not None:
         phases.shape = ir.Shape([x.shape[0], *(_one_more(x.shape[axis]) for axis in (1, 2)), 4 * count])
     shuffle = ir.node("SubpixelShuffle", [phases, *conv.inputs[2:]], domain=DOMAIN)
-    for node in (small, shuffle):
+    for node in (conv2x2, shuffle):
         node.metadata_props.update(conv.metadata_props)
-    graph.insert_before(conv, small)
-    take_place(graph, conv, shuffle, y)
+    graph.insert_before(conv, conv2x2)
+    replace_value(graph, conv, shuffle, y)
     graph.remove(conv, safe=True)
     graph.remove(upsample, safe=True)
 
@@ -88,8 +89,8 @@ def _one_more(size: int | ir.SymbolicDim) -> int | None:
     return size + 1 if isinstance(size, int) else None
 
 
-def _case(name: str, body: str, fires: int = 1, refused: str | None = None, **ops: int) -> Case:
-    """An image, brought into NHWC -> z."""
+def _case(name: str, body: str, rewrites: int = 1, rejection: str | None = None, **ops: int) -> PassCase:
+    """An NHWC image x -> z."""
     graph = f"""<ir_version: 10, opset_import: ["" : 21]>
         g (float[N,H,W,8] x, float[12,8,3,3] given) => (float[N,P,Q,R] z)
         <float[8,8,1,1] p, float[12,8,3,3] k, float[12,4,3,3] half, float[12,8,1,1] k1,
@@ -99,7 +100,7 @@ def _case(name: str, body: str, fires: int = 1, refused: str | None = None, **op
             n = Transpose <perm = [0, 3, 1, 2]> (x)  s = Conv (n, p)
             {body}
         }}"""
-    return Case(name, graph, fires, {"SubpixelShuffle": fires, **ops}, refused, {"N": 2, "H": 5, "W": 3})
+    return PassCase(name, graph, rewrites, {"SubpixelShuffle": rewrites, **ops}, rejection, {"N": 2, "H": 5, "W": 3})
 
 
 _FLOOR = 'coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"'
@@ -149,10 +150,10 @@ CASES = [
     _case("pads on one side", _conv("<pads = [0, 0, 1, 1]> (u, k, b)"), 0, "pads"),
     _case("padded by name", _conv('<auto_pad = "SAME_UPPER"> (u, k, b)'), 0, "pads"),
     _case("read twice", f"{_UP}  a = Conv <{_SAME}> (u, k, b)  d = Conv (u, k1)  z = Add (a, d)", 0,
-          "something else", NhwcConv=3),
-    _case("no convolution", f"{_UP}  z = Relu (u)", 0, "Relu reads", NhwcConv=1),
-    _case("something between", f"{_UP}  r = Relu (u)  {_CONV.replace('(u', '(r')}", 0, "Relu reads"),
-    _case("a weight that is an input", _conv(f"<{_SAME}> (u, given, b)"), 0, "Transpose reads"),
+          "other consumers", NhwcConv=3),
+    _case("no convolution", f"{_UP}  z = Relu (u)", 0, "is Relu", NhwcConv=1),
+    _case("something between", f"{_UP}  r = Relu (u)  {_CONV.replace('(u', '(r')}", 0, "is Relu"),
+    _case("a weight that is an input", _conv(f"<{_SAME}> (u, given, b)"), 0, "is Transpose"),
 ]  # fmt: skip
 
-PASS = Pass("subpixel_conv", subpixel_conv, CASES, after=(nhwc_layout.PASS, upsample_nearest.PASS))
+PASS = Pass("subpixel_conv", subpixel_conv, CASES, runs_after=(nhwc_layout.PASS, upsample_nearest.PASS))

@@ -1,4 +1,4 @@
-"""Fused operators: one record each, and the list of them, in the order of the table of what was fused."""
+"""Definitions of the fused operators. `OPERATORS` is in the row order of the summary of `sd-ort optimize`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from fusion_passes.operators import (
     upsample_nearest,
     winograd_conv,
 )
-from fusion_passes.operators.record import Operator
+from fusion_passes.operators.definition import FusedOperator
 
-OPERATORS: tuple[Operator, ...] = (
+OPERATORS: tuple[FusedOperator, ...] = (
     multi_head_attention.OPERATOR,
     group_norm.OPERATOR,
     skip_group_norm.OPERATOR,
@@ -44,4 +44,4 @@ OPERATORS: tuple[Operator, ...] = (
     linear_add.OPERATOR,
     scaled_dot_product_attention.OPERATOR,
 )
-BY_NAME: Mapping[str, Operator] = {operator.name: operator for operator in OPERATORS}
+BY_NAME: Mapping[str, FusedOperator] = {operator.name: operator for operator in OPERATORS}

@@ -1,21 +1,22 @@
-"""Bfloat16MatMul(X, W, bias?; gated, to) = X W + bias, or left * gelu(right) of its halves where gated (GEGLU).
+"""Bfloat16MatMul(X, W, bias?; gated, to) = X W + bias; with gated left * gelu(right) of its two halves (GEGLU).
 
-X [..., K] and W [K, N], each float32 or bfloat16, are rounded to bfloat16 and summed in float32; bias [N], float32. Y
-is of the type `to`, float32 or bfloat16."""
+X [..., K] and W [K, N], each float32 or bfloat16, are rounded to bfloat16, and sums are in float32. bias [N] is
+float32. Y has the dtype `to`, float32 or bfloat16.
+"""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
 from fusion_passes.operators.bfloat16_conv import ROUNDED
-from fusion_passes.operators.parts import has
-from fusion_passes.operators.record import Operator
-from fusion_passes.shapes.facts import Facts, Shape
+from fusion_passes.operators.body_snippets import has
+from fusion_passes.operators.definition import FusedOperator
 from fusion_passes.shapes.rules import matmul
+from fusion_passes.shapes.shape_info import Shape, ShapeInfo
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Its form and its meaning in standard ONNX."""
+    """Return the overload name and the function body in ONNX text."""
     words, statements, last = [], "Z = MatMul (X_rounded, W_rounded)", "Z"
     if has(node, 2):
         words, statements, last = ["bias"], f"{statements}  biased = Add (Z, bias)", "biased"
@@ -28,18 +29,13 @@ def body(node: ir.Node) -> tuple[str, str]:
     return "_".join(words), f"({inputs}) => (Y) {{ {ROUNDED}  {statements}  Y = Cast <to: int = @to> ({last}) }}"
 
 
-def shape(node: ir.Node, facts: Facts) -> list[Shape] | None:
-    """The shape of the output."""
-    shapes = matmul(node, facts)
+def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
+    """Return the output shape."""
+    shapes = matmul(node, info)
     if not node.attributes.get_int("gated", 0) or shapes is None:
         return shapes
     *rows, columns = shapes[0]
     return [(*rows, columns // 2)]
 
 
-OPERATOR = Operator(
-    "Bfloat16MatMul",
-    shape,
-    body,
-    ("gated", "to"),
-)
+OPERATOR = FusedOperator("Bfloat16MatMul", shape, body, ("gated", "to"))

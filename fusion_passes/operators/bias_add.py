@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes.operators.parts import as_first, has
-from fusion_passes.operators.record import Operator, never
+from fusion_passes.operators.body_snippets import has, same_as_first_input
+from fusion_passes.operators.definition import FusedOperator, never
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Its form and its meaning in standard ONNX."""
+    """Return the overload name and the function body in ONNX text."""
     if not has(node, 2):
         return "no_skip", "(X, bias) => (Y) { Y = Add (X, bias) }"
     return "", "(X, bias, skip) => (Y) { biased = Add (X, bias)  Y = Add (biased, skip) }"
 
 
-OPERATOR = Operator(
-    "BiasAdd",
-    as_first,
-    body,
-    on_cpu=never,
-)
+OPERATOR = FusedOperator("BiasAdd", same_as_first_input, body, has_cpu_kernel=never)

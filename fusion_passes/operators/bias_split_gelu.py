@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes.operators.record import Operator, never
-from fusion_passes.shapes.facts import Facts, Shape, shape_of
+from fusion_passes.operators.definition import FusedOperator, never
+from fusion_passes.shapes.shape_info import Shape, ShapeInfo, input_shape
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Its form and its meaning in standard ONNX."""
+    """Return the overload name and the function body in ONNX text."""
     return (
         "",
         """(X, bias) => (Y) {
@@ -24,15 +24,10 @@ def body(node: ir.Node) -> tuple[str, str]:
     )
 
 
-def shape(node: ir.Node, facts: Facts) -> list[Shape]:
-    """The shape of the output."""
-    x = shape_of(node, 0, facts)
+def shape(node: ir.Node, info: ShapeInfo) -> list[Shape]:
+    """Return the output shape."""
+    x = input_shape(node, 0, info)
     return [(*x[:-1], x[-1] // 2)]
 
 
-OPERATOR = Operator(
-    "BiasSplitGelu",
-    shape,
-    body,
-    on_cpu=never,
-)
+OPERATOR = FusedOperator("BiasSplitGelu", shape, body, has_cpu_kernel=never)

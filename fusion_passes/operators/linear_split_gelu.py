@@ -1,4 +1,4 @@
-"""LinearSplitGelu(X, W, bias) = left * gelu(right), left and right the halves of X W + bias: a GEGLU layer whole.
+"""LinearSplitGelu(X, W, bias) = left * gelu(right), left and right the halves of X W + bias: a complete GEGLU layer.
 
 X [..., K], W [K, 2D], bias [2D].
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes.operators.record import Operator
-from fusion_passes.shapes.facts import Facts, Shape
+from fusion_passes.operators.definition import FusedOperator
 from fusion_passes.shapes.rules import matmul
+from fusion_passes.shapes.shape_info import Shape, ShapeInfo
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Its form and its meaning in standard ONNX."""
+    """Return the overload name and the function body in ONNX text."""
     return (
         "",
         """(X, W, bias) => (Y) {
@@ -26,20 +26,15 @@ def body(node: ir.Node) -> tuple[str, str]:
     )
 
 
-def shape(node: ir.Node, facts: Facts) -> list[Shape] | None:
-    """The shape of the output, or None when it is not known."""
-    product = matmul(node, facts)
+def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
+    """Return the output shape, or None if it is unknown."""
+    product = matmul(node, info)
     return None if product is None else [(*product[0][:-1], product[0][-1] // 2)]
 
 
-def product(node: ir.Node) -> ir.Node:
-    """What a library of products writes to memory on the way."""
+def internal_matmul(node: ir.Node) -> ir.Node:
+    """Return the MatMul whose output a GEMM library writes to memory before the activation."""
     return ir.node("MatMul", node.inputs[:2])
 
 
-OPERATOR = Operator(
-    "LinearSplitGelu",
-    shape,
-    body,
-    inside=product,
-)
+OPERATOR = FusedOperator("LinearSplitGelu", shape, body, internal_node=internal_matmul)

@@ -1,25 +1,25 @@
-"""MultiHeadAttention(query, key, value, -, -, mask?; num_heads, scale): attention of several heads on [B,S,N*D].
+"""MultiHeadAttention(query, key, value, -, -, mask?; num_heads, scale): multi-head attention on [B,S,N*D].
 
-query alone may be packed QKV [B,S,N,3,D], key packed KV [B,L,N,2,D].
+query without key and value is packed QKV [B,S,N,3,D]; key without value is packed KV [B,L,N,2,D].
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes.operators.parts import attend, attention_form, has
-from fusion_passes.operators.record import Operator
-from fusion_passes.shapes.facts import Facts, Shape, shape_of
+from fusion_passes.operators.body_snippets import attend, attention_overload, has
+from fusion_passes.operators.definition import FusedOperator
+from fusion_passes.shapes.shape_info import Shape, ShapeInfo, input_shape
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Its form and its meaning in standard ONNX."""
-    form, inputs, statements = parts_of_body(node)
-    return form, f"({inputs}) => (output) {{ {statements} }}"
+    """Return the overload name and the function body in ONNX text."""
+    overload, inputs, statements = body_parts(node)
+    return overload, f"({inputs}) => (output) {{ {statements} }}"
 
 
-def parts_of_body(node: ir.Node, suffix: str = "") -> tuple[str, str, str]:
-    """Its form, its inputs, and the statements that make `output` of values named as these inputs and `suffix`."""
+def body_parts(node: ir.Node, suffix: str = "") -> tuple[str, str, str]:
+    """Return the overload name, the inputs, and statements that compute `output` from the inputs' names + `suffix`."""
     mask = has(node, 5)
     packed = "qkv" if len(node.inputs) < 2 or node.inputs[1] is None else "kv" if not has(node, 2) else ""
     inputs = {"qkv": "query", "kv": "query, key", "": "query, key, value"}[packed]
@@ -54,28 +54,24 @@ def parts_of_body(node: ir.Node, suffix: str = "") -> tuple[str, str, str]:
         flat = Constant <value_ints = [0, 0, -1]> ()
         output = Reshape (merged, flat)
     """
-    return "_".join(word for word in (attention_form(node, mask), packed) if word), inputs, statements
+    return "_".join(filter(None, (attention_overload(node, mask), packed))), inputs, statements
 
 
-def shape(node: ir.Node, facts: Facts) -> list[Shape] | None:
-    """The shape of the output, or None when it is not known."""
-    q = shape_of(node, 0, facts)
+def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
+    """Return the output shape, or None if it is unknown."""
+    q = input_shape(node, 0, info)
     value = node.inputs[2] if len(node.inputs) > 2 else None
-    v = facts.shapes.get(value) if value is not None else None
+    v = info.shapes.get(value) if value is not None else None
     if len(q) == 5:  # packed [B,S,N,3,D]
         return [(q[0], q[1], q[2] * q[4])]
     return [q if v is None else (q[0], q[1], v[2])]
 
 
 def is_unpacked(node: ir.Node) -> bool:
-    """Whether value is an input of its own: ONNX Runtime's CPU kernel takes no packed ones."""
+    """Return whether value is a separate input: ONNX Runtime's CPU kernel does not support packed inputs."""
     return has(node, 2)
 
 
-OPERATOR = Operator(
-    "MultiHeadAttention",
-    shape,
-    body,
-    ("num_heads", "scale", "unidirectional"),
-    on_cpu=is_unpacked,
+OPERATOR = FusedOperator(
+    "MultiHeadAttention", shape, body, ("num_heads", "scale", "unidirectional"), has_cpu_kernel=is_unpacked
 )

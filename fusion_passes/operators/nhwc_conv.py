@@ -4,44 +4,40 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes.operators.parts import has
-from fusion_passes.operators.record import Operator, never
+from fusion_passes.operators.body_snippets import has
+from fusion_passes.operators.definition import FusedOperator, never
 from fusion_passes.shapes.dims import constant
-from fusion_passes.shapes.facts import Facts, Shape, shape_of
+from fusion_passes.shapes.shape_info import Shape, ShapeInfo, input_shape
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Its form and its meaning in standard ONNX."""
+    """Return the overload name and the function body in ONNX text."""
     bias = ", B" if has(node, 2) else ""
-    kinds = {"group": "int", "auto_pad": "string"}
-    given = ", ".join(f"{name}: {kinds.get(name, 'ints')} = @{name}" for name in sorted(node.attributes))
+    types = {"group": "int", "auto_pad": "string"}
+    attributes = ", ".join(f"{name}: {types.get(name, 'ints')} = @{name}" for name in sorted(node.attributes))
     return (
         "bias" if bias else "",
         f"""(X, W{bias}) => (Y) {{
         x_nchw = Transpose <perm = [0, 3, 1, 2]> (X)
         w_nchw = Transpose <perm = [0, 3, 1, 2]> (W)
-        y_nchw = Conv <{given}> (x_nchw, w_nchw{bias})
+        y_nchw = Conv <{attributes}> (x_nchw, w_nchw{bias})
         Y = Transpose <perm = [0, 2, 3, 1]> (y_nchw)
     }}""",
     )
 
 
-def shape(node: ir.Node, facts: Facts) -> list[Shape] | None:
-    """The shape of the output, or None when it is not known."""
-    x, weight = shape_of(node, 0, facts), facts.shapes.get(node.inputs[1]) if node.inputs[1] else None
+def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
+    """Return the output shape, or None if it is unknown."""
+    x, weight = input_shape(node, 0, info), info.shapes.get(node.inputs[1]) if node.inputs[1] else None
     if weight is None or len(x) != 4:
         return None
     kernel, strides = node.attributes.get_ints("kernel_shape"), node.attributes.get_ints("strides") or [1, 1]
     pads, dilations = node.attributes.get_ints("pads") or [0] * 4, node.attributes.get_ints("dilations") or [1, 1]
     kernel = kernel or [d.value or 1 for d in weight[1:3]]
-    reach = [pads[i] + pads[i + 2] - dilations[i] * (kernel[i] - 1) - 1 for i in range(2)]
-    return [(x[0], *((x[1 + i] + constant(reach[i])) // strides[i] + constant(1) for i in range(2)), weight[0])]
+    extra = [pads[i] + pads[i + 2] - dilations[i] * (kernel[i] - 1) - 1 for i in range(2)]
+    return [(x[0], *((x[1 + i] + constant(extra[i])) // strides[i] + constant(1) for i in range(2)), weight[0])]
 
 
-OPERATOR = Operator(
-    "NhwcConv",
-    shape,
-    body,
-    ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides"),
-    on_cpu=never,
+OPERATOR = FusedOperator(
+    "NhwcConv", shape, body, ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides"), has_cpu_kernel=never
 )

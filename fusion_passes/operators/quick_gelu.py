@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes.operators.parts import as_first
-from fusion_passes.operators.record import Operator
+from fusion_passes.operators.body_snippets import same_as_first_input
+from fusion_passes.operators.definition import FusedOperator
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Its form and its meaning in standard ONNX."""
+    """Return the overload name and the function body in ONNX text."""
     return (
         "",
         """(X) => (Y) {
@@ -22,9 +22,4 @@ def body(node: ir.Node) -> tuple[str, str]:
     )
 
 
-OPERATOR = Operator(
-    "QuickGelu",
-    as_first,
-    body,
-    ("alpha",),
-)
+OPERATOR = FusedOperator("QuickGelu", same_as_first_input, body, ("alpha",))

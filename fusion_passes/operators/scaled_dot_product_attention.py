@@ -7,23 +7,17 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes.operators.parts import attend, attention_form, has
-from fusion_passes.operators.record import Operator
+from fusion_passes.operators.body_snippets import attend, attention_overload, has
+from fusion_passes.operators.definition import FusedOperator
 from fusion_passes.shapes.rules import attention
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Its form and its meaning in standard ONNX."""
+    """Return the overload name and the function body in ONNX text."""
     mask = has(node, 3)
     inputs = "Q, K, V, mask" if mask else "Q, K, V"
     body = f"({inputs}) => (Y) {{ {attend('Q', 'K', 'V', node, 'mask' if mask else '')} Y = Identity (heads) }}"
-    return attention_form(node, mask), body
+    return attention_overload(node, mask), body
 
 
-OPERATOR = Operator(
-    "ScaledDotProductAttention",
-    attention,
-    body,
-    ("scale", "is_causal"),
-    counted=False,
-)
+OPERATOR = FusedOperator("ScaledDotProductAttention", attention, body, ("scale", "is_causal"), in_summary=False)

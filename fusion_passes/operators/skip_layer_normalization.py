@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes.operators.parts import has, sum_and_normal
-from fusion_passes.operators.record import Operator
+from fusion_passes.operators.body_snippets import has, skip_normalization_shapes
+from fusion_passes.operators.definition import FusedOperator
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Its form and its meaning in standard ONNX."""
+    """Return the overload name and the function body in ONNX text."""
     bias = has(node, 4)
     total = "biased = Add (X, bias)  S = Add (biased, skip)" if bias else "S = Add (X, skip)"
     inputs = "X, skip, gamma, beta, bias" if bias else "X, skip, gamma, beta"
@@ -20,10 +20,6 @@ def body(node: ir.Node) -> tuple[str, str]:
     return "bias" if bias else "", f"({inputs}) => (Y, mean, inv_std, S) {{ {total} {norm} }}"
 
 
-OPERATOR = Operator(
-    "SkipLayerNormalization",
-    sum_and_normal,
-    body,
-    ("epsilon",),
-    statistics=(1, 2),
+OPERATOR = FusedOperator(
+    "SkipLayerNormalization", skip_normalization_shapes, body, ("epsilon",), float32_outputs=(1, 2)
 )

@@ -1,20 +1,20 @@
-"""SubpixelShuffle(X, bias?): four phases X [N,H+1,W+1,4*C], put between each other: [N,2*H,2*W,C], bias [C] added.
+"""SubpixelShuffle(X, bias?): interleaves four phases X [N,H+1,W+1,4*C] to [N,2*H,2*W,C] and adds bias [C].
 
-Y[2i+p, 2j+q] = X[i+p, j+q, phase 2p+q]: DepthToSpace, each phase of which begins at a place of its own.
+Y[2i+p, 2j+q] = X[i+p, j+q, phase 2p+q]: DepthToSpace in which each phase has its own offset.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes.operators.parts import has
-from fusion_passes.operators.record import Operator
+from fusion_passes.operators.body_snippets import has
+from fusion_passes.operators.definition import FusedOperator
 from fusion_passes.shapes.dims import constant
-from fusion_passes.shapes.facts import Facts, Shape, shape_of
+from fusion_passes.shapes.shape_info import Shape, ShapeInfo, input_shape
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Its form and its meaning in standard ONNX: the phases cut out and joined, then DepthToSpace."""
+    """Return the overload name and the function body in ONNX text: Slice, Concat, DepthToSpace."""
     bias = has(node, 1)
     end = "Y = Add (image, bias)" if bias else "Y = Identity (image)"
     return (
@@ -43,10 +43,10 @@ def body(node: ir.Node) -> tuple[str, str]:
     )
 
 
-def shape(node: ir.Node, facts: Facts) -> list[Shape] | None:
-    """The shape of the output, or None when it is not known."""
-    x, one, two = shape_of(node, 0, facts), constant(1), constant(2)
+def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
+    """Return the output shape, or None if it is unknown."""
+    x, one, two = input_shape(node, 0, info), constant(1), constant(2)
     return [(x[0], (x[1] - one) * two, (x[2] - one) * two, x[3] // 4)] if len(x) == 4 else None
 
 
-OPERATOR = Operator("SubpixelShuffle", shape, body)
+OPERATOR = FusedOperator("SubpixelShuffle", shape, body)

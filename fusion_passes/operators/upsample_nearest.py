@@ -1,16 +1,16 @@
-"""UpsampleNearest(X; scale_height, scale_width): each pixel of X [N,H,W,C] repeated down and across."""
+"""UpsampleNearest(X; scale_height, scale_width): repeats each pixel of X [N,H,W,C] along both spatial axes."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes.operators.record import Operator
+from fusion_passes.operators.definition import FusedOperator
 from fusion_passes.shapes.dims import constant
-from fusion_passes.shapes.facts import Facts, Shape, shape_of
+from fusion_passes.shapes.shape_info import Shape, ShapeInfo, input_shape
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Its form and its meaning in standard ONNX."""
+    """Return the overload name and the function body in ONNX text."""
     return (
         "",
         """(X) => (Y) {
@@ -28,16 +28,10 @@ def body(node: ir.Node) -> tuple[str, str]:
     )
 
 
-def shape(node: ir.Node, facts: Facts) -> list[Shape] | None:
-    """The shape of the output, or None when it is not known."""
-    x, times = shape_of(node, 0, facts), [node.attributes[f"scale_{side}"].as_int() for side in ("height", "width")]
-    return [(x[0], x[1] * constant(times[0]), x[2] * constant(times[1]), x[3])] if len(x) == 4 else None
+def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
+    """Return the output shape, or None if it is unknown."""
+    x, scales = input_shape(node, 0, info), [node.attributes[f"scale_{axis}"].as_int() for axis in ("height", "width")]
+    return [(x[0], x[1] * constant(scales[0]), x[2] * constant(scales[1]), x[3])] if len(x) == 4 else None
 
 
-OPERATOR = Operator(
-    "UpsampleNearest",
-    shape,
-    body,
-    ("scale_height", "scale_width"),
-    exact=True,
-)
+OPERATOR = FusedOperator("UpsampleNearest", shape, body, ("scale_height", "scale_width"), copies_elements=True)

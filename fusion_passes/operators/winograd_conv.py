@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes.operators.record import Operator
-from fusion_passes.shapes.facts import Facts, Shape, shape_of
+from fusion_passes.operators.definition import FusedOperator
+from fusion_passes.shapes.shape_info import Shape, ShapeInfo, input_shape
 
 
 def body(node: ir.Node) -> tuple[str, str]:
-    """Its form and its meaning in standard ONNX."""
+    """Return the overload name and the function body in ONNX text."""
     return "", "(X, W, B) => (Y) { Y = Conv <pads = [1, 1, 1, 1]> (X, W, B) }"
 
 
-def shape(node: ir.Node, facts: Facts) -> list[Shape] | None:
-    """The shape of the output, or None when it is not known."""
-    x, weight = shape_of(node, 0, facts), facts.shapes.get(node.inputs[1]) if node.inputs[1] else None
+def shape(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
+    """Return the output shape, or None if it is unknown."""
+    x, weight = input_shape(node, 0, info), info.shapes.get(node.inputs[1]) if node.inputs[1] else None
     return None if weight is None or len(x) != 4 else [(x[0], weight[0], *x[2:])]
 
 
-OPERATOR = Operator(
-    "WinogradConv",
-    shape,
-    body,
-)
+OPERATOR = FusedOperator("WinogradConv", shape, body)

@@ -1,1 +1,1 @@
-"""Shapes in symbols: every size a polynomial over the names of sizes, so that equal sizes compare equal."""
+"""Symbolic shape inference. Every size is a polynomial over named sizes, so equal sizes compare equal."""

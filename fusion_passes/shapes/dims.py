@@ -1,7 +1,7 @@
 """Symbolic dimensions: integer polynomials over named sizes, with floor division by a constant.
 
-Two exporters that compute one size in two ways (`2*((h-1)//2) + 2` and `Resize(Conv(x))`) get equal expressions here,
-so that a fusion can compare shapes instead of the nodes that computed them.
+If two exporters compute a size in different ways (`2*((h-1)//2) + 2` and `Resize(Conv(x))`), the expressions are equal.
+A fusion can thus compare shapes instead of the nodes that compute them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Atom:
-    """A size that cannot be taken apart: a name, or the floor of `numerator` / `denominator`."""
+    """An indivisible factor: a named size, or floor(`numerator` / `denominator`)."""
 
     name: str
     numerator: Dim | None = field(default=None, compare=False)
@@ -24,7 +24,7 @@ Monomial = tuple[Atom, ...]
 
 @dataclass(frozen=True)
 class Dim:
-    """A polynomial: the sum of coefficient x product of atoms, kept sorted so that equal sizes compare equal."""
+    """A polynomial: the sum of coefficient x product of atoms. Terms are sorted, so equal sizes compare equal."""
 
     terms: tuple[tuple[Monomial, int], ...]
 
@@ -50,24 +50,24 @@ class Dim:
             return self
         if self.value is not None:
             return constant(self.value // divisor)
-        # floor((n*a + b) / n) = a + floor(b / n): only what n does not divide stays under the floor.
-        whole = _dim({monomial: factor // divisor for monomial, factor in self.terms})
+        # floor((n*a + b) / n) = a + floor(b / n): only the remainder stays under the floor.
+        quotient = _dim({monomial: factor // divisor for monomial, factor in self.terms})
         rest = _dim({monomial: factor % divisor for monomial, factor in self.terms})
         if not rest.terms:
-            return whole
+            return quotient
         if rest.value is not None:  # 0 < rest < n
-            return whole
+            return quotient
         unknown = [(monomial, factor) for monomial, factor in rest.terms if monomial]
         if len(unknown) == 1 and unknown[0][1] == 1 and len(unknown[0][0]) == 1:
             atom = unknown[0][0][0]
             if atom.numerator is not None:  # floor((c + floor(a/m)) / n) = floor((c*m + a) / (m*n))
                 offset = dict(rest.terms).get((), 0) * atom.denominator
-                return whole + (atom.numerator + constant(offset)) // (atom.denominator * divisor)
-        return whole + _floor(rest, divisor)
+                return quotient + (atom.numerator + constant(offset)) // (atom.denominator * divisor)
+        return quotient + _floor(rest, divisor)
 
     @property
     def value(self) -> int | None:
-        """The number, when there is no unknown in it."""
+        """The size as an integer, or None if it has symbols."""
         if not self.terms:
             return 0
         if len(self.terms) == 1 and not self.terms[0][0]:
@@ -75,32 +75,32 @@ class Dim:
         return None
 
     def symbols(self) -> set[str]:
-        """Names of the unknown sizes in it, those under a floor too."""
+        """Return the names of all symbolic sizes, including those under a floor."""
         atoms = [atom for monomial, _ in self.terms for atom in monomial]
         return set().union(*({a.name} if a.numerator is None else a.numerator.symbols() for a in atoms), set())
 
     @property
-    def at_least(self) -> int | None:
-        """A number it is never below while all named sizes are at least 1, or None when that is not known."""
+    def lower_bound(self) -> int | None:
+        """A lower bound if all named sizes are at least 1, or None if unknown."""
         total = 0
         for monomial, factor in self.terms:
             if factor < 0 and monomial:
                 return None
             for atom in monomial:
-                below = 1 if atom.numerator is None else atom.numerator.at_least
-                if below is None or below < 0:
+                bound = 1 if atom.numerator is None else atom.numerator.lower_bound
+                if bound is None or bound < 0:
                     return None
-                factor *= below // atom.denominator
+                factor *= bound // atom.denominator
             total += factor
         return total
 
     def evaluate(self, sizes: dict[str, int]) -> int:
-        """The number it is when the unknown sizes are `sizes`."""
+        """Return the integer size for the given named sizes."""
         total = 0
         for monomial, factor in self.terms:
             for atom in monomial:
-                inner = None if atom.numerator is None else atom.numerator.evaluate(sizes)
-                factor *= sizes[atom.name] if inner is None else inner // atom.denominator
+                numerator = None if atom.numerator is None else atom.numerator.evaluate(sizes)
+                factor *= sizes[atom.name] if numerator is None else numerator // atom.denominator
             total += factor
         return total
 
@@ -112,8 +112,8 @@ class Dim:
 
 
 def _dim(terms: dict[Monomial, int]) -> Dim:
-    kept = [(monomial, factor) for monomial, factor in terms.items() if factor]
-    return Dim(tuple(sorted(kept, key=lambda term: ([atom.name for atom in term[0]], term[1]))))
+    nonzero = [(monomial, factor) for monomial, factor in terms.items() if factor]
+    return Dim(tuple(sorted(nonzero, key=lambda term: ([atom.name for atom in term[0]], term[1]))))
 
 
 def _floor(numerator: Dim, denominator: int) -> Dim:
@@ -122,11 +122,11 @@ def _floor(numerator: Dim, denominator: int) -> Dim:
 
 @cache
 def constant(value: int) -> Dim:
-    """The dimension of known size `value`."""
+    """Return the dimension of integer size `value`."""
     return _dim({(): value})
 
 
 @cache
 def symbol(name: str) -> Dim:
-    """The dimension of unknown size called `name`."""
+    """Return the dimension of the symbolic size `name`."""
     return _dim({(Atom(name),): 1})

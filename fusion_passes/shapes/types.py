@@ -1,37 +1,37 @@
-"""Element types of values: exporters leave some out, and a rule that compares them must not guess."""
+"""Inference of dtypes: exporters omit some, and rules compare them."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
 from fusion_passes.operators import BY_NAME
-from fusion_passes.operators.record import CONTRIB, DOMAIN
-from fusion_passes.shapes.facts import Facts
+from fusion_passes.operators.definition import CONTRIB, DOMAIN
+from fusion_passes.shapes.onnx_inference import STANDARD_DOMAINS, infer_node
 from fusion_passes.shapes.rules import BROADCAST, RULES, SAME_AS_FIRST_INPUT
-from fusion_passes.shapes.standard import STANDARD, infer_node
+from fusion_passes.shapes.shape_info import ShapeInfo
 
-# Other operators whose result is of the type of their first input.
-AS_FIRST_INPUT = frozenset(
+# Further operators whose output has the dtype of the first input.
+FIRST_INPUT_DTYPE = frozenset(
     "CumSum GatherElements GatherND RandomNormalLike ReduceMin ReduceProd ReduceSumSquare "
     "ScatterElements ScatterND Sum Tile Unique".split()
 )
-# Operators of ONNX Runtime's own domain that mean what the fused operators of that name do.
-IN_CONTRIB = BY_NAME.keys() | {"FastGelu", "Gelu"}
+# Operators of ONNX Runtime's domain whose shape and dtype rules are those of the fused operators of the same name.
+CONTRIB_OPERATORS = BY_NAME.keys() | {"FastGelu", "Gelu"}
 BOOLEAN = frozenset("And Equal Greater GreaterOrEqual IsInf IsNaN Less LessOrEqual Not Or Xor".split())
 
 
 def is_known(node: ir.Node) -> bool:
-    """Whether an operator means what its name says here: a name in another's domain may be anything."""
-    return node.domain in (*STANDARD, DOMAIN) or (node.domain == CONTRIB and node.op_type in IN_CONTRIB)
+    """Return whether the rules for an operator's name apply to a node: not if its domain is a third party's."""
+    return node.domain in (*STANDARD_DOMAINS, DOMAIN) or (node.domain == CONTRIB and node.op_type in CONTRIB_OPERATORS)
 
 
 def opset(graph: ir.Graph) -> int:
-    """The opset whose operators the graph is written in."""
+    """Return the opset of the standard domain that the graph imports."""
     return graph.opset_imports.get("", graph.opset_imports.get("ai.onnx", 21))
 
 
 def annotate_types(graph: ir.Graph, version: int | None = None) -> None:
-    """Element types of all values: exporters leave some out, and a rule that compares them must not guess."""
+    """Set the dtypes of all values of `graph` that have none."""
     version = version or opset(graph)
     for value in graph.initializers.values():
         if value.const_value is not None:
@@ -43,30 +43,29 @@ def annotate_types(graph: ir.Graph, version: int | None = None) -> None:
 
 def _annotate_outputs(node: ir.Node, version: int) -> None:
     inputs = [v.dtype for v in node.inputs if v is not None]
-    found: list[ir.DataType | None] = []
+    dtypes: list[ir.DataType | None] = []
     if node.op_type == "If":
         body = node.attributes["then_branch"].as_graph()
         annotate_types(body, version)
-        found = [value.dtype for value in body.outputs]
+        dtypes = [value.dtype for value in body.outputs]
     else:
-        found = [
-            ir.DataType.FLOAT if is_statistic(node, i) else _result_type(node, inputs) for i in range(len(node.outputs))
-        ]
-    if None in found and None not in inputs:
-        known = [dtype for _, dtype in infer_node(node, Facts(), version)]
-        found = [mine or theirs for mine, theirs in zip(found, known or found, strict=True)]
-    for output, dtype in zip(node.outputs, found, strict=True):
+        common = _output_dtype(node, inputs)
+        dtypes = [ir.DataType.FLOAT if is_float32_output(node, i) else common for i in range(len(node.outputs))]
+    if None in dtypes and None not in inputs:
+        inferred = [dtype for _, dtype in infer_node(node, ShapeInfo(), version)]
+        dtypes = [by_rule or by_onnx for by_rule, by_onnx in zip(dtypes, inferred or dtypes, strict=True)]
+    for output, dtype in zip(node.outputs, dtypes, strict=True):
         if output.dtype is None and dtype is not None:
             output.dtype = dtype
 
 
-def is_statistic(node: ir.Node, index: int) -> bool:
-    """Whether an output is a normalization's mean or inverse deviation, which are float32 whatever the input is."""
+def is_float32_output(node: ir.Node, index: int) -> bool:
+    """Return whether an output is the mean or inverse deviation of a normalization: float32 for any input dtype."""
     operator = BY_NAME.get(node.op_type)
-    return index in ((1, 2) if node.op_type == "LayerNormalization" else operator.statistics if operator else ())
+    return index in ((1, 2) if node.op_type == "LayerNormalization" else operator.float32_outputs if operator else ())
 
 
-def _result_type(node: ir.Node, inputs: list[ir.DataType | None]) -> ir.DataType | None:
+def _output_dtype(node: ir.Node, inputs: list[ir.DataType | None]) -> ir.DataType | None:
     if node.op_type in ("Shape", "ArgMax", "ArgMin", "Size"):
         return ir.DataType.INT64
     if node.op_type == "Cast":
@@ -78,5 +77,5 @@ def _result_type(node: ir.Node, inputs: list[ir.DataType | None]) -> ir.DataType
         return tensor.dtype if tensor is not None else ir.DataType.FLOAT
     if node.op_type == "Where" and len(inputs) > 1:
         return inputs[1]
-    as_first = node.op_type in SAME_AS_FIRST_INPUT | BROADCAST | AS_FIRST_INPUT | RULES.keys() | BY_NAME.keys()
-    return inputs[0] if inputs and as_first else None
+    same = node.op_type in SAME_AS_FIRST_INPUT | BROADCAST | FIRST_INPUT_DTYPE | RULES.keys() | BY_NAME.keys()
+    return inputs[0] if inputs and same else None

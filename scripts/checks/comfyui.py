@@ -44,8 +44,8 @@ from PIL import Image
 
 from sd_ort.demo import scenes
 from sd_ort.export.exporter import export
-from sd_ort.hosts.install import install_folder
-from sd_ort.hosts.installers import CONTENT, HERE
+from sd_ort.hosts.application_installers import CONTENT, HERE
+from sd_ort.hosts.managed_folder import install_folder
 from sd_ort.optimize.optimizer import optimize
 
 WORKFLOWS = HERE / "comfyui" / "workflows"

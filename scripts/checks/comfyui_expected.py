@@ -14,7 +14,7 @@ from PIL import Image
 
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.hosts.diffusers import accelerate
-from sd_ort.hosts.models import HostModels
+from sd_ort.hosts.models import TorchComponentSessions
 
 PROMPT, SEED, STEPS, GUIDANCE, SIDE = "a red circle on a blue background", 7, 10, 3.0, demo.HEIGHT
 MODEL = Path(demo.__file__).parent / "model"
@@ -66,7 +66,7 @@ def pixels_of(picture: Image.Image) -> torch.Tensor:
 
 def encoded(folder: Path, picture: Image.Image) -> torch.Tensor:
     """The mean of the picture's unscaled latents, as ComfyUI encodes."""
-    moments = HostModels(folder, "cpu").run("vae_encoder", sample=pixels_of(picture))["latent_parameters"]
+    moments = TorchComponentSessions(folder, "cpu").run("vae_encoder", sample=pixels_of(picture))["latent_parameters"]
     return moments.chunk(2, 1)[0]
 
 
@@ -106,7 +106,12 @@ def ours_inpainted(folder: Path, picture: Image.Image, mask: np.ndarray) -> np.n
 
 def decoded(folder: Path, latents: torch.Tensor) -> np.ndarray:
     """The picture of unscaled latents; uint8."""
-    made = HostModels(folder, "cpu").run("vae_decoder", latent_sample=latents)["sample"][0].permute(1, 2, 0).numpy()
+    made = (
+        TorchComponentSessions(folder, "cpu")
+        .run("vae_decoder", latent_sample=latents)["sample"][0]
+        .permute(1, 2, 0)
+        .numpy()
+    )
     return eight_bits((made / 2 + 0.5).clip(0, 1))
 
 

@@ -32,7 +32,7 @@ from findings import report
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.core.metrics import psnr
 from sd_ort.hosts.diffusers import OrtTextEncoder, OrtUNet, OrtVae
-from sd_ort.hosts.models import HostModels
+from sd_ort.hosts.models import TorchComponentSessions
 
 PROMPTS = ("a red circle on a blue background", "a small green square left of a yellow triangle on a white background")
 SIZE = {"num_inference_steps": demo.STEPS, "guidance_scale": demo.GUIDANCE, "height": demo.HEIGHT, "width": demo.WIDTH}
@@ -41,9 +41,9 @@ MAX_OFF = 2e-2  # of the largest value: float16 kernels that ONNX Runtime chose 
 SHAPES = ((2, 16, 16), (1, 16, 16), (2, 24, 16))  # rows, height and width of latents
 
 
-def models_of(folder: Path, provider: str, share: bool, **options: Any) -> HostModels:
+def models_of(folder: Path, provider: str, share: bool, **options: Any) -> TorchComponentSessions:
     """A host's models; on a CPU, `share` takes the path that a GPU's shared tensors take."""
-    models = HostModels(folder, provider, share=share, **options)
+    models = TorchComponentSessions(folder, provider, share=share, **options)
     models.shared = models.shared or (share and provider == "cpu")
     if share and not models.shared:
         raise click.ClickException(f"torch and {provider} share no device here: torch sees {torch.cuda.device_count()}")
@@ -53,7 +53,7 @@ def models_of(folder: Path, provider: str, share: bool, **options: Any) -> HostM
 # --- Pictures -------------------------------------------------------------------------------------------------------
 
 
-def in_diffusers(models: HostModels) -> Any:
+def in_diffusers(models: TorchComponentSessions) -> Any:
     """diffusers' own pipeline on the folder's components."""
     scheduler = diffusers.DDIMScheduler.from_pretrained(models.folder / "scheduler")
     made = diffusers.StableDiffusionPipeline(
@@ -152,7 +152,7 @@ def refilled(unet: OrtUNet, feeds: list[Any], provider: str) -> list[torch.Tenso
     return [out.float().cpu() for out in outs]
 
 
-def elsewhere(models: HostModels) -> dict[str, list[str]]:
+def elsewhere(models: TorchComponentSessions) -> dict[str, list[str]]:
     """Inputs that ONNX Runtime wants on another device than the models', by component. Newer ones tell (1.24)."""
     found = {}
     for name in ("text_encoder", "unet_prompt", "unet_time", "unet", "vae_decoder"):

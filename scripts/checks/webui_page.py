@@ -40,8 +40,8 @@ from PIL import Image
 from webui_forge import FLAGS as FORGE_FLAGS
 from webui_forge import choice, choose, described, is_forge
 
-from sd_ort.hosts.install import install_folder
-from sd_ort.hosts.installers import CONTENT
+from sd_ort.hosts.application_installers import CONTENT
+from sd_ort.hosts.managed_folder import install_folder
 
 PROMPT, SIDE, STEPS, GUIDANCE, SEED = "a red circle on a blue background", 128, 10, 3.0, 7
 LORAS = " <lora:one:2> <lora:two:-1.5>"

@@ -25,8 +25,8 @@ from diffusers import DDIMScheduler, UNet2DConditionModel
 from stubs import Stubs
 
 from sd_ort.demo import MODEL_DIR
-from sd_ort.hosts.install import install_folder
-from sd_ort.hosts.installers import CONTENT
+from sd_ort.hosts.application_installers import CONTENT
+from sd_ort.hosts.managed_folder import install_folder
 from sd_ort.hosts.webui.extension import forge_loras
 
 OWN = ("modules", "backend", "modules_forge", "ldm_patched", "packages_3rdparty")  # of the hosts

@@ -36,9 +36,9 @@ from comfyui_host import as_prompt, run, start, with_model
 from findings import report
 
 from sd_ort import StableDiffusionPipeline
-from sd_ort.hosts.install import install_folder
-from sd_ort.hosts.installers import CONTENT, HERE
-from sd_ort.hosts.models import HostModels
+from sd_ort.hosts.application_installers import CONTENT, HERE
+from sd_ort.hosts.managed_folder import install_folder
+from sd_ort.hosts.models import TorchComponentSessions
 
 WORKFLOW = HERE / "comfyui" / "workflows" / "text_to_image.json"
 MIN_PSNR = 40.0
@@ -50,10 +50,10 @@ def in_comfyui(folder: Path, provider: str, side: int) -> Draw:
     from sd_ort.hosts.comfyui.clip import open_clip
     from sd_ort.hosts.comfyui.model import open_model
 
-    models = HostModels(folder, provider)
+    models = TorchComponentSessions(folder, provider)
     if provider != "cpu" and not models.shared:
         raise click.ClickException(f"torch and {provider} share no device here: torch sees {torch.cuda.device_count()}")
-    loaded, clip = open_model(models), open_clip(HostModels(folder, provider))
+    loaded, clip = open_model(models), open_clip(TorchComponentSessions(folder, provider))
     told = [importlib.import_module("nodes").CLIPTextEncode().encode(clip, text)[0] for text in (PROMPT, "")]
     sample, samplers = (importlib.import_module(f"comfy.{name}") for name in ("sample", "samplers"))
     empty = torch.zeros(1, models.unet_config["in_channels"], side // 8, side // 8)
@@ -77,13 +77,13 @@ def in_comfyui(folder: Path, provider: str, side: int) -> Draw:
 
 def left(draw: Draw) -> Draw:
     """The same with prompts where ComfyUI leaves them: see `hosts.comfyui.model`."""
-    from sd_ort.hosts.comfyui.model import PromptsOnDevice
+    from sd_ort.hosts.comfyui.model import PromptsOnSamplerDevice
 
-    def extra_conds(self: PromptsOnDevice, **told: Any) -> Any:
-        return super(PromptsOnDevice, self).extra_conds(**told)  # type: ignore[misc]
+    def extra_conds(self: PromptsOnSamplerDevice, **told: Any) -> Any:
+        return super(PromptsOnSamplerDevice, self).extra_conds(**told)  # type: ignore[misc]
 
     def drawn(steps: int) -> Any:
-        with mock.patch.object(PromptsOnDevice, "extra_conds", extra_conds):
+        with mock.patch.object(PromptsOnSamplerDevice, "extra_conds", extra_conds):
             return draw(steps)
 
     return drawn

@@ -16,7 +16,7 @@ import torch
 
 from sd_ort.hosts import tensors
 from sd_ort.hosts.comfyui.model import DiffusionModel
-from sd_ort.hosts.models import HostModels
+from sd_ort.hosts.models import TorchComponentSessions
 from sd_ort.runtime.captured import UNCAPTURED
 
 Draw = Callable[[int], Any]
@@ -39,27 +39,27 @@ def _runs(draw: Draw, steps: int) -> dict[str, Any]:
     """How often graphs are captured, replayed and run uncaptured, and for how many rows our U-Net is called."""
     counts: Counter[str] = Counter()
     captures, rows = 0, set()
-    call, run, empty = HostModels.call, tensors.Bound.run, tensors.Bound.__init__
+    call, run, empty = TorchComponentSessions.call, tensors.TorchBinding.run, tensors.TorchBinding.__init__
 
-    def called(self: HostModels, component: str, given: Any, *more: Any, **options: Any) -> Any:
+    def called(self: TorchComponentSessions, component: str, given: Any, *more: Any, **options: Any) -> Any:
         counts[f"runs of {component}"] += 1
         if component == "unet":
             rows.add(len(given["sample"]))
         return call(self, component, given, *more, **options)
 
-    def ran(self: tensors.Bound) -> None:
-        counts["runs uncaptured" if self.number == UNCAPTURED else "replays of a captured graph"] += 1
+    def ran(self: tensors.TorchBinding) -> None:
+        counts["runs uncaptured" if self.graph_id == UNCAPTURED else "replays of a captured graph"] += 1
         run(self)
 
-    def bound(self: tensors.Bound, *given: Any, **options: Any) -> None:
+    def bound(self: tensors.TorchBinding, *given: Any, **options: Any) -> None:
         nonlocal captures
         empty(self, *given, **options)
-        captures += self.number != UNCAPTURED
+        captures += self.graph_id != UNCAPTURED
 
     with (
-        mock.patch.object(HostModels, "call", called),
-        mock.patch.object(tensors.Bound, "run", ran),
-        mock.patch.object(tensors.Bound, "__init__", bound),
+        mock.patch.object(TorchComponentSessions, "call", called),
+        mock.patch.object(tensors.TorchBinding, "run", ran),
+        mock.patch.object(tensors.TorchBinding, "__init__", bound),
     ):
         draw(steps)
     per_step = {name: round(count / steps, 2) for name, count in sorted(counts.items())}

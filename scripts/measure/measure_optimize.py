@@ -172,7 +172,7 @@ def growth(repeats: int = 1) -> dict[str, Any]:
     import onnx_ir as ir
 
     import fusion_passes
-    from fusion_passes.pass_ import run_all
+    from fusion_passes.graph_pass import run_all
     from sd_ort.optimize.targets import TARGETS
 
     rows = []

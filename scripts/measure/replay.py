@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from sd_ort.graphs import device_graphs
+from sd_ort.graphs import sampling_graphs
 from sd_ort.runtime import build
 from sd_ort.runtime.captured import BoundShapes
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
@@ -37,8 +37,10 @@ def main() -> None:
     options = parser.parse_args()
     library = build.build(cpu=True, provider=True).with_name(PROVIDER_LIBRARIES["host"])
     provider = f"plugin:{library}"
-    what = device_graphs.Between(np.dtype(np.float16), np.dtype(np.float32), window=SIZES["window"], scaled=False)
-    session = open_graph(device_graphs.between(what), provider, capture=True)
+    what = sampling_graphs.SchedulerStepSpec(
+        np.dtype(np.float16), np.dtype(np.float32), window=SIZES["window"], scales_input=False
+    )
+    session = open_graph(sampling_graphs.scheduler_step_graph(what), provider, capture=True)
     arrays: dict[str, np.ndarray] = {
         value.name: np.zeros([size if isinstance(size, int) else SIZES[size] for size in value.shape],
                              DTYPES[value.type])

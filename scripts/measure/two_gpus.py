@@ -41,7 +41,7 @@ from sd_ort import StableDiffusionPipeline  # noqa: E402
 from sd_ort.core import metrics  # noqa: E402
 from sd_ort.core.files import write_text  # noqa: E402
 from sd_ort.core.folder import MODEL  # noqa: E402
-from sd_ort.graphs.ranges import ranges  # noqa: E402
+from sd_ort.graphs.partition import partition_graph  # noqa: E402
 from sd_ort.pipeline.device_loop import DeviceLoop  # noqa: E402
 from sd_ort.pipeline.guidance_split import Side, SplitStep  # noqa: E402
 
@@ -147,7 +147,7 @@ def spread(options: argparse.Namespace, preset: str) -> dict[str, Any]:
         steps.append(milliseconds(pipeline.loop))
     chain = newest(pipeline.loop).unet
     return {
-        "weights_MB": [part.bytes / 1e6 for part in ranges(folder / "unet" / MODEL, 2)],
+        "weights_MB": [part.bytes / 1e6 for part in partition_graph(folder / "unet" / MODEL, 2)],
         "handed_on_MB": [sum(copy.size for copy in copies) / 1e6 for copies in chain.copies[1:]],
         "step_ms": median(steps[2:]),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fusion_passes.lower.take_apart import take_apart
+from fusion_passes.lower.inline_fused_ops import inline_fused_ops
 
 if TYPE_CHECKING:
     from sd_ort.optimize.targets import Target
@@ -25,7 +25,7 @@ class Step:
 
 # The order of ONNX Runtime's report on Stable Diffusion. What the op library brings has no step: the whole target has.
 ABLATION = {
-    "none": Step("nothing fused", ("take_apart", "standard_attention")),
+    "none": Step("nothing fused", ("inline_fused_ops", "standard_attention")),
     "mha": Step("+ MultiHeadAttention", ("multi_head_attention",)),
     "nhwc": Step("+ NHWC convolution", ("nhwc_layout",)),
     "norm": Step("+ GroupNorm", ("group_norm",)),
@@ -52,9 +52,9 @@ def ablation_steps(target: Target) -> dict[str, Target]:
         on |= set(step.passes)
         passes = tuple(each for each in target.passes if each.name in on)
         if "group_norm" not in on:
-            passes = (take_apart("ScaledDotProductAttention", "GroupNorm"), *passes)
+            passes = (inline_fused_ops("ScaledDotProductAttention", "GroupNorm"), *passes)
         elif not step.rest:
-            passes = (take_apart("ScaledDotProductAttention"), *passes)
+            passes = (inline_fused_ops("ScaledDotProductAttention"), *passes)
         fusions = tuple(each for each in target.fusions if step.rest or each.name in on)
         made = replace(target, passes=passes, fusions=fusions, contrib=contrib)
         if made not in steps.values():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion_passes import OPERATORS
-from fusion_passes.operators.record import never
+from fusion_passes.operators.definition import never
 from sd_ort.core import folder
 from sd_ort.graphs.load import load
 
@@ -27,7 +27,10 @@ class _Int(int, metaclass=_AnyInt):
 
 # What ONNX Runtime's optimizer makes that its CPU provider has no kernel for, as its options name it (enable_nhwc_conv)
 # but without underscores: operators of the same name as ours, and two packed forms of attention.
-_NOT_ON_CPU = {operator.name.lower() for operator in OPERATORS if operator.on_cpu is never} | {"packedqkv", "packedkv"}
+_NOT_ON_CPU = {operator.name.lower() for operator in OPERATORS if operator.has_cpu_kernel is never} | {
+    "packedqkv",
+    "packedkv",
+}
 
 # Options that are no fusions for Stable Diffusion, or that change its numbers.
 _NOT_FUSIONS = ("enable_shape_inference", "enable_gemm_fast_gelu", "enable_gelu_approximation")

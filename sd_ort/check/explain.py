@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 import fusion_passes
 from fusion_passes import DOMAIN
-from fusion_passes.pass_ import Outcome
+from fusion_passes.graph_pass import PassOutcome
 from sd_ort.check import reasons
 from sd_ort.check.placement import placement
 from sd_ort.core import folder
@@ -146,7 +146,7 @@ def sites(model: ir.Model) -> list[dict[str, Any]]:
     return found
 
 
-def _mark(model: ir.Model, refused: Mapping[str, Outcome]) -> None:
+def _mark(model: ir.Model, refused: Mapping[str, PassOutcome]) -> None:
     """Note at every node of `LEFT` why it was left: lowering hands the note on to what takes the node's place."""
     old = fusion_passes.why_not_fused(model)
     for node in model.graph:
@@ -172,12 +172,12 @@ def _lower(model: ir.Model, target: Target) -> dict[str, Any]:
     """
     lowered = {}
     for each in target.passes:
-        if each.name == "take_apart":
+        if each.name == "inline_fused_ops":
             continue
         outcome = each.run(model)
         left = [
             {"scope": scope(one.node), "op": one.node.op_type, "reason": one.reason, "value": one.node.outputs[0].name}
-            for one in outcome.refused
+            for one in outcome.rejections
         ]
         lowered[each.name] = {"rewrote": dict(outcome.counts), "left": left}
     return lowered

@@ -7,14 +7,14 @@ from typing import Any
 
 import onnx_ir as ir
 
-from fusion_passes import checks as c
-from fusion_passes.pass_ import Outcome
+from fusion_passes import value_queries as c
+from fusion_passes.graph_pass import PassOutcome
 
 REACH = 8  # nodes between what is left and the end of the match that refused it
 FAR = 64  # nodes that are looked at before what a value is unknown behind is given up
 
 
-def near_misses(node: ir.Node, refused: Mapping[str, Outcome], fusion: str) -> list[dict[str, Any]]:
+def near_misses(node: ir.Node, refused: Mapping[str, PassOutcome], fusion: str) -> list[dict[str, Any]]:
     """The matches refused around a node, best first: those of the fusion that usually takes it, then near ones.
 
     An entry has: pass, reason, op and value (the node at the end of the match, and its result), ended (where the proof
@@ -24,7 +24,7 @@ def near_misses(node: ir.Node, refused: Mapping[str, Outcome], fusion: str) -> l
     found = [
         (name != fusion, distances[refusal.node], name, refusal)
         for name, outcome in refused.items()
-        for refusal in outcome.refused
+        for refusal in outcome.rejections
         if refusal.node in distances
     ]
     found.sort(key=lambda each: each[:3])

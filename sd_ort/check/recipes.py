@@ -8,7 +8,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from fusion_passes import recipes, rewriting
+from fusion_passes import graph_edits
+from fusion_passes import weight_recipes as recipes
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError, VerificationError
 from sd_ort.family.checkpoints import FileOptions, choose, open_source
@@ -16,8 +17,8 @@ from sd_ort.family.configs import component_config
 from sd_ort.family.signatures import MODEL_OF
 from sd_ort.family.weights import reader
 from sd_ort.graphs import hoist
-from sd_ort.graphs.filling import Read, fill
 from sd_ort.graphs.load import load
+from sd_ort.graphs.template_weights import Read, fill
 
 
 def verify_weights(
@@ -70,14 +71,14 @@ def check_weights(result: dict[str, Any], model: str, made: Path) -> None:
 
 def _compare(model: ir.Model, table: dict[str, Any], read: Read) -> tuple[int, list[str]]:
     """How many weights of a graph have recipes, and the names of those that are other numbers."""
-    recipes.begin(model, recipes.dump(table))
-    weights = [value for value in model.graph.initializers.values() if recipes.of(value) is not None]
+    recipes.init_recipes(model, recipes.dump(table))
+    weights = [value for value in model.graph.initializers.values() if recipes.recipe_of(value) is not None]
     stored = [value.const_value for value in weights]
     fill(model, read)
     wrong = []
     for value, kept in zip(weights, stored, strict=True):
         assert kept is not None
         assert value.const_value is not None
-        if value.const_value.numpy().tobytes() != rewriting.read(kept).tobytes():
+        if value.const_value.numpy().tobytes() != graph_edits.tensor_values(kept).tobytes():
             wrong.append(str(value.name))
     return len(weights), wrong

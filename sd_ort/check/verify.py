@@ -23,7 +23,7 @@ from sd_ort.family.configs import config_beside
 from sd_ort.family.inputs import SIZES, Arrays, random_inputs
 from sd_ort.family.recorded import check_recorded, recorded_inputs
 from sd_ort.graphs import hoist
-from sd_ort.graphs.cpu_emulation import emulated, half_type, loads_on_cpu
+from sd_ort.graphs.cpu_emulation import cpu_equivalent, half_type, loads_on_cpu
 from sd_ort.graphs.load import load
 from sd_ort.runtime.session import Model, create_session
 
@@ -225,7 +225,7 @@ def _runnable(path: Path, name: str, provider: str, library: bool, notes: list[s
     if provider != "cpu":
         yield path
         return
-    with emulated(path) as (copy, done):
+    with cpu_equivalent(path) as (copy, done):
         notes += [f"{name}: {note}." for note in done]
         if copy != path and loads_on_cpu(load(path)):
             create_session(path, library=library)

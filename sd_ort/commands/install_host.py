@@ -19,6 +19,6 @@ def command(host: str, path: Path) -> None:
     Python must be the one sd-ort is installed in. A pipeline folder's model_index.json names our classes from then on,
     so that DiffusionPipeline.from_pretrained opens it.
     """
-    from sd_ort.hosts import installers
+    from sd_ort.hosts import application_installers
 
-    click.echo(installers.install(host, path))
+    click.echo(application_installers.install(host, path))

@@ -14,6 +14,6 @@ from sd_ort.commands.install_host import HOSTS
 @click.argument("path", type=click.Path(path_type=Path))
 def command(host: str, path: Path) -> None:
     """Take out of PATH what `sd-ort install-host HOST PATH` put there, and nothing else."""
-    from sd_ort.hosts import installers
+    from sd_ort.hosts import application_installers
 
-    click.echo(installers.uninstall(host, path))
+    click.echo(application_installers.uninstall(host, path))

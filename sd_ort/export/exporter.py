@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fusion_passes.recipes import dump
+from fusion_passes.weight_recipes import dump
 from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError, OutputError, VerificationError, first_line
 from sd_ort.core.files import code_hash, read_json

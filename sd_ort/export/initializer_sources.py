@@ -13,12 +13,12 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from fusion_passes.recipes import Recipe
+from fusion_passes.weight_recipes import WeightRecipe
 
 Fingerprint = tuple[int, float, float]
 
 
-def initializer_recipes(model: ir.Model, tensors: Mapping[str, torch.Tensor]) -> dict[str, Recipe]:
+def initializer_recipes(model: ir.Model, tensors: Mapping[str, torch.Tensor]) -> dict[str, WeightRecipe]:
     """Return recipes of the float32 initializers of more than one element that are tensors, transposed or reshaped.
 
     If several tensors are equal, the one with the initializer's name is used, else the first.
@@ -56,7 +56,7 @@ def _fingerprint(weight: np.ndarray) -> Fingerprint:
     return weight.size, float(weight[(0,) * weight.ndim]), float(weight[(-1,) * weight.ndim])
 
 
-def _matching_recipe(name: str, tensor: np.ndarray, weight: np.ndarray) -> Recipe | None:
+def _matching_recipe(name: str, tensor: np.ndarray, weight: np.ndarray) -> WeightRecipe | None:
     """Return the recipe that computes `weight` from the tensor `name`, or None."""
     if weight.shape == tensor.shape and np.array_equal(weight, tensor):
         return name

@@ -4,7 +4,7 @@
     user's    in the cache, stored when a checkpoint of another architecture is first exported
 
 A template is the compressed graph, 10 to 60 kB. The location of each weight's external data is a recipe of checkpoint
-tensors (see `fusion_passes.recipes`) instead of a file. A template with the weights of a checkpoint equals the export
+tensors (see `fusion_passes.weight_recipes`) instead of a file. A template with the weights of a checkpoint equals the export
 of that checkpoint, and reads weights lazily. It is fused for any target, calibrated and saved as an exported graph is.
 """
 
@@ -24,14 +24,14 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from fusion_passes import recipes
+from fusion_passes import weight_recipes as recipes
 from sd_ort.core import files, folder
 from sd_ort.core.cache import cache_folder, is_there
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.family.checkpoints import Source, is_sdxl
 from sd_ort.family.signatures import MODEL_OF
-from sd_ort.graphs.filling import Read, fill
 from sd_ort.graphs.load import load as load_graph
+from sd_ort.graphs.template_weights import Read, fill
 
 Config = Mapping[str, Any]
 
@@ -139,7 +139,7 @@ def store_template(key: str, exported: Path, entry: Mapping[str, Any]) -> str | 
     return None
 
 
-def write_template(path: Path, graph: ir.Model, table: Mapping[str, recipes.Recipe], config: Config) -> None:
+def write_template(path: Path, graph: ir.Model, table: Mapping[str, recipes.WeightRecipe], config: Config) -> None:
     """Write a template: `graph` without the weights that have recipes in `table`, which are removed from `graph`.
 
     config: the complete config of the model.
@@ -174,7 +174,7 @@ class Template:
             raise InputError(f"{path} is damaged: remove it, or install sd-ort again.") from error
         props = {entry.key: entry.value for entry in self.proto.metadata_props}
         self.config: dict[str, Any] = json.loads(props.get(CONFIG, "{}"))
-        self.recipes: dict[str, recipes.Recipe] = {
+        self.recipes: dict[str, recipes.WeightRecipe] = {
             tensor.name: json.loads(entry.value)
             for tensor in self.proto.graph.initializer
             for entry in tensor.external_data
@@ -186,10 +186,10 @@ class Template:
         )
 
     def graph(self, read: Read) -> ir.Model:
-        """Return the graph with the weights of a checkpoint. `read` returns a tensor by name (see `graphs.filling`)."""
+        """Return the graph with the weights of a checkpoint. `read` returns a tensor by name (see `graphs.template_weights`)."""
         model = ir.from_proto(self.proto)
         assert isinstance(model, ir.Model)
         model.metadata_props.pop(CONFIG, None)
-        recipes.begin(model, recipes.dump(self.recipes))
+        recipes.init_recipes(model, recipes.dump(self.recipes))
         fill(model, read)
         return model

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
-from fusion_passes import checks as c
+from fusion_passes import value_queries as c
 from sd_ort.core.errors import InputError
 from sd_ort.core.files import read_json
 from sd_ort.core.folder import COMPONENTS, MODEL, check_component
@@ -111,7 +111,7 @@ def _unet(graph: ir.Graph) -> Config:
     inputs = {str(value.name): value for value in graph.inputs}
     width = c.size(inputs.get("encoder_hidden_states"), 2)
     down, up = _halving(graph), _behind_resizes(graph)
-    channels = c.demanded_channels(inputs["sample"]) if "sample" in inputs else None
+    channels = c.required_channels(inputs["sample"]) if "sample" in inputs else None
     if not width or not channels or not up or len(up) != len(down):
         raise _unseen("unet", "its resolutions and its text")
     if unknown := inputs.keys() & {"class_labels"}:
@@ -137,7 +137,7 @@ def _unet(graph: ir.Graph) -> Config:
 def _vae_decoder(graph: ir.Graph) -> Config:
     latents = next((value for value in graph.inputs if value.name == "latent_sample"), None)
     up, last = _behind_resizes(graph), _all_convs(graph)[-1:]
-    channels = c.demanded_channels(latents) if latents is not None else None
+    channels = c.required_channels(latents) if latents is not None else None
     if not up or not channels:
         raise _unseen("vae_decoder", "its resolutions")
     widths = [_channels(node)[0] for node in up]
@@ -168,7 +168,7 @@ def _halving(graph: ir.Graph) -> list[ir.Node]:
 def _behind_resizes(graph: ir.Graph) -> list[ir.Node]:
     """The convolutions that read what was enlarged, in order."""
     large = [node.outputs[0] for node in graph if node.op_type in ("Resize", "Upsample")]
-    return [reader for value in large for reader in c.users(value) if reader.op_type == "Conv"]
+    return [reader for value in large for reader in c.consumers(value) if reader.op_type == "Conv"]
 
 
 def _channels(conv: ir.Node) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fusion_passes import recipes
+from fusion_passes import weight_recipes as recipes
 
 Read = Callable[[str], np.ndarray]
 
@@ -52,7 +52,7 @@ class LaidOut:
     """A model in a file of other names: `made` has the recipe of each of its tensors."""
 
     path: Path
-    made: Mapping[str, recipes.Recipe]
+    made: Mapping[str, recipes.WeightRecipe]
 
     @property
     def paths(self) -> tuple[Path, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from fusion_passes import checks as c
+from fusion_passes import value_queries as c
 from sd_ort.core.errors import InputError
 from sd_ort.family import signatures
 from sd_ort.family.conditions import CONDITIONS_BY_NAME, Axis
@@ -78,7 +78,7 @@ def _shape(
         if isinstance(axis, str):
             axis = known[index] if index < len(known) else ALIASES.get(axis, axis)
         if isinstance(axis, str) and index == 1 and len(value.shape or ()) == 4:
-            axis = c.demanded_channels(value) or axis
+            axis = c.required_channels(value) or axis
         if isinstance(axis, str) and not known and not re.fullmatch(r"(batch|sequence|height|width)(\*\d+)?", axis):
             position = POSITIONS.get((len(value.shape or ()), index))
             if position is not None:  # axes of one name have one size
@@ -106,7 +106,7 @@ def _uses(value: ir.Value, reach: int = 8) -> list[tuple[str, ir.Value, ir.Node]
     """(operator, what it reads, node) of what reads an input, directly or through up to `reach` of `CARRYING`."""
     found, frontier = [], [value]
     for _ in range(reach):
-        read = [(node.op_type, value, node) for value in frontier for node in c.readers(value)]
+        read = [(node.op_type, value, node) for value in frontier for node in c.data_consumers(value)]
         found += read
         frontier = list(dict.fromkeys(node.outputs[0] for op, _, node in read if op in CARRYING))
     return found

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fusion_passes import recipes
+from fusion_passes import weight_recipes as recipes
 from sd_ort.core.errors import InputError
 from sd_ort.family.holders import Holder, LaidOut
 from sd_ort.family.signatures import Config
@@ -46,7 +46,7 @@ class Layout:
     model: str
     config: Config
     shapes: Shapes
-    made: Mapping[str, recipes.Recipe]
+    made: Mapping[str, recipes.WeightRecipe]
 
 
 @cache

@@ -1,10 +1,9 @@
-"""Twins: a form of an optimized model that ONNX Runtime's CPU provider runs, with the numbers of the original.
+"""CPU-equivalent models: copies of optimized models that ONNX Runtime's CPU provider runs with the same results.
 
-Two things keep the CPU from standing in for a GPU. It lacks kernels for some of the contrib operators: they become the
-function bodies of the same operators. And it computes half precision in float32 without rounding what lies between two
-operators, so that neither rounding errors nor overflows show: the copy is in float32 and rounds, by arithmetic, the
-result of every operator to the half type. A model of target cpu is run as it is: it takes and gives float32, and says
-itself where it rounds.
+The CPU provider differs from a GPU in two ways. It has no kernels for some contrib operators; they become function
+bodies. It computes half precision in float32 without rounding between operators, which hides rounding errors and
+overflows; the copy is in float32 and rounds the output of every operator to the half dtype by arithmetic. Models of
+target cpu need no copy: their inputs and outputs are float32, and their graphs contain the rounding.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ import onnx
 import onnx_ir as ir
 
 from fusion_passes import CONTRIB, DOMAIN
-from fusion_passes.operators import BY_NAME, OPERATORS, bodies
+from fusion_passes.operators import BY_NAME, OPERATORS, function_bodies
 from fusion_passes.shapes.infer import annotate
 from sd_ort.core.folder import DATA, MODEL
 from sd_ort.graphs.load import load
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-# Operators whose results are some of their inputs' numbers: nothing to round.
-EXACT = frozenset(
+# Operators whose output elements are copies of input elements, so nothing is rounded.
+COPYING_OPS = frozenset(
     "Concat Expand Gather Identity Pad Relu Reshape Resize Slice Split Squeeze Transpose Unsqueeze Where".split()
-) | {operator.name for operator in OPERATORS if operator.exact}
+) | {operator.name for operator in OPERATORS if operator.copies_elements}
 ROUNDING = "sd_ort.rounding"
-# Veltkamp's splitting (Dekker 1971): (2^s + 1)x - ((2^s + 1)x - x) keeps 24 - s bits of a float32. Numbers below the
-# smallest normal float16 round to multiples of 2^-24: adding 0.75 = 1.5 * 2^-1 leaves no finer bits.
+# Veltkamp's splitting (Dekker 1971): (2^s + 1)x - ((2^s + 1)x - x) has the top 24 - s bits of a float32. Values below
+# the smallest normal float16 round to multiples of 2^-24: adding 0.75 = 1.5 * 2^-1 removes finer bits.
 BODIES = {
     ir.DataType.FLOAT16: """{
         factor = Constant <value_float = 8193.0> ()
@@ -58,54 +57,54 @@ BODIES = {
 
 
 @contextmanager
-def emulated(path: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield (a model.onnx that the CPU runs, what was done to it) for the component, or ONNX file, at `path`.
+def cpu_equivalent(path: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield (model path, notes on the modifications) of a model that the CPU provider can run, for the model at `path`.
 
-    That is `path` itself where nothing has to be done. A copy lies beside the component's folder, or the file, until
-    the context is left; it takes float32 where the original takes a half type.
+    Without modifications this is `path` itself. Otherwise it is a temporary copy next to the component's folder or the
+    file. Its inputs are float32 where those of the original have a half dtype.
     """
     model = load(path)
     notes = []
-    foreign = sorted({node.op_type for node in model.graph if _not_on_cpu(node)})
-    if foreign:
-        notes.append(f"{', '.join(foreign)} have no CPU kernels; their function bodies ran instead")
+    unsupported = sorted({node.op_type for node in model.graph if _lacks_cpu_kernel(node)})
+    if unsupported:
+        notes.append(f"{', '.join(unsupported)} have no CPU kernels; their function bodies ran instead")
         _to_function_bodies(model)
     half = half_type(model)
-    if half is not None and _takes_or_gives(model, half):
+    if half is not None and _has_io_dtype(model, half):
         notes.append(f"float32 arithmetic with every operator's result rounded to {half.name.lower()}")
         round_to_half(model, half)
     if not notes:
         yield path, notes
         return
-    beside = path.absolute().parent if path.name == MODEL else path
-    with tempfile.TemporaryDirectory(prefix=f".{beside.name}.emulated-", dir=beside.parent) as scratch:
-        copy = Path(scratch) / beside.stem / MODEL
+    original = path.absolute().parent if path.name == MODEL else path
+    with tempfile.TemporaryDirectory(prefix=f".{original.name}.emulated-", dir=original.parent) as scratch:
+        copy = Path(scratch) / original.stem / MODEL
         copy.parent.mkdir()
         ir.save(model, copy, external_data=DATA)
         yield copy, notes
 
 
 def half_type(model: ir.Model) -> ir.DataType | None:
-    """The half type that `model` is in, or None."""
+    """Return the half dtype of the inputs, outputs or initializers of `model`, or None."""
     values = [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]
     return next((half for half in HALVES if any(v.dtype == half for v in values)), None)
 
 
 def loads_on_cpu(model: ir.Model) -> bool:
-    """Whether the CPU provider has a kernel, or a function body, for every operator and the type of `model`.
+    """Return whether the CPU provider has a kernel or function body for every operator of `model` in its dtype.
 
-    It has no bfloat16 but that of weights which are cast at once.
+    The provider supports bfloat16 only for weights that are cast directly.
     """
-    bfloat16 = _takes_or_gives(model, ir.DataType.BFLOAT16)
-    return not bfloat16 and not any(_not_on_cpu(node) for node in model.graph)
+    bfloat16 = _has_io_dtype(model, ir.DataType.BFLOAT16)
+    return not bfloat16 and not any(_lacks_cpu_kernel(node) for node in model.graph)
 
 
-def _takes_or_gives(model: ir.Model, dtype: ir.DataType) -> bool:
+def _has_io_dtype(model: ir.Model, dtype: ir.DataType) -> bool:
     return any(value.dtype == dtype for value in (*model.graph.inputs, *model.graph.outputs))
 
 
 def round_to_half(model: ir.Model, half: ir.DataType) -> None:
-    """Make a model in `half` one in float32 that rounds every operator's result to `half`, in place."""
+    """Convert a model in `half` to float32 in place; it rounds the output of every operator to `half`."""
     graph = model.graph
     annotate(graph)
     body = f'<domain: "{ROUNDING}", opset_import: ["" : 18]>\nround_to_{half.name.lower()} (x) => (y) {BODIES[half]}'
@@ -125,30 +124,30 @@ def round_to_half(model: ir.Model, half: ir.DataType) -> None:
         for output in node.outputs:
             if output.dtype == half:
                 output.dtype = ir.DataType.FLOAT
-                if node.op_type not in EXACT:
+                if node.op_type not in COPYING_OPS:
                     _round(graph, output, function.name)
-    _attach_again(model)
+    _reattach_functions(model)
 
 
-def _not_on_cpu(node: ir.Node) -> bool:
+def _lacks_cpu_kernel(node: ir.Node) -> bool:
     operator = BY_NAME.get(node.op_type) if node.domain == CONTRIB else None
-    return operator is not None and not operator.on_cpu(node)
+    return operator is not None and not operator.has_cpu_kernel(node)
 
 
 def _to_function_bodies(model: ir.Model) -> None:
     for node in model.graph:
-        if _not_on_cpu(node):
+        if _lacks_cpu_kernel(node):
             node.domain = DOMAIN
     annotate(model.graph)
-    _attach_again(model)
+    _reattach_functions(model)
 
 
-def _attach_again(model: ir.Model) -> None:
-    """Give all fused nodes function bodies that fit them now, and the outputs that a call of a function must have."""
+def _reattach_functions(model: ir.Model) -> None:
+    """Replace the functions of all fused nodes, and add the outputs that a function call must have."""
     for key in [key for key in model.functions if key[0] == DOMAIN]:
         del model.functions[key]
     nodes = [node for node in model.graph if node.domain == DOMAIN]
-    bodies.attach(model, nodes)
+    function_bodies.attach(model, nodes)
     for node in nodes:
         outputs = len(model.functions[node.op_identifier()].outputs)
         if len(node.outputs) < outputs:
@@ -163,9 +162,9 @@ def _round(graph: ir.Graph, value: ir.Value, function: str) -> None:
     producer = value.producer()
     assert producer is not None
     graph.insert_after(producer, node)
-    for user, index in list(value.uses()):
-        if user is not node:
-            user.replace_input_with(index, rounded)
+    for consumer, index in list(value.uses()):
+        if consumer is not node:
+            consumer.replace_input_with(index, rounded)
     if value.is_graph_output():
         name = value.name
         graph.outputs[list(graph.outputs).index(value)] = rounded

@@ -1,4 +1,4 @@
-"""Put one ONNX model's graph into another: so the parts of a hoisted UNet, or of a pipeline, become one model."""
+"""Inlining of one ONNX model's graph into another, to join the parts of a hoisted UNet or the graphs of a pipeline."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
+from fusion_passes.cleanup import subgraphs
 from sd_ort.core.errors import InputError
 
-# ONNX opsets 22 and 23 brought new operators, and new element types to old ones; nothing that a graph of 21 holds
-# changed its meaning (ONNX's changelog of operators).
+# ONNX opsets 22 and 23 added operators and dtypes but changed no operator of opset 21 (ONNX's changelog of operators).
 UNCHANGED_SINCE = 21
 
 
 def inline(
     model: ir.Model, source: ir.Model, inputs: Mapping[str, ir.Value], prefix: str, into: ir.Graph | None = None
 ) -> dict[str, ir.Value]:
-    """Append the nodes of `source` to `into` (`model`'s graph, or a graph inside it) and return its outputs by name.
+    """Append the nodes of `source` to `into` and return the outputs of `source` by name.
 
-    `inputs`: a value of the receiving graph, or of one around it, for every input of `source`. `prefix` goes before
-    the names of nodes, values and weights. `source` is used up; its weights stay where they are on disk.
-    The model's opset becomes the higher of the two. Raises InputError when that could change what a node means.
+    Args:
+        inputs: for each input of `source` a value of `into` or of an outer graph.
+        prefix: prefix of the names of nodes, values and weights.
+        into: `model.graph` by default, or a subgraph of it.
+
+    `source` is consumed. Its weights stay in their files. The model's opset becomes the higher one of the two.
+
+    Raises:
+        InputError: if the higher opset could change the definition of a node's operator.
     """
     target = model.graph if into is None else into
     _import_opsets(model.graph, source)
@@ -46,9 +52,9 @@ def inline(
 
 
 def _rename(node: ir.Node, prefix: str) -> None:
-    """Prefix the names of a node, its results and their symbolic sizes, those inside its subgraphs included.
+    """Prefix the names of a node, its outputs and their symbolic sizes, including those in its subgraphs.
 
-    One name of a size, such as "batch", may mean another size in the model that the node goes to.
+    A symbolic size such as "batch" may be another size in the target model.
     """
     if node.name:
         node.name = prefix + node.name
@@ -59,36 +65,25 @@ def _rename(node: ir.Node, prefix: str) -> None:
             sizes = [size if isinstance(size, int) else size.value for size in output.shape]
             output.shape = ir.Shape([prefix + size if isinstance(size, str) else size for size in sizes])
     for graph in subgraphs(node):
-        for inner in graph:
-            _rename(inner, prefix)
-
-
-def subgraphs(node: ir.Node) -> list[ir.Graph]:
-    """The graphs that a node runs: branches of an If, the body of a Loop."""
-    found: list[ir.Graph] = []
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            found.append(attribute.as_graph())
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            found += attribute.as_graphs()
-    return found
+        for body_node in graph:
+            _rename(body_node, prefix)
 
 
 def _import_opsets(graph: ir.Graph, source: ir.Model) -> None:
-    """Take the higher opset of the two, where that changes nothing."""
+    """Set the opset of each domain to the higher one of the two graphs, if no definition changes between them."""
     for domain, version in source.graph.opset_imports.items():
         low, high = sorted((graph.opset_imports.get(domain, version), version))
         if low != high and (domain or low < UNCHANGED_SINCE):
-            raise InputError(f"the components are of opsets {low} and {high}: optimize the whole folder again.")
+            raise InputError(f"the components have opsets {low} and {high}: optimize the whole folder again.")
         graph.opset_imports[domain] = high
 
 
 def _import_functions(model: ir.Model, source: ir.Model, prefix: str) -> None:
-    """Add `source`'s functions; one whose name is taken by another body becomes an overload of its own."""
+    """Add the functions of `source` to `model`; a function whose name has another body becomes an overload."""
     renamed: dict[ir.OperatorIdentifier, str] = {}
     for key, function in list(source.functions.items()):
-        there = model.functions.get(key)
-        if there is not None and _text(there) != _text(function):
+        existing = model.functions.get(key)
+        if existing is not None and _serialize(existing) != _serialize(function):
             function.overload = renamed[key] = prefix.rstrip(".") + function.overload
         model.functions[function.identifier()] = function
     if renamed:
@@ -97,5 +92,5 @@ def _import_functions(model: ir.Model, source: ir.Model, prefix: str) -> None:
                 node.overload = renamed[node.op_identifier()]
 
 
-def _text(function: ir.Function) -> bytes:
+def _serialize(function: ir.Function) -> bytes:
     return ir.to_proto(function).SerializeToString(deterministic=True)

@@ -1,4 +1,4 @@
-"""ONNX files as graphs: checked whole (see `core.onnx_file`), their weights left on disk until they are asked for."""
+"""Loading of verified ONNX files (see `core.onnx_file`) as onnx_ir models. Weights stay on disk until they are read."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from sd_ort.core import onnx_file
 
 
 def load(path: Path) -> ir.Model:
-    """The model at `path`. Raises InputError for one that is broken or reads what lies outside its folder.
+    """Load the model at `path`. Raises InputError if it is invalid or refers to data outside of its folder.
 
-    Locations of external data are absolute: files with several hard links, and the Hugging Face cache's links, are
-    read like any other, since where they lead is checked before.
+    Locations of external data become absolute. Hard links and the symbolic links of the Hugging Face cache are
+    accepted, because `onnx_file.read` checks their targets.
     """
     model = ir.from_proto(onnx_file.read(path))
     assert isinstance(model, ir.Model)
     return model
 
 
-def over_data(model: ir.Model, folder: Path) -> bytes:
-    """A changed model as bytes, its weights where they lie in `folder`, which it names relative to that folder (see
-    `runtime.session.create_session`, `changed`)."""
+def serialize_over_data(model: ir.Model, folder: Path) -> bytes:
+    """Serialize a modified model whose external data stays in `folder`; locations become relative to it.
+
+    For the graph override of `runtime.session.create_session`.
+    """
     for value in model.graph.initializers.values():
         if isinstance(value.const_value, ir.ExternalTensor):
-            kept = value.const_value
-            name = Path(kept.location).name
+            data = value.const_value
+            name = Path(data.location).name
             value.const_value = ir.ExternalTensor(
-                name, kept.offset, kept.length, kept.dtype, shape=kept.shape, name=str(value.name), base_dir=folder
+                name, data.offset, data.length, data.dtype, shape=data.shape, name=str(value.name), base_dir=folder
             )
     serialized: bytes = ir.to_proto(model).SerializeToString()
     return serialized

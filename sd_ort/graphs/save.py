@@ -1,4 +1,4 @@
-"""A graph with its weights in one external file, written a tensor at a time."""
+"""Saving of a graph with its weights in one external data file, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from fusion_passes import CONTRIB, DOMAIN
-from sd_ort.graphs import data_file
+from sd_ort.graphs import external_data_writer
 
-INSIDE = 256  # bytes of a weight that stays in the graph's own file
-IR_VERSION = 10  # what canonical opset 21 and functions with overloads need; folders of old exporters have less
+MAX_EMBEDDED = 256  # maximum bytes of a weight that is stored in the model file
+IR_VERSION = 10  # minimum for opset 21 and overloads of functions; old exporters write lower ones
 
 
 def save(
-    model: ir.Model, path: Path, before_each: Callable[[], None] = lambda: None, *, embed: bool = False
+    model: ir.Model, path: Path, on_tensor: Callable[[], None] = lambda: None, *, embed: bool = False
 ) -> str | None:
-    """Write `path` and one external data file beside it, a tensor at a time; offsets of large tensors are aligned.
+    """Write `path` and its external data file `<path>.data`, one tensor at a time; return the data file's SHA-256.
 
-    The model's weights are then those in the file. Returns that file's SHA-256, None with `embed`. `before_each` is
-    called before a tensor is written; what it raises ends the writing. `embed`: put the weights, which must not lie in
-    files now, into `path` itself.
+    Afterwards the model's weights refer to the data file, in which large tensors are aligned. `on_tensor` is called
+    before each tensor is written; its exceptions end the writing. With `embed` the weights, which must not be external,
+    are stored in `path` itself, and None is returned.
     """
     common.RemoveUnusedNodesPass()(model)
     common.NameFixPass()(model)
     for node in model.graph.all_nodes():
         if node.domain not in (CONTRIB, DOMAIN):
             continue
-        # A function's last output stays, since serialization would cut it off and ONNX Runtime miss it.
+        # A function's last output keeps its name: serialization drops trailing empty names, ONNX Runtime needs all.
         optional = node.outputs[1:] if node.domain == CONTRIB else node.outputs[1:-1]
         for output in optional:
             if not output.uses() and not output.is_graph_output():
-                output.name = ""  # an optional output that nobody reads need not be computed
+                output.name = ""  # kernels skip optional outputs without a name
     model.ir_version = max(model.ir_version, IR_VERSION)
     model.producer_name, model.producer_version = "sd-ort", importlib.metadata.version("sd-ort")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,13 +44,13 @@ def save(
     values = [value for graph in model.graphs() for value in graph.initializers.values()]
     weights = [(value, tensor) for value in values if (tensor := value.const_value) is not None]
     for value, tensor in weights:
-        if tensor.nbytes <= INSIDE and isinstance(tensor, ir.ExternalTensor):
+        if tensor.nbytes <= MAX_EMBEDDED and isinstance(tensor, ir.ExternalTensor):
             value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
-    outside = [(value, tensor) for value, tensor in weights if tensor.nbytes > INSIDE]
-    stored, digest = data_file.write(
-        path.with_name(f"{path.name}.data"), [tensor for _, tensor in outside], before_each
+    external = [(value, tensor) for value, tensor in weights if tensor.nbytes > MAX_EMBEDDED]
+    stored, digest = external_data_writer.write(
+        path.with_name(f"{path.name}.data"), [tensor for _, tensor in external], on_tensor
     )
-    for (value, _), tensor in zip(outside, stored, strict=True):
+    for (value, _), tensor in zip(external, stored, strict=True):
         value.const_value = tensor
     ir.save(model, path)
     return digest

@@ -1,4 +1,4 @@
-"""The module of the checkpoint that a node came from: shown to people, never read to decide anything."""
+"""The torch module that a node was exported from, for messages only."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def scope(node: ir.Node) -> str:
-    """The module a node came from, such as `down_blocks.0.attentions.0.transformer_blocks.0.attn1`; "" if unknown."""
+    """Return a node's module, such as `down_blocks.0.attentions.0.transformer_blocks.0.attn1`, or "" if unknown."""
     names = node.metadata_props.get(SCOPES)
     if names:
-        modules = ast.literal_eval(names.split("],")[0].rstrip("]") + "]")[:-1]  # the last is the node itself
-        named = [str(name) for name in modules if not str(name).startswith("_")]  # torch.export's own have a _
+        modules = ast.literal_eval(names.split("],")[0].rstrip("]") + "]")[:-1]  # the last name is the node itself
+        named = [str(name) for name in modules if not str(name).startswith("_")]  # torch.export adds names with _
         return named[-1].removeprefix("model").removeprefix(".") if named else ""
     for name in (node.name, *(output.name for output in node.outputs)):
         if name and name.startswith("/"):

@@ -1,6 +1,6 @@
-"""Changes of a CLIP text encoder's graph, as exported or fused: fewer layers, and more words.
+"""Modifications of a CLIP text encoder's graph, exported or fused: fewer layers, additional token embeddings.
 
-The graph comes out as bytes without weights, which stay in the file beside the original (see `runtime.session`).
+The result is a serialized graph over the external data of the original (see `runtime.session`).
 """
 
 from __future__ import annotations
@@ -11,36 +11,39 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes import checks as c
-from fusion_passes.rewriting import constant
+from fusion_passes import value_queries
+from fusion_passes.graph_edits import new_initializer
 from sd_ort.core.errors import InputError
-from sd_ort.graphs.load import load, over_data
+from sd_ort.graphs.load import load, serialize_over_data
 
 NORMS = ("LayerNormalization", "SkipLayerNormalization")
-SUM = 3  # output of SkipLayerNormalization: what it normalizes
+SUM = 3  # index of SkipLayerNormalization's output with the sum, its normalized input
 
 
-def changed(path: Path, layers: int, skip: int = 0, words: tuple[int, np.ndarray] | None = None) -> bytes:
-    """The text encoder at `path`, of `layers` layers, without its last `skip` ones; token ids from `words[0]` on look
-    their embeddings up in `words[1]` (n, C), float32.
+def modified_graph(path: Path, layers: int, skip: int = 0, new_tokens: tuple[int, np.ndarray] | None = None) -> bytes:
+    """Return the serialized text encoder at `path` without the last `skip` of its `layers` layers.
 
-    Raises InputError for a graph of another form.
+    `new_tokens`: the first new token id, and the float32 embeddings (n, C) of the ids from there on.
+
+    Raises:
+        InputError: if the layers or the embedding table are not found in the graph.
     """
     model = load(path)
     if skip:
         skip_layers(model, layers, skip)
-    if words is not None:
-        add_words(model, *words)
-    return over_data(model, path.parent)
+    if new_tokens is not None:
+        add_token_embeddings(model, *new_tokens)
+    return serialize_over_data(model, path.parent)
 
 
 def skip_layers(model: ir.Model, layers: int, skip: int) -> None:
-    """Let the embeddings come from `skip` layers earlier, as diffusers' clip_skip.
+    """Take the embeddings from `skip` layers earlier, as diffusers' clip_skip.
 
-    A layer has two norms, and one follows the last: norm 2 (layers - skip) reads what that many layers gave. For
-    `last_hidden_state` it takes the weights of the last norm, and its result; `hidden_states`, SDXL's, are the
-    penultimate layer's before any norm, so that they come from what the norm of one layer earlier reads. Where every
-    layer is an output (Optimum's SDXL), the penultimate one gets the name of an earlier one, and that one its name.
+    A layer has two norms, and a final norm follows the last layer, so the input of norm 2 * (layers - skip) is the
+    output of layer `layers - skip`. For `last_hidden_state` that norm gets the weights of the final norm and replaces
+    its output. SDXL's `hidden_states` is the output of the penultimate layer before any norm, so it becomes the input
+    of the norm one layer earlier. If every layer is an output (Optimum's SDXL), the penultimate output and an earlier
+    one exchange names.
     """
     if f"hidden_states.{layers}" in {value.name for value in model.graph.outputs}:
         _skip_outputs(model.graph, layers, skip)
@@ -48,23 +51,23 @@ def skip_layers(model: ir.Model, layers: int, skip: int) -> None:
     norms = [node for node in model.graph if node.op_type in NORMS]
     outputs = {str(value.name): value for value in model.graph.outputs}
     normed = "last_hidden_state" in outputs
-    whole, cut = 2 * layers + 1, 2 * (layers - 1)  # SDXL's first encoder ends before its last layer
-    place = 2 * (layers - skip - (not normed))
-    if len(norms) not in ((whole,) if normed else (whole, cut)) or not (
+    complete, truncated = 2 * layers + 1, 2 * (layers - 1)  # SDXL's first encoder ends before its last layer
+    index = 2 * (layers - skip - (not normed))
+    if len(norms) not in ((complete,) if normed else (complete, truncated)) or not (
         {"last_hidden_state", "hidden_states"} & outputs.keys()
     ):
         raise InputError("clip_skip finds no layers in this text encoder: export the pipeline with sd-ort.")
-    if place < 0:
+    if index < 0:
         raise _too_many(layers, skip)
-    norm, last = norms[place], norms[-1]
+    norm, last = norms[index], norms[-1]
     if not normed:
-        _give_out(model, outputs["hidden_states"], _read(norm))  # the pooled text goes on through all layers
+        _replace_output(model, outputs["hidden_states"], _norm_input(norm))  # the pooled output still uses all layers
     else:
-        weights = 2 if norm.op_type == NORMS[1] else 1
-        theirs = 2 if last.op_type == NORMS[1] else 1
-        for index in range(2):
-            norm.replace_input_with(weights + index, last.inputs[theirs + index])
-        _take_place(model, last.outputs[0], norm.outputs[0])
+        gamma = 2 if norm.op_type == NORMS[1] else 1
+        last_gamma = 2 if last.op_type == NORMS[1] else 1
+        for offset in range(2):  # gamma and beta
+            norm.replace_input_with(gamma + offset, last.inputs[last_gamma + offset])
+        _replace_value(model, last.outputs[0], norm.outputs[0])
     common.RemoveUnusedNodesPass()(model)
 
 
@@ -72,72 +75,75 @@ def _skip_outputs(graph: ir.Graph, layers: int, skip: int) -> None:
     outputs = {str(value.name): value for value in graph.outputs}
     if skip >= layers:
         raise _too_many(layers, skip)
-    read, earlier = outputs[f"hidden_states.{layers - 1}"], outputs[f"hidden_states.{layers - 1 - skip}"]
-    read.name, earlier.name = earlier.name, read.name
+    penultimate, earlier = outputs[f"hidden_states.{layers - 1}"], outputs[f"hidden_states.{layers - 1 - skip}"]
+    penultimate.name, earlier.name = earlier.name, penultimate.name
 
 
 def _too_many(layers: int, skip: int) -> InputError:
     return InputError(f"clip_skip {skip} is more than this text encoder's {layers} layers can leave out.")
 
 
-def add_words(model: ir.Model, first: int, rows: np.ndarray) -> None:
-    """Token ids from `first` on read `rows` (n, C) instead of the embedding table."""
+def add_token_embeddings(model: ir.Model, first: int, rows: np.ndarray) -> None:
+    """Use the embeddings `rows` (n, C) for token ids from `first` on, instead of the embedding table."""
     graph = model.graph
     lookup = next((n for n in graph if n.op_type == "Gather" and _reads_ids(n.inputs[1]) and _table(n.inputs[0])), None)
     stored = None if lookup is None else _table(lookup.inputs[0])
     if lookup is None or stored is None or stored.const_value is None:
-        raise InputError("this text encoder's table of words is not found: export the pipeline with sd-ort.")
+        raise InputError("this text encoder's table of token embeddings is not found: export the pipeline with sd-ort.")
     table, ids = lookup.inputs
     assert table is not None
     assert ids is not None
     dtype = stored.const_value.dtype if table is stored else ir.DataType.FLOAT
     integer = np.int32 if ids.dtype == ir.DataType.INT32 else np.int64
-    bound = constant(graph, "words.first", np.array(first, integer))
-    zero, axis = constant(graph, "words.zero", np.array(0, integer)), constant(graph, "words.axis", np.array([-1]))
-    kept = constant(graph, "words.rows", rows.astype(dtype.numpy()))
+    bound = new_initializer(graph, "words.first", np.array(first, integer))
+    zero, axis = (
+        new_initializer(graph, "words.zero", np.array(0, integer)),
+        new_initializer(graph, "words.axis", np.array([-1])),
+    )
+    new_table = new_initializer(graph, "words.rows", rows.astype(dtype.numpy()))
     nodes: list[ir.Node] = []
 
     def node(op: str, *inputs: ir.Value | None) -> ir.Value:
-        made = ir.node(op, list(inputs))
-        made.outputs[0].name = f"words.{op.lower()}.{len(nodes)}"
-        nodes.append(made)
-        return made.outputs[0]
+        new = ir.node(op, list(inputs))
+        new.outputs[0].name = f"words.{op.lower()}.{len(nodes)}"
+        nodes.append(new)
+        return new.outputs[0]
 
-    known = node("Less", ids, bound)
-    old = node("Gather", table, node("Where", known, ids, zero))
-    new = node("Gather", kept, node("Where", known, zero, node("Sub", ids, bound)))
-    looked_up = node("Where", node("Unsqueeze", known, axis), old, new)
+    is_old = node("Less", ids, bound)
+    old = node("Gather", table, node("Where", is_old, ids, zero))
+    new = node("Gather", new_table, node("Where", is_old, zero, node("Sub", ids, bound)))
+    embeddings = node("Where", node("Unsqueeze", is_old, axis), old, new)
     graph.insert_before(lookup, nodes)
-    _take_place(model, lookup.outputs[0], looked_up)
+    _replace_value(model, lookup.outputs[0], embeddings)
     graph.remove(lookup, safe=True)
 
 
-def _read(norm: ir.Node) -> ir.Value:
-    """What a norm normalizes."""
+def _norm_input(norm: ir.Node) -> ir.Value:
+    """Return the value that a norm normalizes."""
     value = norm.inputs[0] if norm.op_type == NORMS[0] else norm.outputs[SUM]
     assert value is not None
     return value
 
 
-def _take_place(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
-    """Let `new` stand where `old` stands, with its name where that is an output of the graph."""
+def _replace_value(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
+    """Replace `old` by `new`, which takes its name if `old` is a graph output."""
     new.type, new.shape = old.type, old.shape
     if old.is_graph_output():
-        _give_out(model, old, new)
+        _replace_output(model, old, new)
     ir.convenience.replace_all_uses_with(old, new)
 
 
-def _give_out(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
-    """Let `new` be the output of the graph that `old` is, of the same name."""
-    place = next(index for index, value in enumerate(model.graph.outputs) if value is old)
+def _replace_output(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
+    """Replace the graph output `old` by `new`, which takes its name."""
+    index = next(index for index, value in enumerate(model.graph.outputs) if value is old)
     new.type, new.shape = old.type, old.shape
     name, old.name = old.name, f"{old.name}.old"
     new.name = name
-    model.graph.outputs[place] = new
+    model.graph.outputs[index] = new
 
 
 def _reads_ids(value: ir.Value | None) -> bool:
-    """Whether a value is the graph's input_ids, cast or reshaped."""
+    """Return whether a value is the graph input input_ids, possibly cast or reshaped."""
     while (
         value is not None and (node := value.producer()) is not None and node.op_type in ("Cast", "Reshape", "Flatten")
     ):
@@ -146,7 +152,7 @@ def _reads_ids(value: ir.Value | None) -> bool:
 
 
 def _table(value: ir.Value | None) -> ir.Value | None:
-    """The table (words, C) that a value is, or is in float32 where target cpu stores weights in half the space."""
+    """Return the constant embedding table (vocabulary, C) of a value, also behind the Cast to float32 of target cpu."""
     if value is not None and (cast := value.producer()) is not None and cast.op_type == "Cast":
         value = cast.inputs[0] if cast.attributes["to"].as_int() == ir.DataType.FLOAT else None
-    return value if value is not None and c.is_constant(value) and len(value.shape or ()) == 2 else None
+    return value if value is not None and value_queries.is_constant(value) and len(value.shape or ()) == 2 else None

@@ -1,38 +1,39 @@
-"""How a UNet's graph enlarges its features: to twice their size, or to the size of the skip connection they meet."""
+"""Upsampling in a UNet's graph: by a fixed factor, or to the size of a skip connection."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from fusion_passes import checks as c
+from fusion_passes.value_queries import is_constant
 
-# What carries the size of another value to a Resize, and leaves it as it is.
-CARRYING = ("Cast", "Concat", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze")
-ENLARGING = ("Upsample", "UpsampleNearest", "SubpixelShuffle", "Resize")
+# Operators between a Shape and the sizes of a Resize that do not change a size.
+SIZE_FORWARDING_OPS = ("Cast", "Concat", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze")
+UPSAMPLING_OPS = ("Upsample", "UpsampleNearest", "SubpixelShuffle", "Resize")
 
 
-def doubles(model: ir.Model) -> bool:
-    """Whether a graph enlarges by fixed or computed factors, and not to the sizes of values that it has.
+def requires_even_sizes(model: ir.Model) -> bool:
+    """Return whether a graph upsamples by fixed or computed factors instead of to the sizes of other values.
 
-    diffusers' UNets do the latter at sizes that do not halve evenly at every level (`upsample_size`), and exporters
-    trace what is done at the size they trace: a graph of the other kind can be run at even sizes alone.
+    diffusers' UNets upsample to other values' sizes if a size does not halve evenly at every level (`upsample_size`).
+    Exporters trace only one of the two. A graph with factors runs at even sizes only.
     """
-    return any(node.op_type in ENLARGING and not _follows(node) for node in model.graph)
+    return any(node.op_type in UPSAMPLING_OPS and not _has_sizes_of_values(node) for node in model.graph)
 
 
-def _follows(node: ir.Node) -> bool:
+def _has_sizes_of_values(node: ir.Node) -> bool:
+    """Return whether a node is a Resize whose sizes are constants and elements of Shapes, at least one of a Shape."""
     sizes = node.inputs[3] if node.op_type == "Resize" and len(node.inputs) > 3 else None
-    if sizes is None or c.is_constant(sizes):
+    if sizes is None or is_constant(sizes):
         return False
-    reached, followed = [sizes], False
-    for value in reached:  # which grows
-        maker = value.producer()
-        if c.is_constant(value) or maker is None:
+    operands, has_shape = [sizes], False
+    for value in operands:  # the list grows
+        producer = value.producer()
+        if is_constant(value) or producer is None:
             continue
-        if maker.op_type == "Shape":
-            followed = True
-        elif maker.op_type in CARRYING:
-            reached += [operand for operand in maker.inputs if operand is not None]
+        if producer.op_type == "Shape":
+            has_shape = True
+        elif producer.op_type in SIZE_FORWARDING_OPS:
+            operands += [operand for operand in producer.inputs if operand is not None]
         else:
             return False
-    return followed
+    return has_shape

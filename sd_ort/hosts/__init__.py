@@ -1,4 +1,5 @@
-"""Other programs' pipelines on fused graphs: diffusers, ComfyUI and the WebUIs. Each host is a thin adapter.
+"""Integrations of fused graphs into diffusers, ComfyUI and the WebUIs.
 
-`models` gives torch tensors to a folder's components, `unet` calls its UNet as hosts do; both know of no host.
+`models` runs the components of a pipeline folder on torch tensors, `unet` runs its UNet as applications call it. Both
+are independent of the applications.
 """

@@ -21,9 +21,9 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from fusion_passes import DOMAIN
-from fusion_passes.operators import BY_NAME, bodies
-from fusion_passes.rewriting import read
-from fusion_passes.shapes.types import is_statistic
+from fusion_passes.graph_edits import tensor_values
+from fusion_passes.operators import BY_NAME, function_bodies
+from fusion_passes.shapes.types import is_float32_output
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.family.inputs import Arrays, random_inputs
@@ -114,7 +114,7 @@ def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str
     common.NameFixPass()(model)
     copy = model.clone()
     names = _add_ranges(copy)
-    bodies.attach(copy, [node for node in copy.graph if node.domain == DOMAIN])
+    function_bodies.attach(copy, [node for node in copy.graph if node.domain == DOMAIN])
     ranges = dict.fromkeys(names, 0.0)
     with tempfile.TemporaryDirectory(prefix=".calibration-", dir=scratch) as work:
         path = Path(work) / "component" / folder.MODEL
@@ -135,7 +135,7 @@ def _in_memory(model: ir.Model, data: Path) -> Arrays:
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         assert tensor is not None
-        array = read(tensor)
+        array = tensor_values(tensor)
         if tensor.dtype == ir.DataType.FLOAT and tensor.nbytes > LARGE:
             shape, numbers[name] = ir.Shape(array.shape), np.ascontiguousarray(array)
             value.const_value = ir.ExternalTensor(
@@ -167,11 +167,11 @@ def _add_ranges(model: ir.Model) -> list[str]:
     names = []
     graph = model.graph
     for node in [node for node in graph if node.domain == DOMAIN]:
-        if (inside := BY_NAME[node.op_type].inside) is not None:
+        if (inside := BY_NAME[node.op_type].internal_node) is not None:
             made = inside(node)
             made.outputs[0].name, made.outputs[0].type = f"{node.outputs[0].name}{INSIDE}", node.outputs[0].type
             graph.append(made)
-    values = [v for node in graph for i, v in enumerate(node.outputs) if not is_statistic(node, i)]
+    values = [v for node in graph for i, v in enumerate(node.outputs) if not is_float32_output(node, i)]
     wanted = [v for v in values if v.uses() or v.is_graph_output() or str(v.name).endswith(INSIDE)]
     used = [v for v in wanted if v.dtype == ir.DataType.FLOAT]
     graph.outputs.clear()

@@ -22,10 +22,11 @@ from typing import Any
 import onnx_ir as ir
 
 import fusion_passes
-from fusion_passes import CONTRIB, DOMAIN, OPERATORS, recipes
+from fusion_passes import CONTRIB, DOMAIN, OPERATORS
+from fusion_passes import weight_recipes as recipes
 from fusion_passes.canonicalize.opset import lower_opset
-from fusion_passes.operators import bodies
-from fusion_passes.pass_ import run_all, totals
+from fusion_passes.graph_pass import run_all, totals
+from fusion_passes.operators import function_bodies
 from sd_ort.core import folder
 from sd_ort.core.errors import InputError
 from sd_ort.core.interrupts import in_threads
@@ -33,10 +34,10 @@ from sd_ort.core.paths import output_path
 from sd_ort.family.guessed import guessed_configs
 from sd_ort.family.recorded import check_recorded
 from sd_ort.graphs import hoist
-from sd_ort.graphs.filling import fill
 from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
-from sd_ort.graphs.timestep import give_axis
+from sd_ort.graphs.template_weights import fill
+from sd_ort.graphs.timestep import make_timestep_1d
 from sd_ort.optimize import calibration, precision, raw
 from sd_ort.optimize.raw import Raw
 from sd_ort.optimize.targets import TARGETS, Target, default_target
@@ -44,7 +45,7 @@ from sd_ort.runtime.session import blaming, check_opens
 
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
-    *(operator.name for operator in OPERATORS if operator.counted),
+    *(operator.name for operator in OPERATORS if operator.in_summary),
     *("Attention", "LayerNormalization", "Conv", "Transpose"),
 )
 # What exporters make attention and group normalization from, by the name that a user knows.
@@ -95,7 +96,7 @@ def optimize(
         raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
     asked, hoisted = hoisted, chosen_hoisting(hoisted, dtype, target, names)
     raws = raw.of_folder(source, names)
-    if hoisted and not asked and not give_axis(load(folder.check_component(source, hoist.PARTS["step"]))):
+    if hoisted and not asked and not make_timestep_1d(load(folder.check_component(source, hoist.PARTS["step"]))):
         why += " The UNet is not hoisted, since it computes with its timestep, which has no axis, at once."
         hoisted = False
     options = {
@@ -325,7 +326,7 @@ def lower_operators(model: ir.Model, target: Target) -> list[str]:
             ours.append(node)
             if limit is not None and reason:
                 reasons[node.op_type, reason] += 1
-    bodies.attach(model, ours)
+    function_bodies.attach(model, ours)
     return [f"{count} {op_type}: {reason}" for (op_type, reason), count in reasons.items()]
 
 

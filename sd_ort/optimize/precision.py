@@ -19,10 +19,10 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from fusion_passes import recipes
+from fusion_passes import weight_recipes as recipes
 from fusion_passes.canonicalize.opset import OPSET
-from fusion_passes.rewriting import read
-from fusion_passes.shapes.types import is_statistic
+from fusion_passes.graph_edits import tensor_values
+from fusion_passes.shapes.types import is_float32_output
 from sd_ort.core.errors import InputError
 
 FLOAT = ir.DataType.FLOAT
@@ -61,7 +61,7 @@ def convert(
             continue
         _convert_attributes(node, half)
         for index, output in enumerate(node.outputs):
-            if output.dtype == FLOAT and not is_statistic(node, index):
+            if output.dtype == FLOAT and not is_float32_output(node, index):
                 output.dtype = half
     _insert_casts(graph, half, float32)
     common.TopologicalSortPass()(model)
@@ -168,11 +168,11 @@ def _half_tensor(name: str, value: ir.Value, half: ir.DataType) -> ir.Value:
     assert source is not None
 
     def evaluate() -> ir.Tensor:
-        return ir.Tensor(to_half(read(source), half), dtype=half, name=name)
+        return ir.Tensor(to_half(tensor_values(source), half), dtype=half, name=name)
 
     tensor = ir.LazyTensor(evaluate, dtype=half, shape=ir.Shape(source.shape.numpy()), name=name)
     new = ir.Value(name=name, const_value=tensor, shape=tensor.shape, type=ir.TensorType(half))
-    return recipes.note(new, "cast", half.name, [value])
+    return recipes.record_recipe(new, "cast", half.name, [value])
 
 
 def to_half(numbers: np.ndarray, half: ir.DataType) -> np.ndarray:

@@ -9,11 +9,11 @@ from typing import Any
 
 import onnx_ir as ir
 
-from fusion_passes import recipes
+from fusion_passes import weight_recipes as recipes
 from sd_ort.core import folder
 from sd_ort.family.configs import config_beside
-from sd_ort.graphs.filling import Read
 from sd_ort.graphs.load import load
+from sd_ort.graphs.template_weights import Read
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Raw:
 def of_file(path: Path, known: Mapping[str, str] | None = None) -> Raw:
     """The model in an ONNX file, of a pipeline folder or by itself.
 
-    known: the recipes of its weights (see `fusion_passes.recipes`); without, they are made of its own names.
+    known: the recipes of its weights (see `fusion_passes.weight_recipes`); without, they are made of its own names.
     """
 
     def model() -> ir.Model:
         loaded = load(path)
-        recipes.begin(loaded, known)
+        recipes.init_recipes(loaded, known)
         return loaded
 
     size = sum(file.stat().st_size for file in path.parent.iterdir() if file.is_file())

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 import onnx_ir as ir
 
 from fusion_passes import FUSIONS, OPERATORS
-from fusion_passes import checks as c
+from fusion_passes import value_queries as c
+from fusion_passes.graph_pass import Pass
 from fusion_passes.lower import (
+    bfloat16_activations,
     bfloat16_attention,
-    bfloat16_edges,
     bfloat16_layout,
-    bfloat16_products,
+    bfloat16_matmul_conv,
     fold_bias,
     layer_norm,
     linear_add,
@@ -30,9 +31,8 @@ from fusion_passes.lower import (
     upsample_nearest,
     winograd_conv,
 )
+from fusion_passes.lower.inline_fused_ops import inline_fused_ops
 from fusion_passes.lower.standard_attention import standard_attention
-from fusion_passes.lower.take_apart import take_apart
-from fusion_passes.pass_ import Pass
 from sd_ort.runtime.provider_records import WHEELS
 from sd_ort.runtime.rocm_kernels import NEWEST_OPSET
 from sd_ort.runtime.wheels import installed_wheels
@@ -134,7 +134,7 @@ class Target:
 
 _FLOAT32_INPUTS = frozenset((operator.name, i) for operator in OPERATORS for i in operator.float32_inputs)
 
-_NO_SDPA = take_apart("ScaledDotProductAttention")  # no provider has a kernel for it
+_NO_SDPA = inline_fused_ops("ScaledDotProductAttention")  # no provider has a kernel for it
 
 PORTABLE = Target("portable")
 
@@ -150,9 +150,9 @@ CPU = Target(
         bfloat16_attention.PASS,
         pack_qkv.BFLOAT16_PASS,
         standard_attention(_long_keys),
-        bfloat16_products.PASS,
+        bfloat16_matmul_conv.PASS,
         bfloat16_layout.PASS,
-        bfloat16_edges.PASS,
+        bfloat16_activations.PASS,
     ),
 )
 

@@ -1,6 +1,6 @@
 """Changes of a checkpoint's tensors, as changes of the weights that an optimized graph has, in open sessions.
 
-The weights of an optimized graph are transposed, packed and rounded ones. Their recipes (`fusion_passes.recipes`) are
+The weights of an optimized graph are transposed, packed and rounded ones. Their recipes (`weight_recipes`) are
 linear, so that the recipe of a change is the change of the weight.
 
     on a GPU      once a pipeline its sessions are opened over weights in memory of ours. From then on a change is
@@ -25,11 +25,11 @@ import numpy as np
 import onnx_ir as ir
 from threadpoolctl import threadpool_limits
 
-from fusion_passes import recipes
-from fusion_passes.operators.record import DOMAIN
+from fusion_passes import weight_recipes as recipes
+from fusion_passes.operators.definition import DOMAIN
 from sd_ort.core.errors import InputError, SdOrtError, first_line
 from sd_ort.core.folder import check_component, read_manifest
-from sd_ort.graphs import corrections, hoist
+from sd_ort.graphs import hoist, weight_update_graph
 from sd_ort.graphs.load import load
 from sd_ort.pipeline.adapters import LowRank
 from sd_ort.runtime.components import Components
@@ -61,7 +61,7 @@ class Corrections:
             raise InputError(f"{folder} does not say where its weights come from: export it again with this sd-ort.")
         self.parts = {name: hoist.folders_of(name, entry) for name, entry in entries.items()}
         self.known: dict[str, dict[str, ir.Value]] = {}
-        self.sessions: dict[corrections.Form, Any] = {}
+        self.sessions: dict[weight_update_graph.WeightUpdateSpec, Any] = {}
 
     def modules(self, component: str) -> dict[str, str]:
         """Module with underscores -> its weight's name, of all that a component's recipes read."""
@@ -176,7 +176,13 @@ class Corrections:
         held.changed = touched
 
     def _compute(
-        self, models: Components, held: HeldWeights, name: str, base: np.ndarray, recipe: recipes.Recipe, given: Changes
+        self,
+        models: Components,
+        held: HeldWeights,
+        name: str,
+        base: np.ndarray,
+        recipe: recipes.WeightRecipe,
+        given: Changes,
     ) -> bool:
         """Compute a weight on the device, into its memory; False for changes that no graph of ours takes."""
         found = [given.get(source) for source in recipes.sources(recipe)]
@@ -184,11 +190,11 @@ class Corrections:
         if not all(change is None or isinstance(change, LowRank) for change in found):
             return False
         assert isinstance(like, LowRank)
-        form = corrections.form(recipe, like.shape, base.dtype)
+        form = weight_update_graph.weight_update_spec(recipe, like.shape, base.dtype)
         if form is None:
             return False
         if form not in self.sessions:
-            made = corrections.correction(form)
+            made = weight_update_graph.build_weight_update(form)
             self.sessions[form] = open_graph(made, models.provider, models.options["provider_options"])
         feed = {"base": np.ascontiguousarray(base)}
         for number, change in enumerate(found):
@@ -208,7 +214,7 @@ class Corrections:
         return True
 
 
-def _factors(recipe: recipes.Recipe, changes: Changes) -> LowRank | None:
+def _factors(recipe: recipes.WeightRecipe, changes: Changes) -> LowRank | None:
     """What a recipe makes of a change, as a product too: of a tensor as it is, or of a matrix's transpose."""
     if isinstance(recipe, str):
         change = changes[recipe]
@@ -238,12 +244,12 @@ def _sum(weight: np.ndarray, change: LowRank, spare: np.ndarray | None = None) -
     return made
 
 
-def _change(recipe: recipes.Recipe, changes: Changes) -> np.ndarray:
+def _change(recipe: recipes.WeightRecipe, changes: Changes) -> np.ndarray:
     """What a recipe makes of the changes of the tensors that it reads."""
     if (factors := _factors(recipe, changes)) is not None:
         return factors.dense()
     dense = {name: _dense(changes[name]) for name in recipes.sources(recipe) if name in changes}
-    made = recipes.change(recipe, dense)
+    made = recipes.weight_delta(recipe, dense)
     assert made is not None  # the caller asks for what changes
     return made
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.core.errors import InputError
-from sd_ort.graphs import device_graphs
-from sd_ort.graphs.device_graphs import identifier
+from sd_ort.graphs import sampling_graphs
+from sd_ort.graphs.sampling_graphs import identifier
 from sd_ort.pipeline.control import MIDDLE
 from sd_ort.pipeline.drawing import Drawing
 from sd_ort.runtime.session import DTYPES
@@ -58,7 +58,7 @@ class ControlNets:
         declared = {output.name: output.type for output in self.nets[0].session.get_outputs()}
         dtypes = tuple((identifier(name), np.dtype(DTYPES[declared[name]])) for name in outputs)
         read = {f"{identifier(name)}_{i}": one for name, every in outputs.items() for i, one in enumerate(every)}
-        added = loop.graph(device_graphs.total, (len(self.nets), dtypes), read)
+        added = loop.graph(sampling_graphs.sum_residuals_graph, (len(self.nets), dtypes), read)
         values |= {MIDDLE.get(name, name): added.outputs[identifier(name)] for name in outputs}
         return [added]
 

@@ -2,7 +2,7 @@
 
 All components read and write buffers with fixed addresses, each the next one's input, and all sessions share one
 stream. Guidance, the scheduler (a table, see `family.schedule`) and the next step's input are one small ONNX graph
-between two UNet calls (`graphs.device_graphs`); the step's number lies on the device too. So a step is two calls
+between two UNet calls (`graphs.sampling_graphs`); the step's number lies on the device too. So a step is two calls
 without arguments, the UNet's mostly the replay of a captured graph, all steps are queued at once, and the host waits
 for the picture alone.
 """
@@ -20,7 +20,7 @@ import numpy as np
 
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.progress import step_bar
-from sd_ort.graphs import device_graphs
+from sd_ort.graphs import sampling_graphs
 from sd_ort.pipeline.device_control import ControlNets
 from sd_ort.pipeline.device_steps import Steps
 from sd_ort.pipeline.device_text import DeviceTexts
@@ -285,12 +285,12 @@ class Buffers:
             values = {"latents": self.values["latents"], "factor": loop.value(factor), "mean": loop.value(mean)}
             vae = loop.models["vae_decoder"] if pictures else None
             dtype = np.dtype(np.float32 if vae is None else vae.dtype("latent_sample"))
-            ends = [loop.graph(device_graphs.finish, dtype, values)]
+            ends = [loop.graph(sampling_graphs.unscale_latents_graph, dtype, values)]
             if vae is not None:
                 ends.append(loop.bind(vae, {"latent_sample": ends[0].outputs["latent_sample"]}))
                 sample = ends[1].outputs["sample"]
                 given = DTYPES[next(o.type for o in vae.session.get_outputs() if o.name == "sample")]
-                ends.append(loop.graph(device_graphs.picture, np.dtype(given), {"sample": sample}))
+                ends.append(loop.graph(sampling_graphs.to_uint8_graph, np.dtype(given), {"sample": sample}))
             self.ends[pictures] = ends
         return self.ends[pictures]
 

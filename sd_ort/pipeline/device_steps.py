@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sd_ort.graphs import device_graphs
-from sd_ort.graphs.device_graphs import SIDES, Between, identifier
+from sd_ort.graphs import sampling_graphs
+from sd_ort.graphs.sampling_graphs import GUIDANCE_HALVES, SchedulerStepSpec, identifier
 from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
@@ -36,25 +36,25 @@ class Steps:
         by_step: dict[str, np.dtype] = {}
         if buffers.prompt is not None:
             by_step = self._time(buffers, count + 1)
-        what = Between(
+        what = SchedulerStepSpec(
             np.dtype(unet.dtype("sample")),
             None if buffers.timestep is None else buffers.timestep.dtype,
             buffers.timestep is not None and not buffers.timestep.ndim,
             tuple(by_step.items()),
-            controls=tuple(buffers.controls.dtypes),
+            control_scales=tuple(buffers.controls.dtypes),
             window=window,
-            scaled=bool((drawing.schedule.scales != 1).any()),
-            guided=drawing.guidance is not None,
-            rescaled=bool(drawing.guidance is not None and drawing.rescale),
-            draws=0 if drawing.draws is None else self.arrays["drawn"].shape[1],
-            channels=drawing.channels is not None,
-            kept=drawing.kept is not None,
-            split=drawing.side is not None,
+            scales_input=bool((drawing.schedule.scales != 1).any()),
+            guidance=drawing.guidance is not None,
+            rescales_guidance=bool(drawing.guidance is not None and drawing.rescale),
+            noise_count=0 if drawing.draws is None else self.arrays["drawn"].shape[1],
+            extra_channels=drawing.channels is not None,
+            inpaints=drawing.kept is not None,
+            split_guidance=drawing.side is not None,
         )
         if window > 1:
-            shape = (window, what.kinds, *drawing.latents.shape)
+            shape = (window, what.term_count, *drawing.latents.shape)
             self.values["history"] = self.values["history_out"] = loop.empty(shape, np.float32)
-        self.before.append(loop.graph(device_graphs.between, replace(what, first=True), self.values))
+        self.before.append(loop.graph(sampling_graphs.scheduler_step_graph, replace(what, initial=True), self.values))
         if buffers.unet is None:
             buffers.unet = loop.bind(unet, buffers.values)
         self.unet = buffers.unet
@@ -64,9 +64,9 @@ class Steps:
             # Of a split guidance: here the other side puts its predictions.
             dtype = DTYPES[self.noise.data_type()]
             self.received = loop.value(np.zeros(self.noise.shape(), dtype))
-            for side in SIDES:
+            for side in GUIDANCE_HALVES:
                 self.values[f"{side}_noise"] = self.noise if side == drawing.side else self.received
-        self.between = loop.repeated(device_graphs.between, what, self.values)
+        self.between = loop.repeated(sampling_graphs.scheduler_step_graph, what, self.values)
         self.every = [*buffers.controls.every, self.unet, self.between]
 
     def _arrays(self, drawing: Drawing) -> dict[str, np.ndarray]:
@@ -106,7 +106,7 @@ class Steps:
         if conditioning:
             row = loop.value(np.tile(np.arange(self.rows), states))
             values = {identifier(name): prompt.outputs[name] for name in conditioning} | {"row": row}
-            spread = loop.graph(device_graphs.spread, tuple(conditioning.items()), values)
+            spread = loop.graph(sampling_graphs.repeat_rows_graph, tuple(conditioning.items()), values)
             self.before.append(spread)
             feed = {name: spread.outputs[f"every_{identifier(name)}"] for name in conditioning}
         dtype = model.dtype("timestep")
@@ -141,7 +141,7 @@ class Steps:
 
 
 def tables(schedule: LinearSchedule, guidance: float | None) -> dict[str, np.ndarray]:
-    """What `device_graphs.between` reads of a schedule of T steps, with a row more: before the first step there is
+    """What `scheduler_step_graph` reads of a schedule of T steps, with a row more: before the first step there is
     nothing to sum up. With `guidance` a prediction's factor stands for the negative one's, and the positive one's."""
     count, window = schedule.steps.shape[:2]
     latents, prediction = np.moveaxis(schedule.steps.astype(np.float64), 2, 0)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sd_ort.graphs import device_graphs
+from sd_ort.graphs import sampling_graphs
 from sd_ort.pipeline.drawing import check_finite
 from sd_ort.runtime.session import DTYPES
 
@@ -57,7 +57,7 @@ class DeviceTexts:
             sources = self.sources[name]
             read = {f"part_{i}": source.value for i, source in enumerate(sources)}
             graph = (key[1], len(sources[0].value.shape()), tuple(source.dtype for source in sources))
-            bound = self.loop.graph(device_graphs.conditioning, graph, {**read, **self.values})
+            bound = self.loop.graph(sampling_graphs.conditioning_graph, graph, {**read, **self.values})
             self.parts.append(bound)
             self.checks += [(bound.outputs[f"check_{i}"], source.encoder) for i, source in enumerate(sources)]
             self.made[key] = bound.outputs["conditioning"]

@@ -55,9 +55,9 @@ class Devices:
         if self.split_guidance is not None:
             models.open_partner(self.split_guidance[1])
         if self.unet_on is not None:
-            from sd_ort.graphs.ranges import ranges  # onnx_ir, which a pipeline on one device does without
+            from sd_ort.graphs.partition import partition_graph  # onnx_ir, which a pipeline on one device does without
 
-            models.spread("unet", self.unet_on[1:], ranges)
+            models.spread("unet", self.unet_on[1:], partition_graph)
         if self.decode_on is not None:
             models.place("vae_decoder", self.decode_on)
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sd_ort.graphs.device_graphs import SIDES
+from sd_ort.graphs.sampling_graphs import GUIDANCE_HALVES
 from sd_ort.pipeline.device_loop import DeviceLoop
 from sd_ort.runtime.chained import is_captured
 from sd_ort.runtime.providers import warn_once
@@ -46,7 +46,7 @@ class SplitLoop(DeviceLoop):
     def __init__(self, models: Components, partner: Components) -> None:
         super().__init__(models)
         self.other = DeviceLoop(partner)
-        self.pool = ThreadPoolExecutor(len(SIDES), "guidance")
+        self.pool = ThreadPoolExecutor(len(GUIDANCE_HALVES), "guidance")
         self.turn = threading.Lock()
         self.events = [Events(loop.models.stream) for loop in (self, self.other)]
 
@@ -57,7 +57,7 @@ class SplitLoop(DeviceLoop):
             return super().run(drawing)
         self.other.wait = self.wait
         with self.turn, self.other.models.lock, self.models.lock:
-            first, second = (drawing.half(side) for side in SIDES)
+            first, second = (drawing.half(side) for side in GUIDANCE_HALVES)
             with self.other.models.lock:  # which makes its device the current one
                 there = self.other.buffers(second).begin(second)
             with self.models.lock:

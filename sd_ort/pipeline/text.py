@@ -171,11 +171,11 @@ class Texts:
         words = self.words.get(name)
         if not skip and words is None:
             return self.models[name]
-        from sd_ort.graphs.text_encoder import changed  # what rewrites graphs takes half a second to import
+        from sd_ort.graphs.text_encoder import modified_graph  # what rewrites graphs takes half a second to import
 
         layers = component_config(self.folder, name, required=True)["num_hidden_layers"]
         learned = None if words is None else (words.first, words.table)
-        return self.models.variant(name, f"skip {skip}", lambda path: changed(path, layers, skip, learned))
+        return self.models.variant(name, f"skip {skip}", lambda path: modified_graph(path, layers, skip, learned))
 
     def _spelled(self, name: str, texts: Sequence[str]) -> list[str]:
         words = self.words.get(name)

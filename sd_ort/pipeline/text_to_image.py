@@ -207,9 +207,9 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
     def _doubles(self) -> bool:
         """Whether only sizes that halve evenly can be drawn (`graphs.upsampling`)."""
         from sd_ort.graphs.load import load
-        from sd_ort.graphs.upsampling import doubles
+        from sd_ort.graphs.upsampling import requires_even_sizes
 
-        return doubles(load(check_component(self.folder, "unet")))
+        return requires_even_sizes(load(check_component(self.folder, "unet")))
 
     # --- Drawing ----------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Function overloads on ONNX Runtime before 1.27, which finds a model-local function by domain and name alone.
 
-There two overloads of one function run the same body, or crash. The bodies of `fusion_passes.operators.bodies` have
+There two overloads of one function run the same body, or crash. The bodies of `operators.function_bodies` have
 overloads, so a session without the op library gets a graph in which each overload has a function name of its own.
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import graph_fixtures
 import pytest
 
-from fusion_passes.pass_ import Outcome, Pass
+from fusion_passes.graph_pass import Pass, PassOutcome
 from sd_ort.benchmark import ablation, contenders
 from sd_ort.benchmark.ablation import ablation_steps
 from sd_ort.core.folder import MODEL
@@ -19,7 +19,7 @@ from sd_ort.optimize.targets import TARGETS
 
 def test_nothing_fused_switches_off_what_the_ablation_does_not_know() -> None:
     """Not by name: a fusion and a lowering made up here run in the whole target, and in no step before the last."""
-    fusion, lowering = (Pass(name, lambda model: Outcome()) for name in ("made_up_fusion", "made_up_lowering"))
+    fusion, lowering = (Pass(name, lambda model: PassOutcome()) for name in ("made_up_fusion", "made_up_lowering"))
     target = TARGETS["cuda"]
     grown = replace(target, fusions=(fusion, *target.fusions), passes=(*target.passes, lowering))
     *steps, last = ablation_steps(grown).values()
@@ -44,7 +44,7 @@ def test_ablation_adds_one_thing_a_row(raw: Path, monkeypatch: pytest.MonkeyPatc
     assert set(steps[-1].passes) < set(TARGETS["cuda"].passes)
     for before, after in pairwise(steps):
         assert set(before.fusions) <= set(after.fusions)
-        assert {each.name for each in before.passes} - {"take_apart"} <= {each.name for each in after.passes}
+        assert {each.name for each in before.passes} - {"inline_fused_ops"} <= {each.name for each in after.passes}
     assert [any(each.name == "nhwc_layout" for each in step.passes) for step in steps] == [False] * 2 + [True] * 6
 
     monkeypatch.setattr(contenders, "library_path", lambda: None)

@@ -62,8 +62,8 @@ def test_an_optimized_folder_shows_its_source_and_its_target(source: Path, optim
     assert after["lowered"]["nhwc_layout"] == {"rewrote": {"nhwc_layout": 36}, "left": []}
     biases = after["lowered"]["fold_bias"]
     assert {(site["op"], site["reason"]) for site in biases["left"]} >= {
-        ("NhwcConv", "NhwcConv reads the result, which adds no bias"),
-        ("Add", "no Reshape to an image alone reads the sum"),
+        ("NhwcConv", "the consumer NhwcConv adds no bias"),
+        ("Add", "the sum has a consumer other than one Reshape to an image"),
     }
     assert biases["rewrote"]["fold_bias"] == 35
     assert all(site["scope"] for site in biases["left"])
@@ -152,7 +152,7 @@ def test_a_geglu_layer_for_our_provider(tmp_path: Path) -> None:
     lowered = found["lowered"]["linear_split_gelu"]
     assert lowered["rewrote"] == {"linear_split_gelu": 1}
     assert [(site["op"], site["reason"]) for site in lowered["left"]] == [
-        ("BiasSplitGelu", "something else reads its product too")
+        ("BiasSplitGelu", "its MatMul has other consumers")
     ]
 
 

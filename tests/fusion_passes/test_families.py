@@ -1,7 +1,7 @@
-"""Every exporter's graph of every family becomes the same fused graph, with the numbers it had, whose every weight
-is made again by its recipe, bit for bit.
+"""The graphs of all exporters of a model family become the same fused graph with the same outputs.
 
-The graphs are exports of the `-tiny` presets, which have the topology of the full models: counts are theirs.
+Every weight is recomputed from its recipe, bit for bit. The graphs are exports of the `-tiny` presets, which have the
+topology and thus the node counts of the full models.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from rebuilding import rebuilt, rebuilt_for_every_target, tensors
 
 import fusion_passes
-from fusion_passes import recipes
+from fusion_passes import weight_recipes
+from fusion_passes.graph_pass import run_all, totals
 from fusion_passes.lower import nhwc_layout, pack_qkv, subpixel_conv, upsample_nearest
-from fusion_passes.pass_ import run_all, totals
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.check.verify import check, verify
@@ -37,12 +37,12 @@ from sd_ort.hosts.diffusers import accelerate
 from sd_ort.optimize.optimizer import COUNTED, optimize, optimize_component
 from sd_ort.optimize.targets import PORTABLE, Target
 
-# All that a GPU provider could take, as function bodies, so that the CPU runs it: the layout and the packing.
+# The layout and packing passes of GPU targets; their fused operators run as function bodies on the CPU.
 NHWC = Target("nhwc", (nhwc_layout.PASS, pack_qkv.PASS, upsample_nearest.PASS, subpixel_conv.PASS))
 
-# What a family's components consist of after fusion; SD 1.5 as in the table of README.md, others by their topology.
-# A GroupNorm is a SkipGroupNorm where it normalizes a sum (a convolution and the time embedding, a block and its
-# residual), and stays one behind a Concat or a convolution alone.
+# Node counts of a family's components after fusion; SD 1.5 as in the table of README.md, others by their topology.
+# A GroupNorm of a sum (a convolution and the time embedding, a block and its residual) is a SkipGroupNorm. A GroupNorm
+# of a Concat or of a single convolution stays.
 VAE = {
     "vae_encoder": {"MultiHeadAttention": 1, "GroupNorm": 14, "SkipGroupNorm": 8, "NhwcConv": 28, "Transpose": 2},
     "vae_decoder": {
@@ -59,7 +59,7 @@ CLIP_L = {"MultiHeadAttention": 12, "SkipLayerNormalization": 24, "LayerNormaliz
 EXPECTED: dict[str, dict[str, dict[str, int]]] = {
     "sd15": {"text_encoder": CLIP_L, "unet": SD_UNET, **VAE},
     "sd15-inpaint": {"unet": SD_UNET},
-    # One Transpose a residual that comes in: 12 of the encoder, one of the middle block.
+    # One Transpose for each residual input: 12 of the encoder, one of the middle block.
     "sd15-controlnet": {
         "unet": SD_UNET | {"Transpose": 15},
         "controlnet": {
@@ -68,14 +68,14 @@ EXPECTED: dict[str, dict[str, dict[str, int]]] = {
             "Transpose": 15,
         },
     },
-    # Projections into and out of the transformers are linear: 32 convolutions fewer.
+    # Input and output projections of the transformers are linear: 32 convolutions fewer.
     "sd21": {
         "text_encoder": {"MultiHeadAttention": 23, "SkipLayerNormalization": 46, "LayerNormalization": 1},
         "unet": SD_UNET | {"NhwcConv": 66},
         **VAE,
     },
     "sdxl": {
-        # The penultimate state is asked for: 11 layers, the last of which ends in a sum that no normalization follows.
+        # Only the penultimate state is used: 11 layers; no normalization follows the sum at the end of the last one.
         "text_encoder": {
             "MultiHeadAttention": 11, "SkipLayerNormalization": 21, "LayerNormalization": 1, "BiasAdd": 1,
             "QuickGelu": 11,
@@ -96,14 +96,14 @@ EXPECTED: dict[str, dict[str, dict[str, int]]] = {
         },
     },
 }  # fmt: skip
-# No fused graph has these: each one left would be a site that was missed.
-GONE = (
+# No fused graph has these: each would be an unfused site.
+REMOVED = (
     "Softmax", "InstanceNormalization", "GroupNormalization", "Erf", "IsNaN", "ScaledDotProductAttention", "Resize",
 )  # fmt: skip
-# Latent sizes; the session, not the run, takes the time.
+# Latent sizes. Creating the session takes most of the time, not the run.
 SIZES = ({"batch": 1, "sequence": 19, "height": 16, "width": 8}, {"batch": 2, "sequence": 12, "height": 8, "width": 24})
-# One exporter a family, each target and type; the others differ in spelling only, which the counts prove gone. UNets in
-# float16 take longest to open: tests/optimize/test_optimize.py has one for each target.
+# One exporter for each family, each target and dtype. The fused graphs of the others are equal, as their counts show.
+# UNets in float16 take longest to open: tests/optimize/test_optimize.py has one for each target.
 CHECKED = [
     ("sd15-tiny-torchscript-17.unet", NHWC, "float32"),
     ("sd15-tiny-dynamo-23.unet", PORTABLE, "float32"),
@@ -128,7 +128,7 @@ CHECKED = [
 ]  # fmt: skip
 
 
-# Parts of public checkpoints that no committed graph has, several in one model: what differs from `topology`'s.
+# Config values of public checkpoints that no committed graph has, several in one model: the differences to `topology`.
 SMALL_CLIP = presets.clip_config(32, 2, 4, "quick_gelu", 32, vocab_size=presets.BYTE_VOCABULARY, intermediate_size=80)
 SMALL_UNET = presets.unet_config(
     sample_size=8, block_out_channels=[32, 64], layers_per_block=1, attention_head_dim=4, cross_attention_dim=32,
@@ -148,11 +148,11 @@ TOPOLOGIES: dict[str, dict[str, signatures.Config]] = {
         "reverse_transformer_layers_per_block": [[2, 1, 3], 1], "addition_embed_type": "text_time",
         "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 32 + 6 * 8,
     }},
-    # x4 upscaler: a noise level as class; self-attention that reads the text.
+    # x4 upscaler: a noise level as class label; only cross-attention.
     "upscaler": {"unet": {
         "in_channels": 7, "num_class_embeds": 100, "only_cross_attention": [True, False], "use_linear_projection": True,
     }},
-    # unCLIP: an image embedding as class. SD 2.1: scores in float32. Heads and channels that are no powers of two.
+    # unCLIP: an image embedding as class label. SD 2.1: scores in float32. Head and channel counts not powers of two.
     "unclip": {"unet": {
         "class_embed_type": "projection", "projection_class_embeddings_input_dim": 48, "upcast_attention": True,
         "attention_head_dim": [3, 5], "block_out_channels": [30, 50], "norm_num_groups": 5,
@@ -171,13 +171,13 @@ TOPOLOGIES: dict[str, dict[str, signatures.Config]] = {
         "_class_name": "AutoencoderTiny", "encoder_block_out_channels": [16, 16, 16], "num_encoder_blocks": [1, 2, 1],
         "decoder_block_out_channels": [16, 16, 16], "num_decoder_blocks": [1, 2, 1],
     }},
-    # Later CLIPs have an end token of their own, and other activations.
+    # Later CLIPs have another end token and other activations.
     "clip": {"text_encoder": {
         "eos_token_id": 513, "hidden_act": "gelu", "hidden_size": 36, "num_attention_heads": 3,
         "max_position_embeddings": 100,
     }},
 }  # fmt: skip
-# What torch calls -> the operators that take its place, of which there must be as many.
+# torch module class -> the operators that replace it; the counts must be equal.
 CALLED = {
     "Attention": ("MultiHeadAttention",),
     "CLIPAttention": ("MultiHeadAttention",),
@@ -193,16 +193,16 @@ CALLED = {
 def topology(
     changes: dict[str, signatures.Config], pipeline: str = "StableDiffusionPipeline", **scheduler: Any
 ) -> Preset:
-    """A small Stable Diffusion, whose models differ from the usual by `changes`."""
+    """Return a small Stable Diffusion preset with the config values `changes`."""
     small = {"text_encoder": SMALL_CLIP, "unet": SMALL_UNET, "vae": SMALL_VAE}
-    made = {name: config | changes.get(name, {}) for name, config in small.items()}
-    if made["vae"]["_class_name"] == "AutoencoderTiny":
-        made["vae"] = changes["vae"]
-    return Preset(pipeline, made, presets.EULER | scheduler, {})
+    configs = {name: config | changes.get(name, {}) for name, config in small.items()}
+    if configs["vae"]["_class_name"] == "AutoencoderTiny":
+        configs["vae"] = changes["vae"]
+    return Preset(pipeline, configs, presets.EULER | scheduler, {})
 
 
 def calls(source: PresetSource, component: str, config: signatures.Config) -> Counter[str]:
-    """How often each kind of module in `CALLED` runs in one pass of a component through torch."""
+    """Return how often each module class in `CALLED` runs in one forward call of a component in torch."""
     model = source.load(signatures.MODEL_OF.get(component, component))
     module = wrap(component, model, is_sdxl(source), controlnet=False)
     counts: Counter[str] = Counter()
@@ -215,7 +215,7 @@ def calls(source: PresetSource, component: str, config: signatures.Config) -> Co
 
 
 def fuse(name: str, path: Path, target: Target, dtype: str = "float32") -> tuple[Path, Path, dict]:
-    """(source folder, optimized folder, entry of the manifest) of a committed graph."""
+    """Return (source folder, optimized folder, manifest entry) of a committed graph."""
     source, out = graph_fixtures.make_folder(path / "source", name), path / "out"
     model = Path(name.rsplit(".", 1)[1]) / folder.MODEL
     entry = optimize_component(source / model, out / model, target, dtype)
@@ -238,12 +238,12 @@ def family_of(name: str) -> tuple[str, str]:
 
 
 def assert_counts(name: str, graph: ir.Graph, rules: Mapping[str, int]) -> None:
-    """A graph fused for `NHWC` by `rules` consists of what its family does, and of nothing that was missed."""
+    """Assert that a graph fused for `NHWC` with the rewrite counts `rules` has the nodes of its family."""
     family, component = family_of(name)
     ops = Counter(node.op_type for node in graph)
     packed = {key: rules[key] for key in ("packed_qkv", "packed_kv") if rules.get(key)}
     assert {op: ops[op] for op in COUNTED if ops[op]} | packed == EXPECTED[family][component]
-    assert {op: ops[op] for op in GONE if ops[op]} == {}
+    assert {op: ops[op] for op in REMOVED if ops[op]} == {}
 
 
 COUNTED_BELOW = {name for name, target, dtype in CHECKED if (target, dtype) == (NHWC, "float32")}
@@ -276,11 +276,11 @@ def test_counts(name: str) -> None:
 def test_numbers(name: str, target: Target, dtype: str, tmp_path: Path) -> None:
     source, out, entry = fuse(name, tmp_path, target, dtype)
     component = name.rsplit(".", 1)[1]
-    made = ir.load(out / component / folder.MODEL)
+    model = ir.load(out / component / folder.MODEL)
     if name in COUNTED_BELOW and (target, dtype) == (NHWC, "float32"):
-        assert_counts(name, made.graph, entry["rules"])
-    recipes.begin(made, entry["weights"])
-    assert rebuilt([made], tensors(ir.load(source / component / folder.MODEL))) > 50
+        assert_counts(name, model.graph, entry["rules"])
+    weight_recipes.init_recipes(model, entry["weights"])
+    assert rebuilt([model], tensors(ir.load(source / component / folder.MODEL))) > 50
     result = verify(source, out, library=False, sizes=SIZES)
     assert {row["tolerance"] for row in result["rows"]} == {3e-3 if dtype == "float16" or "-half-" in name else 1e-5}
     assert len({tuple(row["shape"]) for row in result["rows"] if row["output"] == result["rows"][0]["output"]}) == 2
@@ -289,7 +289,7 @@ def test_numbers(name: str, target: Target, dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_topology(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Export (checked against torch), counts as torch's calls say, and the numbers of the fused graph."""
+    """Export (verified against torch), compare the counts with torch's calls, and verify the fused graph."""
     monkeypatch.setitem(PRESETS, name, topology(TOPOLOGIES[name]))
     raw, out, (changed,) = tmp_path / "raw", tmp_path / "out", TOPOLOGIES[name]
     components = ["vae_encoder", "vae_decoder"] if changed == "vae" else [changed]
@@ -308,8 +308,8 @@ def test_topology(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     check(verify(raw, out, library=False, sizes=SIZES))
 
 
-def test_distilled_model_draws_what_diffusers_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LCM: the UNet is told the guidance scale; a tiny autoencoder beside it."""
+def test_distilled_model_matches_diffusers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LCM: the UNet has a guidance scale input. The VAE is a tiny autoencoder."""
     changes = {"unet": {"time_cond_proj_dim": 33}, **TOPOLOGIES["taesd"]}
     preset = topology(
         changes, "LatentConsistencyModelPipeline", _class_name="LCMScheduler", original_inference_steps=50

@@ -1,4 +1,4 @@
-"""Graphs that nobody tuned for: every attention and normalization is fused or left for a reason, and none grows."""
+"""Graphs of other architectures: every attention and normalization is fused, and no graph grows."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ CHECKED = (
     "unet-text-mask-torchscript-17",
     "vae-sd-torchscript-17",
 )
-# No attention in a form that is fused, islands of convolutions between what has no other layout.
+# No attention that can be fused; regions of convolutions between operators without an NHWC form.
 ISLANDS = ("vae-deep-torchscript-17", "vae-tiny-dynamo-20", "wuerstchen-dynamo-20")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHECKED)
-def test_what_is_there_is_fused_and_the_graph_does_not_grow(name: str) -> None:
+def test_every_attention_and_norm_is_fused_and_the_graph_does_not_grow(name: str) -> None:
     source = foreign.load(name)
     before = foreign.operators(ir.from_proto(source))
     start = foreign.canonical(source)
     fused = foreign.fuse(ir.from_proto(start), PORTABLE)
     attention = fused["MultiHeadAttention"] + fused["ScaledDotProductAttention"]
     norms = fused["GroupNorm"] + fused["SkipGroupNorm"]
-    there = [sum(before[op] for op in operators) for operators in (foreign.ATTENTION, foreign.NORM)]
-    assert [attention, norms] == there
+    expected = [sum(before[op] for op in operators) for operators in (foreign.ATTENTION, foreign.NORM)]
+    assert [attention, norms] == expected
     assert attention > 0
     for after in (fused, foreign.fuse(ir.from_proto(start), CUDA)):
         assert foreign.why_worse(source, after) is None
 
 
 @pytest.mark.parametrize("name", ISLANDS)
-def test_islands_of_convolutions_cost_no_more_than_two_transposes(name: str) -> None:
+def test_regions_of_convolutions_add_at_most_two_transposes(name: str) -> None:
     source = foreign.load(name)
     assert foreign.why_worse(source, foreign.fuse(ir.from_proto(foreign.canonical(source)), CUDA)) is None
 
 
 @pytest.mark.parametrize("name", ["unet-resnet-sampling-dynamo-20", "unet-text-mask-torchscript-17"])
-def test_numbers_stay_at_two_shapes(name: str) -> None:
+def test_outputs_are_equal_at_two_shapes(name: str) -> None:
     source = foreign.load(name)
     assert max(foreign.errors(source, foreign.canonical(source), NHWC)) < 1e-5
 
 
-def test_low_rank_sums_do_not_stand_in_the_way() -> None:
+def test_unmerged_lora_does_not_prevent_the_geglu_fusion() -> None:
     fused = foreign.fuse(ir.from_proto(foreign.canonical(foreign.load("unet-lora-dynamo-20"))), PORTABLE)
     assert fused["BiasSplitGelu"] == 4

@@ -1,4 +1,4 @@
-"""Every pass over its cases: how often it fires, which nodes are left, the reasons, the numbers before and after."""
+"""Every pass over its cases: number of rewrites, node counts, reject reasons, outputs before and after."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import onnxruntime as ort
 import pytest
 
 import fusion_passes
-from fusion_passes.operators import bodies
-from fusion_passes.pass_ import Case, Outcome, Pass, run_all
+from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, run_all
+from fusion_passes.operators import function_bodies
 from sd_ort.check.reasons import near_misses
 from sd_ort.optimize.targets import TARGETS
 
@@ -26,13 +26,13 @@ ALL = [(each, case) for each in PASSES for case in each.cases]
 IDS = [f"{each.name}: {case.name}" for each, case in ALL]
 
 
-def build(case: Case) -> onnx.ModelProto:
-    """The case's graph, with a random weight (non-zero, distinct) for every declared value that no node makes."""
+def build(case: PassCase) -> onnx.ModelProto:
+    """Return the case's graph with a random weight (non-zero, distinct) for every declared value without a producer."""
     model = onnx.parser.parse_model(case.graph)
     graph = model.graph
-    made = {name for node in graph.node for name in node.output} | {t.name for t in graph.initializer}
+    defined = {name for node in graph.node for name in node.output} | {t.name for t in graph.initializer}
     for info in list(graph.value_info):
-        if info.name in made:
+        if info.name in defined:
             continue
         shape = [d.dim_value for d in info.type.tensor_type.shape.dim]
         random = np.random.default_rng(zlib.crc32(info.name.encode()))
@@ -43,8 +43,8 @@ def build(case: Case) -> onnx.ModelProto:
     return model
 
 
-def feeds(model: onnx.ModelProto, case: Case) -> dict[str, np.ndarray]:
-    """Random inputs at the case's sizes."""
+def feeds(model: onnx.ModelProto, case: PassCase) -> dict[str, np.ndarray]:
+    """Return random inputs at the case's sizes."""
     random = np.random.default_rng(0)
     values = {}
     for info in model.graph.input:
@@ -57,8 +57,8 @@ def feeds(model: onnx.ModelProto, case: Case) -> dict[str, np.ndarray]:
 
 
 def run(model: ir.Model, values: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """The outputs; fused nodes run by their function bodies, which are attached."""
-    bodies.attach(model, [node for node in model.graph if node.domain == fusion_passes.DOMAIN])
+    """Return the outputs. Fused nodes run as function bodies, which are attached."""
+    function_bodies.attach(model, [node for node in model.graph if node.domain == fusion_passes.DOMAIN])
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto)
     options = ort.SessionOptions()
@@ -68,57 +68,58 @@ def run(model: ir.Model, values: dict[str, np.ndarray]) -> list[np.ndarray]:
 
 
 def graph_of(model: ir.Model) -> str:
-    """All of a graph that a pass may change, as text: nodes, weights, and what the values are."""
+    """Return the model as text, to detect any change by a pass."""
     return str(ir.to_proto(model))
 
 
-def run_pass(each: Pass, model: ir.Model) -> tuple[Outcome, str, str]:
-    """(what the pass did to the case's model, the graph before it, the graph after)."""
+def run_pass(each: Pass, model: ir.Model) -> tuple[PassOutcome, str, str]:
+    """Return (outcome of the pass, the graph before it, the graph after it)."""
     if each in fusion_passes.CANONICAL:
-        done = fusion_passes.canonicalize(model).get(each.name, Outcome())
+        outcome = fusion_passes.canonicalize(model).get(each.name, PassOutcome())
         before = graph_of(model)
         each.run(model)
-        return done, before, graph_of(model)
+        return outcome, before, graph_of(model)
     fusion_passes.canonicalize(model)
     if each in fusion_passes.FUSIONS:
-        place = fusion_passes.FUSIONS.index(each)
-        run_all(model, fusion_passes.FUSIONS[:place])
+        index = fusion_passes.FUSIONS.index(each)
+        run_all(model, fusion_passes.FUSIONS[:index])
         before = graph_of(model)
         outcome, after = each.run(model), graph_of(model)
-        run_all(model, fusion_passes.FUSIONS[place + 1 :])
+        run_all(model, fusion_passes.FUSIONS[index + 1 :])
         return outcome, before, after
     fusion_passes.fuse(model)
-    run_all(model, each.after)
+    run_all(model, each.runs_after)
     before = graph_of(model)
     return each.run(model), before, graph_of(model)
 
 
 @pytest.mark.parametrize(("each", "case"), ALL, ids=IDS)
-def test_case(each: Pass, case: Case) -> None:
+def test_case(each: Pass, case: PassCase) -> None:
     source = build(case)
     values = feeds(source, case)
     model = ir.from_proto(source)
     outcome, before, after = run_pass(each, model)
-    assert outcome.counts.total() == case.fires, outcome
+    assert outcome.counts.total() == case.rewrites, outcome
     nodes = Counter(node.op_type for node in model.graph)
     assert {op: nodes[op] for op in case.ops} == case.ops
-    if case.refused is not None:
-        assert any(case.refused in reason for reason in outcome.reasons()), outcome.reasons()
-        left = next(refusal for refusal in outcome.refused if case.refused in refusal.reason)
+    if case.rejection is not None:
+        assert any(case.rejection in reason for reason in outcome.reason_counts()), outcome.reason_counts()
+        left = next(refusal for refusal in outcome.rejections if case.rejection in refusal.reason)
         shown = near_misses(left.node, {each.name: outcome}, each.name)
-        assert case.refused in "; ".join(entry["reason"] for entry in shown if not entry["distance"])
+        assert case.rejection in "; ".join(entry["reason"] for entry in shown if not entry["distance"])
         assert json.loads(json.dumps(shown)) == shown
-    if not case.fires:
+    if not case.rewrites:
         assert after == before
     for got, want in zip(run(model, values), run(ir.from_proto(source), values), strict=True):
         # bfloat16 has 8 bits: numbers are rounded by up to 1/512, products by twice that, and some errors cancel.
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=np.abs(want).max() / 256 if each.rounds else 1e-5)
+        atol = np.abs(want).max() / 256 if each.rounds_to_bfloat16 else 1e-5
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize("each", PASSES, ids=lambda each: each.name)
-def test_every_pass_has_cases_that_must_not_fire(each: Pass) -> None:
-    assert any(case.fires for case in each.cases)
-    assert any(not case.fires for case in each.cases)
+def test_every_pass_has_cases_without_rewrites(each: Pass) -> None:
+    assert any(case.rewrites for case in each.cases)
+    assert any(not case.rewrites for case in each.cases)
 
 
 def test_names_are_unique() -> None:

@@ -1,4 +1,4 @@
-"""Time is linear in the nodes of a graph: calls are counted, since seconds are noise on a busy machine."""
+"""Optimization time is linear in the number of nodes, measured in Python calls: seconds are noise on a busy machine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from large_graphs import BLOCK, LINK, blocks
 
 import fusion_passes
-from fusion_passes.pass_ import run_all
+from fusion_passes.graph_pass import run_all
 from sd_ort.optimize.targets import CUDA
 
 
 def calls(text: str, times: int) -> int:
-    """Python calls that it takes to optimize a graph of so many blocks."""
+    """Return the number of Python calls for optimizing a graph of `times` blocks."""
     model = ir.from_proto(blocks(text, times))
     profile = cProfile.Profile()
     profile.enable()
@@ -27,5 +27,5 @@ def calls(text: str, times: int) -> int:
 
 
 @pytest.mark.parametrize(("block", "times"), [(BLOCK, 8), (LINK, 100)], ids=["blocks", "chain"])
-def test_work_grows_with_the_nodes_and_no_faster(block: str, times: int) -> None:
+def test_calls_grow_linearly_with_the_nodes(block: str, times: int) -> None:
     assert calls(block, 4 * times) < 4.4 * calls(block, times)

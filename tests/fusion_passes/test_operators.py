@@ -1,4 +1,4 @@
-"""Every fused operator has one record; its function body computes what the kernels' reference does."""
+"""Every fused operator has one definition; its function body agrees with the reference of its kernels."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from custom_ops import op
 from fusion_passes import DOMAIN, OPERATORS
-from fusion_passes.operators import BY_NAME, bodies
-from fusion_passes.operators.record import Operator
+from fusion_passes.operators import BY_NAME, function_bodies
+from fusion_passes.operators.definition import FusedOperator
 
-# Folders of custom_ops by the operator that they have kernels for. The others' bodies are one standard operator, or
-# two, whose numbers the cases of their fusions compare.
+# Folders of custom_ops by fused operator. The other operators have bodies of one or two standard operators; the cases
+# of their fusions compare their outputs.
 KERNELS = {
     "Bfloat16Attention": "bfloat16_attention",
     "Bfloat16Conv": "bfloat16_conv",
@@ -33,61 +33,61 @@ KERNELS = {
 }
 
 
-def fused(operator: Operator, kernel: op.Operator, case: op.Case) -> bool:
-    """Whether fusions make nodes of a case's form: kernels take more of them."""
-    given = set(case.inputs)
-    images = all(len(case.inputs[kernel.inputs[i]]) == 4 for i in operator.images)
+def fused(operator: FusedOperator, kernel: op.Operator, case: op.Case) -> bool:
+    """Return whether fusions create nodes with the inputs of a case; kernels support more."""
+    inputs = set(case.inputs)
+    images = all(len(case.inputs[kernel.inputs[i]]) == 4 for i in operator.image_inputs)
     if operator.name == "MultiHeadAttention":
-        return not {"bias", "key_padding_mask"} & given
+        return not {"bias", "key_padding_mask"} & inputs
     if operator.name == "LinearSplitGelu":
-        return given == {"X", "W", "bias"}
+        return inputs == {"X", "W", "bias"}
     if operator.name == "SkipLayerNormalization":
-        return "beta" in given
-    return images and ("bias" not in given or case.attributes.get("channels_last", 1) == 1)
+        return "beta" in inputs
+    return images and ("bias" not in inputs or case.attributes.get("channels_last", 1) == 1)
 
 
 def small(case: op.Case) -> bool:
-    """Whether a case takes no time here."""
+    """Return whether a case runs fast on a CPU."""
     elements = [int(np.prod(shape)) for shape in case.inputs.values()]
     return not case.benchmark and case.values == "normal" and min(elements) > 0 and sum(elements) < 50_000
 
 
-def cases() -> list[tuple[Operator, op.Operator, op.Case]]:
-    found = []
+def cases() -> list[tuple[FusedOperator, op.Operator, op.Case]]:
+    selected = []
     for name, folder in KERNELS.items():
         kernel = op.load(folder)
         operator = BY_NAME[name]
-        found += [(operator, kernel, case) for case in kernel.cases if small(case) and fused(operator, kernel, case)]
-    return found
+        selected += [(operator, kernel, case) for case in kernel.cases if small(case) and fused(operator, kernel, case)]
+    return selected
 
 
 @pytest.mark.parametrize(("operator", "kernel", "case"), cases(), ids=lambda x: getattr(x, "name", ""))
-def test_the_body_is_the_kernels_reference(operator: Operator, kernel: op.Operator, case: op.Case) -> None:
+def test_the_body_matches_the_kernels_reference(operator: FusedOperator, kernel: op.Operator, case: op.Case) -> None:
     arrays = op.draw(kernel, case, "float32")
     names = [name if name in arrays else "" for name in kernel.inputs]
     while not names[-1]:
         names.pop()
     defaults: dict[str, int | float] = {"channels_last": 1, "unidirectional": 0, "scale": 0.3, "epsilon": 1e-5}
     defaults |= {"stride": 1, "x_last": 0, "y_last": 0, "gated": 0, "to": onnx.TensorProto.FLOAT}
-    given = defaults | case.attributes
-    attributes = {name: given[name] for name in operator.attributes}
+    available = defaults | case.attributes
+    attributes = {name: available[name] for name in operator.attributes}
     node = onnx.helper.make_node(operator.name, names, list(kernel.outputs), domain=DOMAIN)
-    node.attribute.extend(onnx.helper.make_attribute(name, number) for name, number in attributes.items())
-    wanted = kernel.reference(arrays, attributes)
+    node.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in attributes.items())
+    expected = kernel.reference(arrays, attributes)
     inputs, outputs = (
         [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, a.shape) for name, a in values.items()]
-        for values in (arrays, wanted)
+        for values in (arrays, expected)
     )
     graph = onnx.helper.make_graph([node], "g", inputs, outputs)
     opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid(DOMAIN, 1)]
     model = ir.from_proto(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10))
-    bodies.attach(model, list(model.graph))
+    function_bodies.attach(model, list(model.graph))
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    for got, (name, want) in zip(session.run(list(wanted), arrays), wanted.items(), strict=True):
+    for got, (name, want) in zip(session.run(list(expected), arrays), expected.items(), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max(initial=0), err_msg=name)
 
 
-def test_records() -> None:
+def test_definitions() -> None:
     assert len(BY_NAME) == len(OPERATORS)
-    assert {operator.name for operator in OPERATORS if operator.images} == {"GroupNorm", "SkipGroupNorm"}
-    assert all("channels_last" in operator.attributes for operator in OPERATORS if operator.images)
+    assert {operator.name for operator in OPERATORS if operator.image_inputs} == {"GroupNorm", "SkipGroupNorm"}
+    assert all("channels_last" in operator.attributes for operator in OPERATORS if operator.image_inputs)

@@ -1,4 +1,4 @@
-"""Shapes and opsets of operators that Stable Diffusion has not: one without a rule costs one value, never the graph."""
+"""Shapes and opsets of operators outside Stable Diffusion: one without a rule loses one shape, not the graph."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ HEADER = '<ir_version: 8, opset_import: ["" : {version}{more}]>\n'
 
 
 def shape(body: str, version: int = 17, more: str = "", inputs: str = "float[B,8,H,W] x") -> str:
-    """The inferred shape of `y`, as text."""
+    """Return the inferred shape of `y` as text."""
     text = HEADER.format(version=version, more=more) + f"g ({inputs}) => (float y) {{ {body} }}"
     model = ir.from_proto(onnx.parser.parse_model(text))
-    facts = annotate(model.graph)
-    found = facts.shapes.get(next(v for node in model.graph for v in node.outputs if v.name == "y"))
-    return "unknown" if found is None else ", ".join(map(str, found))
+    info = annotate(model.graph)
+    dims = info.shapes.get(next(v for node in model.graph for v in node.outputs if v.name == "y"))
+    return "unknown" if dims is None else ", ".join(map(str, dims))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def shape(body: str, version: int = 17, more: str = "", inputs: str = "float[B,8
         ('y = Einsum <equation = "bchw,bdhw->bcd"> (x, x)', "B, 8, 8"),
         ("i = Constant <value_ints = [0, 0]> ()  y = GatherND (x, i)", "H, W"),
         ("y = Trilu (x)", "B, 8, H, W"),
-        # a Slice from 0 to the size of the axis, as transformers cuts masks to the length of the keys; to another, none
+        # a Slice from 0 to the size of its axis, as transformers slices masks to the key length; and to another size
         ("z = Constant <value_ints = [0]> () a = Constant <value_ints = [2]> () "
          "h = Shape <start = 2, end = 3> (x) y = Slice (x, z, h, a)", "B, 8, H, W"),
         ("z = Constant <value_ints = [0]> () a = Constant <value_ints = [3]> () "
@@ -48,10 +48,10 @@ def shape(body: str, version: int = 17, more: str = "", inputs: str = "float[B,8
         ("y = DepthToSpace <blocksize = 2> (x)", "B, 2, 2*H, 2*W"),
         ("y = ReduceL2 <axes = [1]> (x)", "B, 1, H, W"),
         ("y = Flatten (x)", "B, 8*H*W"),
-        # no rule of ours, ONNX's own inference
+        # no shape rule: ONNX's inference
         ("y = LpNormalization (x)", "B, 8, H, W"),
         ("l = Constant <value_int = 9> ()  y = HannWindow (l)", "9"),
-        # a size of its own where nobody can tell, and what is behind it still has a shape
+        # a new symbol for an unknown size; values after it still have a shape
         ("r = Constant <value_ints = [-1, 4]> ()  z = other.Op (x)  y = Reshape (z, r)", "y_0, 4"),
         ("z = other.Conv (x)  y = Relu (z)", "unknown"),
     ],
@@ -60,28 +60,28 @@ def test_shape_of_an_operator(body: str, expected: str) -> None:
     assert shape(body, more=', "other" : 1') == expected
 
 
-def test_branches_of_an_if_keep_the_sizes_they_share() -> None:
+def test_branches_of_an_if_keep_their_common_sizes() -> None:
     body = """c = Constant <value = bool {1}> ()
         y = If (c) <then_branch = a () => (float t) { t = Relu (x) }, else_branch = b () => (float e) {
             two = Constant <value_ints = [1, 1, 2, 1]> ()  e = Tile (x, two) }>"""
     assert shape(body) == "B, 8, y_2, W"
 
 
-def changed() -> Iterator[tuple[str, int]]:
-    """Every standard operator and opset at which its definition is another than at `OPSET`."""
+def changed_operators() -> Iterator[tuple[str, int]]:
+    """Yield every standard operator and opset with another definition than at `OPSET`."""
     for name in sorted({s.name for s in onnx.defs.get_all_schemas() if s.domain == ""}):
         for version in range(opset.OLDEST, opset.NEWEST + 1):
-            then, now = opset.schema(name, version), opset.schema(name, opset.OPSET)
-            if then is not None and now is not None and then.since_version != now.since_version:
+            old, new = opset.schema(name, version), opset.schema(name, opset.OPSET)
+            if old is not None and new is not None and old.since_version != new.since_version:
                 yield name, version
 
 
 def test_every_standard_operator_whose_definition_changed_is_known() -> None:
     known = opset.WIDENED | opset.REPLACED | opset.CHANGED.keys() | {"AveragePool", "BatchNormalization"}
-    assert {name for name, version in changed() if version < opset.OPSET} <= known
+    assert {name for name, version in changed_operators() if version < opset.OPSET} <= known
 
 
-NUMBERS = {
+CONVERTED_NODES = {
     "GridSample": (16, 'y = GridSample <mode = "bilinear"> (x, grid)'),
     "ReduceMin": (17, "y = ReduceMin <axes = [2, 3]> (x)"),
     "ReduceProd of all": (17, "y = ReduceProd <keepdims = 0> (x)"),
@@ -93,9 +93,9 @@ NUMBERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_node_raised_to_another_opset_computes_what_it_did(name: str) -> None:
-    version, body = NUMBERS[name]
+@pytest.mark.parametrize("name", CONVERTED_NODES)
+def test_a_node_converted_to_another_opset_has_equal_outputs(name: str) -> None:
+    version, body = CONVERTED_NODES[name]
     text = (
         HEADER.format(version=version, more="")
         + f"""g (float[2,3,5,2] x, float[2,4,4,2] grid) => (float y) {{ {body} }}"""
@@ -117,7 +117,7 @@ def test_a_node_raised_to_another_opset_computes_what_it_did(name: str) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
-def test_what_cannot_be_raised_is_named() -> None:
+def test_operators_that_cannot_be_converted_are_named() -> None:
     body = "y = AveragePool <kernel_shape = [2, 2], ceil_mode = 1, count_include_pad = 1, pads = [1, 1, 0, 0]> (x)"
     text = HEADER.format(version=17, more="") + f"g (float[B,8,H,W] x) => (float y) {{ {body} }}"
     model = ir.from_proto(onnx.parser.parse_model(text))

@@ -1,4 +1,4 @@
-"""ComfyUI's nodes against its interfaces as recorded (V3, 0.33.0); scripts/checks/comfyui.py runs the real one."""
+"""ComfyUI's nodes against stubs of its interfaces (V3, 0.33.0); scripts/checks/comfyui.py runs the real one."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import pytest
 import torch
 
 from sd_ort.core.errors import InputError
+from sd_ort.hosts.application_installers import HERE
 from sd_ort.hosts.comfyui import comfy_entrypoint
-from sd_ort.hosts.installers import HERE
-from sd_ort.hosts.models import HostModels
+from sd_ort.hosts.models import TorchComponentSessions
 
 
 def module(name: str, **content: Any) -> types.ModuleType:
-    made = types.ModuleType(name)
-    made.__dict__.update(content)
-    return made
+    stub = types.ModuleType(name)
+    stub.__dict__.update(content)
+    return stub
 
 
-class Kind:
-    """io.Combo, io.Model, ...: makers of inputs and outputs."""
+class SocketType:
+    """io.Combo, io.Model, ...: factories of inputs and outputs."""
 
     def __init__(self, name: str) -> None:
-        self.Input = lambda id, **told: types.SimpleNamespace(kind=name, id=id, **told)
+        self.Input = lambda id, **options: types.SimpleNamespace(kind=name, id=id, **options)
         self.Output = lambda display_name=None: types.SimpleNamespace(kind=name)
 
 
@@ -38,12 +38,14 @@ class Base:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
 
-KINDS = {name: Kind(name) for name in ("Combo", "String", "Boolean", "Model", "Clip", "Vae", "Latent", "ControlNet")}
+SOCKET_TYPES = {
+    name: SocketType(name) for name in ("Combo", "String", "Boolean", "Model", "Clip", "Vae", "Latent", "ControlNet")
+}
 
 
 @pytest.fixture
 def comfy(small_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Modules that the nodes import; returns ComfyUI's models folder, which has one folder of ours."""
+    """Stub the modules that the nodes import; yield ComfyUI's models folder, which has one pipeline folder."""
     paths = {"checkpoints": ([], set())}
     folder_paths = module(
         "folder_paths",
@@ -56,9 +58,9 @@ def comfy(small_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     io = types.SimpleNamespace(
         ComfyNode=object,
-        Schema=lambda **told: types.SimpleNamespace(**told),
-        NodeOutput=lambda *made: types.SimpleNamespace(result=made),
-        **KINDS,
+        Schema=lambda **fields: types.SimpleNamespace(**fields),
+        NodeOutput=lambda *outputs: types.SimpleNamespace(result=outputs),
+        **SOCKET_TYPES,
     )
     utils = module("comfy.utils", ProgressBar=lambda total: types.SimpleNamespace(update=lambda by: None))
     modules = {
@@ -87,11 +89,11 @@ def comfy(small_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "sd_ort" / "tiny").symlink_to(small_export, target_is_directory=True)
     yield tmp_path
     for name in [name for name in sys.modules if name.startswith("sd_ort.hosts.comfyui.")]:
-        del sys.modules[name]  # they hold what was monkeypatched
+        del sys.modules[name]  # they refer to the stubs
 
 
 def test_nodes_and_workflows(comfy: Path) -> None:
-    """What the workflows give our nodes is what their schemas take, in that order."""
+    """The inputs of sd-ort's nodes in the workflows are those of their schemas, in that order."""
     extension = asyncio.run(comfy_entrypoint())
     schemas = {node.define_schema().node_id: node.define_schema() for node in asyncio.run(extension.get_node_list())}
     assert schemas["SdOrtLoadModel"].inputs[0].options == ["tiny", "a.safetensors"]
@@ -101,14 +103,14 @@ def test_nodes_and_workflows(comfy: Path) -> None:
         for node in json.loads(path.read_text())["nodes"]:
             if schema := schemas.get(node["type"]):
                 seen.add(node["type"])
-                assert [given["name"] for given in node["inputs"]] == [given.id for given in schema.inputs]
+                assert [socket["name"] for socket in node["inputs"]] == [socket.id for socket in schema.inputs]
                 assert [output["type"] for output in node["outputs"]] == [
                     {"ControlNet": "CONTROL_NET"}.get(output.kind, output.kind.upper()) for output in schema.outputs
                 ]
     assert seen == {"SdOrtLoadModel", "SdOrtLoadControlNet"}
 
 
-def test_errors_reach_the_box_in_one_line(comfy: Path) -> None:
+def test_errors_have_one_line(comfy: Path) -> None:
     nodes = importlib.import_module("sd_ort.hosts.comfyui.nodes")
     for call, message in (
         (lambda: nodes.Convert.execute("a.safetensors", "../up", "auto", True), "no name of a folder"),
@@ -120,14 +122,14 @@ def test_errors_reach_the_box_in_one_line(comfy: Path) -> None:
             call()
         assert str(caught.value).startswith("sd-ort: ")
         assert "\n" not in str(caught.value)
-    theirs = types.SimpleNamespace(model=types.SimpleNamespace(diffusion_model=torch.nn.Identity()))
-    assert nodes.Info.execute(theirs).result == ("this MODEL is not sd-ort's",)
+    other_model = types.SimpleNamespace(model=types.SimpleNamespace(diffusion_model=torch.nn.Identity()))
+    assert nodes.Info.execute(other_model).result == ("this MODEL is not sd-ort's",)
 
 
 def test_diffusion_model(comfy: Path, small_export: Path) -> None:
-    """Called as ComfyUI calls it: the folder's UNet answers, what it cannot do is refused, LoRAs find weights."""
+    """ComfyUI's call runs the folder's UNet; unsupported arguments raise; LoRAs find the weights by name."""
     model = importlib.import_module("sd_ort.hosts.comfyui.model")
-    models = HostModels(small_export, "cpu")
+    models = TorchComponentSessions(small_export, "cpu")
     name = "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.weight"
     ours = model.DiffusionModel(models, {name: "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"})
     wrapped = torch.nn.ModuleDict({"diffusion_model": ours})
@@ -141,8 +143,8 @@ def test_diffusion_model(comfy: Path, small_export: Path) -> None:
     options = {"uuids": ["u", "v"], "cond_or_uncond": [0, 1], "patches": {}}
     feed = {"sample": x, "timestep": times[:1], "encoder_hidden_states": context}
     with torch.inference_mode():
-        drawn = ours(x, times, context=context, control=None, transformer_options=options)
-    assert torch.equal(drawn, models.run("unet", **feed)["out_sample"])
+        prediction = ours(x, times, context=context, control=None, transformer_options=options)
+    assert torch.equal(prediction, models.run("unet", **feed)["out_sample"])
     nodes = importlib.import_module("sd_ort.hosts.comfyui.nodes")
     patcher = types.SimpleNamespace(model=types.SimpleNamespace(diffusion_model=ours))
     assert "median of 1" in nodes.Info.execute(patcher).result[0]
@@ -155,25 +157,27 @@ def test_diffusion_model(comfy: Path, small_export: Path) -> None:
             ours(x, times, context=context, **more)
 
 
-def test_free_memory_is_asked_once_a_picture(comfy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the number of rows, and with it the captured graph, stays the same from step to step."""
+def test_free_memory_is_queried_once_per_image(comfy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch size, and with it the captured graph, stays the same in all steps."""
     answers = iter((3, 2, 1))
     monkeypatch.setattr(Base, "pre_run", lambda self: None, raising=False)
     monkeypatch.setattr(Base, "get_free_memory", lambda self, device: next(answers), raising=False)
     patcher = importlib.import_module("sd_ort.hosts.comfyui.patcher").GraphPatcher()
-    pictures = []
+    free_bytes = []
     for _ in range(2):
         patcher.pre_run()
-        pictures.append([patcher.get_free_memory(torch.device("cpu")) for _ in range(3)])
-    assert pictures == [[3] * 3, [2] * 3]
+        free_bytes.append([patcher.get_free_memory(torch.device("cpu")) for _ in range(3)])
+    assert free_bytes == [[3] * 3, [2] * 3]
 
 
-def test_prompts_lie_on_the_samplers_device(comfy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a picture, whatever the family: ComfyUI would join them on the host at every step."""
+def test_prompts_are_on_the_samplers_device(comfy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all model families: ComfyUI would concatenate them on the CPU in every step."""
     model = importlib.import_module("sd_ort.hosts.comfyui.model")
-    told = {"c_crossattn": torch.zeros(1, 77, 8), "y": torch.zeros(1, 4), "frames": 3}
-    conds = {name: types.SimpleNamespace(cond=value) for name, value in told.items()}
+    conditioning = {"c_crossattn": torch.zeros(1, 77, 8), "y": torch.zeros(1, 4), "frames": 3}
+    conds = {name: types.SimpleNamespace(cond=value) for name, value in conditioning.items()}
     monkeypatch.setattr(Base, "extra_conds", lambda self, **_: conds, raising=False)
-    for kind in (model._Model, model._RawSizes, model._RawSizesRefiner):
-        made = kind.extra_conds(kind.__new__(kind), device=torch.device("meta"))
-        assert [getattr(made[name].cond, "device", None) for name in told] == [torch.device("meta")] * 2 + [None]
+    for cls in (model._Model, model._SdxlModel, model._SdxlRefinerModel):
+        moved = cls.extra_conds(cls.__new__(cls), device=torch.device("meta"))
+        assert [getattr(moved[name].cond, "device", None) for name in conditioning] == [torch.device("meta")] * 2 + [
+            None
+        ]

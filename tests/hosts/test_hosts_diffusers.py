@@ -1,4 +1,4 @@
-"""diffusers' pipelines on a folder's components draw what they draw on torch's, from the same seeds."""
+"""diffusers' pipelines with a folder's components generate the images of torch's models, from the same seeds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.core.errors import InputError
 from sd_ort.hosts.diffusers import OrtTextEncoder, OrtUNet, OrtVae, accelerate, install, uninstall
-from sd_ort.hosts.models import HostModels
-from sd_ort.hosts.tensors import TensorModel
-from sd_ort.hosts.unet import HostUNet
+from sd_ort.hosts.models import TorchComponentSessions
+from sd_ort.hosts.tensors import TorchOrtModel
+from sd_ort.hosts.unet import UNetRunner
 from sd_ort.optimize.optimizer import optimize
 from sd_ort.runtime.captured import GraphModel
 
@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {
     "prompt": "a red circle on a blue background", "num_inference_steps": 3, "guidance_scale": 4.0, "height": 64,
     "width": 64, "output_type": "np",
 }  # fmt: skip
-MIN_PSNR = 80.0  # dB, of fp32 pictures in 0..1; measured: above 110
+MIN_PSNR = 80.0  # dB, of float32 images in 0..1; measured: above 110
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,7 +40,7 @@ def reference() -> Any:
 
 @pytest.fixture(scope="module")
 def hoisted(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The UNet hoisted and fused, the other components as they were exported."""
+    """A folder with a hoisted and fused UNet and the exported other components."""
     out = tmp_path_factory.mktemp("hosts") / "hoisted"
     optimize(small_export, out, components=["unet"], hoisted=True)
     for name in ("text_encoder", "vae_encoder", "vae_decoder"):
@@ -48,22 +48,22 @@ def hoisted(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return out
 
 
-def torchs(kind: str, reference: Any) -> Any:
-    made = getattr(diffusers, kind)(**reference.components, requires_safety_checker=False)
-    made.set_progress_bar_config(disable=True)
-    return made
+def torch_pipeline_of(name: str, reference: Any) -> Any:
+    pipeline = getattr(diffusers, name)(**reference.components, requires_safety_checker=False)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
-def draw(pipeline: Any, seed: int = 3, **arguments: Any) -> Any:
+def generate(pipeline: Any, seed: int = 3, **arguments: Any) -> Any:
     return pipeline(**{**SETTINGS, **arguments}, generator=torch.Generator().manual_seed(seed)).images
 
 
-def assert_same(drawn: Any, expected: Any) -> None:
-    assert expected.std() > 0.05, "a flat picture proves nothing"
-    assert -10 * np.log10(np.mean((drawn - expected) ** 2) + 1e-20) > MIN_PSNR
+def assert_same(image: Any, expected: Any) -> None:
+    assert expected.std() > 0.05, "the image is flat"
+    assert -10 * np.log10(np.mean((image - expected) ** 2) + 1e-20) > MIN_PSNR
 
 
-def picture() -> Image.Image:
+def input_image() -> Image.Image:
     y, x = np.mgrid[:64, :64]
     return Image.fromarray(np.stack([4 * x, 4 * y, 255 - 2 * (x + y)], -1).astype(np.uint8))
 
@@ -74,45 +74,48 @@ def mask() -> Image.Image:
     return Image.fromarray(pixels)
 
 
-# --- The same pictures ----------------------------------------------------------------------------------------------
+# --- Equal images ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
         ("StableDiffusionPipeline", {"negative_prompt": "blurry", "num_images_per_prompt": 2}),
-        ("StableDiffusionImg2ImgPipeline", {"image": picture(), "strength": 0.7, "height": None, "width": None}),
-        ("StableDiffusionInpaintPipeline", {"image": picture(), "mask_image": mask(), "strength": 0.9}),
+        ("StableDiffusionImg2ImgPipeline", {"image": input_image(), "strength": 0.7, "height": None, "width": None}),
+        ("StableDiffusionInpaintPipeline", {"image": input_image(), "mask_image": mask(), "strength": 0.9}),
     ],
     ids=["text", "image", "inpainting"],
 )
-def test_same_pictures(reference: Any, hoisted: Path, kind: str, arguments: dict[str, Any]) -> None:
+def test_equal_images(reference: Any, hoisted: Path, kind: str, arguments: dict[str, Any]) -> None:
     arguments = {name: value for name, value in {**SETTINGS, **arguments}.items() if value is not None}
     seed = torch.Generator().manual_seed
-    expected = torchs(kind, reference)(**arguments, generator=seed(3)).images
-    pipe = accelerate(torchs(kind, reference), hoisted, provider="cpu")
+    expected = torch_pipeline_of(kind, reference)(**arguments, generator=seed(3)).images
+    pipe = accelerate(torch_pipeline_of(kind, reference), hoisted, provider="cpu")
     assert [type(pipe.unet), type(pipe.vae), type(pipe.text_encoder)] == [OrtUNet, OrtVae, OrtTextEncoder]
     assert not list(pipe.unet.parameters())
     assert_same(pipe(**arguments, generator=seed(3)).images, expected)
 
 
-def test_latents_enlarged_and_drawn_over(reference: Any, small_export: Path) -> None:
-    """Latent upscaling: text to latents, interpolated, and image to image from there; the VAE in tiles."""
-    drawn = []
+def test_latent_upscaling(reference: Any, small_export: Path) -> None:
+    """Text to latents, interpolation, and image to image from the result; the VAE in tiles."""
+    images = []
     for accelerated in (False, True):
-        pipe, larger = torchs("StableDiffusionPipeline", reference), torchs("StableDiffusionImg2ImgPipeline", reference)
+        pipe, larger = (
+            torch_pipeline_of("StableDiffusionPipeline", reference),
+            torch_pipeline_of("StableDiffusionImg2ImgPipeline", reference),
+        )
         if accelerated:
             accelerate(pipe, small_export, provider="cpu")
             larger = diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
-        small = draw(pipe, output_type="latent")
+        small = generate(pipe, output_type="latent")
         latents = torch.nn.functional.interpolate(small, scale_factor=2, mode="nearest")
         larger.vae.enable_tiling()
         larger.vae.tile_latent_min_size, larger.vae.tile_sample_min_size = 8, 64
-        monkeyed = {"image": latents, "strength": 0.6, "prompt": SETTINGS["prompt"], "num_inference_steps": 3}
-        drawn.append(larger(**monkeyed, generator=torch.Generator().manual_seed(1), output_type="np").images)
+        arguments = {"image": latents, "strength": 0.6, "prompt": SETTINGS["prompt"], "num_inference_steps": 3}
+        images.append(larger(**arguments, generator=torch.Generator().manual_seed(1), output_type="np").images)
         larger.vae.disable_tiling()
-    assert drawn[0].shape == (1, 128, 128, 3)
-    assert_same(drawn[1], drawn[0])
+    assert images[0].shape == (1, 128, 128, 3)
+    assert_same(images[1], images[0])
 
 
 def test_callbacks_see_and_change_latents(reference: Any, small_export: Path) -> None:
@@ -122,14 +125,14 @@ def test_callbacks_see_and_change_latents(reference: Any, small_export: Path) ->
         seen.append((step, int(timestep), sorted(tensors)))
         return {"latents": tensors["latents"] * 0.5}
 
-    expected = draw(torchs("StableDiffusionPipeline", reference), callback_on_step_end=halve)
-    pipe = accelerate(torchs("StableDiffusionPipeline", reference), small_export, provider="cpu")
-    assert_same(draw(pipe, callback_on_step_end=halve), expected)
+    expected = generate(torch_pipeline_of("StableDiffusionPipeline", reference), callback_on_step_end=halve)
+    pipe = accelerate(torch_pipeline_of("StableDiffusionPipeline", reference), small_export, provider="cpu")
+    assert_same(generate(pipe, callback_on_step_end=halve), expected)
     assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
 
 
-def test_folder_that_names_our_classes(reference: Any, hoisted: Path, tmp_path: Path) -> None:
-    """`DiffusionPipeline.from_pretrained` opens it, our own pipeline still does, and nothing of it is left behind."""
+def test_install_into_model_index(reference: Any, hoisted: Path, tmp_path: Path) -> None:
+    """diffusers and sd-ort open the folder after `install`; `uninstall` restores model_index.json."""
     folder = tmp_path / "folder"
     shutil.copytree(hoisted, folder)
     before = json.loads((folder / "model_index.json").read_text())
@@ -137,7 +140,7 @@ def test_folder_that_names_our_classes(reference: Any, hoisted: Path, tmp_path: 
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
     assert isinstance(pipe, diffusers.StableDiffusionPipeline)
     assert isinstance(pipe.vae, OrtVae)
-    assert_same(draw(pipe), draw(torchs("StableDiffusionPipeline", reference)))
+    assert_same(generate(pipe), generate(torch_pipeline_of("StableDiffusionPipeline", reference)))
     assert isinstance(StableDiffusionPipeline.from_pretrained(folder), StableDiffusionPipeline)
     with pytest.raises(InputError, match=r"optimized for torch\.float32"):
         diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.float16)
@@ -148,7 +151,7 @@ def test_folder_that_names_our_classes(reference: Any, hoisted: Path, tmp_path: 
 
 
 def test_loras_without_peft(reference: Any, hoisted: Path) -> None:
-    """Loaded, weighed and taken off through the pipeline, as our own pipeline does it."""
+    """Loading, scaling and unloading a LoRA give the images of sd-ort's pipeline."""
     generator = torch.Generator().manual_seed(0)
     name, width = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k", 32
     out, into = reference.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn2.to_k.weight.shape
@@ -157,25 +160,25 @@ def test_loras_without_peft(reference: Any, hoisted: Path) -> None:
         f"{name}.lora_A.weight": torch.randn(4, into, generator=generator),
         f"{name}.lora_B.weight": torch.randn(out, 4, generator=generator),
     }
-    pipe = accelerate(torchs("StableDiffusionPipeline", reference), hoisted, provider="cpu")
+    pipe = accelerate(torch_pipeline_of("StableDiffusionPipeline", reference), hoisted, provider="cpu")
     ours = StableDiffusionPipeline.from_pretrained(hoisted)
-    plain = draw(pipe)
+    without_lora = generate(pipe)
     for each in (pipe, ours):
         each.load_lora_weights(lora, adapter_name="one")
         each.set_adapters("one", 2.0)
-    drawn = draw(pipe)
-    assert np.abs(drawn - plain).max() > 1e-3
-    assert_same(drawn, draw(ours, progress=False))
+    with_lora = generate(pipe)
+    assert np.abs(with_lora - without_lora).max() > 1e-3
+    assert_same(with_lora, generate(ours, progress=False))
     pipe.unload_lora_weights()
-    assert np.array_equal(draw(pipe), plain)
+    assert np.array_equal(generate(pipe), without_lora)
 
 
-# --- What is refused ------------------------------------------------------------------------------------------------
+# --- Unsupported calls ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def pipe(reference: Any, small_export: Path) -> Any:
-    return accelerate(torchs("StableDiffusionPipeline", reference), small_export, provider="cpu")
+    return accelerate(torch_pipeline_of("StableDiffusionPipeline", reference), small_export, provider="cpu")
 
 
 def test_moves(pipe: Any, tmp_path: Path) -> None:
@@ -204,9 +207,9 @@ def test_moves(pipe: Any, tmp_path: Path) -> None:
     ],
     ids=["clip_skip", "attention", "adapter"],
 )
-def test_calls_that_the_graph_cannot_answer(pipe: Any, arguments: dict[str, Any], message: str) -> None:
+def test_unsupported_arguments(pipe: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        draw(pipe, **arguments)
+        generate(pipe, **arguments)
 
 
 def test_unet_alone(pipe: Any) -> None:
@@ -225,10 +228,10 @@ def test_folder_of_another_model(reference: Any, small_export: Path, tmp_path: P
     shutil.copytree(small_export, folder, symlinks=True)
     path = folder / "unet" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"cross_attention_dim": 48}))
-    theirs = torchs("StableDiffusionPipeline", reference)
+    pipeline = torch_pipeline_of("StableDiffusionPipeline", reference)
     with pytest.raises(InputError, match="holds another model: its unet has cross_attention_dim 48"):
-        accelerate(theirs, folder, provider="cpu")
-    assert not isinstance(theirs.unet, OrtUNet), "all are swapped, or none"
+        accelerate(pipeline, folder, provider="cpu")
+    assert not isinstance(pipeline.unet, OrtUNet), "all models are replaced, or none"
     with pytest.raises(InputError, match="has no UNet"):
         accelerate(object(), folder)
 
@@ -237,14 +240,14 @@ def test_folder_of_another_model(reference: Any, small_export: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_bound_where_they_lie(small_export: Path, captured: bool) -> None:
-    """What a GPU's tensors go through, on the CPU: outputs are the caller's own, a graph's buffers are not."""
-    models = HostModels(small_export, "cpu")
+def test_io_binding(small_export: Path, captured: bool) -> None:
+    """The code path of GPU tensors, on the CPU: later runs do not overwrite the returned outputs."""
+    models = TorchComponentSessions(small_export, "cpu")
     session = models.models["unet"].session
-    model = TensorModel(GraphModel(session, "cpu") if captured else models.models["unet"], torch.device("cpu"))
+    model = TorchOrtModel(GraphModel(session, "cpu") if captured else models.models["unet"], torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     width = models.unet_config["cross_attention_dim"]
-    made = []
+    outputs = []
     for rows in (1, 2, 1):
         feed = {
             "sample": torch.randn(rows, 4, 8, 8, generator=generator, dtype=torch.float64),
@@ -253,28 +256,29 @@ def test_bound_where_they_lie(small_export: Path, captured: bool) -> None:
         }
         (out,) = model(feed).values()
         (expected,) = models.run("unet", **feed).values()
-        made.append((out, out.clone()))
+        outputs.append((out, out.clone()))
         assert torch.allclose(out, expected, atol=1e-5)
-    assert all(torch.equal(out, then) for out, then in made)
-    assert len(model.captured) == (2 if captured else 0)
+    assert all(torch.equal(out, copy) for out, copy in outputs)
+    assert len(model.captured_runs) == (2 if captured else 0)
 
 
-def test_graph_reads_what_is_lent(hoisted: Path) -> None:
-    """On the CPU's memory: prompts and timesteps change in the tensors that the captured UNet reads, without a copy."""
-    plain, models = HostModels(hoisted, "cpu"), HostModels(hoisted, "cpu")
+def test_zero_copy_inputs(hoisted: Path) -> None:
+    """On the CPU: the captured UNet reads the reused output tensors of the prompt and time graphs without a copy."""
+    uncaptured, models = TorchComponentSessions(hoisted, "cpu"), TorchComponentSessions(hoisted, "cpu")
     models.shared = True
     models.models["unet"] = GraphModel(models.models["unet"].session, "cpu")
-    ours, expected = HostUNet(models), HostUNet(plain)
+    captured_unet, expected = UNetRunner(models), UNetRunner(uncaptured)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randn(2, 77, models.unet_config["cross_attention_dim"], generator=generator) for _ in range(2)]
-    for number, inference in ((0, True), (0, False), (1, True), (0, False)):
-        told, timestep = {"encoder_hidden_states": prompts[number]}, float(torch.randint(999, (), generator=generator))
+    for index, inference in ((0, True), (0, False), (1, True), (0, False)):
+        conditioning = {"encoder_hidden_states": prompts[index]}
+        timestep = float(torch.randint(999, (), generator=generator))
         sample = torch.randn(2, 4, 8, 8, generator=generator)
         with torch.inference_mode(inference):
-            drawn = ours(sample, timestep, told, key=number)
-        assert torch.allclose(drawn, expected(sample, timestep, told), atol=1e-5)
-    (graph,) = models.on_device["unet"].captured.values()
-    lent = {}
+            prediction = captured_unet(sample, timestep, conditioning, key=index)
+        assert torch.allclose(prediction, expected(sample, timestep, conditioning), atol=1e-5)
+    (run,) = models.torch_models["unet"].captured_runs.values()
+    reused = {}
     for part in ("unet_prompt", "unet_time"):
-        lent |= next(iter(models.on_device[part].lends.values()))
-    assert {n for n, tensor in graph.inputs.items() if tensor is lent.get(n)} == graph.inputs.keys() - {"sample"}
+        reused |= next(iter(models.torch_models[part].reusable_outputs.values()))
+    assert {n for n, tensor in run.inputs.items() if tensor is reused.get(n)} == run.inputs.keys() - {"sample"}

@@ -1,4 +1,4 @@
-"""install-host writes one small folder, and uninstall-host takes out that and nothing else."""
+"""install-host writes one folder, and uninstall-host removes only what install-host wrote."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from sd_ort.core.errors import InputError
-from sd_ort.hosts.install import MARKER, uninstall_folder
-from sd_ort.hosts.installers import HERE, install
+from sd_ort.hosts.application_installers import HERE, install
+from sd_ort.hosts.managed_folder import MARKER, uninstall_folder
 
 
 @pytest.fixture(params=["comfyui", "webui"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Path]:
-    """A host, a folder that looks like it, and where our extension goes."""
+    """An application, a stub of its folder, and the folder of the extension."""
     host: str = request.param
     root = tmp_path / "host"
     for name in ("comfy", "custom_nodes", "modules", "extensions"):
@@ -43,7 +43,7 @@ def test_install_and_uninstall(sd_ort: Callable[..., tuple[int, str, str]], plac
     assert (code, error.count("\n")) == (2, 1)
 
 
-def test_nothing_of_others_is_touched(
+def test_other_files_are_not_touched(
     sd_ort: Callable[..., tuple[int, str, str]], place: tuple[str, Path, Path]
 ) -> None:
     host, root, target = place
@@ -67,7 +67,7 @@ def test_wrong_folder(sd_ort: Callable[..., tuple[int, str, str]], tmp_path: Pat
     assert (code, error.count("\n")) == (2, 1)
 
 
-def test_a_marker_that_leads_outside(place: tuple[str, Path, Path]) -> None:
+def test_marker_with_a_path_outside_of_the_folder(place: tuple[str, Path, Path]) -> None:
     host, root, target = place
     install(host, root)
     (target / MARKER).write_text(json.dumps({"files": ["../../nodes.py"]}))
@@ -77,16 +77,16 @@ def test_a_marker_that_leads_outside(place: tuple[str, Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((HERE / "comfyui" / "workflows").glob("*.json")), ids=lambda path: path.stem)
-def test_workflows_are_whole(path: Path) -> None:
-    """Every link joins an output and an input of its type; every node of ours is one that we have."""
+def test_workflows_are_valid(path: Path) -> None:
+    """Every link connects an output and an input of its type; every sd-ort node exists."""
     workflow = json.loads(path.read_text())
     nodes = {node["id"]: node for node in workflow["nodes"]}
-    ours = (HERE / "comfyui" / "nodes.py").read_text()
-    for number, source, slot, into, place, kind in workflow["links"]:
-        output, taken = nodes[source]["outputs"][slot], nodes[into]["inputs"][place]
-        assert (output["type"], taken["type"], taken["link"]) == (kind, kind, number)
-        assert number in output["links"]
+    node_source = (HERE / "comfyui" / "nodes.py").read_text()
+    for link_id, source, output_index, target, input_index, link_type in workflow["links"]:
+        output, socket = nodes[source]["outputs"][output_index], nodes[target]["inputs"][input_index]
+        assert (output["type"], socket["type"], socket["link"]) == (link_type, link_type, link_id)
+        assert link_id in output["links"]
     for node in nodes.values():
-        assert not node["type"].startswith("SdOrt") or f'node_id="{node["type"]}"' in ours
-        missing = [given["name"] for given in node["inputs"] if given["link"] is None and "widget" not in given]
-        assert missing in ([], ["vae"]), "only ControlNetApplyAdvanced's VAE may be left open"
+        assert not node["type"].startswith("SdOrt") or f'node_id="{node["type"]}"' in node_source
+        missing = [socket["name"] for socket in node["inputs"] if socket["link"] is None and "widget" not in socket]
+        assert missing in ([], ["vae"]), "only ControlNetApplyAdvanced's VAE may be unconnected"

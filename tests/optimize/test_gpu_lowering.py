@@ -30,7 +30,7 @@ def test_passes_come_after_those_that_they_build_on(target: Target) -> None:
     names = [each.name for each in target.passes]
     assert len(set(names)) == len(names)
     for place, each in enumerate(target.passes):
-        assert not {before.name for before in each.after} & set(names[place:])
+        assert not {before.name for before in each.runs_after} & set(names[place:])
 
 
 def test_unet(tmp_path: Path) -> None:

@@ -248,10 +248,10 @@ def test_interrupt_and_full_disk(
 ) -> None:
     save = stage.save
 
-    def fail_on_the_second(model: ir.Model, path: Path, before_each: Callable[[], None], **options: bool) -> str | None:
+    def fail_on_the_second(model: ir.Model, path: Path, on_tensor: Callable[[], None], **options: bool) -> str | None:
         if path.parent.name == "vae_decoder":
             raise error
-        return save(model, path, before_each, **options)
+        return save(model, path, on_tensor, **options)
 
     monkeypatch.setattr(stage, "save", fail_on_the_second)
     check_refused(sd_ort("optimize", tiny_copy, tmp_path / "out"), message, tmp_path, "target cpu")

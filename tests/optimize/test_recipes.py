@@ -16,14 +16,14 @@ from minis import mini
 from rebuilding import lowered, rebuilt, tensors
 
 import fusion_passes
-from fusion_passes import recipes
+from fusion_passes import weight_recipes
 from sd_ort.core import folder
 from sd_ort.export.exporter import export
 from sd_ort.export.initializer_sources import duplicate_tensors, initializer_recipes
 from sd_ort.family.checkpoints import PresetSource
 from sd_ort.family.presets import PRESETS
 from sd_ort.family.signatures import MODEL_OF
-from sd_ort.graphs import corrections, hoist
+from sd_ort.graphs import hoist, weight_update_graph
 from sd_ort.optimize.optimizer import HOISTING, optimize
 from sd_ort.optimize.targets import TARGETS
 
@@ -49,13 +49,13 @@ def rebuild(path: Path, preset: str) -> dict[str, int]:
     counts = {}
     for name, entry in folder.read_manifest(path)["components"].items():
         state = {k: t.numpy() for k, t in PresetSource(preset, 0).load(MODEL_OF.get(name, name)).state_dict().items()}
-        table = recipes.load(entry["weights"])
+        table = weight_recipes.load(entry["weights"])
         parts = [hoist.PARTS.get(part, part) for part in entry.get("hoisted", [name])]
         counts[name] = 0
         for value in (v for part in parts for v in ir.load(path / part / folder.MODEL).graph.initializers.values()):
             weight = value.const_value.numpy()
             if value.name in table:
-                made = recipes.evaluate(table[value.name], state.__getitem__)
+                made = weight_recipes.evaluate(table[value.name], state.__getitem__)
                 assert made.dtype == weight.dtype
                 np.testing.assert_array_equal(made, weight, err_msg=value.name)
                 counts[name] += 1
@@ -107,38 +107,49 @@ def test_for_every_target_and_type(component: str) -> None:
 
 def test_recipes_as_text() -> None:
     table = {"a": "x.weight", "b": ["cast", "FLOAT16", ["transpose", [1, 0], "x.weight"]]}
-    assert recipes.load(json.loads(json.dumps(recipes.dump(table)))) == table
-    assert recipes.sources(table["b"]) == ["x.weight"]
+    assert weight_recipes.load(json.loads(json.dumps(weight_recipes.dump(table)))) == table
+    assert weight_recipes.sources(table["b"]) == ["x.weight"]
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
-    np.testing.assert_array_equal(recipes.evaluate(table["b"], {"x.weight": x}.__getitem__), x.T.astype(np.float16))
+    np.testing.assert_array_equal(
+        weight_recipes.evaluate(table["b"], {"x.weight": x}.__getitem__), x.T.astype(np.float16)
+    )
 
 
-def test_a_bias_through_filters() -> None:
-    """It follows neither tensor alone: a change of either is refused."""
-    recipe = ["through", None, "w", "b"]
+@pytest.mark.parametrize(("old", "new"), weight_recipes.ALIASES.items())
+def test_load_accepts_earlier_names_of_operations(old: str, new: str) -> None:
+    stored = {
+        name: f'["cast","FLOAT16",["{name}",null,["transpose",[1,0],"a[\\"{old}\\",.b"],"b"]]' for name in (old, new)
+    }
+    recipes = weight_recipes.load(stored)
+    assert recipes[old] == recipes[new] == ["cast", "FLOAT16", [new, None, ["transpose", [1, 0], f'a["{old}",.b'], "b"]]
+
+
+def test_delta_of_a_bias_multiplied_by_filters_is_rejected() -> None:
+    """The delta is not linear in either tensor alone."""
+    recipe = ["conv1x1_bias", None, "w", "b"]
     tensors = {"w": np.arange(6, dtype=np.float16).reshape(2, 1, 1, 3), "b": np.ones(3, np.float32)}
-    np.testing.assert_array_equal(recipes.evaluate(recipe, tensors.__getitem__), [3, 12])
-    assert recipes.change(recipe, {"other": np.ones(3)}) is None
+    np.testing.assert_array_equal(weight_recipes.evaluate(recipe, tensors.__getitem__), [3, 12])
+    assert weight_recipes.weight_delta(recipe, {"other": np.ones(3)}) is None
     for name, numbers in tensors.items():
         with pytest.raises(ValueError, match="by the product with its filters"):
-            recipes.change(recipe, {name: numbers})
+            weight_recipes.weight_delta(recipe, {name: numbers})
 
 
-def test_filters_of_a_doubled_image() -> None:
-    """Sums of taps in float32 whatever the type, rounded once; of changes too, on the host and by a device's graph."""
-    recipe = ["cast", "FLOAT16", ["phases", None, ["transpose", [0, 2, 3, 1], "w"]]]
+def test_subpixel_phases() -> None:
+    """Taps are summed in float32 for any dtype and rounded once; deltas too, on the host and by a device's graph."""
+    recipe = ["cast", "FLOAT16", ["subpixel_phases", None, ["transpose", [0, 2, 3, 1], "w"]]]
     random = np.random.default_rng(0)
     up, down = random.normal(size=(5, 2)).astype(np.float32), random.normal(size=(2, 36)).astype(np.float32)
     w = (up @ down).reshape(5, 4, 3, 3)
-    made = recipes.evaluate(recipe, {"w": w.astype(np.float16)}.__getitem__)
+    made = weight_recipes.evaluate(recipe, {"w": w.astype(np.float16)}.__getitem__)
     of_half = w.astype(np.float16).astype(np.float64)
     np.testing.assert_array_equal(made[:5, 0, 0], of_half[:, :, 0, 0].astype(np.float16))  # even row, even column
     np.testing.assert_array_equal(made[5:10, 1, 1], of_half[:, :, 1:, 2].sum(2).astype(np.float16))  # odd column
     np.testing.assert_array_equal(made[10:15, 0, 1], of_half[:, :, :2, 1:].sum((2, 3)).astype(np.float16))  # odd row
-    change = recipes.change(recipe, {"w": w})
-    form = corrections.form(recipe, w.shape, made.dtype)
+    change = weight_recipes.weight_delta(recipe, {"w": w})
+    form = weight_update_graph.weight_update_spec(recipe, w.shape, made.dtype)
     assert form is not None
-    session = ort.InferenceSession(corrections.correction(form), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(weight_update_graph.build_weight_update(form), providers=["CPUExecutionProvider"])
     summed = session.run(None, {"base": made, "up_0": up, "down_0": down})[0]
     np.testing.assert_allclose(summed, made + change, rtol=1e-3, atol=1e-3)
 

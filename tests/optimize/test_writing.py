@@ -1,4 +1,4 @@
-"""Weights are written in the graph's order and hashed on the way; calibration runs them from memory as from a file."""
+"""Weights are written in graph order and hashed; calibration gives the same results from memory as from a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from sd_ort.core.folder import sha256
-from sd_ort.graphs import data_file
+from sd_ort.graphs import external_data_writer
 from sd_ort.graphs.save import save
 from sd_ort.optimize import calibration
 
@@ -36,11 +36,9 @@ def model() -> ir.Model:
     )
 
 
-def test_a_data_file_holds_every_tensor_and_its_hash_is_that_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(data_file, "AHEAD", 1000)  # fewer than all are made ahead
-    monkeypatch.setattr(data_file, "ALIGNED_FROM", 300)
+def test_data_file_has_every_tensor_and_the_returned_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external_data_writer, "MAX_PENDING", 1000)  # fewer than the bytes of all tensors
+    monkeypatch.setattr(external_data_writer, "MIN_ALIGNED", 300)
     rng = np.random.default_rng(1)
     arrays = [rng.standard_normal(size).astype(dtype) for size in (100, 7, 600) for dtype in (np.float32, np.float16)]
     arrays.append(arrays[0].astype(ml_dtypes.bfloat16))
@@ -50,23 +48,23 @@ def test_a_data_file_holds_every_tensor_and_its_hash_is_that_of_the_file(
     packed = ir.Tensor(np.arange(8, dtype=np.uint8).astype(ml_dtypes.uint4), dtype=ir.DataType.UINT4, name="packed")
     lazy = ir.LazyTensor(lambda: ir.Tensor(arrays[2][::2]), dtype=ir.DataType.FLOAT, shape=ir.Shape([4]), name="lazy")
     tensors = [*(ir.Tensor(array, name=f"t{i}") for i, array in enumerate(arrays)), outside, packed, lazy]
-    stored, digest = data_file.write(tmp_path / "x.data", tensors)
+    stored, digest = external_data_writer.write(tmp_path / "x.data", tensors)
     assert digest == sha256(tmp_path / "x.data")
     whole = (tmp_path / "x.data").read_bytes()
     for wanted, got in zip(tensors, stored, strict=True):
         assert (got.name, got.dtype, got.shape) == (wanted.name, wanted.dtype, wanted.shape)
         assert whole[got.offset : got.offset + got.length] == wanted.tobytes()
         assert got.tobytes() == wanted.tobytes()
-        assert got.offset % data_file.ALIGNMENT == 0 or wanted.nbytes <= 300
+        assert got.offset % external_data_writer.ALIGNMENT == 0 or wanted.nbytes <= 300
 
 
-def test_what_a_weight_raises_ends_the_writing(tmp_path: Path) -> None:
+def test_exception_of_a_lazy_weight_ends_the_writing(tmp_path: Path) -> None:
     def fail() -> ir.Tensor:
         raise ValueError("no such weight")
 
     lazy = ir.LazyTensor(fail, dtype=ir.DataType.FLOAT, shape=ir.Shape([4]), name="lazy")
     with pytest.raises(ValueError, match="no such weight"):
-        data_file.write(tmp_path / "x.data", [lazy])
+        external_data_writer.write(tmp_path / "x.data", [lazy])
 
     def stop() -> None:
         raise CancelledError

@@ -15,7 +15,7 @@ import torch
 from pictures import psnr
 from safetensors.torch import save_file
 
-from fusion_passes import recipes
+from fusion_passes import weight_recipes as recipes
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.commands.generate import lora_strength

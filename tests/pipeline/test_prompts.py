@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.core.errors import InputError
-from sd_ort.graphs.text_encoder import changed
+from sd_ort.graphs.text_encoder import modified_graph
 from sd_ort.optimize.optimizer import optimize
 from sd_ort.pipeline.weighting import chunks, parse
 
@@ -188,7 +188,7 @@ def test_words_beside_a_table_that_is_stored_in_half_the_space(tmp_path: Path) -
     graph.graph.initializer.append(onnx.numpy_helper.from_array(table, "table"))
     onnx.save(graph, tmp_path / "model.onnx")
     rows = np.array([[0.1, 0.2]], np.float32)
-    session = onnxruntime.InferenceSession(changed(tmp_path / "model.onnx", 1, words=(3, rows)))
+    session = onnxruntime.InferenceSession(modified_graph(tmp_path / "model.onnx", 1, new_tokens=(3, rows)))
     np.testing.assert_array_equal(session.run(None, {"input_ids": np.array([[2, 3]])})[0], [[table[2], rows[0]]])
 
 

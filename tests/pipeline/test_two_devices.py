@@ -20,7 +20,7 @@ from PIL import Image
 from sd_ort import StableDiffusionPipeline
 from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.core.folder import MODEL
-from sd_ort.graphs.ranges import UNEVEN, ranges
+from sd_ort.graphs.partition import MAX_IMBALANCE, partition_graph
 from sd_ort.optimize.optimizer import optimize
 from sd_ort.pipeline.guidance_split import Events, Side, SplitStep
 from sd_ort.pipeline.merged import MergedPipeline
@@ -76,11 +76,11 @@ def test_unet_spread_over_devices(hoisted: Path) -> None:
     """Each of three devices has its range of the layers, changed weights too; in the loop on the devices, and on the
     host."""
     graph = ir.load(hoisted / "unet" / MODEL).graph
-    cut = ranges(hoisted / "unet" / MODEL, 3)
+    cut = partition_graph(hoisted / "unet" / MODEL, 3)
     sizes = [part.bytes for part in cut]
     whole = sum(value.const_value.nbytes for value in graph.initializers.values() if value.const_value is not None)
     for number, before in enumerate(itertools.accumulate(sizes[:-1]), 1):
-        assert abs(before - whole * number / 3) <= UNEVEN * whole
+        assert abs(before - whole * number / 3) <= MAX_IMBALANCE * whole
     assert whole <= sum(sizes) < 1.01 * whole
     parts = [onnx.load_from_string(part.graph).graph for part in cut]
     omitted = sum(not value.name for node in graph for value in node.outputs)
@@ -271,7 +271,7 @@ def test_order_on_two_streams(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_order_of_ranges(seed: int) -> None:
+def test_order_of_partitions(seed: int) -> None:
     """However three devices share their time: a range reads what those before it gave in this step, also the first's
     result in the last, and the step after the chain its result. A range adds its number to what it reads."""
     streams, chance = [Queue() for _ in range(3)], random.Random(seed)

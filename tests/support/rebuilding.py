@@ -9,8 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 import fusion_passes
-from fusion_passes import FUSIONS, recipes
-from fusion_passes.pass_ import run_all
+from fusion_passes import FUSIONS
+from fusion_passes import weight_recipes as recipes
+from fusion_passes.graph_pass import run_all
 from sd_ort.graphs import hoist
 from sd_ort.optimize import precision
 from sd_ort.optimize.optimizer import HOISTING, lower_operators
@@ -19,7 +20,7 @@ from sd_ort.optimize.targets import TARGETS, Target
 
 def tensors(model: ir.Model) -> dict[str, np.ndarray]:
     """The initializers of a graph as it came, each of which is its own recipe from now on."""
-    recipes.begin(model)
+    recipes.init_recipes(model)
     return {str(value.name): numbers(value) for value in model.graph.initializers.values()}
 
 
@@ -34,7 +35,7 @@ def rebuilt(models: Iterable[ir.Model], tensors: Mapping[str, np.ndarray]) -> in
     graph's own: integers, few numbers, or all the same, or sines."""
     count = 0
     for value in (value for model in models for value in model.graph.initializers.values()):
-        weight, recipe = numbers(value), recipes.of(value)
+        weight, recipe = numbers(value), recipes.recipe_of(value)
         if recipe is None:
             own = weight.dtype.kind == "i" or weight.size <= 32 or (weight == weight.flat[0]).all()
             assert own or "sin" in str(value.name), value.name

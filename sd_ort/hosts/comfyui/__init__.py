@@ -1,4 +1,4 @@
-"""ComfyUI on fused graphs: nodes whose MODEL, CLIP and VAE stock nodes take. Imported by ComfyUI itself."""
+"""ComfyUI integration: nodes whose MODEL, CLIP and VAE work with stock nodes. ComfyUI imports this package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 async def comfy_entrypoint() -> Any:
-    """What ComfyUI (V3 schema) calls for the extension's nodes."""
+    """Entry point of ComfyUI's V3 schema: return the extension."""
     from sd_ort.hosts.comfyui.nodes import SdOrtExtension
 
     return SdOrtExtension()

@@ -1,4 +1,4 @@
-"""A folder's ControlNet as ComfyUI's CONTROL_NET, for stock Apply ControlNet nodes, beside or instead of torch's."""
+"""A folder's ControlNet as ComfyUI's CONTROL_NET, for stock Apply ControlNet nodes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from sd_ort.family.conditions import time_ids_split
 from sd_ort.family.signatures import levels
-from sd_ort.hosts.models import HostModels
+from sd_ort.hosts.models import TorchComponentSessions
 
 
-def open_controlnet(models: HostModels) -> comfy.controlnet.ControlNet:
-    """The folder's ControlNet. Raises InputError for a folder without one."""
+def open_controlnet(models: TorchComponentSessions) -> comfy.controlnet.ControlNet:
+    """Return the folder's ControlNet as a CONTROL_NET. Raises InputError if the folder has none."""
     models.models.require("controlnet")
     device = torch.device("cpu") if models.device.type == "cpu" else comfy.model_management.get_torch_device()
     vae = models.config("vae_decoder") if "vae_decoder" in models else {"block_out_channels": [0] * 4}
@@ -27,9 +27,9 @@ def open_controlnet(models: HostModels) -> comfy.controlnet.ControlNet:
 
 
 class ControlModel(torch.nn.Module):
-    """What ComfyUI calls at every step. `dtype`: of its graph."""
+    """ComfyUI's control model on a folder's `controlnet`. `dtype` is the graph's dtype."""
 
-    def __init__(self, models: HostModels) -> None:
+    def __init__(self, models: TorchComponentSessions) -> None:
         super().__init__()
         self.models, self.dtype = models, models.dtype("controlnet")
 
@@ -42,8 +42,10 @@ class ControlModel(torch.nn.Module):
         y: torch.Tensor | None = None,
         **_: Any,
     ) -> dict[str, list[torch.Tensor]]:
-        """Latents x (B, C, h, w), picture hint (B, 3, H, W) in 0..1, timesteps (B,), context (B, S, C) -> residuals of
-        strength 1, by where they go, outermost first."""
+        """Compute the residuals at conditioning scale 1, as lists "output" (outermost first) and "middle".
+
+        Inputs: latents x (B, C, h, w), image hint (B, 3, H, W) in 0..1, timesteps (B,), context (B, S, C).
+        """
         names = self.models.inputs("controlnet")
         rank = len(self.models.models["controlnet"].inputs["timestep"].shape)
         feed = {

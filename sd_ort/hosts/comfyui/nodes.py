@@ -1,4 +1,4 @@
-"""The nodes: Load sd-ort model, Load sd-ort ControlNet, Convert checkpoint, sd-ort info."""
+"""ComfyUI nodes: Load sd-ort model, Load sd-ort ControlNet, Convert checkpoint, sd-ort info."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from comfy_api.latest import ComfyExtension, io
 from sd_ort.core.errors import explained
 from sd_ort.core.folder import read_manifest
 from sd_ort.hosts.comfyui import folders
-from sd_ort.hosts.models import HostModels, default_provider
+from sd_ort.hosts.models import TorchComponentSessions, default_provider
 
 CATEGORY = "sd-ort"
 PROVIDERS = ["auto", "cpu", "cuda", "rocm", "migraphx"]
@@ -21,27 +21,27 @@ log = logging.getLogger("sd_ort")
 
 
 @contextmanager
-def in_one_line() -> Iterator[None]:
-    """ComfyUI shows an error's message in a box: one line that says what to do."""
+def one_line_errors() -> Iterator[None]:
+    """Raise exceptions as RuntimeError with a message of one line, which ComfyUI shows in a box."""
     try:
         yield
     except Exception as error:
         raise RuntimeError(f"sd-ort: {explained(error)[0]}") from error
 
 
-def _reporter(steps: int) -> folders.Report:
-    """Lines of converting, to ComfyUI's log and to the node's progress bar."""
+def _progress_callback(steps: int) -> folders.ProgressCallback:
+    """Return a callback that writes progress to ComfyUI's log and the node's progress bar of `steps` steps."""
     bar = comfy.utils.ProgressBar(steps)
 
-    def report(line: str) -> None:
+    def on_progress(line: str) -> None:
         log.info("%s", line)
         bar.update(1)
 
-    return report
+    return on_progress
 
 
 class LoadModel(io.ComfyNode):
-    """A pipeline folder, or a checkpoint that is converted once, as MODEL, CLIP and VAE."""
+    """Loads a pipeline folder, or a checkpoint that is converted once, as MODEL, CLIP and VAE."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -53,7 +53,7 @@ class LoadModel(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model",
-                    options=[*folders.converted(), *folders.checkpoints()],
+                    options=[*folders.list_pipeline_folders(), *folders.checkpoints()],
                     tooltip="A folder of models/sd_ort, or a checkpoint, which is converted the first time (minutes).",
                 ),
                 io.Combo.Input("provider", options=PROVIDERS, default="auto", tooltip="auto: the installed wheel's."),
@@ -67,15 +67,16 @@ class LoadModel(io.ComfyNode):
         from sd_ort.hosts.comfyui.model import open_model
         from sd_ort.hosts.comfyui.vae import open_vae
 
-        with in_one_line():
+        with one_line_errors():
             chosen = default_provider() if provider == "auto" else provider
-            folder = folders.folder_of(model, chosen, _reporter(12))
-            # Each opens the folder for itself: LoRAs of one reopen no session of another.
-            return io.NodeOutput(*(made(HostModels(folder, chosen)) for made in (open_model, open_clip, open_vae)))
+            folder = folders.resolve_folder(model, chosen, _progress_callback(12))
+            # Separate sessions, so that a LoRA of one does not reopen those of another.
+            opened = [open_(TorchComponentSessions(folder, chosen)) for open_ in (open_model, open_clip, open_vae)]
+            return io.NodeOutput(*opened)
 
 
 class LoadControlNet(io.ComfyNode):
-    """The ControlNet that a pipeline folder was exported with."""
+    """Loads the ControlNet of a pipeline folder."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -84,7 +85,7 @@ class LoadControlNet(io.ComfyNode):
             display_name="Load sd-ort ControlNet",
             category=CATEGORY,
             inputs=[
-                io.Combo.Input("model", options=folders.converted()),
+                io.Combo.Input("model", options=folders.list_pipeline_folders()),
                 io.Combo.Input("provider", options=PROVIDERS, default="auto"),
             ],
             outputs=[io.ControlNet.Output()],
@@ -94,13 +95,14 @@ class LoadControlNet(io.ComfyNode):
     def execute(cls, model: str, provider: str) -> io.NodeOutput:
         from sd_ort.hosts.comfyui.controlnet import open_controlnet
 
-        with in_one_line():
+        with one_line_errors():
             chosen = default_provider() if provider == "auto" else provider
-            return io.NodeOutput(open_controlnet(HostModels(folders.folder_of(model, chosen, _reporter(12)), chosen)))
+            folder = folders.resolve_folder(model, chosen, _progress_callback(12))
+            return io.NodeOutput(open_controlnet(TorchComponentSessions(folder, chosen)))
 
 
 class Convert(io.ComfyNode):
-    """A checkpoint of models/checkpoints as a pipeline folder of models/sd_ort."""
+    """Converts a checkpoint of models/checkpoints to a pipeline folder in models/sd_ort."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -120,13 +122,13 @@ class Convert(io.ComfyNode):
 
     @classmethod
     def execute(cls, checkpoint: str, name: str, target: str, float16: bool) -> io.NodeOutput:
-        with in_one_line():
-            made = folders.convert(checkpoint, name, target, float16, _reporter(12))
-        return io.NodeOutput(str(made))
+        with one_line_errors():
+            folder = folders.convert(checkpoint, name, target, float16, _progress_callback(12))
+        return io.NodeOutput(str(folder))
 
 
 class Info(io.ComfyNode):
-    """What a model of ours is made of, and how fast it was."""
+    """Shows fused nodes, provider, size and speed of an sd-ort MODEL."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -140,21 +142,21 @@ class Info(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, after: Any = None) -> io.NodeOutput:
-        with in_one_line():
-            return io.NodeOutput(described(model))
+        with one_line_errors():
+            return io.NodeOutput(describe(model))
 
 
-def described(model: Any) -> str:
-    """Fused nodes, provider, memory and ms a step of a MODEL of ours, one a line; or that it is none."""
-    inner: Any = getattr(model.model, "diffusion_model", None)
-    models = getattr(inner, "models", None)
-    if not isinstance(models, HostModels):
+def describe(model: Any) -> str:
+    """Return fused nodes, provider, size and ms per step of an sd-ort MODEL, one per line."""
+    diffusion_model: Any = getattr(model.model, "diffusion_model", None)
+    models = getattr(diffusion_model, "models", None)
+    if not isinstance(models, TorchComponentSessions):
         return "this MODEL is not sd-ort's"
     manifest = read_manifest(models.folder)
     counts = manifest.get("components", {}).get("unet", {}).get("counts", {})
     fused = ", ".join(f"{count} {op}" for op, count in counts.items())
     size = sum(path.stat().st_size for path in (models.folder / "unet").iterdir()) / 1e6
-    steps = inner.called.seconds
+    steps = diffusion_model.runner.seconds
     return "\n".join(
         [
             f"folder: {models.folder}",
@@ -169,7 +171,7 @@ def described(model: Any) -> str:
 
 
 class SdOrtExtension(ComfyExtension):
-    """What ComfyUI asks for its nodes."""
+    """ComfyUI's extension object with the list of nodes."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [LoadModel, LoadControlNet, Convert, Info]

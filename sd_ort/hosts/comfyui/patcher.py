@@ -1,4 +1,4 @@
-"""ComfyUI's ModelPatcher for a model whose graph is captured."""
+"""ComfyUI's ModelPatcher for a model with a captured GPU graph."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from comfy.model_patcher import ModelPatcher
 
 
 class GraphPatcher(ModelPatcher):
-    """ComfyUI asks at every step how much memory is free, and by that how many conditions one run takes.
+    """ModelPatcher that reports the free memory of the image's first step in all steps.
 
-    Here the answer is that of the picture's first step: another one would change the number of rows in the middle of a
-    picture, for which a graph is captured anew.
+    ComfyUI queries free memory in every step to choose the batch size of a run. A change within an image would capture
+    another GPU graph.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.free: dict[Any, int] = {}  # bytes, by device
+        self.free_bytes: dict[Any, int] = {}  # by device
 
     def pre_run(self) -> None:
-        """Before a picture is sampled."""
-        self.free.clear()
+        """Reset the free memory before an image is sampled."""
+        self.free_bytes.clear()
         super().pre_run()
 
     def get_free_memory(self, device: Any) -> int:
-        """Bytes that were free on a device at the first step."""
-        if device not in self.free:
-            self.free[device] = super().get_free_memory(device)
-        return self.free[device]
+        """Return the bytes that were free on a device in the first step."""
+        if device not in self.free_bytes:
+            self.free_bytes[device] = super().get_free_memory(device)
+        return self.free_bytes[device]

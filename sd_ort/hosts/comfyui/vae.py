@@ -1,4 +1,4 @@
-"""A folder's VAE as ComfyUI's VAE: its own tiling, batching and memory around our graphs."""
+"""A folder's VAE as ComfyUI's VAE. Tiling, batching and memory management are ComfyUI's."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from comfy.model_patcher import ModelPatcher
 from sd_ort.core.errors import InputError
 from sd_ort.core.quiet import quiet
 from sd_ort.family.signatures import levels
-from sd_ort.hosts.models import HostModels
+from sd_ort.hosts.models import TorchComponentSessions
 
 
-def open_vae(models: HostModels) -> comfy.sd.VAE:
-    """The folder's VAE as a VAE. Raises InputError for a folder without a decoder."""
+def open_vae(models: TorchComponentSessions) -> comfy.sd.VAE:
+    """Return the folder's VAE as a ComfyUI VAE. Raises InputError if the folder has no decoder."""
     models.models.require("vae_decoder")
     config = models.config("vae_decoder")
-    with quiet("root"):  # it says that there are no weights
+    with quiet("root"):  # ComfyUI warns about missing weights
         vae = comfy.sd.VAE(sd={})
     vae.first_stage_model = Autoencoder(models)
     vae.device = comfy.model_management.vae_device() if models.device.type != "cpu" else torch.device("cpu")
@@ -32,20 +32,20 @@ def open_vae(models: HostModels) -> comfy.sd.VAE:
 
 
 class Autoencoder(torch.nn.Module):
-    """Images (B, 3, H, W) in -1..1 to unscaled latents (B, C, h, w), and back."""
+    """Encodes images (B, 3, H, W) in -1..1 to unscaled latents (B, C, h, w), and decodes these."""
 
-    def __init__(self, models: HostModels) -> None:
+    def __init__(self, models: TorchComponentSessions) -> None:
         super().__init__()
         self.models = models
 
     def encode(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
-        """The mean of the latents' distribution, as ComfyUI's own autoencoder gives it."""
+        """Return the mean of the latent distribution, like ComfyUI's own autoencoder."""
         if "vae_encoder" not in self.models:
             raise InputError(f"{self.models.folder} has no vae_encoder: optimize it with all components.")
-        (made,) = self.models.run("vae_encoder", sample=x).values()
+        (encoded,) = self.models.run("vae_encoder", sample=x).values()
         tiny = self.models.models["vae_encoder"].outputs == ["latent_sample"]
-        return (made if tiny else made.chunk(2, 1)[0]).to(x)
+        return (encoded if tiny else encoded.chunk(2, 1)[0]).to(x)
 
     def decode(self, z: torch.Tensor, **_: Any) -> torch.Tensor:
-        """As it was before ComfyUI clips it to 0..1."""
+        """Return the decoded image, which ComfyUI then clips to 0..1."""
         return self.models.run("vae_decoder", latent_sample=z)["sample"].to(z)

@@ -1,4 +1,4 @@
-"""diffusers' pipelines on fused graphs: `accelerate(pipe)`, or a folder whose model_index.json names these classes."""
+"""diffusers integration: `accelerate(pipe)`, or a folder whose model_index.json names these classes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sd_ort.hosts.diffusers.accelerate import accelerate
 from sd_ort.hosts.diffusers.components import OrtControlNet, OrtTextEncoder, OrtUNet, OrtVae
 from sd_ort.hosts.diffusers.install import install, uninstall
 
-# diffusers looks for ModelMixin in the module that a model_index.json names, to know how its classes are loaded.
+# diffusers expects ModelMixin in the module that model_index.json names, to select the loading method of its classes.
 __all__ = [
     "ModelMixin", "OrtControlNet", "OrtTextEncoder", "OrtUNet", "OrtVae", "accelerate", "install", "uninstall",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
-"""The models of diffusers' pipelines as components of a pipeline folder: same calls, same config, no parameters.
+"""Models of diffusers' pipelines that run components of a pipeline folder: same calls and config, no parameters.
 
-Each is a subclass of the model it stands for, for pipelines ask what they were given, but holds none of its layers.
+Each is a subclass of the model that it replaces, because pipelines check types, but has none of its layers.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
 from sd_ort.core.errors import InputError
 from sd_ort.family.signatures import default_latents, levels
-from sd_ort.hosts.models import HostModels
-from sd_ort.hosts.unet import HostUNet
+from sd_ort.hosts.models import TorchComponentSessions
+from sd_ort.hosts.unet import UNetRunner
 from sd_ort.pipeline import tiling
 
 OFFLOAD = (
-    "models of ONNX Runtime are not moved between GPU and CPU: sd-ort opens them where they run. For little memory, "
+    "models of ONNX Runtime are not moved between GPU and CPU: sd-ort opens them on their device. To save memory, "
     "open the folder with accelerate(pipe, folder, low_memory=True)."
 )
 
 
 class Component(torch.nn.Module):
-    """What all of them share. `component` is the name of its folder, `parts` are those of its sessions."""
+    """Base class. `component` is the name in model_index.json, `parts` are the components of its sessions."""
 
     component = ""
     parts: tuple[str, ...] = ()
-    models: HostModels
+    models: TorchComponentSessions
 
-    def __init__(self, models: HostModels, component: str | None = None) -> None:
-        """Raises InputError when the folder of `models` lacks the component."""
-        torch.nn.Module.__init__(self)  # none of the layers of the model it stands for
+    def __init__(self, models: TorchComponentSessions, component: str | None = None) -> None:
+        """Raises InputError if the folder of `models` does not have the component."""
+        torch.nn.Module.__init__(self)  # without the layers of the replaced model
         if component is not None:
             self.component, self.parts = component, (component,)
         models.models.require(*self.parts)
@@ -56,38 +56,40 @@ class Component(torch.nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, provider: str | None = None, **diffusers: Any) -> Any:
-        """Open the component at FOLDER/component, or in FOLDER; diffusers' other options mean nothing here.
+        """Open the component at `path`, FOLDER/component or FOLDER; other options of diffusers have no effect.
 
-        Raises InputError for a folder that lacks it, ProviderError for a provider that cannot be used.
+        Raises:
+            InputError: if the folder does not have the component, or has another dtype.
+            ProviderError: if the provider cannot be used.
         """
         path = Path(path)
         inside = not (path / "model_index.json").is_file()
-        made = cls(HostModels(path.parent if inside else path, provider), path.name if inside else None)
-        asked = diffusers.get("torch_dtype", diffusers.get("dtype"))
-        if asked in (torch.float16, torch.bfloat16) and made.dtype != asked:
-            raise InputError(f"{path} was optimized for {made.dtype}, not {asked}: leave dtype out.")
-        return made
+        model = cls(TorchComponentSessions(path.parent if inside else path, provider), path.name if inside else None)
+        dtype = diffusers.get("torch_dtype", diffusers.get("dtype"))
+        if dtype in (torch.float16, torch.bfloat16) and model.dtype != dtype:
+            raise InputError(f"{path} was optimized for {model.dtype}, not {dtype}: leave dtype out.")
+        return model
 
     def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises InputError: the folder is what is saved."""
+        """Raises InputError: the folder is already saved."""
         raise InputError(f"copy the folder {self.models.folder} instead of saving a pipeline that runs on it.")
 
     @property
     def device(self) -> torch.device:
-        """Where its outputs lie."""
+        """The device of the outputs."""
         return self.models.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its graph computes with: that of its inputs."""
+        """The dtype of the graph's inputs."""
         return self.models.dtype(self.parts[-1])
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Itself, if that is where and what it is; raises InputError for another device or dtype."""
+        """Return self; raises InputError for another device or dtype."""
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if device is not None and device.type not in (self.device.type, "meta"):
             raise InputError(
-                f"{self.component} runs on the {self.models.provider} provider and gives tensors on {self.device}, not "
+                f"{self.component} runs on the {self.models.provider} provider, with outputs on {self.device}, not "
                 f"{device}: give accelerate a provider, such as provider='cuda'. And {OFFLOAD}"
             )
         if dtype is not None and dtype.is_floating_point and dtype != self.dtype:
@@ -103,12 +105,12 @@ class Component(torch.nn.Module):
 
     @_hf_hook.setter
     def _hf_hook(self, hook: Any) -> None:
-        """accelerate's hooks move parameters: refused, for enable_model_cpu_offload would do nothing."""
+        """Raises InputError: accelerate's hooks move parameters, so enable_model_cpu_offload would have no effect."""
         raise InputError(OFFLOAD)
 
 
-def _refuse(component: Component, **arguments: Any) -> None:
-    """Raise InputError for what is asked of a model that its graph cannot do."""
+def _reject_arguments(component: Component, **arguments: Any) -> None:
+    """Raise InputError for arguments with a value, which the graph does not support."""
     for name, value in arguments.items():
         if value is not None and value != {}:
             raise InputError(
@@ -117,16 +119,16 @@ def _refuse(component: Component, **arguments: Any) -> None:
             )
 
 
-def _told(component: Component, context: torch.Tensor, more: Mapping[str, Any] | None, **named: Any) -> dict[str, Any]:
-    """The inputs beside sample and timestep, and none that the graph does not take."""
-    given = {"encoder_hidden_states": context, **(more or {}), **named}
-    given = {name: value for name, value in given.items() if value is not None}
+def _conditioning(
+    component: Component, context: torch.Tensor, more: Mapping[str, Any] | None, **named: Any
+) -> dict[str, Any]:
+    """Return the conditioning inputs that have a value. Raises InputError for inputs that the graph does not have."""
+    inputs = {"encoder_hidden_states": context, **(more or {}), **named}
+    inputs = {name: value for name, value in inputs.items() if value is not None}
     models = component.models
-    taken = {name for part in ("unet", "unet_prompt", "unet_time") if part in models for name in models.inputs(part)}
-    for name in given:
-        if name not in taken:
-            _refuse(component, **{name: given[name]})
-    return given
+    known = {name for part in ("unet", "unet_prompt", "unet_time") if part in models for name in models.inputs(part)}
+    _reject_arguments(component, **{name: value for name, value in inputs.items() if name not in known})
+    return inputs
 
 
 class OrtUNet(Component, UNet2DConditionModel):
@@ -134,13 +136,13 @@ class OrtUNet(Component, UNet2DConditionModel):
 
     component, parts = "unet", ("unet",)
 
-    def __init__(self, models: HostModels, component: str | None = None) -> None:
+    def __init__(self, models: TorchComponentSessions, component: str | None = None) -> None:
         Component.__init__(self, models)
-        self.called = HostUNet(models)
+        self.runner = UNetRunner(models)
 
     @property
     def add_embedding(self) -> Any:
-        """What pipelines read of it: how wide the embedding is that SDXL's sizes and pooled text make."""
+        """The input width of SDXL's added embedding, which pipelines read."""
         width = self.models.unet_config.get("projection_class_embeddings_input_dim")
         return SimpleNamespace(linear_1=SimpleNamespace(in_features=width))
 
@@ -162,8 +164,8 @@ class OrtUNet(Component, UNet2DConditionModel):
         encoder_attention_mask: torch.Tensor | None = None,
         return_dict: bool = True,
     ) -> Any:
-        """As `UNet2DConditionModel.forward`. Raises InputError for what the graph cannot do: masks, adapters."""
-        _refuse(
+        """See `UNet2DConditionModel.forward`. Raises InputError for unsupported arguments: masks, adapters."""
+        _reject_arguments(
             self,
             attention_mask=attention_mask,
             cross_attention_kwargs=cross_attention_kwargs,
@@ -171,9 +173,9 @@ class OrtUNet(Component, UNet2DConditionModel):
             encoder_attention_mask=encoder_attention_mask,
         )
         named = {"class_labels": class_labels, "timestep_cond": timestep_cond}
-        told = _told(self, encoder_hidden_states, added_cond_kwargs, **named)
+        conditioning = _conditioning(self, encoder_hidden_states, added_cond_kwargs, **named)
         residuals = down_block_additional_residuals or ()
-        out = self.called(sample, timestep, told, residuals, mid_block_additional_residual)
+        out = self.runner(sample, timestep, conditioning, residuals, mid_block_additional_residual)
         return UNet2DConditionOutput(sample=out) if return_dict else (out,)
 
     def set_attn_processor(self, processor: Any) -> None:
@@ -181,7 +183,7 @@ class OrtUNet(Component, UNet2DConditionModel):
         raise InputError("attention processors (IP-Adapter, ...) need the torch UNet: the graph's attention is fused.")
 
     def enable_freeu(self, *_: Any, **__: Any) -> None:
-        """Raises InputError: the graph was exported without."""
+        """Raises InputError: the graph was exported without FreeU."""
         raise InputError("FreeU needs the torch UNet: the graph was exported without it.")
 
 
@@ -205,8 +207,8 @@ class OrtControlNet(Component, ControlNetModel):
         guess_mode: bool = False,
         return_dict: bool = True,
     ) -> Any:
-        """As `ControlNetModel.forward`. Raises InputError for what the graph cannot do."""
-        _refuse(self, attention_mask=attention_mask, cross_attention_kwargs=cross_attention_kwargs)
+        """See `ControlNetModel.forward`. Raises InputError for unsupported arguments."""
+        _reject_arguments(self, attention_mask=attention_mask, cross_attention_kwargs=cross_attention_kwargs)
         named = {"class_labels": class_labels, "timestep_cond": timestep_cond}
         names = self.models.inputs("controlnet")
         rank = len(self.models.models["controlnet"].inputs["timestep"].shape)
@@ -221,7 +223,7 @@ class OrtControlNet(Component, ControlNetModel):
         }
         outputs = self.models.run("controlnet", **{name: feed[name] for name in names if name in feed})
         residuals = [value.to(sample.device, sample.dtype) for value in outputs.values()]
-        if guess_mode:  # from a tenth for the outermost to all for the innermost, as diffusers has it
+        if guess_mode:  # scales from 0.1 for the outermost to 1 for the innermost residual, as in diffusers
             scales = torch.logspace(-1, 0, len(residuals)) * conditioning_scale
             residuals = [r * float(s) for r, s in zip(residuals, scales, strict=True)]
         if return_dict:
@@ -234,40 +236,40 @@ class OrtVae(Component, AutoencoderKL):
 
     component, parts = "vae", ("vae_encoder", "vae_decoder")
 
-    def __init__(self, models: HostModels, component: str | None = None) -> None:
+    def __init__(self, models: TorchComponentSessions, component: str | None = None) -> None:
         Component.__init__(self, models)
         self.use_slicing = self.use_tiling = False
         config = self._config()
         self.factor, self.image_channels = 2 ** (levels(config) - 1), config.get("in_channels", 3)
-        self.tile_sample_min_size = default_latents(config)  # sides of tiles, in pixels and in latents
+        self.tile_sample_min_size = default_latents(config)  # tile size in pixels; the next one in latents
         self.tile_latent_min_size = self.tile_sample_min_size // self.factor
 
     def _config(self) -> dict[str, Any]:
-        # What overflows float16 was found, and kept in float32, when the graph was optimized: nothing is left to cast.
+        # Optimizing the graph has found overflows in float16 and left these nodes in float32: no upcast is needed.
         return {**super()._config(), "force_upcast": False}
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
-        """As `AutoencoderKL.encode`: x (B, 3, H, W) in -1..1 -> a distribution of latents, or a tiny VAE's latents."""
-        made = self._whole(lambda part: self._run("vae_encoder", sample=part), x)
+        """Encode x (B, 3, H, W) in -1..1 like `AutoencoderKL.encode`: to a distribution, or a tiny VAE's latents."""
+        encoded = self._run_sliced_or_tiled(lambda part: self._run("vae_encoder", sample=part), x)
         if self.models.models["vae_encoder"].outputs == ["latent_sample"]:
-            return AutoencoderTinyOutput(latents=made) if return_dict else (made,)
-        drawn = DiagonalGaussianDistribution(made)
-        return AutoencoderKLOutput(latent_dist=drawn) if return_dict else (drawn,)
+            return AutoencoderTinyOutput(latents=encoded) if return_dict else (encoded,)
+        distribution = DiagonalGaussianDistribution(encoded)
+        return AutoencoderKLOutput(latent_dist=distribution) if return_dict else (distribution,)
 
     def decode(self, z: torch.Tensor, return_dict: bool = True, generator: Any = None) -> Any:
-        """As `AutoencoderKL.decode`: z (B, C, h, w), already unscaled -> images (B, 3, H, W) in -1..1."""
-        image = self._whole(lambda part: self._run("vae_decoder", latent_sample=part), z)
+        """Decode unscaled latents z (B, C, h, w) like `AutoencoderKL.decode`: images (B, 3, H, W) in -1..1."""
+        image = self._run_sliced_or_tiled(lambda part: self._run("vae_decoder", latent_sample=part), z)
         return DecoderOutput(sample=image) if return_dict else (image,)
 
     def _run(self, part: str, **tensors: torch.Tensor) -> torch.Tensor:
-        (given,) = tensors.values()
-        (made,) = self.models.run(part, **tensors).values()
-        return made.to(given.device, given.dtype)
+        (x,) = tensors.values()
+        (output,) = self.models.run(part, **tensors).values()
+        return output.to(x.device, x.dtype)
 
-    def _whole(self, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """x in one go, image by image, or in tiles, as `enable_slicing` and `enable_tiling` say."""
+    def _run_sliced_or_tiled(self, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """Run on x at once, by image after `enable_slicing`, or in tiles after `enable_tiling`."""
         if self.use_slicing and len(x) > 1:
-            return torch.cat([self._whole(run, part) for part in x.split(1)])
+            return torch.cat([self._run_sliced_or_tiled(run, part) for part in x.split(1)])
         sides = [self.tile_sample_min_size, self.tile_latent_min_size]
         if x.shape[1] != self.image_channels:  # latents to pixels
             sides.reverse()
@@ -288,7 +290,7 @@ class OrtTextEncoder(Component, ModelMixin, ConfigMixin):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of its output, which pipelines give the UNet."""
+        """The dtype of the outputs, which pipelines pass to the UNet."""
         return self.models.dtype("unet") if "unet" in self.models else torch.float32
 
     def forward(
@@ -298,29 +300,29 @@ class OrtTextEncoder(Component, ModelMixin, ConfigMixin):
         output_hidden_states: bool | None = None,
         **more: Any,
     ) -> Any:
-        """Ids (B, S) -> what the pipelines of the folder's family read: SD the last hidden state (B, S, C), SDXL the
-        last but one, as `hidden_states[-2]`, and the second encoder's `text_embeds` (B, D).
+        """Encode token ids (B, S) to the outputs that the pipelines of the folder's family use.
 
-        Raises InputError for a mask, or another hidden state (clip_skip).
+        SD: the last hidden state (B, S, C). SDXL: the penultimate one, as `hidden_states[-2]`, and the second encoder's
+        `text_embeds` (B, D). Raises InputError for a mask, or another hidden state (clip_skip).
         """
-        _refuse(self, attention_mask=attention_mask, **{k: v for k, v in more.items() if k != "return_dict"})
-        made = self.models.run(self.component, input_ids=input_ids)
-        made = {name: value.to(self.dtype) for name, value in made.items()}
-        if "hidden_states" not in made:
+        _reject_arguments(self, attention_mask=attention_mask, **{k: v for k, v in more.items() if k != "return_dict"})
+        outputs = self.models.run(self.component, input_ids=input_ids)
+        outputs = {name: value.to(self.dtype) for name, value in outputs.items()}
+        if "hidden_states" not in outputs:
             hidden = _HiddenStates() if output_hidden_states else None
-            last, pooled = made["last_hidden_state"], made.get("pooler_output")
+            last, pooled = outputs["last_hidden_state"], outputs.get("pooler_output")
             return BaseModelOutputWithPooling(last_hidden_state=last, pooler_output=pooled, hidden_states=hidden)
-        hidden = _HiddenStates([made["hidden_states"]])
-        if "text_embeds" in made:
-            return CLIPTextModelOutput(text_embeds=made["text_embeds"], hidden_states=hidden)
-        # SDXL reads nothing else of its first encoder; this keeps its place in the output.
-        return BaseModelOutputWithPooling(last_hidden_state=made["hidden_states"], hidden_states=hidden)
+        hidden = _HiddenStates([outputs["hidden_states"]])
+        if "text_embeds" in outputs:
+            return CLIPTextModelOutput(text_embeds=outputs["text_embeds"], hidden_states=hidden)
+        # SDXL uses only the hidden states of its first encoder; last_hidden_state is a placeholder.
+        return BaseModelOutputWithPooling(last_hidden_state=outputs["hidden_states"], hidden_states=hidden)
 
 
 class _HiddenStates(tuple):
-    """The last hidden state but one, or none; `[-2]` gives it, and what a graph does not give is refused."""
+    """Hidden states of which only the penultimate one, `[-2]`, may exist. Other indices raise InputError."""
 
-    def __getitem__(self, place: Any) -> Any:
-        if place == -2 and len(self):
+    def __getitem__(self, index: Any) -> Any:
+        if index == -2 and len(self):
             return super().__getitem__(0)
-        raise InputError("clip_skip needs hidden states that the graph does not give: leave clip_skip out.")
+        raise InputError("clip_skip needs hidden states that the graph does not output: leave clip_skip out.")

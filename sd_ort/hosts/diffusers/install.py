@@ -1,4 +1,4 @@
-"""A pipeline folder whose model_index.json names our classes: `DiffusionPipeline.from_pretrained(folder)` opens it."""
+"""Writes sd-ort's classes into a folder's model_index.json, so that `DiffusionPipeline.from_pretrained` opens it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sd_ort.core.files import write_bytes
 from sd_ort.core.folder import components, read_index
 
 LIBRARY = "sd_ort.hosts.diffusers"
-# Part of a model_index.json -> its class, and the components that it needs.
+# Entry of model_index.json -> its class, and the required components.
 CLASSES = {
     "unet": ("OrtUNet", ("unet",)),
     "controlnet": ("OrtControlNet", ("controlnet",)),
@@ -19,38 +19,39 @@ CLASSES = {
     "text_encoder": ("OrtTextEncoder", ("text_encoder",)),
     "text_encoder_2": ("OrtTextEncoder", ("text_encoder_2",)),
 }
-BEFORE = "_sd_ort_before"  # what the index named instead: diffusers ignores names that begin with an underscore
+ORIGINAL_ENTRIES_KEY = "_sd_ort_before"  # the original entries; diffusers ignores names with a leading underscore
 
 
 def install(folder: Path | str) -> list[str]:
-    """Let the folder's model_index.json name our classes; returns the parts that it now names.
+    """Replace the entries of the folder's model_index.json by sd-ort's classes; return the names of these entries.
 
-    Raises InputError for a folder that is no pipeline folder of ONNX components.
+    Raises:
+        InputError: if the folder has no ONNX UNet.
     """
     folder = Path(folder)
-    there = components(folder)
+    present = set(components(folder))
     index = read_index(folder)
-    named = {name: cls for name, (cls, needs) in CLASSES.items() if set(needs) <= set(there)}
-    if "unet" not in named:
+    classes = {name: cls for name, (cls, required) in CLASSES.items() if set(required) <= present}
+    if "unet" not in classes:
         raise InputError(f"{folder} has no unet/model.onnx: give a folder that `sd-ort optimize` wrote.")
-    before: dict[str, Any] = index.get(BEFORE) or {name: index[name] for name in named if name in index}
-    for name, cls in named.items():
+    original: dict[str, Any] = index.get(ORIGINAL_ENTRIES_KEY) or {n: index[n] for n in classes if n in index}
+    for name, cls in classes.items():
         index[name] = [LIBRARY, cls]
-    _write(folder, {**index, BEFORE: before})
-    return list(named)
+    _write(folder, {**index, ORIGINAL_ENTRIES_KEY: original})
+    return list(classes)
 
 
 def uninstall(folder: Path | str) -> None:
-    """Let the index name what it named before. Raises InputError for a folder where nothing was installed."""
+    """Restore the original entries of model_index.json. Raises InputError if nothing was installed."""
     folder = Path(folder)
     index = read_index(folder)
-    before = index.pop(BEFORE, None)
-    if not isinstance(before, dict):
+    original = index.pop(ORIGINAL_ENTRIES_KEY, None)
+    if not isinstance(original, dict):
         raise InputError(f"{folder}/model_index.json does not name sd-ort's classes: nothing to uninstall.")
     for name in CLASSES:
         if index.get(name, [None])[0] == LIBRARY:
             del index[name]
-    _write(folder, {**index, **before})
+    _write(folder, {**index, **original})
 
 
 def _write(folder: Path, index: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
-"""The extension, imported by the host: finds out which one it is in, and hooks in where that host lets it.
+"""The WebUI extension: detects the WebUI that imports it and registers sd-ort's UNets.
 
-    AUTOMATIC1111, its AMD fork   each folder is one more choice of Settings > SD Unet (`on_list_unets`)
-    Forge and reForge             a checkbox and a choice of folder below the prompt (`process_before_every_sampling`)
+    AUTOMATIC1111, its AMD fork   one entry per folder in Settings > SD Unet (`on_list_unets`)
+    Forge and reForge             a checkbox and a list of folders below the prompt (`process_before_every_sampling`)
 
-What the graph cannot do is drawn by the host's own UNet, and said in a warning.
+If the graph does not support a request, the WebUI's own UNet runs and a warning is shown.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ TITLE = "sd-ort"
 
 
 def models_root() -> Path:
-    """models/sd_ort of the host."""
+    """Return models/sd_ort of the WebUI."""
     return Path(importlib.import_module("modules.paths").models_path) / "sd_ort"
 
 
 def host() -> str:
-    """ "forge" (or reForge) or "webui", by the packages that only one of them has."""
+    """Return "forge" (also for reForge) or "webui", by packages that only Forge has."""
     forge = importlib.util.find_spec("modules_forge") or importlib.util.find_spec("ldm_patched")
     return "forge" if forge else "webui"
 
 
 def warn(error: Exception) -> None:
-    """One line for the console and, where gradio shows them, for the page."""
-    line = f"sd-ort: {explained(error)[0]} The host's own UNet draws."
+    """Print an error in one line, and show it as gradio's warning."""
+    line = f"sd-ort: {explained(error)[0]} The WebUI's own UNet is used."
     print(line)
     try:
         importlib.import_module("gradio").Warning(line)
-    except Exception:  # outside of a request gradio raises; the console has it
+    except Exception:  # gradio raises outside of a request
         return
 
 
 def hook() -> type[Any] | None:
-    """Hook into the host; the script class that Forge shows, None in a WebUI whose settings show the choice."""
+    """Register with the WebUI; return Forge's script class, or None for the other WebUIs."""
     if host() == "forge":
         return forge_script()
     importlib.import_module("modules.script_callbacks").on_list_unets(list_unets)
@@ -54,7 +54,7 @@ def hook() -> type[Any] | None:
 
 
 def list_unets(unets: list[Any]) -> None:
-    """Add a choice a folder to the host's list."""
+    """Append an option for each folder to the WebUI's list."""
     sd_unet = importlib.import_module("modules.sd_unet")
 
     class Option(sd_unet.SdUnetOption):  # type: ignore[name-defined]
@@ -68,48 +68,48 @@ def list_unets(unets: list[Any]) -> None:
 
 
 def webui_unet(folder: Path) -> Any:
-    """The host's SdUnet on a folder."""
+    """Return a WebUI SdUnet that runs a folder's UNet."""
     sd_unet = importlib.import_module("modules.sd_unet")
 
     class Unet(sd_unet.SdUnet):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
-            self.ours: WebUNet | None = None
+            self.sd_ort_unet: WebUNet | None = None
 
         def activate(self) -> None:
             try:
-                self.ours = WebUNet(folder)
+                self.sd_ort_unet = WebUNet(folder)
             except Exception as error:
                 warn(error)
 
         def deactivate(self) -> None:
-            self.ours = None
+            self.sd_ort_unet = None
 
         def forward(self, x: Any, timesteps: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.ours is not None:
+            if self.sd_ort_unet is not None:
                 try:
-                    self.ours.use_loras(webui_loras())
-                    return self.ours(x, timesteps, context, *args, **kwargs)
+                    self.sd_ort_unet.use_loras(webui_loras())
+                    return self.sd_ort_unet(x, timesteps, context, *args, **kwargs)
                 except Exception as error:
                     warn(error)
-            return by_host(sd_unet, x, timesteps, context, *args, **kwargs)
+            return run_original_unet(sd_unet, x, timesteps, context, *args, **kwargs)
 
     return Unet()
 
 
-def by_host(sd_unet: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """The host's own UNet for the rest of the request: it comes back from the CPU, where the host has moved it."""
-    theirs = importlib.import_module("modules.shared").sd_model.model.diffusion_model
-    theirs.to(x.device)
+def run_original_unet(sd_unet: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the WebUI's own UNet, which the WebUI has moved to the CPU, on the device of x."""
+    original = importlib.import_module("modules.shared").sd_model.model.diffusion_model
+    original.to(x.device)
     active, sd_unet.current_unet = sd_unet.current_unet, None
     try:
-        return theirs(x, *args, **kwargs)
+        return original(x, *args, **kwargs)
     finally:
         sd_unet.current_unet = active
 
 
 def webui_loras() -> list[tuple[str, float]]:
-    """Files and strengths of the prompt's <lora:name:0.8> tags, as the host's Lora extension has loaded them."""
+    """Return files and scales of the prompt's <lora:name:0.8> tags, as the WebUI's Lora extension loaded them."""
     if importlib.util.find_spec("networks") is None:
         return []
     loaded = importlib.import_module("networks").loaded_networks
@@ -120,7 +120,7 @@ def webui_loras() -> list[tuple[str, float]]:
 
 
 def forge_script() -> type[Any]:
-    """The script that Forge and reForge show and call."""
+    """Return the script class for Forge and reForge."""
     scripts, gradio = importlib.import_module("modules.scripts"), importlib.import_module("gradio")
     opened: dict[str, WebUNet] = {}
 
@@ -157,31 +157,34 @@ def forge_script() -> type[Any]:
 
 
 def forge_loras(model: Any) -> list[tuple[str, float]]:
-    """Files and strengths of the LoRAs of the host's model: Forge's Lora extension keeps them on the UNet's patcher,
-    reForge's beside the model, as text. Raises InputError where weights were changed by something else."""
+    """Return files and scales of the LoRAs of the WebUI's model.
+
+    Forge's Lora extension stores them in the UNet's patcher, reForge's in the model as text. Raises InputError if
+    something else changed the weights.
+    """
     patcher = model.forge_objects.unet
     if hasattr(patcher, "lora_patches"):
         return [(str(key[0]), float(key[1])) for key in patcher.lora_patches]
     named = ast.literal_eval(getattr(model, "current_lora_hash", None) or "[]")
     if patcher.patches and not named:
-        raise InputError("something that is no LoRA tag changes the weights of the host's UNet.")
+        raise InputError("something that is no LoRA tag changes the weights of the WebUI's UNet.")
     return [(str(path), float(strength)) for path, strength, *_ in named]
 
 
-def forge_wrapper(ours: WebUNet) -> Callable[[Any, dict[str, Any]], Any]:
-    """What Forge calls instead of `apply_model`: that, with our UNet in the place of the model's."""
+def forge_wrapper(unet: WebUNet) -> Callable[[Any, dict[str, Any]], Any]:
+    """Return Forge's UNet function wrapper: it calls `apply_model` with `unet` as the diffusion model."""
 
     def wrapper(apply_model: Any, arguments: dict[str, Any]) -> Any:
         model = apply_model.__self__
-        theirs = model.diffusion_model
-        given = arguments["input"], arguments["timestep"]
+        original = model.diffusion_model
+        inputs = arguments["input"], arguments["timestep"]
         try:
-            model.diffusion_model = ours
-            return apply_model(*given, **arguments["c"])
+            model.diffusion_model = unet
+            return apply_model(*inputs, **arguments["c"])
         except Exception as error:
             warn(error)
         finally:
-            model.diffusion_model = theirs
-        return apply_model(*given, **arguments["c"])
+            model.diffusion_model = original
+        return apply_model(*inputs, **arguments["c"])
 
     return wrapper

@@ -1,4 +1,4 @@
-"""A folder's UNet as the WebUIs call it; knows nothing of either host."""
+"""A folder's UNet with the call signature of the WebUIs, independent of the WebUI."""
 
 from __future__ import annotations
 
@@ -11,43 +11,44 @@ import torch
 from sd_ort.core.errors import InputError
 from sd_ort.core.folder import MANIFEST
 from sd_ort.family.conditions import is_sdxl, time_ids_split
-from sd_ort.hosts.models import HostModels
-from sd_ort.hosts.unet import HostUNet, refuse_patches, residuals_of
+from sd_ort.hosts.models import TorchComponentSessions
+from sd_ort.hosts.unet import UNetRunner, parse_residuals, reject_patches
 
-LARGEST = 16_384  # pixels of a side that SDXL can have been told
+MAX_SIZE = 16_384  # maximum of SDXL's size conditioning, in pixels
 
 
 def folders(root: Path) -> list[str]:
-    """Names of the pipeline folders in a WebUI's models/sd_ort."""
+    """Return the names of the pipeline folders in a WebUI's models/sd_ort."""
     return sorted(path.parent.name for path in root.glob(f"*/{MANIFEST}"))
 
 
 class WebUNet(torch.nn.Module):
-    """`diffusion_model` of the hosts on a pipeline folder; `dtype`: of its graph, which reForge asks for."""
+    """A WebUI's `diffusion_model` that runs a pipeline folder's UNet. reForge reads `dtype`, the graph's dtype."""
 
     def __init__(self, folder: Path, provider: str | None = None) -> None:
-        """Raises what `HostModels` raises."""
+        """Open the folder. Raises the exceptions of `TorchComponentSessions`."""
         super().__init__()
-        self.models = HostModels(folder, provider)
-        self.called, self.dtype = HostUNet(self.models), self.models.dtype("unet")
+        self.models = TorchComponentSessions(folder, provider)
+        self.runner, self.dtype = UNetRunner(self.models), self.models.dtype("unet")
         self.loras: list[tuple[str, float]] = []
 
     def use_loras(self, loras: Sequence[tuple[str, float]]) -> None:
-        """Draw with these LoRA files, each with its strength, and no others.
+        """Activate exactly these LoRA files with their adapter scales.
 
-        Raises InputError for a file that is no LoRA or one of another family.
+        Raises:
+            InputError: if a file is not a LoRA, or one of another model family.
         """
-        wanted = [(str(path), float(strength)) for path, strength in loras]
-        if wanted == self.loras:
+        requested = [(str(path), float(scale)) for path, scale in loras]
+        if requested == self.loras:
             return
-        for path, _ in wanted:
+        for path, _ in requested:
             if path not in self.models.get_list_adapters():
                 self.models.load_lora_weights(path, path)
-        strengths: dict[str, float] = {}
-        for path, strength in wanted:
-            strengths[path] = strengths.get(path, 0.0) + strength
-        self.models.set_adapters(list(strengths), list(strengths.values()))
-        self.loras = wanted
+        scales: dict[str, float] = {}
+        for path, scale in requested:
+            scales[path] = scales.get(path, 0.0) + scale
+        self.models.set_adapters(list(scales), list(scales.values()))
+        self.loras = requested
 
     def forward(
         self,
@@ -59,44 +60,51 @@ class WebUNet(torch.nn.Module):
         transformer_options: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> torch.Tensor:
-        """Scaled latents x (B, C, h, w), timesteps (B,), context (B, S, C), SDXL's y (B, D) -> (B, 4, h, w).
+        """Predict (B, 4, h, w) from scaled latents x (B, C, h, w), timesteps (B,), context (B, S, C), SDXL's y (B, D).
 
-        Raises InputError for what the graph cannot do.
+        Raises InputError for arguments that the graph does not support.
         """
-        refuse_patches(transformer_options or {})
+        reject_patches(transformer_options or {})
         if unknown := [name for name, value in more.items() if value is not None]:
-            raise InputError(f"sd-ort's graph takes no {', '.join(unknown)}.")
-        told = {"encoder_hidden_states": context}
+            raise InputError(f"sd-ort's graph has no input {', '.join(unknown)}.")
+        conditioning = {"encoder_hidden_states": context}
         if is_sdxl(self.models.unet_config):
             if y is None:
                 raise InputError("this is an SDXL folder, and the checkpoint is none: choose another folder.")
             pooled, count = time_ids_split(self.models.unet_config)
             width = self.models.unet_config["addition_time_embed_dim"]
-            told |= {"text_embeds": y[:, :pooled], "time_ids": numbers_of(y[:, pooled:].float(), count, width)}
+            conditioning |= {
+                "text_embeds": y[:, :pooled],
+                "time_ids": decode_sinusoidal_embedding(y[:, pooled:].float(), count, width),
+            }
         elif y is not None and y.numel():
             raise InputError("the checkpoint is an SDXL one, and this folder is none: choose another folder.")
-        wanted = self.models.unet_config["cross_attention_dim"]
-        if context.shape[-1] != wanted:
-            raise InputError(f"the checkpoint's prompts have {context.shape[-1]} channels, the folder's {wanted}.")
-        residuals, middle = residuals_of(x, control)
-        return self.called(x, timesteps, told, residuals, middle)
+        channels = self.models.unet_config["cross_attention_dim"]
+        if context.shape[-1] != channels:
+            raise InputError(f"the checkpoint's prompts have {context.shape[-1]} channels, the folder's {channels}.")
+        residuals, middle = parse_residuals(x, control)
+        return self.runner(x, timesteps, conditioning, residuals, middle)
 
 
-def numbers_of(embedded: torch.Tensor, count: int, width: int) -> torch.Tensor:
-    """SDXL's sizes (B, count) from their embeddings (B, count * width), which the hosts hand over; our graph embeds
-    them itself. A number's embedding is its cosines, then its sines, at width / 2 frequencies from 1 down to 1e-4.
+def decode_sinusoidal_embedding(embedded: torch.Tensor, count: int, width: int) -> torch.Tensor:
+    """Return SDXL's sizes (B, count) for their sinusoidal embeddings (B, count * width), which WebUIs pass.
 
-    Raises InputError where the numbers found, whole ones, do not have these embeddings.
+    sd-ort's graph embeds the sizes itself. An embedding has the cosines, then the sines, at width / 2 frequencies from
+    1 down to 1e-4.
+
+    Raises:
+        InputError: if no integer sizes have these embeddings.
     """
-    each = embedded.reshape(-1, count, width).double().cpu()
+    embeddings = embedded.reshape(-1, count, width).double().cpu()
     frequencies = 10_000.0 ** (-torch.arange(width // 2, dtype=torch.float64) * 2 / width)
-    cosines, sines = each.chunk(2, -1)
-    # The slowest turns once in more than LARGEST pixels; half precision leaves it pixels off, which the others mend.
-    rough = torch.atan2(sines[..., -1], cosines[..., -1]).remainder(2 * torch.pi) / frequencies[-1]
-    near = (rough.round()[..., None] + torch.arange(-32, 33)).clamp(0, LARGEST)
-    angles = near[..., None] * frequencies
-    off = (torch.cat([angles.cos(), angles.sin()], -1) - each[..., None, :]).abs().amax(-1)
-    least, place = off.min(-1)
-    if bool((least > 0.02).any()):
-        raise InputError("SDXL's sizes could not be read from what the host gives: take the host's own UNet.")
-    return near.gather(-1, place[..., None])[..., 0].float().to(embedded.device)
+    cosines, sines = embeddings.chunk(2, -1)
+    # The lowest frequency has a period above MAX_SIZE. In half precision its estimate is off by pixels, so the
+    # neighboring integers are compared at all frequencies.
+    estimate = torch.atan2(sines[..., -1], cosines[..., -1]).remainder(2 * torch.pi) / frequencies[-1]
+    candidates = (estimate.round()[..., None] + torch.arange(-32, 33)).clamp(0, MAX_SIZE)
+    angles = candidates[..., None] * frequencies
+    errors = (torch.cat([angles.cos(), angles.sin()], -1) - embeddings[..., None, :]).abs().amax(-1)
+    smallest, index = errors.min(-1)
+    if bool((smallest > 0.02).any()):
+        raise InputError("SDXL's sizes cannot be decoded from their embedding: use the application's own UNet.")
+    return candidates.gather(-1, index[..., None])[..., 0].float().to(embedded.device)
