@@ -1,4 +1,4 @@
-"""Run commands on the simulated GPU and keep a table of them: shared by run_whole.py and its counterpart for ROCm's wheel.
+"""Run commands on the simulated GPU and keep a table of the results.
 
 table = Table(Path("results/amd/hip"), "--provider hip", COLUMNS)
 run = Simulation("gfx1100", work).run("generate", ["sd-ort", "generate", ...])
@@ -22,12 +22,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
 from sd_ort.core import files
 from sd_ort.runtime import machine
 
+ROOT = Path(__file__).resolve().parents[2]
 SIMULATE = ROOT / "scripts/amd/simulate"
 FAULT = re.compile(r"^simulated (?:HIP|hipBLASLt|hipBLAS|MIOpen).*", re.MULTILINE)
 
