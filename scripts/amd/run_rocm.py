@@ -218,8 +218,9 @@ class RocmRun:
         command += ["--torch", "none", "--steps", 1, *PLAIN_SIZE, "--warmup", 0, "--runs", 1]
         run = self.run(case, [*command, "--out", self.folder / case], tuning="tuning")
         results = sorted((self.folder / "tuning").glob("*.json"))
-        notes = re.findall(r"^.*(?:tuning|Softmax).*$", run.output, re.MULTILINE)
-        return self.add(case, run, "" if results else "no tuning file", note=[*(each.name for each in results), *notes])
+        notes = re.findall(r"^(?:fused|raw) .*$|^.*Softmax.*$", run.output, re.MULTILINE)
+        fault = "" if results else "no tuning file"
+        return self.add(case, run, fault, note=[f"tuning file {each.name}" for each in results] + notes)
 
     def tuned(self) -> bool:
         """`sd-ort generate` with the tuning results of `benchmark`."""
