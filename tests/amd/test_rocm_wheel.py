@@ -157,6 +157,12 @@ def test_captures(for_rocm: Path, operators: Path, call: Callable[..., Any], tmp
     assert "hipGraphLaunch" in report.read_text()
 
 
+def test_second_shape_ends_the_replays_of_the_first(for_rocm: Path, operators: Path, call: Callable[..., Any]) -> None:
+    """Its Concat and Split write their addresses to the host memory from which the first graph copies its own; an
+    uncaptured run of the first shape does the same to the second."""
+    assert call("replays", for_rocm, operators, simulated=()) == [True, False, False]
+
+
 def test_lora(for_rocm: Path, operators: Path, call: Callable[..., Any]) -> None:
     found = call("lora", for_rocm, operators, ROOT / "sd_ort/demo/loras/gold.safetensors", simulated=())
     assert found["in place"]
