@@ -90,7 +90,7 @@ class RocmRun:
         self.target, self.work, self.table, self.timeout = target, work, table, timeout
         self.folder, self.model = work / target, work / "demo"
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.environment = environment | {"SD_ORT_TUNING": str(self.folder / "no-tuning")}
+        self.environment = {**environment, "SD_ORT_TUNING": str(self.folder / "no-tuning")}
         self.cases: dict[str, Callable[[], bool]] = {
             "build": self.build,
             "optimize": self.optimize,
@@ -117,7 +117,7 @@ class RocmRun:
     def run(self, case: str, command: Iterable[object], *options: str, tuning: str | None = None) -> Run:
         """Run a command on the simulated GPU; `tuning` is the folder of its tuning file."""
         print(f"{self.target}: {case} ...", flush=True)
-        environment = self.environment | ({"SD_ORT_TUNING": str(self.folder / tuning)} if tuning else {})
+        environment = {**self.environment, **({"SD_ORT_TUNING": str(self.folder / tuning)} if tuning else {})}
         return Simulation(self.target, self.folder, options, environment).run(case, list(command), self.timeout)
 
     def add(self, case: str, run: Run, fault: str = "", **columns: Any) -> bool:

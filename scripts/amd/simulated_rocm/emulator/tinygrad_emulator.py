@@ -129,7 +129,7 @@ _HALF_TO_FLOAT_WITH_SUBNORMALS = """return exp.eq(_c(0)).where(
 
 
 def _ignore_scalar_address_of_flat(emu: Any) -> None:
-    """Make FLAT instructions of gfx9 read their 64-bit address: their field of a scalar address is 0, which is no s0."""
+    """Make FLAT instructions of gfx9 read their 64-bit address: their field of a scalar address is 0, not s0."""
     optional_field = emu._Ctx.optional_field
 
     def field(context: Any, instruction: Any, name: str) -> Any:
