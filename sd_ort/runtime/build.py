@@ -251,6 +251,12 @@ def _cxx_compiler() -> str:
     raise BuildError(f"no C++ compiler ({wanted or 'g++, clang++ or c++'}) on PATH; install one: apt-get install g++")
 
 
+def _hip_headers(root: Path) -> tuple[str, ...]:
+    """Flags that put ROCm's headers before those of a distribution in /usr/include; clang puts them behind."""
+    include = root / "include"
+    return () if include.resolve() == Path("/usr/include") else ("-isystem", str(include))
+
+
 def find_hip_compiler() -> HipCompiler:
     """A clang that compiles HIP: $HIPCXX, that of ROCm (custom_ops/rocm.py), or Debian's
     (scripts/amd/install_hip_toolchain.sh).
@@ -265,7 +271,8 @@ def find_hip_compiler() -> HipCompiler:
         for clang in (root / "llvm/bin/clang++", root / "lib/llvm/bin/clang++"):
             if clang.is_file():
                 folders = [root / "lib", *rocm.library_folders()]
-                return HipCompiler(str(clang), (f"--rocm-path={root}",), tuple(dict.fromkeys(map(str, folders))))
+                flags = (f"--rocm-path={root}", *_hip_headers(root))
+                return HipCompiler(str(clang), flags, tuple(dict.fromkeys(map(str, folders))))
     tree = cache_folder() / "hip-tree"
     debian_clang = shutil.which("clang++-19")
     if debian_clang and (tree / "amdgcn").is_dir():

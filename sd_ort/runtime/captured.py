@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import numpy as np
 
@@ -22,6 +23,9 @@ UNCAPTURED = -1  # ONNX Runtime's annotation for a run that neither captures nor
 # Held during a capture: meanwhile the driver refuses what other threads ask of any device, memory for one.
 CAPTURING = threading.RLock()
 
+# Session of onnxruntime-rocm -> the shapes whose nodes it executed last; see `BoundShapes.is_replayable`.
+_STAGED: WeakKeyDictionary[Any, ReferenceType[BoundShapes]] = WeakKeyDictionary()
+
 
 class GraphModel(Model):
     """A component whose runs are captured: fixed device buffers and one CUDA or HIP graph for each set of input shapes.
@@ -29,7 +33,8 @@ class GraphModel(Model):
     Made from a session opened with `graph=True`. A call copies its inputs into the buffers, replays the graph and
     copies the outputs out. For more control, `bind` gives the buffers themselves. Memory is bounded: at most `SHAPES`
     sets of shapes have buffers and a graph, then the one not used for longest gives way; with an ONNX Runtime that
-    cannot release graphs (before 1.27), shapes after the first `SHAPES` run uncaptured.
+    cannot release graphs (before 1.27), shapes after the first `SHAPES` run uncaptured. With onnxruntime-rocm only the
+    newest shapes are replayed, and earlier ones run uncaptured (`BoundShapes.is_replayable`).
     """
 
     SHAPES = 8
@@ -106,6 +111,7 @@ class BoundShapes:
         declared = {output.name: output.type for output in session.get_outputs()}
         missing = [name for name in declared if name not in self.outputs]
         self.waiting, self.queued = (run_options(number, wait) for wait in (True, False))
+        self.stages = "ROCMExecutionProvider" in session.get_providers()
         if missing:
             # What has no shape yet cannot be bound to a plugin's memory; on the CPU it gets its shape as well.
             where = place("cpu" if ":" in device else device)
@@ -119,6 +125,8 @@ class BoundShapes:
             self.binding.clear_binding_outputs()
         for name in declared:
             self.binding.bind_ortvalue_output(name, self.outputs[name])
+        if self.stages:
+            _STAGED[session] = ref(self)
         with nullcontext() if number == UNCAPTURED else CAPTURING:
             self.run()
 
@@ -129,7 +137,21 @@ class BoundShapes:
         run next on that stream follows it, and the host may read once something on it was waited for. Raises
         SdOrtError when ONNX Runtime fails.
         """
+        if self.number != UNCAPTURED and not self.is_replayable():
+            self.number = UNCAPTURED
+            self.waiting, self.queued = (run_options(UNCAPTURED, each) for each in (True, False))
+        if self.number == UNCAPTURED and self.stages:
+            _STAGED[self.session] = ref(self)
         self._run(self.waiting if wait else self.queued)
+
+    def is_replayable(self) -> bool:
+        """Whether the captured graph still reads its own addresses.
+
+        onnxruntime-rocm's Concat and Split of unequal parts copy addresses from host memory to the GPU. A graph
+        repeats that copy, from memory that the next shapes of the session have written their own addresses to.
+        """
+        latest = _STAGED.get(self.session) if self.stages else None
+        return latest is None or latest() is self
 
     def release(self) -> None:
         """Give the captured graph back. The buffers go with this object."""

@@ -33,3 +33,37 @@ KERNEL void count_in_halves(GLOBAL unsigned short* x, unsigned times) {
 }
 
 KERNEL void add_atomically(GLOBAL unsigned* sum) { __atomic_fetch_add(sum, 1u, __ATOMIC_RELAXED); }
+
+#ifdef __gfx942__
+// out[i] is the result of an instruction with operands of 64 bits, in[0] and in[1].
+KERNEL void compute_64_bits(GLOBAL unsigned long* out, GLOBAL const unsigned long* in) {
+  unsigned long x = in[thread_index()], y = in[thread_index() + 1], z;
+  asm volatile("v_mov_b64_e32 %0, %1" : "=v"(z) : "v"(x));
+  out[0] = z;
+  asm volatile("v_lshl_add_u64 %0, %1, 1, %2" : "=v"(z) : "v"(x), "v"(y));
+  out[1] = z;
+  z = x;
+  asm volatile("v_lshl_add_u64 %0, %0, 1, %1" : "+v"(z) : "v"(y));
+  out[2] = z;
+  z = y;
+  asm volatile("v_lshl_add_u64 %0, %1, 3, %0" : "+v"(z) : "v"(x));
+  out[3] = z;
+  z = x;
+  asm volatile("v_ashrrev_i64 %0, 29, %0" : "+v"(z));
+  out[4] = z;
+  z = x;
+  asm volatile("v_lshlrev_b64 %0, 3, %0" : "+v"(z));
+  out[5] = z;
+  z = x;
+  asm volatile("v_mad_u64_u32 %0, s[0:1], %1, %2, %0" : "+v"(z) : "v"((unsigned)y), "s"(5) : "s0", "s1");
+  out[6] = z;
+  asm volatile("v_lshl_add_u64 %0, %1, 0, %2" : "=v"(z) : "s"(in), "v"(y));
+  out[7] = z - (unsigned long)in;
+  // in a FLAT instruction the field of a scalar address is 0
+  asm volatile("s_mov_b32 s0, 64\n s_mov_b32 s1, 0\n flat_load_dwordx2 %0, %1\n s_waitcnt vmcnt(0) lgkmcnt(0)"
+               : "=v"(z)
+               : "v"(in)
+               : "s0", "s1");
+  out[8] = z;
+}
+#endif

@@ -86,6 +86,22 @@ def captures(folder: str, library: str, *components: str) -> dict[str, list[int]
     return result
 
 
+def replays(folder: str, library: str) -> list[bool]:
+    """Whether the U-Net's graph of one shape is replayed: at once, after a second shape, and whether that one's is."""
+    session = create_session(Path(folder, "unet", MODEL), "rocm", library=Path(library), graph=True)
+    model = GraphModel(session)
+    small = feeds(session)
+    large = {key: np.concatenate([value, value]) for key, value in small.items()}
+    first = model.bind(small)
+    first.run()
+    found = [first.number == 0]
+    second = model.bind(large)
+    first.run()
+    found.append(first.number == 0)
+    second.run()
+    return [*found, second.number == 1]
+
+
 def lora(folder: str, library: str, adapter: str) -> dict[str, Any]:
     """Whether a LoRA is loaded, changed and unloaded in one session, and how many weights lie where it can be written.
 

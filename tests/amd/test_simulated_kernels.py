@@ -58,6 +58,22 @@ def test_kernels_compute(target: str, code_object: Callable[..., Path]) -> None:
     assert total == [4096]
 
 
+def run_64_bits(hip: Hip, image: str, *values: str) -> list:
+    """Results of compute_64_bits."""
+    x = hip.upload((ctypes.c_ulonglong * 2)(*map(int, values)))
+    results = hip.upload((ctypes.c_ulonglong * 9)())
+    hip.launch(hip.function(image, "compute_64_bits"), (1, 1, 1), (1, 1, 1), results, x)
+    return hip.download(results, (ctypes.c_ulonglong * 9)())
+
+
+def test_operands_of_64_bits(code_object: Callable[..., Path]) -> None:
+    """Addresses of gfx942: both halves of each operand, also where the result overwrites one."""
+    x, y = 0x923456789ABCDEF1, 0x7F12345689ABCDE3
+    results = run_client(run_64_bits, "gfx942", code_object("gfx942"), x, y)
+    expected = [x, 2 * x + y, 2 * x + y, 8 * x + y, (x - 2**64) >> 29, 8 * x, (y % 2**32) * 5 + x, y, x]
+    assert [f"{value:016x}" for value in results] == [f"{value % 2**64:016x}" for value in expected]
+
+
 @pytest.mark.parametrize(
     ("name", "locked"),
     [

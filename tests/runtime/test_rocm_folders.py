@@ -39,9 +39,18 @@ def test_rocm_path_has_compiler_and_tools(layout: str, nowhere: Path, monkeypatc
     clang, tool = program(root / layout / "clang++"), program(root / layout / "llvm-readelf")
     monkeypatch.setenv("ROCM_PATH", str(root))
     compiler = build.find_hip_compiler()
-    assert (compiler.path, compiler.flags) == (str(clang), (f"--rocm-path={root}",))
+    assert (compiler.path, compiler.flags) == (str(clang), (f"--rocm-path={root}", "-isystem", f"{root}/include"))
     assert compiler.library_folders == (str(root / "lib"),)
     assert rocm.llvm_tool("llvm-readelf") == str(tool)
+
+
+def test_headers_of_the_distribution_stay_in_their_place(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As -isystem, /usr/include would come before the headers of C++, which look for it behind them."""
+    root = nowhere / "rocm-7"
+    program(root / "llvm/bin/clang++")
+    (root / "include").symlink_to("/usr/include")
+    monkeypatch.setenv("ROCM_PATH", str(root))
+    assert build.find_hip_compiler().flags == (f"--rocm-path={root}",)
 
 
 def test_packages_of_pip_have_compiler_tools_and_libraries(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +62,7 @@ def test_packages_of_pip_have_compiler_tools_and_libraries(nowhere: Path, monkey
     (libraries / "lib").mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [str(site), *sys.path])
     compiler = build.find_hip_compiler()
-    assert (compiler.path, compiler.flags) == (str(clang), (f"--rocm-path={core}",))
+    assert (compiler.path, compiler.flags) == (str(clang), (f"--rocm-path={core}", "-isystem", f"{core}/include"))
     assert compiler.library_folders == (str(core / "lib"), str(libraries / "lib"))
     assert rocm.llvm_tool("llvm-cxxfilt") == str(tool)
 

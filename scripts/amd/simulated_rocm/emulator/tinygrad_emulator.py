@@ -57,6 +57,8 @@ class TinygradEmulator:
         _order_dual_issue(emu)
         _allow_constant_wmma_source(emu)
         _allow_half_division(emu)
+        if isa == "cdna":
+            _ignore_scalar_address_of_flat(emu)
         self._emu: Any = emu
         self._renderer: Any = ClangRenderer(Target("CPU", "CLANG", "x86_64,native"))
         self._renderer.compiler.compile_cached = lambda source: b""  # instruction_compiler.py compiles in batches
@@ -124,6 +126,18 @@ _HALF_TO_FLOAT = "return exp.eq(_c(0)).where(_c(0), f32_bits)"
 _HALF_TO_FLOAT_WITH_SUBNORMALS = """return exp.eq(_c(0)).where(
       (sign << _c(31)) | (mant.cast(dtypes.float32) * UOp.const(2.0**-24, dtypes.float32)).bitcast(dtypes.uint32),
       exp.eq(_c(31)).where((sign << _c(31)) | _c(0x7F800000) | (mant << _c(13)), f32_bits))"""
+
+
+def _ignore_scalar_address_of_flat(emu: Any) -> None:
+    """Make FLAT instructions of gfx9 read their 64-bit address: their field of a scalar address is 0, not s0."""
+    optional_field = emu._Ctx.optional_field
+
+    def field(context: Any, instruction: Any, name: str) -> Any:
+        if name == "saddr" and emu._op_name(instruction).startswith("FLAT_"):
+            return None
+        return optional_field(context, instruction, name)
+
+    emu._Ctx.optional_field = field
 
 
 def _import_emulator() -> ModuleType:

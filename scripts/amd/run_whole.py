@@ -1,0 +1,237 @@
+"""Run sd-ort on the simulated AMD GPU by the commands that an owner of one types, and keep what each did.
+
+    python scripts/amd/run_whole.py hip --arch gfx1100 gfx942 --dtype float16 --out results/amd
+    python scripts/amd/run_whole.py hip --arch gfx1100 --without-hipblaslt --cases generate
+
+Each case is a process of its own under scripts/amd/simulate. Images are compared with those that the CPU provider draws
+in float32 from the same seed. `hip.json` and `hip.md` are written after each case; a case in them is replaced. Models,
+logs and images of a run lie in --work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from draw_hip import GUIDANCE, PROMPT, STEPS
+from whole import ROOT, Run, Simulation, Table, compare_images
+
+TITLE = "`--provider hip` on a simulated AMD GPU"
+COLUMNS = {
+    "target": "simulated GPU",
+    "dtype": "dtype",
+    "libraries": "libraries",
+    "case": "case",
+    "seconds": "s",
+    "kernels": "kernels",
+    "launches": "launches",
+    "wave_instructions": "wave instructions",
+    "graph_launches": "graph launches",
+    "largest": "largest difference of 255",
+    "mean": "mean difference",
+    "note": "",
+    "faults": "faults",
+}
+DRAWING = Path(__file__).with_name("draw_hip.py")
+SIZE = ("--steps", STEPS, "--guidance", GUIDANCE, "--height", 64, "--width", 64, "--seed", 0)
+PROGRAMS = ("sizes", "threads", "lora")
+CASES = ("build", "optimize", "doctor", "generate", *PROGRAMS, "benchmark", "tune", "tuned", "first_numbers")
+
+
+@dataclass
+class Whole:
+    """All cases of one target, dtype and set of libraries."""
+
+    target: str
+    dtype: str
+    has_blas: bool
+    work: Path
+    table: Table
+    timeout: float
+
+    def __post_init__(self) -> None:
+        libraries = "hipBLASLt" if self.has_blas else "HIP alone"
+        self.labels = {"target": self.target, "dtype": self.dtype, "libraries": libraries}
+        self.folder = self.work / f"{self.target}-{self.dtype}-{'blas' if self.has_blas else 'alone'}"
+        self.model = self.work / f"demo-{self.dtype}"
+        options = () if self.has_blas else ("--only-hip",)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.simulation = Simulation(self.target, self.folder, options, {"SD_ORT_TUNING": str(self.folder / "tuning")})
+
+    def run(self, case: str, command: Iterable[object], timeout: float | None = None) -> Run:
+        """Run a command on the simulated GPU."""
+        print(f"{self.folder.name}: {case} ...", flush=True)
+        return self.simulation.run(case, list(command), timeout or self.timeout)
+
+    def add(self, case: str, run: Run, **columns: Any) -> bool:
+        """Add a row; returns whether the command ended well."""
+        self.table.add({**self.labels, "case": case, **run.row(), **columns})
+        print(f"{self.folder.name}: {case}: {run.seconds:.0f} s {columns} {'; '.join(run.faults)}", flush=True)
+        return run.status == 0
+
+    def build(self) -> bool:
+        """`sd-ort build-ops --hip TARGET`, from the cache if it is there."""
+        return self.add("build-ops", self.run("build-ops", ["sd-ort", "build-ops", "--hip", self.target]))
+
+    def optimize(self) -> bool:
+        """`sd-ort optimize demo`, once for all targets."""
+        if self.model.is_dir():
+            return True
+        command = ["sd-ort", "optimize", "demo", self.model, f"--{self.dtype}", "--target", "hip"]
+        return self.add("optimize", self.run("optimize", command))
+
+    def doctor(self) -> bool:
+        """`sd-ort doctor`: the row of this provider."""
+        run = self.run("doctor", ["sd-ort", "doctor"])
+        lines = [line for line in run.output.splitlines() if line.startswith("hip ")]
+        return self.add("doctor", run, note=lines)
+
+    def generate(self) -> bool:
+        """`sd-ort generate`, compared with the CPU provider in float32."""
+        image = self.folder / "generate.png"
+        command = ["sd-ort", "generate", PROMPT, "--model", self.model, "--provider", "hip", *SIZE]
+        run = self.run("generate", [*command, "--overwrite", "--out", image])
+        return self.add("generate", run, **self.compared(image, "square-0"))
+
+    def program(self, name: str) -> bool:
+        """A program of draw_hip.py: each of its images is compared."""
+        images = self.folder / name
+        shutil.rmtree(images, ignore_errors=True)
+        run = self.run(name, [sys.executable, DRAWING, name, self.model, images, "hip"])
+        compared = {
+            path.stem: self.compared(path, self.reference_name(path.stem)) for path in sorted(images.glob("*.png"))
+        }
+        columns: dict[str, Any] = {"images": compared}
+        if compared:
+            columns |= {key: max(each[key] for each in compared.values()) for key in ("largest", "mean")}
+        pairs = {"sizes": ("square-0", "again-0"), "lora": ("before-0", "after-0"), "threads": ("square-0", "second-0")}
+        paths = [images / f"{stem}.png" for stem in pairs[name]]
+        if all(path.is_file() for path in paths):
+            is_equal = compare_images(*paths)["equal"]
+            columns["note"] = f"{paths[0].stem} and {paths[1].stem} are {'' if is_equal else 'NOT '}equal"
+        return self.add(name, run, **columns)
+
+    def benchmark(self) -> bool:
+        """`sd-ort benchmark` of whole images, one step."""
+        command = ["sd-ort", "benchmark", self.model, "--provider", "hip", "--torch", "none", "--engines", "ours"]
+        size = ["--steps", 1, "--height", 64, "--width", 64, "--runs", 1]
+        run = self.run("benchmark", [*command, *size, "--out", self.folder / "benchmark"])
+        return self.add("benchmark", run)
+
+    def tune(self) -> bool:
+        """`sd-ort tune` of the U-Net."""
+        command = ["sd-ort", "tune", self.model, "--provider", "hip", "--height", 64, "--width", 64]
+        run = self.run("tune", [*command, "--component", "unet"])
+        found = re.findall(r"\d+ (?:results|calls|shapes)[^\n]*", run.output)
+        return self.add("tune", run, note=found[-1:])
+
+    def tuned(self) -> bool:
+        """`sd-ort generate` with the results of `tune`."""
+        image = self.folder / "tuned.png"
+        command = ["sd-ort", "generate", PROMPT, "--model", self.model, "--provider", "hip", *SIZE]
+        run = self.run("tuned", [*command, "--overwrite", "--out", image])
+        return self.add("generate, tuned", run, **self.compared(image, "square-0"))
+
+    def first_numbers(self) -> bool:
+        """scripts/amd/first_numbers in a copy of this checkout, its U-Net and VAE of SD 1.5 included."""
+        checkout = self.work / "checkout"
+        if not checkout.is_dir():
+            subprocess.run(["git", "clone", "--quiet", str(ROOT), str(checkout)], check=True)
+            (checkout / ".venv").symlink_to((ROOT / ".venv").resolve())
+        options = (*self.simulation.options, "--kernels", "skip")
+        simulation = Simulation(self.target, self.folder, options, {"SD_ORT_TUNING": str(self.folder / "tuning-idle")})
+        print(f"{self.folder.name}: first_numbers ...", flush=True)
+        run = simulation.run("first_numbers", ["scripts/amd/first_numbers", self.target], self.timeout, checkout)
+        made = sorted(
+            str(path.relative_to(checkout / "results/amd")) for path in checkout.glob("results/amd/**/*.json")
+        )
+        return self.add("first_numbers, kernels skipped", run, note=made)
+
+    def compared(self, image: Path, reference: str) -> dict[str, Any]:
+        """Differences from the CPU provider's image; nothing if there is no image."""
+        return compare_images(self.work / "cpu" / f"{reference}.png", image) if image.is_file() else {}
+
+    def reference_name(self, stem: str) -> str:
+        """The CPU provider's image of the same size, seed and LoRA."""
+        names = {"again-0": "square-0", "second-0": "square-0"}
+        return names.get(stem, stem)
+
+    CASES: tuple[str, ...] = (
+        "build",
+        "optimize",
+        "doctor",
+        "generate",
+        *PROGRAMS,
+        "benchmark",
+        "tune",
+        "tuned",
+        "first_numbers",
+    )
+
+    def case(self, name: str) -> bool:
+        """Run a case by its name."""
+        method: Callable[[], bool] = (lambda: self.program(name)) if name in PROGRAMS else getattr(self, name)
+        return method()
+
+
+def reference_name(stem: str) -> str:
+    """The CPU provider's image of the same size, seed and LoRA."""
+    return {"again-0": "square-0", "second-0": "square-0"}.get(stem, stem)
+
+
+def draw_references(work: Path) -> None:
+    """The images of the CPU provider in float32: sizes and LoRAs."""
+    model, images = work / "demo-float32", work / "cpu"
+    if images.is_dir():
+        return
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    optimize = [sys.executable, "-m", "sd_ort", "optimize", "demo", str(model), "--target", "cpu"]
+    if not model.is_dir():
+        subprocess.run(optimize, env=environment, check=True)
+    unfinished = work / "cpu.partial"
+    for name in ("sizes", "lora"):
+        subprocess.run(
+            [sys.executable, str(DRAWING), name, str(model), str(unfinished), "cpu"], env=environment, check=True
+        )
+    unfinished.rename(images)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("provider", choices=("hip",))
+    parser.add_argument("--arch", nargs="+", default=["gfx1100", "gfx942", "gfx1201"])
+    parser.add_argument("--dtype", nargs="+", choices=("float16", "bfloat16"), default=["float16"])
+    parser.add_argument("--without-hipblaslt", action="store_true", help="with libamdhip64 alone")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds of each case [%(default)s]")
+    parser.add_argument("--work", type=Path, default=ROOT / "out/whole")
+    parser.add_argument("--out", type=Path, default=ROOT / "results/amd")
+    options = parser.parse_args()
+    work = options.work.absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    draw_references(work)
+    table = Table(options.out / "hip", TITLE, COLUMNS)
+    failed = []
+    for target in options.arch:
+        for dtype in options.dtype:
+            whole = Whole(target, dtype, not options.without_hipblaslt, work, table, options.timeout)
+            failed += [f"{target} {dtype}: {name}" for name in options.cases if not whole.case(name)]
+            image = whole.folder / "generate.png"
+            if image.is_file():
+                shutil.copy(image, options.out / f"hip-{whole.folder.name}.png")
+    if failed:
+        raise SystemExit("Failed: " + "; ".join(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Run commands on the simulated GPU and keep a table of the results.
+
+table = Table(Path("results/amd/hip"), "--provider hip", COLUMNS)
+run = Simulation("gfx1100", work).run("generate", ["sd-ort", "generate", ...])
+table.add({"target": "gfx1100", "case": "generate", **run.row(), **compare_images(expected, image)})
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from sd_ort.core import files
+from sd_ort.runtime import machine
+
+ROOT = Path(__file__).resolve().parents[2]
+SIMULATE = ROOT / "scripts/amd/simulate"
+FAULT = re.compile(r"^simulated (?:HIP|hipBLASLt|hipBLAS|MIOpen).*", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command that ended, and the sum of the reports of its processes."""
+
+    command: list[str]
+    seconds: float
+    status: int | None  # None: it ran past its time
+    output: str
+    kernels: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    calls: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def faults(self) -> list[str]:
+        """Messages of the simulated runtime, and the last line of a command that failed."""
+        found = FAULT.findall(self.output)
+        if self.status != 0:
+            lines = self.output.strip().splitlines() or ["no output"]
+            found.append(f"exit status {self.status}: {lines[-1]}")
+        return found
+
+    def total(self, count: str) -> int:
+        """Sum of "launches", "waves" or "wave_instructions" over all kernels."""
+        return round(sum(use[count] for use in self.kernels.values()))
+
+    def row(self) -> dict[str, Any]:
+        """The columns of the table that every case has."""
+        return {
+            "seconds": round(self.seconds, 1),
+            "kernels": len(self.kernels),
+            "launches": self.total("launches"),
+            "wave_instructions": self.total("wave_instructions"),
+            "graph_launches": self.calls.get("hipGraphLaunch", 0),
+            "faults": self.faults,
+            "status": self.status,
+        }
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A simulated GPU on which commands run, each with its report and a log in `folder`."""
+
+    target: str
+    folder: Path
+    options: tuple[str, ...] = ()  # of scripts/amd/simulate: --only-hip, --kernels skip, ...
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, name: str, command: Sequence[object], timeout: float = 1800, cwd: Path = ROOT) -> Run:
+        """Run a command. `sd-ort` as its first word is this checkout's."""
+        words = [str(word) for word in command]
+        program = [sys.executable, "-m", "sd_ort"] if words[0] == "sd-ort" else words[:1]
+        reports = self.folder / f"{name}-reports"
+        reports.mkdir(parents=True, exist_ok=True)
+        for report in reports.iterdir():
+            report.unlink()
+        options = [*self.options, "--report", str(reports / "%p.json")]
+        simulate = [sys.executable, str(SIMULATE), self.target, *options, "--", *program, *words[1:]]
+        path = os.pathsep.join(filter(None, [str(cwd), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **self.environment}
+        log = self.folder / f"{name}.log"
+        begin = time.monotonic()
+        with log.open("w") as output:
+            process = subprocess.Popen(simulate, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                status: int | None = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                status = None
+        seconds = time.monotonic() - begin
+        return Run(words, seconds, status, log.read_text(errors="replace"), *read_reports(reports))
+
+
+def read_reports(folder: Path) -> tuple[dict[str, Counter[str]], Counter[str]]:
+    """Uses of each kernel and numbers of HIP calls, summed over the reports of a folder."""
+    kernels: dict[str, Counter[str]] = {}
+    calls: Counter[str] = Counter()
+    for path in sorted(folder.glob("*.json")):
+        report = json.loads(path.read_text())
+        calls.update(report["calls"])
+        for name, use in report["kernels"].items():
+            kernels.setdefault(name, Counter()).update(use)
+    return kernels, calls
+
+
+def compare_images(expected: Path, image: Path) -> dict[str, Any]:
+    """Largest and mean difference of two images, of 255, and whether they are equal byte for byte."""
+    arrays = [np.asarray(Image.open(path).convert("RGB"), np.int16) for path in (expected, image)]
+    if arrays[0].shape != arrays[1].shape:
+        raise SystemExit(f"{image} has shape {arrays[1].shape}, {expected} {arrays[0].shape}.")
+    difference = np.abs(arrays[0] - arrays[1])
+    return {"largest": int(difference.max()), "mean": round(float(difference.mean()), 3), "equal": not difference.any()}
+
+
+class Table:
+    """Rows of results in `path`.json and `path`.md, written after each row. A row replaces one with the same keys."""
+
+    KEYS = ("target", "dtype", "libraries", "case")
+
+    def __init__(self, path: Path, title: str, columns: Mapping[str, str]) -> None:
+        """`columns`: key of a row -> heading."""
+        self.path, self.title, self.columns = path, title, columns
+        stored = path.with_suffix(".json")
+        self.rows: list[dict[str, Any]] = json.loads(stored.read_text())["rows"] if stored.is_file() else []
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add a row and write both files."""
+        cleaned = {"commit": machine.commit(), **row}
+        key = [row.get(name) for name in self.KEYS]
+        positions = [i for i, each in enumerate(self.rows) if [each.get(name) for name in self.KEYS] == key]
+        if positions:
+            self.rows[positions[0]] = cleaned
+        else:
+            self.rows.append(cleaned)
+        self.write()
+
+    def write(self) -> None:
+        """Write the JSON file with everything, and the Markdown table."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        record = {"title": self.title, "machine": machine.machine(), "versions": machine.versions(), "rows": self.rows}
+        files.write_json(self.path.with_suffix(".json"), record)
+        lines = [
+            f"# {self.title}",
+            "",
+            "| " + " | ".join(self.columns.values()) + " |",
+            "|" + "---|" * len(self.columns),
+        ]
+        lines += ["| " + " | ".join(text(row.get(key)) for key in self.columns) + " |" for row in self.rows]
+        files.write_text(self.path.with_suffix(".md"), "\n".join(lines) + "\n")
+
+
+def text(value: object) -> str:
+    """A cell of the Markdown table."""
+    if value is None or value == []:
+        return ""
+    if isinstance(value, list):
+        return "; ".join(map(text, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value).replace("|", "/").replace(str(ROOT), ".").replace(str(Path.home()), "~")

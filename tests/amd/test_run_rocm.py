@@ -1,0 +1,55 @@
+"""scripts/amd/run_rocm.py: its ROCm installation, and the rows of cases that did not run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from run_rocm import COLUMNS, RocmRun, build, rocm_tree
+from whole import Run, Table
+
+from sd_ort.core.cache import cache_folder
+from sd_ort.runtime.build import find_hip_compiler
+from sd_ort.runtime.wheels import needed_libraries
+
+
+@pytest.fixture
+def gfx1100(tmp_path: Path) -> RocmRun:
+    return RocmRun("gfx1100", tmp_path, Table(tmp_path / "rocm", "title", COLUMNS), 60, {})
+
+
+def test_library_needs_the_hip_runtime_of_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = build(cache_folder() / "simulated_rocm", cache_folder() / "rocm-headers/7.2.4/include")
+    monkeypatch.setenv("ROCM_PATH", str(rocm_tree(tmp_path, libraries)))
+    monkeypatch.delenv("HIPCXX", raising=False)
+    compiler = find_hip_compiler()
+    source, library = tmp_path / "device.hip", tmp_path / "libdevice.so"
+    source.write_text(
+        "#include <hip/hip_runtime.h>\n"
+        "static_assert(HIP_VERSION_MAJOR == 7);\n"
+        "__global__ void fill(float *out) { out[threadIdx.x] = expf(1); }\n"
+        "void launch(float *out) { fill<<<1, 32>>>(out); }\n"
+    )
+    options = [*compiler.flags, "-shared", "-fPIC", "--offload-arch=gfx1100", "--hip-link", "-no-hip-rt"]
+    links = [f"-L{compiler.library_folders[0]}", "-lamdhip64"]
+    command = [compiler.path, *options, "-x", "hip", str(source), *links, "-o", str(library)]
+    subprocess.run(command, check=True)
+    assert "libamdhip64.so.7" in needed_libraries(library)
+
+
+def test_cases_that_did_not_run_are_listed(gfx1100: RocmRun, tmp_path: Path) -> None:
+    done = Run(["sd-ort", "doctor"], 1.0, 0, "")
+    failed = Run(["sd-ort", "generate"], 1.0, 1, "error: no GPU\n")
+    assert gfx1100.add("doctor", done)
+    assert not gfx1100.add("generate", failed)
+    assert not gfx1100.add("sizes", done, "images are missing")
+    gfx1100.list_cases()
+    rows = {row["case"]: row for row in json.loads((tmp_path / "rocm.json").read_text())["rows"]}
+    assert list(rows)[:3] == ["doctor", "generate", "sizes"]
+    assert rows.keys() == gfx1100.cases.keys()
+    assert rows["doctor"]["verdict"] == "simulated runtime: ran"
+    assert rows["generate"]["verdict"] == ["exit status 1: error: no GPU"]
+    assert rows["sizes"]["verdict"] == ["images are missing"]
+    assert {row["verdict"] for name, row in rows.items() if name not in list(rows)[:3]} == {"not run"}
