@@ -4,8 +4,9 @@
     user's    in the cache, stored when a checkpoint of another architecture is first exported
 
 A template is the compressed graph, 10 to 60 kB. The location of each weight's external data is a recipe of checkpoint
-tensors (see `fusion_passes.weight_recipes`) instead of a file. A template with the weights of a checkpoint equals the export
-of that checkpoint, and reads weights lazily. It is fused for any target, calibrated and saved as an exported graph is.
+tensors (see `fusion_passes.weight_recipes`) instead of a file. A template with the weights of a checkpoint equals the
+export of that checkpoint, and reads weights lazily. It is fused for any target, calibrated and saved as an exported
+graph is.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ class Template:
         )
 
     def graph(self, read: Read) -> ir.Model:
-        """Return the graph with the weights of a checkpoint. `read` returns a tensor by name (see `graphs.template_weights`)."""
+        """Return the graph with a checkpoint's weights. `read` returns a tensor by name (`graphs.template_weights`)."""
         model = ir.from_proto(self.proto)
         assert isinstance(model, ir.Model)
         model.metadata_props.pop(CONFIG, None)

@@ -94,6 +94,12 @@ class DeviceLoop:
         self.kept[key] = buffers
         return buffers
 
+    def on_weights_updated(self) -> None:
+        """After an update of weights in place: the next image computes the time embeddings of its schedule again."""
+        for buffers in self.kept.values():
+            if buffers.steps is not None:
+                buffers.steps[1].is_outdated = True
+
     @property
     def held_bytes(self) -> int:
         """Memory on the device of the buffers that are kept, at most `KEPT` kinds of drawing; a component's own memory

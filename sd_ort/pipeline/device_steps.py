@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 class Steps:
     """The buffers and graphs of a schedule: `before` runs once a drawing, then `unet` and `between` in turn; `renewed`
-    runs when the schedule is another one."""
+    runs when the schedule is another one, or when `is_outdated`: weights were updated in place."""
 
     def __init__(self, buffers: Buffers, drawing: Drawing) -> None:
         loop, self.schedule = buffers.loop, drawing.schedule
         self.before = [buffers.prompt] if buffers.prompt is not None else []
         self.renewed: list[BoundShapes] = []
+        self.is_outdated = False
         unet = buffers.loop.models["unet"]
         count, window = drawing.schedule.steps.shape[:2]
         self.rows = drawing.rows
@@ -129,7 +130,8 @@ class Steps:
     def give(self, drawing: Drawing) -> list[BoundShapes]:
         """Copy to the device what this drawing has of its own; the schedule only when it is another one. Returns what
         has to run for that."""
-        arrays, run = self._arrays(drawing), []
+        arrays, run = self._arrays(drawing), self.renewed if self.is_outdated else []
+        self.is_outdated = False
         for name, array in arrays.items():
             if name in self.values and not np.array_equal(array, self.arrays[name]):
                 self.values[name].update_inplace(array)

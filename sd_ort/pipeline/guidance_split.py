@@ -69,6 +69,10 @@ class SplitLoop(DeviceLoop):
                 pool = None if is_captured(self.models["unet"]) else self.pool
                 return buffers.finish(first, [SplitStep(sides, pool)])
 
+    def on_weights_updated(self) -> None:
+        super().on_weights_updated()
+        self.other.on_weights_updated()
+
     @property
     def held_bytes(self) -> int:
         """As `DeviceLoop.held_bytes`, on both devices."""

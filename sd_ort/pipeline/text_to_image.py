@@ -188,9 +188,11 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         self._scheduler, self._planned = scheduler, False
 
     def weights_changed(self, closed: bool) -> None:
-        """Let go of captured graphs and buffers of sessions that were closed."""
+        """Release the captured graphs and buffers of closed sessions; without these, mark cached outputs as outdated."""
         if closed:
             self.loop = open_loop(self.models)
+        else:
+            self.loop.on_weights_updated()
 
     @property
     def default_size(self) -> int:

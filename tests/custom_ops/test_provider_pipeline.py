@@ -199,7 +199,11 @@ def test_a_whole_pipeline_by_the_plain_call(
     again = StableDiffusionPipeline.from_pretrained(tmp_path / "ours", by_name)
     again.models.in_place = False
     assert pipeline.models.in_place
-    lora = a_lora("down_blocks.0.resnets.0.conv1", "mid_block.attentions.0.transformer_blocks.0.attn1.to_q")
+    lora = a_lora(
+        "down_blocks.0.resnets.0.conv1",
+        "down_blocks.0.resnets.0.time_emb_proj",  # read once a schedule
+        "mid_block.attentions.0.transformer_blocks.0.attn1.to_q",
+    )
     drawn = []
     for strength in (1.0, -2.0):
         for each in (pipeline, again):
