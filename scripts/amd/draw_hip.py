@@ -40,7 +40,7 @@ class Artist:
 def sizes(artist: Artist) -> None:
     """Two sizes and a batch of two, then the first size again: each has a captured graph of its own."""
     artist.draw("square")
-    artist.draw("wide", width=96)
+    artist.draw("wide", width=128)
     artist.draw("batch", seeds=(0, 1))
     artist.draw("again")
 
@@ -60,7 +60,7 @@ def threads(artist: Artist) -> None:
 
     jobs = [
         threading.Thread(target=attempt, args=(artist.draw, "square")),
-        threading.Thread(target=attempt, args=(artist.draw, "wide"), kwargs={"width": 96}),
+        threading.Thread(target=attempt, args=(artist.draw, "wide"), kwargs={"width": 128}),
         threading.Thread(target=attempt, args=(open_another,)),
     ]
     for job in jobs:

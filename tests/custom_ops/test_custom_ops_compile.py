@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from math import ceil, prod
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from emulation import blas_lt_libraries
+from hip_library import TARGETS, hip_library
 
 from custom_ops import GPU_OPERATORS, code_objects
 from custom_ops.op import load
@@ -20,20 +22,13 @@ from sd_ort.core.cache import cache_folder
 from sd_ort.runtime import build, headers, library
 from sd_ort.runtime.wheels import needed_libraries
 
-# One of each kind of matrix instruction; scripts/checks/all_architectures sets the variable, for all.
-ARCHS = (
-    ("gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
-    if "SD_ORT_ALL_ARCHITECTURES" in os.environ
-    else ("gfx90a", "gfx1100", "gfx1201")
-)
-
 
 @pytest.fixture(scope="module")
 def listing() -> dict:
     """kernels.json."""
-    library = build.build(cpu=False, hip=ARCHS, provider=True)
-    read: dict = json.loads((library.parent / "kernels.json").read_text())
-    assert Path(read["folder"]) == library.parent / "code_objects"
+    folder = hip_library().parent
+    read: dict = json.loads((folder / "kernels.json").read_text())
+    assert Path(read["folder"]) == folder / "code_objects"
     return read
 
 
@@ -51,7 +46,7 @@ def test_no_kernel_spills(kernels: list[dict]) -> None:
 
 def test_every_kernel_is_there_for_every_architecture(kernels: list[dict]) -> None:
     named = {name for folder in GPU_OPERATORS for name in load(folder).launches}
-    for arch in ARCHS:
+    for arch in TARGETS:
         assert {entry["kernel"] for entry in kernels if entry["arch"] == arch} == named
 
 
@@ -150,7 +145,7 @@ def test_every_kernel_is_launched_by_a_case(listing: dict) -> None:
 
 def test_formulas_give_what_the_library_launches(listing: dict) -> None:
     """Grid, block, LDS, conditions, alignments, and tensors exactly as large as a call's arguments make them."""
-    entries = {entry["symbol"]: entry for entry in listing["kernels"] if entry["arch"] == ARCHS[0]}
+    entries = {entry["symbol"]: entry for entry in listing["kernels"] if entry["arch"] == TARGETS[0]}
     for call in listing["calls"]:
         case = listing["cases"][call["operator"]][call["case"]]
         sizes = tensor_bytes(case, call["dtype"]) | {"workspace": call["workspace_bytes"]}
