@@ -38,9 +38,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("target", "options"), [("gfx1100", ()), ("gfx90a", ("--only-hip",))])
+@pytest.mark.parametrize(("target", "options"), [("gfx1100", ()), ("gfx942", ("--only-hip",))])
 def test_unet(target: str, options: tuple[str, ...], demo: Path) -> None:
-    """RDNA with hipBLASLt and CDNA without: the CPU's output within float16, and the same when the graph is replayed."""
+    """RDNA with hipBLASLt, CDNA without: the CPU's output within float16, and the same when the graph is replayed."""
     assert target in TARGETS
     library = hip_library().parent / PROVIDER_LIBRARIES["hip"]
     outputs, report = demo / f"{target}.npz", demo / f"{target}.json"

@@ -13,7 +13,7 @@ from sd_ort.runtime import build
 TARGETS = (
     ("gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
     if "SD_ORT_ALL_ARCHITECTURES" in os.environ
-    else ("gfx90a", "gfx1100", "gfx1201")
+    else ("gfx942", "gfx1100", "gfx1201")
 )
 
 
