@@ -53,6 +53,7 @@ class Whole:
     """All cases of one target, dtype and set of libraries."""
 
     target: str
+    targets: tuple[str, ...]
     dtype: str
     has_blas: bool
     work: Path
@@ -80,8 +81,8 @@ class Whole:
         return run.status == 0
 
     def build(self) -> bool:
-        """`sd-ort build-ops --hip TARGET`, from the cache if it is there."""
-        return self.add("build-ops", self.run("build-ops", ["sd-ort", "build-ops", "--hip", self.target]))
+        """`sd-ort build-ops --hip` for all targets of this run, from the cache if it is there."""
+        return self.add("build-ops", self.run("build-ops", ["sd-ort", "build-ops", "--hip", *self.targets]))
 
     def optimize(self) -> bool:
         """`sd-ort optimize demo`, once for all targets."""
@@ -224,7 +225,9 @@ def main() -> None:
     failed = []
     for target in options.arch:
         for dtype in options.dtype:
-            whole = Whole(target, dtype, not options.without_hipblaslt, work, table, options.timeout)
+            whole = Whole(
+                target, tuple(options.arch), dtype, not options.without_hipblaslt, work, table, options.timeout
+            )
             failed += [f"{target} {dtype}: {name}" for name in options.cases if not whole.case(name)]
             image = whole.folder / "generate.png"
             if image.is_file():

@@ -7,6 +7,7 @@ table.add({"target": "gfx1100", "case": "generate", **run.row(), **compare_image
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -131,23 +132,26 @@ class Table:
     def __init__(self, path: Path, title: str, columns: Mapping[str, str]) -> None:
         """`columns`: key of a row -> heading."""
         self.path, self.title, self.columns = path, title, columns
-        stored = path.with_suffix(".json")
-        self.rows: list[dict[str, Any]] = json.loads(stored.read_text())["rows"] if stored.is_file() else []
+        self.rows: list[dict[str, Any]] = []
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add a row and write both files."""
-        cleaned = {"commit": machine.commit(), **row}
-        key = [row.get(name) for name in self.KEYS]
-        positions = [i for i, each in enumerate(self.rows) if [each.get(name) for name in self.KEYS] == key]
-        if positions:
-            self.rows[positions[0]] = cleaned
-        else:
-            self.rows.append(cleaned)
-        self.write()
+        """Add a row and write both files. Several processes may share them."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            stored = self.path.with_suffix(".json")
+            self.rows = json.loads(stored.read_text())["rows"] if stored.is_file() else []
+            key = self.key(row)
+            position = next((i for i, each in enumerate(self.rows) if self.key(each) == key), len(self.rows))
+            self.rows[position : position + 1] = [{"commit": machine.commit(), **row}]
+            self.write()
+
+    def key(self, row: Mapping[str, Any]) -> list[Any]:
+        """What tells a row from others."""
+        return [row.get(name) for name in self.KEYS]
 
     def write(self) -> None:
         """Write the JSON file with everything, and the Markdown table."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         record = {"title": self.title, "machine": machine.machine(), "versions": machine.versions(), "rows": self.rows}
         files.write_json(self.path.with_suffix(".json"), record)
         lines = [
