@@ -15,7 +15,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,17 @@ def read_reports(folder: Path) -> tuple[dict[str, Counter[str]], Counter[str]]:
     return kernels, calls
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out that lock the same folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def compare_images(expected: Path, image: Path) -> dict[str, Any]:
     """Largest and mean difference of two images, of 255, and whether they are equal byte for byte."""
     arrays = [np.asarray(Image.open(path).convert("RGB"), np.int16) for path in (expected, image)]
@@ -137,8 +149,7 @@ class Table:
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a row and write both files. Several processes may share them."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self.path.parent):
             stored = self.path.with_suffix(".json")
             self.rows = json.loads(stored.read_text())["rows"] if stored.is_file() else []
             key = self.key(row)
