@@ -141,9 +141,9 @@ class Table:
 
     KEYS = ("target", "dtype", "libraries", "case")
 
-    def __init__(self, path: Path, title: str, columns: Mapping[str, str]) -> None:
-        """`columns`: key of a row -> heading."""
-        self.path, self.title, self.columns = path, title, columns
+    def __init__(self, path: Path, title: str, columns: Mapping[str, str], note: str = "") -> None:
+        """`columns`: key of a row -> heading. `note`: a paragraph above the table."""
+        self.path, self.title, self.columns, self.note = path, title, columns, note
         self.rows: list[dict[str, Any]] = []
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -163,7 +163,13 @@ class Table:
 
     def write(self) -> None:
         """Write the JSON file with everything, and the Markdown table."""
-        record = {"title": self.title, "machine": machine.machine(), "versions": machine.versions(), "rows": self.rows}
+        record = {
+            "title": self.title,
+            "note": self.note,
+            "machine": machine.machine(),
+            "versions": machine.versions(),
+            "rows": self.rows,
+        }
         files.write_json(self.path.with_suffix(".json"), record)
         lines = [
             f"# {self.title}",
