@@ -170,7 +170,7 @@ class Table:
             "versions": machine.versions(),
             "rows": self.rows,
         }
-        files.write_json(self.path.with_suffix(".json"), record)
+        files.write_json(self.path.with_suffix(".json"), record | {"rows": self.rows})
         lines = [
             f"# {self.title}",
             "",
