@@ -29,8 +29,8 @@ from whole import ROOT, Run, Simulation, Table, compare_images
 TITLE = "`--provider hip` on a simulated AMD GPU"
 NOTE = """No AMD GPU was used. Each case ran under `scripts/amd/simulate`: HIP and hipBLASLt are simulated in host
 memory, and kernels are the real machine code of the GPU, executed by tinygrad's emulator, unless the case says that
-they were skipped. Seconds are those of this emulation on a busy CPU, and say nothing about a GPU. Differences are from images of
-the CPU provider in float32, in steps of 1/255. Graph launches are launches of captured HIP graphs."""
+they were skipped. Seconds are those of this emulation on a busy CPU, and say nothing about a GPU. Differences are from
+images of the CPU provider in float32, in steps of 1/255. Graph launches are launches of captured HIP graphs."""
 COLUMNS = {
     "target": "simulated GPU",
     "dtype": "dtype",
