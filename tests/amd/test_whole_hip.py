@@ -57,5 +57,5 @@ def test_unet(target: str, options: tuple[str, ...], demo: Path) -> None:
     assert np.linalg.norm(found["first"] - expected) < 2e-3 * np.linalg.norm(expected)
     np.testing.assert_array_equal(found["first"], found["replayed"])
     calls = json.loads(report.read_text())["calls"]
-    assert calls["hipGraphInstantiate"] == 1
+    assert calls["hipGraphInstantiateWithFlags"] == 1
     assert calls["hipGraphLaunch"] == 2
