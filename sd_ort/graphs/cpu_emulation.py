@@ -96,12 +96,17 @@ def loads_on_cpu(model: ir.Model) -> bool:
 
     It has no bfloat16 but that of weights which are cast at once.
     """
-    bfloat16 = _takes_or_gives(model, ir.DataType.BFLOAT16)
+    half = ir.DataType.BFLOAT16
+    bfloat16 = _takes_or_gives(model, half) or any(_casts_to(node, half) for node in model.graph)
     return not bfloat16 and not any(_not_on_cpu(node) for node in model.graph)
 
 
 def _takes_or_gives(model: ir.Model, dtype: ir.DataType) -> bool:
     return any(value.dtype == dtype for value in (*model.graph.inputs, *model.graph.outputs))
+
+
+def _casts_to(node: ir.Node, dtype: ir.DataType) -> bool:
+    return node.op_type == "Cast" and node.attributes["to"].as_int() == int(dtype)
 
 
 def round_to_half(model: ir.Model, half: ir.DataType) -> None:

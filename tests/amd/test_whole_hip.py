@@ -58,4 +58,4 @@ def test_unet(target: str, options: tuple[str, ...], demo: Path) -> None:
     np.testing.assert_array_equal(found["first"], found["replayed"])
     calls = json.loads(report.read_text())["calls"]
     assert calls["hipGraphInstantiateWithFlags"] == 1
-    assert calls["hipGraphLaunch"] == 2
+    assert calls["hipGraphLaunch"] == 3  # once when it is captured, and for each call
