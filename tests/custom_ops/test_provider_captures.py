@@ -107,8 +107,8 @@ def check_replays(bound: BoundShapes, x: np.ndarray, wanted: np.ndarray) -> None
 def test_a_thread_goes_on_after_a_capture_that_failed(
     provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel fails in its middle: the copy after the convolution. The session stays open, and the same thread copies to
-    the device and back."""
+    """A kernel fails in its middle: the copy after the convolution. The session stays open, and the same thread copies
+    to the device and back."""
     path, _ = convolution(tmp_path / "convolution.onnx")
     device, x = provider_named(provider).device, np.ones((1, 16, 16, CHANNELS), np.float16)
     wanted = create_session(path, provider).run(None, {"x": x})[0]
