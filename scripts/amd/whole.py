@@ -7,6 +7,7 @@ table.add({"target": "gfx1100", "case": "generate", **run.row(), **compare_image
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -14,7 +15,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,17 @@ def read_reports(folder: Path) -> tuple[dict[str, Counter[str]], Counter[str]]:
     return kernels, calls
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out that lock the same folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def compare_images(expected: Path, image: Path) -> dict[str, Any]:
     """Largest and mean difference of two images, of 255, and whether they are equal byte for byte."""
     arrays = [np.asarray(Image.open(path).convert("RGB"), np.int16) for path in (expected, image)]
@@ -128,28 +141,36 @@ class Table:
 
     KEYS = ("target", "dtype", "libraries", "case")
 
-    def __init__(self, path: Path, title: str, columns: Mapping[str, str]) -> None:
-        """`columns`: key of a row -> heading."""
-        self.path, self.title, self.columns = path, title, columns
-        stored = path.with_suffix(".json")
-        self.rows: list[dict[str, Any]] = json.loads(stored.read_text())["rows"] if stored.is_file() else []
+    def __init__(self, path: Path, title: str, columns: Mapping[str, str], note: str = "") -> None:
+        """`columns`: key of a row -> heading. `note`: a paragraph above the table."""
+        self.path, self.title, self.columns, self.note = path, title, columns, note
+        self.rows: list[dict[str, Any]] = []
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add a row and write both files."""
-        cleaned = {"commit": machine.commit(), **row}
-        key = [row.get(name) for name in self.KEYS]
-        positions = [i for i, each in enumerate(self.rows) if [each.get(name) for name in self.KEYS] == key]
-        if positions:
-            self.rows[positions[0]] = cleaned
-        else:
-            self.rows.append(cleaned)
-        self.write()
+        """Add a row and write both files. Several processes may share them."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(self.path.parent):
+            stored = self.path.with_suffix(".json")
+            self.rows = json.loads(stored.read_text())["rows"] if stored.is_file() else []
+            key = self.key(row)
+            position = next((i for i, each in enumerate(self.rows) if self.key(each) == key), len(self.rows))
+            self.rows[position : position + 1] = [{"commit": machine.commit(), **row}]
+            self.write()
+
+    def key(self, row: Mapping[str, Any]) -> list[Any]:
+        """What tells a row from others."""
+        return [row.get(name) for name in self.KEYS]
 
     def write(self) -> None:
         """Write the JSON file with everything, and the Markdown table."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"title": self.title, "machine": machine.machine(), "versions": machine.versions(), "rows": self.rows}
-        files.write_json(self.path.with_suffix(".json"), record)
+        record = {
+            "title": self.title,
+            "note": self.note,
+            "machine": machine.machine(),
+            "versions": machine.versions(),
+            "rows": self.rows,
+        }
+        files.write_json(self.path.with_suffix(".json"), record | {"rows": self.rows})
         lines = [
             f"# {self.title}",
             "",

@@ -95,12 +95,17 @@ def loads_on_cpu(model: ir.Model) -> bool:
 
     The provider supports bfloat16 only for weights that are cast directly.
     """
-    bfloat16 = _has_io_dtype(model, ir.DataType.BFLOAT16)
+    half = ir.DataType.BFLOAT16
+    bfloat16 = _has_io_dtype(model, half) or any(_casts_to(node, half) for node in model.graph)
     return not bfloat16 and not any(_lacks_cpu_kernel(node) for node in model.graph)
 
 
 def _has_io_dtype(model: ir.Model, dtype: ir.DataType) -> bool:
     return any(value.dtype == dtype for value in (*model.graph.inputs, *model.graph.outputs))
+
+
+def _casts_to(node: ir.Node, dtype: ir.DataType) -> bool:
+    return node.op_type == "Cast" and node.attributes["to"].as_int() == int(dtype)
 
 
 def round_to_half(model: ir.Model, half: ir.DataType) -> None:

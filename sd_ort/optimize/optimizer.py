@@ -152,6 +152,8 @@ def chosen_hoisting(hoisted: bool | None, dtype: str, target: str, names: Sequen
         hoisted = dtype == "float16" and target in HOISTING and hoist.PARTS["step"] in names
     if hoisted and hoist.PARTS["step"] not in names:
         raise InputError("--hoist splits the UNet: take it into --component, or leave out --hoist.")
+    if hoisted and dtype == "bfloat16" and not TARGETS[target].half_weights:
+        raise InputError("--hoist passes tensors between graphs, which ONNX Runtime cannot in bfloat16: use --float16.")
     return hoisted
 
 

@@ -45,25 +45,27 @@ def convert(
 ) -> int:
     """Convert the float32 part of `model` to `dtype` ("float16" or "bfloat16") in place.
 
-    Returns the number of nodes that stay in float32. Graph inputs and outputs are converted too, but for
-    `float32_graph_inputs`.
+    Returns the number of nodes that stay in float32. With float16, graph inputs and outputs are converted too, but for
+    `float32_graph_inputs`. With bfloat16 they stay in float32: NumPy and ONNX Runtime's Python API have no bfloat16.
     """
     half, graph = HALF[dtype], model.graph
     if half == ir.DataType.BFLOAT16:
         _declare_bfloat16_opset(graph)
     float32 = _before_sinusoids(graph) | {node for node in graph if not _is_defined(node, half, graph)} | set(keep)
     _convert_initializers(graph, half, float32, frozenset(float32_inputs) | FIXED_INPUTS)
+    keeps_boundary = half == ir.DataType.BFLOAT16
     for value in graph.inputs:
-        if value.dtype == FLOAT and value.name not in float32_graph_inputs:
-            value.dtype = half
+        if value.dtype == FLOAT and value.name not in float32_graph_inputs and not keeps_boundary:
+            value.type = ir.TensorType(half)
     for node in graph:
         if node in float32:
             continue
         _convert_attributes(node, half)
         for index, output in enumerate(node.outputs):
             if output.dtype == FLOAT and not is_float32_output(node, index):
-                output.dtype = half
+                output.type = ir.TensorType(half)  # values may share their type object
     _insert_casts(graph, half, float32)
+    _cast_outputs(graph, *((half, FLOAT) if keeps_boundary else (FLOAT, half)), float32)
     common.TopologicalSortPass()(model)
     return len(float32)
 
@@ -210,12 +212,18 @@ def _insert_casts(graph: ir.Graph, half: ir.DataType, float32: set[ir.Node]) -> 
                 graph.insert_before(node, cast)
                 casts[key] = cast.outputs[0]
             node.replace_input_with(index, casts[key])
-    for output in graph.outputs:
+
+
+def _cast_outputs(graph: ir.Graph, source: ir.DataType, target: ir.DataType, float32: set[ir.Node]) -> None:
+    """Cast the graph outputs that nodes compute in `source` to `target`. Nodes outside of `float32` compute in half
+    precision, whose few float32 outputs are statistics."""
+    for index, output in enumerate(graph.outputs):
         producer = output.producer()
-        if output.dtype == FLOAT and producer is not None and producer in float32:
-            name = output.name
-            cast = ir.node("Cast", [output], {"to": int(half)})
-            cast.outputs[0].shape, cast.outputs[0].dtype = output.shape, half
-            graph.append(cast)
-            output.name, cast.outputs[0].name = f"{name}.float32", name
-            graph.outputs[graph.outputs.index(output)] = cast.outputs[0]
+        if output.dtype != source or producer is None or (source == FLOAT and producer not in float32):
+            continue
+        name = output.name
+        cast = ir.node("Cast", [output], {"to": int(target)})
+        cast.outputs[0].shape, cast.outputs[0].dtype = output.shape, target
+        graph.append(cast)
+        output.name, cast.outputs[0].name = f"{name}.{source.name.lower()}", name
+        graph.outputs[index] = cast.outputs[0]

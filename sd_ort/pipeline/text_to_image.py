@@ -188,7 +188,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         self._scheduler, self._planned = scheduler, False
 
     def weights_changed(self, closed: bool) -> None:
-        """Release the captured graphs and buffers of closed sessions; without these, mark cached outputs as outdated."""
+        """Release captured graphs and buffers if sessions were closed; else mark cached outputs as outdated."""
         if closed:
             self.loop = open_loop(self.models)
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hip_library import TARGETS
+from hip_library import hip_library as build_hip_library
 
 from custom_ops import code_objects
 from custom_ops.code_objects import Kernel
@@ -19,21 +20,13 @@ from sd_ort.core.cache import cache_folder
 from sd_ort.runtime import build, headers, library
 from sd_ort.runtime.wheels import needed_libraries
 
-# One of each kind of matrix instruction; scripts/checks/all_architectures sets the variable, for all.
-ARCHS = (
-    ("gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
-    if "SD_ORT_ALL_ARCHITECTURES" in os.environ
-    else ("gfx90a", "gfx1100", "gfx1201")
-)
-
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def hip_library() -> Path:
     """libsd_ort_hip.so, with the provider's library beside it."""
-    return build.build(cpu=False, hip=ARCHS, provider=True)
+    return build_hip_library()
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +40,9 @@ def test_no_kernel_spills(kernels: list[Kernel]) -> None:
 
 
 def test_every_kernel_is_there_for_every_architecture(kernels: list[Kernel]) -> None:
-    names = {arch: {kernel.name for kernel in kernels if kernel.target == arch} for arch in ARCHS}
-    assert all(names[arch] == names[ARCHS[0]] for arch in ARCHS)
-    assert len(names[ARCHS[0]]) > 100
+    names = {arch: {kernel.name for kernel in kernels if kernel.target == arch} for arch in TARGETS}
+    assert all(names[arch] == names[TARGETS[0]] for arch in TARGETS)
+    assert len(names[TARGETS[0]]) > 100
 
 
 def test_waves_are_known_to_the_compiler_alone(kernels: list[Kernel]) -> None:
@@ -186,7 +179,7 @@ for operator in map(load, GPU_OPERATORS):
 
 def test_every_kernel_is_launched_by_a_case(hip_library: Path, kernels: list[Kernel], tmp_path: Path) -> None:
     """Of each architecture: a kernel that no case launches is compared with nothing."""
-    for arch in ARCHS:
+    for arch in TARGETS:
         report = tmp_path / f"{arch}.json"
         simulate(arch, report, "-c", LAUNCH_CANDIDATES, str(hip_library))
         launched = json.loads(report.read_text())["kernels"]
@@ -248,7 +241,7 @@ def test_libraries_find_rocm_in_its_folders(tmp_path: Path) -> None:
     compiler = build.find_hip_compiler()
     definitions = {
         "BUILD_ORT_LIBRARY": "OFF",
-        "HIP_ARCHS": "gfx1100",
+        "HIP_TARGETS": "gfx1100",
         "HIP_COMPILER": compiler.path,
         "HIP_FLAGS": " ".join(compiler.flags),
         "HIP_LIBRARY_DIR": ";".join(folders),

@@ -17,8 +17,9 @@ import pytest
 
 from fusion_passes.lower import nhwc_layout, pack_qkv
 from sd_ort.core import folder
+from sd_ort.graphs.cpu_emulation import loads_on_cpu
 from sd_ort.optimize import optimizer as stage
-from sd_ort.optimize import targets
+from sd_ort.optimize import precision, targets
 from sd_ort.optimize.optimizer import optimize, optimize_component
 from sd_ort.optimize.targets import TARGETS, Target
 
@@ -161,6 +162,45 @@ def test_operators_without_a_half_type_stay_in_float32(tmp_path: Path, dtype: st
         x = np.ones((2, 8), np.float16)
         got = run(tmp_path / "out.onnx", {"x": x, "n": np.array(8, np.float16)})
         np.testing.assert_array_equal(got, x + np.arange(8))
+
+
+def test_bfloat16_stays_within_the_graph(tmp_path: Path) -> None:
+    """ONNX Runtime's Python API has no bfloat16: inputs and outputs are float32, what is between is not."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[2,8] x, int64[2,8] ids) => (float[2,8] y, float[2,8] z) {
+            a = Neg (x)  c = Cast <to = 1> (ids)  z = Mul (a, c)  y = Exp (z)
+        }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "in.onnx")
+    optimize_component(tmp_path / "in.onnx", tmp_path / "out.onnx", TARGETS["portable"], "bfloat16", calibrate=False)
+    onnx.checker.check_model(str(tmp_path / "out.onnx"), full_check=True)
+    proto = onnx.shape_inference.infer_shapes(onnx.load(tmp_path / "out.onnx"))
+    model = ir.from_proto(proto)
+    assert {value.name: value.dtype for value in (*model.graph.inputs, *model.graph.outputs)} == {
+        "x": ir.DataType.FLOAT,
+        "ids": ir.DataType.INT64,
+        "y": ir.DataType.FLOAT,
+        "z": ir.DataType.FLOAT,
+    }
+    computed = {value.dtype for node in model.graph if node.op_type != "Cast" for value in node.outputs}
+    assert computed == {ir.DataType.BFLOAT16}
+    assert not loads_on_cpu(model)
+
+
+def test_values_that_share_a_type_are_converted_apart() -> None:
+    x = ir.Value(name="x", shape=ir.Shape([2, 3]), type=ir.TensorType(ir.DataType.FLOAT))
+    node = ir.node("Transpose", [x])
+    y = node.outputs[0]
+    y.name, y.shape, y.type = "y", ir.Shape([3, 2]), x.type
+    model = ir.Model(ir.Graph([x], [y], nodes=[node], opset_imports={"": 21}, name="g"), ir_version=10)
+    precision.convert(model, "bfloat16")
+    assert [each.op_type for each in model.graph] == ["Cast", "Transpose", "Cast"]
+    assert model.graph.inputs[0].dtype == model.graph.outputs[0].dtype == ir.DataType.FLOAT
+
+
+def test_bfloat16_is_not_hoisted(tmp_path: Path, sd_ort: Cli) -> None:
+    code, _, error = sd_ort("optimize", "demo", tmp_path / "out", "--bfloat16", "--target", "hip", "--hoist")
+    assert code != 0
+    assert "use --float16" in error
 
 
 def test_second_run_does_nothing(tiny_copy: Path, tmp_path: Path, sd_ort: Cli) -> None:

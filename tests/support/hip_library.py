@@ -1,0 +1,25 @@
+"""The GPU library and the execution provider compiled for AMD: one build for all tests of a run."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from sd_ort.core.cache import cache_folder
+from sd_ort.runtime import build
+
+# One of each kind of matrix instruction; scripts/checks/all_architectures sets the variable, for all.
+TARGETS = (
+    ("gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
+    if "SD_ORT_ALL_ARCHITECTURES" in os.environ
+    else ("gfx942", "gfx1100", "gfx1201")
+)
+
+
+def hip_library() -> Path:
+    """The GPU library for TARGETS, the provider beside it. Another process that builds it is waited for."""
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with (cache_folder() / "hip_library_of_tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return build.build(cpu=False, hip=TARGETS, provider=True)
