@@ -191,7 +191,8 @@ def open_and_close(soak: Soak, size: Request, count: int = 10) -> None:
 def growth(stages: list[dict[str, Any]], name: str, allowed: float) -> str | None:
     """Why a stage that repeats an earlier one ("again") used more of `name` than that, or None."""
     by_stage = {row["stage"]: row[name] for row in stages}
-    for later, earlier in (("sizes again", "sizes captured"), ("LoRAs again", "LoRAs"), ("pipelines again", "pipelines")):
+    pairs = {"sizes again": "sizes captured", "LoRAs again": "LoRAs", "pipelines again": "pipelines"}
+    for later, earlier in pairs.items():
         if by_stage.get(later) is not None and by_stage[later] > by_stage[earlier] + allowed:
             return f"{name} grew from {by_stage[earlier]} to {by_stage[later]} during {later!r}"
     return None
