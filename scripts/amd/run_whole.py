@@ -157,10 +157,9 @@ class Whole:
         simulation = Simulation(self.target, self.folder, options, {"SD_ORT_TUNING": str(self.folder / "tuning-idle")})
         print(f"{self.folder.name}: first_numbers ...", flush=True)
         run = simulation.run("first_numbers", ["scripts/amd/first_numbers", self.target], self.timeout, checkout)
-        made = sorted(
-            str(path.relative_to(checkout / "results/amd")) for path in checkout.glob("results/amd/**/*.json")
-        )
-        return self.add("first_numbers, kernels skipped", run, note=made)
+        results = checkout / f"results/amd/first_numbers_{self.target}"
+        files = sorted(str(path.relative_to(results)) for path in results.glob("**/*.json"))
+        return self.add("first_numbers, kernels skipped", run, note=files)
 
     def compared(self, image: Path, reference: str) -> dict[str, Any]:
         """Differences from the CPU provider's image; nothing if there is no image."""

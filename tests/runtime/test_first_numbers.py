@@ -71,7 +71,16 @@ def test_every_step_runs(checkout: Path) -> None:
     assert result.returncode == 0
     assert begin_with(calls, STEPS)
     assert "Failed" not in result.stdout
-    assert (checkout / "results/amd/log.txt").read_text().endswith("whatever is in it.\n")
+    assert (checkout / "results/amd/first_numbers_gfx1100/log.txt").read_text().endswith("whatever is in it.\n")
+
+
+@pytest.mark.parametrize(("version", "arguments"), [("None", " --torch none"), ("'7.2'", "")])
+def test_torch_without_a_gpu_is_not_timed_on_large_models(checkout: Path, version: str, arguments: str) -> None:
+    (checkout / "torch.py").write_text(f"class version:\n    hip = {version}\n")
+    program(checkout / ".venv/bin/python", f'#!/bin/sh\nPYTHONPATH=. exec {sys.executable} "$@"\n')
+    _, calls = run(checkout)
+    assert next(call for call in calls if "--component unet" in call).endswith(f"--component unet{arguments}")
+    assert "--torch" not in next(call for call in calls if call.startswith("benchmark out/amd/demo"))
 
 
 def test_a_failed_step_does_not_end_the_others(checkout: Path) -> None:
