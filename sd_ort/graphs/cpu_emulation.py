@@ -55,6 +55,8 @@ BODIES = {
     }""",
 }
 
+GEMM_OPS = frozenset({"MatMul", "Gemm", "Conv"})  # input 1 is the weight
+
 
 @contextmanager
 def cpu_equivalent(path: Path) -> Iterator[tuple[Path, list[str]]]:
@@ -70,7 +72,7 @@ def cpu_equivalent(path: Path) -> Iterator[tuple[Path, list[str]]]:
         notes.append(f"{', '.join(unsupported)} have no CPU kernels; their function bodies ran instead")
         _to_function_bodies(model)
     half = half_type(model)
-    if half is not None and _has_io_dtype(model, half):
+    if half is not None and _computes_in(model, half):
         notes.append(f"float32 arithmetic with every operator's result rounded to {half.name.lower()}")
         round_to_half(model, half)
     if not notes:
@@ -95,17 +97,17 @@ def loads_on_cpu(model: ir.Model) -> bool:
 
     The provider supports bfloat16 only for weights that are cast directly.
     """
-    half = ir.DataType.BFLOAT16
-    bfloat16 = _has_io_dtype(model, half) or any(_casts_to(node, half) for node in model.graph)
+    bfloat16 = _computes_in(model, ir.DataType.BFLOAT16)
     return not bfloat16 and not any(_lacks_cpu_kernel(node) for node in model.graph)
 
 
-def _has_io_dtype(model: ir.Model, dtype: ir.DataType) -> bool:
-    return any(value.dtype == dtype for value in (*model.graph.inputs, *model.graph.outputs))
-
-
-def _casts_to(node: ir.Node, dtype: ir.DataType) -> bool:
-    return node.op_type == "Cast" and node.attributes["to"].as_int() == int(dtype)
+def _computes_in(model: ir.Model, dtype: ir.DataType) -> bool:
+    """Return whether inputs, outputs, or weights that MatMul, Gemm or Conv of ai.onnx read, have `dtype`."""
+    io = any(value.dtype == dtype for value in (*model.graph.inputs, *model.graph.outputs))
+    return io or any(
+        node.domain == "" and node.op_type in GEMM_OPS and node.inputs[1] is not None and node.inputs[1].dtype == dtype
+        for node in model.graph
+    )
 
 
 def round_to_half(model: ir.Model, half: ir.DataType) -> None:
@@ -128,7 +130,7 @@ def round_to_half(model: ir.Model, half: ir.DataType) -> None:
         _retype_attributes(node, half)
         for output in node.outputs:
             if output.dtype == half:
-                output.dtype = ir.DataType.FLOAT
+                output.type = ir.TensorType(ir.DataType.FLOAT)  # values may share their type object
                 if node.op_type not in COPYING_OPS:
                     _round(graph, output, function.name)
     _reattach_functions(model)

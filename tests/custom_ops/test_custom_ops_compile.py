@@ -241,7 +241,7 @@ def test_libraries_find_rocm_in_its_folders(tmp_path: Path) -> None:
     compiler = build.find_hip_compiler()
     definitions = {
         "BUILD_ORT_LIBRARY": "OFF",
-        "HIP_TARGETS": "gfx1100",
+        "HIP_ARCHS": "gfx1100",
         "HIP_COMPILER": compiler.path,
         "HIP_FLAGS": " ".join(compiler.flags),
         "HIP_LIBRARY_DIR": ";".join(folders),

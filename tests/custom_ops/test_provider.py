@@ -343,7 +343,7 @@ def test_session_of_the_package(
     provider: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`plugin:PATH` names the provider in the package's own sessions, which miss no op library beside it."""
-    monkeypatch.setattr("sd_ort.runtime.session.library_path", lambda: None)
+    monkeypatch.setattr("sd_ort.runtime.op_library.library_path", lambda: None)
     model = lowered(folder, COMPONENTS[0], "float32")
     (model.parent.parent / "model_index.json").write_text("{}")
     session = create_session(model, provider)

@@ -141,7 +141,9 @@ def test_forms_are_run_right_or_left(provider: str, tmp_path: Path) -> None:
 def test_explain_takes_our_providers(provider: str, tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(small("Neg"))
     ran = CliRunner().invoke(explain_command.command, [str(tmp_path / "model.onnx"), "--provider", "cpu"])
-    assert str(ran.exception) == "cpu does not say why it leaves a node: give hip, sdcuda, or plugin:PATH of ours."
+    assert (
+        str(ran.exception) == "cpu does not say why it leaves a node: give hip, sdcuda, rocm, or plugin:PATH of ours."
+    )
 
 
 def test_time_of_the_device_in_onnxruntimes_profile(provider: str, tmp_path: Path) -> None:
