@@ -102,12 +102,15 @@ def loads_on_cpu(model: ir.Model) -> bool:
 
 
 def _computes_in(model: ir.Model, dtype: ir.DataType) -> bool:
-    """Return whether inputs, outputs, or weights that MatMul, Gemm or Conv of ai.onnx read, have `dtype`."""
+    """Return whether inputs, outputs, casts, or weights that MatMul, Gemm or Conv of ai.onnx read, have `dtype`."""
+
+    def node_has(node: ir.Node) -> bool:
+        if node.domain == "" and node.op_type in GEMM_OPS:
+            return node.inputs[1] is not None and node.inputs[1].dtype == dtype
+        return node.op_type == "Cast" and node.attributes["to"].as_int() == int(dtype)
+
     io = any(value.dtype == dtype for value in (*model.graph.inputs, *model.graph.outputs))
-    return io or any(
-        node.domain == "" and node.op_type in GEMM_OPS and node.inputs[1] is not None and node.inputs[1].dtype == dtype
-        for node in model.graph
-    )
+    return io or any(node_has(node) for node in model.graph)
 
 
 def round_to_half(model: ir.Model, half: ir.DataType) -> None:
