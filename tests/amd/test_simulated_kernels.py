@@ -74,6 +74,28 @@ def test_operands_of_64_bits(code_object: Callable[..., Path]) -> None:
     assert [f"{value:016x}" for value in results] == [f"{value % 2**64:016x}" for value in expected]
 
 
+def run_permutations(hip: Hip, image: str, lanes: str) -> list:
+    """Results of permute_lanes in a block of so many threads."""
+    out = hip.upload((ctypes.c_int * 320)())
+    hip.launch(hip.function(image, "permute_lanes"), (1, 1, 1), (int(lanes), 1, 1), out)
+    values = hip.download(out, (ctypes.c_int * 320)())
+    return [values[start : start + int(lanes)] for start in range(0, 320, 64)]
+
+
+@pytest.mark.parametrize(("target", "wave"), [("gfx942", 64), ("gfx1100", 32), ("gfx1201", 32)])
+@pytest.mark.parametrize("is_partial", [True, False])
+def test_lanes_are_permuted(target: str, wave: int, is_partial: bool, code_object: Callable[..., Path]) -> None:
+    """High bits of an address are ignored; those of inactive lanes can be anything; an inactive source gives 0."""
+    lanes = wave - 12 if is_partial else wave
+    values = list(range(100, 100 + lanes))
+    before = 0 if is_partial else values[-1]
+    after = 0 if is_partial else values[0]
+    pulled, same, pushed, same_pushed, accumulation = run_client(run_permutations, target, code_object(target), lanes)
+    assert pulled == accumulation == [*values[1:], after]
+    assert same == same_pushed == values
+    assert pushed == [before, *values[:-1]]
+
+
 @pytest.mark.parametrize(
     ("name", "locked"),
     [

@@ -22,6 +22,7 @@ _CACHE_CONTROL = {
     *("BUFFER_GL0_INV", "BUFFER_GL1_INV", "BUFFER_WBL2", "BUFFER_INV"),
     *("GLOBAL_INV", "GLOBAL_WB", "GLOBAL_WBINV"),
 }
+_PERMUTATIONS = {"DS_PERMUTE_B32", "DS_BPERMUTE_B32", "DS_BPERMUTE_FI_B32"}
 # (encoding, opcode) of buffer_gl0_inv and buffer_gl1_inv, which the emulator does not decode
 _RDNA3_CACHE_CONTROL = {(0x38, 43), (0x38, 44)}
 
@@ -89,6 +90,9 @@ class TinygradEmulator:
             return InstructionFunction(f"cache_control_{instruction.size()}", (0,), 0)
         if name == "DS_SWIZZLE_B32":
             return InstructionFunction("ds_swizzle_b32", (0, 1), 0)
+        if name in _PERMUTATIONS:
+            data = 5 if getattr(instruction, "acc", 0) else 1
+            return InstructionFunction(name.lower(), (0, 1, data), 0)
         size = instruction.size()
         bits = int.from_bytes(code[:size], "little")
         for kind, base, mask, length, function in self._functions:
