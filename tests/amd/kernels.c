@@ -54,6 +54,26 @@ KERNEL void permute_lanes(GLOBAL int* out) {
 }
 
 #ifdef __gfx942__
+// out[i] is the result of an instruction with a half x and the constant 1.0.
+KERNEL void compute_halves(GLOBAL float* out, _Float16 x) {
+  _Float16 y;
+  unsigned long less;
+  asm volatile("v_add_f16_e32 %0, 1.0, %1" : "=v"(y) : "v"(x));
+  out[0] = y;
+  asm volatile("v_sub_f16_e32 %0, 1.0, %1" : "=v"(y) : "v"(x));
+  out[1] = y;
+  asm volatile("v_rcp_f16_e32 %0, -2.0" : "=v"(y));
+  out[2] = y;
+  asm volatile("v_cmp_gt_f16_e32 vcc, 1.0, %1\n s_mov_b64 %0, vcc" : "=s"(less) : "v"(x) : "vcc");
+  out[3] = less & 1;
+  asm volatile("v_cvt_f16_f32_e32 %0, 1.0" : "=v"(y));
+  out[4] = y;
+  asm volatile("v_mov_b32_e32 v200, %1\n v_add_f16_e32 %0, 1.0, v200" : "=v"(y) : "v"(x) : "v200");
+  out[5] = y;
+  asm volatile("v_mov_b32_e32 v200, %1\n v_add_f16_e32 %0, 0x3800, v200" : "=v"(y) : "v"(x) : "v200");
+  out[6] = y;
+}
+
 // out[i] is the result of an instruction with operands of 64 bits, in[0] and in[1].
 KERNEL void compute_64_bits(GLOBAL unsigned long* out, GLOBAL const unsigned long* in) {
   unsigned long x = in[thread_index()], y = in[thread_index() + 1], z;
