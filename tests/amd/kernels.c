@@ -55,6 +55,7 @@ KERNEL void permute_lanes(GLOBAL int* out) {
 
 #ifdef __gfx942__
 // out[i] is the result of an instruction with a half x and the constant 1.0.
+// The compiler itself does not use v200.
 KERNEL void compute_halves(GLOBAL float* out, _Float16 x) {
   _Float16 y;
   unsigned long less;
@@ -68,9 +69,9 @@ KERNEL void compute_halves(GLOBAL float* out, _Float16 x) {
   out[3] = less & 1;
   asm volatile("v_cvt_f16_f32_e32 %0, 1.0" : "=v"(y));
   out[4] = y;
-  asm volatile("v_mov_b32_e32 v200, %1\n v_add_f16_e32 %0, 1.0, v200" : "=v"(y) : "v"(x) : "v200");
+  asm volatile("v_mov_b32_e32 v200, %1\n v_add_f16_e32 %0, 1.0, v200" : "=v"(y) : "v"(x));
   out[5] = y;
-  asm volatile("v_mov_b32_e32 v200, %1\n v_add_f16_e32 %0, 0x3800, v200" : "=v"(y) : "v"(x) : "v200");
+  asm volatile("v_mov_b32_e32 v200, %1\n v_add_f16_e32 %0, 0x3800, v200" : "=v"(y) : "v"(x));
   out[6] = y;
 }
 
