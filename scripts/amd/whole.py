@@ -144,14 +144,18 @@ class Table:
     def __init__(self, path: Path, title: str, columns: Mapping[str, str], note: str = "") -> None:
         """`columns`: key of a row -> heading. `note`: a paragraph above the table."""
         self.path, self.title, self.columns, self.note = path, title, columns, note
-        self.rows: list[dict[str, Any]] = []
+        self.rows = self.stored()
+
+    def stored(self) -> list[dict[str, Any]]:
+        """The rows of the JSON file."""
+        path = self.path.with_suffix(".json")
+        return json.loads(path.read_text())["rows"] if path.is_file() else []
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a row and write both files. Several processes may share them."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with locked(self.path.parent):
-            stored = self.path.with_suffix(".json")
-            self.rows = json.loads(stored.read_text())["rows"] if stored.is_file() else []
+            self.rows = self.stored()
             key = self.key(row)
             position = next((i for i, each in enumerate(self.rows) if self.key(each) == key), len(self.rows))
             self.rows[position : position + 1] = [{"commit": machine.commit(), **row}]

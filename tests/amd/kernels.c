@@ -34,7 +34,47 @@ KERNEL void count_in_halves(GLOBAL unsigned short* x, unsigned times) {
 
 KERNEL void add_atomically(GLOBAL unsigned* sum) { __atomic_fetch_add(sum, 1u, __ATOMIC_RELAXED); }
 
+// Permutations of the values 100, 101, ... of a wave's lanes.
+KERNEL void permute_lanes(GLOBAL int* out) {
+  const int lane = __builtin_amdgcn_workitem_id_x(), value = 100 + lane;
+  out[lane] = __builtin_amdgcn_ds_bpermute(4 * lane + 4, value);
+  out[64 + lane] = __builtin_amdgcn_ds_bpermute(4 * lane - 256, value);
+  out[128 + lane] = __builtin_amdgcn_ds_permute(4 * lane + 4, value);
+  out[192 + lane] = __builtin_amdgcn_ds_permute(4 * lane - 256, value);
 #ifdef __gfx942__
+  asm volatile(
+      "v_accvgpr_write_b32 a0, %1\n s_nop 1\n ds_bpermute_b32 a1, %2, a0\n s_waitcnt lgkmcnt(0)\n"
+      "v_accvgpr_read_b32 %0, a1"
+      : "=v"(out[256 + lane])
+      : "v"(value), "v"(4 * lane + 4)
+      : "a0", "a1");
+#else
+  out[256 + lane] = __builtin_amdgcn_ds_bpermute(4 * lane + 4, value);
+#endif
+}
+
+#ifdef __gfx942__
+// out[i] is the result of an instruction with a half x and the constant 1.0.
+// The compiler itself does not use v200.
+KERNEL void compute_halves(GLOBAL float* out, _Float16 x) {
+  _Float16 y;
+  unsigned long less;
+  asm volatile("v_add_f16_e32 %0, 1.0, %1" : "=v"(y) : "v"(x));
+  out[0] = y;
+  asm volatile("v_sub_f16_e32 %0, 1.0, %1" : "=v"(y) : "v"(x));
+  out[1] = y;
+  asm volatile("v_rcp_f16_e32 %0, -2.0" : "=v"(y));
+  out[2] = y;
+  asm volatile("v_cmp_gt_f16_e32 vcc, 1.0, %1\n s_mov_b64 %0, vcc" : "=s"(less) : "v"(x) : "vcc");
+  out[3] = less & 1;
+  asm volatile("v_cvt_f16_f32_e32 %0, 1.0" : "=v"(y));
+  out[4] = y;
+  asm volatile("v_mov_b32_e32 v200, %1\n v_add_f16_e32 %0, 1.0, v200" : "=v"(y) : "v"(x));
+  out[5] = y;
+  asm volatile("v_mov_b32_e32 v200, %1\n v_add_f16_e32 %0, 0x3800, v200" : "=v"(y) : "v"(x));
+  out[6] = y;
+}
+
 // out[i] is the result of an instruction with operands of 64 bits, in[0] and in[1].
 KERNEL void compute_64_bits(GLOBAL unsigned long* out, GLOBAL const unsigned long* in) {
   unsigned long x = in[thread_index()], y = in[thread_index() + 1], z;

@@ -53,3 +53,11 @@ def test_cases_that_did_not_run_are_listed(gfx1100: RocmRun, tmp_path: Path) -> 
     assert rows["generate"]["verdict"] == ["exit status 1: error: no GPU"]
     assert rows["sizes"]["verdict"] == ["images are missing"]
     assert {row["verdict"] for name, row in rows.items() if name not in list(rows)[:3]} == {"not run"}
+
+
+def test_rows_of_an_earlier_run_stay(gfx1100: RocmRun, tmp_path: Path) -> None:
+    """Cases that a later run does not name keep their rows."""
+    gfx1100.table.add({"target": "gfx1100", "case": "doctor", "verdict": "ran"})
+    later = RocmRun("gfx1100", tmp_path, Table(gfx1100.table.path, "title", COLUMNS), 60, {})
+    later.list_cases()
+    assert next(row for row in later.table.rows if row["case"] == "doctor")["verdict"] == "ran"

@@ -74,6 +74,40 @@ def test_operands_of_64_bits(code_object: Callable[..., Path]) -> None:
     assert [f"{value:016x}" for value in results] == [f"{value % 2**64:016x}" for value in expected]
 
 
+def run_halves(hip: Hip, image: str) -> list:
+    """Results of compute_halves for 0.25."""
+    out = hip.upload((ctypes.c_float * 7)())
+    hip.launch(hip.function(image, "compute_halves"), (1, 1, 1), (1, 1, 1), out, ctypes.c_ushort(0x3400))
+    return hip.download(out, (ctypes.c_float * 7)())
+
+
+def test_constants_of_halves(code_object: Callable[..., Path]) -> None:
+    """1.0 has other bits in 16-bit instructions of gfx942 than in those of 32 bits; v200 is no high half."""
+    assert run_client(run_halves, "gfx942", code_object("gfx942")) == [1.25, 0.75, -0.5, 1, 1, 1.25, 0.75]
+
+
+def run_permutations(hip: Hip, image: str, lanes: str) -> list:
+    """Results of permute_lanes in a block of so many threads."""
+    out = hip.upload((ctypes.c_int * 320)())
+    hip.launch(hip.function(image, "permute_lanes"), (1, 1, 1), (int(lanes), 1, 1), out)
+    values = hip.download(out, (ctypes.c_int * 320)())
+    return [values[start : start + int(lanes)] for start in range(0, 320, 64)]
+
+
+@pytest.mark.parametrize(("target", "wave"), [("gfx942", 64), ("gfx1100", 32), ("gfx1201", 32)])
+@pytest.mark.parametrize("is_partial", [True, False])
+def test_lanes_are_permuted(target: str, wave: int, is_partial: bool, code_object: Callable[..., Path]) -> None:
+    """High bits of an address are ignored; those of inactive lanes can be anything; an inactive source gives 0."""
+    lanes = wave - 12 if is_partial else wave
+    values = list(range(100, 100 + lanes))
+    before = 0 if is_partial else values[-1]
+    after = 0 if is_partial else values[0]
+    pulled, same, pushed, same_pushed, accumulation = run_client(run_permutations, target, code_object(target), lanes)
+    assert pulled == accumulation == [*values[1:], after]
+    assert same == same_pushed == values
+    assert pushed == [before, *values[:-1]]
+
+
 @pytest.mark.parametrize(
     ("name", "locked"),
     [
@@ -91,7 +125,7 @@ def test_changes_of_shared_words_take_a_lock(name: str, locked: bool) -> None:
 
 
 def read_behind_an_allocation(hip: Hip, image: str) -> list:
-    x = hip.upload((ctypes.c_float * 64)())
+    x = hip.upload((ctypes.c_float * 74)())
     hip.launch(hip.function(image, "add"), (2, 1, 1), (64, 1, 1), x, ctypes.c_float(1), ctypes.c_uint(128))
     return []
 

@@ -35,10 +35,12 @@ static u32 swizzle_source(u32 offset, u32 lane) {
   return group | ((((lane & offset) | (offset >> 5)) ^ (offset >> 10)) & 31);
 }
 
+static u64 active_lanes(const u32* sgpr) { return sgpr[EXEC] | (WAVE == 64 ? (u64)sgpr[EXEC + 1] << 32 : 0); }
+
 void ds_swizzle_b32(u32* sgpr, u32* vgpr) {
   const u32* words = (const u32*)program_counter(sgpr);
   const u32 offset = words[0] & 0xffff, from = words[1] & 255, to = words[1] >> 24;
-  const u64 exec = sgpr[EXEC] | (WAVE == 64 ? (u64)sgpr[EXEC + 1] << 32 : 0);
+  const u64 exec = active_lanes(sgpr);
   u32 result[WAVE];
   for (u32 lane = 0; lane < WAVE; ++lane) {
     const u32 source = swizzle_source(offset, lane);
@@ -48,3 +50,30 @@ void ds_swizzle_b32(u32* sgpr, u32* vgpr) {
     if (exec >> lane & 1) vgpr[to * WAVE + lane] = result[lane];
   advance(sgpr, 8);
 }
+
+// The emulator divides addresses as signed numbers, also those of inactive lanes: negative ones give registers outside
+// its array. Here high bits of an address are ignored. `data` is `vgpr`, or the accumulation registers.
+typedef enum { kPull, kPullInactive, kPush } Permutation;
+
+static void permute(u32* sgpr, const u32* vgpr, u32* data, Permutation permutation) {
+  const u32* words = (const u32*)program_counter(sgpr);
+  const u32 *addresses = vgpr + (words[1] & 255) * WAVE, *source = data + (words[1] >> 8 & 255) * WAVE;
+  u32* destination = data + (words[1] >> 24) * WAVE;
+  const u64 exec = active_lanes(sgpr);
+  u32 result[WAVE] = {0};
+  for (u32 lane = 0; lane < WAVE; ++lane) {
+    if ((exec >> lane & 1) == 0) continue;
+    const u32 other = (addresses[lane] + (words[0] & 0xffff)) / 4 % WAVE;
+    if (permutation == kPush)
+      result[other] = source[lane];
+    else if (permutation == kPullInactive || (exec >> other & 1) != 0)
+      result[lane] = source[other];
+  }
+  for (u32 lane = 0; lane < WAVE; ++lane)
+    if ((exec >> lane & 1) != 0) destination[lane] = result[lane];
+  advance(sgpr, 8);
+}
+
+void ds_permute_b32(u32* sgpr, u32* vgpr, u32* data) { permute(sgpr, vgpr, data, kPush); }
+void ds_bpermute_b32(u32* sgpr, u32* vgpr, u32* data) { permute(sgpr, vgpr, data, kPull); }
+void ds_bpermute_fi_b32(u32* sgpr, u32* vgpr, u32* data) { permute(sgpr, vgpr, data, kPullInactive); }

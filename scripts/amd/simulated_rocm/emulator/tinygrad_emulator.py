@@ -22,6 +22,7 @@ _CACHE_CONTROL = {
     *("BUFFER_GL0_INV", "BUFFER_GL1_INV", "BUFFER_WBL2", "BUFFER_INV"),
     *("GLOBAL_INV", "GLOBAL_WB", "GLOBAL_WBINV"),
 }
+_PERMUTATIONS = {"DS_PERMUTE_B32", "DS_BPERMUTE_B32", "DS_BPERMUTE_FI_B32"}
 # (encoding, opcode) of buffer_gl0_inv and buffer_gl1_inv, which the emulator does not decode
 _RDNA3_CACHE_CONTROL = {(0x38, 43), (0x38, 44)}
 
@@ -59,6 +60,7 @@ class TinygradEmulator:
         _allow_half_division(emu)
         if isa == "cdna":
             _ignore_scalar_address_of_flat(emu)
+            _read_half_constants(emu)
         self._emu: Any = emu
         self._renderer: Any = ClangRenderer(Target("CPU", "CLANG", "x86_64,native"))
         self._renderer.compiler.compile_cached = lambda source: b""  # instruction_compiler.py compiles in batches
@@ -89,6 +91,9 @@ class TinygradEmulator:
             return InstructionFunction(f"cache_control_{instruction.size()}", (0,), 0)
         if name == "DS_SWIZZLE_B32":
             return InstructionFunction("ds_swizzle_b32", (0, 1), 0)
+        if name in _PERMUTATIONS:
+            data = 5 if getattr(instruction, "acc", 0) else 1
+            return InstructionFunction(name.lower(), (0, 1, data), 0)
         size = instruction.size()
         bits = int.from_bytes(code[:size], "little")
         for kind, base, mask, length, function in self._functions:
@@ -140,6 +145,27 @@ def _ignore_scalar_address_of_flat(emu: Any) -> None:
     emu._Ctx.optional_field = field
 
 
+def _read_half_constants(emu: Any) -> None:
+    """Read constants such as 1.0 as halves where gfx9's VOP1, VOP2 and VOPC have a source of 16 bits."""
+
+    class HalfConstants(emu._Ctx):  # type: ignore[name-defined]
+        __slots__ = ()
+
+        def rsrc_dyn(self, off: object, lane: object, bits: int = 32, *rest: object, **options: object) -> object:
+            return super().rsrc_dyn(off, lane, 16 if bits == 32 else bits, *rest, **options)
+
+    def wrap(compile_instruction: Callable) -> Callable:
+        def compile_with_constants(instruction: Any, context: Any) -> object:
+            if instruction.has_half_source:
+                context.__class__ = HalfConstants
+            return compile_instruction(instruction, context)
+
+        return compile_with_constants
+
+    for kind in (emu.irc.VOP1, emu.irc.VOP2, emu.irc.VOPC):
+        emu._INST_HANDLERS[kind] = wrap(emu._INST_HANDLERS[kind])
+
+
 def _import_emulator() -> ModuleType:
     """Import test.mockgpu.amd.emu of the checkout, with one line of a nested function replaced.
 
@@ -175,15 +201,16 @@ def _decode_cdna_correctly(decode: Callable) -> Callable:
     v_mfma_f32_16x16x16_bf16_1k of gfx90a is VOP3P opcode 0x67. The emulator's tables are of gfx942 and newer, where
     the same instruction is 0x61 and 0x67 is undefined. 16-bit operands of VOP1, VOP2 and VOPC in registers from v128
     on are taken for high halves of v0 and on, as on RDNA. Widened to 32 bits they are correct, except for constants
-    such as 1.0, which compilers do not emit there.
+    such as 1.0: see _read_half_constants.
     """
 
     def decode_inst(data: bytes, isa: str) -> object:
         if isa == "cdna" and data[2:4] == b"\xe7\xd3":
             data = data[:2] + b"\xe1" + data[3:]
         instruction = decode(data, isa)
-        if isa == "cdna" and type(instruction).__name__ in ("VOP1", "VOP2", "VOPC"):
+        if isa == "cdna" and type(instruction).__name__.removesuffix("_LIT") in ("VOP1", "VOP2", "VOPC"):
             bits = instruction.canonical_op_bits
+            vars(instruction)["has_half_source"] = bits.get("s0") == 16
             vars(instruction)["canonical_op_bits"] = {name: max(width, 32) for name, width in bits.items()}
         return instruction
 
