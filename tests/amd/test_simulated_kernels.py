@@ -125,7 +125,7 @@ def test_changes_of_shared_words_take_a_lock(name: str, locked: bool) -> None:
 
 
 def read_behind_an_allocation(hip: Hip, image: str) -> list:
-    x = hip.upload((ctypes.c_float * 74)())
+    x = hip.upload((ctypes.c_float * 64)())
     hip.launch(hip.function(image, "add"), (2, 1, 1), (64, 1, 1), x, ctypes.c_float(1), ctypes.c_uint(128))
     return []
 
