@@ -148,7 +148,7 @@ def _ignore_scalar_address_of_flat(emu: Any) -> None:
 def _read_half_constants(emu: Any) -> None:
     """Read constants such as 1.0 as halves where gfx9's VOP1, VOP2 and VOPC have a source of 16 bits."""
 
-    class HalfConstants(emu._Ctx):  # type: ignore[name-defined]
+    class HalfConstants(emu._Ctx):
         __slots__ = ()
 
         def rsrc_dyn(self, off: object, lane: object, bits: int = 32, *rest: object, **options: object) -> object:
