@@ -28,7 +28,7 @@ Candidate<NhwcConvParams> library_candidate(int number) {
           [=](const NhwcConvParams& p) { return CudnnConvolution(p).workspace_bytes(number); }};
 }
 
-// At some sizes cuDNN's convolutions that add are slower than others and a sum behind them (results/gpu_tried.md).
+// At some sizes cuDNN's convolutions that add are slower than others and a sum behind them (results/gpu_experiments.md).
 Candidate<NhwcConvParams> apart_candidate(int number) {
   const auto alone = [](NhwcConvParams p) {
     p.bias = p.skip = nullptr;

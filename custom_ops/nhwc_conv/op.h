@@ -76,7 +76,7 @@ struct NhwcConvShape {
 NhwcConvShape nhwc_conv_shape(const NhwcConvParams& params);
 
 // Whether transformed filters are worth their memory, 16 numbers for 9: the multiplications that NhwcWinograd saves go
-// with channels times filters, its transforms with their sum. On an H200 (results/winograd_forms.md), with bias and
+// with channels times filters, its transforms with their sum. On an H200 (results/compare_winograd.md), with bias and
 // skip, us: 2 x 32 x 32 x 1280 to 1280 112 and 67, 2 x 64 x 64 x 640 to 640 127 and 86; without a gain 2 x 8 x 8 x 1280
 // to 1280 25 and 25 and, where no skip is added, 2 x 64 x 64 x 320 to 640 60 and 60; 2 x 64 x 64 x 320 to 320 34
 // and 37.

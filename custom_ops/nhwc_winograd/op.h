@@ -8,7 +8,7 @@
 //
 // Not an operator of ONNX Runtime: torch and NhwcConv launch it, with filters that WinogradFilters made. Transformed
 // pixels are sums of four, rounded to T: pixels of float16 must stay below 16000. In float16 the error is 3.0e-4, the
-// direct convolution's 2.3e-4; doubled 4.4e-4 and 3.0e-4 (results/winograd_forms.md).
+// direct convolution's 2.3e-4; doubled 4.4e-4 and 3.0e-4 (results/compare_winograd.md).
 #pragma once
 
 #include "common/op.h"

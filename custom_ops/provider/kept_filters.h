@@ -23,7 +23,7 @@ class KeptFilters {
   const void* of(const NhwcConvParams& params, device::Stream stream);
 
   // Makes those of the filters at this address again, in their place, so that captured graphs stay valid: weights that
-  // lie in memory of the host program are written under open sessions (sd_ort/runtime/held.py). Nothing may run
+  // lie in memory of the host program are written under open sessions (sd_ort/runtime/updatable_weights.py). Nothing may run
   // meanwhile.
   static void renew(const void* filters);
 

@@ -1,5 +1,5 @@
 // A model's data file in one block of a device, read while ONNX Runtime prepares the session that takes its tensors
-// (sd_ort/runtime/device_weights.py). ONNX Runtime itself maps, copies and unmaps one tensor after another.
+// (sd_ort/runtime/weight_prefetch.py). ONNX Runtime itself maps, copies and unmaps one tensor after another.
 #pragma once
 
 #include <exception>

@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""The tables of the plain call, from what plain_call.py and where_time_goes.py wrote.
+
+    plain_call_table.py [--folder results/default_pipeline]        writes table.md there
+
+Reads sd15.json, sdxl.json, where_sd15.json, where_sdxl.json and fidelity.json, those that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from sd_ort.core.files import read_json, write_text  # noqa: E402
+
+NAMES = {"sd15": "SD 1.5, 512², 50 steps", "sdxl": "SDXL, 1024², 30 steps"}
+ENGINES = {
+    "diffusers eager, channels last": "diffusers, eager, channels last",
+    "diffusers torch.compile": "diffusers, U-Net and VAE decode by torch.compile",
+    "graph=False, device_loop=False": "ours with latents and scheduler on the host (`graph=False, device_loop=False`)",
+    "graph=False, waited for": "+ the loop on the device, one stream, every call waited for (`graph=False`)",
+    "graph=False": "+ queued, nothing waited for but the picture",
+    "waited for": "captured U-Net and glue, every call waited for",
+    "the plain call": "**captured and queued: the plain call**",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=ROOT / "results" / "plain_call")
+    folder: Path = parser.parse_args().folder
+    images = {preset: read_json(path) for preset in NAMES if (path := folder / f"{preset}.json").is_file()}
+    wheres = {preset: read_json(path) for preset in NAMES if (path := folder / f"where_{preset}.json").is_file()}
+    lines = ["# The plain call on a GPU: whole images, and where their time goes", ""]
+    for preset, found in {**images, **{f"where_{name}": where for name, where in wheres.items()}}.items():
+        gpus = ", ".join(found["machine"]["gpus"])
+        lines.append(f"`{preset}.json`: {gpus}, commit {found['commit']}, {found.get('when', 'no time noted')}.  ")
+    lines += ["float16, random weights, one process, in turn; medians.", "", *whole_images(images)]
+    for preset, where in wheres.items():
+        lines += ["", *parts(NAMES[preset], where)]
+    if (path := folder / "fidelity.json").is_file():
+        lines += ["", fidelity(read_json(path))]
+    write_text(folder / "table.md", "\n".join(lines) + "\n")
+
+
+def whole_images(images: dict[str, Any]) -> list[str]:
+    """A row an engine; the last one is what the U-Net's calls alone take."""
+    names = [f"{NAMES[preset]} | of torch.compile" for preset in images]
+    lines = [f"| change | {' | '.join(names)} |", "|---" * (1 + 2 * len(names)) + "|"]
+    for engine, words in ENGINES.items():
+        cells = []
+        for found in images.values():
+            seconds = {name: row["median_s"] for name, row in found["engines"].items()}
+            peer = seconds.get("diffusers torch.compile")
+            share = f"{seconds[engine] / peer:.2f}" if engine in seconds and peer else ""
+            cells += [f"{seconds[engine]:.3f} s" if engine in seconds else "", share]
+        lines.append(f"| {words} | {' | '.join(cells)} |")
+    alone = [found["parts"]["unet_calls_alone_ms"] / 1e3 for found in images.values()]
+    lines.append(f"| its U-Net calls, alone and queued | {' | '.join(f'{each:.3f} s |' for each in alone)} |")
+    lines.append("")
+    for preset, found in images.items():
+        told = found["parts"]
+        steps = ", ".join(f"{task} {ms:.2f} ms" for task, ms in told["step_ms"].items())
+        firsts = ", ".join(f"{first['image_s']:.1f} s" for first in found["first_images"])
+        lines.append(f"{NAMES[preset]}: a step of {steps}. First image in a new process: {firsts}.")
+        if "unet_calls" in told:
+            calls = f"{told['unet_calls']} U-Net calls queued alone"
+            lines.append(f"Of {told['image_ms']:.1f} ms, {told['not_in_unet_ms']:.1f} ms are not in {calls}.")
+        if "held_MB" in told:
+            lines.append(f"Buffers of one kind of drawing: {told['held_MB']:.1f} MB; at most {told['kept']} are kept.")
+    return lines
+
+
+def parts(name: str, where: dict[str, Any]) -> list[str]:
+    """Where a warm image's time goes. What the host does before the U-Net's first call, the device waits for."""
+    warm = {key: median(row[key] for row in where["warm"]) for key in where["warm"][0]}
+    alone = {part: ms for part, ms in where["parts"].items() if part.startswith(("end", "step", "a whole"))}
+    rows = {
+        "the host, until the first run is queued": warm["first run queued"],
+        "the host, until the U-Net's first call is queued": warm["UNet first queued"],
+        **alone,
+        "the host, from the picture to the answer": warm["image"] - warm["last run returned"],
+        "an image": warm["image"],
+    }
+    return [f"| {name} | ms |", "|---|---|", *(f"| {part} | {ms:.2f} |" for part, ms in rows.items())]
+
+
+def fidelity(found: dict[str, Any]) -> str:
+    """How many of the demo model's unseen prompts each side draws right, and how far apart their pictures are."""
+    right = ", ".join(f"{name} {count}" for name, count in found["right"].items())
+    psnr = found["psnr_db"]
+    return (
+        f"Fidelity (`fidelity.json`, commit {found['commit']}, {found['when']}), the demo model, float16, by the plain "
+        f"call: of {found['prompts']} unseen prompts drawn right: {right}; PSNR to torch in float32: median "
+        f"{psnr['median']:.1f} dB, lowest {psnr['min']:.1f}."
+    )
+
+
+if __name__ == "__main__":
+    main()
