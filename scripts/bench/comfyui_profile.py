@@ -17,7 +17,7 @@ import torch
 from sd_ort.integrations import tensors
 from sd_ort.integrations.comfyui.model import DiffusionModel
 from sd_ort.integrations.models import TorchComponentSessions
-from sd_ort.runtime.gpu_graphs import UNCAPTURED
+from sd_ort.runtime.bound_run import NO_GRAPH_ID
 
 Draw = Callable[[int], Any]
 SHOWN = 14  # functions of the profile
@@ -48,13 +48,14 @@ def _runs(draw: Draw, steps: int) -> dict[str, Any]:
         return call(self, component, given, *more, **options)
 
     def ran(self: tensors.TorchBinding) -> None:
-        counts["runs uncaptured" if self.graph_id == UNCAPTURED else "replays of a captured graph"] += 1
+        is_captured = self.graph is not None or self.graph_id != NO_GRAPH_ID
+        counts["replays of a captured graph" if is_captured else "runs uncaptured"] += 1
         run(self)
 
     def bound(self: tensors.TorchBinding, *given: Any, **options: Any) -> None:
         nonlocal captures
         empty(self, *given, **options)
-        captures += self.graph_id != UNCAPTURED
+        captures += self.graph_id != NO_GRAPH_ID
 
     with (
         mock.patch.object(TorchComponentSessions, "call", called),

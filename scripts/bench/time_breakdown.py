@@ -102,9 +102,9 @@ def watched(records: list[Record]) -> Iterator[None]:
     """Record sessions that are opened, and first and later runs: name, start, seconds."""
     import onnxruntime
 
-    from sd_ort.runtime import gpu_graphs
+    from sd_ort.runtime import bound_run
 
-    runs: Any = gpu_graphs.BoundShapes
+    runs: Any = bound_run.BoundRun
     session, make, run = onnxruntime.InferenceSession, runs.__init__, runs.run
 
     def noted(name: Callable[..., str], function: Any) -> Any:
