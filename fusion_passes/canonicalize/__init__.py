@@ -21,6 +21,7 @@ from fusion_passes.canonicalize.attention import concatenated_keys, onnx_attenti
 from fusion_passes.canonicalize.opset import OPSET, SHAPES_SINCE, declare_opset, why_not_fused
 from fusion_passes.canonicalize.shape_folding import fold_shapes, set_channel_counts, simplify_reshape_targets
 from fusion_passes.graph_pass import Pass, PassOutcome
+from fusion_passes.operators.definition import CONTRIB
 from fusion_passes.rule import apply_rules
 from fusion_passes.shapes import types
 
@@ -50,7 +51,8 @@ def canonicalize(model: ir.Model) -> dict[str, PassOutcome]:
     converted (see `why_not_fused`), only the shapes are folded, below `SHAPES_SINCE` not even these.
     """
     outcomes: dict[str, PassOutcome] = {}
-    common.InlinePass()(model)
+    common.RemoveUnusedFunctionsPass()(model)
+    common.InlinePass(lambda function: function.domain != CONTRIB)(model)  # ONNX Runtime runs its kernel, not the body
     if types.opset(model.graph) < SHAPES_SINCE and not (declare_opset(model) or declare_opset(model, SHAPES_SINCE)):
         return outcomes
     set_channel_counts(model)

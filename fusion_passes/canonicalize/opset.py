@@ -39,10 +39,10 @@ WIDENED = frozenset(
     "RandomNormalLike RandomUniform RandomUniformLike Round Selu Sin Sinh Softplus Softsign Tan ThresholdedRelu "
     "TopK "
     # below 13: more types, negative axes, optional inputs, broadcasting to both sides
-    "Abs And ArgMax ArgMin AveragePool Ceil Clip Compress Concat ConstantOfShape DepthToSpace Erf Exp Expand Floor Gather "
-    "GatherElements GatherND Gemm Greater LRN Less Log MatMul Max Mean MeanVarianceNormalization Min Mod Neg "
-    "NonMaxSuppression NonZero OneHot Or ReduceSum Reciprocal Scatter Sigmoid Sign Slice SoftmaxCrossEntropyLoss "
-    "Not SpaceToDepth Sqrt Sum Tanh Tile Xor".split()
+    "Abs And ArgMax ArgMin AveragePool Ceil Clip Compress Concat ConstantOfShape DepthToSpace Erf Exp Expand Floor "
+    "Gather GatherElements GatherND Gemm Greater LRN Less Log MatMul Max Mean MeanVarianceNormalization Min Mod Neg "
+    "NonMaxSuppression NonZero OneHot Or ReduceSum Reciprocal Scatter Sigmoid Sign Slice "
+    "Not SoftmaxCrossEntropyLoss SpaceToDepth Sqrt Sum Tanh Tile Xor".split()
 )
 REPLACED = frozenset({"GroupNormalization", "Attention"})
 
