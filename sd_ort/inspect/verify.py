@@ -21,13 +21,13 @@ from sd_ort.checkpoints.recorded_inputs import check_recorded, recorded_inputs
 from sd_ort.checkpoints.synthetic_inputs import SIZES, Arrays, random_inputs
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError, SdOrtError, VerificationError
+from sd_ort.core.metrics import array_errors
 from sd_ort.core.pipeline_folder import bare_model, model_name
 from sd_ort.graphs import hoist
 from sd_ort.graphs.cpu_emulation import cpu_equivalent, half_type, loads_on_cpu
 from sd_ort.graphs.load import load
 from sd_ort.runtime.session import Model, create_session
 
-KNOWN = (*pipeline_folder.COMPONENTS, "controlnet")
 # As the VAE encoders of diffusers' old conversion script do.
 DRAWING = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")
 # Largest relative L2 error by the type of the optimized component. Fusing reorders sums of float32 (measured: up to
@@ -73,7 +73,7 @@ def verify(
         graph_inputs = list(source_graph.inputs)
         runs = recorded_inputs(inputs, name, graph_inputs, required=alone)
         feeds = [(f"recorded {index}", run) for index, run in enumerate(runs)]
-        if not feeds and not alone and name not in KNOWN:
+        if not feeds and not alone and name not in pipeline_folder.COMPONENTS:
             notes.append(f"{name}: NOT compared, since its inputs are not known: record some for --inputs.")
             continue
         if drawing := next((node.op_type for node in source_graph if node.op_type in DRAWING), None):
@@ -123,25 +123,8 @@ def check(result: dict[str, Any]) -> None:
 
 
 def _judged(got: np.ndarray, want: np.ndarray, limit: float) -> dict[str, Any]:
-    errors = compare(got, want)
+    errors = array_errors(got, want)
     return {"tolerance": limit, **errors, "passed": bool(errors["finite"] and errors["relative_error"] <= limit)}
-
-
-def compare(got: np.ndarray, want: np.ndarray) -> dict[str, Any]:
-    """Errors of `got` against `want`; a wrong shape or a NaN in either makes them infinite."""
-    finite, source_finite = bool(np.isfinite(got).all()), bool(np.isfinite(want).all())
-    entry: dict[str, Any] = {"shape": list(got.shape), "finite": finite, "source_finite": source_finite}
-    if got.shape != want.shape or not finite or not source_finite:
-        return entry | {"finite": False, "relative_error": float("inf"), "nmse": float("inf"), "max_abs": float("inf")}
-    exact = want.astype(np.float64)
-    difference = got.astype(np.float64) - exact
-    norm = float(np.linalg.norm(exact))
-    relative = float(np.linalg.norm(difference)) / norm if norm else float(np.any(difference)) * float("inf")
-    return entry | {
-        "relative_error": relative,
-        "nmse": relative**2,
-        "max_abs": float(np.abs(difference).max(initial=0)),
-    }
 
 
 class _Pair(NamedTuple):
