@@ -53,12 +53,7 @@ def remove_unused(graph: ir.Graph) -> None:
 
 def op_types(graph: ir.Graph) -> set[str]:
     """Return the operator types of `graph` and of its subgraphs."""
-    types = set()
-    for node in graph:
-        types.add(node.op_type)
-        for body in subgraphs(node):
-            types |= op_types(body)
-    return types
+    return {node.op_type for node in graph.all_nodes()}
 
 
 def subgraphs(node: ir.Node) -> list[ir.Graph]:

@@ -24,7 +24,7 @@ from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.checkpoints.signatures import MODEL_OF, Config, Signature
 from sd_ort.checkpoints.tensor_readers import Holder, StoredFiles
 from sd_ort.core.errors import InputError, first_line
-from sd_ort.core.pipeline_folder import CONFIG_FOLDERS, MODEL, copy_configs, read_index, tree_hash
+from sd_ort.core.pipeline_folder import COMPONENTS, CONFIG_FOLDERS, MODEL, copy_configs, read_index, tree_hash
 from sd_ort.core.quiet import no_progress_bars, quiet
 
 if TYPE_CHECKING:
@@ -82,7 +82,6 @@ CLASSES = {
     "CLIPTextModelWithProjection": "transformers",
 }
 MODELS = ("text_encoder", "text_encoder_2", "unet", "controlnet", "vae")
-COMPONENTS = ("text_encoder", "text_encoder_2", "image_encoder", "unet", "controlnet", "vae_encoder", "vae_decoder")
 
 
 def model_class(name: str) -> Any:
