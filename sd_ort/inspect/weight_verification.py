@@ -10,10 +10,10 @@ import onnx_ir as ir
 
 from fusion_passes import graph_edits
 from fusion_passes import weight_recipes as recipes
-from sd_ort.checkpoints.checkpoint import FileOptions, choose, open_source
+from sd_ort.checkpoints.checkpoint import select_components
 from sd_ort.checkpoints.configs import component_config
+from sd_ort.checkpoints.open import DEFAULT, CheckpointOptions, open_checkpoint
 from sd_ort.checkpoints.signatures import MODEL_OF
-from sd_ort.checkpoints.tensors import reader
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError, VerificationError
 from sd_ort.graphs import hoist
@@ -26,7 +26,7 @@ def verify_weights(
     made: Path,
     *,
     components: Sequence[str] | None = None,
-    files: FileOptions = FileOptions(),  # noqa: B008 (frozen)
+    files: CheckpointOptions = DEFAULT,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
     """Compare the weights of the pipeline folder `made` with those that its recipes make of a checkpoint: {"rows":
@@ -34,22 +34,21 @@ def verify_weights(
 
     A row is one component: component, weights (how many have a recipe), different (the names of those that are other
     numbers), passed. `report` gets every row when it is known. `model`, `files`: as for
-    `family.checkpoints.open_source`. Raises InputError for a folder without recipes or a checkpoint that lacks what
+    `checkpoints.open.open_checkpoint`. Raises InputError for a folder without recipes or a checkpoint that lacks what
     they read; weights that differ are no exception here: see `check_weights`.
     """
-    source = open_source(model, None, False, 0, files=files)
-    if component_config(made, "unet").get("ip_adapter") and "image_encoder" not in source.configs:
+    checkpoint = open_checkpoint(model, files)
+    if component_config(made, "unet").get("ip_adapter") and "image_encoder" not in checkpoint.configs:
         raise InputError(f"{made} has an IP-Adapter beside {model}: name its file with --ip-adapter.")
     described = pipeline_folder.read_manifest(made).get("components", {})
-    names = [name for name in choose(source, components) if "weights" in described.get(name, {})]
+    names = [name for name in select_components(checkpoint, components) if "weights" in described.get(name, {})]
     if not names:
         raise InputError(f"{made} says of no weight where it comes from: give a folder that `sd-ort optimize` wrote.")
     rows = []
     for name in names:
         table = recipes.load(described[name]["weights"])
-        read = reader(
-            source, MODEL_OF.get(name, name), {n for recipe in table.values() for n in recipes.sources(recipe)}
-        )
+        stored = {n for recipe in table.values() for n in recipes.sources(recipe)}
+        read = checkpoint.read_tensors(MODEL_OF.get(name, name), stored)
         count, wrong = 0, list[str]()
         for part in hoist.folders_of(name, described[name]):
             compared, different = _compare(load(pipeline_folder.check_component(made, part)), table, read)
