@@ -41,7 +41,7 @@ from sd_ort.optimize import calibration, precision, unoptimized
 from sd_ort.optimize.targets import TARGETS, Target, default_target
 from sd_ort.optimize.unoptimized import Raw
 from sd_ort.runtime.session import blaming, check_opens
-from sd_ort.weights.template_weights import fill
+from sd_ort.weights.recipes import fill
 
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
