@@ -9,6 +9,13 @@ using sd_ort::status_of;
 SD_ORT_EXPORT int sd_ort_SetDevice(int number) {
   return status_of([&] { device::use(number); });
 }
+SD_ORT_EXPORT int sd_ort_MemGetInfo(size_t* free, size_t* total) {
+  return status_of([&] {
+    const device::Memory memory = device::memory();
+    *free = memory.free;
+    *total = memory.total;
+  });
+}
 SD_ORT_EXPORT int sd_ort_StreamCreate(void** stream) {
   return status_of([&] { *stream = device::create_stream(); });
 }
