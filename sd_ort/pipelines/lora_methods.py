@@ -112,7 +112,8 @@ class LoraMethods:
     def unload_lora_weights(self) -> None:
         """Forget all LoRAs: the weights are those on disk again."""
         self._set({})
-        self.loras = None
+        if self.loras is not None:
+            self.loras.adapters.clear()  # what was read of the folder stays
 
     def _check_names(self, names: Sequence[str]) -> None:
         known = self.get_list_adapters()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -98,6 +99,10 @@ class Components(MutableMapping[str, Model]):
     def capture_stream(self) -> Stream | None:
         """The stream on which `GpuGraph` captures runs; None if the provider captures its runs itself."""
         return self.stream if self.stream is not None and self.stream.has_graphs else None
+
+    def free_bytes(self) -> float:
+        """Return the free memory of the device; infinity for the CPU."""
+        return math.inf if self.stream is None else self.stream.free_bytes()
 
     def open_partner(self, number: int) -> None:
         """Have a `partner` on device `number`. Raises as `_beside`."""

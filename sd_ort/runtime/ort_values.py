@@ -39,11 +39,12 @@ def place(device: str) -> dict[str, Any]:
 
 
 def empty_value(shape: Sequence[int], dtype: Any, device: str) -> Any:
-    """Return an OrtValue with undefined values on `device`.
-
-    onnxruntime-rocm cannot allocate one by shape and type on "cuda", but copies an array there.
-    """
-    return runtime().OrtValue.ortvalue_from_numpy(np.empty(shape, dtype), **place(device))
+    """Return an OrtValue with undefined values on `device`."""
+    value = runtime().OrtValue
+    try:
+        return value.ortvalue_from_shape_and_type(list(shape), np.dtype(dtype).type, **place(device))
+    except RuntimeError:  # onnxruntime-rocm allocates nothing on "cuda" by shape and type, but copies an array there
+        return value.ortvalue_from_numpy(np.empty(shape, dtype), **place(device))
 
 
 def unowned(value: Any) -> Any:

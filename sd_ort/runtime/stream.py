@@ -77,6 +77,13 @@ class Stream:
         """Return when all work is done that was enqueued before."""
         self.call("StreamSynchronize", ctypes.c_void_p(self.handle))
 
+    def free_bytes(self) -> int:
+        """Return the free memory of its device."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.use()
+        self.call("MemGetInfo", ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
     def event(self) -> ctypes.c_void_p:
         """A new event, which may be recorded again and again."""
         self.use()

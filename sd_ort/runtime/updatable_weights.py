@@ -29,6 +29,12 @@ def host_value(array: np.ndarray) -> Any:
     return value.ortvalue_from_numpy(array)
 
 
+def device_value(array: np.ndarray, device: str) -> Any:
+    """Return a copy of `array` on `device` as an OrtValue."""
+    array = np.array(array, order="C") if device == "cpu" else np.ascontiguousarray(array)
+    return runtime().OrtValue.ortvalue_from_numpy(array, **place(device))
+
+
 def renewal(provider: str) -> Callable[[Any], None]:
     """What is to be called with an OrtValue that sessions on the provider read as a weight, once it was written: our
     own keeps transformed filters beside it, which it makes again then. Raises SdOrtError when the device fails."""
@@ -43,15 +49,14 @@ def renewal(provider: str) -> Callable[[Any], None]:
 
 class HeldWeights:
     """`values`: initializer -> OrtValue on `device`; `shared`: the same memory as a session takes it; `changed`: those
-    that hold other numbers than the file."""
+    that hold other numbers than the file; `originals`: copies of the file's numbers on the device, of some of them."""
 
     def __init__(
         self, weights: Mapping[str, np.ndarray], device: str, renew: Callable[[Any], None] = lambda _: None
     ) -> None:
         """`weights`: float16 or float32, which are copied. `renew`: see `renewal`, of the provider that reads them."""
-        value = runtime().OrtValue
-        copies = {name: np.array(array, order="C") if device == "cpu" else array for name, array in weights.items()}
-        self.values = {name: value.ortvalue_from_numpy(array, **place(device)) for name, array in copies.items()}
+        self.values = {name: device_value(array, device) for name, array in weights.items()}
+        self.originals: dict[str, Any] = {}
         self.shared = {name: _shared(made, device) for name, made in self.values.items()}
         self.changed: set[str] = set()
         self.renew = renew

@@ -33,28 +33,42 @@ TENSOR_NAME = re.compile(
 
 @dataclass(frozen=True)
 class LowRankDelta:
-    """The delta up (out, R) @ down (R, in * ...) of a tensor of `shape` (out, in, ...); float32."""
+    """The delta (up * scale) @ down of a tensor of `shape` (out, in, ...), float32.
+
+    `up`: (out, R). `down`: (R, in * ...). `scale`: (R,). `modules`: the LoRA modules whose `up` and `down` it has, in
+    their order: deltas of the same modules differ in `scale` alone.
+    """
 
     up: np.ndarray
     down: np.ndarray
     shape: tuple[int, ...]
+    scale: np.ndarray
+    modules: tuple[object, ...] = ()
+
+    @property
+    def scaled_up(self) -> np.ndarray:
+        """up * scale."""
+        return self.up * self.scale
 
     def dense(self) -> np.ndarray:
         """Return the delta as one array of `shape`."""
-        return (self.up @ self.down).reshape(self.shape)
+        return (self.scaled_up @ self.down).reshape(self.shape)
 
     def transposed(self) -> LowRankDelta:
         """Return the delta of the transposed matrix."""
-        return LowRankDelta(self.down.T, self.up.T, self.shape[::-1])
+        return LowRankDelta(self.down.T, self.scaled_up.T, self.shape[::-1], np.ones_like(self.scale))
 
     def zero(self) -> LowRankDelta:
         """Return a zero delta of the same shape and rank 1."""
-        return LowRankDelta(np.zeros_like(self.up[:, :1]), np.zeros_like(self.down[:1]), self.shape)
+        up, down = np.zeros_like(self.up[:, :1]), np.zeros_like(self.down[:1])
+        return LowRankDelta(up, down, self.shape, np.ones(1, np.float32))
 
     def __add__(self, other: LowRankDelta) -> LowRankDelta:
         if self.shape != other.shape:
             raise ValueError(f"{list(other.shape)} instead of {list(self.shape)}")
-        return LowRankDelta(np.hstack([self.up, other.up]), np.vstack([self.down, other.down]), self.shape)
+        up, down = np.hstack([self.up, other.up]), np.vstack([self.down, other.down])
+        scale = np.concatenate([self.scale, other.scale])
+        return LowRankDelta(up, down, self.shape, scale, (*self.modules, *other.modules))
 
 
 @dataclass
@@ -71,8 +85,11 @@ class LoraModuleWeights:
         assert self.down is not None
         rank = self.down.shape[0]
         scale = adapter_scale * (1.0 if self.alpha is None else self.alpha / rank)
-        up = self.up.reshape(self.up.shape[0], -1) * np.float32(scale)
-        return LowRankDelta(up, self.down.reshape(rank, -1), (self.up.shape[0], *self.down.shape[1:]))
+        out, *_ = self.up.shape
+        return LowRankDelta(
+            self.up.reshape(out, -1), self.down.reshape(rank, -1), (out, *self.down.shape[1:]),
+            np.full(rank, scale, np.float32), (self,),
+        )  # fmt: skip
 
 
 @dataclass

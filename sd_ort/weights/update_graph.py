@@ -1,6 +1,7 @@
 """ONNX graph that adds LoRA deltas to one weight of an optimized graph on the device.
 
-    base, and up (out, R) and down (R, ...) of each source tensor  ->  weight = base + recipe(up @ down)
+    base, and up (out, R), scale (R,) and down (R, ...) of each source tensor
+        ->  weight = base + recipe((up * scale) @ down)
 
 Weight recipes (`fusion_passes.weight_recipes`) are linear, so the recipe of the deltas is the delta of the weight. Sums
 are in float32 and rounded once. Weights with equal specs share a graph; their sizes may differ.
@@ -25,12 +26,12 @@ OPSET = 18
 class WeightUpdateSpec:
     """Key of a weight-update graph.
 
-    `recipe`: JSON with tensor indices instead of names. `shapes`: of each tensor with more than two axes, else ().
+    `recipe`: JSON with tensor indices instead of names. `has_shape`: whether source tensors have more than two axes.
     `dtype`: NumPy name of the weight's dtype.
     """
 
     recipe: str
-    shapes: tuple[tuple[int, ...], ...]
+    has_shape: bool
     dtype: str
 
 
@@ -47,18 +48,20 @@ def weight_update_spec(
 
     if not weight_recipes.operations(recipe) <= {*_OPERATIONS, "cast"}:
         return None
-    shapes = (shape if len(shape) > 2 else (),) * len(set(names))
-    return WeightUpdateSpec(json.dumps(numbered(recipe)), shapes, np.dtype(dtype).name)
+    return WeightUpdateSpec(json.dumps(numbered(recipe)), len(shape) > 2, np.dtype(dtype).name)
 
 
 def build_weight_update(spec: WeightUpdateSpec) -> bytes:
     """Build the graph of a spec.
 
-    Inputs: base, and up_<i>, down_<i> (float32) for tensor i. Output: weight, in the dtype of base.
+    Inputs: base, and up_<i>, scale_<i>, down_<i> (float32) for tensor i; `source_shape` (int64) of all tensors if the
+    spec has it. Output: weight, in the dtype of base.
     """
     element_type = onnx.helper.np_dtype_to_tensor_dtype(_dtype(spec.dtype))
     type_name = onnx.TensorProto.DataType.Name(element_type).lower()
     inputs, lines = [f"{type_name}[] base"], list[str]()
+    if spec.has_shape:
+        inputs.append("int64[] source_shape")
     names = iter(f"value_{i}" for i in range(10_000))
 
     def add(line: str, *integers: int) -> str:
@@ -71,10 +74,10 @@ def build_weight_update(spec: WeightUpdateSpec) -> bytes:
 
     def visit(recipe: Any) -> str:
         if isinstance(recipe, int):
-            inputs.extend(f"float[] {name}_{recipe}" for name in ("up", "down"))
-            delta = add(f"MatMul (up_{recipe}, down_{recipe})")
-            shape = spec.shapes[recipe]
-            return add(f"Reshape ({delta}, {{}})", *shape) if shape else delta
+            inputs.extend(f"float[] {name}_{recipe}" for name in ("up", "scale", "down"))
+            scaled = add(f"Mul (up_{recipe}, scale_{recipe})")
+            delta = add(f"MatMul ({scaled}, down_{recipe})")
+            return add(f"Reshape ({delta}, source_shape)") if spec.has_shape else delta
         operation, argument, *operands = recipe
         values = [visit(operand) for operand in operands]
         return values[0] if operation == "cast" else _OPERATIONS[operation](add, argument, values)
@@ -89,6 +92,15 @@ def build_weight_update(spec: WeightUpdateSpec) -> bytes:
     ]
     head = f'<ir_version: 10, opset_import: ["" : {OPSET}]>\n'
     text = f"{head}weight_update ({', '.join(inputs)}) => ({type_name}[] weight) {{\n" + "\n".join(lines) + "\n}"
+    model: bytes = onnx.parser.parse_model(text).SerializeToString()
+    return model
+
+
+def build_copy(dtype: np.dtype) -> bytes:
+    """Build the graph that copies input `base` to output `weight`."""
+    type_name = onnx.TensorProto.DataType.Name(onnx.helper.np_dtype_to_tensor_dtype(dtype)).lower()
+    head = f'<ir_version: 10, opset_import: ["" : {OPSET}]>'
+    text = f"{head} copy ({type_name}[] base) => ({type_name}[] weight) {{ weight = Identity (base) }}"
     model: bytes = onnx.parser.parse_model(text).SerializeToString()
     return model
 

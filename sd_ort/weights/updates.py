@@ -13,8 +13,10 @@ Deltas are added to the weights on disk, never to earlier sums: without deltas t
 
 from __future__ import annotations
 
+import math
+import operator
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -26,14 +28,16 @@ from threadpoolctl import threadpool_limits
 
 from fusion_passes import CONTRIB, DOMAIN
 from fusion_passes import weight_recipes as recipes
-from sd_ort.core.errors import InputError, SdOrtError, first_line
+from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import check_component, read_manifest
 from sd_ort.graphs import hoist
 from sd_ort.graphs.load import load
+from sd_ort.runtime.bound_run import BoundRun
 from sd_ort.runtime.components import Components
+from sd_ort.runtime.ort_values import empty_value
 from sd_ort.runtime.providers import is_plugin
-from sd_ort.runtime.session import open_graph
-from sd_ort.runtime.updatable_weights import HeldWeights, host_value
+from sd_ort.runtime.session import DTYPES, open_graph
+from sd_ort.runtime.updatable_weights import HeldWeights, device_value, host_value
 from sd_ort.weights import update_graph
 from sd_ort.weights.lora_files import LowRankDelta
 from sd_ort.weights.recipes import read_recipes
@@ -64,7 +68,10 @@ class WeightUpdater:
         entries = read_manifest(folder)["components"]
         self.parts = {name: hoist.folders_of(name, entry) for name, entry in entries.items()}
         self._loaded: dict[str, dict[str, ir.Value]] = {}
-        self._sessions: dict[update_graph.WeightUpdateSpec, Any] = {}
+        self._data_files: dict[str, np.ndarray] = {}  # mapped into memory, by path
+        self._checked: set[tuple[Any, ...]] = set()
+        self._sessions: dict[update_graph.WeightUpdateSpec | np.dtype, Any] = {}
+        self._device_updates: dict[tuple[str, str], DeviceUpdate] = {}  # by component folder and initializer
 
     def modules(self, component: str) -> dict[str, str]:
         """Return the weight that each module (with underscores) has in the recipes of a component."""
@@ -78,7 +85,11 @@ class WeightUpdater:
             blank = {name: np.broadcast_to(np.int8(0), delta.shape) for name, delta in deltas[component].items()}
             for part in self.parts[component]:
                 for name in self._affected_initializers(component, part, blank):
-                    self._dense_delta(component, part, name, blank)
+                    sources = recipes.sources(self.recipes[component][name])
+                    key = part, name, *((each, blank[each].shape) for each in sources if each in blank)
+                    if key not in self._checked:
+                        self._dense_delta(component, part, name, blank)
+                        self._checked.add(key)
 
     def apply(self, components: Components, deltas: Mapping[str, Deltas]) -> bool:
         """Let the folder's sessions run with `deltas` (by component) instead of the current ones.
@@ -99,7 +110,7 @@ class WeightUpdater:
                     names: Collection[str] = self._affected_initializers(component, part, added)
                     if names and components.in_place and part not in components.held:
                         weights = self._initializers(part).items()
-                        shareable = {n: _values(w) for n, w in weights if is_shareable(w, components.provider)}
+                        shareable = {n: self._values(w) for n, w in weights if is_shareable(w, components.provider)}
                         components.hold(part, shareable)
                         closed = True
                     if part in components.held:
@@ -110,7 +121,15 @@ class WeightUpdater:
                 part: [name for name in weights if _is_matmul_only(self._initializers(part)[name])]
                 for part, weights in replaced.items()
             }
+            if not any(deltas.values()):
+                self._release()
             return components.replace_weights(replaced, matmul_only) or closed
+
+    def _release(self) -> None:
+        """Close data files, and free what updates have on the device."""
+        self._data_files.clear()
+        self._device_updates.clear()
+        self._sessions.clear()
 
     def updated_weights(
         self,
@@ -125,9 +144,11 @@ class WeightUpdater:
         `reuse_buffers`: earlier results without readers, which are overwritten.
         """
         names = list(self._affected_initializers(component, part, deltas) if names is None else names)
+        if not names:
+            return {}
 
         def add(name: str) -> np.ndarray:
-            weight = _values(self._initializers(part)[name])
+            weight = self._values(self._initializers(part)[name])
             factors = _low_rank(self.recipes[component][name], deltas)
             if factors is not None and factors.up.shape[0] * factors.down.shape[1] == weight.size:
                 return _add_low_rank(weight, factors, reuse_buffers.get(name))
@@ -170,57 +191,132 @@ class WeightUpdater:
             raise InputError(f"the LoRA is of another family: its {names} has another shape ({error}).") from error
         return delta
 
+    def _values(self, weight: ir.Value) -> np.ndarray:
+        """Return the values of an initializer; those in data files are views of one mapping a file."""
+        tensor = weight.const_value
+        assert tensor is not None
+        if not isinstance(tensor, ir.ExternalTensor) or tensor.length is None:
+            return tensor.numpy()
+        path = str(tensor.path)
+        if path not in self._data_files:
+            self._data_files[path] = np.memmap(path, np.uint8, "r").view(np.ndarray)
+        start = tensor.offset or 0
+        data = self._data_files[path][start : start + tensor.length]
+        return data.view(tensor.dtype.numpy()).reshape(tensor.shape.numpy())
+
     # --- In place ---------------------------------------------------------------------------------------------------
 
     def _update_in_place(self, components: Components, component: str, part: str, deltas: Deltas) -> None:
         """Update the initializers that `deltas` affect, and restore those that earlier deltas affected."""
         updatable, weights = components.held[part], self._initializers(part)
         affected = updatable.values.keys() & set(self._affected_initializers(component, part, deltas))
-        for name in updatable.changed - affected:
-            updatable.write(name, _values(weights[name]))
+        restored = updatable.changed - affected
+        self._keep_originals(components, updatable, affected)
         updatable.changed |= affected
-        for name in affected:
-            if not self._add_on_device(components, updatable, name, _values(weights[name]),
-                                       self.recipes[component][name], deltas):  # fmt: skip
+        runs: list[DeviceUpdate] = []
+        for name in sorted(restored):
+            if name in updatable.originals:
+                runs.append(self._copy(components, updatable.originals[name], updatable.values[name]))
+            else:
+                updatable.write(name, self._values(weights[name]))
+        for name in sorted(affected):
+            if (update := self._device_update(components, component, part, name, deltas)) is not None:
+                runs.append(update)
+            else:
                 updatable.write(name, self.updated_weights(component, part, deltas, [name])[name])
+        for update in runs:
+            update.run(wait=update is runs[-1])  # all are on one stream
+        for name in affected | restored:
+            updatable.renew(updatable.values[name])
         updatable.changed = affected
+        if not affected:
+            updatable.originals.clear()
 
-    def _add_on_device(
-        self,
-        components: Components,
-        updatable: HeldWeights,
-        name: str,
-        base: np.ndarray,
-        recipe: recipes.WeightRecipe,
-        deltas: Deltas,
-    ) -> bool:
-        """Compute a weight on the device into its memory; returns False if no update graph supports the deltas."""
+    def _keep_originals(self, components: Components, updatable: HeldWeights, names: Collection[str]) -> None:
+        """Copy unchanged weights to memory of the device, if at most half of its free memory is needed for them."""
+        missing = {name: updatable.values[name] for name in names - updatable.originals.keys() - updatable.changed}
+        if not missing:
+            return
+        dtypes = {name: np.dtype(DTYPES[value.data_type()]) for name, value in missing.items()}
+        needed = sum(math.prod(value.shape()) * dtypes[name].itemsize for name, value in missing.items())
+        if components.free_bytes() < 2 * needed:
+            return
+        for name, value in missing.items():
+            updatable.originals[name] = empty_value(value.shape(), dtypes[name], components.device)
+        copies = [self._copy(components, value, updatable.originals[name]) for name, value in missing.items()]
+        for copy in copies:
+            copy.run(wait=copy is copies[-1])
+
+    def _copy(self, components: Components, source: Any, target: Any) -> DeviceUpdate:
+        dtype = np.dtype(DTYPES[source.data_type()])
+        session = self._session(components, dtype, lambda: update_graph.build_copy(dtype))
+        return DeviceUpdate(session, {"base": source}, target)
+
+    def _session(
+        self, components: Components, key: update_graph.WeightUpdateSpec | np.dtype, build: Callable[[], bytes]
+    ) -> Any:
+        if key not in self._sessions:
+            self._sessions[key] = open_graph(build(), components.provider, components.options["provider_options"])
+        return self._sessions[key]
+
+    def _device_update(
+        self, components: Components, component: str, part: str, name: str, deltas: Deltas
+    ) -> DeviceUpdate | None:
+        """Return the run that adds `deltas` to an initializer on the device; None if no update graph supports them.
+
+        A run for the same LoRA modules is reused with new scales.
+        """
+        recipe, weight = self.recipes[component][name], self._initializers(part)[name]
         operands = [deltas.get(source) for source in recipes.sources(recipe)]
         first = next(delta for delta in operands if delta is not None)
         if not isinstance(first, LowRankDelta) or any(isinstance(delta, np.ndarray) for delta in operands):
-            return False
-        spec = update_graph.weight_update_spec(recipe, first.shape, base.dtype)
+            return None
+        factors = [delta if isinstance(delta, LowRankDelta) else first.zero() for delta in operands]
+        modules = [module for delta in factors for module in (*delta.modules, None)]
+        update = self._device_updates.get((part, name))
+        if update is not None and update.is_of(modules):
+            for value, delta in zip(update.scales, factors, strict=True):
+                value.update_inplace(delta.scale)
+            return update
+        updatable = components.held[part]
+        spec = update_graph.weight_update_spec(recipe, first.shape, weight.dtype.numpy())  # type: ignore[union-attr]
         if spec is None:
-            return False
-        if spec not in self._sessions:
-            graph = update_graph.build_weight_update(spec)
-            self._sessions[spec] = open_graph(graph, components.provider, components.options["provider_options"])
-        feeds = {"base": np.ascontiguousarray(base)}
-        for index, delta in enumerate(operands):
-            factors = delta if isinstance(delta, LowRankDelta) else first.zero()
-            # Contiguous copies that stay referenced: ONNX Runtime reads their memory during the run.
-            feeds[f"up_{index}"] = np.ascontiguousarray(factors.up)
-            feeds[f"down_{index}"] = np.ascontiguousarray(factors.down)
-        binding = self._sessions[spec].io_binding()
-        for key, array in feeds.items():
-            binding.bind_ortvalue_input(key, host_value(array))
-        with updatable.written(name) as weight:
-            binding.bind_ortvalue_output("weight", weight)
-            try:
-                self._sessions[spec].run_with_iobinding(binding)
-            except Exception as error:  # pybind's exceptions share no base class but Exception
-                raise SdOrtError(f"ONNX Runtime failed to add a LoRA to {name}: {first_line(error)}") from error
-        return True
+            return None
+        session = self._session(components, spec, lambda: update_graph.build_weight_update(spec))
+        base = updatable.originals.get(name)
+        inputs = {"base": host_value(np.ascontiguousarray(self._values(weight))) if base is None else base}
+        if spec.has_shape:
+            inputs["source_shape"] = host_value(np.array(first.shape, np.int64))
+        for index, delta in enumerate(factors):
+            for key, array in (("up", delta.up), ("scale", delta.scale), ("down", delta.down)):
+                inputs[f"{key}_{index}"] = device_value(array, components.device)
+        scales = [inputs[f"scale_{index}"] for index in range(len(factors))]
+        update = DeviceUpdate(session, inputs, updatable.values[name], scales, modules)
+        self._device_updates[part, name] = update
+        return update
+
+
+class DeviceUpdate:
+    """A run of an update graph over values on the device. `scales`: inputs that differ between LoRA scales."""
+
+    def __init__(
+        self,
+        session: Any,
+        inputs: Mapping[str, Any],
+        weight: Any,
+        scales: Sequence[Any] = (),
+        modules: Sequence[object] = (),
+    ) -> None:
+        self.inputs, self.scales, self.modules = inputs, scales, modules
+        self.bound = BoundRun(session, inputs, "", outputs={"weight": weight})
+
+    def is_of(self, modules: Sequence[object]) -> bool:
+        """Return whether the inputs are those of the same LoRA modules."""
+        return len(modules) == len(self.modules) and all(map(operator.is_, modules, self.modules))
+
+    def run(self, wait: bool) -> None:
+        """Run, or enqueue without `wait`. Raises SdOrtError if ONNX Runtime fails."""
+        self.bound.run(wait)
 
 
 def _low_rank(recipe: recipes.WeightRecipe, deltas: Deltas) -> LowRankDelta | None:
@@ -238,13 +334,13 @@ def _low_rank(recipe: recipes.WeightRecipe, deltas: Deltas) -> LowRankDelta | No
 def _add_low_rank(weight: np.ndarray, delta: LowRankDelta, out: np.ndarray | None = None) -> np.ndarray:
     """Return weight + up @ down, computed in blocks of rows that fit in caches; `out` has its shape and dtype."""
     total = np.empty(weight.shape, weight.dtype) if out is None else out
-    rows = delta.up.shape[0]
+    up, rows = delta.scaled_up, delta.up.shape[0]
     base, sums = weight.reshape(rows, -1), total.reshape(rows, -1)
     count = max(1, BLOCK_ELEMENTS // base.shape[1])
     buffer = np.empty((count, base.shape[1]), np.float32)
     for start in range(0, rows, count):
         block = slice(start, start + count)
-        product = np.matmul(delta.up[block], delta.down, out=buffer[: len(base[block])])
+        product = np.matmul(up[block], delta.down, out=buffer[: len(base[block])])
         if weight.dtype == np.float32:
             np.add(base[block], product, out=sums[block])
         else:
@@ -264,12 +360,6 @@ def _is_matmul_only(weight: ir.Value) -> bool:
         return node.op_type == "MatMul" and node.domain == "" and index == 1 and computed
 
     return bool(weight.uses()) and all(is_matmul(node, index) for node, index in weight.uses())
-
-
-def _values(weight: ir.Value) -> np.ndarray:
-    assert weight.const_value is not None
-    values: np.ndarray = weight.const_value.numpy()
-    return values
 
 
 def is_shareable(weight: ir.Value, provider: str) -> bool:

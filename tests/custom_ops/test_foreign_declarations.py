@@ -114,6 +114,7 @@ def calls_of_stream(monkeypatch: pytest.MonkeyPatch, prefix: str) -> Calls:
     first.follow(second.event())
     first.send(0, second, 0, 1)
     first.synchronize()
+    assert first.free_bytes() == 1
     graph = gpu_graphs.GpuGraph(first, lambda: None)
     graph.launch()
     graph.release()

@@ -152,8 +152,10 @@ def test_subpixel_phases() -> None:
     form = update_graph.weight_update_spec(recipe, w.shape, made.dtype)
     assert form is not None
     session = ort.InferenceSession(update_graph.build_weight_update(form), providers=["CPUExecutionProvider"])
-    summed = session.run(None, {"base": made, "up_0": up, "down_0": down})[0]
-    np.testing.assert_allclose(summed, made + change, rtol=1e-3, atol=1e-3)
+    inputs = {"base": made, "up_0": up, "down_0": down, "source_shape": np.array(w.shape)}
+    for scale in (1.0, -0.5):
+        summed = session.run(None, {**inputs, "scale_0": np.full(2, scale, np.float32)})[0]
+        np.testing.assert_allclose(summed, made + scale * change, rtol=1e-3, atol=1e-3)
 
 
 def test_origins_compare_all_numbers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -229,13 +230,31 @@ def test_packed_and_hoisted_weights(
     assert {f"{module}.weight" for module in MODULES["unet"]} <= touched
     held = [models.held[part].values[name] for part, numbers in changed.items() for name in numbers]
     assert sorted(told) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in held)
+    check_other_scales(loras, models)
     told.clear()
+    open_files = [os.path.realpath(file) for file in Path("/proc/self/fd").glob("*")]
+    assert sum(str(out) in file for file in open_files) <= len(changed)  # a data file is opened once
     assert not loras.apply(models, {})
+    assert not any(models.held[part].originals for part in changed)
     assert sorted(told) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in held)
     for part, numbers in changed.items():
         values = load(out / part / "model.onnx").graph.initializers
         for name in numbers:
             np.testing.assert_array_equal(models.held[part].values[name].numpy(), values[name].const_value.numpy())
+
+
+def check_other_scales(loras: LoraManager, models: Components) -> None:
+    """Other scales of the same LoRAs upload nothing but scales, and add to the weights on disk."""
+    updates = dict(loras._device_updates)
+    assert len(updates) > 5
+    deltas = loras.deltas({"1": -0.4, "2": 0.6})
+    assert not loras.apply(models, deltas)
+    assert {key: id(update) for key, update in loras._device_updates.items()} == {k: id(u) for k, u in updates.items()}
+    for part, name in updates:
+        assert name in models.held[part].originals
+        array = loras.updated_weights("unet", part, deltas["unet"], [name])[name]
+        made = models.held[part].values[name].numpy()
+        np.testing.assert_allclose(made.astype(np.float32), array.astype(np.float32), rtol=2e-3, atol=1e-3)
 
 
 def test_formats_are_the_same(make: Callable, tmp_path: Path) -> None:
