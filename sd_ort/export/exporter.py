@@ -310,6 +310,6 @@ def versions() -> dict[str, str]:
     """Return the versions of all packages that determine the graph, and a hash of the code of this package."""
     packages = ("sd-ort", "torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
     root = Path(__file__).resolve().parent
-    code = code_hash(root, root.with_name("family"))
+    code = code_hash(root, root.with_name("checkpoints"))
     code_versions = {"python": platform.python_version(), "sd_ort.export": code}
     return code_versions | {name: version(name) for name in packages}

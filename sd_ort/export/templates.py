@@ -110,7 +110,7 @@ def _cached_path(key: str) -> Path:
     """Return the path in the cache, which depends on the versions of the exporters."""
     packages = ("torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
     package = Path(__file__).resolve().parent
-    versions = [files.code_hash(package, package.with_name("family")), *map(version, packages)]
+    versions = [files.code_hash(package, package.with_name("checkpoints")), *map(version, packages)]
     return user_folder() / f"{key}-{hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:12]}.onnx.xz"
 
 
