@@ -12,7 +12,7 @@ import numpy as np
 
 from custom_ops.check.memory import Guarded, Memory
 from custom_ops.libraries import GpuLibrary
-from custom_ops.op import DTYPES, Array, Case, Operator, draw, nmse, nmse_limit
+from custom_ops.operator_spec import DTYPES, Array, Case, Operator, draw, nmse, nmse_limit
 
 
 @dataclass(frozen=True)

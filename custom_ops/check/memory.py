@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from custom_ops import rocm
-from custom_ops.op import Array
+from custom_ops.operator_spec import Array
 
 # Bytes before and after every buffer; a write there is out of bounds. 0 leaves that to a memory checker, which sees
 # reads too, but only beyond the allocation.

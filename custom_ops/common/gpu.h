@@ -11,8 +11,8 @@
 #include "common/op.h"
 #include "common/vendors/which.h"
 
-#if SD_ORT_HOST
-#include "common/vendors/host.h"
+#if SD_ORT_SIMULATED
+#include "common/vendors/simulated.h"
 #elif SD_ORT_HIP
 #include "common/vendors/hip.h"
 #else
@@ -26,7 +26,7 @@ using gpuEvent_t = SD_ORT_GPU_NAME(Event_t);
 using gpuError_t = SD_ORT_GPU_NAME(Error_t);
 constexpr gpuError_t gpuSuccess = SD_ORT_GPU_NAME(Success);
 
-#if !SD_ORT_HOST  // what kernels are written in and launched with
+#if !SD_ORT_SIMULATED  // what kernels are written in and launched with
 __device__ inline float to_float(float x) { return x; }
 template <>
 __device__ inline float from_float<float>(float x) {

@@ -10,7 +10,7 @@
 
 namespace sd_ort {
 
-// Element types by number, as custom_ops/op.py mirrors them.
+// Element types by number, as custom_ops/operator_spec.py mirrors them.
 enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 
 inline size_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }

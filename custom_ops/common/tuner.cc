@@ -9,7 +9,7 @@
 
 #include "common/capture.h"
 #include "common/check.h"
-#include "common/graph.h"
+#include "common/gpu_graph.h"
 
 namespace sd_ort {
 namespace {

@@ -19,7 +19,7 @@ std::string gpu_arch();
 // What the results depend on beside it: "driver 13000 runtime 13000", as the vendor counts versions.
 std::string gpu_versions();
 
-// As replace_memsets of common/graph.h, of a graph that somebody else captured.
+// As replace_memsets of common/gpu_graph.h, of a graph that somebody else captured.
 void replace_memsets_of(void* graph);
 
 class Tuner {

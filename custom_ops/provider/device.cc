@@ -4,7 +4,7 @@
 #include <stdexcept>
 
 #include "common/capture.h"
-#include "common/graph.h"
+#include "common/gpu_graph.h"
 
 namespace sd_ort::device {
 namespace {

@@ -12,7 +12,7 @@ using Stream = void*;
 using Event = void*;
 using Graph = void*;
 
-extern const char* const kProvider;  // the execution provider's name: SdOrtHip, SdOrtCuda, SdOrtHost
+extern const char* const kProvider;  // the execution provider's name: SdOrtHip, SdOrtCuda, SdOrtSimulated
 extern const char* const kMemory;    // the name of its memory
 extern const uint32_t kVendorId;     // PCI vendor id; 0x1D05, which no GPU has, for the host
 extern const char* const kVendor;    // and its name

@@ -3,7 +3,7 @@
 
 #include "common/platform.h"
 #include "provider/factory.h"
-#include "provider/products.h"
+#include "provider/gemm.h"
 #include "provider/provider.h"
 
 SD_ORT_EXPORT OrtStatus* CreateEpFactories(const char*, const OrtApiBase* base, const OrtLogger*,

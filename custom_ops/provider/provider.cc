@@ -4,8 +4,8 @@
 
 #include "common/tuner.h"
 #include "provider/allocator.h"
-#include "provider/assignment.h"
 #include "provider/device.h"
+#include "provider/node_assignment.h"
 #include "provider/profiler.h"
 #include "provider/stream.h"
 

@@ -5,11 +5,11 @@
 #include <set>
 #include <string>
 
-#include "provider/graphs.h"
+#include "provider/gpu_graphs.h"
 #include "provider/options.h"
 #include "provider/ort.h"
 #include "provider/pool.h"
-#include "provider/weights.h"
+#include "provider/prefetched_weights.h"
 
 namespace sd_ort {
 

@@ -1,9 +1,9 @@
 // The operators of domain `sd_ort`: their bindings (an op folder's binding.h) over the GPU launches.
 #include "bindings.h"  // made by CMake: the binding.h of every operator in operators.txt
-#include "provider/kept_filters.h"
 #include "provider/kernels/kernels.h"
 #include "provider/provider.h"
 #include "provider/run_op.h"
+#include "provider/winograd_filter_cache.h"
 #include "provider_bindings.h"
 
 namespace sd_ort {

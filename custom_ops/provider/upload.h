@@ -5,7 +5,7 @@
 #include <map>
 #include <mutex>
 
-#include "provider/lane.h"
+#include "provider/staged_copy.h"
 
 namespace sd_ort {
 

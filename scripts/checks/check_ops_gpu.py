@@ -36,7 +36,7 @@ from custom_ops import GPU_OPERATORS
 from custom_ops.check import candidates
 from custom_ops.check.memory import GUARD_BYTES, DeviceMemory
 from custom_ops.libraries import GpuLibrary
-from custom_ops.op import Case, Operator, load
+from custom_ops.operator_spec import Case, Operator, load
 from sd_ort.runtime import build
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from onnx import helper
 
 from custom_ops import CPU_OPERATORS
-from custom_ops.op import Case, Operator, draw, load
+from custom_ops.operator_spec import Case, Operator, draw, load
 from sd_ort.runtime.machine import commit, machine, versions
 
 SOURCES = Path(__file__).resolve().parents[2] / "custom_ops"

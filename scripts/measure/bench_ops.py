@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch_ops import ATTENTION, TORCH, Tensors
 
 from custom_ops.libraries import GpuLibrary
-from custom_ops.op import Case, Operator, load
+from custom_ops.operator_spec import Case, Operator, load
 from sd_ort.runtime import build
 
 NOT_IN_CONTRIB = ("upsample_nearest", "subpixel_shuffle")

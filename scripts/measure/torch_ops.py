@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.nn.functional as F
 
-from custom_ops.op import Case
+from custom_ops.operator_spec import Case
 
 ATTENTION = "multi_head_attention"
 Tensors = dict[str, torch.Tensor]

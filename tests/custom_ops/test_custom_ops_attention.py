@@ -17,8 +17,8 @@ import pytest
 from emulation import DEVICES, ROOT, compile_object, link
 
 from custom_ops.check.memory import Guarded, HostMemory
-from custom_ops.multi_head_attention.reference import reference
-from custom_ops.op import DTYPES, Array, Case, draw, load, nmse, nmse_limit
+from custom_ops.operator_spec import DTYPES, Array, Case, draw, load, nmse, nmse_limit
+from custom_ops.operators.multi_head_attention.reference import reference
 
 OPERATOR = load("multi_head_attention")
 CASES = [case for case in OPERATOR.cases if not case.benchmark]
@@ -28,7 +28,7 @@ KERNELS = {
     "short_warpgroup": 6, "whole_tiles": 7,
 }  # fmt: skip
 SOURCE = """
-#include "multi_head_attention/op.h"
+#include "operators/multi_head_attention/op.h"
 using namespace sd_ort;
 extern "C" int is_supported(const MultiHeadAttentionParams* params, int kernel) {
   return multi_head_attention_supports(*params, static_cast<MultiHeadAttentionKernel>(kernel));
@@ -49,8 +49,8 @@ def compile_text(folder: Path, text: str, device: str) -> Path:
 @pytest.fixture(scope="module", params=DEVICES)
 def library(request: pytest.FixtureRequest, run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     own = tmp_path_factory.mktemp(request.param)
-    folder = ROOT / "custom_ops/multi_head_attention"
-    sources = [*folder.glob("kernels/*.hip"), folder / "plan.cc"]
+    folder = ROOT / "custom_ops/operators/multi_head_attention"
+    sources = [*folder.glob("kernels/*.hip"), folder / "launch_config.cc"]
     objects = [compile_object(source, request.param, run_folder) for source in sources]
     loaded = ctypes.CDLL(str(link([*objects, compile_text(own, SOURCE, request.param)], own / "attention.so")))
     loaded.run.restype = ctypes.c_char_p

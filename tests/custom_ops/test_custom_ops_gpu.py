@@ -14,7 +14,7 @@ from custom_ops import GPU_OPERATORS
 from custom_ops.check.candidates import check_case
 from custom_ops.check.memory import Guarded, HostMemory
 from custom_ops.libraries import GpuLibrary
-from custom_ops.op import Case, Operator, draw, load
+from custom_ops.operator_spec import Case, Operator, draw, load
 
 ALL = [load(folder) for folder in GPU_OPERATORS]
 OPS = [operator for operator in ALL if operator.folder != "multi_head_attention"]  # has a test of its own

@@ -8,7 +8,7 @@
 
 namespace sd_ort {
 
-#if SD_ORT_HOST
+#if SD_ORT_SIMULATED
 template <class Function>
 const char* for_each(int64_t count, const Function& function, void* stream) {
   if (count > INT32_MAX) return "a tensor has more than 2^31 elements";

@@ -16,7 +16,7 @@ struct Move {
   bool there;  // or nothing is moved
 };
 
-#if SD_ORT_HOST
+#if SD_ORT_SIMULATED
 template <class T, class Function>
 const char* move_each(int64_t count, const Function& function, void* stream) {
   struct Moved {

@@ -32,7 +32,7 @@ struct Reduce {
   SD_ORT_DEVICE void operator()(uint32_t i) const { write(i, part(i, 0, 1)); }
 };
 
-#if !SD_ORT_HOST
+#if !SD_ORT_SIMULATED
 constexpr int kReducers = 512;
 
 // A block an output, where outputs are few and their numbers many.
@@ -129,7 +129,7 @@ const char* reduce(Reduction op, DType dtype, const void* x, void* y, int64_t ou
   return by_type(dtype, [&](auto sample) {
     using T = decltype(sample);
     const Reduce<T> each{op, static_cast<const T*>(x), static_cast<T*>(y), size, inner};
-#if !SD_ORT_HOST
+#if !SD_ORT_SIMULATED
     if (size > kReducers && outer * inner > 0 && outer * inner <= 65535) {
       return launch(reduce_kernel<T>, dim3(outer * inner), dim3(kReducers), 0, stream, each);
     }

@@ -1,0 +1,62 @@
+// GroupNorm as ONNX Runtime sees it, and what SkipGroupNorm's binding shares with it.
+#pragma once
+
+#include "common/cpu.h"
+#include "common/ort_op.h"
+#include "operators/group_norm/op.h"
+
+namespace sd_ort {
+
+SD_ORT_CPU_KERNEL(group_norm, GroupNormParams)
+
+inline GroupNormParams group_norm_attributes(const Attributes& attributes) {
+  GroupNormParams params{};
+  params.groups = attributes.required_integer("groups");
+  params.activation = static_cast<int32_t>(attributes.required_integer("activation"));
+  params.channels_last = static_cast<int32_t>(attributes.integer("channels_last", 1));
+  params.epsilon = attributes.real("epsilon", 1e-5f);
+  require(params.groups > 0, "GroupNorm: groups must be positive");
+  require(params.activation == 0 || params.activation == 1, "GroupNorm: activation must be 0 (none) or 1 (SiLU)");
+  return params;
+}
+
+// Inputs X, gamma, beta and output Y.
+inline void bind_group_norm(Tensors& tensors, GroupNormParams& params) {
+  const Tensor x = tensors.input(0), gamma = tensors.input(1), beta = tensors.input(2);
+  require(x.shape.size() >= 3, "GroupNorm: X must have a batch, a channel and spatial axes");
+  params.batch = x.shape.front();
+  params.channels = params.channels_last ? x.shape.back() : x.shape[1];
+  require(params.channels > 0 && params.channels % params.groups == 0,
+          "GroupNorm: groups must divide the number of channels");
+  params.spatial = x.size() == 0 ? 0 : x.size() / params.batch / params.channels;
+  require(gamma.has_shape({params.channels}) && beta.has_shape({params.channels}),
+          "GroupNorm: gamma and beta must have one element a channel");
+  params.affine_dtype = gamma.dtype();
+  require(beta.dtype() == params.affine_dtype &&
+              (params.affine_dtype == DType::kFloat32 || params.affine_dtype == params.dtype),
+          "GroupNorm: gamma and beta must both be float32 or both have the type of X");
+  params.x = x.data;
+  params.gamma = gamma.data;
+  params.beta = beta.data;
+  params.y = tensors.output(0, x.shape);
+}
+
+struct GroupNormBinding {
+  using Params = GroupNormParams;
+  static constexpr const char* kName = "GroupNorm";
+  static constexpr Port kInputs[] = {{Port::kT}, {Port::kAny}, {Port::kAny}};  // X, gamma, beta
+  static constexpr Port kOutputs[] = {{Port::kT}};                             // Y
+  static constexpr bool kOverwritesX = true;  // all kernels have their statistics before an element of Y is written
+
+  static Params attributes(const Attributes& attributes) { return group_norm_attributes(attributes); }
+
+  static void infer(Shapes& shapes) {
+    if (shapes.has(0)) shapes.set_output(0, shapes.input(0));
+  }
+
+  static void bind(Tensors& tensors, Params& params) { bind_group_norm(tensors, params); }
+
+  static void cpu(const Params& params, const Parallel& parallel) { group_norm_cpu(params, parallel); }
+};
+
+}  // namespace sd_ort

@@ -1,0 +1,88 @@
+// MultiHeadAttention as a graph that cuDNN runs as one kernel: query, key and value are read where they lie, packed or
+// not. Included by candidates.cc alone.
+#pragma once
+
+#include "common/cudnn.h"
+#include "operators/multi_head_attention/op.h"
+
+namespace sd_ort {
+
+class CudnnAttention {
+ public:
+  explicit CudnnAttention(const MultiHeadAttentionParams& p) : p_(p) {}
+
+  bool supports(int number) const {
+    // The library takes the scale out of the maximum, which a negative one makes a minimum.
+    return p_.attention_bias == nullptr && !p_.causal && p_.scale > 0 && p_.batch > 0 && p_.heads > 0 &&
+           p_.sequence > 0 && p_.head_size > 0 && multi_head_attention_supports(p_, MultiHeadAttentionKernel::kLarge) &&
+           cudnn().supports(key(), build(), number);
+  }
+  size_t workspace_bytes(int number) const { return cudnn().workspace_bytes(key(), build(), number); }
+  const char* run(int number, void* workspace, void* stream) const {
+    return cudnn().run(key(), build(), number,
+                       {{kQuery, p_.query.data},
+                        {kKey, p_.key.data},
+                        {kValue, p_.value.data},
+                        {kOutput, p_.output},
+                        {kScale, &p_.scale}},
+                       workspace, stream);
+  }
+
+ private:
+  using Graph = Cudnn::Graph;
+  static constexpr int64_t kQuery = 1, kKey = 2, kValue = 3, kOutput = 4, kScale = 5;
+
+  static Cudnn& cudnn() { return Cudnn::instance(); }
+
+  std::string key() const {
+    std::string text = "attention_" + p_.signature();
+    for (const HeadsView& view : {p_.query, p_.key, p_.value}) {
+      for (int64_t stride : {view.batch_stride, view.head_stride, view.row_stride})
+        text += "_" + std::to_string(stride);
+    }
+    return text;
+  }
+
+  // The steps by which the library knows a flash attention: the logarithm of the sums is made too, and given to nobody.
+  Cudnn::Build build() const {
+    return [this](Graph& graph) {
+      const int64_t b = p_.batch, n = p_.heads, s = p_.sequence, l = p_.kv_sequence, h = p_.head_size;
+      const HeadsView out = {nullptr, s * n * h, n * h, h};
+      const Graph::Sizes scores = {b, n, s, l}, scores_strides = {n * s * l, s * l, l, 1};
+      const Graph::Sizes rows = {b, n, s, 1}, rows_strides = {n * s, s, 1, 1}, one = {1, 1, 1, 1};
+      const auto a_score = [&](DType type = DType::kFloat32) -> const Cudnn::Descriptor& {
+        return graph.intermediate(scores, scores_strides, type);
+      };
+      const auto a_row = [&]() -> const Cudnn::Descriptor& { return graph.intermediate(rows, rows_strides); };
+      const Cudnn::Descriptor& query = graph.tensor(kQuery, p_.dtype, {b, n, s, h}, strides(p_.query));
+      const Cudnn::Descriptor& key =
+          graph.tensor(kKey, p_.dtype, {b, n, h, l}, {p_.key.batch_stride, p_.key.head_stride, 1, p_.key.row_stride});
+      const Cudnn::Descriptor& value = graph.tensor(kValue, p_.dtype, {b, n, l, h}, strides(p_.value));
+      const Cudnn::Descriptor& output = graph.tensor(kOutput, p_.dtype, {b, n, s, h}, strides(out));
+      const Cudnn::Descriptor& scale = graph.tensor(kScale, DType::kFloat32, one, one, Graph::Place::kHost);
+
+      const Cudnn::Descriptor &raw = a_score(), &scaled = a_score(), &shifted = a_score(), &powers = a_score();
+      const Cudnn::Descriptor& weights = a_score(p_.dtype);
+      const Cudnn::Descriptor &largest = a_row(), &sums = a_row(), &logarithms = a_row(), &statistics = a_row();
+      graph.product(query, key, raw);
+      graph.pointwise(Graph::kMultiply, raw, &scale, scaled);
+      graph.reduction(Graph::kMaximum, scaled, largest);
+      graph.pointwise(Graph::kSubtract, scaled, &largest, shifted);
+      graph.pointwise(Graph::kExp, shifted, nullptr, powers);
+      graph.reduction(Graph::kSum, powers, sums);
+      graph.pointwise(Graph::kLog, sums, nullptr, logarithms);
+      graph.pointwise(Graph::kAdd, largest, &logarithms, statistics);
+      graph.pointwise(Graph::kDivide, powers, &sums, weights);
+      graph.product(weights, value, output);
+    };
+  }
+
+  // Of (batch, heads, rows, head size).
+  static Graph::Sizes strides(const HeadsView& view) {
+    return {view.batch_stride, view.head_stride, view.row_stride, 1};
+  }
+
+  const MultiHeadAttentionParams& p_;
+};
+
+}  // namespace sd_ort

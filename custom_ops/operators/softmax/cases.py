@@ -1,0 +1,65 @@
+"""Softmax of rows: the calls that test it, and a VAE's that times it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+from custom_ops.operator_spec import DTYPES, Case, Shape
+
+NAME = "Softmax"
+INPUTS = ("scores",)
+OUTPUTS = ("weights",)
+PARAMETERS = ("scores",)  # float32 whatever the weights are
+
+
+class Params(ctypes.Structure):
+    """struct SoftmaxParams of op.h."""
+
+    _fields_ = (
+        ("dtype", ctypes.c_int32),
+        ("scores", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+    )
+
+
+def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
+    """The call's Params; `address` maps input and output names to device addresses."""
+    rows, columns = case.inputs["scores"]
+    return Params(DTYPES[dtype][0], address["scores"], address["weights"], rows, columns)
+
+
+def output_shapes(case: Case) -> dict[str, Shape]:
+    """weights has the shape of scores."""
+    return {"weights": case.inputs["scores"]}
+
+
+def _case(rows: int, columns: int, values: str = "normal", benchmark: bool = False) -> Case:
+    # A weight's relative error is the exponent's absolute one, and a sum's grows with its terms.
+    return Case(
+        f"{rows}x{columns}-{values}",
+        {"scores": (rows, columns)},
+        values=values,
+        benchmark=benchmark,
+        float32_roundoffs=16 + columns**0.5,
+    )
+
+
+CASES = [
+    _case(1, 1),
+    _case(3, 4),
+    _case(2, 77),
+    _case(5, 1023),
+    _case(4, 1024),
+    _case(3, 1028),
+    _case(7, 4000),
+    _case(2, 4104),
+    _case(2, 4999),
+    _case(1, 16385),
+    _case(2, 16400),
+    _case(0, 8),
+    _case(4, 300, values="tiny"),
+    _case(4096, 4096, benchmark=True),
+]

@@ -1,0 +1,82 @@
+"""UpsampleNearest: the calls that test it and the shapes that time it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+from custom_ops.operator_spec import DTYPES, Case, Shape
+
+NAME = "UpsampleNearest"
+INPUTS = ("X",)
+OUTPUTS = ("Y",)
+PARAMETERS = ()
+
+
+class Params(ctypes.Structure):
+    """struct UpsampleNearestParams of op.h."""
+
+    _fields_ = (
+        ("dtype", ctypes.c_int32),
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+        ("scale_height", ctypes.c_int64),
+        ("scale_width", ctypes.c_int64),
+    )
+
+
+def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
+    """The call's Params; `address` maps input and output names to device addresses."""
+    batch, height, width, channels = case.inputs["X"]
+    return Params(
+        dtype=DTYPES[dtype][0],
+        x=address["X"],
+        y=address["Y"],
+        rows=batch * height,
+        width=width,
+        channels=channels,
+        scale_height=int(case.attributes["scale_height"]),
+        scale_width=int(case.attributes["scale_width"]),
+    )
+
+
+def output_shapes(case: Case) -> dict[str, Shape]:
+    """Y has the shape of X, its height and width times the scales."""
+    batch, height, width, channels = case.inputs["X"]
+    down, across = int(case.attributes["scale_height"]), int(case.attributes["scale_width"])
+    return {"Y": (batch, height * down, width * across, channels)}
+
+
+def _case(*shape: int, scales: tuple[int, int] = (2, 2), values: str = "normal", benchmark: bool = False) -> Case:
+    """X of `shape` (N, H, W, C)."""
+    down, across = scales
+    name = "x".join(map(str, shape)) + f"-s{down}x{across}-{values}"
+    attributes: dict[str, int | float] = {"scale_height": down, "scale_width": across}
+    return Case(name, {"X": shape}, attributes, values=values, benchmark=benchmark)
+
+
+CASES = [
+    _case(1, 1, 1, 1),
+    _case(2, 8, 8, 64),
+    _case(1, 5, 7, 33),
+    _case(2, 4, 3, 6),
+    _case(1, 6, 5, 12),
+    _case(3, 3, 11, 1),
+    _case(1, 4, 5, 40, scales=(1, 1)),
+    _case(2, 5, 4, 24, scales=(3, 3)),
+    _case(1, 7, 3, 16, scales=(1, 3)),
+    _case(1, 3, 9, 7, scales=(4, 1)),
+    _case(0, 4, 4, 8),
+    _case(2, 0, 4, 8),
+    _case(1, 8, 6, 32, values="large"),
+    _case(1, 8, 6, 32, values="tiny"),
+    _case(1, 64, 64, 512, benchmark=True),
+    _case(1, 128, 128, 512, benchmark=True),
+    _case(1, 256, 256, 256, benchmark=True),
+    _case(2, 32, 32, 640, benchmark=True),
+    _case(2, 16, 16, 1280, benchmark=True),
+    _case(2, 8, 8, 1280, benchmark=True),
+]
