@@ -1,7 +1,9 @@
-// The ways to run a product: the algorithms that cuBLASLt or hipBLASLt proposes, and a thread an element.
+// GEMM candidates: the algorithms that cuBLASLt or hipBLASLt proposes, and a generic kernel with one thread per
+// element.
 #include "provider/gemm.h"
 
-#if !defined(SD_ORT_SIMULATED_DEVICE)
+#include "common/vendors/which.h"
+#if !SD_ORT_SIMULATED
 #include "common/blas_lt.h"
 #endif
 #include "provider/kernels/kernels.h"
@@ -9,76 +11,76 @@
 namespace sd_ort {
 namespace {
 
-#if !defined(SD_ORT_SIMULATED_DEVICE)
+#if !SD_ORT_SIMULATED
 constexpr int kAlgorithms = 8;
 
-// Product `index` of the batch.
-BlasLt::Product one(const ProductParams& p, int64_t index) {
+// Problem `index` of the batch.
+BlasLt::Gemm batch_entry(const GemmParams& p, int64_t index) {
   const int64_t bytes = static_cast<int64_t>(size_of(p.dtype));
-  const auto moved = [&](const void* from, int64_t elements) {
+  const auto offset = [&](const void* from, int64_t elements) {
     return static_cast<const char*>(from) + elements * bytes;
   };
-  BlasLt::Product product{};
-  product.dtype = p.dtype;
-  product.x = moved(p.x, index * p.x_batch_stride);
-  product.weight = moved(p.weight, index * p.weight_batch_stride);
-  product.bias = p.bias;
-  product.y = const_cast<char*>(moved(p.y, index * p.rows * p.columns));
-  product.rows = p.rows;
-  product.inner = p.inner;
-  product.columns = p.columns;
-  product.transposed = p.transposed != 0;
-  product.scale = p.scale;
-  return product;
+  BlasLt::Gemm gemm{};
+  gemm.dtype = p.dtype;
+  gemm.x = offset(p.x, index * p.x_batch_stride);
+  gemm.weight = offset(p.weight, index * p.weight_batch_stride);
+  gemm.bias = p.bias;
+  gemm.y = const_cast<char*>(offset(p.y, index * p.rows * p.columns));
+  gemm.rows = p.rows;
+  gemm.inner = p.inner;
+  gemm.columns = p.columns;
+  gemm.transposed = p.transposed != 0;
+  gemm.scale = p.scale;
+  return gemm;
 }
 
-Candidate<ProductParams> library_candidate(int number) {
-  return {"blas_lt_" + std::to_string(number),
-          [=](const ProductParams& p) {
-            for (int64_t index = 0; index < p.batch; ++index) {  // alignment may differ
-              if (!BlasLt::instance().supports(one(p, index), number)) return false;
+Candidate<GemmParams> library_candidate(int algorithm) {
+  return {"blas_lt_" + std::to_string(algorithm),
+          [=](const GemmParams& p) {
+            for (int64_t index = 0; index < p.batch; ++index) {  // the alignment may differ
+              if (!BlasLt::instance().supports(batch_entry(p, index), algorithm)) return false;
             }
             return p.batch > 0;
           },
-          [=](const ProductParams& p, void* workspace, void* stream) -> const char* {
+          [=](const GemmParams& p, void* workspace, void* stream) -> const char* {
             for (int64_t index = 0; index < p.batch; ++index) {
-              const char* error = BlasLt::instance().run(one(p, index), number, workspace, stream);
+              const char* error = BlasLt::instance().run(batch_entry(p, index), algorithm, workspace, stream);
               if (error != nullptr) return error;
             }
             return nullptr;
           },
-          [=](const ProductParams& p) { return BlasLt::instance().workspace_bytes(one(p, 0), number); }};
+          [=](const GemmParams& p) { return BlasLt::instance().workspace_bytes(batch_entry(p, 0), algorithm); }};
 }
 #endif
 
-std::vector<Candidate<ProductParams>> candidates() {
-  std::vector<Candidate<ProductParams>> all;
-  all.push_back({"plain", [](const ProductParams&) { return true; },
-                 [](const ProductParams& p, void*, void* stream) { return product_launch(p, stream); }});
-#if !defined(SD_ORT_SIMULATED_DEVICE)
-  for (int number = 0; number < kAlgorithms; ++number) all.push_back(library_candidate(number));
+std::vector<Candidate<GemmParams>> candidates() {
+  std::vector<Candidate<GemmParams>> all;
+  all.push_back({"generic", [](const GemmParams&) { return true; },
+                 [](const GemmParams& p, void*, void* stream) { return gemm_launch(p, stream); }});
+#if !SD_ORT_SIMULATED
+  for (int algorithm = 0; algorithm < kAlgorithms; ++algorithm) all.push_back(library_candidate(algorithm));
 #endif
   return all;
 }
 
-// The library's favorite, where it takes the product.
-std::string default_name([[maybe_unused]] const ProductParams& p) {
-#if !defined(SD_ORT_SIMULATED_DEVICE)
-  const Candidate<ProductParams> favorite = library_candidate(0);
-  if (favorite.is_supported(p)) return favorite.name;
+// The first proposal of the library if it supports the call, else the generic kernel.
+std::string default_name([[maybe_unused]] const GemmParams& p) {
+#if !SD_ORT_SIMULATED
+  const Candidate<GemmParams> first = library_candidate(0);
+  if (first.is_supported(p)) return first.name;
 #endif
-  return "plain";
+  return "generic";
 }
 
 }  // namespace
 
-const GpuOp& product_op() {
-  static const TunableOp<ProductParams> op("Product", candidates(), default_name);
+const GpuOp& gemm_op() {
+  static const TunableOp<GemmParams> op("Gemm", candidates(), default_name);
   return op;
 }
 
 const char* missing_library() {
-#if defined(SD_ORT_SIMULATED_DEVICE)
+#if SD_ORT_SIMULATED
   return nullptr;
 #else
   return BlasLt::missing();

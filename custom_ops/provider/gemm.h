@@ -1,13 +1,13 @@
-// A matrix product as an operator with candidates.
+// General matrix multiply as an operator with candidates.
 #pragma once
 
 #include "common/tunable.h"
 
 namespace sd_ort {
 
-const GpuOp& product_op();  // its Params are ProductParams of kernels/kernels.h
+const GpuOp& gemm_op();  // its Params: GemmParams of kernels/kernels.h
 
-// The BLAS library, by its file's name, if it does not load: products then run in the plain kernel. Else null.
+// Returns the file name of the BLAS library if it cannot be loaded (GEMMs then run the generic kernel), else null.
 const char* missing_library();
 
 }  // namespace sd_ort

@@ -5,53 +5,53 @@
 
 namespace sd_ort {
 
-Graphs::~Graphs() {
+GpuGraphCache::~GpuGraphCache() {
   for (const auto& entry : captured_) device::destroy_graph(entry.second);
 }
 
-bool Graphs::is_captured(int number) const {
+bool GpuGraphCache::is_captured(int graph_id) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return captured_.count(number) != 0;
+  return captured_.count(graph_id) != 0;
 }
 
-void Graphs::begin_run(int number) {
+void GpuGraphCache::begin_run(int graph_id) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (captures_ || device::is_capturing(stream_)) {  // an earlier run failed in the middle of its capture
-    captures_ = false;
+  if (capturing_ || device::is_capturing(stream_)) {  // an earlier run failed during its capture
+    capturing_ = false;
     try {
       device::destroy_graph(device::end_capture(stream_));
     } catch (const std::runtime_error&) {  // an invalidated capture has no graph
     }
   }
-  if (number == kUncaptured || captured_.count(number) != 0 || runs_[number]++ == 0) return;
+  if (graph_id == kUncaptured || captured_.count(graph_id) != 0 || runs_[graph_id]++ == 0) return;
   device::wait(stream_);
   device::begin_capture(stream_);
-  captures_ = true;
+  capturing_ = true;
 }
 
-void Graphs::end_run(int number) {
+void GpuGraphCache::end_run(int graph_id) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!captures_) return;
-  captures_ = false;
-  captured_[number] = device::end_capture(stream_);
-  device::launch(captured_[number], stream_);
+  if (!capturing_) return;
+  capturing_ = false;
+  captured_[graph_id] = device::end_capture(stream_);
+  device::launch(captured_[graph_id], stream_);
 }
 
-void Graphs::replay(int number) {
+void GpuGraphCache::replay(int graph_id) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = captured_.find(number);
-  if (found == captured_.end()) throw std::runtime_error("no run was captured as graph " + std::to_string(number));
+  const auto found = captured_.find(graph_id);
+  if (found == captured_.end()) throw std::runtime_error("no run was captured as graph " + std::to_string(graph_id));
   device::launch(found->second, stream_);
 }
 
-void Graphs::release(int number) {
+void GpuGraphCache::release(int graph_id) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = captured_.find(number);
+  const auto found = captured_.find(graph_id);
   if (found == captured_.end()) return;
   device::wait(stream_);
   device::destroy_graph(found->second);
   captured_.erase(found);
-  runs_.erase(number);
+  runs_.erase(graph_id);
 }
 
 }  // namespace sd_ort

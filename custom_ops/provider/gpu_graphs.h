@@ -1,4 +1,4 @@
-// Captured runs by number: a run is recorded once and replayed from then on, over the same addresses.
+// Captured GPU graphs by id: a run is captured once and then replayed with the same addresses.
 #pragma once
 
 #include <map>
@@ -8,31 +8,31 @@
 
 namespace sd_ort {
 
-class Graphs {
+class GpuGraphCache {
  public:
-  static constexpr int kUncaptured = -1;  // the number of runs that are never captured
+  static constexpr int kUncaptured = -1;  // graph id of runs that are never captured
 
-  explicit Graphs(device::Stream stream) : stream_(stream) {}
-  ~Graphs();
-  Graphs(const Graphs&) = delete;
-  Graphs& operator=(const Graphs&) = delete;
+  explicit GpuGraphCache(device::Stream stream) : stream_(stream) {}
+  ~GpuGraphCache();
+  GpuGraphCache(const GpuGraphCache&) = delete;
+  GpuGraphCache& operator=(const GpuGraphCache&) = delete;
 
-  bool is_captured(int number) const;
+  bool is_captured(int graph_id) const;
 
-  // Called around every run: the first of a number runs as it is, so that memory is reserved and kernels are chosen;
-  // the second is captured, and replayed at its end, since capturing runs nothing.
-  void begin_run(int number);
-  void end_run(int number);
+  // Called around every run. The first run of an id executes normally, which reserves memory and chooses kernels. The
+  // second is captured and launched at its end, since a capture executes nothing.
+  void begin_run(int graph_id);
+  void end_run(int graph_id);
 
-  void replay(int number);
-  void release(int number);
+  void replay(int graph_id);
+  void release(int graph_id);
 
  private:
   mutable std::mutex mutex_;
   device::Stream stream_;
   std::map<int, device::Graph> captured_;
   std::map<int, int> runs_;
-  bool captures_ = false;
+  bool capturing_ = false;
 };
 
 }  // namespace sd_ort

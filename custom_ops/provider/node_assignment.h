@@ -1,4 +1,4 @@
-// Which nodes of a graph the provider takes.
+// Assignment of graph nodes to the provider (GetCapability).
 #pragma once
 
 #include <set>
@@ -10,21 +10,21 @@
 
 namespace sd_ort {
 
-struct Left {
-  std::string op_type, node;  // the node's name, which may be empty
+struct UnassignedNode {
+  std::string op_type, name;  // the name may be empty
   const char* reason;
 };
 
 struct Assignment {
-  std::vector<const OrtNode*> taken;
-  std::vector<Left> left;
-  std::set<std::string> unread;           // outputs behind the first, of taken nodes, that nobody reads
-  std::vector<const OrtNode*> misplaced;  // that would read on the host what lies on the device
+  std::vector<const OrtNode*> assigned;
+  std::vector<UnassignedNode> unassigned;
+  std::set<std::string> unused_outputs;      // outputs of assigned nodes, other than the first, without a consumer
+  std::vector<const OrtNode*> host_readers;  // nodes that would read a prefetched weight on the host
 };
 
-// Nodes with a kernel, but for shape arithmetic: integers computed from shapes and constants alone stay on the host,
-// where ONNX Runtime's own kernels compute them and what they are for (Reshape, Expand) reads
-// them. `weights`, or null, lie on the device: they are told when a node would read one on the host.
-Assignment assign(const OrtGraph* graph, OrtEpGraphSupportInfo* support, Weights* weights);
+// Assigns nodes that have a kernel, except shape arithmetic: integers computed from shapes and constants alone stay on
+// the CPU provider, since Reshape and Expand read them on the host. If a node would read one of the prefetched
+// `weights` (may be null) on the host, `weights` is rejected with that reason.
+Assignment assign(const OrtGraph* graph, OrtEpGraphSupportInfo* support, PrefetchedWeights* weights);
 
 }  // namespace sd_ort

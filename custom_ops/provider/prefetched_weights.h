@@ -1,4 +1,4 @@
-// A model's data file in one block of a device, read while ONNX Runtime prepares the session that takes its tensors
+// External data of a model in one device allocation, read in the background while ONNX Runtime creates the session
 // (sd_ort/runtime/device_weights.py). ONNX Runtime itself maps, copies and unmaps one tensor after another.
 #pragma once
 
@@ -13,26 +13,25 @@
 
 namespace sd_ort {
 
-class Weights {
+class PrefetchedWeights {
  public:
-  // The first `bytes` of the file; they are read by threads of its own. Throws std::runtime_error when there is no
-  // memory for them.
-  Weights(int device, const std::string& file, size_t bytes);
-  ~Weights();
-  Weights(const Weights&) = delete;
-  Weights& operator=(const Weights&) = delete;
+  // Starts to read the first `bytes` of the file in background threads. Throws std::runtime_error if out of memory.
+  PrefetchedWeights(int device, const std::string& file, size_t bytes);
+  ~PrefetchedWeights();
+  PrefetchedWeights(const PrefetchedWeights&) = delete;
+  PrefetchedWeights& operator=(const PrefetchedWeights&) = delete;
 
-  // Returns when all is on the device. Throws what went wrong.
+  // Waits until all data is on the device; rethrows the error of the reader.
   void wait();
 
-  // The place of a tensor, or null when it is not within the file; sessions are given it under `name`.
-  void* place(const std::string& name, size_t offset, size_t bytes);
+  // Returns the device address of a tensor, or null if it is out of range, and registers initializer `name`.
+  void* address(const std::string& name, size_t offset, size_t bytes);
   bool holds(const std::string& name) const;
   bool contains(const void* data) const { return data >= data_ && data < data_ + bytes_; }
 
-  // Says why a session cannot have them.
-  void refuse(const std::string& reason);
-  bool is_refused() const { return !reason().empty(); }
+  // Stores the reason why a session cannot use the weights.
+  void reject(const std::string& reason);
+  bool is_rejected() const { return !reason().empty(); }
   std::string reason() const;
   int device() const { return device_; }
 

@@ -1,4 +1,4 @@
-// The operators on the host vendor: behind each GPU launch stands the operator's CPU kernel, queued on the stream.
+// Operators of the simulated device: each launch queues the operator's CPU kernel on the stream.
 #include <cmath>
 
 #include "bindings.h"
@@ -14,17 +14,17 @@
 namespace sd_ort {
 namespace {
 
-void run_in_turn(void*, Parallel::Body body, size_t count, void* context) {
+void run_serially(void*, Parallel::Body body, size_t count, void* context) {
   for (size_t i = 0; i < count; ++i) body(context, i);
 }
 
-// Made by a function: GCC 12 breaks on the nested braces.
+// A function because GCC 12 fails on nested braces.
 template <class Params>
 Candidate<Params> queued(
     const char* name, void (*work)(const Params&),
     std::function<bool(const Params&)> supports = [](const Params&) { return true; }) {
   const auto run = [work](const Params& params, void*, void* stream) -> const char* {
-    static_cast<HostStream*>(stream)->launch([work, params] { work(params); });
+    static_cast<SimulatedStream*>(stream)->launch([work, params] { work(params); });
     return nullptr;
   };
   return {name, supports, run};
@@ -32,53 +32,55 @@ Candidate<Params> queued(
 
 template <class Binding>
 void run_cpu(const typename Binding::Params& params) {
-  Binding::cpu(params, Parallel(run_in_turn, nullptr));
+  Binding::cpu(params, Parallel(run_serially, nullptr));
 }
 
 template <class Binding>
-const GpuOp& host_op() {
+const GpuOp& simulated_op() {
   static const TunableOp<typename Binding::Params> op(Binding::kName, {queued("cpu", run_cpu<Binding>)});
   return op;
 }
 
-bool is_transformed(const NhwcConvParams& params) { return params.transformed != nullptr; }
+bool has_transformed_filters(const NhwcConvParams& params) { return params.transformed_filters != nullptr; }
 
-void run_transformed(const NhwcConvParams& params) {
-  const std::vector<char> filters = host_filters_back(params);
-  NhwcConvParams plain = params;
-  plain.filters = filters.data();
-  run_cpu<NhwcConvBinding>(plain);
+void run_with_transformed_filters(const NhwcConvParams& params) {
+  const std::vector<char> filters = inverse_winograd_filters(params);
+  NhwcConvParams direct = params;
+  direct.filters = filters.data();
+  run_cpu<NhwcConvBinding>(direct);
 }
 
-// Also by the filters that the provider transformed and keeps, as a GPU's default is.
+// Uses cached Winograd filters if the provider passes them, as the default candidate on a GPU does.
 template <>
-const GpuOp& host_op<NhwcConvBinding>() {
+const GpuOp& simulated_op<NhwcConvBinding>() {
   static const TunableOp<NhwcConvParams> op(
-      "NhwcConv", {queued("cpu", run_cpu<NhwcConvBinding>), queued("winograd", run_transformed, {is_transformed})},
-      [](const NhwcConvParams& params) { return is_transformed(params) ? "winograd" : "cpu"; });
+      "NhwcConv",
+      {queued("cpu", run_cpu<NhwcConvBinding>),
+       queued("winograd", run_with_transformed_filters, {has_transformed_filters})},
+      [](const NhwcConvParams& params) { return has_transformed_filters(params) ? "winograd" : "cpu"; });
   return op;
 }
 
-// What other operators launch, or torch alone, and the host's do not.
+// Operators without a CPU kernel, which only other GPU operators or torch launch, have no candidates.
 template <class Params>
-std::vector<Candidate<Params>> launched_by_others() {
+std::vector<Candidate<Params>> launched_candidates() {
   return {};
 }
-// But for what the provider itself launches.
+// The provider itself launches this one.
 template <>
-std::vector<Candidate<WinogradFiltersParams>> launched_by_others() {
-  return {queued("cpu", host_winograd_filters)};
+std::vector<Candidate<WinogradFiltersParams>> launched_candidates() {
+  return {queued("cpu", simulated_winograd_filters)};
 }
 
 }  // namespace
 
-#define SD_ORT_GPU_OPERATOR(folder, name)                                               \
-  const GpuOp& folder##_gpu() {                                                         \
-    static const TunableOp<name##Params> op(#name, launched_by_others<name##Params>()); \
-    return op;                                                                          \
+#define SD_ORT_GPU_OPERATOR(folder, name)                                                \
+  const GpuOp& folder##_gpu() {                                                          \
+    static const TunableOp<name##Params> op(#name, launched_candidates<name##Params>()); \
+    return op;                                                                           \
   }
 #define SD_ORT_OPERATOR(folder, name) \
-  const GpuOp& folder##_gpu() { return host_op<name##Binding>(); }
+  const GpuOp& folder##_gpu() { return simulated_op<name##Binding>(); }
 #define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
 #include "operators.txt"
 

@@ -6,18 +6,18 @@ namespace sd_ort {
 namespace {
 
 constexpr float kG[4][3] = {{1, 0, 0}, {0.5f, 0.5f, 0.5f}, {0.5f, -0.5f, 0.5f}, {0, 0, 1}};
-constexpr float kBack[3][4] = {{1, 0, 0, 0}, {0, 1, -1, 0}, {0, 0, 0, 1}};  // kBack kG = 1
+constexpr float kInverse[3][4] = {{1, 0, 0, 0}, {0, 1, -1, 0}, {0, 0, 0, 1}};  // kInverse kG = 1
 
-// Where number (i, j) of a filter's matrix lies, in elements; channels are neighbors.
+// Strides in elements of a filter matrix (i, j); channels are contiguous.
 struct Layout {
   int64_t i, j, filter;
 };
-Layout as_weight(int64_t channels) { return {3 * channels, channels, 9 * channels}; }
-Layout as_transformed(int64_t filters, int64_t channels) {
+Layout weight_layout(int64_t channels) { return {3 * channels, channels, 9 * channels}; }
+Layout transformed_layout(int64_t filters, int64_t channels) {
   return {4 * filters * channels, filters * channels, channels};
 }
 
-// to = left from left^T of every filter and channel.
+// to = left * from * left^T of every filter and channel.
 template <class T, int kTo, int kFrom>
 void transform(const float (&left)[kTo][kFrom], const T* from, const Layout& read, T* to, const Layout& write,
                int64_t filters, int64_t channels) {
@@ -39,20 +39,20 @@ void transform(const float (&left)[kTo][kFrom], const T* from, const Layout& rea
 
 }  // namespace
 
-void host_winograd_filters(const WinogradFiltersParams& p) {
+void simulated_winograd_filters(const WinogradFiltersParams& p) {
   SD_ORT_ISA::by_type(p.dtype, [&](auto sample) {
     using T = decltype(sample);
-    transform(kG, static_cast<const T*>(p.weight), as_weight(p.channels), static_cast<T*>(p.y),
-              as_transformed(p.filters, p.channels), p.filters, p.channels);
+    transform(kG, static_cast<const T*>(p.weight), weight_layout(p.channels), static_cast<T*>(p.y),
+              transformed_layout(p.filters, p.channels), p.filters, p.channels);
   });
 }
 
-std::vector<char> host_filters_back(const NhwcConvParams& p) {
+std::vector<char> inverse_winograd_filters(const NhwcConvParams& p) {
   std::vector<char> filters(9 * p.filter_count * p.channels * size_of(p.dtype));
   SD_ORT_ISA::by_type(p.dtype, [&](auto sample) {
     using T = decltype(sample);
-    transform(kBack, static_cast<const T*>(p.transformed), as_transformed(p.filter_count, p.channels),
-              reinterpret_cast<T*>(filters.data()), as_weight(p.channels), p.filter_count, p.channels);
+    transform(kInverse, static_cast<const T*>(p.transformed_filters), transformed_layout(p.filter_count, p.channels),
+              reinterpret_cast<T*>(filters.data()), weight_layout(p.channels), p.filter_count, p.channels);
   });
   return filters;
 }

@@ -1,5 +1,5 @@
-// Winograd's filters on the host vendor, by their definition (winograd_filters/op.h): what tests of the provider see of
-// NhwcWinograd, whose kernels run on emulated lanes elsewhere.
+// Winograd filter transforms of the simulated device, by their definition (winograd_filters/op.h). Other tests run the
+// kernels of NhwcWinograd in the kernel emulator.
 #pragma once
 
 #include <vector>
@@ -9,9 +9,9 @@
 
 namespace sd_ort {
 
-void host_winograd_filters(const WinogradFiltersParams& params);
+void simulated_winograd_filters(const WinogradFiltersParams& params);
 
-// A convolution's filters, (filter_count, 3, 3, channels), out of its `transformed` ones and of nothing else.
-std::vector<char> host_filters_back(const NhwcConvParams& params);
+// Recomputes the filters (filter_count, 3, 3, channels) from `transformed_filters`.
+std::vector<char> inverse_winograd_filters(const NhwcConvParams& params);
 
 }  // namespace sd_ort

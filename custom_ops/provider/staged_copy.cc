@@ -5,50 +5,48 @@
 #include <utility>
 
 namespace sd_ort {
-namespace {
 
-constexpr unsigned kMostLanes = 8;  // more are not faster: 18 GB/s with 8, 19 with 16 (H200, PCIe 5)
+constexpr unsigned kMaxCopiers = 8;  // 18 GB/s with 8 copiers, 19 with 16 (H200, PCIe 5)
 
-}  // namespace
-
-Lane::Lane() : stream_(device::create_stream()) {
-  for (Piece& piece : pieces_) {
-    piece.data = device::allocate_pinned(Job::kPiece);
-    piece.sent = device::create_event();
+StagedCopier::StagedCopier() : stream_(device::create_stream()) {
+  for (StagingBuffer& buffer : buffers_) {
+    buffer.data = device::allocate_pinned(CopyJob::kChunkBytes);
+    buffer.copied = device::create_event();
   }
 }
 
-Lane::~Lane() {
+StagedCopier::~StagedCopier() {
   if (thread_.joinable()) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      ends_ = true;
+      stopping_ = true;
     }
     changed_.notify_all();
     thread_.join();
   }
-  for (Piece& piece : pieces_) {
-    if (piece.data != nullptr) device::release_pinned(piece.data);
-    device::destroy_event(piece.sent);
+  for (StagingBuffer& buffer : buffers_) {
+    if (buffer.data != nullptr) device::release_pinned(buffer.data);
+    device::destroy_event(buffer.copied);
   }
   device::destroy_stream(stream_);
 }
 
-void Lane::send(Job& job) {
-  bool first = false;
-  int sent = 0;
-  for (size_t begin = Job::kPiece * job.next++; begin < job.bytes; begin = Job::kPiece * job.next++, first = !first) {
-    Piece& piece = pieces_[first];
-    if (sent++ > 1) device::wait_on_host(piece.sent);
-    const size_t count = std::min(Job::kPiece, job.bytes - begin);
-    job.fill(static_cast<char*>(piece.data), begin, count);
-    device::copy(job.to + begin, piece.data, count, device::Copy::kToDevice, stream_);
-    device::record(piece.sent, stream_);
+void StagedCopier::copy(CopyJob& job) {
+  bool second = false;
+  int copied = 0;
+  for (size_t begin = CopyJob::kChunkBytes * job.next++; begin < job.bytes;
+       begin = CopyJob::kChunkBytes * job.next++, second = !second) {
+    StagingBuffer& buffer = buffers_[second];
+    if (copied++ > 1) device::wait_on_host(buffer.copied);
+    const size_t count = std::min(CopyJob::kChunkBytes, job.bytes - begin);
+    job.fill(static_cast<char*>(buffer.data), begin, count);
+    device::copy(job.to + begin, buffer.data, count, device::Copy::kToDevice, stream_);
+    device::record(buffer.copied, stream_);
   }
-  if (sent > 0) device::wait(stream_);
+  if (copied > 0) device::wait(stream_);
 }
 
-void Lane::begin(Job& job) {
+void StagedCopier::start(CopyJob& job) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     job_ = &job;
@@ -56,61 +54,61 @@ void Lane::begin(Job& job) {
   changed_.notify_all();
   if (thread_.joinable()) return;
   try {
-    thread_ = std::thread([this] { serve(); });
+    thread_ = std::thread([this] { run_jobs(); });
   } catch (const std::system_error&) {
     job_ = nullptr;
   }
 }
 
-std::exception_ptr Lane::finish() {
+std::exception_ptr StagedCopier::finish() {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [this] { return job_ == nullptr; });
-  return std::exchange(failed_, nullptr);
+  return std::exchange(error_, nullptr);
 }
 
-void Lane::serve() {
+void StagedCopier::run_jobs() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [this] { return job_ != nullptr || ends_; });
+    changed_.wait(lock, [this] { return job_ != nullptr || stopping_; });
     if (job_ == nullptr) return;
     lock.unlock();
-    std::exception_ptr failed;
+    std::exception_ptr error;
     try {
       device::use(job_->device);
-      send(*job_);
+      copy(*job_);
     } catch (...) {
-      failed = std::current_exception();
+      error = std::current_exception();
     }
     lock.lock();
-    failed_ = failed;
+    error_ = error;
     job_ = nullptr;
     changed_.notify_all();
   }
 }
 
-void open_lanes(Lanes& lanes, const Job& job) {
-  const size_t most = std::clamp(std::thread::hardware_concurrency(), 1u, kMostLanes);
-  while (lanes.size() < std::min(most, job.pieces())) {
-    lanes.push_back(std::make_unique<Lane>());
-    if (lanes.back()->has_memory()) continue;
-    lanes.pop_back();
+void add_copiers(StagedCopiers& copiers, const CopyJob& job) {
+  const size_t most = std::clamp(std::thread::hardware_concurrency(), 1u, kMaxCopiers);
+  while (copiers.size() < std::min(most, job.chunks())) {
+    copiers.push_back(std::make_unique<StagedCopier>());
+    if (copiers.back()->has_memory()) continue;
+    copiers.pop_back();
     return;
   }
 }
 
-void send(Lanes& lanes, Job& job) {
-  const size_t used = std::min(lanes.size(), job.pieces());
-  for (size_t i = 1; i < used; ++i) lanes[i]->begin(job);
-  std::exception_ptr failed;
+void copy_staged(StagedCopiers& copiers, CopyJob& job) {
+  const size_t used = std::min(copiers.size(), job.chunks());
+  for (size_t i = 1; i < used; ++i) copiers[i]->start(job);
+  std::exception_ptr error;
   try {
-    lanes[0]->send(job);
+    copiers[0]->copy(job);
   } catch (...) {
-    failed = std::current_exception();
+    error = std::current_exception();
   }
   for (size_t i = 1; i < used; ++i) {
-    if (const std::exception_ptr other = lanes[i]->finish()) failed = other;
+    if (const std::exception_ptr other = copiers[i]->finish()) error = other;
   }
-  if (failed) std::rethrow_exception(failed);
+  if (error) std::rethrow_exception(error);
 }
 
 }  // namespace sd_ort

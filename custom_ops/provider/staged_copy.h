@@ -1,5 +1,5 @@
-// A way of bytes to the device: a stream, and pinned memory through which they go, a piece on its way while the next
-// one is filled. Several lanes share a job.
+// Copies host memory to the device through pinned staging buffers of 1 MiB. Each copier has two and fills one while the
+// other is in flight; several copiers in threads share one job.
 #pragma once
 
 #include <atomic>
@@ -15,61 +15,63 @@
 
 namespace sd_ort {
 
-// Bytes on their way to `to`, in pieces, whose numbers lanes draw.
-struct Job {
-  static constexpr size_t kPiece = 1 << 20;
+// A copy of `bytes` to device memory `to` in chunks. Copiers take the chunks in order; `fill` writes one to host
+// memory.
+struct CopyJob {
+  static constexpr size_t kChunkBytes = 1 << 20;
 
-  Job(int device, void* to, size_t bytes, std::function<void(char* piece, size_t begin, size_t count)> fill)
+  CopyJob(int device, void* to, size_t bytes, std::function<void(char* buffer, size_t begin, size_t count)> fill)
       : device(device), to(static_cast<char*>(to)), bytes(bytes), fill(std::move(fill)) {}
-  size_t pieces() const { return (bytes + kPiece - 1) / kPiece; }
+  size_t chunks() const { return (bytes + kChunkBytes - 1) / kChunkBytes; }
 
   const int device;
   char* const to;
   const size_t bytes;
-  const std::function<void(char* piece, size_t begin, size_t count)> fill;  // called by several threads
+  const std::function<void(char* buffer, size_t begin, size_t count)> fill;  // called by several threads
   std::atomic<size_t> next{0};
 };
 
-class Lane {
+// A stream with two staging buffers, and a thread of its own after start().
+class StagedCopier {
  public:
-  Lane();  // on the current device
-  ~Lane();
-  Lane(const Lane&) = delete;
-  Lane& operator=(const Lane&) = delete;
+  StagedCopier();  // on the current device
+  ~StagedCopier();
+  StagedCopier(const StagedCopier&) = delete;
+  StagedCopier& operator=(const StagedCopier&) = delete;
 
-  bool has_memory() const { return pieces_[0].data != nullptr && pieces_[1].data != nullptr; }
+  bool has_memory() const { return buffers_[0].data != nullptr && buffers_[1].data != nullptr; }
 
-  // Sends pieces in the calling thread until there are no more, and waits for its own.
-  void send(Job& job);
+  // Copies chunks in the calling thread until none remains, and waits until its chunks have arrived.
+  void copy(CopyJob& job);
 
-  // The same in the lane's own thread, which stays. Where no more threads can be made other lanes have to send all.
-  void begin(Job& job);
-  std::exception_ptr finish();  // what went wrong
+  // Runs copy() in the copier's thread, which stays alive. Does nothing if no thread can be created.
+  void start(CopyJob& job);
+  std::exception_ptr finish();  // waits for the job of start(); returns its error or null
 
  private:
-  struct Piece {
+  struct StagingBuffer {
     void* data = nullptr;
-    device::Event sent = nullptr;
+    device::Event copied = nullptr;
   };
 
-  void serve();
+  void run_jobs();
 
   device::Stream stream_;
-  Piece pieces_[2];
+  StagingBuffer buffers_[2];
   std::thread thread_;
-  std::mutex mutex_;  // of what follows
+  std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;
-  Job* job_ = nullptr;
-  std::exception_ptr failed_;
-  bool ends_ = false;
+  CopyJob* job_ = nullptr;
+  std::exception_ptr error_;
+  bool stopping_ = false;
 };
 
-using Lanes = std::vector<std::unique_ptr<Lane>>;
+using StagedCopiers = std::vector<std::unique_ptr<StagedCopier>>;
 
-// Has as many lanes there as are of use for a job, or fewer where there is no more pinned memory.
-void open_lanes(Lanes& lanes, const Job& job);
+// Adds copiers up to the number that the job can use; fewer if pinned memory runs out.
+void add_copiers(StagedCopiers& copiers, const CopyJob& job);
 
-// Sends a job, the first lane in the calling thread. Throws what went wrong. There is a lane.
-void send(Lanes& lanes, Job& job);
+// Runs a job on the copiers (at least one), the first in the calling thread. Rethrows an error of any of them.
+void copy_staged(StagedCopiers& copiers, CopyJob& job);
 
 }  // namespace sd_ort

@@ -14,64 +14,64 @@ const GpuOp& winograd_filters_gpu();
 
 namespace {
 
-// All that are kept, by where they lie: how each was made, and on which device.
-struct Kept {
+// Transformed filters of all sessions by address, with the parameters of the transformation and the device.
+struct CachedFilters {
   WinogradFiltersParams params;
   int device;
 };
-struct AllKept {
+struct FilterRegistry {
   std::mutex mutex;
-  std::map<const void*, Kept> at;
+  std::map<const void*, CachedFilters> at;
 };
-AllKept& all_kept() {
-  static AllKept* const all = new AllKept;  // never deleted: a session may be closed after this library's statics are
+FilterRegistry& filter_registry() {
+  static FilterRegistry* const all = new FilterRegistry;  // never deleted: a session may outlive the statics
   return *all;
 }
 
 void transform(const WinogradFiltersParams& params, device::Stream stream) {
-  launched(winograd_filters_gpu().run(0, &params, nullptr, stream));
+  check_launch(winograd_filters_gpu().run(0, &params, nullptr, stream));
 }
 
 }  // namespace
 
-KeptFilters::~KeptFilters() {
+WinogradFilterCache::~WinogradFilterCache() {
   {
-    const std::lock_guard<std::mutex> lock(all_kept().mutex);
-    all_kept().at.erase(made_);
+    const std::lock_guard<std::mutex> lock(filter_registry().mutex);
+    filter_registry().at.erase(filters_);
   }
-  pool_->release(made_);
+  pool_->release(filters_);
 }
 
-const void* KeptFilters::of(const NhwcConvParams& params, device::Stream stream) {
+const void* WinogradFilterCache::get(const NhwcConvParams& params, device::Stream stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (made_ == nullptr && !is_refused_ && !device::is_capturing(stream)) make(params, stream);
-  return made_;
+  if (filters_ == nullptr && !is_disabled_ && !device::is_capturing(stream)) create(params, stream);
+  return filters_;
 }
 
-void KeptFilters::make(const NhwcConvParams& params, device::Stream stream) {
+void WinogradFilterCache::create(const NhwcConvParams& params, device::Stream stream) {
   WinogradFiltersParams filters{params.dtype, params.filters, nullptr, params.filter_count, params.channels, 0};
-  if (has_room()) filters.y = pool_->allocate(filters.outputs()[0].count * size_of(params.dtype));
-  is_refused_ = filters.y == nullptr;
-  if (is_refused_) return;
-  made_ = filters.y;
+  if (has_free_memory()) filters.y = pool_->allocate(filters.outputs()[0].count * size_of(params.dtype));
+  is_disabled_ = filters.y == nullptr;
+  if (is_disabled_) return;
+  filters_ = filters.y;
   transform(filters, stream);
-  const std::lock_guard<std::mutex> lock(all_kept().mutex);
-  all_kept().at[made_] = {filters, pool_->device()};
+  const std::lock_guard<std::mutex> lock(filter_registry().mutex);
+  filter_registry().at[filters_] = {filters, pool_->device()};
 }
 
-bool KeptFilters::has_room() const {
+bool WinogradFilterCache::has_free_memory() const {
   const device::Memory memory = device::memory();
   return pool_->statistics().limit == SIZE_MAX && memory.free > memory.total / 4;
 }
 
-void KeptFilters::renew(const void* filters) {
-  const std::lock_guard<std::mutex> lock(all_kept().mutex);
-  for (const auto& [place, kept] : all_kept().at) {
-    if (kept.params.weight != filters) continue;
-    device::use(kept.device);
+void WinogradFilterCache::update(const void* filters) {
+  const std::lock_guard<std::mutex> lock(filter_registry().mutex);
+  for (const auto& [address, cached] : filter_registry().at) {
+    if (cached.params.weight != filters) continue;
+    device::use(cached.device);
     const device::Stream stream = device::create_stream();
     device::wait_for_all_in_stream(stream);
-    transform(kept.params, stream);
+    transform(cached.params, stream);
     device::wait(stream);
     device::destroy_stream(stream);
   }
@@ -79,7 +79,7 @@ void KeptFilters::renew(const void* filters) {
 
 }  // namespace sd_ort
 
-// For Python: a weight at this address was written under sessions that read it. 0, or 1 for a failure.
-SD_ORT_EXPORT int sd_ort_WeightWritten(const void* weight) {
-  return sd_ort::status_of([&] { sd_ort::KeptFilters::renew(weight); });
+// For Python: the weight at this address, which open sessions read, was updated in place. Returns 0, or 1 on failure.
+SD_ORT_EXPORT int sd_ort_WeightUpdated(const void* weight) {
+  return sd_ort::status_of([&] { sd_ort::WinogradFilterCache::update(weight); });
 }

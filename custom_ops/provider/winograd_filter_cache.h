@@ -1,4 +1,4 @@
-// A convolution's filters as NhwcWinograd multiplies by them: made at the first call that gains by it, and kept.
+// Cache of one convolution's Winograd-transformed filters, computed at the first call that uses NhwcWinograd.
 #pragma once
 
 #include <memory>
@@ -10,31 +10,29 @@
 
 namespace sd_ort {
 
-class KeptFilters {
+class WinogradFilterCache {
  public:
-  explicit KeptFilters(std::shared_ptr<Pool> pool) : pool_(std::move(pool)) {}
-  ~KeptFilters();
-  KeptFilters(const KeptFilters&) = delete;
-  KeptFilters& operator=(const KeptFilters&) = delete;
+  explicit WinogradFilterCache(std::shared_ptr<Pool> pool) : pool_(std::move(pool)) {}
+  ~WinogradFilterCache();
+  WinogradFilterCache(const WinogradFilterCache&) = delete;
+  WinogradFilterCache& operator=(const WinogradFilterCache&) = delete;
 
-  // Those of params.filters, which lie at one address and are written by nobody who does not call `renew`. Null where a
-  // quarter of the device's memory is not free, or its use is limited, and while the stream is captured before any
-  // call.
-  const void* of(const NhwcConvParams& params, device::Stream stream);
+  // Returns the transformed params.filters, whose address must not change. Returns null if at most a quarter of device
+  // memory is free, if memory_limit is set, or if the first call is being captured.
+  const void* get(const NhwcConvParams& params, device::Stream stream);
 
-  // Makes those of the filters at this address again, in their place, so that captured graphs stay valid: weights that
-  // lie in memory of the host program are written under open sessions (sd_ort/runtime/held.py). Nothing may run
-  // meanwhile.
-  static void renew(const void* filters);
+  // Transforms the filters at this address again into the same memory, so captured graphs stay valid. Called after a
+  // weight of an open session was updated in place (sd_ort/runtime/held.py). No run may be in progress.
+  static void update(const void* filters);
 
  private:
-  void make(const NhwcConvParams& params, device::Stream stream);
-  bool has_room() const;
+  void create(const NhwcConvParams& params, device::Stream stream);
+  bool has_free_memory() const;
 
   std::shared_ptr<Pool> pool_;
   std::mutex mutex_;
-  void* made_ = nullptr;
-  bool is_refused_ = false;
+  void* filters_ = nullptr;
+  bool is_disabled_ = false;
 };
 
 }  // namespace sd_ort

@@ -67,7 +67,7 @@ def _by_table(models: Sequence[Path]) -> dict[str, Any]:
 
 def _reasons(library: Path) -> dict[tuple[str, str], str]:
     """Of the session that this thread just opened: (operator, node) -> reason."""
-    say = ctypes.CDLL(str(library)).sd_ort_left_to_others
+    say = ctypes.CDLL(str(library)).sd_ort_unassigned_nodes
     say.restype = ctypes.c_char_p
     lines = [line.split("\t") for line in say().decode("utf-8", "replace").splitlines()]
     return {(op, node): reason for op, node, reason in lines}

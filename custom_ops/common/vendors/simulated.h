@@ -1,6 +1,6 @@
-// The host in the place of a GPU, under the names that common/gpu.h gives HIP and CUDA: device memory is host memory, a
-// launch runs at once or, on a stream that captures, is recorded, and a graph is what was recorded. As on a GPU, a
-// stream that captures runs nothing and cannot be waited for.
+// Simulated device for tests, with the function names that common/gpu.h expects of HIP and CUDA. Device memory is host
+// memory. A launch runs at once; on a capturing stream it is recorded, and a graph is a list of recorded launches. As
+// on a GPU, a capturing stream runs nothing and cannot be synchronized.
 #pragma once
 
 #include <chrono>
@@ -21,52 +21,51 @@
 
 #include "common/cpu.h"
 
-#define SD_ORT_GPU_NAME(name) host##name
+#define SD_ORT_GPU_NAME(name) simulated##name
 #define SD_ORT_DEVICE inline
 
 namespace sd_ort {
 
-enum hostError_t {
-  hostSuccess = 0,
-  hostErrorInvalidValue = 1,
-  hostErrorMemoryAllocation = 2,
-  hostErrorDeviceLost = 719,
-  hostErrorStreamCaptureUnsupported = 900,
-  hostErrorStreamCaptureInvalidated = 901,
+enum simulatedError_t {
+  simulatedSuccess = 0,
+  simulatedErrorInvalidValue = 1,
+  simulatedErrorMemoryAllocation = 2,
+  simulatedErrorDeviceLost = 719,
+  simulatedErrorStreamCaptureUnsupported = 900,
+  simulatedErrorStreamCaptureInvalidated = 901,
 };
 
-inline const char* hostGetErrorString(hostError_t error) {
+inline const char* simulatedGetErrorString(simulatedError_t error) {
   switch (error) {
-    case hostSuccess:
+    case simulatedSuccess:
       return "no error";
-    case hostErrorMemoryAllocation:
+    case simulatedErrorMemoryAllocation:
       return "out of memory";
-    case hostErrorDeviceLost:
+    case simulatedErrorDeviceLost:
       return "the device is gone";
-    case hostErrorStreamCaptureUnsupported:
+    case simulatedErrorStreamCaptureUnsupported:
       return "operation not permitted when stream is capturing";
-    case hostErrorStreamCaptureInvalidated:
+    case simulatedErrorStreamCaptureInvalidated:
       return "operation failed due to a previous error during capture";
     default:
       return "invalid argument";
   }
 }
 
-// For tests: from when SD_ORT_SIMULATED_LOST is set, the device fails as a GPU does that was reset, or fell off its
-// bus.
-inline hostError_t if_there(hostError_t error = hostSuccess) {
-  return std::getenv("SD_ORT_SIMULATED_LOST") == nullptr ? error : hostErrorDeviceLost;
+// If SD_ORT_SIMULATED_LOST is set, the device fails like a GPU that was reset or removed.
+inline simulatedError_t unless_lost(simulatedError_t error = simulatedSuccess) {
+  return std::getenv("SD_ORT_SIMULATED_LOST") == nullptr ? error : simulatedErrorDeviceLost;
 }
-inline hostError_t hostGetLastError() { return if_there(); }
+inline simulatedError_t simulatedGetLastError() { return unless_lost(); }
 
-struct HostGraph {
+struct SimulatedGraph {
   std::vector<std::function<void()>> launches;
 };
-using hostGraph_t = HostGraph*;
-using hostGraphExec_t = HostGraph*;
+using simulatedGraph_t = SimulatedGraph*;
+using simulatedGraphExec_t = SimulatedGraph*;
 
-// For tests: if SD_ORT_SIMULATED_CAPTURES names a folder, the first launch that is captured creates the file "captures"
-// in it and waits for the file "go".
+// If SD_ORT_SIMULATED_CAPTURES names a folder, the first captured launch creates the file "captures" there and waits
+// for the file "go".
 inline void wait_in_capture() {
   const char* const value = std::getenv("SD_ORT_SIMULATED_CAPTURES");
   if (value == nullptr) return;
@@ -76,154 +75,171 @@ inline void wait_in_capture() {
   while (!std::ifstream(folder + "/go")) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
-struct HostStream {
-  HostGraph* capturing = nullptr;
-  bool invalidated = false;  // its capture
-  // For sizes whose memory is to be measured and whose arithmetic would take minutes.
+struct SimulatedStream {
+  SimulatedGraph* capturing = nullptr;
+  bool invalidated = false;  // the capture is invalid
+  // SD_ORT_SIMULATED_IDLE: launches do nothing, for measurements of memory and host time.
   const bool idle = std::getenv("SD_ORT_SIMULATED_IDLE") != nullptr;
 
-  // Runs `work` now, or records it, or, idle, drops it.
+  // Runs `work`, or records it while capturing, or drops it if idle.
   void launch(std::function<void()> work) {
     if (idle) return;
     if (capturing != nullptr) wait_in_capture();
     capturing == nullptr ? work() : capturing->launches.push_back(std::move(work));
   }
 };
-using hostStream_t = HostStream*;
+using simulatedStream_t = SimulatedStream*;
 
-// The streams that capture. As with HIP, a wait for the device, and a copy without a stream, fails while there is one,
-// in any thread, and invalidates them all.
-struct HostCaptures {
+// Capturing streams. As with HIP, a device synchronization or a copy without a stream fails in any thread while a
+// stream captures, and invalidates all captures.
+struct SimulatedCaptures {
   std::mutex mutex;
-  std::set<HostStream*> streams;
+  std::set<SimulatedStream*> streams;
 
-  static HostCaptures& all() {
-    static HostCaptures* const captures = new HostCaptures;
+  static SimulatedCaptures& all() {
+    static SimulatedCaptures* const captures = new SimulatedCaptures;
     return *captures;
   }
-  hostError_t invalidate() {
+  simulatedError_t invalidate() {
     const std::lock_guard<std::mutex> lock(mutex);
-    for (HostStream* stream : streams) stream->invalidated = true;
-    return streams.empty() ? hostSuccess : hostErrorStreamCaptureUnsupported;
+    for (SimulatedStream* stream : streams) stream->invalidated = true;
+    return streams.empty() ? simulatedSuccess : simulatedErrorStreamCaptureUnsupported;
   }
 };
 
-struct HostEvent {
+struct SimulatedEvent {
   std::chrono::steady_clock::time_point when;
 };
-using hostEvent_t = HostEvent*;
+using simulatedEvent_t = SimulatedEvent*;
 
-enum hostMemcpyKind { hostMemcpyHostToDevice, hostMemcpyDeviceToHost, hostMemcpyDeviceToDevice, hostMemcpyDefault };
-enum hostStreamCaptureMode { hostStreamCaptureModeRelaxed };
-enum hostStreamCaptureStatus { hostStreamCaptureStatusNone, hostStreamCaptureStatusActive };
-constexpr unsigned hostStreamNonBlocking = 1, hostEventDisableTiming = 2;
+enum simulatedMemcpyKind {
+  simulatedMemcpyHostToDevice,
+  simulatedMemcpyDeviceToHost,
+  simulatedMemcpyDeviceToDevice,
+  simulatedMemcpyDefault
+};
+enum simulatedStreamCaptureMode { simulatedStreamCaptureModeRelaxed };
+enum simulatedStreamCaptureStatus { simulatedStreamCaptureStatusNone, simulatedStreamCaptureStatusActive };
+constexpr unsigned simulatedStreamNonBlocking = 1, simulatedEventDisableTiming = 2;
 
-// The one device: its memory is what malloc gives.
-struct hostDeviceProp {
-  const char* name = "host";
+// The only device.
+struct simulatedDeviceProp {
+  const char* name = "simulated";
   size_t totalGlobalMem = size_t{16} << 30;
 };
-inline hostError_t hostGetDeviceCount(int* count) { return *count = 1, hostSuccess; }
-inline hostError_t hostGetDevice(int* device) { return *device = 0, hostSuccess; }
-inline hostError_t hostSetDevice(int device) { return if_there(device == 0 ? hostSuccess : hostErrorInvalidValue); }
-inline hostError_t hostGetDeviceProperties(hostDeviceProp* properties, int) { return *properties = {}, hostSuccess; }
-inline hostError_t hostDriverGetVersion(int* version) { return *version = 0, hostSuccess; }
-inline hostError_t hostRuntimeGetVersion(int* version) { return *version = 0, hostSuccess; }
-inline hostError_t hostDeviceSynchronize() { return if_there(HostCaptures::all().invalidate()); }
-
-inline hostError_t hostMalloc(void** data, size_t bytes) {
-  *data =
-      bytes > hostDeviceProp().totalGlobalMem ? nullptr : ::operator new(bytes, std::align_val_t{256}, std::nothrow);
-  return *data == nullptr ? hostErrorMemoryAllocation : hostSuccess;
+inline simulatedError_t simulatedGetDeviceCount(int* count) { return *count = 1, simulatedSuccess; }
+inline simulatedError_t simulatedGetDevice(int* device) { return *device = 0, simulatedSuccess; }
+inline simulatedError_t simulatedSetDevice(int device) {
+  return unless_lost(device == 0 ? simulatedSuccess : simulatedErrorInvalidValue);
 }
-inline hostError_t hostFree(void* data) { return ::operator delete(data, std::align_val_t{256}), hostSuccess; }
-inline hostError_t hostMemGetInfo(size_t* available, size_t* total) {
-  *available = *total = hostDeviceProp().totalGlobalMem;
-  return hostSuccess;
+inline simulatedError_t simulatedGetDeviceProperties(simulatedDeviceProp* properties, int) {
+  return *properties = {}, simulatedSuccess;
+}
+inline simulatedError_t simulatedDriverGetVersion(int* version) { return *version = 0, simulatedSuccess; }
+inline simulatedError_t simulatedRuntimeGetVersion(int* version) { return *version = 0, simulatedSuccess; }
+inline simulatedError_t simulatedDeviceSynchronize() { return unless_lost(SimulatedCaptures::all().invalidate()); }
+
+inline simulatedError_t simulatedMalloc(void** data, size_t bytes) {
+  *data = bytes > simulatedDeviceProp().totalGlobalMem ? nullptr
+                                                       : ::operator new(bytes, std::align_val_t{256}, std::nothrow);
+  return *data == nullptr ? simulatedErrorMemoryAllocation : simulatedSuccess;
+}
+inline simulatedError_t simulatedFree(void* data) {
+  return ::operator delete(data, std::align_val_t{256}), simulatedSuccess;
+}
+inline simulatedError_t simulatedMemGetInfo(size_t* available, size_t* total) {
+  *available = *total = simulatedDeviceProp().totalGlobalMem;
+  return simulatedSuccess;
 }
 
-inline hostError_t hostMemcpy(void* to, const void* from, size_t bytes, hostMemcpyKind) {
-  const hostError_t error = HostCaptures::all().invalidate();
-  if (error == hostSuccess) std::memcpy(to, from, bytes);
+inline simulatedError_t simulatedMemcpy(void* to, const void* from, size_t bytes, simulatedMemcpyKind) {
+  const simulatedError_t error = SimulatedCaptures::all().invalidate();
+  if (error == simulatedSuccess) std::memcpy(to, from, bytes);
   return error;
 }
-inline hostError_t hostMemcpyAsync(void* to, const void* from, size_t bytes, hostMemcpyKind, hostStream_t stream) {
-  const hostError_t error = if_there();
-  if (error == hostSuccess) stream->launch([=] { std::memcpy(to, from, bytes); });
+inline simulatedError_t simulatedMemcpyAsync(void* to, const void* from, size_t bytes, simulatedMemcpyKind,
+                                             simulatedStream_t stream) {
+  const simulatedError_t error = unless_lost();
+  if (error == simulatedSuccess) stream->launch([=] { std::memcpy(to, from, bytes); });
   return error;
 }
-inline hostError_t hostMemsetAsync(void* to, int value, size_t bytes, hostStream_t stream) {
+inline simulatedError_t simulatedMemsetAsync(void* to, int value, size_t bytes, simulatedStream_t stream) {
   stream->launch([=] { std::memset(to, value, bytes); });
-  return hostSuccess;
+  return simulatedSuccess;
 }
 
-inline hostError_t hostStreamCreateWithFlags(hostStream_t* stream, unsigned) {
-  return *stream = new HostStream, hostSuccess;
+inline simulatedError_t simulatedStreamCreateWithFlags(simulatedStream_t* stream, unsigned) {
+  return *stream = new SimulatedStream, simulatedSuccess;
 }
-inline hostError_t hostStreamDestroy(hostStream_t stream) { return delete stream, hostSuccess; }
-inline hostError_t hostStreamSynchronize(hostStream_t stream) {
-  if (stream->capturing == nullptr) return if_there();
+inline simulatedError_t simulatedStreamDestroy(simulatedStream_t stream) { return delete stream, simulatedSuccess; }
+inline simulatedError_t simulatedStreamSynchronize(simulatedStream_t stream) {
+  if (stream->capturing == nullptr) return unless_lost();
   stream->invalidated = true;
-  return if_there(hostErrorStreamCaptureUnsupported);
+  return unless_lost(simulatedErrorStreamCaptureUnsupported);
 }
-inline hostError_t hostStreamWaitEvent(hostStream_t, hostEvent_t, unsigned) { return hostSuccess; }
+inline simulatedError_t simulatedStreamWaitEvent(simulatedStream_t, simulatedEvent_t, unsigned) {
+  return simulatedSuccess;
+}
 
-inline hostError_t hostEventCreateWithFlags(hostEvent_t* event, unsigned) {
-  return *event = new HostEvent{}, hostSuccess;
+inline simulatedError_t simulatedEventCreateWithFlags(simulatedEvent_t* event, unsigned) {
+  return *event = new SimulatedEvent{}, simulatedSuccess;
 }
-inline hostError_t hostEventCreate(hostEvent_t* event) { return hostEventCreateWithFlags(event, 0); }
-inline hostError_t hostEventDestroy(hostEvent_t event) { return delete event, hostSuccess; }
-inline hostError_t hostEventRecord(hostEvent_t event, hostStream_t stream) {
+inline simulatedError_t simulatedEventCreate(simulatedEvent_t* event) {
+  return simulatedEventCreateWithFlags(event, 0);
+}
+inline simulatedError_t simulatedEventDestroy(simulatedEvent_t event) { return delete event, simulatedSuccess; }
+inline simulatedError_t simulatedEventRecord(simulatedEvent_t event, simulatedStream_t stream) {
   const auto record = [=] { event->when = std::chrono::steady_clock::now(); };
-  stream == nullptr ? record() : stream->launch(record);  // null: the default stream
-  return hostSuccess;
+  stream == nullptr ? record() : stream->launch(record);  // null is the default stream
+  return simulatedSuccess;
 }
-inline hostError_t hostEventSynchronize(hostEvent_t) { return hostSuccess; }
-inline hostError_t hostEventElapsedTime(float* milliseconds, hostEvent_t begin, hostEvent_t end) {
+inline simulatedError_t simulatedEventSynchronize(simulatedEvent_t) { return simulatedSuccess; }
+inline simulatedError_t simulatedEventElapsedTime(float* milliseconds, simulatedEvent_t begin, simulatedEvent_t end) {
   *milliseconds = std::chrono::duration<float, std::milli>(end->when - begin->when).count();
-  return hostSuccess;
+  return simulatedSuccess;
 }
 
-inline hostError_t hostStreamBeginCapture(hostStream_t stream, hostStreamCaptureMode) {
-  if (stream->capturing != nullptr) return hostErrorStreamCaptureUnsupported;
-  HostCaptures& all = HostCaptures::all();
+inline simulatedError_t simulatedStreamBeginCapture(simulatedStream_t stream, simulatedStreamCaptureMode) {
+  if (stream->capturing != nullptr) return simulatedErrorStreamCaptureUnsupported;
+  SimulatedCaptures& all = SimulatedCaptures::all();
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.streams.insert(stream);
-  return stream->capturing = new HostGraph, hostSuccess;
+  return stream->capturing = new SimulatedGraph, simulatedSuccess;
 }
-inline hostError_t hostStreamEndCapture(hostStream_t stream, hostGraph_t* graph) {
-  if (stream->capturing == nullptr) return hostErrorInvalidValue;
-  HostCaptures& all = HostCaptures::all();
+inline simulatedError_t simulatedStreamEndCapture(simulatedStream_t stream, simulatedGraph_t* graph) {
+  if (stream->capturing == nullptr) return simulatedErrorInvalidValue;
+  SimulatedCaptures& all = SimulatedCaptures::all();
   const std::lock_guard<std::mutex> lock(all.mutex);
   all.streams.erase(stream);
   *graph = std::exchange(stream->capturing, nullptr);
-  if (!std::exchange(stream->invalidated, false)) return hostSuccess;
+  if (!std::exchange(stream->invalidated, false)) return simulatedSuccess;
   delete std::exchange(*graph, nullptr);
-  return hostErrorStreamCaptureInvalidated;
+  return simulatedErrorStreamCaptureInvalidated;
 }
-inline hostError_t hostStreamIsCapturing(hostStream_t stream, hostStreamCaptureStatus* status) {
-  *status = stream->capturing == nullptr ? hostStreamCaptureStatusNone : hostStreamCaptureStatusActive;
-  return hostSuccess;
+inline simulatedError_t simulatedStreamIsCapturing(simulatedStream_t stream, simulatedStreamCaptureStatus* status) {
+  *status = stream->capturing == nullptr ? simulatedStreamCaptureStatusNone : simulatedStreamCaptureStatusActive;
+  return simulatedSuccess;
 }
-inline hostError_t hostGraphInstantiateWithFlags(hostGraphExec_t* made, hostGraph_t graph, unsigned long long) {
-  return *made = new HostGraph(*graph), hostSuccess;
+inline simulatedError_t simulatedGraphInstantiateWithFlags(simulatedGraphExec_t* executable, simulatedGraph_t graph,
+                                                           unsigned long long) {
+  return *executable = new SimulatedGraph(*graph), simulatedSuccess;
 }
-inline hostError_t hostGraphDestroy(hostGraph_t graph) { return delete graph, hostSuccess; }
-inline hostError_t hostGraphExecDestroy(hostGraphExec_t graph) { return delete graph, hostSuccess; }
-inline hostError_t hostGraphLaunch(hostGraphExec_t graph, hostStream_t stream) {
+inline simulatedError_t simulatedGraphDestroy(simulatedGraph_t graph) { return delete graph, simulatedSuccess; }
+inline simulatedError_t simulatedGraphExecDestroy(simulatedGraphExec_t graph) { return delete graph, simulatedSuccess; }
+inline simulatedError_t simulatedGraphLaunch(simulatedGraphExec_t graph, simulatedStream_t stream) {
   for (const auto& launch : graph->launches) stream->launch(launch);
-  return hostSuccess;
+  return simulatedSuccess;
 }
 
-// The provider for this vendor: its name, a PCI id that no GPU has, the vendor's name.
+// Provider name, PCI vendor id (none of a GPU) and vendor name.
 constexpr const char* gpuProviderName = "SdOrtSimulated";
 constexpr uint32_t gpuVendorId = 0x1D05;
 constexpr const char* gpuVendorName = "sd-ort";
 
-inline hostError_t gpuMallocPinned(void** data, size_t bytes) { return hostMalloc(data, bytes); }
-inline hostError_t gpuFreePinned(void* data) { return hostFree(data); }
+inline simulatedError_t gpuMallocPinned(void** data, size_t bytes) { return simulatedMalloc(data, bytes); }
+inline simulatedError_t gpuFreePinned(void* data) { return simulatedFree(data); }
 
-using gpuDeviceProp_t = hostDeviceProp;
+using gpuDeviceProp_t = simulatedDeviceProp;
 inline std::string arch_name(const gpuDeviceProp_t& properties) { return properties.name; }
 
 using half_t = SD_ORT_ISA::Half;

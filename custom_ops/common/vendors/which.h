@@ -1,4 +1,4 @@
-// Which vendor this is compiled for. Includes nothing of the vendor's, so that plain C++ may ask too.
+// Vendor of this compilation. Includes no vendor header, so plain C++ may use it too.
 #pragma once
 
 #if defined(SD_ORT_SIMULATED_DEVICE)

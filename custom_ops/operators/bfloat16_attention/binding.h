@@ -1,4 +1,4 @@
-// Bfloat16Attention as ONNX Runtime sees it: MultiHeadAttention's first three inputs.
+// Binding of Bfloat16Attention, with the first three inputs of MultiHeadAttention.
 #pragma once
 
 #include "operators/bfloat16_attention/op.h"

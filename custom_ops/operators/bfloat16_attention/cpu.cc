@@ -102,7 +102,7 @@ void pack_queries(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t
   const uint32_t sign = p.scale < 0 ? 0x80008000u : 0;
   alignas(64) uint32_t rows[kSide * kSide];  // [query][pair of depths]
   for (int64_t query = first; query < first + kQueries; query += kSide) {
-    for (int64_t depth = 0; depth < sizes.depth; depth += kBlockDepth, to += kBlockNumbers) {
+    for (int64_t depth = 0; depth < sizes.depth; depth += kBlockDepth, to += kBlockElements) {
       for (int64_t i = 0; i < kSide; ++i) {
         const bool there = query + i < p.sequence;
         round_row(head_of<T>(p.query, batch, head, there ? query + i : 0) + (there ? depth : 0),
@@ -158,7 +158,7 @@ void raise(const Floats (&most)[kVectors], float scale, int64_t depth, State& st
 
 // Scores of `count` keys, an even number, become weights: two panels [block of keys][pair][query][2], and sums.
 void weigh(const float* scores, int64_t count, float scale, State& state) {
-  const int64_t each = count / kBlockDepth * kBlockNumbers;
+  const int64_t each = count / kBlockDepth * kBlockElements;
   for (int64_t v = 0; v < kVectors; ++v) {
     const int64_t column = v * kLanes;
     uint16_t* to = state.weights + column / kPanelColumns * each + column % kPanelColumns * 2;
@@ -203,7 +203,7 @@ void write(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch,
 template <class T>
 void attend(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch, int64_t head, int64_t first,
             const uint16_t* keys, const uint16_t* values) {
-  static thread_local Kept kept;
+  static thread_local ThreadScratch kept;
   const int64_t left = ceil_div(p.sequence - first, kQueries), columns = left < kGroup ? left : kGroup;
   const int64_t column = sizes.depth * kQueries;  // numbers of a column's queries, and floats of its sums
   uint16_t* queries = kept.get(column * columns * 3 + kKeys * kQueries * 2);
@@ -222,8 +222,8 @@ void attend(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch
   for (int64_t key = 0; key < sizes.keys; key += kKeys) {
     const int64_t count = sizes.keys - key < kKeys ? sizes.keys - key : kKeys;
     for (int64_t i = 0; i < columns; ++i) {
-      const Product score = {keys, queries + i * column, sizes.keys * kBlockDepth, kBlockDepth, sizes.depth_blocks, 1,
-                             {}};
+      const GemmBlock score = {keys, queries + i * column, sizes.keys * kBlockDepth, kBlockDepth, sizes.depth_blocks, 1,
+                               {}};
       for (int64_t k = 0; k < count; k += kBlockRows) multiply_block(score, key + k, 0, scores + k * kQueries);
       for (int64_t k = p.kv_sequence - key; k < count; ++k) {
         for (int64_t v = 0; v < kQueries; v += kLanes) store(scores + k * kQueries + v, splat(-INFINITY));
@@ -233,13 +233,13 @@ void attend(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch
       find_largest(scores, count, most);
       raise(most, scale, sizes.depth, states[i], output);
       weigh(scores, count, scale, states[i]);
-      const Product sum = {values + key * sizes.depth,
-                           states[i].weights,
-                           sizes.depth * kBlockDepth,
-                           kBlockDepth,
-                           count / kBlockDepth,
-                           1,
-                           {}};
+      const GemmBlock sum = {values + key * sizes.depth,
+                             states[i].weights,
+                             sizes.depth * kBlockDepth,
+                             kBlockDepth,
+                             count / kBlockDepth,
+                             1,
+                             {}};
       for (int64_t d = 0; d < p.head_size; d += kBlockRows) {
         p.head_size - d > 16 ? multiply_block<true>(sum, d, 0, output + d * kQueries)
                              : multiply_block<true, 16>(sum, d, 0, output + d * kQueries);
@@ -254,7 +254,7 @@ void attend(const MultiHeadAttentionParams& p, const Sizes& sizes, int64_t batch
 template <class T>
 void run(const MultiHeadAttentionParams& p, const Parallel& parallel) {
   if (p.batch == 0 || p.heads == 0 || p.sequence == 0 || p.head_size == 0) return;
-  static thread_local Kept kept;
+  static thread_local ThreadScratch kept;
   const Sizes sizes(p);
   const int64_t heads = p.batch * p.heads, key_blocks = sizes.keys / kBlockDepth;
   uint16_t* keys = kept.get(2 * heads * sizes.numbers());
@@ -268,7 +268,7 @@ void run(const MultiHeadAttentionParams& p, const Parallel& parallel) {
   }
   const int64_t groups = ceil_div(p.sequence, kGroup * kQueries);
   parallel(heads * groups, [&](size_t task) {
-    const Tiles tiles;
+    const TileScope tiles;
     const int64_t head = task / groups, at = head * sizes.numbers();
     attend<T>(p, sizes, head / p.heads, head % p.heads, task % groups * kGroup * kQueries, keys + at, values + at);
   });

@@ -1,4 +1,4 @@
-// Bfloat16Conv as ONNX Runtime sees it.
+// Binding of Bfloat16Conv.
 #pragma once
 
 #include "common/cpu.h"
@@ -65,11 +65,11 @@ struct Bfloat16ConvBinding {
                              : tensors.output(0, {params.batch, params.filter_count, lines, columns});
   }
 
-  static void cpu(const Params& given, const Parallel& parallel) {
-    if (given.batch == 0 || given.filter_count == 0 || given.height == 0 || given.width == 0) return;
-    Params params = given;
-    PackedWeights now;
-    PackedWeights& weights = params.kept == nullptr ? now : *params.kept;
+  static void cpu(const Params& call, const Parallel& parallel) {
+    if (call.batch == 0 || call.filter_count == 0 || call.height == 0 || call.width == 0) return;
+    Params params = call;
+    PackedWeights temporary;
+    PackedWeights& weights = params.packed_weights == nullptr ? temporary : *params.packed_weights;
     const int64_t taps = params.edge * params.edge;
     params.packed = weights.get(
         {params.filters, params.weight_dtype, params.channels, taps, params.filter_count, taps, params.channels * taps},

@@ -137,7 +137,7 @@ void write_rows(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, 
 }  // namespace
 
 void bfloat16_conv(const Bfloat16ConvParams& p, const Parallel& parallel) {
-  static thread_local Kept kept;
+  static thread_local ThreadScratch kept;
   const Frame frame(p);
   uint16_t* rows = kept.get(p.batch * frame.numbers());
   if (frame.blocks > 0)
@@ -150,10 +150,10 @@ void bfloat16_conv(const Bfloat16ConvParams& p, const Parallel& parallel) {
     });
   const Tasks tasks(p.batch * frame.row_blocks * kBlockRows, 2 * ceil_div(p.filter_count, kBlockColumns));
   parallel(tasks.count(), [&](size_t task) {
-    const Tiles tiles;
+    const TileScope tiles;
     alignas(64) float sums[kBlockRows * kBlockColumns];
-    Product product = {nullptr,         p.packed, frame.row_count * kBlockDepth, kBlockDepth, frame.blocks,
-                       p.edge * p.edge, {}};
+    GemmBlock product = {nullptr,         p.packed, frame.row_count * kBlockDepth, kBlockDepth, frame.blocks,
+                         p.edge * p.edge, {}};
     for (int64_t tap = 0; tap < product.taps; ++tap) product.first[tap] = frame.row(tap / p.edge, tap % p.edge);
     tasks.run(static_cast<int64_t>(task), false, [&](int64_t block, int64_t panel) {
       const int64_t image = block / frame.row_blocks, first = block % frame.row_blocks * kBlockRows;

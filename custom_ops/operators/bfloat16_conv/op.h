@@ -1,8 +1,8 @@
-// Bfloat16Conv(X, W, B?; stride = 1, x_last = 0, y_last = 0) -> Y: ai.onnx::Conv with filters of 3 x 3 and pads 1, or
-// of 1 x 1 without pads; strides 1 or 2, dilations 1, one group; X and W rounded to bfloat16, sums in float32. X is (N,
+// Bfloat16Conv(X, W, B?; stride = 1, x_last = 0, y_last = 0) -> Y: ai.onnx::Conv with 3 x 3 filters and pads 1, or 1 x
+// 1 filters without pads; stride 1 or 2, dilation 1, one group; X and W rounded to bfloat16, sums in float32. X is (N,
 // C, H, W), W (M, C, k, k) in float32 or bfloat16, B (M), Y (N, M, ceil(H / stride), ceil(W / stride)). With x_last = 1
-// X is (N, H, W, C), and with y_last = 1 Y is (N, H, W, M): of filters of 1 x 1 with stride 1, whose pixels are rows.
-// For CPUs with matrix units; others compute the same with vectors.
+// X is (N, H, W, C), and with y_last = 1 Y is (N, H, W, M): only for 1 x 1 filters with stride 1, whose pixels are
+// rows. For CPUs with AMX; others compute the same with vectors.
 #pragma once
 
 #include "common/op.h"
@@ -17,7 +17,7 @@ struct Bfloat16ConvParams {
   const void* x;        // (batch, channels, height, width)
   const void* filters;  // (filter_count, channels, edge, edge)
   const void* bias;     // (filter_count) or null
-  void* y;              // (batch, filter_count, rows and columns of the result)
+  void* y;              // (batch, filter_count, out_height, out_width)
   int64_t batch;
   int64_t channels;
   int64_t height;
@@ -25,10 +25,10 @@ struct Bfloat16ConvParams {
   int64_t filter_count;
   int64_t edge;    // 1 or 3
   int64_t stride;  // 1 or 2
-  int32_t x_last;  // channels last
+  int32_t x_last;  // x is channels last
   int32_t y_last;
-  PackedWeights* kept;     // of the node whose filters are constant, or null
-  const uint16_t* packed;  // made of filters before the kernel runs
+  PackedWeights* packed_weights;  // of the node if its filters are constant, else null
+  const uint16_t* packed;         // packed filters, set before the kernel runs
 };
 
 }  // namespace sd_ort

@@ -1,4 +1,4 @@
-// Bfloat16MatMul as ONNX Runtime sees it.
+// Binding of Bfloat16MatMul.
 #pragma once
 
 #include "common/cpu.h"
@@ -55,11 +55,11 @@ struct Bfloat16MatMulBinding {
     params.rows = Tensor{params.y, shape}.rows();
   }
 
-  static void cpu(const Params& given, const Parallel& parallel) {
-    if (given.rows == 0 || given.columns == 0) return;
-    Params params = given;
-    PackedWeights now;
-    PackedWeights& weights = params.kept == nullptr ? now : *params.kept;
+  static void cpu(const Params& call, const Parallel& parallel) {
+    if (call.rows == 0 || call.columns == 0) return;
+    Params params = call;
+    PackedWeights temporary;
+    PackedWeights& weights = params.packed_weights == nullptr ? temporary : *params.packed_weights;
     params.packed = weights.get(
         {params.weight, params.weight_dtype, params.inner, 1, params.columns, params.columns, 1, params.gated != 0},
         parallel);

@@ -51,7 +51,7 @@ void write(const Bfloat16MatMulParams& p, int64_t row, int64_t panel, const floa
 }  // namespace
 
 void bfloat16_matmul(const Bfloat16MatMulParams& p, const Parallel& parallel) {
-  static thread_local Kept kept;
+  static thread_local ThreadScratch kept;
   const int64_t pairs = p.gated ? ceil_div(p.columns / 2, kPanelColumns) : ceil_div(p.columns, kBlockColumns);
   const Tasks tasks(p.rows, 2 * pairs);
   const int64_t blocks = ceil_div(p.inner, kBlockDepth);
@@ -67,11 +67,11 @@ void bfloat16_matmul(const Bfloat16MatMulParams& p, const Parallel& parallel) {
       pack(p, first * kBlockRows + row, row_count, rows + row * kBlockDepth);
     });
   }
-  const Product packed = {rows, p.packed, row_count * kBlockDepth, kBlockDepth, blocks, 1, {}};
-  const Product there = {static_cast<const uint16_t*>(p.x), p.packed, kBlockDepth, p.inner, blocks, 1, {}};
-  const bool by_rows = tasks.pairs_per_task * blocks * 2 * kBlockNumbers < kCached;
+  const GemmBlock packed = {rows, p.packed, row_count * kBlockDepth, kBlockDepth, blocks, 1, {}};
+  const GemmBlock there = {static_cast<const uint16_t*>(p.x), p.packed, kBlockDepth, p.inner, blocks, 1, {}};
+  const bool by_rows = tasks.pairs_per_task * blocks * 2 * kBlockElements < kCached;
   parallel(tasks.count(), [&](size_t task) {
-    const Tiles tiles;
+    const TileScope tiles;
     alignas(64) float sums[kBlockRows * kBlockColumns];
     tasks.run(static_cast<int64_t>(task), by_rows, [&](int64_t block, int64_t panel) {
       block < first ? multiply_block(there, block * kBlockRows, panel, sums)

@@ -1,7 +1,7 @@
 // Bfloat16MatMul(X, W, bias?; gated = 0, to = 1) -> Y: X W + bias, X and W rounded to bfloat16, sums in float32. X is
-// (..., K), W (K, N) and Y (..., N), each in float32 or bfloat16 (Y by `to`, the number of ONNX's type), bias (N) in
+// (..., K), W (K, N) and Y (..., N), each in float32 or bfloat16 (Y by `to`, an ONNX TensorProto.DataType), bias (N) in
 // float32. With gated = 1 Y is (..., N / 2), left * gelu(right) of the halves of its last axis (Shazeer 2020, GEGLU).
-// For CPUs with matrix units; others compute the same with vectors.
+// For CPUs with AMX; others compute the same with vectors.
 #pragma once
 
 #include "common/op.h"
@@ -22,8 +22,8 @@ struct Bfloat16MatMulParams {
   int64_t rows;
   int64_t inner;
   int64_t columns;
-  PackedWeights* kept;     // of the node whose weight is constant, or null
-  const uint16_t* packed;  // made of weight before the kernel runs
+  PackedWeights* packed_weights;  // of the node if its weight is constant, else null
+  const uint16_t* packed;         // packed weight, set before the kernel runs
 };
 
 }  // namespace sd_ort

@@ -1,4 +1,4 @@
-// BiasAdd as ONNX Runtime sees it.
+// Binding of BiasAdd.
 #pragma once
 
 #include "common/cpu.h"
@@ -9,17 +9,10 @@ namespace sd_ort {
 
 SD_ORT_CPU_KERNEL(bias_add, BiasAddParams)
 
-struct BiasAddBinding {
-  using Params = BiasAddParams;
+struct BiasAddBinding : BindingBase<BiasAddParams, bias_add_cpu> {
   static constexpr const char* kName = "BiasAdd";
   static constexpr Port kInputs[] = {{Port::kT}, {Port::kT}, {Port::kT, true}};  // X, bias, skip
   static constexpr Port kOutputs[] = {{Port::kT}};                               // Y
-
-  static Params attributes(const Attributes&) { return {}; }
-
-  static void infer(Shapes& shapes) {
-    if (shapes.has(0)) shapes.set_output(0, shapes.input(0));
-  }
 
   static void bind(Tensors& tensors, Params& params) {
     const Tensor x = tensors.input(0), bias = tensors.input(1), skip = tensors.input(2);
@@ -32,8 +25,6 @@ struct BiasAddBinding {
     params.skip = skip.data;
     params.y = tensors.output(0, x.shape);
   }
-
-  static void cpu(const Params& params, const Parallel& parallel) { bias_add_cpu(params, parallel); }
 };
 
 }  // namespace sd_ort

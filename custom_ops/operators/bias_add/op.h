@@ -1,5 +1,5 @@
 // BiasAdd(X, bias, skip?) -> Y: X + bias + skip. X, skip and Y are (N, S, C), bias is (C). As com.microsoft::BiasAdd,
-// whose skip is not optional.
+// with an optional skip.
 #pragma once
 
 #include "common/op.h"
@@ -23,11 +23,11 @@ struct BiasAddParams {
 };
 
 struct BiasAddConfig {
-  bool vectors;  // 16 bytes an access, which sizes and addresses must allow; else an element
-  int block;     // threads: 128, 256 or 512; 256 by elements
+  bool vectors;  // accesses of 16 bytes, which sizes and addresses must allow; else of one element
+  int block;     // threads: 128, 256 or 512; 256 without vectors
 };
 
-// What other operators launch it with: as the tuner's default.
+// Configuration of the default candidate, which other operators use.
 BiasAddConfig bias_add_default(const BiasAddParams& params);
 
 const char* bias_add_launch(const BiasAddParams& params, const BiasAddConfig& config, void* stream);

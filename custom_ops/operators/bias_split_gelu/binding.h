@@ -1,4 +1,4 @@
-// BiasSplitGelu as ONNX Runtime sees it.
+// Binding of BiasSplitGelu.
 #pragma once
 
 #include "common/cpu.h"
@@ -9,13 +9,10 @@ namespace sd_ort {
 
 SD_ORT_CPU_KERNEL(bias_split_gelu, BiasSplitGeluParams)
 
-struct BiasSplitGeluBinding {
-  using Params = BiasSplitGeluParams;
+struct BiasSplitGeluBinding : BindingBase<BiasSplitGeluParams, bias_split_gelu_cpu> {
   static constexpr const char* kName = "BiasSplitGelu";
   static constexpr Port kInputs[] = {{Port::kT}, {Port::kT}};  // X, bias
   static constexpr Port kOutputs[] = {{Port::kT}};             // Y
-
-  static Params attributes(const Attributes&) { return {}; }
 
   static void infer(Shapes& shapes) {
     if (!shapes.has(0)) return;
@@ -37,8 +34,6 @@ struct BiasSplitGeluBinding {
     shape.back() = params.half;
     params.y = tensors.output(0, shape);
   }
-
-  static void cpu(const Params& params, const Parallel& parallel) { bias_split_gelu_cpu(params, parallel); }
 };
 
 }  // namespace sd_ort

@@ -21,11 +21,11 @@ struct BiasSplitGeluParams {
 };
 
 struct BiasSplitGeluConfig {
-  bool vectors;  // 16 bytes an access, which sizes and addresses must allow; else an element
-  int block;     // threads: 128, 256 or 512; 256 by elements
+  bool vectors;  // accesses of 16 bytes, which sizes and addresses must allow; else of one element
+  int block;     // threads: 128, 256 or 512; 256 without vectors
 };
 
-// What other operators launch it with: as the tuner's default.
+// Configuration of the default candidate, which other operators use.
 BiasSplitGeluConfig bias_split_gelu_default(const BiasSplitGeluParams& params);
 
 const char* bias_split_gelu_launch(const BiasSplitGeluParams& params, const BiasSplitGeluConfig& config, void* stream);

@@ -1,4 +1,4 @@
-// GroupNorm as ONNX Runtime sees it, and what SkipGroupNorm's binding shares with it.
+// Binding of GroupNorm, and the parts that the binding of SkipGroupNorm shares.
 #pragma once
 
 #include "common/cpu.h"
@@ -20,7 +20,7 @@ inline GroupNormParams group_norm_attributes(const Attributes& attributes) {
   return params;
 }
 
-// Inputs X, gamma, beta and output Y.
+// Binds the inputs X, gamma, beta and the output Y.
 inline void bind_group_norm(Tensors& tensors, GroupNormParams& params) {
   const Tensor x = tensors.input(0), gamma = tensors.input(1), beta = tensors.input(2);
   require(x.shape.size() >= 3, "GroupNorm: X must have a batch, a channel and spatial axes");
@@ -41,22 +41,15 @@ inline void bind_group_norm(Tensors& tensors, GroupNormParams& params) {
   params.y = tensors.output(0, x.shape);
 }
 
-struct GroupNormBinding {
-  using Params = GroupNormParams;
+struct GroupNormBinding : BindingBase<GroupNormParams, group_norm_cpu> {
   static constexpr const char* kName = "GroupNorm";
   static constexpr Port kInputs[] = {{Port::kT}, {Port::kAny}, {Port::kAny}};  // X, gamma, beta
   static constexpr Port kOutputs[] = {{Port::kT}};                             // Y
-  static constexpr bool kOverwritesX = true;  // all kernels have their statistics before an element of Y is written
+  static constexpr bool kMutableAliasX = true;  // all kernels have their statistics before an element of Y is written
 
   static Params attributes(const Attributes& attributes) { return group_norm_attributes(attributes); }
 
-  static void infer(Shapes& shapes) {
-    if (shapes.has(0)) shapes.set_output(0, shapes.input(0));
-  }
-
   static void bind(Tensors& tensors, Params& params) { bind_group_norm(tensors, params); }
-
-  static void cpu(const Params& params, const Parallel& parallel) { group_norm_cpu(params, parallel); }
 };
 
 }  // namespace sd_ort

@@ -1,5 +1,5 @@
-// The ways to run GroupNorm and SkipGroupNorm. The first takes any call; the one-read kernels take groups that fit in
-// registers, clusters of blocks (NVIDIA, compute capability 9) any group, best those that fit in their LDS.
+// Candidates of GroupNorm and SkipGroupNorm. The generic kernel supports every call; single-pass kernels require groups
+// that fit in registers; clusters of blocks (NVIDIA, compute capability 9) are best for groups that fit in their LDS.
 #include "common/tunable.h"
 #include "operators/group_norm/op.h"
 

@@ -17,7 +17,7 @@ struct GroupNormParams {
   const void* gamma;   // (channels)
   const void* beta;    // (channels)
   void* y;             // as x
-  void* sum;           // as x, or null: S is not asked for
+  void* sum;           // as x, or null if S is not requested
   int64_t batch;
   int64_t spatial;  // H * W
   int64_t channels;
@@ -41,25 +41,25 @@ struct GroupNormParams {
   }
 };
 
-// Which kernel, and what it is compiled or told to use; see kernels/.
+// A kernel and its compile-time and launch options.
 struct GroupNormConfig {
-  enum Kernel { kPlain, kTwoReads, kChannelsFirst, kOneRead, kCluster } kernel;
-  int block = 0;             // one read, cluster: threads
-  int registers = 0;         // one read: registers per thread that hold the group
-  int groups_per_block = 0;  // one read
-  int span_bytes = 0;        // cluster: least bytes of a pixel that it takes
-  int lds_bytes = 0;         // cluster: most LDS a block holds its pixels in
+  enum Kernel { kGeneric, kTwoPass, kChannelsFirst, kSinglePass, kCluster } kernel;
+  int block = 0;             // single pass, cluster: threads
+  int registers = 0;         // single pass: registers per thread that hold the group
+  int groups_per_block = 0;  // single pass
+  int span_bytes = 0;        // cluster: minimum bytes per pixel
+  int lds_bytes = 0;         // cluster: maximum LDS of a block for its pixels
 
   std::string name() const {
     switch (kernel) {
-      case kPlain:
-        return "plain";
-      case kTwoReads:
-        return "two_reads";
+      case kGeneric:
+        return "generic";
+      case kTwoPass:
+        return "two_pass";
       case kChannelsFirst:
         return "channels_first";
-      case kOneRead:
-        return "one_read_" + std::to_string(block) + "x" + std::to_string(registers) + "_g" +
+      case kSinglePass:
+        return "single_pass_" + std::to_string(block) + "x" + std::to_string(registers) + "_g" +
                std::to_string(groups_per_block);
       default:
         return "cluster_" + std::to_string(block) + "_" + std::to_string(span_bytes) + "b_" +
@@ -68,28 +68,28 @@ struct GroupNormConfig {
   }
 };
 
-// How a call is cut up, from its shape and a configuration (launch_config.cc).
-struct GroupNormPlan {
-  static constexpr int kTwoReadBlock = 256, kMaxGroupsPerBlock = 64, kMaxClusterGroups = 32;  // what kernels hold
+// Launch parameters of a call, from its shape and a configuration (launch_config.cc).
+struct GroupNormLaunch {
+  static constexpr int kTwoPassBlock = 256, kMaxGroupsPerBlock = 64, kMaxClusterGroups = 32;
 
-  int vector_bytes = 0;  // of an access; 0: impossible
+  int vector_bytes = 0;  // access size; 0 if the configuration does not support the call
   int groups_per_block = 0;
-  int block = 0;             // one read, cluster: threads
-  int registers = 0;         // one read
-  int chunks = 0;            // two reads
-  int pixels_per_chunk = 0;  // two reads; cluster: a block's
+  int block = 0;             // single pass, cluster: threads
+  int registers = 0;         // single pass
+  int chunks = 0;            // two pass
+  int pixels_per_chunk = 0;  // two pass: of a chunk; cluster: of a block
   int cluster = 0;           // cluster: blocks
-  int held = 0;              // cluster: items a thread keeps in LDS
+  int lds_items = 0;         // cluster: items per thread in LDS
 };
 
-// Accesses of so many bytes that fill `registers`.
+// Number of accesses of `vector_bytes` that fill `registers`.
 constexpr int group_norm_items(int registers, int vector_bytes) {
   return vector_bytes >= 4 ? registers * 4 / vector_bytes : registers;
 }
 
 // ---- launch_config.cc
 
-// All that this build of the kernels takes, the plainest first, and which of them runs a call that was never measured.
+// All configurations of this build, the generic one first, and the default configuration of a call.
 std::vector<GroupNormConfig> group_norm_configs();
 GroupNormConfig group_norm_default(const GroupNormParams& params);
 bool group_norm_supports(const GroupNormParams& params, const GroupNormConfig& config);
@@ -97,15 +97,15 @@ size_t group_norm_workspace(const GroupNormParams& params, const GroupNormConfig
 const char* group_norm_launch(const GroupNormParams& params, const GroupNormConfig& config, void* workspace,
                               void* stream);
 
-// ---- kernels/, a launcher each
+// ---- kernels/: launchers
 
-const char* group_norm_plain(const GroupNormParams& params, void* stream);
-const char* group_norm_two_reads(const GroupNormParams& params, const GroupNormPlan& plan, void* workspace,
-                                 void* stream);
-const char* group_norm_channels_first(const GroupNormParams& params, const GroupNormPlan& plan, void* stream);
-const char* group_norm_one_read(const GroupNormParams& params, const GroupNormPlan& plan, void* stream);
-const char* group_norm_cluster(const GroupNormParams& params, const GroupNormPlan& plan, void* stream);
-bool group_norm_has_clusters();    // whether this library was built with them
-int group_norm_largest_cluster();  // of the current device, in blocks; 0: none
+const char* group_norm_generic(const GroupNormParams& params, void* stream);
+const char* group_norm_two_pass(const GroupNormParams& params, const GroupNormLaunch& launch, void* workspace,
+                                void* stream);
+const char* group_norm_channels_first(const GroupNormParams& params, const GroupNormLaunch& launch, void* stream);
+const char* group_norm_single_pass(const GroupNormParams& params, const GroupNormLaunch& launch, void* stream);
+const char* group_norm_cluster(const GroupNormParams& params, const GroupNormLaunch& launch, void* stream);
+bool group_norm_has_clusters();    // whether this library has cluster kernels
+int group_norm_largest_cluster();  // of the current device, in blocks; 0 if it has no clusters
 
 }  // namespace sd_ort

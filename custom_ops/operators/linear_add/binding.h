@@ -1,4 +1,4 @@
-// LinearAdd as ONNX Runtime sees it.
+// Binding of LinearAdd.
 #pragma once
 
 #include "common/cpu.h"
@@ -9,13 +9,10 @@ namespace sd_ort {
 
 SD_ORT_CPU_KERNEL(linear_add, LinearAddParams)
 
-struct LinearAddBinding {
-  using Params = LinearAddParams;
+struct LinearAddBinding : BindingBase<LinearAddParams, linear_add_cpu> {
   static constexpr const char* kName = "LinearAdd";
   static constexpr Port kInputs[] = {{Port::kT}, {Port::kT}, {Port::kT, true}, {Port::kT, true}};  // X, W, bias, skip
   static constexpr Port kOutputs[] = {{Port::kT}};                                                 // Y
-
-  static Params attributes(const Attributes&) { return {}; }
 
   static void infer(Shapes& shapes) {
     if (!shapes.has(0) || !shapes.has(1)) return;
@@ -39,10 +36,8 @@ struct LinearAddBinding {
     params.bias = bias.data;
     params.skip = skip.data;
     params.y = tensors.output(0, shape);
-    params.rows = Tensor{params.y, shape}.rows();  // X is empty where K is 0, but Y is not
+    params.rows = Tensor{params.y, shape}.rows();  // not x.rows(): if K is 0, X is empty and Y is not
   }
-
-  static void cpu(const Params& params, const Parallel& parallel) { linear_add_cpu(params, parallel); }
 };
 
 }  // namespace sd_ort

@@ -1,5 +1,5 @@
-// LinearAdd(X, W, bias?, skip?) -> Y: X W + bias + skip, the bias and a residual added where the product is written.
-// X is (..., K), W (K, N), bias (N), skip and Y (..., N).
+// LinearAdd(X, W, bias?, skip?) -> Y: X W + bias + skip, with bias and residual in the epilogue of the GEMM. X is (...,
+// K), W (K, N), bias (N), skip and Y (..., N).
 #pragma once
 
 #include "common/op.h"
@@ -24,7 +24,7 @@ struct LinearAddParams {
   std::vector<Output> outputs() const { return {{y, static_cast<size_t>(rows * columns), dtype}}; }
 };
 
-// A thread an element, no library: any shape, slowly.
+// Generic kernel: one thread per element, any shape, slow.
 const char* linear_add_launch(const LinearAddParams& params, void* stream);
 
 }  // namespace sd_ort

@@ -1,4 +1,4 @@
-// LinearSplitGelu as ONNX Runtime sees it.
+// Binding of LinearSplitGelu.
 #pragma once
 
 #include <vector>
@@ -34,10 +34,10 @@ struct LinearSplitGeluBinding {
     std::vector<int64_t> shape = x.shape;
     shape.back() = params.half;
     params.y = tensors.output(0, shape);
-    params.rows = Tensor{params.y, shape}.rows();  // X is empty where K is 0, but Y is not
+    params.rows = Tensor{params.y, shape}.rows();  // not x.rows(): if K is 0, X is empty and Y is not
   }
 
-  // As the two operators that it stands for.
+  // Runs the two operators that it fuses.
   static void cpu(const Params& p, const Parallel& parallel) {
     std::vector<char> product(2 * p.rows * p.half * size_of(p.dtype));
     linear_add_cpu({p.dtype, p.x, p.weight, nullptr, nullptr, product.data(), p.rows, p.inner, 2 * p.half}, parallel);

@@ -1,5 +1,5 @@
-// The ways to run LinearSplitGelu: the product into memory and the gate behind it, the product by our plain kernel or
-// by the algorithms that cuBLASLt or hipBLASLt proposes, its favorite first; and both in one kernel, on Hopper.
+// Candidates of LinearSplitGelu: GEMM and gate in two kernels, the GEMM by the generic kernel or by the algorithms that
+// cuBLASLt or hipBLASLt proposes, best first; and both in one kernel on Hopper.
 #include "common/blas_lt.h"
 #include "common/tunable.h"
 #include "common/vendors/which.h"
@@ -13,68 +13,68 @@ namespace {
 using Params = LinearSplitGeluParams;
 
 constexpr int kAlgorithms = 8;
-constexpr size_t kAlignment = 256;   // of the library's workspace behind the product
-constexpr int64_t kManyRows = 1024;  // from there on ours is faster: results/ops_products_attention_sm_90.md
+constexpr size_t kAlignment = 256;  // of the library's workspace, which follows the GEMM output
+constexpr int64_t kManyRows =
+    1024;  // from there on the fused kernel is faster: results/ops_products_attention_sm_90.md
 
-size_t product_bytes(const Params& p) { return 2 * p.rows * p.half * size_of(p.dtype); }
-
-const char* gate(const Params& p, const void* product, void* stream) {
-  const BiasSplitGeluParams gate{p.dtype, product, p.bias, p.y, p.rows, p.half};
-  return bias_split_gelu_launch(gate, bias_split_gelu_default(gate), stream);
-}
-
-Candidate<Params> plain() {
-  const auto supports = [](const Params&) { return true; };
-  const auto run = [](const Params& p, void* product, void* stream) {
-    const LinearAddParams linear{p.dtype, p.x, p.weight, nullptr, nullptr, product, p.rows, p.inner, 2 * p.half};
-    const char* error = linear_add_launch(linear, stream);
-    return error == nullptr ? gate(p, product, stream) : error;
-  };
-  return {"plain", supports, run, product_bytes};
-}
-
-// `y`: where the product goes; for questions about a shape, anything aligned.
-BlasLt::Product product(const Params& p, void* y) {
+// GEMM of `p` into y; a null y is for queries about the shape.
+BlasLt::Gemm gemm(const Params& p, void* y) {
   return {p.dtype, p.x, p.weight, nullptr, nullptr, y, p.rows, p.inner, 2 * p.half};
 }
 
-Candidate<Params> library_candidate(int number) {
-  const auto supports = [=](const Params& p) { return BlasLt::instance().supports(product(p, nullptr), number); };
-  const auto begin = [](const Params& p) { return ceil_div(product_bytes(p), kAlignment) * kAlignment; };
+size_t gemm_bytes(const Params& p) { return 2 * p.rows * p.half * size_of(p.dtype); }
+
+const char* gate(const Params& p, const void* x, void* stream) {
+  const BiasSplitGeluParams gate{p.dtype, x, p.bias, p.y, p.rows, p.half};
+  return bias_split_gelu_launch(gate, bias_split_gelu_default(gate), stream);
+}
+
+Candidate<Params> generic() {
+  const auto run = [](const Params& p, void* y, void* stream) {
+    const LinearAddParams linear{p.dtype, p.x, p.weight, nullptr, nullptr, y, p.rows, p.inner, 2 * p.half};
+    const char* error = linear_add_launch(linear, stream);
+    return error == nullptr ? gate(p, y, stream) : error;
+  };
+  return {"generic", [](const Params&) { return true; }, run, gemm_bytes};
+}
+
+Candidate<Params> library_candidate(int index) {
+  const auto supports = [=](const Params& p) { return BlasLt::instance().supports(gemm(p, nullptr), index); };
+  const auto offset = [](const Params& p) { return ceil_div(gemm_bytes(p), kAlignment) * kAlignment; };
   const auto run = [=](const Params& p, void* workspace, void* stream) {
-    char* const rest = static_cast<char*>(workspace) + begin(p);
-    const char* error = BlasLt::instance().run(product(p, workspace), number, rest, stream);
+    char* const library_workspace = static_cast<char*>(workspace) + offset(p);
+    const char* error = BlasLt::instance().run(gemm(p, workspace), index, library_workspace, stream);
     return error == nullptr ? gate(p, workspace, stream) : error;
   };
   const auto bytes = [=](const Params& p) {
-    return begin(p) + BlasLt::instance().workspace_bytes(product(p, nullptr), number);
+    return offset(p) + BlasLt::instance().workspace_bytes(gemm(p, nullptr), index);
   };
-  return {"blas_lt_" + std::to_string(number), supports, run, bytes};
+  return {"blas_lt_" + std::to_string(index), supports, run, bytes};
 }
 
 #if !SD_ORT_HIP
 Candidate<Params> warpgroups() {
   const auto run = [](const Params& p, void*, void* stream) { return linear_split_gelu_warpgroups(p, stream); };
-  return {"warpgroups", linear_split_gelu_takes_warpgroups, run};
+  return {"warpgroups", linear_split_gelu_supports_warpgroups, run};
 }
 #endif
 
 std::vector<Candidate<Params>> candidates() {
-  std::vector<Candidate<Params>> all = {plain()};
-  for (int number = 0; number < kAlgorithms; ++number) all.push_back(library_candidate(number));
+  std::vector<Candidate<Params>> all = {generic()};
+  for (int index = 0; index < kAlgorithms; ++index) all.push_back(library_candidate(index));
 #if !SD_ORT_HIP
   all.push_back(warpgroups());
 #endif
   return all;
 }
 
-// The library's favorite, where it takes the call; ours where rows are many.
+// The fused kernel for many rows, else the first proposal of the library if it supports the call.
 std::string default_name(const Params& p) {
 #if !SD_ORT_HIP
   if (p.rows >= kManyRows && warpgroups().is_supported(p)) return "warpgroups";
 #endif
-  const Candidate<Params> favorite = library_candidate(0);
-  return favorite.is_supported(p) ? favorite.name : "plain";
+  const Candidate<Params> first = library_candidate(0);
+  return first.is_supported(p) ? first.name : "generic";
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// LinearSplitGelu(X, W, bias) -> Y: with V = X W + bias split in halves along the last axis, left * gelu(right), gelu
-// by the error function: a GEGLU layer whole. X is (..., K), W (K, D), bias (D), Y (..., D / 2), for any even D. Of
-// ONNX Runtime's providers ours alone has it; torch calls it too.
+// LinearSplitGelu(X, W, bias) -> Y: a complete GEGLU layer. With V = X W + bias split in halves along the last axis, Y
+// is left * gelu(right), gelu by the error function. X is (..., K), W (K, D), bias (D), Y (..., D / 2), for any even D.
+// Among ONNX Runtime providers only the sd-ort provider has it; torch calls it too.
 #pragma once
 
 #include "common/op.h"
@@ -24,8 +24,8 @@ struct LinearSplitGeluParams {
   std::vector<Output> outputs() const { return {{y, static_cast<size_t>(rows * half), dtype}}; }
 };
 
-// The gate where the product is written, by warpgroup instructions.
-bool linear_split_gelu_takes_warpgroups(const LinearSplitGeluParams& params);
+// GEMM with the gate in its epilogue, by warpgroup instructions.
+bool linear_split_gelu_supports_warpgroups(const LinearSplitGeluParams& params);
 const char* linear_split_gelu_warpgroups(const LinearSplitGeluParams& params, void* stream);
 
 }  // namespace sd_ort

@@ -1,4 +1,4 @@
-// MultiHeadAttention as ONNX Runtime sees it.
+// Binding of MultiHeadAttention.
 #pragma once
 
 #include <cmath>
@@ -11,8 +11,7 @@ namespace sd_ort {
 
 SD_ORT_CPU_KERNEL(multi_head_attention, MultiHeadAttentionParams)
 
-struct MultiHeadAttentionBinding {
-  using Params = MultiHeadAttentionParams;
+struct MultiHeadAttentionBinding : BindingBase<MultiHeadAttentionParams, multi_head_attention_cpu> {
   static constexpr const char* kName = "MultiHeadAttention";
   // query, key, value, bias, key_padding_mask, attention_bias
   static constexpr Port kInputs[] = {{Port::kT},       {Port::kT, true},   {Port::kT, true},
@@ -77,15 +76,13 @@ struct MultiHeadAttentionBinding {
     params.output = tensors.output(0, {params.batch, params.sequence, params.heads * params.head_size});
   }
 
-  static void cpu(const Params& params, const Parallel& parallel) { multi_head_attention_cpu(params, parallel); }
-
  private:
   static HeadsView separate(const Tensor& tensor, const Params& params) {
     if (tensor.size() == 0) return {tensor.data, 0, 0, 0};
     return {tensor.data, tensor.shape[1] * tensor.shape[2], tensor.shape[2], params.head_size};
   }
 
-  // Part `part` of a tensor (batch, sequence, heads, parts, head_size).
+  // Slice `part` of a packed tensor (batch, sequence, heads, parts, head_size).
   static HeadsView packed(const Tensor& tensor, const Params& params, int64_t part) {
     if (tensor.size() == 0) return {tensor.data, 0, 0, 0};
     const int64_t parts = tensor.shape[3], row = params.heads * parts * params.head_size;

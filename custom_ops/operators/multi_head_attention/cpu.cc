@@ -18,7 +18,7 @@ constexpr int64_t kRows = 12;  // of a register tile: 12 rows of two vectors are
 constexpr int64_t kRows = 6;  // 12 of AVX2's 16 registers
 #endif
 constexpr int64_t kColumns = 2 * kLanes;
-constexpr int64_t kQueries = 192;  // of a task, at most
+constexpr int64_t kQueries = 192;  // at most, per task
 constexpr int64_t kKeys = 128;     // of a block
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -40,7 +40,7 @@ Floats exp2_negative(Floats x) {
   p = p * r + splat(6.9314718e-1f);
   p = p * r + splat(1.f);
   const Floats power = (Floats)((Ints)p + ((Ints)shifted << 23));
-  return x == x ? power : x;  // the exponent's bits could make a number of NaN
+  return x == x ? power : x;  // the exponent's bits could turn NaN into a number
 }
 
 // Matrices that are multiplied by rows lie in panels of kColumns columns, each panel contiguous: element (depth,
@@ -176,7 +176,7 @@ float weigh(float* scores, int64_t count, RowState& state) {
   return factor;
 }
 
-// Adds a row of attention_bias, in powers of two. A large negative number stays finite, so that a row where all keys
+// Adds a row of attention_bias, in powers of two. A large negative value stays finite, so that a row where all keys
 // have it is their mean; -infinity hides a key.
 template <class T>
 void add_bias(float* scores, const T* bias, int64_t count) {
@@ -268,8 +268,8 @@ void attend(const MultiHeadAttentionParams& p, int64_t batch, int64_t head, int6
 template <class T>
 void run(const MultiHeadAttentionParams& p, const Parallel& parallel) {
   if (p.batch == 0 || p.heads == 0 || p.sequence == 0 || p.head_size == 0) return;
-  const int64_t most = p.head_size > 128 ? kQueries / 2 : kQueries;  // the buffers stay in the second-level cache
-  const int64_t blocks = (p.sequence + most - 1) / most, heads = p.batch * p.heads;
+  const int64_t max_queries = p.head_size > 128 ? kQueries / 2 : kQueries;  // the buffers stay in the second-level cache
+  const int64_t blocks = (p.sequence + max_queries - 1) / max_queries, heads = p.batch * p.heads;
   // Blocks of even size: 200 queries are 102 and 98, not 192 and 8.
   constexpr std::align_val_t kAlignment{64};
   const int64_t queries = round_up((p.sequence + blocks - 1) / blocks, kRows);

@@ -1,4 +1,4 @@
-// NhwcConv as ONNX Runtime sees it.
+// Binding of NhwcConv.
 #pragma once
 
 #include "common/cpu.h"
@@ -9,13 +9,12 @@ namespace sd_ort {
 
 SD_ORT_CPU_KERNEL(nhwc_conv, NhwcConvParams)
 
-struct NhwcConvBinding {
-  using Params = NhwcConvParams;
+struct NhwcConvBinding : BindingBase<NhwcConvParams, nhwc_conv_cpu> {
   static constexpr const char* kName = "NhwcConv";
   static constexpr Port kInputs[] = {{Port::kT}, {Port::kT}, {Port::kT, true}, {Port::kT, true}};  // X, W, B, skip
   static constexpr Port kOutputs[] = {{Port::kT}};                                                 // Y
 
-  // Padding is given by `pads` (auto_pad NOTSET); its default is none.
+  // Only explicit `pads` (auto_pad NOTSET), by default 0.
   static Params attributes(const Attributes& attributes) {
     Params params{};
     params.groups = attributes.integer("group", 1);
@@ -67,8 +66,6 @@ struct NhwcConvBinding {
     params.skip = skip.data;
     params.y = tensors.output(0, shape);
   }
-
-  static void cpu(const Params& params, const Parallel& parallel) { nhwc_conv_cpu(params, parallel); }
 
  private:
   static int64_t out_size(int64_t padded, int64_t kernel, int64_t stride, int64_t dilation) {

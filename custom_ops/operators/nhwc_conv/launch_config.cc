@@ -1,4 +1,4 @@
-// How NhwcConv by matrix instructions is cut up, and what it takes.
+// Supported shapes and launch parameters of the tile kernel of NhwcConv.
 #include <algorithm>
 
 #include "operators/nhwc_conv/op.h"
@@ -6,9 +6,9 @@
 namespace sd_ort {
 namespace {
 
-constexpr int64_t kBlocksWanted = 256;  // of a large GPU: two a multiprocessor
-constexpr int64_t kMostSplits = 16;
-constexpr int64_t kStepsASplit = 16;  // at least, so that a block's sum is worth its writing
+constexpr int64_t kTargetBlocks = 256;  // two per multiprocessor of a large GPU
+constexpr int64_t kMaxSplits = 16;
+constexpr int64_t kMinStepsPerSplit = 16;  // amortizes the store of the sums
 
 int64_t pixels(const NhwcConvParams& p) { return p.batch * p.out_height * p.out_width; }
 
@@ -37,7 +37,7 @@ int64_t nhwc_conv_splits(const NhwcConvParams& p) {
   const int64_t blocks =
       ceil_div(pixels(p), NhwcConvTiles::kPixels) * ceil_div(p.filter_count, NhwcConvTiles::kFilters);
   if (blocks == 0) return 1;
-  return std::max<int64_t>(1, std::min({kBlocksWanted / blocks, steps(p) / kStepsASplit, kMostSplits}));
+  return std::max<int64_t>(1, std::min({kTargetBlocks / blocks, steps(p) / kMinStepsPerSplit, kMaxSplits}));
 }
 
 size_t nhwc_conv_tiles_workspace(const NhwcConvParams& p, int64_t splits) {

@@ -22,7 +22,7 @@ class Params(ctypes.Structure):
     _fields_ = (
         ("dtype", ctypes.c_int32),
         *((name, ctypes.c_void_p) for name in ("x", "filters", "bias", "skip", "y")),
-        *((name, ctypes.c_int64) for name in ("batch", "height", "width", "channels", "filter_count", "doubled")),
+        *((name, ctypes.c_int64) for name in ("batch", "height", "width", "channels", "filter_count", "upsampled")),
     )
 
 
@@ -33,14 +33,14 @@ def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
 
 
 def output_shapes(case: Case) -> dict[str, Shape]:
-    """Y has the shape of X, or of X doubled, with a channel for each filter."""
+    """Y has the shape of X, or of X upsampled, with a channel for each filter."""
     n, h, w, _ = case.inputs["X"]
     times = 1 + _doubled(case)
     return {"Y": (n, times * h, times * w, case.inputs["W"][1])}
 
 
 def _doubled(case: Case) -> int:
-    return int(case.attributes.get("doubled", 0))
+    return int(case.attributes.get("upsampled", 0))
 
 
 def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
@@ -57,18 +57,18 @@ def _case(
     m: int,
     bias: bool = True,
     skip: bool = False,
-    doubled: bool = False,
+    upsampled: bool = False,
     values: str = "normal",
     big: bool = False,
 ) -> Case:
     """X of (N, H, W, C), and m filters."""
-    inputs: dict[str, Shape] = {"X": image, "W": (9 if doubled else 16, m, image[3])}
+    inputs: dict[str, Shape] = {"X": image, "W": (9 if upsampled else 16, m, image[3])}
     if bias:
         inputs["B"] = (m,)
     case = Case(
-        f"{'x'.join(map(str, image))}-m{m}-b{bias:d}-s{skip:d}-d{doubled:d}-{values}",
+        f"{'x'.join(map(str, image))}-m{m}-b{bias:d}-s{skip:d}-d{upsampled:d}-{values}",
         inputs,
-        {"doubled": int(doubled)},
+        {"upsampled": int(upsampled)},
         values=values,
         benchmark=big,
         # sums that cancel, as WinogradConv's, which grow with the channels
@@ -90,12 +90,12 @@ CASES = [
     _case(0, 4, 4, 8, m=8),
     _case(1, 3, 3, 8, m=0),
     *(_case(1, 6, 7, 24, m=16, skip=True, values=values) for values in ("large", "tiny", "constant")),
-    _case(1, 1, 1, 8, m=4, doubled=True),
-    _case(2, 5, 3, 40, m=33, doubled=True, skip=True),
-    _case(1, 3, 4, 6, m=8, doubled=True),
-    _case(1, 4, 6, 64, m=20, doubled=True, bias=False),
-    _case(2, 32, 32, 1280, m=1280, doubled=True, big=True),
-    _case(2, 64, 64, 640, m=640, doubled=True, big=True),
+    _case(1, 1, 1, 8, m=4, upsampled=True),
+    _case(2, 5, 3, 40, m=33, upsampled=True, skip=True),
+    _case(1, 3, 4, 6, m=8, upsampled=True),
+    _case(1, 4, 6, 64, m=20, upsampled=True, bias=False),
+    _case(2, 32, 32, 1280, m=1280, upsampled=True, big=True),
+    _case(2, 64, 64, 640, m=640, upsampled=True, big=True),
     _case(2, 32, 32, 1280, m=1280, skip=True, big=True),
     _case(2, 32, 32, 2560, m=1280, big=True),
     _case(2, 64, 64, 640, m=640, skip=True, big=True),

@@ -16,11 +16,11 @@ A = np.array([[1, 0], [1, 1], [1, -1], [0, -1]])
 def reference(inputs: Mapping[str, Array], attributes: Mapping[str, int | float]) -> dict[str, Array]:
     """X (N, H, W, C), W (16, M, C) of WinogradFilters, B (M), skip -> Y (N, H, W, M).
 
-    With attribute `doubled`, X is repeated down and across first, and W is (9, M, C).
+    With attribute `upsampled`, X is repeated down and across first, and W is (9, M, C).
     """
     x, filters = (inputs[name].astype(np.float64) for name in ("X", "W"))
     kept = [0, 1, 2, 3]
-    if attributes.get("doubled"):
+    if attributes.get("upsampled"):
         x, kept = x.repeat(2, axis=1).repeat(2, axis=2), [0, 1, 3]
     b, a, side = B[:, kept], A[kept], len(kept)
     n, h, w, c = x.shape

@@ -1,17 +1,16 @@
-// SkipGroupNorm as ONNX Runtime sees it. Its kernels are group_norm's, with `skip` and `sum` in Params.
+// Binding of SkipGroupNorm. Its kernels are group_norm's, with `skip` and `sum` in Params.
 #pragma once
 
 #include "operators/group_norm/binding.h"
 
 namespace sd_ort {
 
-struct SkipGroupNormBinding {
-  using Params = GroupNormParams;
+struct SkipGroupNormBinding : BindingBase<GroupNormParams, group_norm_cpu> {
   static constexpr const char* kName = "SkipGroupNorm";
   // X, gamma, beta, skip, bias
   static constexpr Port kInputs[] = {{Port::kT}, {Port::kAny}, {Port::kAny}, {Port::kT}, {Port::kT, true}};
   static constexpr Port kOutputs[] = {{Port::kT}, {Port::kT, true}};  // Y, S = X + skip + bias
-  static constexpr bool kOverwritesX = true;  // all kernels have their statistics before an element of Y is written
+  static constexpr bool kMutableAliasX = true;  // all kernels have their statistics before an element of Y is written
 
   static Params attributes(const Attributes& attributes) { return group_norm_attributes(attributes); }
 
@@ -32,8 +31,6 @@ struct SkipGroupNormBinding {
     params.bias = bias.data;
     params.sum = tensors.output(1, x.shape);
   }
-
-  static void cpu(const Params& params, const Parallel& parallel) { group_norm_cpu(params, parallel); }
 
  private:
   // (N, C), or (N, 1, 1, C) beside channels-last X, or (N, C, 1, 1) beside channels-first X.

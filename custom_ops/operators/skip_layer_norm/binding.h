@@ -1,4 +1,4 @@
-// SkipLayerNormalization as ONNX Runtime sees it.
+// Binding of SkipLayerNormalization.
 #pragma once
 
 #include "common/cpu.h"
@@ -9,8 +9,7 @@ namespace sd_ort {
 
 SD_ORT_CPU_KERNEL(skip_layer_norm, SkipLayerNormParams)
 
-struct SkipLayerNormBinding {
-  using Params = SkipLayerNormParams;
+struct SkipLayerNormBinding : BindingBase<SkipLayerNormParams, skip_layer_norm_cpu> {
   static constexpr const char* kName = "SkipLayerNormalization";
   // input, skip, gamma, beta, bias
   static constexpr Port kInputs[] = {{Port::kT}, {Port::kT}, {Port::kT}, {Port::kT, true}, {Port::kT, true}};
@@ -54,8 +53,6 @@ struct SkipLayerNormBinding {
             "SkipLayerNormalization: the outputs mean and inv_std_var are not computed");
     params.sum = tensors.output(3, x.shape);
   }
-
-  static void cpu(const Params& params, const Parallel& parallel) { skip_layer_norm_cpu(params, parallel); }
 
  private:
   static bool broadcasts(const Tensor& skip, const Tensor& x) {

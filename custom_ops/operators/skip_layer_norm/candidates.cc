@@ -1,4 +1,5 @@
-// The ways to run SkipLayerNormalization: rows of any length read twice, and rows held by so many threads.
+// Candidates of SkipLayerNormalization: rows of any length in two passes, and rows in the registers of 8 to 256
+// threads.
 #include "common/tunable.h"
 #include "operators/skip_layer_norm/op.h"
 
@@ -15,7 +16,7 @@ Candidate<Params> candidate(const char* name, SkipLayerNormConfig config) {
 const char* default_name(const Params& p) {
   switch (skip_layer_norm_lanes(p)) {
     case 0:
-      return "two_reads";
+      return "two_pass";
     case 8:
       return "lanes_8";
     case 16:
@@ -23,7 +24,7 @@ const char* default_name(const Params& p) {
     case 32:
       return "lanes_32";
     default:
-      return "block_a_row";
+      return "block_per_row";
   }
 }
 
@@ -32,8 +33,8 @@ const char* default_name(const Params& p) {
 const GpuOp& skip_layer_norm_gpu() {
   static const TunableOp<Params> op(
       "SkipLayerNormalization",
-      {candidate("two_reads", {0}), candidate("lanes_8", {8}), candidate("lanes_16", {16}), candidate("lanes_32", {32}),
-       candidate("block_a_row", {SkipLayerNormConfig::kBlock})},
+      {candidate("two_pass", {0}), candidate("lanes_8", {8}), candidate("lanes_16", {16}), candidate("lanes_32", {32}),
+       candidate("block_per_row", {SkipLayerNormConfig::kBlock})},
       default_name);
   return op;
 }

@@ -1,10 +1,10 @@
-// How a SkipLayerNormalization call is cut up: how many threads hold a row, and in how many vectors each.
+// Launch parameters of SkipLayerNormalization: threads per row and vectors per thread.
 #include "operators/skip_layer_norm/op.h"
 
 namespace sd_ort {
 namespace {
 
-bool takes_vectors(const SkipLayerNormParams& p) {
+bool supports_vectors(const SkipLayerNormParams& p) {
   return p.channels * size_of(p.dtype) % 16 == 0 && are_aligned<16>(p.x, p.skip, p.gamma, p.beta, p.bias, p.y, p.sum);
 }
 
@@ -12,10 +12,10 @@ int64_t vectors_per_row(const SkipLayerNormParams& p) { return p.channels * size
 
 }  // namespace
 
-// The fewest items with which `lanes` threads hold a row; 0 when none does. Rows of Stable Diffusion are 40, 80 and 160
-// vectors of half precision: 5 items of 8, 16 and 32 lanes.
+// Returns the smallest item count with which `lanes` threads hold a row, or 0. Rows of Stable Diffusion have 40, 80 and
+// 160 float16 vectors: 5 items of 8, 16 and 32 lanes.
 int skip_layer_norm_items(const SkipLayerNormParams& p, int lanes) {
-  if (!takes_vectors(p)) return 0;
+  if (!supports_vectors(p)) return 0;
   for (int items : {2, 5, 8}) {
     if (lanes < 32 && items != 5) continue;
     if (vectors_per_row(p) <= lanes * items) return items;
@@ -23,7 +23,7 @@ int skip_layer_norm_items(const SkipLayerNormParams& p, int lanes) {
   return 0;
 }
 
-// Few lanes keep all of them busy; few rows need many. 0: no number of them holds a row.
+// Few lanes per row use all threads; few rows need many lanes. Returns 0 if no lane count holds a row.
 int skip_layer_norm_lanes(const SkipLayerNormParams& p) {
   constexpr int64_t kThreadsToFill = 1 << 15;
   for (int lanes : {8, 16, 32}) {

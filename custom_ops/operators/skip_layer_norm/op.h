@@ -11,7 +11,7 @@ namespace sd_ort {
 struct SkipLayerNormParams {
   DType dtype;
   const void* x;      // (rows, channels)
-  const void* skip;   // (skip_rows, channels): row r of x takes row r % skip_rows
+  const void* skip;   // (skip_rows, channels): row r of x adds row r % skip_rows
   const void* gamma;  // (channels)
   const void* beta;   // (channels) or null
   const void* bias;   // (channels) or null
@@ -34,11 +34,11 @@ struct SkipLayerNormParams {
 
 struct SkipLayerNormConfig {
   static constexpr int kBlock = 256;
-  int lanes;  // threads that hold a row: 8, 16, 32 or kBlock; 0: a row of any length is read twice
+  int lanes;  // threads per row: 8, 16, 32 or kBlock; 0: rows of any length in two passes
 };
 
-// launch_config.cc: how many threads hold a row (0: none do), and how many vectors each of so many threads holds (0:
-// they cannot)
+// launch_config.cc: default threads per row (0: two passes), and vectors per thread with `lanes` threads (0:
+// unsupported).
 int skip_layer_norm_lanes(const SkipLayerNormParams& params);
 int skip_layer_norm_items(const SkipLayerNormParams& params, int lanes);
 

@@ -1,5 +1,5 @@
-// Softmax of rows: weights = exp(scores - largest) / sum, scores in float32. Not an operator of ONNX Runtime: what
-// attention runs between two products (multi_head_attention/candidates.cc).
+// Softmax of rows: weights = exp(scores - max) / sum, scores in float32. Not an operator of ONNX Runtime: attention
+// runs it between two GEMMs (multi_head_attention/candidates.cc).
 #pragma once
 
 #include "common/op.h"
@@ -20,12 +20,12 @@ struct SoftmaxParams {
 };
 
 struct SoftmaxConfig {
-  static constexpr int64_t kMostHeld = 16384;  // numbers that a block's registers hold
-  bool in_registers;                           // rows of up to kMostHeld numbers, read once; else three times
-  bool vectors;                                // 4 numbers an access; else one
+  static constexpr int64_t kMaxColumns = 16384;  // elements that fit the registers of a block
+  bool in_registers;                             // rows of up to kMaxColumns elements, read once; else three times
+  bool vectors;                                  // accesses of 4 elements; else of one
 };
 
-// What suits a call: candidates.cc.
+// Default configuration of a call (candidates.cc).
 SoftmaxConfig softmax_default(const SoftmaxParams& params);
 const char* softmax_launch(const SoftmaxParams& params, const SoftmaxConfig& config, void* stream);
 

@@ -1,4 +1,4 @@
-// SubpixelShuffle as ONNX Runtime sees it.
+// Binding of SubpixelShuffle.
 #pragma once
 
 #include "common/cpu.h"
@@ -9,19 +9,16 @@ namespace sd_ort {
 
 SD_ORT_CPU_KERNEL(subpixel_shuffle, SubpixelShuffleParams)
 
-struct SubpixelShuffleBinding {
-  using Params = SubpixelShuffleParams;
+struct SubpixelShuffleBinding : BindingBase<SubpixelShuffleParams, subpixel_shuffle_cpu> {
   static constexpr const char* kName = "SubpixelShuffle";
   static constexpr Port kInputs[] = {{Port::kT}, {Port::kT, true}};  // X, bias
   static constexpr Port kOutputs[] = {{Port::kT}};                   // Y
-
-  static Params attributes(const Attributes&) { return {}; }
 
   static void infer(Shapes& shapes) {
     if (!shapes.has(0)) return;
     std::vector<Dim> dims = shapes.input(0);
     if (dims.size() != 4) return;
-    for (size_t axis : {1, 2}) dims[axis] = dims[axis].value > 0 ? Dim{doubled(dims[axis].value), ""} : Dim{};
+    for (size_t axis : {1, 2}) dims[axis] = dims[axis].value > 0 ? Dim{upsampled(dims[axis].value), ""} : Dim{};
     dims[3] = dims[3].known() ? Dim{dims[3].value / 4, ""} : Dim{};
     shapes.set_output(0, dims);
   }
@@ -37,13 +34,11 @@ struct SubpixelShuffleBinding {
     require(!bias || bias.has_shape({params.channels}), "SubpixelShuffle: bias must have one element a channel of Y");
     params.x = x.data;
     params.bias = bias.data;
-    params.y = tensors.output(0, {params.batch, doubled(x.shape[1]), doubled(x.shape[2]), params.channels});
+    params.y = tensors.output(0, {params.batch, upsampled(x.shape[1]), upsampled(x.shape[2]), params.channels});
   }
 
-  static void cpu(const Params& params, const Parallel& parallel) { subpixel_shuffle_cpu(params, parallel); }
-
  private:
-  static int64_t doubled(int64_t size) { return multiply_sizes(size - 1, 2); }
+  static int64_t upsampled(int64_t size) { return multiply_sizes(size - 1, 2); }
 };
 
 }  // namespace sd_ort

@@ -1,4 +1,4 @@
-// The ways to run SubpixelShuffle: an element per thread, or 16 bytes.
+// Candidates of SubpixelShuffle: one element or 16 bytes per thread.
 #include "common/tunable.h"
 #include "operators/subpixel_shuffle/op.h"
 
@@ -7,25 +7,23 @@ namespace {
 
 using Params = SubpixelShuffleParams;
 
-bool always(const Params&) { return true; }
-bool takes_vectors(const Params& p) {
+bool supports_vectors(const Params& p) {
   return p.channels * size_of(p.dtype) % 16 == 0 && are_aligned<16>(p.x, p.bias, p.y);
 }
 
-int element_bytes(const Params& p) { return static_cast<int>(size_of(p.dtype)); }
-int vector_bytes(const Params&) { return 16; }
-
-Candidate<Params> candidate(const char* name, bool (*supported)(const Params&), int (*bytes)(const Params&)) {
-  return {name, supported,
-          [bytes](const Params& p, void*, void* stream) { return subpixel_shuffle_launch(p, bytes(p), stream); }};
+const char* launch_elements(const Params& p, void* stream) {
+  return subpixel_shuffle_launch(p, static_cast<int>(size_of(p.dtype)), stream);
 }
+
+const char* launch_vectors(const Params& p, void*, void* stream) { return subpixel_shuffle_launch(p, 16, stream); }
 
 }  // namespace
 
 const GpuOp& subpixel_shuffle_gpu() {
   static const TunableOp<Params> op(
-      "SubpixelShuffle", {candidate("plain", always, element_bytes), candidate("vectors", takes_vectors, vector_bytes)},
-      [](const Params& p) { return takes_vectors(p) ? "vectors" : "plain"; });
+      "SubpixelShuffle",
+      {generic_candidate(launch_elements), Candidate<Params>{"vectors", supports_vectors, launch_vectors}},
+      [](const Params& p) { return supports_vectors(p) ? "vectors" : "generic"; });
   return op;
 }
 

@@ -1,5 +1,5 @@
-// SubpixelShuffle(X, bias?) -> Y: the end of a convolution of an image that is doubled. X (N, H + 1, W + 1, 4 C) holds
-// the four phases of Y (N, 2 H, 2 W, C), each C channels: Y[2 i + p, 2 j + q] = X[i + p, j + q, phase 2 p + q] + bias.
+// SubpixelShuffle(X, bias?) -> Y: last step of a convolution of a 2x upsampled image. X (N, H + 1, W + 1, 4 C) holds
+// the four phases of Y (N, 2 H, 2 W, C), C channels each: Y[2 i + p, 2 j + q] = X[i + p, j + q, phase 2 p + q] + bias.
 #pragma once
 
 #include "common/op.h"
@@ -12,7 +12,7 @@ struct SubpixelShuffleParams {
   const void* bias;  // (channels) or null
   void* y;           // (batch, height, 2, width, 2, channels)
   int64_t batch;
-  int64_t height;    // H, of the image before it is doubled
+  int64_t height;    // H, before upsampling
   int64_t width;     // W
   int64_t channels;  // C, of Y
 
@@ -27,7 +27,7 @@ struct SubpixelShuffleParams {
   }
 };
 
-// `vector_bytes`, of an access: an element's, or 16, which divide a pixel's bytes and the addresses.
+// `vector_bytes`: access size, one element or 16 bytes; must divide the bytes of a pixel and the addresses.
 const char* subpixel_shuffle_launch(const SubpixelShuffleParams& params, int vector_bytes, void* stream);
 
 }  // namespace sd_ort

@@ -1,10 +1,9 @@
-// UpsampleConvWeight: the weight of a 3 x 3 convolution of a doubled image, as that of a transposed convolution of the
-// image before it is doubled (4 x 4 taps, stride 2, padding 1), which does 4/9 of the arithmetic. Not an operator of
-// ONNX Runtime: weights of graphs are constants (fusion_passes); in torch they may change from call to call.
+// UpsampleConvWeight: weight of the transposed convolution (4 x 4 taps, stride 2, padding 1) that equals nearest 2x
+// upsampling followed by a 3 x 3 convolution, with 4/9 of the arithmetic. Not an operator of ONNX Runtime: graphs have
+// constant weights, which fusion_passes transforms; in torch the weight may change between calls.
 //
-// Doubling is itself a transposed convolution, with 2 x 2 taps of one. The two together have the sums of 2 x 2
-// neighbors of the turned 3 x 3 taps, zeros around them: y[c, i, j, f] = the sum of weight[f, 2 - i : 4 - i, 2 - j : 4
-// - j, c].
+// 2x upsampling is a transposed convolution with 2 x 2 taps of one. The combination has the sums of 2 x 2 adjacent taps
+// of the flipped, zero-padded 3 x 3 filter: y[c, i, j, f] = sum of weight[f, 2 - i : 4 - i, 2 - j : 4 - j, c].
 #pragma once
 
 #include "common/op.h"

@@ -1,4 +1,4 @@
-// UpsampleNearest as ONNX Runtime sees it.
+// Binding of UpsampleNearest.
 #pragma once
 
 #include "common/cpu.h"
@@ -9,8 +9,7 @@ namespace sd_ort {
 
 SD_ORT_CPU_KERNEL(upsample_nearest, UpsampleNearestParams)
 
-struct UpsampleNearestBinding {
-  using Params = UpsampleNearestParams;
+struct UpsampleNearestBinding : BindingBase<UpsampleNearestParams, upsample_nearest_cpu> {
   static constexpr const char* kName = "UpsampleNearest";
   static constexpr Port kInputs[] = {{Port::kT}};   // X
   static constexpr Port kOutputs[] = {{Port::kT}};  // Y
@@ -44,8 +43,6 @@ struct UpsampleNearestBinding {
     params.y = tensors.output(0, {x.shape[0], multiply_sizes(x.shape[1], params.scale_height),
                                   multiply_sizes(x.shape[2], params.scale_width), x.shape[3]});
   }
-
-  static void cpu(const Params& params, const Parallel& parallel) { upsample_nearest_cpu(params, parallel); }
 
  private:
   static Dim repeated(const Dim& dim, int64_t times) {

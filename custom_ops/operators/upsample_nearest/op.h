@@ -26,8 +26,8 @@ struct UpsampleNearestParams {
 };
 
 struct UpsampleNearestConfig {
-  int vector_bytes;  // of an access: an element's to 16, which divide a pixel's bytes and the addresses
-  int block;         // threads: 256; 128 or 512 too with accesses of 16 bytes
+  int vector_bytes;  // access size, one element to 16 bytes; must divide the bytes of a pixel and the addresses
+  int block;         // threads: 256; also 128 or 512 with accesses of 16 bytes
 };
 
 const char* upsample_nearest_launch(const UpsampleNearestParams& params, const UpsampleNearestConfig& config,

@@ -1,4 +1,4 @@
-// WinogradConv as ONNX Runtime sees it.
+// Binding of WinogradConv.
 #pragma once
 
 #include "common/cpu.h"
@@ -9,13 +9,10 @@ namespace sd_ort {
 
 SD_ORT_CPU_KERNEL(winograd_conv, WinogradConvParams)
 
-struct WinogradConvBinding {
-  using Params = WinogradConvParams;
+struct WinogradConvBinding : BindingBase<WinogradConvParams, winograd_conv_cpu> {
   static constexpr const char* kName = "WinogradConv";
   static constexpr Port kInputs[] = {{Port::kT}, {Port::kT}, {Port::kT}};  // X, W, B
   static constexpr Port kOutputs[] = {{Port::kT}};                         // Y
-
-  static Params attributes(const Attributes&) { return {}; }
 
   static void infer(Shapes& shapes) {
     if (!shapes.has(0) || !shapes.has(1)) return;
@@ -40,8 +37,6 @@ struct WinogradConvBinding {
     params.bias = bias.data;
     params.y = tensors.output(0, {params.batch, params.filter_count, params.height, params.width});
   }
-
-  static void cpu(const Params& params, const Parallel& parallel) { winograd_conv_cpu(params, parallel); }
 };
 
 }  // namespace sd_ort

@@ -1,23 +1,11 @@
-// The one way to run WinogradFilters.
+// Candidate of WinogradFilters.
 #include "common/tunable.h"
 #include "operators/winograd_filters/op.h"
 
 namespace sd_ort {
-namespace {
-
-using Params = WinogradFiltersParams;
-
-// Made by a function: GCC 12 breaks on the nested braces.
-Candidate<Params> plain() {
-  const auto supports = [](const Params&) { return true; };
-  const auto run = [](const Params& p, void*, void* stream) { return winograd_filters_launch(p, stream); };
-  return {"plain", supports, run};
-}
-
-}  // namespace
 
 const GpuOp& winograd_filters_gpu() {
-  static const TunableOp<Params> op("WinogradFilters", {plain()}, [](const Params&) { return "plain"; });
+  static const TunableOp<WinogradFiltersParams> op("WinogradFilters", {generic_candidate(winograd_filters_launch)});
   return op;
 }
 

@@ -22,7 +22,7 @@ class Params(ctypes.Structure):
         ("y", ctypes.c_void_p),
         ("filters", ctypes.c_int64),
         ("channels", ctypes.c_int64),
-        ("doubled", ctypes.c_int64),
+        ("upsampled", ctypes.c_int64),
     )
 
 
@@ -33,20 +33,20 @@ def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
 
 
 def output_shapes(case: Case) -> dict[str, Shape]:
-    """Y (16, M, C) of weight (M, 3, 3, C); (9, M, C) where it is for doubled images."""
+    """Y (16, M, C) of weight (M, 3, 3, C); (9, M, C) where it is for upsampled images."""
     filters, _, _, channels = case.inputs["weight"]
     return {"Y": (9 if _doubled(case) else 16, filters, channels)}
 
 
 def _doubled(case: Case) -> int:
-    return int(case.attributes.get("doubled", 0))
+    return int(case.attributes.get("upsampled", 0))
 
 
-def _case(filters: int, channels: int, doubled: bool = False, values: str = "normal", benchmark: bool = False) -> Case:
+def _case(filters: int, channels: int, upsampled: bool = False, values: str = "normal", benchmark: bool = False) -> Case:
     return Case(
-        f"{filters}x{channels}-d{doubled:d}-{values}",
+        f"{filters}x{channels}-d{upsampled:d}-{values}",
         {"weight": (filters, 3, 3, channels)},
-        {"doubled": int(doubled)},
+        {"upsampled": int(upsampled)},
         values=values,
         benchmark=benchmark,
     )
@@ -60,9 +60,9 @@ CASES = [
     _case(0, 8),
     _case(8, 16, values="tiny"),
     _case(8, 16, values="large"),
-    _case(5, 33, doubled=True),
-    _case(20, 64, doubled=True),
+    _case(5, 33, upsampled=True),
+    _case(20, 64, upsampled=True),
     _case(640, 640, benchmark=True),
     _case(1280, 1280, benchmark=True),
-    _case(1280, 1280, doubled=True, benchmark=True),
+    _case(1280, 1280, upsampled=True, benchmark=True),
 ]

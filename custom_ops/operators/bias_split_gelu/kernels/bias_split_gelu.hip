@@ -1,8 +1,7 @@
-// BiasSplitGelu on a GPU. Bandwidth bound: reads X once, writes half as much, 16 bytes per lane. Begins at the end of
-// X, which is larger than half of a cache: what the product before it wrote last is still there.
+// BiasSplitGelu on a GPU. Bandwidth bound: reads X once, writes half as much, 16 bytes per lane. Processes X from its
+// end, which the preceding GEMM wrote last and which is still cached.
 //
-// Launch: block (kBlock, 1, 1), grid (ceil(vectors / kBlock), 1, 1), no LDS; vectors are those of Y: rows * half /
-// kVec.
+// Launch: block (kBlock, 1, 1), grid (ceil(vectors / kBlock), 1, 1), no LDS; vectors = rows * half / kVec, those of Y.
 #include "common/gpu.h"
 #include "common/math.h"
 #include "operators/bias_split_gelu/op.h"

@@ -1,4 +1,4 @@
-// GroupNorm, channels first: a block per group, two reads.
+// GroupNorm, channels first: one block per group, two reads.
 //
 // Launch: block (512, 1, 1), grid (groups, batch, 1), static LDS only; needs spatial % kVec == 0.
 #include "operators/group_norm/kernels/span.h"
@@ -55,7 +55,7 @@ __global__ __launch_bounds__(kChannelsFirstBlock) void group_norm_channels_first
   for (int64_t at = threadIdx.x * kVec; at < length; at += kStep) {
     float v[kVec];
     if (sum != nullptr) {
-      Pack::load(sum + begin + at).unpack(v);  // this thread's own store
+      Pack::load(sum + begin + at).unpack(v);  // stored by this thread
     } else {
       load(at, v);
     }
@@ -81,10 +81,11 @@ const char* launch_vectors(const GroupNormParams& p, void* stream) {
 
 }  // namespace
 
-const char* group_norm_channels_first(const GroupNormParams& p, const GroupNormPlan& plan, void* stream) {
+const char* group_norm_channels_first(const GroupNormParams& p, const GroupNormLaunch& parameters, void* stream) {
   return with_type(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    return plan.vector_bytes == 16 ? launch_vectors<T, 16 / sizeof(T)>(p, stream) : launch_vectors<T, 1>(p, stream);
+    return parameters.vector_bytes == 16 ? launch_vectors<T, 16 / sizeof(T)>(p, stream)
+                                         : launch_vectors<T, 1>(p, stream);
   });
 }
 

@@ -1,9 +1,8 @@
-// GroupNorm by clusters, channels last (NVIDIA, compute capability 9): a cluster of blocks takes the span, each block a
-// run of its pixels, kept in LDS between statistics and output as far as they fit; the blocks exchange sums. One read,
-// or nearly.
+// GroupNorm by clusters, channels last (NVIDIA, compute capability 9): a cluster of blocks computes a span, each block
+// a range of its pixels, lds_count in LDS between statistics and output as far as they fit; the blocks exchange sums.
 //
 // Launch: block (threads, 1, 1), grid (cluster * groups / groups_per_block, batch, 1) in clusters of `cluster` along x,
-// dynamic LDS threads * held * kVec * sizeof(T); needs span % kVec == 0, span / kVec <= threads <= 640,
+// dynamic LDS threads * lds_items * kVec * sizeof(T); needs span % kVec == 0, span / kVec <= threads <= 640,
 // groups_per_block <= 32, pixels_per_block * cluster >= spatial.
 #include "common/cluster.h"
 #include "operators/group_norm/kernels/span.h"
@@ -12,15 +11,15 @@ namespace sd_ort {
 #if SD_ORT_HAS_CLUSTERS
 
 constexpr int kMaxClusterThreads = 640;
-constexpr int kMaxClusterGroups = GroupNormPlan::kMaxClusterGroups;
+constexpr int kMaxClusterGroups = GroupNormLaunch::kMaxClusterGroups;
 constexpr int kMaxCluster = 16;
 
-// Sums of a thread's slice in its low and its high group, about a number that all threads of the group take.
+// Sums of a thread's slice in its low and high group, shifted by the origin of the group.
 struct SliceSums {
   float low, low_squares, high, high_squares;
 };
 
-// The group's sums over the block, to the inboxes of all blocks of the cluster; a wave per group.
+// Reduces the sums of each group over the block, one wave per group, and sends them to all blocks of the cluster.
 __device__ inline void exchange_sums(const SliceSums* parts, float2 (*inbox)[kMaxClusterGroups], int groups_per_block,
                                      int channels_per_group, int vec, int slices, int rows, int rank, int cluster) {
   const int lane = static_cast<int>(threadIdx.x) % SD_ORT_WAVE_SIZE;
@@ -41,13 +40,13 @@ __device__ inline void exchange_sums(const SliceSums* parts, float2 (*inbox)[kMa
   }
 }
 
-// V of a group's first element, its channel `channel`.
-template <class T, bool kPlain>
-__device__ __forceinline__ float first_number(const T* x, const T* skip, const T* skip_channels, const T* bias,
-                                              int64_t sample, int spatial, int channels, int channel) {
+// V of the first element of a group, in channel `channel`.
+template <class T, bool kXOnly>
+__device__ __forceinline__ float first_value(const T* x, const T* skip, const T* skip_channels, const T* bias,
+                                             int64_t sample, int spatial, int channels, int channel) {
   const int64_t at = sample * spatial * channels + channel;
   float number = to_float(x[at]);
-  if constexpr (!kPlain) {
+  if constexpr (!kXOnly) {
     number += bias == nullptr ? 0.f : to_float(bias[channel]);
     if (skip_channels != nullptr) number += to_float(skip_channels[sample * channels + channel]);
     if (skip != nullptr) number += to_float(skip[at]);
@@ -55,7 +54,7 @@ __device__ __forceinline__ float first_number(const T* x, const T* skip, const T
   return number;
 }
 
-// Each group's mean and 1 / deviation, of `count` numbers, from what the cluster's blocks sent. Ends with a barrier.
+// Computes mean and 1 / standard deviation of each group from the sums of the cluster. Ends with a barrier.
 __device__ __forceinline__ void finish_statistics(const float2 (*inbox)[kMaxClusterGroups], const float* origins,
                                                   int groups_per_block, int cluster, float count, float epsilon,
                                                   float* means, float* factors) {
@@ -74,10 +73,10 @@ __device__ __forceinline__ void finish_statistics(const float2 (*inbox)[kMaxClus
   block_barrier();
 }
 
-// A thread's pixels of its slice in global memory. kPlain: no skip, bias or sum.
-template <class T, int kVec, bool kPlain>
+// Pixels of a thread's slice in global memory. kXOnly: no skip, bias or sum.
+template <class T, int kVec, bool kXOnly>
 struct ItemsOfThread {
-  static constexpr int kAhead = kVec * sizeof(T) == 16 ? 4 : 8;  // loads under way
+  static constexpr int kAhead = kVec * sizeof(T) == 16 ? 4 : 8;  // loads in flight
   using Pack = Vec<T, kVec>;
 
   const T* x;
@@ -86,16 +85,16 @@ struct ItemsOfThread {
   int64_t begin;
   uint32_t stride;
   int pixels;
-  float offsets[kVec];  // of bias and skip_channels, unless kPlain
+  float offsets[kVec];  // of bias and skip_channels, unless kXOnly
 
   __device__ int64_t place(int i) const { return begin + static_cast<int64_t>(i) * stride; }
 
-  // V of items i to i + kAhead - 1, from where it was stored or from its parts; past the last item comes that again.
+  // Loads V of items i to i + kAhead - 1, from S or from its terms. Indices past the last item load the last one.
   __device__ __forceinline__ void load_ahead(bool stored, int i, Pack (&ahead)[kAhead]) const {
     const T* from = stored ? sum : x;
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) ahead[j] = Pack::load(from + place(min(i + j, pixels - 1)));
-    if (kPlain || stored) return;
+    if (kXOnly || stored) return;
     Pack other[kAhead];
     if (skip != nullptr) {
 #pragma unroll
@@ -117,15 +116,15 @@ struct ItemsOfThread {
   }
 };
 
-// kPlain: no skip, bias or sum.
-template <class T, int kVec, bool kPlain>
+// kXOnly: no skip, bias or sum.
+template <class T, int kVec, bool kXOnly>
 __global__ __launch_bounds__(kMaxClusterThreads) void group_norm_cluster_kernel(
     const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta, T* y, T* sum,
     int affine_is_float, int spatial, int channels, int channels_per_group, int groups_per_block, int pixels_per_block,
-    int cluster, int held, int activation, float epsilon) {
+    int cluster, int lds_items, int activation, float epsilon) {
   wait_for_predecessor();
   using Pack = Vec<T, kVec>;
-  constexpr int kAhead = ItemsOfThread<T, kVec, kPlain>::kAhead;
+  constexpr int kAhead = ItemsOfThread<T, kVec, kXOnly>::kAhead;
   SD_ORT_DYNAMIC_LDS(Pack, items);  // item i of a thread: items[i * threads + thread]
   __shared__ SliceSums parts[kMaxClusterThreads];
   __shared__ float2 inbox[kMaxCluster][kMaxClusterGroups];
@@ -138,28 +137,28 @@ __global__ __launch_bounds__(kMaxClusterThreads) void group_norm_cluster_kernel(
   const Slice<kVec> slice(threads, span_index, channels_per_group, groups_per_block);
   const int first = rank * pixels_per_block + slice.pixel, end = min(spatial, (rank + 1) * pixels_per_block);
   const int pixels = slice.used && first < end ? (end - 1 - first) / slice.pixel_step + 1 : 0;
-  const int kept = min(pixels, held);
+  const int lds_count = min(pixels, lds_items);
   const int64_t begin = (sample * spatial + first) * channels + slice.channel;
   const uint32_t stride = static_cast<uint32_t>(slice.pixel_step * channels);
   const auto place = [&](int i) { return begin + static_cast<int64_t>(i) * stride; };
 
-  // All that fits is on its way before anything is waited for.
-  const int quarter = (kept + 3) / 4;
-  if constexpr (kPlain) {
+  // Starts all copies that fit in LDS.
+  const int quarter = (lds_count + 3) / 4;
+  if constexpr (kXOnly) {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      for (int i = q * quarter; i < min((q + 1) * quarter, kept); ++i) {
+      for (int i = q * quarter; i < min((q + 1) * quarter, lds_count); ++i) {
         copy_async<sizeof(Pack)>(&items[i * threads + thread], x + place(i));
       }
-      end_of_copies();
+      commit_copies();
     }
   }
-  ItemsOfThread<T, kVec, kPlain> items_there = {x, skip, sum, begin, stride, pixels};
-  if constexpr (!kPlain) load_offsets(items_there.offsets, skip_channels, bias, sample, channels, slice.channel);
+  ItemsOfThread<T, kVec, kXOnly> global_items = {x, skip, sum, begin, stride, pixels};
+  if constexpr (!kXOnly) load_offsets(global_items.offsets, skip_channels, bias, sample, channels, slice.channel);
 
-  if (thread < groups_per_block) {  // sums are taken about a group's first number
+  if (thread < groups_per_block) {  // sums are shifted by the first element of the group
     const int channel = (span_index * groups_per_block + thread) * channels_per_group;
-    origins[thread] = first_number<T, kPlain>(x, skip, skip_channels, bias, sample, spatial, channels, channel);
+    origins[thread] = first_value<T, kXOnly>(x, skip, skip_channels, bias, sample, spatial, channels, channel);
   }
   block_barrier();
   const float low_origin = origins[slice.low_group];
@@ -170,7 +169,7 @@ __global__ __launch_bounds__(kMaxClusterThreads) void group_norm_cluster_kernel(
     origin[k] = k < slice.low_count ? low_origin : high_origin;
     sums[k] = squares[k] = 0.f;
   }
-  const auto count_in = [&](const float(&v)[kVec]) {
+  const auto accumulate = [&](const float(&v)[kVec]) {
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
       const float distance = v[k] - origin[k];
@@ -178,32 +177,32 @@ __global__ __launch_bounds__(kMaxClusterThreads) void group_norm_cluster_kernel(
       squares[k] += distance * distance;
     }
   };
-  // Statistics: what is not in LDS first, as it is read again from a cache that should still hold what came last.
-  for (int i = kPlain ? kept : 0; i < pixels; i += kAhead) {
+  // Statistics: items outside of LDS first, the last of which are likely still cached for the second read.
+  for (int i = kXOnly ? lds_count : 0; i < pixels; i += kAhead) {
     Pack ahead[kAhead];
-    items_there.load_ahead(false, i, ahead);
+    global_items.load_ahead(false, i, ahead);
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       if (i + j >= pixels) break;
-      if (!kPlain && sum != nullptr) ahead[j].store(sum + place(i + j));
-      if (i + j < kept) items[(i + j) * threads + thread] = ahead[j];
+      if (!kXOnly && sum != nullptr) ahead[j].store(sum + place(i + j));
+      if (i + j < lds_count) items[(i + j) * threads + thread] = ahead[j];
       float v[kVec];
       ahead[j].unpack(v);
-      count_in(v);
+      accumulate(v);
     }
   }
-  if constexpr (kPlain) {
+  if constexpr (kXOnly) {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      if (q == 0) wait_for_copies_but<3>();
-      if (q == 1) wait_for_copies_but<2>();
-      if (q == 2) wait_for_copies_but<1>();
-      if (q == 3) wait_for_copies_but<0>();
+      if (q == 0) wait_for_copies<3>();
+      if (q == 1) wait_for_copies<2>();
+      if (q == 2) wait_for_copies<1>();
+      if (q == 3) wait_for_copies<0>();
 #pragma unroll 2
-      for (int i = q * quarter; i < min((q + 1) * quarter, kept); ++i) {
+      for (int i = q * quarter; i < min((q + 1) * quarter, lds_count); ++i) {
         float v[kVec];
         items[i * threads + thread].unpack(v);
-        count_in(v);
+        accumulate(v);
       }
     }
   }
@@ -218,7 +217,7 @@ __global__ __launch_bounds__(kMaxClusterThreads) void group_norm_cluster_kernel(
   }
   parts[thread] = mine;
   block_barrier();
-  cluster_wait();  // every block runs, so its inbox can be written to
+  cluster_wait();  // all blocks are running, so their inboxes are writable
   const int slices = channels_per_group * groups_per_block / kVec;
   exchange_sums(parts, inbox, groups_per_block, channels_per_group, kVec, slices, slice.pixel_step, rank, cluster);
   cluster_arrive();
@@ -241,48 +240,48 @@ __global__ __launch_bounds__(kMaxClusterThreads) void group_norm_cluster_kernel(
     const bool is_low = k < slice.low_count;
     normalizer.set(k, is_low ? low_mean : high_mean, gammas[k] * (is_low ? low_factor : high_factor), betas[k]);
   }
-  const auto put_out = [&](const Pack& item, int i) {
+  const auto store_output = [&](const Pack& item, int i) {
     float v[kVec];
     item.unpack(v);
     normalizer.apply(v, activation);
     Pack::pack(v).store(y + place(i));
   };
-  const int again = (pixels - kept + kAhead - 1) / kAhead;  // times kAhead items, backwards
-  for (int i = kept + (again - 1) * kAhead; i >= kept; i -= kAhead) {
+  const int batches = (pixels - lds_count + kAhead - 1) / kAhead;  // batches of kAhead items, in reverse
+  for (int i = lds_count + (batches - 1) * kAhead; i >= lds_count; i -= kAhead) {
     Pack ahead[kAhead];
-    items_there.load_ahead(!kPlain && sum != nullptr, i, ahead);
+    global_items.load_ahead(!kXOnly && sum != nullptr, i, ahead);
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      if (i + j < pixels) put_out(ahead[j], i + j);
+      if (i + j < pixels) store_output(ahead[j], i + j);
     }
   }
 #pragma unroll 2
-  for (int i = 0; i < kept; ++i) put_out(items[i * threads + thread], i);
+  for (int i = 0; i < lds_count; ++i) store_output(items[i * threads + thread], i);
 }
 
 namespace {
 
 template <class T, int kVec>
-const char* launch_vectors(const GroupNormParams& p, const GroupNormPlan& plan, void* stream) {
+const char* launch_vectors(const GroupNormParams& p, const GroupNormLaunch& parameters, void* stream) {
   const GroupNormArguments<T> a(p);
-  const bool plain = p.skip == nullptr && a.bias == nullptr && a.sum == nullptr;
-  const auto kernel = plain ? group_norm_cluster_kernel<T, kVec, true> : group_norm_cluster_kernel<T, kVec, false>;
-  const dim3 grid(plan.cluster * p.groups / plan.groups_per_block, p.batch);
-  const size_t lds_bytes = static_cast<size_t>(plan.block) * plan.held * kVec * sizeof(T);
-  return launch_clusters(kernel, grid, dim3(plan.block), plan.cluster, lds_bytes, stream, a.x, a.skip, a.skip_channels,
-                         a.bias, p.gamma, p.beta, a.y, a.sum, a.affine_is_float, p.spatial, p.channels,
-                         a.channels_per_group, plan.groups_per_block, plan.pixels_per_chunk, plan.cluster, plan.held,
-                         p.activation, p.epsilon);
+  const bool x_only = p.skip == nullptr && a.bias == nullptr && a.sum == nullptr;
+  const auto kernel = x_only ? group_norm_cluster_kernel<T, kVec, true> : group_norm_cluster_kernel<T, kVec, false>;
+  const dim3 grid(parameters.cluster * p.groups / parameters.groups_per_block, p.batch);
+  const size_t lds_bytes = static_cast<size_t>(parameters.block) * parameters.lds_items * kVec * sizeof(T);
+  return launch_clusters(kernel, grid, dim3(parameters.block), parameters.cluster, lds_bytes, stream, a.x, a.skip,
+                         a.skip_channels, a.bias, p.gamma, p.beta, a.y, a.sum, a.affine_is_float, p.spatial, p.channels,
+                         a.channels_per_group, parameters.groups_per_block, parameters.pixels_per_chunk,
+                         parameters.cluster, parameters.lds_items, p.activation, p.epsilon);
 }
 
 }  // namespace
 
 bool group_norm_has_clusters() { return true; }
 
-// Clusters of 16 are not promised on every device of compute capability 9: 8 are.
+// Compute capability 9 guarantees clusters of 8 only.
 int group_norm_largest_cluster() {
 #if defined(SD_ORT_EMULATED)
-  return 4;  // lanes cost time there
+  return 4;  // emulated blocks are slow
 #else
   static const int largest = [] {
     if (compute_capability() < 9) return 0;
@@ -293,11 +292,11 @@ int group_norm_largest_cluster() {
 #endif
 }
 
-const char* group_norm_cluster(const GroupNormParams& p, const GroupNormPlan& plan, void* stream) {
-  return with_vectors(p.dtype, plan.vector_bytes, [&](auto access) -> const char* {
+const char* group_norm_cluster(const GroupNormParams& p, const GroupNormLaunch& parameters, void* stream) {
+  return with_vectors(p.dtype, parameters.vector_bytes, [&](auto access) -> const char* {
     using Access = decltype(access);
     if constexpr (Access::kVec * sizeof(typename Access::type) >= 4) {
-      return launch_vectors<typename Access::type, Access::kVec>(p, plan, stream);
+      return launch_vectors<typename Access::type, Access::kVec>(p, parameters, stream);
     }
     return "no instance of this size";
   });
@@ -307,7 +306,9 @@ const char* group_norm_cluster(const GroupNormParams& p, const GroupNormPlan& pl
 
 bool group_norm_has_clusters() { return false; }
 int group_norm_largest_cluster() { return 0; }
-const char* group_norm_cluster(const GroupNormParams&, const GroupNormPlan&, void*) { return "no clusters here"; }
+const char* group_norm_cluster(const GroupNormParams&, const GroupNormLaunch&, void*) {
+  return "this build has no clusters";
+}
 
 #endif
 }  // namespace sd_ort

@@ -1,4 +1,5 @@
-// GroupNorm in one read, channels last: all pixels of a block's span stay in registers between statistics and output.
+// GroupNorm in a single pass, channels last: the pixels of a block's span stay in registers between statistics and
+// output.
 //
 // Launch: block (kBlock, 1, 1), grid (groups / groups_per_block, batch, 1), static LDS only; needs span % kVec == 0 and
 // spatial <= kItems * (kBlock / (span / kVec)), span = groups_per_block * channels_per_group.
@@ -7,22 +8,20 @@
 namespace sd_ort {
 
 template <class T, int kVec, int kItems, int kBlock>
-__global__ __launch_bounds__(kBlock) void group_norm_one_read_kernel(const T* x, const T* skip, const T* skip_channels,
-                                                                     const T* bias, const void* gamma, const void* beta,
-                                                                     T* y, T* sum, int affine_is_float, int spatial,
-                                                                     int channels, int channels_per_group,
-                                                                     int groups_per_block, int activation,
-                                                                     float epsilon) {
+__global__ __launch_bounds__(kBlock) void group_norm_single_pass_kernel(
+    const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta, T* y, T* sum,
+    int affine_is_float, int spatial, int channels, int channels_per_group, int groups_per_block, int activation,
+    float epsilon) {
   wait_for_predecessor();
   using Pack = Vec<T, kVec>;
   __shared__ float shared[2 * max_waves(kBlock)];
   const Slice<kVec> slice(kBlock, blockIdx.x, channels_per_group, groups_per_block);
   const int64_t sample = blockIdx.y;
   const int pixels = slice.used && slice.pixel < spatial ? (spatial - 1 - slice.pixel) / slice.pixel_step + 1 : 0;
-  // Threads with fewer items load their last one again, those with none some other's: loads without branches keep the
-  // registers few.
+  // Threads with fewer items reload their last one, and threads without items another thread's: loads without branches
+  // need fewer registers.
   const int last = max(pixels, 1) - 1;
-  // Items lie at a place that is the same for the whole block plus an offset of the thread, 32 bits wide.
+  // The address of an item is uniform over the block plus a 32-bit offset of the thread.
   const int64_t begin =
       sample * spatial * channels + static_cast<int64_t>(blockIdx.x) * groups_per_block * channels_per_group;
   const uint32_t stride = static_cast<uint32_t>(slice.pixel_step * channels);
@@ -54,7 +53,7 @@ __global__ __launch_bounds__(kBlock) void group_norm_one_read_kernel(const T* x,
 
   ShiftedSums sums[kVec];
   uint32_t counted = pixels;
-  launder(counted);  // compare with it anew: the masks of all items would take more scalar registers than there are
+  launder(counted);  // recompute comparisons: the masks of all items exceed the scalar registers
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     float v[kVec];
@@ -62,7 +61,7 @@ __global__ __launch_bounds__(kBlock) void group_norm_one_read_kernel(const T* x,
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
       if (i == 0) sums[k].start(v[k]);
-      sums[k].add(i < static_cast<int>(counted) ? v[k] : sums[k].first);  // adds nothing
+      sums[k].add(i < static_cast<int>(counted) ? v[k] : sums[k].first);  // adds zero
     }
   }
   const SliceMoments<kVec> mine(sums, slice.low_count, pixels);
@@ -72,7 +71,7 @@ __global__ __launch_bounds__(kBlock) void group_norm_one_read_kernel(const T* x,
   for (int group = 0; group < groups_per_block; ++group) {
     const Moments& part = group == slice.low_group       ? mine.low
                           : group == slice.low_group + 1 ? mine.high
-                                                         : Moments::none();
+                                                         : Moments::empty();
     const Moments all = block_moments<kBlock>(part, count, shared);
     const float factor = rsqrtf(all.m2 / count + epsilon);
     if (group == slice.low_group) {
@@ -99,7 +98,7 @@ __global__ __launch_bounds__(kBlock) void group_norm_one_read_kernel(const T* x,
   for (int i = 0; i < kItems; ++i) {
     if (i < static_cast<int>(stored)) {
       float v[kVec];
-      launder(held[i].raw);  // unpack it anew: the floats of all items would take twice the registers
+      launder(held[i].raw);  // unpack again: the floats of all items would need twice the registers
       held[i].unpack(v);
       normalizer.apply(v, activation);
       Pack::pack(v).store(y + begin + at);
@@ -111,34 +110,36 @@ __global__ __launch_bounds__(kBlock) void group_norm_one_read_kernel(const T* x,
 namespace {
 
 template <class T, int kVec, int kItems, int kBlock>
-const char* launch_items(const GroupNormParams& p, const GroupNormPlan& plan, void* stream) {
+const char* launch_items(const GroupNormParams& p, const GroupNormLaunch& parameters, void* stream) {
   const GroupNormArguments<T> a(p);
-  return launch(group_norm_one_read_kernel<T, kVec, kItems, kBlock>, dim3(p.groups / plan.groups_per_block, p.batch),
-                dim3(kBlock), 0, stream, a.x, a.skip, a.skip_channels, a.bias, p.gamma, p.beta, a.y, a.sum,
-                a.affine_is_float, p.spatial, p.channels, a.channels_per_group, plan.groups_per_block, p.activation,
-                p.epsilon);
+  return launch(group_norm_single_pass_kernel<T, kVec, kItems, kBlock>,
+                dim3(p.groups / parameters.groups_per_block, p.batch), dim3(kBlock), 0, stream, a.x, a.skip,
+                a.skip_channels, a.bias, p.gamma, p.beta, a.y, a.sum, a.affine_is_float, p.spatial, p.channels,
+                a.channels_per_group, parameters.groups_per_block, p.activation, p.epsilon);
 }
 
 template <class T, int kVec>
-const char* launch_vectors(const GroupNormParams& p, const GroupNormPlan& plan, void* stream) {
+const char* launch_vectors(const GroupNormParams& p, const GroupNormLaunch& parameters, void* stream) {
   constexpr int kBytes = kVec * sizeof(T);
-  if (plan.block == 1024) return launch_items<T, kVec, group_norm_items(24, kBytes), 1024>(p, plan, stream);
-  if (plan.block == 256) return launch_items<T, kVec, group_norm_items(24, kBytes), 256>(p, plan, stream);
+  if (parameters.block == 1024) return launch_items<T, kVec, group_norm_items(24, kBytes), 1024>(p, parameters, stream);
+  if (parameters.block == 256) return launch_items<T, kVec, group_norm_items(24, kBytes), 256>(p, parameters, stream);
   if constexpr (kBytes > 2) {
-    if (plan.registers == 44) return launch_items<T, kVec, group_norm_items(44, kBytes), 512>(p, plan, stream);
+    if (parameters.registers == 44)
+      return launch_items<T, kVec, group_norm_items(44, kBytes), 512>(p, parameters, stream);
   }
   if constexpr (kBytes == 16) {
-    if (plan.registers == 84) return launch_items<T, kVec, group_norm_items(84, kBytes), 512>(p, plan, stream);
+    if (parameters.registers == 84)
+      return launch_items<T, kVec, group_norm_items(84, kBytes), 512>(p, parameters, stream);
   }
   return "no instance of this size";
 }
 
 }  // namespace
 
-const char* group_norm_one_read(const GroupNormParams& p, const GroupNormPlan& plan, void* stream) {
-  return with_vectors(p.dtype, plan.vector_bytes, [&](auto access) {
+const char* group_norm_single_pass(const GroupNormParams& p, const GroupNormLaunch& parameters, void* stream) {
+  return with_vectors(p.dtype, parameters.vector_bytes, [&](auto access) {
     using Access = decltype(access);
-    return launch_vectors<typename Access::type, Access::kVec>(p, plan, stream);
+    return launch_vectors<typename Access::type, Access::kVec>(p, parameters, stream);
   });
 }
 

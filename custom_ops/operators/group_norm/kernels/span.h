@@ -1,9 +1,9 @@
-// What GroupNorm's kernels share. Null pointers: skip, skip_channels (a skip by sample and channel), bias, sum. gamma
-// and beta hold float when affine_is_float, T otherwise.
+// Shared parts of the GroupNorm kernels. Nullable pointers: skip, skip_channels (a skip per sample and channel), bias,
+// sum. gamma and beta are float if affine_is_float, else T.
 //
-// Channels last, a block takes `groups_per_block` neighboring groups of a sample: a span of channels, of which each
-// thread keeps one slice of kVec for all its pixels. So a thread's gamma, beta and groups never change, and a slice
-// lies in at most two groups (kVec <= channels_per_group).
+// Channels last, a block computes `groups_per_block` adjacent groups of a sample. Each thread computes one slice of
+// kVec channels of this span for all its pixels, so its gamma, beta and groups are fixed, and a slice touches at most
+// two groups (kVec <= channels_per_group).
 #pragma once
 
 #include "common/gpu.h"
@@ -19,16 +19,16 @@ __device__ inline float affine_value(const void* values, int affine_is_float, in
                          : to_float(static_cast<const T*>(values)[channel]);
 }
 
-// Which slice of its block's span a thread keeps, and from which pixel on.
+// Slice of the span that a thread computes, and its first pixel.
 template <int kVec>
 struct Slice {
-  int channel;    // first of the slice, in the sample
-  int in_span;    // the same, in the span
+  int channel;    // first channel of the slice, in the sample
+  int in_span;    // first channel of the slice, in the span
   int low_group;  // group of the first element, in the span
   int low_count;  // elements in that group; the rest lie in the next one
-  int pixel;      // this thread's first
+  int pixel;      // first pixel of this thread
   int pixel_step;
-  bool used;  // false for the threads that are left over
+  bool used;  // false for excess threads
 
   __device__ Slice(int threads, int span_index, int channels_per_group, int groups_per_block) {
     const int span = channels_per_group * groups_per_block;
@@ -43,7 +43,7 @@ struct Slice {
   }
 };
 
-// What skip_channels and bias add to each channel of a slice.
+// Loads the sum of skip_channels and bias for each channel of a slice.
 template <class T, int kVec>
 __device__ inline void load_offsets(float (&offsets)[kVec], const T* skip_channels, const T* bias, int64_t sample,
                                     int channels, int channel) {
@@ -54,11 +54,11 @@ __device__ inline void load_offsets(float (&offsets)[kVec], const T* skip_channe
   }
 }
 
-// The moments of a thread's slice in its two groups, from the sums of each of its channels over `pixels` pixels.
+// Moments of a thread's slice in its two groups, from the sums of each channel over `pixels` pixels.
 template <int kVec>
 struct SliceMoments {
-  Moments low = Moments::none();
-  Moments high = Moments::none();
+  Moments low = Moments::empty();
+  Moments high = Moments::empty();
 
   __device__ SliceMoments(const ShiftedSums (&sums)[kVec], int low_count, int pixels) {
     if (pixels == 0) return;
@@ -87,8 +87,8 @@ struct SliceMoments {
   }
 };
 
-// What makes a slice's V its output: (V - mean) * factor + beta, then SiLU when asked. For 16-bit types the mean is
-// folded into beta: that costs a roundoff of float32 times mean * factor, and they have thousands of such.
+// Computes the output of a slice: (V - mean) * factor + beta, then SiLU if requested. For 16-bit types the mean is
+// folded into beta, which costs a float32 roundoff of mean * factor, far below their own.
 template <class T, int kVec>
 struct Normalizer {
   static constexpr bool kFolded = sizeof(T) == 2;
@@ -109,7 +109,7 @@ struct Normalizer {
   }
 };
 
-// The arguments that all kernels take, in T.
+// Arguments of all kernels, in T.
 template <class T>
 struct GroupNormArguments {
   const T* x;

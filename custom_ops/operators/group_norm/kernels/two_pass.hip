@@ -1,5 +1,5 @@
-// GroupNorm in two reads, channels last: a first one for the statistics of each chunk of pixels, into `moments`; a
-// second one, chunks backwards so that it begins with what the cache still holds, for the output.
+// GroupNorm in two passes, channels last: statistics of each chunk of pixels into `moments`, then the output, with
+// chunks in reverse order to start with cached data.
 //
 // Launch of both: block (256, 1, 1), grid (ceil(spatial / pixels_per_chunk), groups / groups_per_block, batch), static
 // LDS only; needs span % kVec == 0, span / kVec <= 256, groups_per_block <= 64.
@@ -8,10 +8,10 @@
 
 namespace sd_ort {
 
-constexpr int kTwoReadBlock = GroupNormPlan::kTwoReadBlock;
+constexpr int kTwoPassBlock = GroupNormLaunch::kTwoPassBlock;
 
-// The next pixels of a thread's slice, loaded while those before are worked on. Past the end the last one comes again:
-// loads without branches keep the registers few.
+// Pixels of a thread's slice, loaded before they are used. Indices past the end load the last pixel: loads without
+// branches need fewer registers.
 template <class T, int kVec, bool kSkip>
 struct Tile {
   static constexpr int kPixels = kVec * sizeof(T) == 16 ? 2 : 4;
@@ -37,12 +37,12 @@ struct Tile {
 };
 
 template <class T, int kVec, bool kSkip>
-__global__ __launch_bounds__(kTwoReadBlock) void group_norm_statistics_kernel(
+__global__ __launch_bounds__(kTwoPassBlock) void group_norm_statistics_kernel(
     const T* x, const T* skip, const T* skip_channels, const T* bias, T* sum, float* moments, int spatial, int channels,
     int channels_per_group, int groups_per_block, int pixels_per_chunk, int chunks) {
   wait_for_predecessor();
-  __shared__ float parts[6 * kTwoReadBlock];  // of each thread: low, then high
-  const Slice<kVec> slice(kTwoReadBlock, blockIdx.y, channels_per_group, groups_per_block);
+  __shared__ float parts[6 * kTwoPassBlock];  // of each thread: low, then high
+  const Slice<kVec> slice(kTwoPassBlock, blockIdx.y, channels_per_group, groups_per_block);
   const int64_t sample = blockIdx.z;
   const int64_t begin = sample * spatial * channels + slice.channel;
   const int end = min(spatial, static_cast<int>(blockIdx.x + 1) * pixels_per_chunk);
@@ -70,11 +70,11 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_statistics_kernel(
       if (sum != nullptr && in_range) {
         Vec<T, kVec>::pack(v).store(sum + begin + static_cast<int64_t>(pixel + i * step) * channels);
       }
-      if (sum != nullptr) Vec<T, kVec>::pack(v).unpack(v);  // what is normalized is what S holds
+      if (sum != nullptr) Vec<T, kVec>::pack(v).unpack(v);  // normalizes the rounded S
 #pragma unroll
       for (int k = 0; k < kVec; ++k) {
         if (i == 0 && pixel == first) sums[k].start(v[k]);
-        sums[k].add(in_range ? v[k] : sums[k].first);  // adds nothing past the end
+        sums[k].add(in_range ? v[k] : sums[k].first);  // adds zero past the end
       }
       pixels += in_range;
     }
@@ -89,11 +89,11 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_statistics_kernel(
   part[5] = mine.high.m2;
   block_barrier();
 
-  // One thread per group gathers from the slices that touch it.
+  // One thread per group merges the slices that touch it.
   const int group = static_cast<int>(threadIdx.x);
   if (group >= groups_per_block) return;
   const int slices = channels_per_group * groups_per_block / kVec;
-  const int rows = kTwoReadBlock / slices;
+  const int rows = kTwoPassBlock / slices;
   const int first_slice = group * channels_per_group / kVec;
   const auto moments_of = [&](int row, int s) {
     const bool is_low = s * kVec / channels_per_group == group;
@@ -113,29 +113,29 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_statistics_kernel(
 }
 
 template <class T, int kVec, bool kSkip>
-__global__ __launch_bounds__(kTwoReadBlock) void group_norm_apply_kernel(
+__global__ __launch_bounds__(kTwoPassBlock) void group_norm_apply_kernel(
     const T* x, const T* skip, const T* skip_channels, const T* bias, const void* gamma, const void* beta,
     const float* moments, T* y, int affine_is_float, int spatial, int channels, int channels_per_group,
     int groups_per_block, int pixels_per_chunk, int chunks, int activation, float epsilon) {
   wait_for_predecessor();
-  __shared__ float parts[3 * kTwoReadBlock], means[GroupNormPlan::kMaxGroupsPerBlock],
-      factors[GroupNormPlan::kMaxGroupsPerBlock];
+  __shared__ float parts[3 * kTwoPassBlock], means[GroupNormLaunch::kMaxGroupsPerBlock],
+      factors[GroupNormLaunch::kMaxGroupsPerBlock];
   const int64_t sample = blockIdx.z;
   const int groups = channels / channels_per_group;
-  const Slice<kVec> slice(kTwoReadBlock, blockIdx.y, channels_per_group, groups_per_block);
+  const Slice<kVec> slice(kTwoPassBlock, blockIdx.y, channels_per_group, groups_per_block);
   const int64_t begin = sample * spatial * channels + slice.channel;
-  const int chunk_here = chunks - 1 - static_cast<int>(blockIdx.x);
-  const int end = min(spatial, (chunk_here + 1) * pixels_per_chunk);
+  const int chunk_index = chunks - 1 - static_cast<int>(blockIdx.x);
+  const int end = min(spatial, (chunk_index + 1) * pixels_per_chunk);
   const int step = slice.pixel_step;
-  const int first = slice.used ? chunk_here * pixels_per_chunk + slice.pixel : end;
+  const int first = slice.used ? chunk_index * pixels_per_chunk + slice.pixel : end;
   Tile<T, kVec, kSkip> next;
   next.load(x + begin, skip + begin, first, step, end, channels);
 
-  // Merge the chunks' statistics: neighboring threads take neighboring groups, and several threads share a group.
-  const int group_here = static_cast<int>(threadIdx.x) % groups_per_block;
+  // Merges the statistics of the chunks: adjacent threads handle adjacent groups, and several threads share a group.
+  const int group_in_block = static_cast<int>(threadIdx.x) % groups_per_block;
   const int helper = static_cast<int>(threadIdx.x) / groups_per_block;
-  const int helpers = kTwoReadBlock / groups_per_block;
-  const float* of_group = moments + 3 * (sample * chunks * groups + blockIdx.y * groups_per_block + group_here);
+  const int helpers = kTwoPassBlock / groups_per_block;
+  const float* of_group = moments + 3 * (sample * chunks * groups + blockIdx.y * groups_per_block + group_in_block);
   MomentSums merged(of_group[1]);
 #pragma unroll 8
   for (int chunk = helper; chunk < chunks; chunk += helpers) {
@@ -149,14 +149,14 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_apply_kernel(
   block_barrier();
   if (helper == 0) {
     for (int other = 1; other < helpers; ++other) {
-      const float* from = parts + 3 * (other * groups_per_block + group_here);
+      const float* from = parts + 3 * (other * groups_per_block + group_in_block);
       merged.count += from[0];
       merged.sum += from[1];
       merged.squares += from[2];
     }
     const Moments all = merged.moments();
-    means[group_here] = all.mean;
-    factors[group_here] = rsqrtf(all.m2 / all.count + epsilon);
+    means[group_in_block] = all.mean;
+    factors[group_in_block] = rsqrtf(all.m2 / all.count + epsilon);
   }
   block_barrier();
 
@@ -188,31 +188,32 @@ __global__ __launch_bounds__(kTwoReadBlock) void group_norm_apply_kernel(
 namespace {
 
 template <class T, int kVec>
-const char* launch_vectors(const GroupNormParams& p, const GroupNormPlan& plan, float* moments, void* stream) {
+const char* launch_vectors(const GroupNormParams& p, const GroupNormLaunch& parameters, float* moments, void* stream) {
   const GroupNormArguments<T> a(p);
-  const dim3 grid(plan.chunks, p.groups / plan.groups_per_block, p.batch);
+  const dim3 grid(parameters.chunks, p.groups / parameters.groups_per_block, p.batch);
   const auto statistics =
       a.skip == nullptr ? group_norm_statistics_kernel<T, kVec, false> : group_norm_statistics_kernel<T, kVec, true>;
-  const char* error =
-      launch(statistics, grid, dim3(kTwoReadBlock), 0, stream, a.x, a.skip, a.skip_channels, a.bias, a.sum, moments,
-             p.spatial, p.channels, a.channels_per_group, plan.groups_per_block, plan.pixels_per_chunk, plan.chunks);
+  const char* error = launch(statistics, grid, dim3(kTwoPassBlock), 0, stream, a.x, a.skip, a.skip_channels, a.bias,
+                             a.sum, moments, p.spatial, p.channels, a.channels_per_group, parameters.groups_per_block,
+                             parameters.pixels_per_chunk, parameters.chunks);
   if (error != nullptr) return error;
-  // When S was stored it is read instead of its parts.
+  // If S was stored, it is read instead of its terms.
   const bool stored = a.sum != nullptr;
   const auto apply =
       a.skip == nullptr || stored ? group_norm_apply_kernel<T, kVec, false> : group_norm_apply_kernel<T, kVec, true>;
-  return launch(apply, grid, dim3(kTwoReadBlock), 0, stream, stored ? a.sum : a.x, stored ? nullptr : a.skip,
+  return launch(apply, grid, dim3(kTwoPassBlock), 0, stream, stored ? a.sum : a.x, stored ? nullptr : a.skip,
                 stored ? nullptr : a.skip_channels, stored ? nullptr : a.bias, p.gamma, p.beta, moments, a.y,
-                a.affine_is_float, p.spatial, p.channels, a.channels_per_group, plan.groups_per_block,
-                plan.pixels_per_chunk, plan.chunks, p.activation, p.epsilon);
+                a.affine_is_float, p.spatial, p.channels, a.channels_per_group, parameters.groups_per_block,
+                parameters.pixels_per_chunk, parameters.chunks, p.activation, p.epsilon);
 }
 
 }  // namespace
 
-const char* group_norm_two_reads(const GroupNormParams& p, const GroupNormPlan& plan, void* workspace, void* stream) {
-  return with_vectors(p.dtype, plan.vector_bytes, [&](auto access) {
+const char* group_norm_two_pass(const GroupNormParams& p, const GroupNormLaunch& parameters, void* workspace,
+                                void* stream) {
+  return with_vectors(p.dtype, parameters.vector_bytes, [&](auto access) {
     using Access = decltype(access);
-    return launch_vectors<typename Access::type, Access::kVec>(p, plan, static_cast<float*>(workspace), stream);
+    return launch_vectors<typename Access::type, Access::kVec>(p, parameters, static_cast<float*>(workspace), stream);
   });
 }
 

@@ -1,5 +1,5 @@
-// LinearAdd without a library: a thread an element of Y. What runs where cuBLASLt or hipBLASLt is missing or refuses a
-// shape; its reads of W are coalesced, those of X come from the cache.
+// LinearAdd without a library: one thread per element of Y. Used if cuBLASLt or hipBLASLt is missing or rejects a
+// shape. Reads of W are coalesced; X comes from the cache.
 //
 // Launch: block (256, 1, 1), grid (ceil(rows * columns / 256), 1, 1), no LDS.
 #include "common/gpu.h"

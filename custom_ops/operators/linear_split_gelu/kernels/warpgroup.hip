@@ -1,8 +1,8 @@
-// LinearSplitGelu for fp16 and bf16 on NVIDIA's warpgroup instructions (sm_90a). A block makes tiles of 128 rows and
-// 128 columns of Y one after another: a thread of the first warpgroup has X and W copied to a ring of stages in shared
-// memory, and the other two each multiply 64 rows by the 128 left columns and the 128 right ones that belong to them,
-// so that both factors of a number lie in one thread. Bound by the product: while a warpgroup computes the gate of half
-// of its columns, it has the last steps of the other half's product, or the first ones of the next tile's, multiplied.
+// LinearSplitGelu for fp16 and bf16 on NVIDIA's warpgroup instructions (sm_90a). A block computes tiles of 128 rows and
+// 128 columns of Y in turn. A thread of the first warpgroup copies X and W to a ring of stages in shared memory; the
+// other two warpgroups each multiply 64 rows by 128 left columns and the matching 128 right columns, so that both
+// factors of an element are in one thread. Bound by the GEMM: while a warpgroup computes the gate of half of its
+// columns, it runs the last steps of the GEMM of the other half, or the first steps of the next tile.
 //
 // linear_split_gelu_kernel<T>
 //   Launch: block (384, 1, 1), grid (min(multiprocessors, tiles), 1, 1), dynamic LDS kLdsBytes.
@@ -18,10 +18,10 @@ namespace {
 
 constexpr int kGroups = 2, kThreads = wgmma::kThreads * (1 + kGroups);
 constexpr int kRows = wgmma::kRows * kGroups, kColumns = 128, kDepth = 64;  // of a tile, and of a stage
-constexpr int kPanels = 2 * kColumns / wgmma::kPanelColumns;                // of W: one left, one right, in turn
+constexpr int kPanels = 2 * kColumns / wgmma::kPanelColumns;                // of W: left and right alternate
 constexpr int kPanelBytes = kDepth * wgmma::kRowBytes;
 constexpr int kXBytes = kRows * wgmma::kRowBytes, kWeightBytes = kPanels * kPanelBytes;
-constexpr int kStages = 4, kEdge = kStages / 2;  // steps at both ends of a tile that are multiplied by halves
+constexpr int kStages = 4, kEdge = kStages / 2;  // steps at both ends of a tile that are computed by halves
 constexpr int kHalfColumns = wgmma::kPanelColumns, kHalfTiles = 2 * kHalfColumns / mma::kTile;
 constexpr int kYBytes = kRows * kColumns * 2, kWaveRows = 16;
 constexpr int kBarriersAt = kStages * (kXBytes + kWeightBytes) + kYBytes;
@@ -34,7 +34,7 @@ struct Tiles {
   int columns;  // of Y
 };
 
-// The stages in turn, and the parity of their barriers' phase.
+// Current stage of the ring, and the phase parity of its barriers.
 struct Ring {
   int stage = 0;
   uint32_t parity = 0;
@@ -46,7 +46,7 @@ struct Ring {
   }
 };
 
-// Where things lie in shared memory, by address.
+// Addresses in shared memory.
 struct Lds {
   uint32_t start;
   __device__ uint32_t x(int stage) const { return start + stage * kXBytes; }
@@ -55,8 +55,8 @@ struct Lds {
   __device__ uint32_t emptied(int stage) const { return filled(kStages + stage); }
 };
 
-// x Phi(x), Phi by its logit as an odd polynomial of x (own least-squares fit of ln(Phi / (1 - Phi)), weighted by what
-// an error in it does to the result): to 3.1e-6 absolute everywhere. Half the instructions of math.h's gelu.
+// x Phi(x), with the logit of Phi as an odd polynomial of x (own least-squares fit of ln(Phi / (1 - Phi)), weighted by
+// the effect of an error on the result): absolute error 3.1e-6. Half the instructions of gelu() in math.h.
 __device__ inline float gelu_by_logit(float x) {
   constexpr float kLog2E = 1.4426950408889634f;
   const float s = x * x;
@@ -73,7 +73,7 @@ __device__ inline void load_tiles(const Lds& lds, const bulk::Matrix& x, const b
     for (int step = 0; step < tiles.steps; ++step, ring.next()) {
       bulk::wait(lds.emptied(ring.stage), ring.parity ^ 1);
       const uint32_t filled = lds.filled(ring.stage);
-      bulk::arrive_expecting(filled, kXBytes + kWeightBytes);
+      bulk::arrive_expect_bytes(filled, kXBytes + kWeightBytes);
       bulk::load(lds.x(ring.stage), x, row, step * kDepth, filled);
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
@@ -84,7 +84,7 @@ __device__ inline void load_tiles(const Lds& lds, const bulk::Matrix& x, const b
   }
 }
 
-// Half of a tile's columns: what the bias adds to those of a thread, two neighboring ones of each 8, on both sides.
+// Bias of a thread for half of the columns of a tile: two adjacent columns of each 8, left and right.
 template <class T>
 struct Shifts {
   static constexpr int kPieces = kHalfColumns / 8;
@@ -101,7 +101,7 @@ struct Shifts {
   }
 };
 
-// A warpgroup's part of the tiles.
+// Work of a warpgroup.
 template <class T>
 class Group {
  public:
@@ -127,7 +127,7 @@ class Group {
       shifts[0].load(bias_, column, tiles_.columns);
       shifts[1].load(bias_, column + kHalfColumns, tiles_.columns);
 
-      int done = kEdge;  // stages that are free once one more product is on its way
+      int done = kEdge;  // stages that are free once one more multiplication is issued
       for (int step = kEdge; step < tiles_.steps - kEdge; ++step, done = 1) {
         multiply_step();
         wgmma::wait<1>();
@@ -154,7 +154,7 @@ class Group {
   }
 
  private:
-  // Half of the columns of the i-th part of a stage's depth.
+  // Multiplies half of the columns by part i of the depth of a stage.
   template <int kHalf>
   __device__ void multiply(int stage, int i, bool add) {
     const uint32_t x = lds_.x(stage) + x_bytes_ + i * mma::kTile * sizeof(T);
@@ -163,7 +163,7 @@ class Group {
                                wgmma::descriptor(weight, kPanelBytes, wgmma::kAtomBytes), add);
   }
 
-  // All columns of the next step.
+  // Multiplies all columns by the next step.
   __device__ void multiply_step() {
     bulk::wait(lds_.filled(filled_.stage), filled_.parity);
     wgmma::fence();
@@ -176,7 +176,7 @@ class Group {
     filled_.next();
   }
 
-  // Half of the columns of the next kEdge steps, which are a tile's first or last.
+  // Multiplies half of the columns by the next kEdge steps, the first or last of a tile.
   template <int kHalf>
   __device__ void multiply_edge(bool is_first) {
     Ring ring = filled_;
@@ -192,21 +192,21 @@ class Group {
     wgmma::commit();
   }
 
-  // The next `count` stages may be filled again. All waves tell: a wave's own wait says nothing of what the others of
-  // its warpgroup still read.
+  // Releases the next `count` stages. All waves arrive: the wait of one wave does not cover reads of the other waves of
+  // its warpgroup.
   __device__ void empty(int count) {
     for (int i = 0; i < count; ++i, emptied_.next()) {
       if (mma::lane_id() == 0) bulk::arrive(lds_.emptied(emptied_.stage));
     }
   }
 
-  // This wave's 16 rows of half of a tile.
+  // Writes the 16 rows of this wave for half of a tile.
   template <int kHalf>
   __device__ void write(const Shifts<T>& shifts, int row, int column) {
     constexpr int kPanel = kWaveRows * wgmma::kRowBytes;
     char* const lds = y_lds_ + kHalf * kPanel;
     const int lane = mma::lane_id();
-    bulk::wait_for_reads();  // of the tile before
+    bulk::wait_for_reads();  // of the previous tile
     wave_barrier();
     constexpr int kTiles = kHalfColumns / mma::kTile;
     wgmma::settle(sums_[kHalf]);
@@ -231,7 +231,7 @@ class Group {
     wave_barrier();
     if (lane == 0) {
       bulk::store(y_, row, column + kHalf * kHalfColumns, wgmma::address_of(lds));
-      bulk::end_of_stores();
+      bulk::commit_stores();
     }
   }
 
@@ -242,7 +242,7 @@ class Group {
   const int wave_;
   char* const y_lds_;
   const uint32_t x_bytes_;
-  mma::Accumulator sums_[2][kHalfTiles];  // of each half: left factors, then those of the gate
+  mma::Accumulator sums_[2][kHalfTiles];  // for each half: left factors, then gate inputs
   Ring filled_, emptied_;
 };
 
@@ -259,10 +259,10 @@ __global__ __launch_bounds__(kThreads, 1) void linear_split_gelu_kernel(const __
   const Lds lds = {wgmma::address_of(dynamic)};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      bulk::make_barrier(lds.filled(stage), 1);
-      bulk::make_barrier(lds.emptied(stage), kGroups * wgmma::kThreads / mma::kWave);
+      bulk::init_barrier(lds.filled(stage), 1);
+      bulk::init_barrier(lds.emptied(stage), kGroups * wgmma::kThreads / mma::kWave);
     }
-    bulk::show_barriers();
+    bulk::publish_barriers();
   }
   block_barrier();
   if (threadIdx.x < wgmma::kThreads) {
@@ -294,7 +294,7 @@ const char* run(const LinearSplitGeluParams& p, void* stream) {
 
 }  // namespace
 
-bool linear_split_gelu_takes_warpgroups(const LinearSplitGeluParams& p) {
+bool linear_split_gelu_supports_warpgroups(const LinearSplitGeluParams& p) {
   const int64_t steps = ceil_div(p.inner, kDepth), count = ceil_div(p.rows, kRows) * ceil_div(p.half, kColumns);
   return wgmma::are_compiled() && p.dtype != DType::kFloat32 && count > 0 && steps >= 2 * kEdge && p.inner % 8 == 0 &&
          p.half % 8 == 0 && std::max({p.rows, p.inner, 2 * p.half, count}) < INT32_MAX / 2 &&

@@ -205,7 +205,7 @@ class ColumnTile {
 
  private:
   // Lanes go over four rows of patches first, then over columns: 64 bytes of a row are read together, and the writes of
-  // 16 lanes meet a bank twice at most.
+  // 16 lanes use a bank at most twice.
   static constexpr int kPatches = kRows / 4 * (kColumns / 8);
   static constexpr int kSteps = (kPatches + kThreads - 1) / kThreads;
   static constexpr int kGroup = 4;
@@ -336,7 +336,7 @@ struct ScoreEdges {
     if (has_bias) x += to_float(bias_row[key]);
     if (x == -INFINITY) return x;
     x *= kLog2E;
-    return x < -kLargestFloat ? -kLargestFloat : x;  // not fmaxf, which would make a number of NaN
+    return x < -kLargestFloat ? -kLargestFloat : x;  // not fmaxf, which would turn NaN into a number
   }
 
   // Both for accumulators that begin at (query, key).

@@ -182,7 +182,7 @@ const char* run_head(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel
 
 }  // namespace
 
-int64_t attention_largest_flash_head() { return kLargestFlashHead; }
+int64_t attention_max_flash_head() { return kLargestFlashHead; }
 
 const char* attention_flash(const MultiHeadAttentionParams& p, MultiHeadAttentionKernel kernel, void* stream) {
   return p.dtype == DType::kFloat16 ? run_head<half_t>(p, kernel, stream) : run_head<bf16_t>(p, kernel, stream);

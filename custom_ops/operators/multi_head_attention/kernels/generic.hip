@@ -1,7 +1,7 @@
 // MultiHeadAttention without matrix instructions, of any type, alignment and head size: what the other kernels are held
 // to.
 //
-// plain_attention_kernel<T, kColumnTiles>
+// generic_attention_kernel<T, kColumnTiles>
 //   Launch: block (256, 1, 1), grid (ceil(sequence / 64) * ceil(head_size / (64 * kColumnTiles)), heads, batch), no
 //   dynamic LDS.
 #include "operators/multi_head_attention/kernels/attention.h"
@@ -12,9 +12,9 @@ namespace sd_ort {
 // block of 256 threads; a thread has 4 rows x 4 keys of the scores and 4 rows x 4 columns of each 64 columns of the
 // output. A block computes 64 * kColumnTiles columns of the output, and all scores.
 template <class T, int kColumnTiles>
-__global__ __launch_bounds__(256, 1) void plain_attention_kernel(const T* query, const T* key, const T* value,
-                                                                 const T* attention_bias, T* output,
-                                                                 AttentionShape shape) {
+__global__ __launch_bounds__(256, 1) void generic_attention_kernel(const T* query, const T* key, const T* value,
+                                                                   const T* attention_bias, T* output,
+                                                                   AttentionShape shape) {
   wait_for_predecessor();
   constexpr int kTile = 64, kDepth = 32, kThreads = 256;
   constexpr int kStride = kTile + 4;  // 16-byte rows; neighboring rows start 4 banks apart
@@ -143,7 +143,7 @@ namespace {
 
 template <class T, int kColumnTiles>
 const char* launch_plain(const MultiHeadAttentionParams& p, void* stream) {
-  return launch_attention<T>(plain_attention_kernel<T, kColumnTiles>, p,
+  return launch_attention<T>(generic_attention_kernel<T, kColumnTiles>, p,
                              ceil_div(p.sequence, 64) * ceil_div(p.head_size, 64 * kColumnTiles), 256, stream);
 }
 
@@ -156,7 +156,7 @@ const char* run_plain(const MultiHeadAttentionParams& p, void* stream) {
 
 }  // namespace
 
-const char* attention_plain(const MultiHeadAttentionParams& p, void* stream) {
+const char* attention_generic(const MultiHeadAttentionParams& p, void* stream) {
   return with_type(p.dtype, [&](auto type) { return run_plain<typename decltype(type)::type>(p, stream); });
 }
 

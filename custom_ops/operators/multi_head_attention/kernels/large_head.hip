@@ -1,6 +1,6 @@
 // MultiHeadAttention for fp16 and bf16 by matrix instructions, heads that all waves of a block share.
 //
-// wide_attention_kernel<T, kHead, kStage, kThreads>
+// large_head_attention_kernel<T, kHead, kStage, kThreads>
 //   Launch: block (kThreads, 1, 1), grid (ceil(sequence / 64), heads, batch), no dynamic LDS.
 #include "operators/multi_head_attention/kernels/attention.h"
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ void multiply_tiles(const RowsInLds& rows_in_lds, con
 }
 
 // Scores to weights in LDS, with what waves that share rows have to tell each other: each row's largest score.
-// row_lds: a row's number by wave column. Begins and ends between barriers of its own.
+// row_lds: a value per row and wave column. Begins and ends between barriers of its own.
 template <int kWaveColumns, int kWeightStride, class T, int kQueries, int kRowTiles, int kKeyTiles, int kOutTiles>
 __device__ __forceinline__ void softmax_over_waves(mma::Accumulator (&scores)[kRowTiles][kKeyTiles],
                                                    mma::Accumulator (&out)[kRowTiles][kOutTiles],
@@ -114,9 +114,9 @@ __device__ __forceinline__ void sums_over_waves(const SoftmaxState (&state)[kRow
 // through LDS in stages of kStage columns, each loaded while the one before is used; a wave computes the same part of
 // every stage: its rows of the scores, and its columns of the output.
 template <class T, int kHead, int kStage, int kThreads>
-__global__ __launch_bounds__(kThreads, 1) void wide_attention_kernel(const T* query, const T* key, const T* value,
-                                                                     const T* attention_bias, T* output,
-                                                                     AttentionShape shape) {
+__global__ __launch_bounds__(kThreads, 1) void large_head_attention_kernel(const T* query, const T* key, const T* value,
+                                                                           const T* attention_bias, T* output,
+                                                                           AttentionShape shape) {
   wait_for_predecessor();
   using namespace mma;
   constexpr int kQueries = 64, kKeys = 64;
@@ -256,8 +256,8 @@ namespace {
 
 template <class T, int kHead, int kStage, int kThreads>
 const char* launch_wide(const MultiHeadAttentionParams& p, void* stream) {
-  return launch_attention<T>(wide_attention_kernel<T, kHead, kStage, kThreads>, p, ceil_div(p.sequence, 64), kThreads,
-                             stream);
+  return launch_attention<T>(large_head_attention_kernel<T, kHead, kStage, kThreads>, p, ceil_div(p.sequence, 64),
+                             kThreads, stream);
 }
 
 template <class T>
@@ -271,7 +271,7 @@ const char* run_head(const MultiHeadAttentionParams& p, void* stream) {
 
 }  // namespace
 
-const char* attention_wide(const MultiHeadAttentionParams& p, void* stream) {
+const char* attention_large_head(const MultiHeadAttentionParams& p, void* stream) {
   return p.dtype == DType::kFloat16 ? run_head<half_t>(p, stream) : run_head<bf16_t>(p, stream);
 }
 

@@ -5,8 +5,8 @@
 // short_warpgroup_attention_kernel<T, kHead>: up to kShortKeys keys. All is loaded at once, and what remains of a
 // softmax in steps is left out: such calls are bound by their instructions.
 //   Launch: block (128, 1, 1), grid (ceil(sequence / 64), heads, batch), dynamic LDS short_lds_bytes(kHead).
-// whole_tiles_attention_kernel<T>: heads of 64, keys a multiple of 64.
-//   Launch: block (128, 1, 1), grid (ceil(sequence / 64), heads, batch), dynamic LDS kWholeTilesLdsBytes.
+// full_tiles_attention_kernel<T>: heads of 64, keys a multiple of 64.
+//   Launch: block (128, 1, 1), grid (ceil(sequence / 64), heads, batch), dynamic LDS kFullTilesLdsBytes.
 #include "operators/multi_head_attention/kernels/warpgroup.h"
 
 namespace sd_ort {
@@ -140,14 +140,14 @@ __global__ __launch_bounds__(wgmma::kThreads, kHead <= 64 ? 5 : 4) void short_wa
 #endif
 }
 
-constexpr int kWholeHead = MultiHeadAttentionLimits::kWholeTilesHead;
-constexpr int kWholeTileBytes = kWarpgroupKeys * wgmma::kRowBytes;
-constexpr int kWholeTilesLdsBytes = 5 * kWholeTileBytes;  // queries, and two stages of keys and values
+constexpr int kWholeHead = MultiHeadAttentionLimits::kFullTilesHead;
+constexpr int kTileBytes = kWarpgroupKeys * wgmma::kRowBytes;
+constexpr int kFullTilesLdsBytes = 5 * kTileBytes;  // queries, and two stages of keys and values
 
 template <class T>
-__global__ __launch_bounds__(wgmma::kThreads, 5) void whole_tiles_attention_kernel(const T* query, const T* key,
-                                                                                   const T* value, const T*, T* output,
-                                                                                   AttentionShape shape) {
+__global__ __launch_bounds__(wgmma::kThreads, 5) void full_tiles_attention_kernel(const T* query, const T* key,
+                                                                                  const T* value, const T*, T* output,
+                                                                                  AttentionShape shape) {
   wait_for_predecessor();
 #if defined(SD_ORT_WGMMA)
   using namespace mma;
@@ -161,13 +161,13 @@ __global__ __launch_bounds__(wgmma::kThreads, 5) void whole_tiles_attention_kern
   const int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
   const T* keys = head.key.at(head.key.offset(row, piece * 8));
   const T* values = head.value.at(head.value.offset(row, piece * 8));
-  char* const to = lds + kWholeTileBytes + wgmma::piece_offset(row, piece);
+  char* const to = lds + kTileBytes + wgmma::piece_offset(row, piece);
   const auto begin_tile = [&](int stage) {
 #pragma unroll
     for (int i = 0; i < kWarpgroupKeys / kRowsAStep; ++i) {
-      char* const here = to + 2 * stage * kWholeTileBytes + i * kRowsAStep * wgmma::kRowBytes;
+      char* const here = to + 2 * stage * kTileBytes + i * kRowsAStep * wgmma::kRowBytes;
       copy_16_bytes_async(here, keys, true, true);
-      copy_16_bytes_async(here + kWholeTileBytes, values, true, true);
+      copy_16_bytes_async(here + kTileBytes, values, true, true);
       keys += kRowsAStep * shape.key_row_stride;
       values += kRowsAStep * shape.value_row_stride;
     }
@@ -190,7 +190,7 @@ __global__ __launch_bounds__(wgmma::kThreads, 5) void whole_tiles_attention_kern
     if (first_key + kWarpgroupKeys < shape.kv_sequence) begin_tile(stage ^ 1);
 
     Accumulator scores[kTiles];
-    const uint32_t key_address = query_address + (1 + 2 * stage) * kWholeTileBytes;
+    const uint32_t key_address = query_address + (1 + 2 * stage) * kTileBytes;
     score<T, kWholeHead>(scores, query_address, key_address);
     float largest[kRowsPerLane];
     row_maxima(scores, largest);
@@ -198,7 +198,7 @@ __global__ __launch_bounds__(wgmma::kThreads, 5) void whole_tiles_attention_kern
     Operand<T> weights[kTiles];
 #pragma unroll
     for (int k = 0; k < kTiles; ++k) weights[k] = to_operand<T>(scores[k]);
-    begin_weighting(out, weights, key_address + kWholeTileBytes);
+    begin_weighting(out, weights, key_address + kTileBytes);
   }
   finish_rows(out, state[0].sum, output, shape);
 #endif
@@ -221,8 +221,8 @@ const char* run_short(const MultiHeadAttentionParams& p, void* stream) {
 
 template <class T>
 const char* launch_whole_tiles(const MultiHeadAttentionParams& p, void* stream) {
-  return launch_attention<T>(whole_tiles_attention_kernel<T>, p, ceil_div(p.sequence, wgmma::kRows), wgmma::kThreads,
-                             stream, kWholeTilesLdsBytes);
+  return launch_attention<T>(full_tiles_attention_kernel<T>, p, ceil_div(p.sequence, wgmma::kRows), wgmma::kThreads,
+                             stream, kFullTilesLdsBytes);
 }
 }  // namespace
 
@@ -230,14 +230,14 @@ const char* attention_short_warpgroup(const MultiHeadAttentionParams& p, void* s
   return p.dtype == DType::kFloat16 ? run_short<half_t>(p, stream) : run_short<bf16_t>(p, stream);
 }
 
-const char* attention_whole_tiles(const MultiHeadAttentionParams& p, void* stream) {
+const char* attention_full_tiles(const MultiHeadAttentionParams& p, void* stream) {
   return p.dtype == DType::kFloat16 ? launch_whole_tiles<half_t>(p, stream) : launch_whole_tiles<bf16_t>(p, stream);
 }
 
 #else
 
 const char* attention_short_warpgroup(const MultiHeadAttentionParams&, void*) { return "no warpgroups here"; }
-const char* attention_whole_tiles(const MultiHeadAttentionParams&, void*) { return "no warpgroups here"; }
+const char* attention_full_tiles(const MultiHeadAttentionParams&, void*) { return "no warpgroups here"; }
 
 #endif
 }  // namespace sd_ort

@@ -1,4 +1,4 @@
-// NhwcConv on a GPU without a library: a thread an element of Y. What every other way of running it is checked against.
+// NhwcConv on a GPU without a library: one thread per element of Y. The reference of the other candidates.
 //
 // Launch: block (256, 1, 1), grid (ceil(elements / 256), 1, 1), no LDS.
 #include "common/gpu.h"

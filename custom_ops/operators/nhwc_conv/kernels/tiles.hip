@@ -1,13 +1,13 @@
-// NhwcConv for fp16 and bf16 by matrix instructions, as one product: pixels of Y by filters, summed over the window's
-// taps and channels ("depth"), which lie side by side in a filter and, tap by tap, in X. No window is ever written to
+// NhwcConv for fp16 and bf16 as an implicit GEMM by matrix instructions: pixels of Y by filters, summed over the taps
+// and channels of the window ("depth"), which are contiguous in a filter and, per tap, in X. No window is written to
 // memory.
 //
 // nhwc_conv_tiles_kernel<T, kVec>
-//   A block takes kPixels pixels and kFilters filters and walks over the depth in steps of kDepth; with several splits
-//   each walks over a part of it and writes float32 sums. kVec is 8 where channels come in eights, else 1.
+//   A block computes kPixels pixels and kFilters filters in depth steps of kDepth. With several splits each block
+//   computes a part of the depth and writes float32 sums. kVec is 8 if the channel count is a multiple of 8, else 1.
 //   Launch: block (256, 1, 1), grid (ceil(pixels / 128), ceil(filter_count / 64), splits), no dynamic LDS.
 // nhwc_conv_sum_kernel<T>
-//   Adds the splits' sums, bias and skip. Launch: block (256, 1, 1), grid (ceil(elements / 256), 1, 1).
+//   Adds the sums of the splits, bias and skip. Launch: block (256, 1, 1), grid (ceil(elements / 256), 1, 1).
 #include "common/gpu.h"
 #include "common/mma.h"
 #include "operators/nhwc_conv/op.h"
@@ -19,19 +19,19 @@ constexpr int kThreads = 256;
 constexpr int kPixels = NhwcConvTiles::kPixels;
 constexpr int kFilters = NhwcConvTiles::kFilters;
 constexpr int kDepth = NhwcConvTiles::kDepth;
-constexpr int kStride = kDepth + mma::kPadding;    // of a row in LDS
-constexpr int kLanesARow = kDepth / 8;             // each with 8 elements of the depth
-constexpr int kRowsAStep = kThreads / kLanesARow;  // rows that the block loads at once
-constexpr int kPixelSteps = kPixels / kRowsAStep;
-constexpr int kFilterSteps = kFilters / kRowsAStep;
-static_assert(kPixels % kRowsAStep == 0 && kFilters % kRowsAStep == 0, "every thread loads as much as every other");
+constexpr int kStride = kDepth + mma::kPadding;        // row stride in LDS
+constexpr int kLanesPerRow = kDepth / 8;               // lanes per row, each with 8 elements
+constexpr int kRowsPerStep = kThreads / kLanesPerRow;  // rows that the block loads at a time
+constexpr int kPixelSteps = kPixels / kRowsPerStep;
+constexpr int kFilterSteps = kFilters / kRowsPerStep;
+static_assert(kPixels % kRowsPerStep == 0 && kFilters % kRowsPerStep == 0, "every thread loads as much as every other");
 
-// 8 elements, whatever their type.
+// 8 elements of any type.
 struct Eight {
   uint32_t bits[4];
 };
 
-// A place in the depth: a tap of the window and a channel.
+// Position in the depth: a tap of the window and a channel.
 struct Place {
   int row, column, channel;
 
@@ -57,7 +57,7 @@ struct Place {
 template <class T>
 struct Window {
   const T* image;
-  int row, column;  // of its first tap in X
+  int row, column;  // of the first tap in X
   bool exists;
 
   __device__ Window(const T* x, const NhwcConvShape& s, int pixel, int pixels) {
@@ -69,7 +69,7 @@ struct Window {
     column = static_cast<int>(at - line * width) * s.stride_width - s.pad_left;
   }
 
-  // The element at a place, and whether there is one: the first of the image where there is none.
+  // Returns the offset of the element at a position and sets `valid`; the first element of the image if it is outside.
   __device__ const T* at(const NhwcConvShape& s, const Place& place, bool& valid) const {
     const int from_row = row + place.row * s.dilation_height, from_column = column + place.column * s.dilation_width;
     valid = valid && exists && static_cast<uint32_t>(from_row) < static_cast<uint32_t>(s.height) &&
@@ -78,7 +78,7 @@ struct Window {
   }
 };
 
-// 8 neighboring elements, zeros when not valid: no branch keeps other loads from starting.
+// Loads 8 adjacent elements, zeros if not valid, without a branch that would delay other loads.
 template <class T>
 __device__ inline Eight load_eight(const T* from, bool valid) {
   Eight eight;
@@ -99,12 +99,12 @@ __device__ inline uint32_t load_one(const T* from, bool valid) {
 
 template <class T>
 __device__ inline void store_eight(const Eight& eight, T* to) {
-  // nvcc 13 loses the type of any other pointer here.
+  // nvcc 13 miscompiles other pointer types here.
   void* const place = to;
   memcpy(__builtin_assume_aligned(place, mma::kPadding * sizeof(T)), eight.bits, sizeof(eight.bits));
 }
 
-// 8 elements of a pixel's window from `depth` on; `place` is that of the first.
+// Loads 8 elements of a pixel's window starting at `depth`, whose position is `place`.
 template <int kVec, class T>
 __device__ inline Eight load_window(const Window<T>& window, const NhwcConvShape& s, Place place, int depth, int end) {
   if constexpr (kVec == 8) {
@@ -122,7 +122,7 @@ __device__ inline Eight load_window(const Window<T>& window, const NhwcConvShape
   }
 }
 
-// 8 elements of a filter from `depth` on; past the last filter or the last depth zeros.
+// Loads 8 elements of a filter starting at `depth`; zeros beyond the last filter or depth.
 template <int kVec, class T>
 __device__ inline Eight load_filter(const T* filters, int filter, int filter_count, int depth, int end, int whole) {
   const bool exists = filter < filter_count;
@@ -148,13 +148,13 @@ __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const 
                                                               int32_t split_depth, NhwcConvShape s) {
   wait_for_predecessor();
   using namespace mma;
-  // Waves lie in rows of 32 pixels; 8 waves (of 32 lanes) share the filters by two, 4 (of 64) take all.
+  // Waves compute rows of 32 pixels; with 8 waves (of 32 lanes) two share the filters, with 4 (of 64) each has all.
   constexpr int kWaves = kThreads / SD_ORT_WAVE_SIZE, kWaveRows = kPixels / 32;
   constexpr int kRowTiles = 2, kColumnTiles = kFilters / kTile / (kWaves / kWaveRows);
   alignas(16) __shared__ T window_lds[kPixels * kStride];
   alignas(16) __shared__ T filter_lds[kFilters * kStride];
 
-  const int lane_row = threadIdx.x / kLanesARow, lane_depth = threadIdx.x % kLanesARow * 8;
+  const int lane_row = threadIdx.x / kLanesPerRow, lane_depth = threadIdx.x % kLanesPerRow * 8;
   const int first_pixel = blockIdx.x * kPixels, first_filter = blockIdx.y * kFilters;
   const int whole = s.kernel_height * s.kernel_width * s.channels;
   const int begin = blockIdx.z * split_depth, end = min(begin + split_depth, whole);
@@ -162,7 +162,7 @@ __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const 
   const int wave_row = wave % kWaveRows * 32, wave_column = wave / kWaveRows * kColumnTiles * kTile;
 
   const Window<T> windows[kPixelSteps] = {{x, s, first_pixel + lane_row, pixels},
-                                          {x, s, first_pixel + lane_row + kRowsAStep, pixels}};
+                                          {x, s, first_pixel + lane_row + kRowsPerStep, pixels}};
   Place place(s, begin + lane_depth);
   Eight window_part[kPixelSteps], filter_part[kFilterSteps];
   const auto load = [&](int depth) {
@@ -170,7 +170,7 @@ __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const 
     for (int i = 0; i < kPixelSteps; ++i) window_part[i] = load_window<kVec>(windows[i], s, place, depth, end);
 #pragma unroll
     for (int i = 0; i < kFilterSteps; ++i) {
-      const int filter = first_filter + lane_row + i * kRowsAStep;
+      const int filter = first_filter + lane_row + i * kRowsPerStep;
       filter_part[i] = load_filter<kVec>(filters, filter, s.filter_count, depth, end, whole);
     }
     place.advance(s, kDepth);
@@ -187,11 +187,11 @@ __global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const 
   for (int depth = begin; depth < end; depth += kDepth) {
 #pragma unroll
     for (int i = 0; i < kPixelSteps; ++i) {
-      store_eight(window_part[i], window_lds + (lane_row + i * kRowsAStep) * kStride + lane_depth);
+      store_eight(window_part[i], window_lds + (lane_row + i * kRowsPerStep) * kStride + lane_depth);
     }
 #pragma unroll
     for (int i = 0; i < kFilterSteps; ++i) {
-      store_eight(filter_part[i], filter_lds + (lane_row + i * kRowsAStep) * kStride + lane_depth);
+      store_eight(filter_part[i], filter_lds + (lane_row + i * kRowsPerStep) * kStride + lane_depth);
     }
     block_barrier();
     if (depth + kDepth < end) load(depth + kDepth + lane_depth);

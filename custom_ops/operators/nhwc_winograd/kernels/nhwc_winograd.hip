@@ -1,6 +1,5 @@
-// The two ends of NhwcWinograd; between them are products of matrices (candidates.cc). Bandwidth bound: a thread takes
-// kVec neighboring channels of one tile, and neighboring threads neighboring channels. kSide is 4, or 3 of images that
-// are doubled.
+// Input and output transforms of NhwcWinograd; candidates.cc runs the GEMMs between. Bandwidth bound: a thread handles
+// kVec adjacent channels of one tile, and adjacent threads adjacent channels. kSide is 4, or 3 for upsampled images.
 //
 // winograd_input_kernel<T, kVec, kSide>   v[kSide i + j] = (B^T d B)[i, j] of the 4 x 4 pixels d around a tile
 // winograd_output_kernel<T, kVec, kSide>  y = A^T m A + bias + skip, of the kSide * kSide products m of a tile
@@ -11,10 +10,10 @@
 namespace sd_ort {
 namespace {
 
-// A tile's first pixel of X.
+// First pixel of a tile in X.
 template <int kSide>
 struct TilePlace {
-  static constexpr int kPixels = kSide - 2;  // on an axis of a tile
+  static constexpr int kPixels = kSide - 2;  // pixels along an axis of a tile
   int64_t image;
   int row, column;
 
@@ -28,7 +27,7 @@ struct TilePlace {
   }
 };
 
-// B^T of a line's pixels.
+// B^T applied to the pixels of a line.
 __device__ inline void transform_pixels(float& a, float& b, float& c, float& d) {
   const float first = a - c, second = b + c, third = c - b, fourth = b - d;
   a = first;
@@ -37,7 +36,7 @@ __device__ inline void transform_pixels(float& a, float& b, float& c, float& d) 
   d = fourth;
 }
 
-// The same of (a, b, b, c), without the third, which is 0.
+// B^T applied to (a, b, b, c), without its third element, which is 0.
 __device__ inline void transform_pixels(float& a, float& b, float& c) {
   const float first = a - b, last = b - c;
   a = first;
@@ -63,7 +62,7 @@ __device__ inline void transform_tile(float (&d)[kSide][kSide][kVec]) {
   }
 }
 
-// A^T of a line's products: its two pixels.
+// A^T applied to the products of a line: its two pixels.
 template <int kVec>
 __device__ inline void add_products(const float (&m)[4][kVec], float (&first)[kVec], float (&second)[kVec]) {
 #pragma unroll
@@ -145,7 +144,7 @@ __global__ __launch_bounds__(256) void winograd_output_kernel(const T* products,
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int row = place.row * kTimes + i, column = place.column * kTimes + j;
-      if (row >= height || column >= width) continue;  // of a last tile that is half outside
+      if (row >= height || column >= width) continue;  // the last tile may extend beyond the image
       const int64_t to = ((place.image * height + row) * width + column) * channels + channel;
       float sum[kVec] = {};
       if (skip != nullptr) unpack_words(Vec<T, kVec>::load(skip + to), sum);
@@ -158,8 +157,8 @@ __global__ __launch_bounds__(256) void winograd_output_kernel(const T* products,
 
 namespace {
 
-WinogradShape shape(const NhwcWinogradParams& p, const WinogradPiece& piece) {
-  return {static_cast<int32_t>(p.height), static_cast<int32_t>(p.width), static_cast<int32_t>(piece.first)};
+WinogradShape shape(const NhwcWinogradParams& p, const WinogradTiles& range) {
+  return {static_cast<int32_t>(p.height), static_cast<int32_t>(p.width), static_cast<int32_t>(range.first)};
 }
 
 template <int kSize>
@@ -167,18 +166,18 @@ struct Side {
   static constexpr int value = kSize;
 };
 
-// run(Access<T, kVec>(), Side<kSide>(), vectors, vectors of a tile) of a piece whose tiles have `channels` each.
+// Calls run(Access<T, kVec>(), Side<kSide>(), vectors, vectors per tile) for a range whose tiles have `channels`.
 template <class F>
-const char* with_piece(const NhwcWinogradParams& p, bool aligned, const WinogradPiece& piece, int64_t channels,
+const char* with_piece(const NhwcWinogradParams& p, bool aligned, const WinogradTiles& range, int64_t channels,
                        F&& run) {
   return with_type(p.dtype, [&](auto type) -> const char* {
     using T = typename decltype(type)::type;
     constexpr int kVec = kWinogradVec<T>;
     const bool wide = aligned && channels % kVec == 0;
-    const int64_t per_tile = channels / (wide ? kVec : 1), vectors = piece.tiles * per_tile;
+    const int64_t per_tile = channels / (wide ? kVec : 1), vectors = range.tiles * per_tile;
     if (vectors == 0) return nullptr;
     if (vectors > INT32_MAX) return "the image is too large";
-    if (p.doubled == 0) {
+    if (p.upsampled == 0) {
       return wide ? run(Access<T, kVec>(), Side<4>(), vectors, per_tile)
                   : run(Access<T, 1>(), Side<4>(), vectors, per_tile);
     }
@@ -189,26 +188,26 @@ const char* with_piece(const NhwcWinogradParams& p, bool aligned, const Winograd
 
 }  // namespace
 
-const char* winograd_input_launch(const NhwcWinogradParams& p, const WinogradPiece& piece, void* transformed,
+const char* winograd_input_launch(const NhwcWinogradParams& p, const WinogradTiles& range, void* transformed,
                                   void* stream) {
   const bool aligned = are_aligned<16>(p.x, transformed);
-  return with_piece(p, aligned, piece, p.channels, [&](auto access, auto side, int64_t vectors, int64_t per_tile) {
+  return with_piece(p, aligned, range, p.channels, [&](auto access, auto side, int64_t vectors, int64_t per_tile) {
     using T = typename decltype(access)::type;
     return launch(winograd_input_kernel<T, decltype(access)::kVec, decltype(side)::value>, dim3(ceil_div(vectors, 256)),
                   dim3(256), 0, stream, static_cast<const T*>(p.x), static_cast<T*>(transformed), vectors, per_tile,
-                  shape(p, piece));
+                  shape(p, range));
   });
 }
 
-const char* winograd_output_launch(const NhwcWinogradParams& p, const WinogradPiece& piece, const void* products,
+const char* winograd_output_launch(const NhwcWinogradParams& p, const WinogradTiles& range, const void* products,
                                    void* stream) {
   const bool aligned = are_aligned<16>(products, p.bias, p.skip, p.y);
-  return with_piece(p, aligned, piece, p.filter_count, [&](auto access, auto side, int64_t vectors, int64_t per_tile) {
+  return with_piece(p, aligned, range, p.filter_count, [&](auto access, auto side, int64_t vectors, int64_t per_tile) {
     using T = typename decltype(access)::type;
     return launch(winograd_output_kernel<T, decltype(access)::kVec, decltype(side)::value>,
                   dim3(ceil_div(vectors, 256)), dim3(256), 0, stream, static_cast<const T*>(products),
                   static_cast<const T*>(p.bias), static_cast<const T*>(p.skip), static_cast<T*>(p.y), vectors, per_tile,
-                  shape(p, piece));
+                  shape(p, range));
   });
 }
 

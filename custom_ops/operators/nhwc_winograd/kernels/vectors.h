@@ -1,16 +1,15 @@
-// How a thread of Winograd's transforms reads neighboring channels. Device code.
+// Vector loads of adjacent channels for the Winograd transforms. Device code.
 #pragma once
 
 #include "common/gpu.h"
 
 namespace sd_ort {
 
-// Channels at once, where their number and addresses allow it; on NVIDIA more would cost registers.
+// Channels per access if their number and addresses allow it; more would cost registers on NVIDIA.
 template <class T>
 constexpr int kWinogradVec = kHip ? 16 / sizeof(T) : 4;
 
-// AMD's compiler reads numbers of 2 bytes byte by byte here, at odd addresses, unless whole words are in registers
-// first.
+// Loads complete words first: AMD's compiler would otherwise split 2-byte elements into byte loads here.
 template <class T, int kVec>
 __device__ inline void unpack_words(const Vec<T, kVec>& vector, float (&numbers)[kVec]) {
   if constexpr (kHip && sizeof(T) == 2 && kVec > 1) {

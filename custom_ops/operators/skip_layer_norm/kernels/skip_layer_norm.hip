@@ -1,9 +1,9 @@
-// SkipLayerNormalization on a GPU. Bandwidth bound: input and skip are read once, the row stays in registers.
+// SkipLayerNormalization on a GPU. Bandwidth bound: input and skip are read once; the row stays in registers.
 //
 // skip_layer_norm_kernel: kLanes threads per row, kItems vectors of kVec elements each.
 //   Launch: block (256, 1, 1), grid (ceil(rows / (256 / kLanes)), 1, 1), static LDS only;
 //   needs vectors_per_row <= kLanes * kItems.
-// skip_layer_norm_any_kernel: rows of any length, read twice.
+// skip_layer_norm_any_kernel: rows of any length in two passes.
 //   Launch: block (256, 1, 1), grid (rows, 1, 1), static LDS only.
 #include "common/gpu.h"
 #include "common/reduce.h"
@@ -13,7 +13,7 @@ namespace sd_ort {
 
 constexpr int kBlock = SkipLayerNormConfig::kBlock;
 
-// A row's weights, those of absent ones zero.
+// gamma, beta and bias of a row; absent ones are zero.
 template <class T, int kVec, int kItems, class Column>
 __device__ inline void load_or_zero(Vec<T, kVec> (&items)[kItems], const T* weights, const Column& column) {
 #pragma unroll
@@ -33,8 +33,8 @@ __global__ __launch_bounds__(kBlock) void skip_layer_norm_kernel(const T* x, con
   __shared__ float shared[2 * max_waves(kBlock)];
   const uint32_t lane = threadIdx.x % kLanes;
   const uint32_t wanted_row = blockIdx.x * (kBlock / kLanes) + threadIdx.x / kLanes;
-  // Threads and items past the end work on the last row or vector again and store nothing: loads without branches keep
-  // the registers few, and every thread takes part in the reductions.
+  // Threads and items past the end repeat the last row or vector and store nothing: loads without branches need fewer
+  // registers, and all threads take part in the reductions.
   const uint32_t row = min(wanted_row, rows - 1);
   const int64_t begin = static_cast<int64_t>(row) * vectors_per_row * kVec;
   const uint32_t skip_row = skip_rows == rows ? row : row % skip_rows;
@@ -46,8 +46,8 @@ __global__ __launch_bounds__(kBlock) void skip_layer_norm_kernel(const T* x, con
     return wave_reduce < Sum, kLanes<kBlock ? kLanes : 1>(value);
   };
 
-  // All loads come before the first store: past it, the compiler must think that a load may read what was stored, and
-  // would wait for one vector's weights after another's. The bias first: whether there is one is a branch.
+  // All loads precede the first store, since the compiler must assume that a later load may alias it. The bias comes
+  // first, because its presence is a branch.
   Pack raw[kItems], other[kItems], more[kItems];
   load_or_zero<T>(more, bias, column);
 #pragma unroll

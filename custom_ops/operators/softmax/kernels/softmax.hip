@@ -1,6 +1,6 @@
-// Softmax of rows on a GPU: a block per row.
+// Softmax of rows on a GPU: one block per row.
 //
-// softmax_kernel<T, kVec, kItems>: a row of up to 512 * kVec * kItems numbers, held in registers: one read.
+// softmax_kernel<T, kVec, kItems>: rows of up to 512 * kVec * kItems elements in registers: one read.
 //   Launch: block (512, 1, 1), grid (rows, 1, 1), static LDS only; needs columns % kVec == 0, columns <= 512 * kVec *
 //   kItems, and rows aligned to kVec elements.
 // long_softmax_kernel<T, kVec>: any length, three reads. Launch: the same, any number of columns.
@@ -27,7 +27,7 @@ __global__ __launch_bounds__(kSoftmaxBlock) void softmax_kernel(const float* sco
     if (inside) Vec<float, kVec>::load(scores + row + begin + item * step).unpack(held[item]);
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
-      if (!inside) held[item][k] = -INFINITY;  // of weight 0
+      if (!inside) held[item][k] = -INFINITY;  // weight 0
       largest = fmaxf(largest, held[item][k]);
     }
   }
@@ -86,7 +86,7 @@ namespace {
 
 template <class T, int kVec>
 const char* launch_width(const SoftmaxParams& p, bool in_registers, void* stream) {
-  constexpr int kFew = 8 / kVec, kMany = SoftmaxConfig::kMostHeld / kSoftmaxBlock / kVec;
+  constexpr int kFew = 8 / kVec, kMany = SoftmaxConfig::kMaxColumns / kSoftmaxBlock / kVec;
   const auto kernel = !in_registers                              ? long_softmax_kernel<T, kVec>
                       : p.columns <= kSoftmaxBlock * kVec * kFew ? softmax_kernel<T, kVec, kFew>
                                                                  : softmax_kernel<T, kVec, kMany>;

@@ -1,5 +1,5 @@
-// SubpixelShuffle on a GPU. Bandwidth bound: a thread reads a vector of one pixel's phase, adds the bias, which comes
-// from cache, and writes it; neighboring threads write neighboring channels.
+// SubpixelShuffle on a GPU. Bandwidth bound: a thread reads a vector of one phase of a pixel, adds the cached bias and
+// writes it; adjacent threads write adjacent channels.
 //
 // Launch: block (256, 1, 1), grid (ceil(vectors / 256), 1, 1), no LDS; vectors = batch * height * width * channels /
 // kVec, those of Y.

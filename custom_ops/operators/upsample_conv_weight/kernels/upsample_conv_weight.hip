@@ -1,5 +1,5 @@
-// UpsampleConvWeight on a GPU. Bandwidth bound: a block turns 32 filters and 32 channels around in LDS, all nine taps
-// of them, so that both sides move neighboring elements.
+// UpsampleConvWeight on a GPU. Bandwidth bound: a block transposes all nine taps of 32 filters and 32 channels in LDS,
+// so that reads and writes are contiguous.
 //
 // Launch: block (256, 1, 1), grid (ceil(channels / 32), ceil(filters / 32), 1), static LDS only.
 #include "common/gpu.h"
@@ -13,7 +13,7 @@ template <class T>
 __global__ __launch_bounds__(kWeightThreads) void upsample_conv_weight_kernel(const T* weight, T* y, uint32_t filters,
                                                                               uint32_t channels) {
   wait_for_predecessor();
-  // a row of an odd number of 4-byte words: lanes that read down a column meet different banks
+  // rows of an odd number of 4-byte words: lanes that read a column use different banks
   __shared__ T taps[9][kWeightTile][kWeightTile + 4 / sizeof(T)];
   const uint32_t first_filter = blockIdx.y * kWeightTile, first_channel = blockIdx.x * kWeightTile;
   const uint32_t lane = threadIdx.x % kWeightTile, line = threadIdx.x / kWeightTile;
@@ -26,7 +26,7 @@ __global__ __launch_bounds__(kWeightThreads) void upsample_conv_weight_kernel(co
   block_barrier();
   for (uint32_t row = line; row < kWeightTile; row += kWeightRows) {
     if (first_channel + row >= channels || first_filter + lane >= filters) continue;
-    float sums[3][4];  // of a row's neighbors: the last two, the middle two, ...
+    float sums[3][4];  // sums of adjacent taps of a row: the last two, the middle two, ...
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
       const float left = to_float(taps[3 * i][lane][row]), middle = to_float(taps[3 * i + 1][lane][row]),

@@ -1,5 +1,5 @@
 // UpsampleNearest on a GPU. Bandwidth bound: a thread reads a vector of one pixel once and writes it scale_height *
-// scale_width times; neighboring threads write neighboring channels.
+// scale_width times; adjacent threads write adjacent channels.
 //
 // Launch: block (kBlock, 1, 1), grid (ceil(vectors / kBlock), 1, 1), no LDS; vectors = rows * width * channels / kVec,
 // those of X.

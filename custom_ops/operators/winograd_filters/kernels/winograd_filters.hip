@@ -1,5 +1,5 @@
-// WinogradFilters on a GPU. Bandwidth bound: a thread takes the nine taps of neighboring channels of one filter. kSide
-// squared matrices are made: 4, or 3 for images that are doubled.
+// WinogradFilters on a GPU. Bandwidth bound: a thread handles the nine taps of adjacent channels of one filter. It
+// writes kSide^2 matrices: kSide is 4, or 3 for upsampled images.
 //
 // Launch: block (256, 1, 1), grid (ceil(vectors / 256), 1, 1), no LDS; vectors = filters * channels / kVec.
 #include "operators/nhwc_winograd/kernels/vectors.h"
@@ -15,7 +15,7 @@ __global__ __launch_bounds__(256) void winograd_filters_kernel(const T* weight, 
   if (vector >= vectors) return;
   const int64_t at = static_cast<int64_t>(vector) * kVec, channels = static_cast<int64_t>(vectors_per_filter) * kVec;
   const uint32_t filter = vector / vectors_per_filter;
-  const T* taps = weight + at + filter * 8 * channels;  // a filter has nine times its channels
+  const T* taps = weight + at + filter * 8 * channels;  // a filter has 9 * channels elements
   float rows[4][3][kVec];
 #pragma unroll
   for (int j = 0; j < 3; ++j) {
@@ -31,7 +31,7 @@ __global__ __launch_bounds__(256) void winograd_filters_kernel(const T* weight, 
       rows[3][j][k] = column[2][k];
     }
   }
-  const int64_t length = static_cast<int64_t>(vectors) * kVec;  // of a matrix
+  const int64_t length = static_cast<int64_t>(vectors) * kVec;  // elements of a matrix
 #pragma unroll
   for (int i = 0; i < kSide; ++i) {
     const auto& row = rows[kSide == 3 && i == 2 ? 3 : i];
@@ -69,7 +69,7 @@ const char* winograd_filters_launch(const WinogradFiltersParams& p, void* stream
     using T = typename decltype(type)::type;
     constexpr int kVec = kWinogradVec<T>;
     const bool wide = p.channels % kVec == 0 && are_aligned<16>(p.weight, p.y);
-    if (p.doubled != 0) return wide ? launch_kernel<T, kVec, 3>(p, stream) : launch_kernel<T, 1, 3>(p, stream);
+    if (p.upsampled != 0) return wide ? launch_kernel<T, kVec, 3>(p, stream) : launch_kernel<T, 1, 3>(p, stream);
     return wide ? launch_kernel<T, kVec, 4>(p, stream) : launch_kernel<T, 1, 4>(p, stream);
   });
 }
