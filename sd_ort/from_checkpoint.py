@@ -15,18 +15,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sd_ort.core import folder
+from sd_ort.checkpoints.checkpoint import FileOptions, Source, choose, open_source
+from sd_ort.checkpoints.recorded_inputs import check_recorded
+from sd_ort.checkpoints.signatures import MODEL_OF
+from sd_ort.checkpoints.tensors import reader
+from sd_ort.core import pipeline_folder
 from sd_ort.core.files import read_ahead
 from sd_ort.core.paths import output_path
 from sd_ort.export import DEFAULT_OPSET, templates
-from sd_ort.family.checkpoints import FileOptions, Source, choose, open_source
-from sd_ort.family.recorded import check_recorded
-from sd_ort.family.signatures import MODEL_OF
-from sd_ort.family.weights import reader
-from sd_ort.optimize import raw
+from sd_ort.optimize import unoptimized
 from sd_ort.optimize.optimizer import chosen_hoisting, chosen_target, optimize_all
 from sd_ort.optimize.targets import TARGETS
-from sd_ort.runtime.provider_records import PROVIDERS
+from sd_ort.runtime.provider_table import PROVIDERS
 
 Report = Callable[[str], None]
 
@@ -69,11 +69,12 @@ def optimize_checkpoint(
         "versions": {name: version(name) for name in ("sd-ort", "onnx", "onnx-ir", "onnxscript")},
         "options": {
             "target": target, "dtype": dtype, "components": names, "calibrate": calibrate,
-            "inputs": folder.sha256(inputs) if inputs else None, "hoist": hoisted, "exporter": exporter, "opset": opset,
+            "inputs": pipeline_folder.sha256(inputs) if inputs else None, "hoist": hoisted, "exporter": exporter,
+            "opset": opset,
             "templates": {name: path.name for name, path in found.items()},
         },
     }  # fmt: skip
-    with folder.staged(output, *source.folders) as work:
+    with pipeline_folder.staged(output, *source.folders) as work:
         for line in filter(None, (why, source.about)):
             report(line)
         source.write_configs(work)
@@ -83,7 +84,7 @@ def optimize_checkpoint(
             options = {"opset": opset, "exporter": exporter, "controlnet": controlnet, "files": files}
             exported = _export(model, missing, keys, Path(scratch) / "raw", options, report)
             for each in exported:
-                folder.copy_configs(Path(scratch) / "raw", work, [each.name])
+                pipeline_folder.copy_configs(Path(scratch) / "raw", work, [each.name])
             raws = {each.name: each for each in exported}
             manifest["components"], hashes = optimize_all(
                 [raws.get(name) or _fill(found[name], source, name, work / name) for name in names],
@@ -95,10 +96,10 @@ def optimize_checkpoint(
                 hoisted=hoisted,
                 report=report,
             )
-        folder.write_manifest(work, manifest, hashes)
+        pipeline_folder.write_manifest(work, manifest, hashes)
     how = "nothing was traced" if not missing else f"{', '.join(missing)} traced"
     report(f"{output}: made in {time.perf_counter() - started:.1f} s, {how}.")
-    return folder.read_manifest(output)
+    return pipeline_folder.read_manifest(output)
 
 
 @contextmanager
@@ -119,7 +120,7 @@ def drawable(model: str, provider: str, keep: Path | None, config: str | None, r
 
 def _export(
     model: str, names: list[str], keys: dict[str, str], scratch: Path, options: dict[str, Any], report: Report
-) -> list[raw.Raw]:
+) -> list[unoptimized.Raw]:
     """Export the components that no template has, with options of `export`, and keep a template of each."""
     if not names:
         return []
@@ -131,10 +132,10 @@ def _export(
             report(f"{name}: no template was kept: {why_not}.")
         else:
             report(f"{name}: template {keys[name]} was kept for the next checkpoint of its kind.")
-    return raw.of_folder(scratch, names)
+    return unoptimized.of_folder(scratch, names)
 
 
-def _fill(path: Path, source: Source, component: str, out: Path) -> raw.Raw:
+def _fill(path: Path, source: Source, component: str, out: Path) -> unoptimized.Raw:
     """A component whose graph is the template's and whose weights are the checkpoint's; its config.json is written."""
     template = templates.Template(path)
     model = MODEL_OF.get(component, component)
@@ -142,4 +143,4 @@ def _fill(path: Path, source: Source, component: str, out: Path) -> raw.Raw:
     out.mkdir()
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     read = reader(source, model, template.sources)
-    return raw.Raw(component, lambda: template.graph(read), lambda: config, template.bytes, read=read)
+    return unoptimized.Raw(component, lambda: template.graph(read), lambda: config, template.bytes, read=read)

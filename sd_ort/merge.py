@@ -20,14 +20,14 @@ import numpy as np
 import onnx_ir as ir
 
 from fusion_passes.graph_edits import new_initializer
-from sd_ort.core import folder
+from sd_ort.checkpoints.conditioning import embedding_output, latent_scale, text_encoders
+from sd_ort.checkpoints.configs import component_config
+from sd_ort.checkpoints.schedule import linear_schedule
+from sd_ort.checkpoints.schedule_cache import LinearSchedule
+from sd_ort.checkpoints.schedulers import make_scheduler, set_timesteps
+from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.core.paths import output_path
-from sd_ort.family.conditioning import embedding_output, latent_scale, text_encoders
-from sd_ort.family.configs import component_config
-from sd_ort.family.plans import LinearSchedule
-from sd_ort.family.schedule import linear_schedule
-from sd_ort.family.schedulers import make_scheduler, set_timesteps
 from sd_ort.graphs import hoist
 from sd_ort.graphs import merged_loop_graphs as loop_graphs
 from sd_ort.graphs.inline import inline
@@ -54,13 +54,13 @@ def merge(
     scheduler that is not linear; OutputError when `output` cannot be written, and then nothing is left behind.
     """
     output_path(output, source)
-    index = folder.read_index(source)
-    there = folder.components(source)
+    index = pipeline_folder.read_index(source)
+    there = pipeline_folder.components(source)
     names = [*text_encoders(index), "unet", "vae_decoder"]
     if "controlnet" in there or component_config(source, "unet", required=True).get("in_channels", 4) != 4:
         raise InputError(f"{source} draws from pictures: only a text-to-image pipeline can be merged.")
     names += [hoist.PARTS["prompt"], hoist.PARTS["time"]] if hoist.is_hoisted(source) else []
-    parts = {name: load(folder.check_component(source, name)) for name in names}
+    parts = {name: load(pipeline_folder.check_component(source, name)) for name in names}
     read = {str(value.name) for part in parts.values() for value in part.graph.inputs}
     if foreign := read & {"timestep_cond", "class_labels", "image_embeds"}:
         raise InputError(f"{source} has a UNet that takes {', '.join(foreign)}, which a merged model has no input for.")
@@ -70,24 +70,24 @@ def merge(
     set_timesteps(chosen, steps)
     schedule = linear_schedule(chosen, chosen.timesteps, float(chosen.init_noise_sigma))
     model = _Merger(parts, component_config(source, "vae_decoder", required=True), schedule, guidance).model
-    before = folder.read_manifest(source)
+    before = pipeline_folder.read_manifest(source)
     manifest = {
         "stage": "merge",
         "source": {**before.get("source", {}), "folder": str(source.resolve())},
         "versions": {name: importlib.metadata.version(name) for name in ("sd-ort", "onnx", "onnx-ir", "diffusers")},
         "options": {"steps": steps, "guidance": guidance, "scheduler": type(chosen).__name__},
-        "components": {folder.MERGED: {"nodes": sum(1 for _ in model.graph.all_nodes()), "merged": names}},
+        "components": {pipeline_folder.MERGED: {"nodes": sum(1 for _ in model.graph.all_nodes()), "merged": names}},
     }
-    with folder.staged(output, source) as work:
-        folder.copy_configs(source, work, names)
+    with pipeline_folder.staged(output, source) as work:
+        pipeline_folder.copy_configs(source, work, names)
         (work / "scheduler").mkdir(exist_ok=True)
         scheduler_config = work / "scheduler" / "scheduler_config.json"
         config = {**dict(chosen.config), "_class_name": type(chosen).__name__}
         scheduler_config.write_text(json.dumps(config, indent=2, default=str) + "\n")
-        save(model, work / folder.MERGED / folder.MODEL)
-        folder.write_manifest(work, manifest)
+        save(model, work / pipeline_folder.MERGED / pipeline_folder.MODEL)
+        pipeline_folder.write_manifest(work, manifest)
     report(f"Wrote {output}: {', '.join(names)} as one model.")
-    return folder.read_manifest(output)
+    return pipeline_folder.read_manifest(output)
 
 
 class _Merger:
@@ -99,7 +99,7 @@ class _Merger:
         self.parts = parts
         unet = parts["unet"]
         self.opset = unet.graph.opset_imports[""]
-        self.graph = ir.Graph([], [], nodes=[], opset_imports={"": self.opset}, name=folder.MERGED)
+        self.graph = ir.Graph([], [], nodes=[], opset_imports={"": self.opset}, name=pipeline_folder.MERGED)
         self.model = ir.Model(self.graph, ir_version=max(part.ir_version for part in parts.values()))
         self.is_xl = "time_ids" in {v.name for part in parts.values() for v in part.graph.inputs}
 

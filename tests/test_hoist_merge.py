@@ -11,23 +11,23 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+import tiny_pipeline
 import torch
-import toy
-from pictures import psnr
+from image_metrics import psnr
 
 from sd_ort import StableDiffusionPipeline
-from sd_ort.check.explain import explain
-from sd_ort.check.verify import verify
+from sd_ort.checkpoints.schedulers import make_scheduler
+from sd_ort.checkpoints.synthetic_inputs import SIZES
 from sd_ort.core.errors import InputError, SdOrtError
-from sd_ort.core.folder import MODEL, read_manifest
-from sd_ort.family.inputs import SIZES
-from sd_ort.family.schedulers import make_scheduler
+from sd_ort.core.pipeline_folder import MODEL, read_manifest
 from sd_ort.graphs import hoist
 from sd_ort.graphs.inline import inline
+from sd_ort.inspect.explain import explain
+from sd_ort.inspect.verify import verify
 from sd_ort.merge import merge
 from sd_ort.optimize.optimizer import optimize
-from sd_ort.pipeline.merged import MergedPipeline
-from sd_ort.runtime.captured import BoundShapes
+from sd_ort.pipelines.merged import MergedPipeline
+from sd_ort.runtime.gpu_graphs import BoundShapes
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import Model
 
@@ -207,9 +207,9 @@ def test_opset_of_a_merged_model() -> None:
 
 def _optimum(folder: Path) -> Path:
     """A tiny pipeline whose UNet has a timestep of shape [] like Optimum's: Unsqueeze, Cast, Expand to the batch."""
-    toy.write(folder)
+    tiny_pipeline.write(folder)
     text = f"""<ir_version: 8, opset_import: ["" : 18]> unet (float[batch,4,height,width] sample, int64 timestep,
-        float[batch,sequence,{toy.WIDTH}] encoder_hidden_states) => (float[batch,4,height,width] out_sample)
+        float[batch,sequence,{tiny_pipeline.WIDTH}] encoder_hidden_states) => (float[batch,4,height,width] out_sample)
         <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[2] axes = {{1, 2}}, int64[1] last = {{3}},
          int64[4] column = {{-1, 1, 1, 1}}, float small = {{0.001}}> {{
             told = ReduceMean <keepdims = 1> (encoder_hidden_states, axes)  wide = Unsqueeze (told, last)
@@ -218,7 +218,7 @@ def _optimum(folder: Path) -> Path:
             scaled = Mul (rows, small)  angle = Sin (scaled)  shift = Reshape (angle, column)
             a = Add (sample, wide)  out_sample = Add (a, shift)
         }}"""
-    toy.save(onnx.parser.parse_model(text), folder / "unet")
+    tiny_pipeline.save(onnx.parser.parse_model(text), folder / "unet")
     return folder
 
 
@@ -315,7 +315,7 @@ def test_device_loop_samples_noise_in_the_same_order(plain: Path, name: str, see
 
 
 def test_queued_equals_waited(half: Path, hoisted: Path) -> None:
-    """Byte for byte; on a GPU scripts/measure/plain_call.py checks the same."""
+    """Byte for byte; on a GPU scripts/bench/default_pipeline.py checks the same."""
     for folder in (half, hoisted):
         looped = StableDiffusionPipeline.from_pretrained(folder, device_loop=True)
         queued = draw(looped)

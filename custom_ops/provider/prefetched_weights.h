@@ -1,5 +1,5 @@
 // External data of a model in one device allocation, read in the background while ONNX Runtime creates the session
-// (sd_ort/runtime/device_weights.py). ONNX Runtime itself maps, copies and unmaps one tensor after another.
+// (sd_ort/runtime/weight_prefetch.py). ONNX Runtime itself maps, copies and unmaps one tensor after another.
 #pragma once
 
 #include <exception>

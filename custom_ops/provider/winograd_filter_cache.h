@@ -22,7 +22,7 @@ class WinogradFilterCache {
   const void* get(const NhwcConvParams& params, device::Stream stream);
 
   // Transforms the filters at this address again into the same memory, so captured graphs stay valid. Called after a
-  // weight of an open session was updated in place (sd_ort/runtime/held.py). No run may be in progress.
+  // weight of an open session was updated in place (sd_ort/runtime/updatable_weights.py). No run may be in progress.
   static void update(const void* filters);
 
  private:

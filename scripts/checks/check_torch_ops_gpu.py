@@ -23,7 +23,7 @@ import torch
 from diffusers.models.resnet import ResnetBlock2D
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts/fixtures"), str(ROOT / "scripts/measure")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts/fixtures"), str(ROOT / "scripts/bench")]
 
 from gpu_models import random_module  # noqa: E402
 from torch_calls import NAMES, RandomTensors, calls  # noqa: E402

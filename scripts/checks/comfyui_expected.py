@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from sd_ort import StableDiffusionPipeline, demo
-from sd_ort.hosts.diffusers import accelerate
-from sd_ort.hosts.models import TorchComponentSessions
+from sd_ort.integrations.diffusers import accelerate
+from sd_ort.integrations.models import TorchComponentSessions
 
 PROMPT, SEED, STEPS, GUIDANCE, SIDE = "a red circle on a blue background", 7, 10, 3.0, demo.HEIGHT
 MODEL = Path(demo.__file__).parent / "model"

@@ -24,8 +24,8 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from sd_ort.check.explain import explain
 from sd_ort.core.errors import SdOrtError
+from sd_ort.inspect.explain import explain
 from sd_ort.optimize.optimizer import optimize
 from sd_ort.runtime import tuning
 from sd_ort.runtime.machine import commit, machine, versions

@@ -26,13 +26,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "fixtures"), str(ROOT / "scripts" / "measure")]
 
 import ip_adapters  # noqa: E402
-from plain_call import PROMPT, SIZES, device_of, models, where  # noqa: E402
+from default_pipeline import PROMPT, SIZES, device_of, models, where  # noqa: E402
 
 from sd_ort import StableDiffusionPipeline  # noqa: E402
-from sd_ort.benchmark.contenders import target_of  # noqa: E402
+from sd_ort.benchmark.engine_selection import target_of  # noqa: E402
+from sd_ort.checkpoints.checkpoint import FileOptions, open_source  # noqa: E402
 from sd_ort.core.files import write_json  # noqa: E402
 from sd_ort.core.metrics import psnr  # noqa: E402
-from sd_ort.family.checkpoints import FileOptions, open_source  # noqa: E402
 from sd_ort.from_checkpoint import optimize_checkpoint  # noqa: E402
 
 STARTED = time.perf_counter()

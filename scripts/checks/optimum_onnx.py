@@ -19,7 +19,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from findings import report
+from check_report import report
 
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.core.metrics import psnr

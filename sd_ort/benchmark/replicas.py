@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from sd_ort.benchmark.engines.contract import Engine, Settings
+from sd_ort.benchmark.engines.interface import Engine, Settings
 from sd_ort.core.errors import InputError
 from sd_ort.serving import replica
 from sd_ort.serving.dispatch import Dispatcher, ReplicaProcess

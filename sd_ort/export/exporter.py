@@ -27,23 +27,23 @@ import numpy as np
 import torch
 
 from fusion_passes.weight_recipes import dump
+from sd_ort.checkpoints.checkpoint import FileOptions, Source, choose, component_signature, is_sdxl, open_source
+from sd_ort.checkpoints.modules import wrap
+from sd_ort.checkpoints.signatures import MODEL_OF, Config, Signature, Tensor, size
+from sd_ort.checkpoints.unet_inputs import CONDITIONS_BY_NAME
 from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError, OutputError, VerificationError, first_line
 from sd_ort.core.files import code_hash, read_json
-from sd_ort.core.folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
 from sd_ort.core.interrupts import in_threads
 from sd_ort.core.paths import output_path
+from sd_ort.core.pipeline_folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.core.quiet import quiet
 from sd_ort.export import templates
 from sd_ort.export.initializer_sources import duplicate_tensors, initializer_recipes
 from sd_ort.export.tracing import DEFAULT_OPSET, EXPORTERS, OPSETS, normalize_exported_names
-from sd_ort.family.checkpoints import FileOptions, Source, choose, component_signature, is_sdxl, open_source
-from sd_ort.family.conditions import CONDITIONS_BY_NAME
-from sd_ort.family.modules import wrap
-from sd_ort.family.signatures import MODEL_OF, Config, Signature, Tensor, size
-from sd_ort.runtime.provider_records import CPU_EP
-from sd_ort.runtime.wheels import runtime
+from sd_ort.runtime.ort_wheel import runtime
+from sd_ort.runtime.provider_table import CPU_EP
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -310,6 +310,6 @@ def versions() -> dict[str, str]:
     """Return the versions of all packages that determine the graph, and a hash of the code of this package."""
     packages = ("sd-ort", "torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
     root = Path(__file__).resolve().parent
-    code = code_hash(root, root.with_name("family"))
+    code = code_hash(root, root.with_name("checkpoints"))
     code_versions = {"python": platform.python_version(), "sd_ort.export": code}
     return code_versions | {name: version(name) for name in packages}

@@ -26,13 +26,13 @@ import onnx
 import onnx_ir as ir
 
 from fusion_passes import weight_recipes as recipes
-from sd_ort.core import files, folder
+from sd_ort.checkpoints.checkpoint import Source, is_sdxl
+from sd_ort.checkpoints.signatures import MODEL_OF
+from sd_ort.core import files, pipeline_folder
 from sd_ort.core.cache import cache_folder, is_there
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.family.checkpoints import Source, is_sdxl
-from sd_ort.family.signatures import MODEL_OF
 from sd_ort.graphs.load import load as load_graph
-from sd_ort.graphs.template_weights import Read, fill
+from sd_ort.weights.template_weights import Read, fill
 
 Config = Mapping[str, Any]
 
@@ -110,7 +110,7 @@ def _cached_path(key: str) -> Path:
     """Return the path in the cache, which depends on the versions of the exporters."""
     packages = ("torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
     package = Path(__file__).resolve().parent
-    versions = [files.code_hash(package, package.with_name("family")), *map(version, packages)]
+    versions = [files.code_hash(package, package.with_name("checkpoints")), *map(version, packages)]
     return user_folder() / f"{key}-{hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:12]}.onnx.xz"
 
 
@@ -124,7 +124,7 @@ def store_template(key: str, exported: Path, entry: Mapping[str, Any]) -> str | 
     """
     if pairs := entry.get("duplicate_weights", entry.get("equal_weights")):
         return f"{pairs[0][0]} and {pairs[0][1]} are equal, which exporters merge"
-    graph = load_graph(exported / folder.MODEL)
+    graph = load_graph(exported / pipeline_folder.MODEL)
     table = recipes.load(entry["weights"])
     for value in graph.graph.initializers.values():
         tensor = value.const_value

@@ -22,7 +22,7 @@ from fusion_passes.canonicalize.inverse_pairs import VIEWS
 from fusion_passes.cleanup import subgraphs
 from fusion_passes.graph_edits import new_initializer
 from sd_ort.core.errors import InputError
-from sd_ort.core.folder import MODEL
+from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.graphs.inline import inline
 from sd_ort.graphs.load import load
 from sd_ort.graphs.timestep import TIMESTEP, make_timestep_1d

@@ -24,11 +24,11 @@ from fusion_passes import DOMAIN
 from fusion_passes.graph_edits import tensor_values
 from fusion_passes.operators import BY_NAME, function_bodies
 from fusion_passes.shapes.types import is_float32_output
-from sd_ort.core import folder
+from sd_ort.checkpoints.recorded_inputs import recorded_inputs
+from sd_ort.checkpoints.synthetic_inputs import Arrays, random_inputs
+from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError, SdOrtError
-from sd_ort.family.inputs import Arrays, random_inputs
-from sd_ort.family.recorded import recorded_inputs
-from sd_ort.optimize.raw import Raw
+from sd_ort.optimize.unoptimized import Raw
 
 # A value stays in float32 when it came within this factor of the type's largest number: other prompts and noise move
 # the extremes of an activation by a small factor (VAE decoders, other seeds: below 2).
@@ -117,10 +117,10 @@ def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str
     function_bodies.attach(copy, [node for node in copy.graph if node.domain == DOMAIN])
     ranges = dict.fromkeys(names, 0.0)
     with tempfile.TemporaryDirectory(prefix=".calibration-", dir=scratch) as work:
-        path = Path(work) / "component" / folder.MODEL
+        path = Path(work) / "component" / pipeline_folder.MODEL
         path.parent.mkdir()
-        weights = _in_memory(copy, path.with_name(folder.DATA)) if _bytes(copy) <= SIZE_LIMIT else {}
-        ir.save(copy, path, external_data=None if weights else folder.DATA)
+        weights = _in_memory(copy, path.with_name(pipeline_folder.DATA)) if _bytes(copy) <= SIZE_LIMIT else {}
+        ir.save(copy, path, external_data=None if weights else pipeline_folder.DATA)
         for outputs in _run(path, feeds, weights):
             for name in names:
                 highest = float(outputs[f"{name}.range"])
@@ -150,8 +150,8 @@ def _in_memory(model: ir.Model, data: Path) -> Arrays:
 
 
 def _run(path: Path, feeds: Sequence[Arrays], weights: Arrays) -> Iterator[Arrays]:
-    from sd_ort.runtime.held import host_value
     from sd_ort.runtime.session import Model, create_session
+    from sd_ort.runtime.updatable_weights import host_value
 
     held = {name: host_value(array) for name, array in weights.items()}
     try:

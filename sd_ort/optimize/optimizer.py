@@ -27,21 +27,21 @@ from fusion_passes import weight_recipes as recipes
 from fusion_passes.canonicalize.opset import lower_opset
 from fusion_passes.graph_pass import run_all, totals
 from fusion_passes.operators import function_bodies
-from sd_ort.core import folder
+from sd_ort.checkpoints.config_inference import guessed_configs
+from sd_ort.checkpoints.recorded_inputs import check_recorded
+from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.core.interrupts import in_threads
 from sd_ort.core.paths import output_path
-from sd_ort.family.guessed import guessed_configs
-from sd_ort.family.recorded import check_recorded
 from sd_ort.graphs import hoist
 from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
-from sd_ort.graphs.template_weights import fill
 from sd_ort.graphs.timestep import make_timestep_1d
-from sd_ort.optimize import calibration, precision, raw
-from sd_ort.optimize.raw import Raw
+from sd_ort.optimize import calibration, precision, unoptimized
 from sd_ort.optimize.targets import TARGETS, Target, default_target
+from sd_ort.optimize.unoptimized import Raw
 from sd_ort.runtime.session import blaming, check_opens
+from sd_ort.weights.template_weights import fill
 
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
@@ -84,7 +84,7 @@ def optimize(
     """
     target, why = chosen_target(target, dtype, bool(calibrate or inputs))
     output = output_path(output, source)
-    names = folder.components(source)
+    names = pipeline_folder.components(source)
     if components:
         missing = [name for name in components if name not in names]
         if missing:
@@ -95,8 +95,12 @@ def optimize(
     if hoist.is_hoisted(source):
         raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
     asked, hoisted = hoisted, chosen_hoisting(hoisted, dtype, target, names)
-    raws = raw.of_folder(source, names)
-    if hoisted and not asked and not make_timestep_1d(load(folder.check_component(source, hoist.PARTS["step"]))):
+    raws = unoptimized.of_folder(source, names)
+    if (
+        hoisted
+        and not asked
+        and not make_timestep_1d(load(pipeline_folder.check_component(source, hoist.PARTS["step"])))
+    ):
         why += " The UNet is not hoisted, since it computes with its timestep, which has no axis, at once."
         hoisted = False
     options = {
@@ -104,17 +108,17 @@ def optimize(
         "dtype": dtype,
         "components": names,
         "calibrate": calibrate,
-        "inputs": folder.sha256(inputs) if inputs else None,
+        "inputs": pipeline_folder.sha256(inputs) if inputs else None,
         "hoist": hoisted,
     }
     manifest = _manifest(source, names, options)
     if _is_done(output, manifest):
         report(f"{output} is up to date.")
-        return folder.read_manifest(output)
-    with folder.staged(output, source) as work:
+        return pipeline_folder.read_manifest(output)
+    with pipeline_folder.staged(output, source) as work:
         if why:
             report(why.strip())
-        folder.copy_configs(source, work, names)
+        pipeline_folder.copy_configs(source, work, names)
         for name, config in guessed_configs(source).items():  # what was made of a graph no longer shows it
             if name in names:
                 (work / name).mkdir()
@@ -122,8 +126,8 @@ def optimize(
         manifest["components"], hashes = optimize_all(
             raws, work, TARGETS[target], dtype, calibrate=calibrate, inputs=inputs, hoisted=hoisted, report=report
         )
-        folder.write_manifest(work, manifest, hashes)
-    return folder.read_manifest(output)
+        pipeline_folder.write_manifest(work, manifest, hashes)
+    return pipeline_folder.read_manifest(output)
 
 
 def chosen_target(target: str | None, dtype: str, calibrated: bool) -> tuple[str, str]:
@@ -167,14 +171,14 @@ def optimize_all(
     inputs: Path | None = None,
     hoisted: bool = False,
     report: Report = lambda line: None,
-) -> tuple[dict[str, Any], dict[str, folder.Hashes]]:
+) -> tuple[dict[str, Any], dict[str, pipeline_folder.Hashes]]:
     """Optimize components into the folder `work`; returns their entries of the manifest and their files' hashes.
     Options as for `optimize`."""
     by_name = {each.name: each for each in raws}
     names, largest_first = list(by_name), sorted(by_name, key=lambda name: -by_name[name].bytes)
     del raws  # what a component holds of its checkpoint goes when it is done
     entries: dict[str, Any] = {}
-    hashes: dict[str, folder.Hashes] = {}
+    hashes: dict[str, pipeline_folder.Hashes] = {}
 
     def make(name: str, stopped: threading.Event) -> None:
         started, each = time.perf_counter(), by_name.pop(name)
@@ -182,7 +186,7 @@ def optimize_all(
         with blaming(each.path) if each.path else contextlib.nullcontext():
             entry = optimize_component(
                 each,
-                work / name / folder.MODEL,
+                work / name / pipeline_folder.MODEL,
                 target,
                 dtype,
                 calibrate=calibrate,
@@ -193,8 +197,8 @@ def optimize_all(
             )
         for written in hoist.folders_of(name, entry):
             _go_on(stopped)
-            check_opens(work / written / folder.MODEL)
-            hashes[written] = folder.file_hashes(work / written, {folder.DATA: data[written]})
+            check_opens(work / written / pipeline_folder.MODEL)
+            hashes[written] = pipeline_folder.file_hashes(work / written, {pipeline_folder.DATA: data[written]})
         entry["seconds"] = round(time.perf_counter() - started, 2)
         entries[name] = entry
         report(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
@@ -205,7 +209,7 @@ def optimize_all(
 
 def _manifest(source: Path, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
     """What the output will say of itself, without its components."""
-    described = folder.read_manifest(source).get("source", {"model": str(source)})
+    described = pipeline_folder.read_manifest(source).get("source", {"model": str(source)})
     return {
         "stage": "optimize",
         "source": {**described, "folder": str(source.resolve()), "hash": _hash(source, names)},
@@ -236,7 +240,7 @@ def optimize_component(
     Raises CancelledError soon after another thread set `stopped`; the output is then incomplete.
     """
     if isinstance(source, Path):
-        source = raw.of_file(source)
+        source = unoptimized.of_file(source)
     model = source.model()
     before = Counter(node.op_type for node in model.graph)
     _go_on(stopped)
@@ -348,23 +352,23 @@ def _hash(source: Path, names: list[str]) -> dict[str, str]:
 
     Folders of other tools have none: there the graph is hashed, and size and time stand for the weights, gigabytes.
     """
-    recorded = folder.read_manifest(source).get("files", {})
+    recorded = pipeline_folder.read_manifest(source).get("files", {})
     hashes = {}
     for name in names:
         files = recorded.get(name, {})
-        if folder.MODEL in files:
+        if pipeline_folder.MODEL in files:
             hashes[name] = "+".join(files[f]["sha256"][:16] for f in sorted(files))
         else:
-            others = [p for p in sorted((source / name).rglob("*")) if p.is_file() and p.name != folder.MODEL]
+            others = [p for p in sorted((source / name).rglob("*")) if p.is_file() and p.name != pipeline_folder.MODEL]
             marks = [f"{p.name}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in others]
-            hashes[name] = "+".join([folder.sha256(source / name / folder.MODEL)[:16], *marks])
+            hashes[name] = "+".join([pipeline_folder.sha256(source / name / pipeline_folder.MODEL)[:16], *marks])
     return hashes
 
 
 def _is_done(output: Path, manifest: dict[str, Any]) -> bool:
     try:
-        there = folder.read_manifest(output) if output.is_dir() else {}
+        there = pipeline_folder.read_manifest(output) if output.is_dir() else {}
     except InputError:
         return False
     same = all(there.get(key) == manifest[key] for key in ("stage", "source", "versions", "options"))
-    return same and folder.is_intact(output, there)
+    return same and pipeline_folder.is_intact(output, there)

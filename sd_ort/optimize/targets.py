@@ -33,9 +33,9 @@ from fusion_passes.lower import (
 )
 from fusion_passes.lower.inline_fused_ops import inline_fused_ops
 from fusion_passes.lower.standard_attention import standard_attention
-from sd_ort.runtime.provider_records import WHEELS
+from sd_ort.runtime.ort_wheel import installed_wheels
+from sd_ort.runtime.provider_table import WHEELS
 from sd_ort.runtime.rocm_kernels import NEWEST_OPSET
-from sd_ort.runtime.wheels import installed_wheels
 
 Limit = Callable[[ir.Node], str | None]
 

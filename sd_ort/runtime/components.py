@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
-from sd_ort.core.folder import MODEL, check_component, components
-from sd_ort.runtime.allocator import give_back, given_back, keep_freed, kept
-from sd_ort.runtime.captured import CAPTURING, GraphModel
-from sd_ort.runtime.chained import ChainedModel, Link, Range
-from sd_ort.runtime.held import HeldWeights, reads_in_place, renewal
+from sd_ort.core.pipeline_folder import MODEL, check_component, components
+from sd_ort.runtime.glibc_malloc import give_back, given_back, keep_freed, kept
+from sd_ort.runtime.gpu_graphs import CAPTURING, GraphModel
 from sd_ort.runtime.op_library import op_library
+from sd_ort.runtime.partitioned import ChainedModel, Link, Range
 from sd_ort.runtime.providers import check_provider, is_plugin, provider_named, warn_once
 from sd_ort.runtime.session import Model, create_session
 from sd_ort.runtime.stream import Turn, open_stream
+from sd_ort.runtime.updatable_weights import HeldWeights, reads_in_place, renewal
 
 # Components that take turns at every step: with --low-memory they stay in memory together.
 TOGETHER = frozenset({"unet", "controlnet"})

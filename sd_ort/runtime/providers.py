@@ -17,8 +17,8 @@ from typing import Any
 from custom_ops import rocm
 from sd_ort.core.errors import ProviderError, first_line
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
-from sd_ort.runtime.provider_records import OURS, PROVIDERS, Provider
-from sd_ort.runtime.wheels import can_load, installed_wheels, needed_libraries, runtime, search_folders
+from sd_ort.runtime.ort_wheel import can_load, installed_wheels, needed_libraries, runtime, search_folders
+from sd_ort.runtime.provider_table import OURS, PROVIDERS, Provider
 
 log = logging.getLogger("sd_ort")
 # `plugin:PATH` names the provider in a shared library of its own, which ONNX Runtime loads when asked to.

@@ -13,8 +13,8 @@ from functools import cache
 from typing import Any
 
 from sd_ort.core.errors import ProviderError
+from sd_ort.runtime.ort_wheel import needed_libraries, runtime
 from sd_ort.runtime.providers import is_plugin, missing_libraries, plugin_library, provider_named, wheel_library
-from sd_ort.runtime.wheels import needed_libraries, runtime
 
 # Runtime library -> prefix of its functions; cudaStream_t and hipStream_t are pointers, all functions return 0 or fail.
 RUNTIMES = {"libcudart": "cuda", "libamdhip64": "hip"}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from sd_ort.core.errors import InputError
-from sd_ort.pipeline.arguments import check_text
+from sd_ort.pipelines.arguments import check_text
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob, ModelInfo
 
 FIELDS = (

@@ -15,11 +15,11 @@ import onnx
 
 from sd_ort import StableDiffusionPipeline
 from sd_ort.core.errors import SdOrtError
-from sd_ort.core.folder import MODEL
-from sd_ort.pipeline import sampling, text, text_to_image
-from sd_ort.runtime.captured import GraphModel
-from sd_ort.runtime.held import HeldWeights
+from sd_ort.core.pipeline_folder import MODEL
+from sd_ort.pipelines import sampling, text, text_to_image
+from sd_ort.runtime.gpu_graphs import GraphModel
 from sd_ort.runtime.session import DTYPES, Model, create_session
+from sd_ort.runtime.updatable_weights import HeldWeights
 
 SIZES = {"batch": 2, "sequence": 77, "height": 8, "width": 8, "height*8": 64, "width*8": 64}
 REQUEST: dict[str, Any] = {"num_inference_steps": 1, "height": 64, "width": 64, "output_type": "np"}

@@ -20,7 +20,7 @@ import pytest
 from conftest import ROOT
 from rocm_wheel import rocm_wheel
 
-from sd_ort.core.folder import MODEL
+from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.runtime import build, rocm_kernels
 from sd_ort.runtime.library import HIP_LIBRARY, LIBRARY, library_path
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import simulate
 from hip_library import TARGETS, hip_library
 
-from sd_ort.core.folder import MODEL
+from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.from_checkpoint import optimize_checkpoint
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 from sd_ort.runtime.session import Model, create_session

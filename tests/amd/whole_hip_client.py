@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sd_ort.runtime.captured import GraphModel
+from sd_ort.runtime.gpu_graphs import GraphModel
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import create_session
 

@@ -10,9 +10,9 @@ import graph_fixtures
 import pytest
 
 from fusion_passes.graph_pass import Pass, PassOutcome
-from sd_ort.benchmark import ablation, contenders
+from sd_ort.benchmark import ablation, engine_selection
 from sd_ort.benchmark.ablation import ablation_steps
-from sd_ort.core.folder import MODEL
+from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
 
@@ -29,8 +29,8 @@ def test_nothing_fused_switches_off_what_the_ablation_does_not_know() -> None:
 
 
 def test_ablation_adds_one_thing_a_row(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contenders, "library_path", lambda: Path("libsd_ort_ops.so"))
-    rows, _ = contenders.ablation(raw, "cuda")
+    monkeypatch.setattr(engine_selection, "library_path", lambda: Path("libsd_ort_ops.so"))
+    rows, _ = engine_selection.ablation(raw, "cuda")
     labels = [
         "raw fp32",
         "raw fp16",
@@ -47,8 +47,8 @@ def test_ablation_adds_one_thing_a_row(raw: Path, monkeypatch: pytest.MonkeyPatc
         assert {each.name for each in before.passes} - {"inline_fused_ops"} <= {each.name for each in after.passes}
     assert [any(each.name == "nhwc_layout" for each in step.passes) for step in steps] == [False] * 2 + [True] * 6
 
-    monkeypatch.setattr(contenders, "library_path", lambda: None)
-    rows, notes = contenders.ablation(raw, "cpu")
+    monkeypatch.setattr(engine_selection, "library_path", lambda: None)
+    rows, notes = engine_selection.ablation(raw, "cpu")
     assert rows[-1].label == "+ hoisting"
     assert [row.make for row in rows[:3]] == [(), ("raw", "float16"), ("ours", "cpu", "float32", "mha")]
     assert not any(row.graph for row in rows)

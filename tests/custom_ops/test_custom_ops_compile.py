@@ -18,7 +18,7 @@ from custom_ops import code_objects
 from custom_ops.code_objects import Kernel
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime import build, headers, library
-from sd_ort.runtime.wheels import needed_libraries
+from sd_ort.runtime.ort_wheel import needed_libraries
 
 ROOT = Path(__file__).resolve().parents[2]
 

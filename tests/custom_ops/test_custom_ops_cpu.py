@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 from custom_ops import CPU_OPERATORS
 from custom_ops.libraries import CpuLibrary, ParallelFor
 from custom_ops.operator_spec import DTYPES, Array, Case, Operator, draw, load, nmse, nmse_limit
-from sd_ort.core.folder import MODEL
+from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.runtime import build

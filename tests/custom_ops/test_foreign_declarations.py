@@ -21,7 +21,7 @@ from recorded_calls import Calls
 
 from custom_ops import libraries
 from custom_ops.check.memory import DeviceMemory
-from sd_ort.runtime import allocator, device, stream, visible
+from sd_ort.runtime import device_meters, glibc_malloc, stream, visible_devices
 from sd_ort.runtime.headers import find_headers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,7 +149,7 @@ def test_calls_of_hip_from_python(rocm: list[Path], tmp_path: Path, monkeypatch:
 
 
 def test_question_for_the_pci_address(rocm: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """sd_ort/runtime/device.py asks HIP in a process of its own."""
+    """sd_ort/runtime/device_meters.py asks HIP in a process of its own."""
     commands: list[list[str]] = []
 
     def record(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
@@ -158,7 +158,7 @@ def test_question_for_the_pci_address(rocm: list[Path], tmp_path: Path, monkeypa
 
     with monkeypatch.context() as patched:
         patched.setattr(subprocess, "run", record)
-        assert device.hip_pci_address() is None
+        assert device_meters.hip_pci_address() is None
     calls = Calls()
     with monkeypatch.context() as patched:
         patched.setattr(ctypes, "CDLL", calls)
@@ -181,10 +181,10 @@ def test_calls_of_cuda_from_python(version: str, tmp_path: Path, monkeypatch: py
 def test_calls_of_nvml_from_python(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls("libnvidia-ml.so")
     monkeypatch.setattr(ctypes, "CDLL", calls)
-    meter = device.Nvml()
+    meter = device_meters.Nvml()
     assert meter.used_MB(0) is not None
     assert meter.energy_J() is not None
-    assert visible.nvidia_gpus() == 1
+    assert visible_devices.nvidia_gpus() == 1
     monkeypatch.undo()
     [(name, structure)] = calls.structures.items()
     members = zip(structure._fields_, ("pid", "usedGpuMemory", "gpuInstanceId", "computeInstanceId"), strict=True)
@@ -194,16 +194,16 @@ def test_calls_of_nvml_from_python(version: str, tmp_path: Path, monkeypatch: py
         for ours, theirs in members
     )
     more += f"static_assert(sizeof({name}) == sizeof(nvmlProcessInfo_t) && NVML_SUCCESS == 0);\n"
-    more += f"static_assert({device.UNKNOWN}ull == static_cast<unsigned long long>(NVML_VALUE_NOT_AVAILABLE));\n"
+    more += f"static_assert({device_meters.UNKNOWN}ull == static_cast<unsigned long long>(NVML_VALUE_NOT_AVAILABLE));\n"
     assert_calls_fit(calls, nvidia_headers(version), ["nvml.h"], tmp_path, more=more)
 
 
 def test_calls_of_glibc_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls()
     monkeypatch.setattr(ctypes, "CDLL", calls)
-    allocator.keep_freed()
-    with allocator.given_back():
-        allocator.give_back()
+    glibc_malloc.keep_freed()
+    with glibc_malloc.given_back():
+        glibc_malloc.give_back()
     monkeypatch.undo()
     names = [option for option, _ in calls.values["mallopt"]]
     expected = ("M_MMAP_MAX", "M_TRIM_THRESHOLD", "M_MMAP_MAX", "M_MMAP_THRESHOLD")  # as keep_freed and given_back say

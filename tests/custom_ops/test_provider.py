@@ -19,10 +19,10 @@ from onnx import TensorProto, helper
 from provider_sessions import placed, session_of, small
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.folder import MODEL
+from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
-from sd_ort.runtime.captured import GraphModel
+from sd_ort.runtime.gpu_graphs import GraphModel
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import Model, create_session
 

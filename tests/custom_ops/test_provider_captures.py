@@ -16,10 +16,10 @@ import pytest
 
 from sd_ort.core.errors import SdOrtError
 from sd_ort.runtime import tuning
-from sd_ort.runtime.captured import BoundShapes
-from sd_ort.runtime.held import HeldWeights, renewal
+from sd_ort.runtime.gpu_graphs import BoundShapes
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import create_session
+from sd_ort.runtime.updatable_weights import HeldWeights, renewal
 
 CHANNELS = 424  # of a convolution that is computed by Winograd's algorithm (custom_ops/operators/nhwc_conv/op.h)
 

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from provider_sessions import placed, session_of, small
 
 from sd_ort.benchmark import profile
-from sd_ort.check.placement import placement
-from sd_ort.commands import explain as explain_command
+from sd_ort.cli import explain as explain_command
 from sd_ort.core.errors import ProviderError
+from sd_ort.inspect.node_assignment import placement
 from sd_ort.runtime import providers
 
 

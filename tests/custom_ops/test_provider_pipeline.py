@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from sd_ort import StableDiffusionPipeline
+from sd_ort.checkpoints.checkpoint import PresetSource
 from sd_ort.core.errors import ProviderError
-from sd_ort.core.folder import MODEL, read_manifest
-from sd_ort.family.checkpoints import PresetSource
-from sd_ort.runtime import provider_records, providers, tuning
-from sd_ort.runtime.captured import UNCAPTURED, GraphModel
-from sd_ort.runtime.held import HeldWeights, reads_in_place, renewal
+from sd_ort.core.pipeline_folder import MODEL, read_manifest
+from sd_ort.runtime import provider_table, providers, tuning
+from sd_ort.runtime.gpu_graphs import UNCAPTURED, GraphModel
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import create_session
+from sd_ort.runtime.updatable_weights import HeldWeights, reads_in_place, renewal
 
 
 def test_its_tuning_file_is_its_own(provider: str, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_it_reads_held_weights_in_place(provider: str) -> None:
 @pytest.fixture
 def by_name(provider: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """`sdcuda`, whose devices are the host's here."""
-    monkeypatch.setitem(provider_records.PROVIDERS, "sdcuda", provider_records.OURS["SdOrtSimulated"])
+    monkeypatch.setitem(provider_table.PROVIDERS, "sdcuda", provider_table.OURS["SdOrtSimulated"])
     return "sdcuda"
 
 

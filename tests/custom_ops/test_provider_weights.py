@@ -10,10 +10,10 @@ import onnx.parser
 import pytest
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.folder import DATA, MODEL
-from sd_ort.runtime import device_weights
-from sd_ort.runtime.captured import GraphModel
-from sd_ort.runtime.device_memory import view
+from sd_ort.core.pipeline_folder import DATA, MODEL
+from sd_ort.runtime import weight_prefetch
+from sd_ort.runtime.gpu_graphs import GraphModel
+from sd_ort.runtime.ort_values import view
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import Model, create_session
 
@@ -23,7 +23,7 @@ X = np.random.default_rng(1).normal(size=(2, ROWS)).astype(np.float32)
 
 @pytest.fixture
 def weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
-    monkeypatch.setattr(device_weights, "MIN_FILE", 1)
+    monkeypatch.setattr(weight_prefetch, "MIN_FILE", 1)
     random = np.random.default_rng(0)
     shapes = {"product": (ROWS, ROWS), "bias": (ROWS,), "scale": (1,)}
     return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -91,7 +91,7 @@ def test_weights_that_onnx_runtime_does_not_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As of another vendor's device: they would lie there beside the file's."""
-    monkeypatch.setattr(device_weights, "view", lambda device, *rest: view("gpu:4318", *rest))
+    monkeypatch.setattr(weight_prefetch, "view", lambda device, *rest: view("gpu:4318", *rest))
     caplog.set_level("INFO", "sd_ort")
     opened = create_session(saved(tmp_path, weights, "Identity (scaled)"), provider)
     assert opened.shared == {}
@@ -105,4 +105,4 @@ def test_a_file_that_changes_meanwhile(provider: str, tmp_path: Path, weights: d
     data = path.with_name(DATA)
     data.write_bytes(data.read_bytes()[: 4 * ROWS * ROWS])
     with pytest.raises(InputError, match=r"model\.onnx\.data changed while it was read"):
-        device_weights.begin(provider, {}, path)
+        weight_prefetch.begin(provider, {}, path)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from sd_ort.core.errors import InputError
 from sd_ort.demo import MODEL_DIR, scenes, styles
 from sd_ort.demo.fidelity import matches
-from sd_ort.pipeline.adapters import read_adapter
+from sd_ort.weights.lora_files import read_adapter
 
 PROMPT = "a small black star left of a red ring on a cyan background"
 

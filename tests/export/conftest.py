@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from minis import minis
+from small_presets import minis
 
-from sd_ort.family.checkpoints import PresetSource
-from sd_ort.family.presets import PRESETS
+from sd_ort.checkpoints.checkpoint import PresetSource
+from sd_ort.checkpoints.presets import PRESETS
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,14 +12,14 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from minis import MINI
+from small_presets import MINI
 
-from sd_ort.core import folder
+from sd_ort.checkpoints import signatures
+from sd_ort.checkpoints.checkpoint import PresetSource, component_signature
+from sd_ort.checkpoints.modules import wrap
+from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.core import pipeline_folder
 from sd_ort.export import exporter
-from sd_ort.family import signatures
-from sd_ort.family.checkpoints import PresetSource, component_signature
-from sd_ort.family.modules import wrap
-from sd_ort.family.presets import PRESETS
 
 # Of `sd15-mini`: 4 transformers, 8 residual blocks.
 SD15_OPERATORS = {"Softmax": 8, "InstanceNormalization": 21, "LayerNormalization": 12, "Conv": 33}
@@ -58,14 +58,14 @@ def operator_counts(path: Path) -> dict[str, int]:
 
 
 def test_sd15_folder_is_a_complete_pipeline(default_export):
-    assert folder.components(default_export) == ["text_encoder", "unet", "vae_encoder", "vae_decoder"]
-    for name in folder.components(default_export):
+    assert pipeline_folder.components(default_export) == ["text_encoder", "unet", "vae_encoder", "vae_decoder"]
+    for name in pipeline_folder.components(default_export):
         assert sorted(p.name for p in (default_export / name).iterdir()) == [
             "config.json",
             "model.onnx",
             "model.onnx.data",
         ]
-        folder.check_component(default_export, name)
+        pipeline_folder.check_component(default_export, name)
     index = json.loads((default_export / "model_index.json").read_text())
     assert index["unet"] == ["diffusers", "UNet2DConditionModel"]
     from diffusers import PNDMScheduler
@@ -80,13 +80,13 @@ def test_sd15_folder_is_a_complete_pipeline(default_export):
 
 
 def test_sd15_manifest(default_export):
-    manifest = folder.read_manifest(default_export)
+    manifest = pipeline_folder.read_manifest(default_export)
     assert manifest["stage"] == "export"
     assert manifest["source"]["model"] == "sd15-mini"
     assert manifest["source"]["random_weights"] is True
     assert manifest["options"] | {"opset": 20, "exporter": "dynamo", "seed": 0} == manifest["options"]
     assert manifest["versions"]["torch"].startswith("2.")
-    assert folder.is_intact(default_export, manifest)
+    assert pipeline_folder.is_intact(default_export, manifest)
     for entry in manifest["components"].values():
         assert 0 < entry["torch_error"]["nmse"] <= exporter.TOLERANCE
         assert 0 < entry["torch_error"]["max_abs"] < 1e-3

@@ -15,7 +15,7 @@ import pytest
 import fusion_passes
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, run_all
 from fusion_passes.operators import function_bodies
-from sd_ort.check.reasons import near_misses
+from sd_ort.inspect.rejection_reasons import near_misses
 from sd_ort.optimize.targets import TARGETS
 
 LOWERINGS = tuple(

@@ -18,8 +18,8 @@ import pytest
 from fusion_passes import DOMAIN
 from sd_ort.optimize import calibration
 from sd_ort.optimize.optimizer import lower_operators, optimize_component
-from sd_ort.optimize.raw import Raw
 from sd_ort.optimize.targets import TARGETS, Target
+from sd_ort.optimize.unoptimized import Raw
 
 # Every pass, and every fused operator by its body: what a CPU can run.
 BODIES = replace(TARGETS["gpu"], contrib={})

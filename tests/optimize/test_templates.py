@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from make_templates import every, key_of, weightless
-from minis import mini
 from safetensors.torch import load_file, save_file
+from small_presets import mini
 
-from sd_ort.core import folder
+from sd_ort.checkpoints.checkpoint import PresetSource
+from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.export import templates
 from sd_ort.export.exporter import export
-from sd_ort.family.checkpoints import PresetSource
-from sd_ort.family.presets import PRESETS
 from sd_ort.from_checkpoint import optimize_checkpoint
 from sd_ort.graphs import hoist
 from sd_ort.optimize.optimizer import optimize
@@ -69,11 +69,11 @@ def test_fills_what_export_and_optimize_write(kept: Path, checkpoint: Callable[[
     options = {name: value for name, value in OPTIONS.items() if name != "exporter"}
     optimize(tmp_path / "raw", tmp_path / "slow", **options)
     for part in STEP:
-        for name in (folder.MODEL, folder.DATA):
+        for name in (pipeline_folder.MODEL, pipeline_folder.DATA):
             assert (tmp_path / "filled" / part / name).read_bytes() == (tmp_path / "slow" / part / name).read_bytes()
-    assert folder.is_intact(tmp_path / "filled", manifest)
+    assert pipeline_folder.is_intact(tmp_path / "filled", manifest)
     for name in ("tokenizer", "scheduler"):
-        assert folder.tree_hash(tmp_path / "filled" / name) == folder.tree_hash(second / name)
+        assert pipeline_folder.tree_hash(tmp_path / "filled" / name) == pipeline_folder.tree_hash(second / name)
 
 
 def test_files_that_do_not_fit(kept: Path, checkpoint: Callable[[int], Path], tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_weightless_is_what_export_traces(
     monkeypatch.setenv("SD_ORT_TEMPLATES", str(tmp_path))
     made, recipes, config = weightless(PRESETS["sd15-mini"], "vae_encoder")
     templates.write_template(tmp_path / "made.xz", made, recipes, config)
-    entry = folder.read_manifest(default_export)["components"]["vae_encoder"]
+    entry = pipeline_folder.read_manifest(default_export)["components"]["vae_encoder"]
     assert templates.store_template("kept", default_export / "vae_encoder", entry) is None
     for name in ("duplicate_weights", "equal_weights"):  # the second is the old name
         duplicates = entry | {name: [["a", "b"]]}

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from sd_ort.core.folder import sha256
+from sd_ort.core.pipeline_folder import sha256
 from sd_ort.graphs import external_data_writer
 from sd_ort.graphs.save import save
 from sd_ort.optimize import calibration

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-import toy
+import tiny_pipeline
 from test_dispatch import MODEL, FakeReplica, run_tasks
 
 from sd_ort.serving.api import Limits
@@ -32,7 +32,7 @@ IMAGES = "/v1/images/generations"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.write(tmp_path_factory.mktemp("toy") / "model")
+    return tiny_pipeline.write(tmp_path_factory.mktemp("toy") / "model")
 
 
 async def request(

@@ -76,7 +76,7 @@ struct NhwcConvShape {
 NhwcConvShape nhwc_conv_shape(const NhwcConvParams& params);
 
 // Whether transformed filters are worth their memory, 16/9 of the filters. NhwcWinograd saves multiplications in
-// proportion to channels * filters, and its transforms cost their sum. On an H200 (results/winograd_forms.md), with
+// proportion to channels * filters, and its transforms cost their sum. On an H200 (results/gpu_experiments.md), with
 // bias and skip, us of cuDNN and NhwcWinograd: 2 x 32 x 32 x 1280 to 1280 112 and 67, 2 x 64 x 64 x 640 to 640 127 and
 // 86; without a gain 2 x 8 x 8 x 1280 to 1280 25 and 25, 2 x 64 x 64 x 320 to 320 34 and 37 and, without skip, 2 x 64 x
 // 64 x 320 to 640 60 and 60.

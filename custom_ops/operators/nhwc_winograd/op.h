@@ -7,7 +7,7 @@
 //
 // Not an operator of ONNX Runtime: torch and NhwcConv launch it with filters from WinogradFilters. Transformed pixels
 // are sums of four, rounded to T: float16 pixels must stay below 16000. The float16 error is 3.0e-4, that of the direct
-// convolution 2.3e-4; upsampled 4.4e-4 and 3.0e-4 (results/winograd_forms.md).
+// convolution 2.3e-4; upsampled 4.4e-4 and 3.0e-4 (results/gpu_experiments.md).
 #pragma once
 
 #include "common/op.h"
