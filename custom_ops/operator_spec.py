@@ -1,7 +1,7 @@
-"""What the Python side of an operator looks like: its cases, and its Params as the C code lays them out.
+"""Python description of a custom operator: test cases, the ctypes structure of its Params, and a NumPy reference.
 
-An operator's `cases` module defines NAME, INPUTS, OUTPUTS, PARAMETERS, params(), output_shapes() and CASES, its
-`reference` module reference(); `load` gives both as one `Operator`. Imports only NumPy.
+The module `cases` of an operator defines NAME, INPUTS, OUTPUTS, params(), output_shapes() and CASES, and optionally
+FLOAT32_INPUTS, INTEGERS and generate_special_input(); `reference` defines reference(). `load` combines both.
 """
 
 from __future__ import annotations
@@ -26,119 +26,129 @@ DTYPES: dict[str, tuple[int, np.dtype]] = {
 }
 
 
+# Field types of Params.
+INT32, INT64, FLOAT32, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+def struct_fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
+    """Return `_fields_` of a ctypes structure from groups of a type and space-separated names."""
+    return [(name, type_) for type_, names in groups for name in names.split()]
+
+
 @dataclass(frozen=True)
-class Case:
+class OperatorCase:
     """One call of an operator.
 
-    `inputs` gives the shape of each input that is present; `outputs` names the outputs asked for (all by default).
-    `values` says how the data inputs are drawn (see `draw`). `benchmark` cases are the shapes of Stable Diffusion
-    whose speed is reported; too large for the CPU tests, they run on a GPU only. `float32_roundoffs` is the error
-    allowed in float32, where sums of many products are kept in the output's own type.
+    `inputs` has the shape of each present input; `outputs` names the requested outputs (default: all). `distribution`
+    selects the values of the inputs (see `generate_inputs`). `benchmark` cases are shapes of Stable Diffusion that run
+    on GPUs only. `float32_roundoffs` is the error limit in float32, for sums that accumulate in the output's dtype.
     """
 
     name: str
     inputs: dict[str, Shape]
     attributes: dict[str, int | float] = field(default_factory=dict)
     outputs: tuple[str, ...] | None = None
-    values: str = "normal"
+    distribution: str = "normal"
     benchmark: bool = False
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
     float32_roundoffs: float = 4.0
 
 
 @dataclass(frozen=True)
-class Operator:
-    """An operator as tests and benchmarks see it.
+class CustomOperator:
+    """An operator for tests and benchmarks.
 
-    `params(case, dtype, address)` fills the operator's ctypes structure from a case and the address of each input and
-    output (0 when absent). `reference(inputs, attributes)` computes all outputs in float64.
-    `parameters` are the inputs that stay float32 when the data is float16 or bfloat16, as ORT's GPU kernels want them.
+    `params(case, dtype, address)` fills the ctypes structure from a case and the addresses of inputs and outputs (0 if
+    absent). `reference(inputs, attributes)` computes all outputs in float64. `float32_inputs` stay float32 if the data
+    is float16 or bfloat16, as in ONNX Runtime's GPU kernels.
     """
 
     folder: str
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    parameters: frozenset[str]
-    cases: tuple[Case, ...]
-    params: Callable[[Case, str, Mapping[str, int]], ctypes.Structure]
-    output_shapes: Callable[[Case], dict[str, Shape]]
+    float32_inputs: frozenset[str]
+    cases: tuple[OperatorCase, ...]
+    params: Callable[[OperatorCase, str, Mapping[str, int]], ctypes.Structure]
+    output_shapes: Callable[[OperatorCase], dict[str, Shape]]
     reference: Callable[[Mapping[str, Array], Mapping[str, int | float]], dict[str, Array]]
     integers: Mapping[str, str] = field(default_factory=dict)
-    draw_special: Callable[[Case, str, np.random.Generator], Array | None] | None = None
+    generate_special_input: Callable[[OperatorCase, str, np.random.Generator], Array | None] | None = None
 
 
-def load(folder: str) -> Operator:
-    """The operator of `custom_ops/operators/<folder>`."""
+def load(folder: str) -> CustomOperator:
+    """Return the operator of `custom_ops/operators/<folder>`."""
     cases = importlib.import_module(f"custom_ops.operators.{folder}.cases")
     reference = importlib.import_module(f"custom_ops.operators.{folder}.reference")
-    return Operator(
+    return CustomOperator(
         folder=folder,
         name=cases.NAME,
         inputs=cases.INPUTS,
         outputs=cases.OUTPUTS,
-        parameters=frozenset(cases.PARAMETERS),
+        float32_inputs=frozenset(getattr(cases, "FLOAT32_INPUTS", ())),
         cases=tuple(cases.CASES),
         params=cases.params,
         output_shapes=cases.output_shapes,
         reference=reference.reference,
         integers=getattr(cases, "INTEGERS", {}),
-        draw_special=getattr(cases, "draw", None),
+        generate_special_input=getattr(cases, "generate_special_input", None),
     )
 
 
-def draw(operator: Operator, case: Case, dtype: str, seed: int = 0) -> dict[str, Array]:
-    """Inputs of a case, in its dtypes; rounded to them before the reference sees them.
+def generate_inputs(operator: CustomOperator, case: OperatorCase, dtype: str, seed: int = 0) -> dict[str, Array]:
+    """Generate the inputs of a case, rounded to their dtypes.
 
-    values: "normal" N(0, 1); "large" magnitudes near the largest that keep every output finite; "tiny" near the
-    smallest normal numbers; "offset" N(1000, 1), where a naive variance cancels; "constant" all equal. An operator
-    draws inputs of its own kind (masks, integers) in its `draw(case, name, rng)`, which returns None for the others.
+    Distributions: "normal" N(0, 1); "large" magnitudes near the largest with finite outputs; "tiny" near the smallest
+    normal numbers; "offset" N(1000, 1), where a naive variance cancels; "constant" all equal. An operator generates
+    masks and integers in `generate_special_input(case, name, rng)`, which returns None for other inputs.
     """
     rng = np.random.default_rng(seed)
-    return {name: _draw_one(operator, case, name, shape, dtype, rng) for name, shape in case.inputs.items()}
+    return {name: _generate_input(operator, case, name, shape, dtype, rng) for name, shape in case.inputs.items()}
 
 
-def _draw_one(operator: Operator, case: Case, name: str, shape: Shape, dtype: str, rng: np.random.Generator) -> Array:
-    target = DTYPES["float32" if name in operator.parameters else dtype][1]
-    if operator.draw_special is not None:
-        special = operator.draw_special(case, name, rng)
+def _generate_input(
+    operator: CustomOperator, case: OperatorCase, name: str, shape: Shape, dtype: str, rng: np.random.Generator
+) -> Array:
+    target = DTYPES["float32" if name in operator.float32_inputs else dtype][1]
+    if operator.generate_special_input is not None:
+        special = operator.generate_special_input(case, name, rng)
         if special is not None:
             return special if name in operator.integers else special.astype(target)
     normal = rng.standard_normal(shape)
-    if name in operator.parameters:
+    if name in operator.float32_inputs:
         return normal.astype(target)
     largest = 1e4 if dtype == "float16" else 1e8
     smallest = 1e-4 if dtype == "float16" else 1e-8
-    values = {
+    array = {
         "normal": normal,
         "large": normal.clip(-3, 3) * largest / 3,
         "tiny": normal * smallest,
         "offset": normal + 1000,
         "constant": np.full(shape, 3.0),
-    }[case.values]
-    return values.astype(target)
+    }[case.distribution]
+    return array.astype(target)
 
 
-def nmse(got: Array, wanted: Array) -> float:
-    """Normalized mean square error, sum((got - wanted)^2) / sum(wanted^2); infinite when `got` has a NaN or Inf."""
-    got64, wanted64 = got.astype(np.float64), wanted.astype(np.float64)
-    if not np.isfinite(got64).all():
+def nmse(actual: Array, expected: Array) -> float:
+    """Return sum((actual - expected)^2) / sum(expected^2); infinite if `actual` has a NaN or Inf."""
+    actual64, expected64 = actual.astype(np.float64), expected.astype(np.float64)
+    if not np.isfinite(actual64).all():
         return float("inf")
-    error = float(np.square(got64 - wanted64).sum())
-    scale = float(np.square(wanted64).sum())
+    error = float(np.square(actual64 - expected64).sum())
+    scale = float(np.square(expected64).sum())
     return error / scale if scale > 0 else error
 
 
-# Unit roundoff of each type.
+# Unit roundoff of each dtype.
 _ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
-def nmse_limit(case: Case, dtype: str) -> float:
-    """Largest NMSE allowed: errors of 4 roundoffs of the type, or as many as the case says.
+def nmse_limit(case: OperatorCase, dtype: str) -> float:
+    """Return the NMSE limit: errors of 4 roundoffs of the dtype, in float32 of `float32_roundoffs`.
 
-    "offset" inputs lie 1000 deviations from zero, so a mean kept in float32 costs a normalized output 1000 times more.
+    For "offset" inputs, 1000 deviations from zero, a float32 mean has 1000 times the relative error.
     """
     roundoff = _ROUNDOFF[dtype]
-    if case.values == "offset":
+    if case.distribution == "offset":
         roundoff = max(roundoff, 1000 * _ROUNDOFF["float32"])
     return ((case.float32_roundoffs if dtype == "float32" else 4) * roundoff) ** 2

@@ -1,4 +1,4 @@
-"""Bfloat16Attention in NumPy: the attention of the rounded numbers, in float64. The kernel rounds its weights too."""
+"""NumPy reference of Bfloat16Attention: float64 attention of the rounded inputs; the kernel also rounds its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bfloat16Conv in NumPy: the convolution of the rounded numbers, in float64."""
+"""NumPy reference of Bfloat16Conv: the convolution of the rounded numbers, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bfloat16MatMul in NumPy: the product of the rounded numbers, in float64, gated where that is asked for."""
+"""NumPy reference of Bfloat16MatMul: the product of the rounded numbers, in float64, gated where that is asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BiasAdd: the calls that test it and the shapes that time it."""
+"""Params, test cases and benchmark shapes of BiasAdd."""
 
 from __future__ import annotations
 
@@ -6,30 +6,21 @@ import ctypes
 from collections.abc import Mapping
 from math import prod
 
-from custom_ops.operator_spec import DTYPES, Case, Shape
+from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
 
 NAME = "BiasAdd"
 INPUTS = ("X", "bias", "skip")
 OUTPUTS = ("Y",)
-PARAMETERS = ()
 
 
 class Params(ctypes.Structure):
     """struct BiasAddParams of op.h."""
 
-    _fields_ = (
-        ("dtype", ctypes.c_int32),
-        ("x", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("skip", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("channels", ctypes.c_int64),
-    )
+    _fields_ = struct_fields((INT32, "dtype"), (POINTER, "x bias skip y"), (INT64, "rows channels"))
 
 
-def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
-    """The call's Params; `address` maps input and output names to device addresses."""
+def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params:
+    """Return the Params of a case."""
     shape = case.inputs["X"]
     return Params(
         dtype=DTYPES[dtype][0],
@@ -42,17 +33,19 @@ def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
     )
 
 
-def output_shapes(case: Case) -> dict[str, Shape]:
+def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Y has the shape of X."""
     return {"Y": case.inputs["X"]}
 
 
-def _case(n: int, s: int, c: int, values: str = "normal", skip: bool = True, benchmark: bool = False) -> Case:
+def _case(
+    n: int, s: int, c: int, distribution: str = "normal", skip: bool = True, benchmark: bool = False
+) -> OperatorCase:
     shapes: dict[str, Shape] = {"X": (n, s, c), "bias": (c,)}
     if skip:
         shapes["skip"] = (n, s, c)
-    name = f"{n}x{s}x{c}-{values}" + ("" if skip else "-no_skip")
-    return Case(name, shapes, values=values, benchmark=benchmark)
+    name = f"{n}x{s}x{c}-{distribution}" + ("" if skip else "-no_skip")
+    return OperatorCase(name, shapes, distribution=distribution, benchmark=benchmark)
 
 
 CASES = [
@@ -64,8 +57,8 @@ CASES = [
     _case(16, 7, 40),
     _case(2, 9, 40, skip=False),
     _case(1, 5, 33, skip=False),
-    _case(2, 64, 64, values="large"),
-    _case(2, 64, 64, values="tiny"),
+    _case(2, 64, 64, distribution="large"),
+    _case(2, 64, 64, distribution="tiny"),
     _case(2, 4096, 320, benchmark=True),
     _case(8, 4096, 320, benchmark=True),
     _case(16, 4096, 320, benchmark=True),

@@ -1,4 +1,4 @@
-"""BiasAdd in NumPy: Y = X + bias + skip, which may be absent."""
+"""NumPy reference of BiasAdd: Y = X + bias + skip, which may be absent."""
 
 from __future__ import annotations
 

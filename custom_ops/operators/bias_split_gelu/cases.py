@@ -1,4 +1,4 @@
-"""BiasSplitGelu: the calls that test it and the shapes that time it."""
+"""Params, test cases and benchmark shapes of BiasSplitGelu."""
 
 from __future__ import annotations
 
@@ -6,29 +6,21 @@ import ctypes
 from collections.abc import Mapping
 from math import prod
 
-from custom_ops.operator_spec import DTYPES, Case, Shape
+from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
 
 NAME = "BiasSplitGelu"
 INPUTS = ("X", "bias")
 OUTPUTS = ("Y",)
-PARAMETERS = ()
 
 
 class Params(ctypes.Structure):
     """struct BiasSplitGeluParams of op.h."""
 
-    _fields_ = (
-        ("dtype", ctypes.c_int32),
-        ("x", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("half", ctypes.c_int64),
-    )
+    _fields_ = struct_fields((INT32, "dtype"), (POINTER, "x bias y"), (INT64, "rows half"))
 
 
-def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
-    """The call's Params; `address` maps input and output names to device addresses."""
+def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params:
+    """Return the Params of a case."""
     shape = case.inputs["X"]
     return Params(
         dtype=DTYPES[dtype][0],
@@ -40,7 +32,7 @@ def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
     )
 
 
-def output_shapes(case: Case) -> dict[str, Shape]:
+def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Y has half of X's last axis."""
     shape = case.inputs["X"]
     return {"Y": (*shape[:-1], shape[-1] // 2)}
@@ -50,14 +42,16 @@ def _case(
     n: int,
     s: int,
     d: int,
-    values: str = "normal",
+    distribution: str = "normal",
     benchmark: bool = False,
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16"),
-) -> Case:
+) -> OperatorCase:
     inputs = {"X": (n, s, d), "bias": (d,)}
-    name = f"{n}x{s}x{d}-{values}"
+    name = f"{n}x{s}x{d}-{distribution}"
     # the error function is good to 1.5e-7, 2.5 roundoffs of 1
-    return Case(name, inputs, values=values, benchmark=benchmark, dtypes=dtypes, float32_roundoffs=8)
+    return OperatorCase(
+        name, inputs, distribution=distribution, benchmark=benchmark, dtypes=dtypes, float32_roundoffs=8
+    )
 
 
 CASES = [
@@ -68,8 +62,8 @@ CASES = [
     _case(2, 31, 24),
     _case(16, 7, 40),
     # left * right must fit: not so in float16
-    _case(2, 16, 64, values="tiny", dtypes=("float32", "bfloat16")),
-    _case(2, 16, 64, values="large", dtypes=("float32", "bfloat16")),
+    _case(2, 16, 64, distribution="tiny", dtypes=("float32", "bfloat16")),
+    _case(2, 16, 64, distribution="large", dtypes=("float32", "bfloat16")),
     _case(2, 4096, 2560, benchmark=True),
     _case(8, 4096, 2560, benchmark=True),
     _case(2, 1024, 5120, benchmark=True),

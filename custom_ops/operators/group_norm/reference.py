@@ -1,4 +1,4 @@
-"""GroupNorm in NumPy, float64: Wu and He, "Group Normalization" (2018), with SiLU behind it."""
+"""NumPy float64 reference of GroupNorm: Wu and He, "Group Normalization" (2018), with SiLU behind it."""
 
 from __future__ import annotations
 

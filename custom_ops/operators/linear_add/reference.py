@@ -1,4 +1,4 @@
-"""LinearAdd in NumPy: Y = X W + bias + skip."""
+"""NumPy reference of LinearAdd: Y = X W + bias + skip."""
 
 from __future__ import annotations
 

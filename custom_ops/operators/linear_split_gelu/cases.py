@@ -1,4 +1,4 @@
-"""LinearSplitGelu: the calls that test it and the GEGLU layers of Stable Diffusion that time it."""
+"""Params, test cases and benchmark shapes (GEGLU layers of Stable Diffusion) of LinearSplitGelu."""
 
 from __future__ import annotations
 
@@ -6,50 +6,40 @@ import ctypes
 from collections.abc import Mapping
 from math import prod
 
-from custom_ops.operator_spec import DTYPES, Case, Shape
+from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
 from custom_ops.operators.linear_add import cases as linear_add
 
 NAME = "LinearSplitGelu"
 INPUTS = ("X", "W", "bias")
 OUTPUTS = ("Y",)
-PARAMETERS = ()
 
-draw = linear_add.draw
+generate_special_input = linear_add.generate_special_input
 
 
 class Params(ctypes.Structure):
     """struct LinearSplitGeluParams of op.h."""
 
-    _fields_ = (
-        ("dtype", ctypes.c_int32),
-        ("x", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("inner", ctypes.c_int64),
-        ("half", ctypes.c_int64),
-    )
+    _fields_ = struct_fields((INT32, "dtype"), (POINTER, "x weight bias y"), (INT64, "rows inner half"))
 
 
-def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
-    """The call's Params; `address` maps input and output names to device addresses."""
+def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params:
+    """Return the Params of a case."""
     shape, (inner, columns) = case.inputs["X"], case.inputs["W"]
-    places = (address[name] for name in ("X", "W", "bias", "Y"))
-    return Params(DTYPES[dtype][0], *places, prod(shape[:-1]), inner, columns // 2)
+    pointers = (address[name] for name in ("X", "W", "bias", "Y"))
+    return Params(DTYPES[dtype][0], *pointers, prod(shape[:-1]), inner, columns // 2)
 
 
-def output_shapes(case: Case) -> dict[str, Shape]:
+def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Y has the shape of X, its last axis half of W's."""
     return {"Y": (*case.inputs["X"][:-1], case.inputs["W"][1] // 2)}
 
 
-def _case(*shape: int, half: int, big: bool = False) -> Case:
+def _case(*shape: int, half: int, benchmark: bool = False) -> OperatorCase:
     """X of `shape`, `half` columns of Y."""
     inputs: dict[str, Shape] = {"X": shape, "W": (shape[-1], 2 * half), "bias": (2 * half,)}
     name = "x".join(map(str, shape)) + f"-h{half}"
     # Sums of K products: their errors add up as sqrt(K).
-    return Case(name, inputs, benchmark=big, float32_roundoffs=8 + shape[-1] ** 0.5)
+    return OperatorCase(name, inputs, benchmark=benchmark, float32_roundoffs=8 + shape[-1] ** 0.5)
 
 
 CASES = [
@@ -59,9 +49,9 @@ CASES = [
     _case(2, 3, 16, half=40),
     _case(2, 20, 200, half=72),
     _case(150, 296, half=712),  # the warpgroup kernel: ragged tiles in every direction, several a block
-    _case(2048, 1280, half=5120, big=True),
-    _case(8192, 640, half=2560, big=True),
-    _case(8192, 320, half=1280, big=True),
-    _case(2048, 640, half=2560, big=True),
-    _case(512, 1280, half=5120, big=True),
+    _case(2048, 1280, half=5120, benchmark=True),
+    _case(8192, 640, half=2560, benchmark=True),
+    _case(8192, 320, half=1280, benchmark=True),
+    _case(2048, 640, half=2560, benchmark=True),
+    _case(512, 1280, half=5120, benchmark=True),
 ]

@@ -1,4 +1,4 @@
-"""LinearSplitGelu in NumPy: X W + bias in halves, left * gelu(right)."""
+"""NumPy reference of LinearSplitGelu: X W + bias in halves, left * gelu(right)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MultiHeadAttention: the calls that test it and the shapes that time it."""
+"""Params, test cases and benchmark shapes of MultiHeadAttention."""
 
 from __future__ import annotations
 
@@ -7,48 +7,33 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from custom_ops.operator_spec import DTYPES, Array, Case, Shape
+from custom_ops.operator_spec import DTYPES, FLOAT32, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
 
 NAME = "MultiHeadAttention"
 INPUTS = ("query", "key", "value", "bias", "key_padding_mask", "attention_bias")
 OUTPUTS = ("output",)
-PARAMETERS = ()
 
 
 class HeadsView(ctypes.Structure):
     """struct HeadsView of op.h."""
 
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("batch_stride", ctypes.c_int64),
-        ("row_stride", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-    )
+    _fields_ = struct_fields((POINTER, "data"), (INT64, "batch_stride row_stride head_stride"))
 
 
 class Params(ctypes.Structure):
     """struct MultiHeadAttentionParams of op.h."""
 
-    _fields_ = (
-        ("dtype", ctypes.c_int32),
-        ("query", HeadsView),
-        ("key", HeadsView),
-        ("value", HeadsView),
-        ("attention_bias", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("batch", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("sequence", ctypes.c_int64),
-        ("kv_sequence", ctypes.c_int64),
-        ("head_size", ctypes.c_int64),
-        ("bias_batch_stride", ctypes.c_int64),
-        ("bias_head_stride", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-        ("causal", ctypes.c_int32),
+    _fields_ = struct_fields(
+        (INT32, "dtype"),
+        (HeadsView, "query key value"),
+        (POINTER, "attention_bias output"),
+        (INT64, "batch heads sequence kv_sequence head_size bias_batch_stride bias_head_stride"),
+        (FLOAT32, "scale"),
+        (INT32, "causal"),
     )
 
 
-def _sizes(case: Case) -> tuple[int, int, int, int, int]:
+def _sizes(case: OperatorCase) -> tuple[int, int, int, int, int]:
     """Batch, heads, sequence, kv_sequence and head size of a case."""
     heads = int(case.attributes["num_heads"])
     query = case.inputs["query"]
@@ -65,8 +50,8 @@ def _view(address: int, shape: Shape, heads: int, part: int, itemsize: int) -> H
     return HeadsView(address + part * head_size * itemsize, shape[1] * row, row, parts * head_size)
 
 
-def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
-    """The call's Params; `address` maps input and output names to device addresses."""
+def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params:
+    """Return the Params of a case."""
     batch, heads, sequence, kv_sequence, head_size = _sizes(case)
     shapes, itemsize = case.inputs, DTYPES[dtype][1].itemsize
     if len(shapes["query"]) == 5:
@@ -96,13 +81,13 @@ def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
     )
 
 
-def output_shapes(case: Case) -> dict[str, Shape]:
+def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """output is (B, S, N * H)."""
     batch, heads, sequence, _, head_size = _sizes(case)
     return {"output": (batch, sequence, heads * head_size)}
 
 
-def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
+def generate_special_input(case: OperatorCase, name: str, rng: np.random.Generator) -> Array | None:
     """Masks of the kinds that models make, and scores of every size.
 
     attention_bias: by `values`, "mask" hides a random half of the keys by the type's own lowest number (the largest
@@ -111,13 +96,13 @@ def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
     """
     shape = case.inputs[name]
     normal = rng.standard_normal(shape)
-    if name == "attention_bias" and case.values == "mask":
+    if name == "attention_bias" and case.distribution == "mask":
         return np.where(rng.random(shape) < 0.5, -65504.0, 0.0)
-    if name == "attention_bias" and case.values == "hidden_rows":
+    if name == "attention_bias" and case.distribution == "hidden_rows":
         hidden = np.where(rng.random(shape) < 0.5, -np.inf, 0.0)
         hidden[..., ::3, :] = -np.inf
         return hidden
-    if case.values == "peaked":
+    if case.distribution == "peaked":
         return normal * (1.0 if name == "value" else 32.0)
     return normal
 
@@ -131,11 +116,11 @@ def attention_case(
     *,
     packed: str = "",
     bias: tuple[int, int] | None = None,
-    values: str = "normal",
+    distribution: str = "normal",
     benchmark: bool = False,
     roundoffs: float = 0.0,
     **attributes: int | float,
-) -> Case:
+) -> OperatorCase:
     """`packed` is "", "kv" or "qkv"; `bias` gives the batch and head axes of attention_bias. `roundoffs`: of float32,
     for a kernel that computes in a narrower type."""
     query, keys = (batch, sequence, heads * head_size), (batch, kv_sequence, heads * head_size)
@@ -148,16 +133,16 @@ def attention_case(
         inputs["attention_bias"] = (*bias, sequence, kv_sequence)
     words = [f"{batch}x{heads}x{sequence}x{kv_sequence}x{head_size}", packed, *attributes]
     words = [f"scale{attributes['scale']}" if word == "scale" else word for word in words]
-    words += [values] if values != "normal" else []
+    words += [distribution] if distribution != "normal" else []
     words += [f"bias{bias[0]}{bias[1]}"] if bias else []
     name = "-".join(word for word in words if word)
     # Softmax turns a score's absolute error into a weight's relative one, and n-term sums lose about sqrt(n) roundoffs.
     largest_score = abs(attributes.get("scale", 0.0) or head_size**-0.5) * head_size**0.5
-    return Case(
+    return OperatorCase(
         name,
         inputs,
         {"num_heads": heads, **attributes},
-        values=values,
+        distribution=distribution,
         benchmark=benchmark,
         float32_roundoffs=roundoffs or 4 * max(1.0, largest_score) + max(head_size, kv_sequence) ** 0.5,
     )
@@ -195,19 +180,19 @@ CASES = [
     attention_case(1, 2, 77, 77, 64, unidirectional=1),
     attention_case(2, 1, 150, 150, 40, packed="qkv", unidirectional=1),
     attention_case(1, 1, 30, 60, 80, unidirectional=1),
-    attention_case(2, 2, 77, 77, 64, bias=(1, 1), values="mask"),
+    attention_case(2, 2, 77, 77, 64, bias=(1, 1), distribution="mask"),
     attention_case(2, 2, 33, 70, 40, bias=(2, 1)),
     attention_case(2, 2, 33, 70, 40, bias=(1, 2)),
     attention_case(2, 2, 33, 70, 40, bias=(2, 2), unidirectional=1),
-    attention_case(1, 2, 40, 90, 64, bias=(1, 1), values="hidden_rows"),
-    attention_case(1, 1, 33, 70, 512, bias=(1, 1), values="hidden_rows"),
-    attention_case(1, 1, 33, 70, 37, bias=(1, 1), values="hidden_rows"),
+    attention_case(1, 2, 40, 90, 64, bias=(1, 1), distribution="hidden_rows"),
+    attention_case(1, 1, 33, 70, 512, bias=(1, 1), distribution="hidden_rows"),
+    attention_case(1, 1, 33, 70, 37, bias=(1, 1), distribution="hidden_rows"),
     # scores: other scales, all weight on one key, all keys alike
     attention_case(1, 1, 40, 50, 64, scale=1.0),
     attention_case(1, 1, 40, 50, 64, scale=-0.125),
-    attention_case(1, 1, 64, 200, 64, values="peaked"),
-    attention_case(1, 1, 21, 128, 64, values="peaked"),  # no row with two keys of nearly the same score
-    attention_case(1, 1, 40, 70, 512, values="peaked"),
+    attention_case(1, 1, 64, 200, 64, distribution="peaked"),
+    attention_case(1, 1, 21, 128, 64, distribution="peaked"),  # no row with two keys of nearly the same score
+    attention_case(1, 1, 40, 70, 512, distribution="peaked"),
     attention_case(1, 1, 20, 50, 64, scale=1e-6),
     # SD 1.5 at 512 x 512 and SDXL at 1024 x 1024, with guidance; the VAE
     attention_case(2, 8, 4096, 4096, 40, packed="qkv", benchmark=True),

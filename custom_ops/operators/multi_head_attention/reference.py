@@ -1,4 +1,4 @@
-"""MultiHeadAttention in NumPy: softmax(scale * Q K^T + attention_bias) V for each head."""
+"""NumPy reference of MultiHeadAttention: softmax(scale * Q K^T + attention_bias) V for each head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NhwcConv: the calls that test it and the convolutions of Stable Diffusion that time it."""
+"""Params, test cases and benchmark shapes (convolutions of Stable Diffusion) of NhwcConv."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from custom_ops.operator_spec import DTYPES, Array, Case, Shape
-from custom_ops.operators.winograd_filters.reference import reference as transformed
+from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
+from custom_ops.operators.winograd_filters.reference import reference as winograd_filters
 
 NAME = "NhwcConv"
-INPUTS = ("X", "W", "B", "skip", "transformed")
+INPUTS = ("X", "W", "B", "skip", "transformed_filters")
 OUTPUTS = ("Y",)
-PARAMETERS = ()
 
 
 class Params(ctypes.Structure):
     """struct NhwcConvParams of op.h."""
 
-    _fields_ = (
-        ("dtype", ctypes.c_int32),
-        *((name, ctypes.c_void_p) for name in ("x", "filters", "bias", "skip", "y")),
-        *((name, ctypes.c_int64) for name in ("batch", "height", "width", "channels", "filter_count")),
-        *((name, ctypes.c_int64) for name in ("kernel_height", "kernel_width", "out_height", "out_width")),
-        *((name, ctypes.c_int64) for name in ("stride_height", "stride_width", "dilation_height", "dilation_width")),
-        *((name, ctypes.c_int64) for name in ("pad_top", "pad_left", "pad_bottom", "pad_right", "groups")),
-        ("transformed", ctypes.c_void_p),
+    _fields_ = struct_fields(
+        (INT32, "dtype"),
+        (POINTER, "x filters bias skip y"),
+        (INT64, "batch height width channels filter_count kernel_height kernel_width out_height out_width"),
+        (
+            INT64,
+            "stride_height stride_width dilation_height dilation_width pad_top pad_left pad_bottom pad_right groups",
+        ),
+        (POINTER, "transformed_filters"),
     )
 
 
-def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
-    """The call's Params; `address` maps input and output names to device addresses."""
+def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params:
+    """Return the Params of a case."""
     pointers = (address.get(name, 0) for name in ("X", "W", "B", "skip", "Y"))
     stride, dilation, groups = (int(case.attributes.get(name, 1)) for name in ("stride", "dilation", "group"))
     pads = (int(case.attributes.get(f"pad_{side}", 0)) for side in ("top", "left", "bottom", "right"))
@@ -39,10 +39,10 @@ def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
     out = output_shapes(case)["Y"][1:3]
     steps = (stride, stride, dilation, dilation)
     sizes = (*case.inputs["X"], count, height, width, *out, *steps, *pads, groups)
-    return Params(DTYPES[dtype][0], *pointers, *sizes, address.get("transformed", 0))
+    return Params(DTYPES[dtype][0], *pointers, *sizes, address.get("transformed_filters", 0))
 
 
-def output_shapes(case: Case) -> dict[str, Shape]:
+def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Y is (N, oH, oW, M)."""
     count, *kernel, _ = case.inputs["W"]
     stride, dilation = (int(case.attributes.get(name, 1)) for name in ("stride", "dilation"))
@@ -55,14 +55,14 @@ def output_shapes(case: Case) -> dict[str, Shape]:
     return {"Y": (case.inputs["X"][0], rows, columns, count)}
 
 
-def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
-    """Filters that keep the magnitude of their input; where they come transformed too, always the same."""
-    if name not in ("W", "transformed"):
+def generate_special_input(case: OperatorCase, name: str, rng: np.random.Generator) -> Array | None:
+    """Generate filters that keep the magnitude of the input; with transformed_filters, always the same."""
+    if name not in ("W", "transformed_filters"):
         return None
     shape = case.inputs["W"]
-    numbers = np.random.default_rng(1) if "transformed" in case.inputs else rng
-    weight = numbers.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))
-    return weight if name == "W" else transformed({"weight": weight}, {})["Y"]
+    values = np.random.default_rng(1) if "transformed_filters" in case.inputs else rng
+    weight = values.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))
+    return weight if name == "W" else winograd_filters({"weight": weight}, {})["Y"]
 
 
 def _case(
@@ -73,27 +73,27 @@ def _case(
     bias: bool = True,
     skip: bool = False,
     winograd: bool = False,
-    values: str = "normal",
-    big: bool = False,
+    distribution: str = "normal",
+    benchmark: bool = False,
     **attributes: int,
-) -> Case:
+) -> OperatorCase:
     """X of (N, H, W, C), `m` filters of k x k; `pads` are top, left, bottom, right (half the kernel each)."""
     sides = pads or (k // 2,) * 4
-    given = {f"pad_{side}": pad for side, pad in zip(("top", "left", "bottom", "right"), sides, strict=True)}
+    padding = {f"pad_{side}": pad for side, pad in zip(("top", "left", "bottom", "right"), sides, strict=True)}
     channels = image[3] // attributes.get("group", 1)
     inputs: dict[str, Shape] = {"X": image, "W": (m, k, k, channels)}
     if bias:
         inputs["B"] = (m,)
     if winograd:
-        inputs["transformed"] = (16, m, channels)
+        inputs["transformed_filters"] = (16, m, channels)
     name = "x".join(map(str, image)) + f"-m{m}-k{k}" + "".join(f"-{n}{v}" for n, v in attributes.items())
     name += "" if pads is None else "-p" + "".join(map(str, pads))
-    case = Case(
-        f"{name}-b{bias:d}-s{skip:d}{'-winograd' * winograd}-{values}",
+    case = OperatorCase(
+        f"{name}-b{bias:d}-s{skip:d}{'-winograd' * winograd}-{distribution}",
         inputs,
-        {**attributes, **given},
-        values=values,
-        benchmark=big,
+        {**attributes, **padding},
+        distribution=distribution,
+        benchmark=benchmark,
         float32_roundoffs=(4 if winograd else 1) * (4 + (k * k * channels) ** 0.5),
     )
     if skip:
@@ -102,7 +102,7 @@ def _case(
 
 
 # Channels of every latent and image (3, 4, 8, 9, 16), images and filters that no tile divides, one pixel, 1 x 1 and
-# 3 x 3, the U-Net's stride and the VAE encoder's uneven pads, sums long enough to be split, 2 x 2 of a doubled image.
+# 3 x 3, the U-Net's stride and the VAE encoder's uneven pads, sums long enough to split, 2 x 2 of an upsampled image.
 CASES = [
     _case(1, 1, 1, 1, m=1),
     _case(1, 5, 7, 3, m=5, bias=False),
@@ -120,17 +120,17 @@ CASES = [
     _case(1, 5, 6, 24, m=32, k=2, pads=(1, 1, 1, 1), bias=False),
     *(_case(1, 5, width, 40, m=33, skip=True, winograd=True) for width in (6, 7)),
     _case(0, 4, 4, 8, m=8),
-    *(_case(1, 6, 7, 24, m=16, skip=True, values=values) for values in ("large", "tiny", "constant")),
-    _case(2, 64, 64, 320, m=320, skip=True, big=True),
-    _case(2, 32, 32, 640, m=640, skip=True, big=True),
-    _case(2, 8, 8, 1280, m=1280, skip=True, big=True),
-    _case(2, 32, 32, 640, m=640, skip=True, winograd=True, big=True),
-    _case(2, 32, 32, 1280, m=1280, skip=True, winograd=True, big=True),
-    _case(2, 64, 64, 320, m=320, stride=2, big=True),
-    _case(2, 64, 64, 640, m=320, k=1, big=True),
-    _case(2, 64, 64, 4, m=320, big=True),
-    _case(1, 512, 512, 128, m=128, skip=True, big=True),
-    _case(1, 512, 512, 128, m=3, big=True),
-    _case(2, 16, 16, 1280, m=5120, k=2, pads=(1, 1, 1, 1), bias=False, big=True),
-    _case(1, 256, 256, 256, m=1024, k=2, pads=(1, 1, 1, 1), bias=False, big=True),
+    *(_case(1, 6, 7, 24, m=16, skip=True, distribution=distribution) for distribution in ("large", "tiny", "constant")),
+    _case(2, 64, 64, 320, m=320, skip=True, benchmark=True),
+    _case(2, 32, 32, 640, m=640, skip=True, benchmark=True),
+    _case(2, 8, 8, 1280, m=1280, skip=True, benchmark=True),
+    _case(2, 32, 32, 640, m=640, skip=True, winograd=True, benchmark=True),
+    _case(2, 32, 32, 1280, m=1280, skip=True, winograd=True, benchmark=True),
+    _case(2, 64, 64, 320, m=320, stride=2, benchmark=True),
+    _case(2, 64, 64, 640, m=320, k=1, benchmark=True),
+    _case(2, 64, 64, 4, m=320, benchmark=True),
+    _case(1, 512, 512, 128, m=128, skip=True, benchmark=True),
+    _case(1, 512, 512, 128, m=3, benchmark=True),
+    _case(2, 16, 16, 1280, m=5120, k=2, pads=(1, 1, 1, 1), bias=False, benchmark=True),
+    _case(1, 256, 256, 256, m=1024, k=2, pads=(1, 1, 1, 1), bias=False, benchmark=True),
 ]

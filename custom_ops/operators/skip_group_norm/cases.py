@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from custom_ops.operator_spec import Case, Shape
+from custom_ops.operator_spec import OperatorCase, Shape
 from custom_ops.operators.group_norm.cases import SHAPES, params
 
-__all__ = ["CASES", "INPUTS", "NAME", "OUTPUTS", "PARAMETERS", "output_shapes", "params"]
+__all__ = ["CASES", "FLOAT32_INPUTS", "INPUTS", "NAME", "OUTPUTS", "output_shapes", "params"]
 
 NAME = "SkipGroupNorm"
 INPUTS = ("X", "gamma", "beta", "skip", "bias")
 OUTPUTS = ("Y", "S")
-PARAMETERS = ("gamma", "beta")
+FLOAT32_INPUTS = ("gamma", "beta")
 
 
-def output_shapes(case: Case) -> dict[str, Shape]:
+def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Y and S have the shape of X."""
     return dict.fromkeys(case.outputs or OUTPUTS, case.inputs["X"])
 
@@ -26,9 +26,9 @@ def _case(
     bias: bool = True,
     total: bool = True,
     nchw: bool = False,
-    values: str = "normal",
+    distribution: str = "normal",
     benchmark: bool = False,
-) -> Case:
+) -> OperatorCase:
     """`shape` is channels last. `skip` is "full", "flat" (N, C) or "pixel" (N, 1, ..., C); `total` asks for S."""
     n, c = shape[0], shape[-1]
     pixel = (n, *(1 for _ in shape[1:-1]), c)
@@ -39,12 +39,12 @@ def _case(
     inputs = {"X": shape, "gamma": (c,), "beta": (c,), "skip": {"full": shape, "flat": (n, c), "pixel": pixel}[skip]}
     if bias:
         inputs["bias"] = (c,)
-    name = "x".join(map(str, shape)) + f"-g{groups}-a{activation}-{skip}-b{bias:d}-s{total:d}-{values}"
+    name = "x".join(map(str, shape)) + f"-g{groups}-a{activation}-{skip}-b{bias:d}-s{total:d}-{distribution}"
     name += "-nchw" if nchw else ""
     outputs = ("Y", "S") if total else ("Y",)
     # V is rounded to the type before it is normalized: 2000 in half precision has no digits left for a deviation of 1
-    dtypes = ("float32",) if values == "offset" else ("float32", "float16", "bfloat16")
-    return Case(name, inputs, attributes, outputs, values, benchmark, dtypes)
+    dtypes = ("float32",) if distribution == "offset" else ("float32", "float16", "bfloat16")
+    return OperatorCase(name, inputs, attributes, outputs, distribution, benchmark, dtypes)
 
 
 _VARIANTS = (("full", True, True), ("full", False, True), ("flat", True, True), ("pixel", False, False))
@@ -57,7 +57,7 @@ CASES = [
         for nchw in (False, True)
     ),
     *(_case((2, 9, 8, 64), 8, skip=skip, bias=bias, total=total) for skip, bias, total in _VARIANTS),
-    *(_case((2, 9, 8, 64), 8, total=False, values=values) for values in ("large", "tiny", "offset")),
+    *(_case((2, 9, 8, 64), 8, total=False, distribution=distribution) for distribution in ("large", "tiny", "offset")),
     # a skip that both reads take, by 1, 2 and 4 elements
     *(_case((2, 11, channels), 3, bias=False, total=False) for channels in (9, 30, 12)),
     *(_case((n, 64, 64, 320), 32, benchmark=True) for n in (2, 8, 16)),

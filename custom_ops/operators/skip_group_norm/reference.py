@@ -1,4 +1,4 @@
-"""SkipGroupNorm in NumPy, float64: GroupNorm of X + skip + bias, and that sum."""
+"""NumPy float64 reference of SkipGroupNorm: GroupNorm of X + skip + bias, and that sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SkipLayerNormalization: the calls that test it and the shapes that time it."""
+"""Params, test cases and benchmark shapes of SkipLayerNormalization."""
 
 from __future__ import annotations
 
@@ -6,35 +6,26 @@ import ctypes
 from collections.abc import Mapping
 from math import prod
 
-from custom_ops.operator_spec import DTYPES, Case, Shape
+from custom_ops.operator_spec import DTYPES, FLOAT32, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
 
 NAME = "SkipLayerNormalization"
 INPUTS = ("input", "skip", "gamma", "beta", "bias")
 OUTPUTS = ("output", "mean", "inv_std_var", "input_skip_bias_sum")
-PARAMETERS = ()
 
 
 class Params(ctypes.Structure):
     """struct SkipLayerNormParams of op.h."""
 
-    _fields_ = (
-        ("dtype", ctypes.c_int32),
-        ("x", ctypes.c_void_p),
-        ("skip", ctypes.c_void_p),
-        ("gamma", ctypes.c_void_p),
-        ("beta", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("sum", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("skip_rows", ctypes.c_int64),
-        ("channels", ctypes.c_int64),
-        ("epsilon", ctypes.c_float),
+    _fields_ = struct_fields(
+        (INT32, "dtype"),
+        (POINTER, "x skip gamma beta bias y sum"),
+        (INT64, "rows skip_rows channels"),
+        (FLOAT32, "epsilon"),
     )
 
 
-def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
-    """The call's Params; `address` maps input and output names to device addresses, without the absent ones."""
+def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params:
+    """Return the Params of a case."""
     shape = case.inputs["input"]
     return Params(
         dtype=DTYPES[dtype][0],
@@ -52,7 +43,7 @@ def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
     )
 
 
-def output_shapes(case: Case) -> dict[str, Shape]:
+def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Both outputs have the shape of the input."""
     return dict.fromkeys(case.outputs or ("output", "input_skip_bias_sum"), case.inputs["input"])
 
@@ -63,9 +54,9 @@ def _case(
     beta: bool = True,
     bias: bool = True,
     total: bool = True,
-    values: str = "normal",
+    distribution: str = "normal",
     benchmark: bool = False,
-) -> Case:
+) -> OperatorCase:
     channels = shape[-1]
     inputs = {"input": shape, "skip": skip or shape, "gamma": (channels,)}
     if beta:
@@ -73,9 +64,9 @@ def _case(
     if bias:
         inputs["bias"] = (channels,)
     broadcast = "x".join(map(str, inputs["skip"]))
-    name = "x".join(map(str, shape)) + f"-skip{broadcast}-{beta:d}{bias:d}{total:d}-{values}"
+    name = "x".join(map(str, shape)) + f"-skip{broadcast}-{beta:d}{bias:d}{total:d}-{distribution}"
     outputs = ("output", "input_skip_bias_sum") if total else ("output",)
-    return Case(name, inputs, {"epsilon": 1e-5}, outputs, values, benchmark)
+    return OperatorCase(name, inputs, {"epsilon": 1e-5}, outputs, distribution, benchmark)
 
 
 CASES = [
@@ -95,7 +86,7 @@ CASES = [
     _case((1, 2, 10400)),
     _case((1, 2, 8200)),
     _case((1, 2, 20001)),
-    *(_case((2, 16, 64), values=values) for values in ("large", "tiny", "offset")),
+    *(_case((2, 16, 64), distribution=distribution) for distribution in ("large", "tiny", "offset")),
     *(_case((n, 4096, 320), benchmark=True) for n in (2, 8, 16)),
     *(_case((n, 1024, 640), benchmark=True) for n in (2, 8)),
     *(_case((n, 256, 1280), benchmark=True) for n in (2, 8)),

@@ -5,43 +5,37 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 
-from custom_ops.operator_spec import DTYPES, Case, Shape
+from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
 
 NAME = "Softmax"
 INPUTS = ("scores",)
 OUTPUTS = ("weights",)
-PARAMETERS = ("scores",)  # float32 whatever the weights are
+FLOAT32_INPUTS = ("scores",)  # float32 whatever the weights are
 
 
 class Params(ctypes.Structure):
     """struct SoftmaxParams of op.h."""
 
-    _fields_ = (
-        ("dtype", ctypes.c_int32),
-        ("scores", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-    )
+    _fields_ = struct_fields((INT32, "dtype"), (POINTER, "scores weights"), (INT64, "rows columns"))
 
 
-def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
-    """The call's Params; `address` maps input and output names to device addresses."""
+def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params:
+    """Return the Params of a case."""
     rows, columns = case.inputs["scores"]
     return Params(DTYPES[dtype][0], address["scores"], address["weights"], rows, columns)
 
 
-def output_shapes(case: Case) -> dict[str, Shape]:
+def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """weights has the shape of scores."""
     return {"weights": case.inputs["scores"]}
 
 
-def _case(rows: int, columns: int, values: str = "normal", benchmark: bool = False) -> Case:
+def _case(rows: int, columns: int, distribution: str = "normal", benchmark: bool = False) -> OperatorCase:
     # A weight's relative error is the exponent's absolute one, and a sum's grows with its terms.
-    return Case(
-        f"{rows}x{columns}-{values}",
+    return OperatorCase(
+        f"{rows}x{columns}-{distribution}",
         {"scores": (rows, columns)},
-        values=values,
+        distribution=distribution,
         benchmark=benchmark,
         float32_roundoffs=16 + columns**0.5,
     )
@@ -60,6 +54,6 @@ CASES = [
     _case(1, 16385),
     _case(2, 16400),
     _case(0, 8),
-    _case(4, 300, values="tiny"),
+    _case(4, 300, distribution="tiny"),
     _case(4096, 4096, benchmark=True),
 ]

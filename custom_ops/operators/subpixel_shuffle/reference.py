@@ -1,4 +1,4 @@
-"""SubpixelShuffle in NumPy: four phases put between each other, and a bias added."""
+"""NumPy reference of SubpixelShuffle: four phases put between each other, and a bias added."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""UpsampleConvWeight in NumPy: the filters of 2x nearest upsampling and a 3 x 3 convolution as one transposed one."""
+"""NumPy reference of UpsampleConvWeight: filters of 2x nearest upsampling and a 3 x 3 convolution combined."""
 
 from __future__ import annotations
 

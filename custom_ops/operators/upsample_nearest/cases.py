@@ -1,35 +1,29 @@
-"""UpsampleNearest: the calls that test it and the shapes that time it."""
+"""Params, test cases and benchmark shapes of UpsampleNearest."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
 
-from custom_ops.operator_spec import DTYPES, Case, Shape
+from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
 
 NAME = "UpsampleNearest"
 INPUTS = ("X",)
 OUTPUTS = ("Y",)
-PARAMETERS = ()
 
 
 class Params(ctypes.Structure):
     """struct UpsampleNearestParams of op.h."""
 
-    _fields_ = (
-        ("dtype", ctypes.c_int32),
-        ("x", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("channels", ctypes.c_int64),
-        ("scale_height", ctypes.c_int64),
-        ("scale_width", ctypes.c_int64),
+    _fields_ = struct_fields(
+        (INT32, "dtype"),
+        (POINTER, "x y"),
+        (INT64, "rows width channels scale_height scale_width"),
     )
 
 
-def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
-    """The call's Params; `address` maps input and output names to device addresses."""
+def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params:
+    """Return the Params of a case."""
     batch, height, width, channels = case.inputs["X"]
     return Params(
         dtype=DTYPES[dtype][0],
@@ -43,19 +37,21 @@ def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
     )
 
 
-def output_shapes(case: Case) -> dict[str, Shape]:
+def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Y has the shape of X, its height and width times the scales."""
     batch, height, width, channels = case.inputs["X"]
     down, across = int(case.attributes["scale_height"]), int(case.attributes["scale_width"])
     return {"Y": (batch, height * down, width * across, channels)}
 
 
-def _case(*shape: int, scales: tuple[int, int] = (2, 2), values: str = "normal", benchmark: bool = False) -> Case:
+def _case(
+    *shape: int, scales: tuple[int, int] = (2, 2), distribution: str = "normal", benchmark: bool = False
+) -> OperatorCase:
     """X of `shape` (N, H, W, C)."""
     down, across = scales
-    name = "x".join(map(str, shape)) + f"-s{down}x{across}-{values}"
+    name = "x".join(map(str, shape)) + f"-s{down}x{across}-{distribution}"
     attributes: dict[str, int | float] = {"scale_height": down, "scale_width": across}
-    return Case(name, {"X": shape}, attributes, values=values, benchmark=benchmark)
+    return OperatorCase(name, {"X": shape}, attributes, distribution=distribution, benchmark=benchmark)
 
 
 CASES = [
@@ -71,8 +67,8 @@ CASES = [
     _case(1, 3, 9, 7, scales=(4, 1)),
     _case(0, 4, 4, 8),
     _case(2, 0, 4, 8),
-    _case(1, 8, 6, 32, values="large"),
-    _case(1, 8, 6, 32, values="tiny"),
+    _case(1, 8, 6, 32, distribution="large"),
+    _case(1, 8, 6, 32, distribution="tiny"),
     _case(1, 64, 64, 512, benchmark=True),
     _case(1, 128, 128, 512, benchmark=True),
     _case(1, 256, 256, 256, benchmark=True),

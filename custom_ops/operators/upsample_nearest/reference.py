@@ -1,4 +1,4 @@
-"""UpsampleNearest in NumPy: each pixel repeated down and across."""
+"""NumPy reference of UpsampleNearest: each pixel repeated down and across."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WinogradConv: the calls that test it. It has no GPU kernel."""
+"""Params and test cases of WinogradConv, which has no GPU kernel."""
 
 from __future__ import annotations
 
@@ -7,57 +7,49 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from custom_ops.operator_spec import DTYPES, Array, Case, Shape
+from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
 
 NAME = "WinogradConv"
 INPUTS = ("X", "W", "B")
 OUTPUTS = ("Y",)
-PARAMETERS = ()
 
 
 class Params(ctypes.Structure):
     """struct WinogradConvParams of op.h."""
 
-    _fields_ = (
-        ("dtype", ctypes.c_int32),
-        ("x", ctypes.c_void_p),
-        ("filters", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("batch", ctypes.c_int64),
-        ("channels", ctypes.c_int64),
-        ("height", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("filter_count", ctypes.c_int64),
+    _fields_ = struct_fields(
+        (INT32, "dtype"),
+        (POINTER, "x filters bias y"),
+        (INT64, "batch channels height width filter_count"),
     )
 
 
-def params(case: Case, dtype: str, address: Mapping[str, int]) -> Params:
-    """The call's Params; `address` maps input and output names to addresses."""
+def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params:
+    """Return the Params of a case."""
     pointers = (address[name] for name in ("X", "W", "B", "Y"))
     return Params(DTYPES[dtype][0], *pointers, *case.inputs["X"], case.inputs["B"][0])
 
 
-def output_shapes(case: Case) -> dict[str, Shape]:
+def output_shapes(case: OperatorCase) -> dict[str, Shape]:
     """Y has the shape of X with a channel for each filter."""
     n, _, h, w = case.inputs["X"]
     return {"Y": (n, case.inputs["B"][0], h, w)}
 
 
-def draw(case: Case, name: str, rng: np.random.Generator) -> Array | None:
-    """Filters that keep the magnitude of their input; of damaged shapes, too."""
+def generate_special_input(case: OperatorCase, name: str, rng: np.random.Generator) -> Array | None:
+    """Generate filters that keep the magnitude of the input; also for malformed shapes."""
     if name != "W":
         return None
     shape = case.inputs["W"]
     return rng.standard_normal(shape) / np.sqrt(9 * max((*shape, 1, 1)[1], 1))
 
 
-def _case(n: int, c: int, h: int, w: int, m: int, values: str = "normal") -> Case:
+def _case(n: int, c: int, h: int, w: int, m: int, distribution: str = "normal") -> OperatorCase:
     shapes = {"X": (n, c, h, w), "W": (m, c, 3, 3), "B": (m,)}
-    return Case(
-        f"{n}x{c}x{h}x{w}-m{m}-{values}",
+    return OperatorCase(
+        f"{n}x{c}x{h}x{w}-m{m}-{distribution}",
         shapes,
-        values=values,
+        distribution=distribution,
         dtypes=("float32", "float16"),
         # Winograd's sums cancel: 3 times the error of a direct sum at 320 channels, which grows with their number.
         float32_roundoffs=32,
@@ -77,5 +69,5 @@ CASES = [
     _case(2, 320, 16, 16, 64),
     _case(1, 129, 8, 24, 33),
     _case(0, 8, 4, 4, 8),
-    *(_case(1, 24, 9, 8, 40, values) for values in ("large", "tiny", "constant")),
+    *(_case(1, 24, 9, 8, 40, distribution) for distribution in ("large", "tiny", "constant")),
 ]

@@ -1,4 +1,4 @@
-"""WinogradConv in NumPy, float64: the convolution as its definition says."""
+"""NumPy float64 reference of WinogradConv: the convolution as its definition says."""
 
 from __future__ import annotations
 

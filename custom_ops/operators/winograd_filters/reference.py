@@ -1,4 +1,4 @@
-"""WinogradFilters in NumPy: filters as F(2 x 2, 3 x 3) multiplies by them."""
+"""NumPy reference of WinogradFilters: filters as F(2 x 2, 3 x 3) multiplies by them."""
 
 from __future__ import annotations
 
