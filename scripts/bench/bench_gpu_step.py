@@ -54,7 +54,7 @@ from sd_ort.optimize.targets import CUDA, CUDA_CONTRIB, TARGETS
 from sd_ort.runtime import gpu_graphs, machine, providers, session
 
 ROUNDS = 7
-VENDOR = "cuda" if DEVICE == "cuda" else "host"  # of our own provider
+VENDOR = "cuda" if DEVICE == "cuda" else "simulated"  # of our own provider
 
 # Kernels by what they do, first match first. The names are those of cuDNN, cuBLAS, ONNX Runtime, torch and ours.
 CLASSES = (

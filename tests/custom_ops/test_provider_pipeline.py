@@ -71,7 +71,7 @@ def convolved(x: np.ndarray, filters: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def wide() -> tuple[np.ndarray, np.ndarray]:
-    """x and filters of a convolution that Winograd pays for (custom_ops/nhwc_conv/op.h)."""
+    """x and filters of a convolution that Winograd pays for (custom_ops/operators/nhwc_conv/op.h)."""
     random = np.random.default_rng(5)
     x, filters = random.normal(size=(2, 16, 16, 424)), random.normal(size=(424, 3, 3, 424)) / 60
     return x.astype(np.float16), filters.astype(np.float16)
@@ -152,7 +152,7 @@ def test_it_reads_held_weights_in_place(provider: str) -> None:
 @pytest.fixture
 def by_name(provider: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """`sdcuda`, whose devices are the host's here."""
-    monkeypatch.setitem(provider_table.PROVIDERS, "sdcuda", provider_table.OURS["SdOrtHost"])
+    monkeypatch.setitem(provider_table.PROVIDERS, "sdcuda", provider_table.OURS["SdOrtSimulated"])
     return "sdcuda"
 
 
