@@ -51,7 +51,7 @@ from sd_ort.core.metrics import relative_l2_error
 from sd_ort.graphs import hoist
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import CUDA, CUDA_CONTRIB, TARGETS
-from sd_ort.runtime import gpu_graphs, machine, providers, session
+from sd_ort.runtime import bound_run, machine, providers, session
 
 ROUNDS = 7
 VENDOR = "cuda" if DEVICE == "cuda" else "simulated"  # of our own provider
@@ -200,9 +200,8 @@ def session_engine(
             once = session.Model(session.create_session(part, provider))
             feeds |= once(**{key: feeds[key] for key in once.inputs})
     before = time.perf_counter()
-    opened = session.create_session(path, provider, graph=True, **options)
+    model = bound_run.open_gpu_graph_model(path, provider, **options)
     session_s = time.perf_counter() - before
-    model = gpu_graphs.GraphModel(opened, providers.provider_named(provider).device)
     bound = model.bind({key: feeds[key] for key in model.inputs})
     (value,) = bound.outputs.values()
     assert tuple(value.shape()) == tuple(shape)
