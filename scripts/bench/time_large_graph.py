@@ -41,7 +41,7 @@ def main() -> None:
         "target": options.target,
         "nodes_before": entry["nodes_before"],
         "nodes": entry["nodes"],
-        "counts": entry["counts"],
+        "counts": entry["op_counts"],
         "cpu_seconds": round(cpu_seconds, 1),
         "seconds": round(seconds, 1),
         "machine": machine(),

@@ -115,7 +115,10 @@ def _component(source: Path, optimized: Path | None, manifest: Mapping[str, Any]
     }
     if optimized is not None:
         mine = manifest.get("components", {}).get(optimized.parent.name, {})
-        entry |= {"target": manifest.get("options", {}).get("target"), "not_lowered": mine.get("not_lowered", [])}
+        entry |= {
+            "target": manifest.get("options", {}).get("target"),
+            "kernel_fallbacks": mine.get("kernel_fallbacks", []),
+        }
         entry |= {key: mine[key] for key in ("calibration", "float32_sites") if key in mine}
     return entry
 
@@ -171,7 +174,7 @@ def _lower(model: ir.Model, target: Target) -> dict[str, Any]:
     What is taken apart stays one site here: it was left for a reason.
     """
     lowered = {}
-    for each in target.passes:
+    for each in target.lowering_passes:
         if each.name == "inline_fused_ops":
             continue
         outcome = each.run(model)

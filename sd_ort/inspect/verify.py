@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from sd_ort.checkpoints.configs import config_beside
-from sd_ort.checkpoints.recorded_inputs import check_recorded, recorded_inputs
+from sd_ort.checkpoints.configs import model_config
+from sd_ort.checkpoints.recorded_inputs import check_recorded, load_recorded_inputs
 from sd_ort.checkpoints.synthetic_inputs import SIZES, Arrays, random_inputs
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError, SdOrtError, VerificationError
@@ -71,7 +71,7 @@ def verify(
     for name, path, other in pairs:
         source_graph = load(path).graph
         graph_inputs = list(source_graph.inputs)
-        runs = recorded_inputs(inputs, name, graph_inputs, required=alone)
+        runs = load_recorded_inputs(inputs, name, graph_inputs, required=alone)
         feeds = [(f"recorded {index}", run) for index, run in enumerate(runs)]
         if not feeds and not alone and name not in KNOWN:
             notes.append(f"{name}: NOT compared, since its inputs are not known: record some for --inputs.")
@@ -79,7 +79,7 @@ def verify(
         if drawing := next((node.op_type for node in source_graph if node.op_type in DRAWING), None):
             notes.append(f"{name}: NOT compared, since its {drawing} draws other numbers at every run.")
             continue
-        feeds = feeds or _made_up(name, graph_inputs, config_beside(path), sizes, seed)
+        feeds = feeds or _made_up(name, graph_inputs, model_config(path), sizes, seed)
         with _whole(other, name, notes) as whole, _runnable(whole, name, provider, library, notes) as runnable:
             model = load(whole)
             arrays = _in_half(model, [feed for _, feed in feeds])

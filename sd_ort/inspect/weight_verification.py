@@ -41,12 +41,12 @@ def verify_weights(
     if component_config(made, "unet").get("ip_adapter") and "image_encoder" not in checkpoint.configs:
         raise InputError(f"{made} has an IP-Adapter beside {model}: name its file with --ip-adapter.")
     described = pipeline_folder.read_manifest(made).get("components", {})
-    names = [name for name in select_components(checkpoint, components) if "weights" in described.get(name, {})]
+    names = [name for name in select_components(checkpoint, components) if "weight_recipes" in described.get(name, {})]
     if not names:
         raise InputError(f"{made} says of no weight where it comes from: give a folder that `sd-ort optimize` wrote.")
     rows = []
     for name in names:
-        table = recipes.load(described[name]["weights"])
+        table = recipes.load(described[name]["weight_recipes"])
         stored = {n for recipe in table.values() for n in recipes.sources(recipe)}
         read = checkpoint.read_tensors(MODEL_OF.get(name, name), stored)
         count, wrong = 0, list[str]()

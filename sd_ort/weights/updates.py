@@ -57,7 +57,7 @@ class Corrections:
         """Raises InputError for a folder whose manifest does not say where its weights come from."""
         self.folder = folder
         entries = read_manifest(folder).get("components", {})
-        self.recipes = {n: recipes.load(e["weights"]) for n, e in entries.items() if "weights" in e}
+        self.recipes = {n: recipes.load(e["weight_recipes"]) for n, e in entries.items() if "weight_recipes" in e}
         if "unet" not in self.recipes:
             raise InputError(f"{folder} does not say where its weights come from: export it again with this sd-ort.")
         self.parts = {name: hoist.folders_of(name, entry) for name, entry in entries.items()}
