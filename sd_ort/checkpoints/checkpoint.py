@@ -18,7 +18,7 @@ from sd_ort.checkpoints import signatures, unet_inputs
 from sd_ort.checkpoints.signatures import MODEL_OF, Config, Signature
 from sd_ort.checkpoints.tensor_readers import Read, TensorReader, is_finite, open_tensors
 from sd_ort.core.errors import InputError
-from sd_ort.core.pipeline_folder import CONFIG_FOLDERS, copy_configs, sha256
+from sd_ort.core.pipeline_folder import COMPONENTS, CONFIG_FOLDERS, copy_configs, sha256
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,6 @@ CLASSES = {
 }
 LIBRARIES = {**CLASSES, "CLIPVisionModelWithProjection": "transformers"}  # with the image encoder of an IP-Adapter
 MODELS = ("text_encoder", "text_encoder_2", "unet", "controlnet", "vae")
-COMPONENTS = ("text_encoder", "text_encoder_2", "image_encoder", "unet", "controlnet", "vae_encoder", "vae_decoder")
 
 
 @dataclass(frozen=True)

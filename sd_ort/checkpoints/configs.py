@@ -41,11 +41,7 @@ def component_config(folder: Path, component: str, *, required: bool = False) ->
 
 def model_config(model: Path) -> dict[str, Any]:
     """config.json beside an ONNX file called as a component of a pipeline is; {} for other files, and without one."""
-    return (
-        component_config(model.parent.parent, model.parent.name)
-        if model_name(model) in (*COMPONENTS, "controlnet")
-        else {}
-    )
+    return component_config(model.parent.parent, model.parent.name) if model_name(model) in COMPONENTS else {}
 
 
 def read_config(path: Path, otherwise: str | None = None) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Preset:
 
 SD_CHANNELS = [320, 640, 1280, 1280]
 TINY_CHANNELS = [32, 64, 128, 128]
-VOCABULARY = 49408  # CLIP's
+CLIP_VOCABULARY = 49408
 BYTE_VOCABULARY = 514  # 256 bytes, 256 bytes that end a word, start and end of text
 _CROSS_DOWN = ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"]
 _CROSS_UP = ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3
@@ -42,7 +42,7 @@ def clip_config(hidden: int, layers: int, heads: int, activation: str, projectio
     return {
         "architectures": ["CLIPTextModel"],
         "model_type": "clip_text_model",
-        "vocab_size": VOCABULARY,
+        "vocab_size": CLIP_VOCABULARY,
         "hidden_size": hidden,
         "intermediate_size": 4 * hidden,
         "num_hidden_layers": layers,

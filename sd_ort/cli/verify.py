@@ -94,7 +94,7 @@ def command(
         provider=provider,
         library=not portable,
         seed=seed,
-        report=say,
+        on_row=say,
     )
     if as_json:
         click.echo(json.dumps(result, indent=1))
@@ -123,7 +123,7 @@ def verify_checkpoint(
         if row["passed"] and not as_json:
             click.echo(f"{row['component']}: all {row['weights']} weights with a recipe are {source}'s, bit for bit")
 
-    result = verify_weights(str(source), optimized, components=components or None, files=files, report=say)
+    result = verify_weights(str(source), optimized, components=components or None, files=files, on_row=say)
     if as_json:
         click.echo(json.dumps(result, indent=1))
     check_weights(result, str(source), optimized)

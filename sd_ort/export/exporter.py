@@ -36,6 +36,7 @@ from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError, OutputError, VerificationError, first_line
 from sd_ort.core.files import code_hash, read_json
 from sd_ort.core.interrupts import in_threads
+from sd_ort.core.metrics import array_errors
 from sd_ort.core.paths import output_path
 from sd_ort.core.pipeline_folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
 from sd_ort.core.progress import ProgressCallback, ignore_progress
@@ -43,6 +44,7 @@ from sd_ort.core.quiet import quiet
 from sd_ort.export import templates
 from sd_ort.export.initializer_sources import duplicate_tensors, initializer_recipes
 from sd_ort.export.tracing import DEFAULT_OPSET, EXPORTERS, OPSETS, normalize_exported_names
+from sd_ort.graphs.external_data_writer import ALIGNMENT
 from sd_ort.runtime.ort_wheel import runtime
 from sd_ort.runtime.provider_table import CPU_EP
 
@@ -56,7 +58,6 @@ TRACE_SIZES = {"batch": 2, "sequence": 12, "images": 3, "height": 16, "width": 2
 CHECK_SIZES = {"batch": 1, "sequence": 19, "images": 2, "height": 24, "width": 16}
 
 TOLERANCE = 1e-8  # normalized mean squared error of ONNX Runtime against torch in float32; measured: about 1e-12
-ALIGNMENT = 1 << 16  # of large tensors in the data file; ONNX Runtime can map them on every system
 
 
 # Loggers of exporter internals; errors are exceptions.
@@ -213,15 +214,9 @@ def run_onnx(path: Path, inputs: Mapping[str, torch.Tensor]) -> list[np.ndarray]
 
 
 def compare_outputs(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return the largest `max_abs` and `nmse` = sum (a - e)^2 / sum e^2 of all outputs; inf for wrong shapes or NaN."""
-    worst = {"max_abs": 0.0, "nmse": 0.0}
-    for a, e in zip(actual, expected, strict=True):
-        if a.shape != e.shape or not (np.isfinite(a).all() and np.isfinite(e).all()):
-            return {"max_abs": float("inf"), "nmse": float("inf")}
-        difference = a.astype(np.float64) - e
-        worst["max_abs"] = max(worst["max_abs"], float(np.abs(difference).max()))
-        worst["nmse"] = max(worst["nmse"], float(np.square(difference).sum() / np.square(e, dtype=np.float64).sum()))
-    return worst
+    """Return the largest `max_abs` and `nmse` of all outputs, see `metrics.array_errors`."""
+    errors = [array_errors(a, e) for a, e in zip(actual, expected, strict=True)]
+    return {name: max(error[name] for error in errors) for name in ("max_abs", "nmse")}
 
 
 # --- Export ---------------------------------------------------------------------------------------------------------
@@ -330,6 +325,6 @@ def versions() -> dict[str, str]:
     """Return the versions of all packages that determine the graph, and a hash of the code of this package."""
     packages = ("sd-ort", "torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
     root = Path(__file__).resolve().parent
-    code = code_hash(root, root.with_name("family"))
+    code = code_hash(root, root.with_name("checkpoints"))
     code_versions = {"python": platform.python_version(), "sd_ort.export": code}
     return code_versions | {name: version(name) for name in packages}

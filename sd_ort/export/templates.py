@@ -32,7 +32,7 @@ from sd_ort.core import files, pipeline_folder
 from sd_ort.core.cache import cache_folder, is_there
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.graphs.load import load as load_graph
-from sd_ort.weights.template_weights import Read, fill
+from sd_ort.weights.recipes import Read, fill
 
 Config = Mapping[str, Any]
 
@@ -110,7 +110,7 @@ def _cached_path(key: str) -> Path:
     """Return the path in the cache, which depends on the versions of the exporters."""
     packages = ("torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
     package = Path(__file__).resolve().parent
-    versions = [files.code_hash(package, package.with_name("family")), *map(version, packages)]
+    versions = [files.code_hash(package, package.with_name("checkpoints")), *map(version, packages)]
     return user_folder() / f"{key}-{hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:12]}.onnx.xz"
 
 
@@ -187,10 +187,10 @@ class Template:
         )
 
     def graph(self, read: Read) -> ir.Model:
-        """Return the graph with a checkpoint's weights. `read` returns a tensor by name (`graphs.template_weights`)."""
+        """Return the graph with a checkpoint's weights. `read` returns a tensor by name (`weights.recipes`)."""
         model = ir.from_proto(self.proto)
         assert isinstance(model, ir.Model)
         model.metadata_props.pop(CONFIG, None)
-        recipes.init_recipes(model, recipes.dump(self.recipes))
+        recipes.init_recipes(model, self.recipes)
         fill(model, read)
         return model

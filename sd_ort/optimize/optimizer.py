@@ -35,7 +35,7 @@ from sd_ort.optimize.options import OptimizeOptions
 from sd_ort.optimize.targets import TARGETS, Target
 from sd_ort.optimize.unoptimized import UnoptimizedComponent
 from sd_ort.runtime.session import blaming, check_opens
-from sd_ort.weights.template_weights import fill
+from sd_ort.weights.recipes import fill
 
 # Operators in `op_counts` of the manifest: nodes of the lowered graph, in any domain.
 COUNTED = (

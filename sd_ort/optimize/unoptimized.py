@@ -10,10 +10,11 @@ from typing import Any
 import onnx_ir as ir
 
 from fusion_passes import weight_recipes
+from fusion_passes.weight_recipes import WeightRecipe
 from sd_ort.checkpoints.configs import model_config
 from sd_ort.core import pipeline_folder
 from sd_ort.graphs.load import load
-from sd_ort.weights.template_weights import Read
+from sd_ort.weights.recipes import Read, read_recipes
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class UnoptimizedComponent:
     read: Read | None = None
 
 
-def file_component(path: Path, recipes: Mapping[str, str] | None = None) -> UnoptimizedComponent:
+def file_component(path: Path, recipes: Mapping[str, WeightRecipe] | None = None) -> UnoptimizedComponent:
     """Return the model in an ONNX file.
 
     recipes: of its weights (see `fusion_passes.weight_recipes`); by default each weight is a tensor of its own name.
@@ -50,5 +51,5 @@ def file_component(path: Path, recipes: Mapping[str, str] | None = None) -> Unop
 def folder_components(source: Path, names: list[str]) -> list[UnoptimizedComponent]:
     """Return components of a pipeline folder. Raises InputError if one is incomplete."""
     paths = {name: pipeline_folder.check_component(source, name) for name in names}
-    entries = pipeline_folder.read_manifest(source).get("components", {})
-    return [file_component(path, entries.get(name, {}).get("weight_recipes")) for name, path in paths.items()]
+    recipes = read_recipes(source)
+    return [file_component(path, recipes.get(name)) for name, path in paths.items()]

@@ -280,7 +280,7 @@ def test_numbers(name: str, target: Target, dtype: str, tmp_path: Path) -> None:
     model = ir.load(out / component / pipeline_folder.MODEL)
     if name in COUNTED_BELOW and (target, dtype) == (NHWC, "float32"):
         assert_counts(name, model.graph, entry["rewrite_counts"])
-    weight_recipes.init_recipes(model, entry["weight_recipes"])
+    weight_recipes.init_recipes(model, weight_recipes.load(entry["weight_recipes"]))
     assert rebuilt([model], tensors(ir.load(source / component / pipeline_folder.MODEL))) > 50
     result = verify(source, out, library=False, sizes=SIZES)
     assert {row["tolerance"] for row in result["rows"]} == {3e-3 if dtype == "float16" or "-half-" in name else 1e-5}
