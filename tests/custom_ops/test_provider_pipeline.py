@@ -182,7 +182,7 @@ def test_a_whole_pipeline_by_the_plain_call(
     monkeypatch.setenv("SD_ORT_TUNING", str(tmp_path / "tuning"))
     monkeypatch.setattr(tuning, "Finalize", lambda *_, **__: None)  # at the process's end the variable is gone
     assert sd_ort("optimize", small_export, tmp_path / "ours", "--target", "gpu", "--hoist")[0] == 0
-    assert read_manifest(tmp_path / "ours")["components"]["unet"]["counts"]["LinearSplitGelu"] == 4
+    assert read_manifest(tmp_path / "ours")["components"]["unet"]["op_counts"]["LinearSplitGelu"] == 4
     size = {"height": 64, "width": 64}
     arguments = {**size, "num_inference_steps": 3, "generator": 0, "progress": False}
     expected = StableDiffusionPipeline.from_pretrained(small_export)("a cat", **arguments).images[0]
