@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-os.environ["SD_ORT_HOST_IDLE"] = "1"
+os.environ["SD_ORT_SIMULATED_IDLE"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20_000)
     options = parser.parse_args()
-    library = build.build(cpu=True, provider=True).with_name(PROVIDER_LIBRARIES["host"])
+    library = build.build(cpu=True, provider=True).with_name(PROVIDER_LIBRARIES["simulated"])
     provider = f"plugin:{library}"
     what = sampling_graphs.SchedulerStepSpec(
         np.dtype(np.float16), np.dtype(np.float32), window=SIZES["window"], scales_input=False

@@ -84,7 +84,7 @@ PROVIDERS = {
 
 # Our own by the name of its devices; the last stands in for them on the CPU, in tests.
 OURS = {each.ep: each for each in PROVIDERS.values() if each.vendor} | {
-    "SdOrtHost": _ours("host", "SdOrtHost", 0x1D05, needs="nothing", target="gpu")
+    "SdOrtSimulated": _ours("simulated", "SdOrtSimulated", 0x1D05, needs="nothing", target="gpu")
 }
 
 # The provider that each wheel is installed for, by name; None for one that sd-ort does not drive. All of them install

@@ -76,7 +76,7 @@ def test_declarations_for_nvidia(version: str, name: str) -> None:
 def test_calls_of_hip_compile(rocm: list[Path], tmp_path: Path) -> None:
     """What calls HIP by its headers, the host's part of it, against each version: no other test has HIP 6 and 7."""
     sources = [ROOT / "custom_ops" / name for name in ("common/tuner.cc", "provider/device.cc")]
-    sources += (ROOT / "custom_ops/bias_add/kernels").glob("*.hip")
+    sources += (ROOT / "custom_ops/operators/bias_add/kernels").glob("*.hip")
     assert len(sources) > 2
     flags = ["-x", "hip", "--offload-host-only", "--offload-arch=gfx1100", "-nogpulib", "-fsyntax-only", "-std=c++17"]
     flags += ["-Wall", "-Werror=deprecated-declarations", '-DSD_ORT_BUILD_HASH="syntax"', f"-I{ROOT}/custom_ops"]

@@ -21,7 +21,7 @@ from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import create_session
 from sd_ort.runtime.updatable_weights import HeldWeights, renewal
 
-CHANNELS = 424  # of a convolution that is computed by Winograd's algorithm (custom_ops/nhwc_conv/op.h)
+CHANNELS = 424  # of a convolution that is computed by Winograd's algorithm (custom_ops/operators/nhwc_conv/op.h)
 
 
 def convolution(path: Path) -> tuple[Path, np.ndarray]:
@@ -56,7 +56,7 @@ def stopped(work: Callable[[], Any], folder: Path, monkeypatch: pytest.MonkeyPat
         except BaseException as error:
             failures.append(error)
 
-    monkeypatch.setenv("SD_ORT_HOST_CAPTURES", str(folder))
+    monkeypatch.setenv("SD_ORT_SIMULATED_CAPTURES", str(folder))
     thread = threading.Thread(target=call)
     thread.start()
     try:
@@ -117,10 +117,10 @@ def test_a_thread_goes_on_after_a_capture_that_failed(
     def work() -> np.ndarray:
         with pytest.raises(SdOrtError, match="the device is gone"):
             BoundRun(graph_session, {"x": x}, device, graph_id=0)
-        monkeypatch.delenv("SD_ORT_HOST_LOST")
+        monkeypatch.delenv("SD_ORT_SIMULATED_LOST")
         return create_session(path, provider).run(None, {"x": x})[0]
 
     with stopped(work, tmp_path, monkeypatch) as made:
-        monkeypatch.setenv("SD_ORT_HOST_LOST", "1")
+        monkeypatch.setenv("SD_ORT_SIMULATED_LOST", "1")
     np.testing.assert_array_equal(made[0], wanted)
     check_replays(BoundRun(graph_session, {"x": x}, device, graph_id=0), x, wanted)

@@ -71,7 +71,7 @@ def convolved(x: np.ndarray, filters: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def wide() -> tuple[np.ndarray, np.ndarray]:
-    """x and filters of a convolution that Winograd pays for (custom_ops/nhwc_conv/op.h)."""
+    """x and filters of a convolution that Winograd pays for (custom_ops/operators/nhwc_conv/op.h)."""
     random = np.random.default_rng(5)
     x, filters = random.normal(size=(2, 16, 16, 424)), random.normal(size=(424, 3, 3, 424)) / 60
     return x.astype(np.float16), filters.astype(np.float16)
@@ -152,7 +152,7 @@ def test_it_reads_held_weights_in_place(provider: str) -> None:
 @pytest.fixture
 def by_name(provider: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """`sdcuda`, whose devices are the host's here."""
-    monkeypatch.setitem(provider_table.PROVIDERS, "sdcuda", provider_table.OURS["SdOrtHost"])
+    monkeypatch.setitem(provider_table.PROVIDERS, "sdcuda", provider_table.OURS["SdOrtSimulated"])
     return "sdcuda"
 
 
@@ -182,7 +182,7 @@ def test_a_whole_pipeline_by_the_plain_call(
     monkeypatch.setenv("SD_ORT_TUNING", str(tmp_path / "tuning"))
     monkeypatch.setattr(tuning, "Finalize", lambda *_, **__: None)  # at the process's end the variable is gone
     assert sd_ort("optimize", small_export, tmp_path / "ours", "--target", "gpu", "--hoist")[0] == 0
-    assert read_manifest(tmp_path / "ours")["components"]["unet"]["counts"]["LinearSplitGelu"] == 4
+    assert read_manifest(tmp_path / "ours")["components"]["unet"]["op_counts"]["LinearSplitGelu"] == 4
     size = {"height": 64, "width": 64}
     arguments = {**size, "num_inference_steps": 3, "generator": 0, "progress": False}
     expected = StableDiffusionPipeline.from_pretrained(small_export)("a cat", **arguments).images[0]

@@ -20,8 +20,8 @@ from sd_ort.integrations.diffusers import OrtTextEncoder, OrtUNet, OrtVae, accel
 from sd_ort.integrations.models import TorchComponentSessions
 from sd_ort.integrations.tensors import TorchOrtModel
 from sd_ort.integrations.unet import UNetRunner
-from sd_ort.optimize.optimizer import optimize
 from sd_ort.runtime.bound_run import GpuGraphModel
+from sd_ort.stages import optimize
 
 SETTINGS: dict[str, Any] = {
     "prompt": "a red circle on a blue background", "num_inference_steps": 3, "guidance_scale": 4.0, "height": 64,
@@ -42,7 +42,7 @@ def reference() -> Any:
 def hoisted(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a hoisted and fused UNet and the exported other components."""
     out = tmp_path_factory.mktemp("hosts") / "hoisted"
-    optimize(small_export, out, components=["unet"], hoisted=True)
+    optimize(small_export, out, components=["unet"], hoist=True)
     for name in ("text_encoder", "vae_encoder", "vae_decoder"):
         shutil.copytree(small_export / name, out / name)
     return out
