@@ -12,8 +12,10 @@ from typing import Any
 import psutil
 from packaging.requirements import Requirement
 
+from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import SdOrtError
 from sd_ort.runtime import machine, tuning
+from sd_ort.runtime.bound_run import FAILED_CAPTURES, failed_captures
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.op_library import build_command
 from sd_ort.runtime.ort_wheel import installed_wheels, runtime
@@ -47,6 +49,7 @@ def examine() -> dict[str, Any]:
         "auto": choose_provider().line if any(each["ok"] for each in providers.values()) else None,
         "op_library": str(library) if library else None,
         "op_library_problem": op_problem,
+        "failed_captures": failed_captures(),
         "tuning": examine_tuning([name for name in providers if providers[name]["ok"]], library),
     }
 
@@ -136,6 +139,9 @@ def to_text(findings: dict[str, Any]) -> str:
         )
     if findings["auto"]:
         lines.append(f"auto        {findings['auto']}")
+    if captures := findings["failed_captures"]:
+        where = cache_folder() / FAILED_CAPTURES
+        lines.append(f"GPU graphs  {len(captures)} runs were not captured ({where}), the last one: {captures[-1]}")
     for file in findings["tuning"]:
         lines.append(f"tuning      {file['path']}: {'fresh' if file['fresh'] else file['problem']}")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -13,7 +14,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from sd_ort.core.errors import SdOrtError, first_line
+from sd_ort.core.cache import cache_folder
+from sd_ort.core.errors import InputError, SdOrtError, first_line
 from sd_ort.runtime.gpu_graphs import CAPTURING, GpuGraph
 from sd_ort.runtime.ort_values import empty_value, place
 from sd_ort.runtime.ort_wheel import runtime
@@ -27,8 +29,7 @@ if TYPE_CHECKING:
 NO_GRAPH_ID = -1  # ONNX Runtime's annotation of a run that the provider neither captures nor replays
 MAX_CAPTURES = 64  # of a session until its staging memory is freed: about 50 kB each for the U-Net of SD 1.5
 
-# Messages of captures that failed in this process; see `BoundRun`.
-failed_captures: list[str] = []
+FAILED_CAPTURES = "failed_captures.log"  # in the cache folder: a line for each capture that failed, for `sd-ort doctor`
 
 
 @dataclass
@@ -55,7 +56,7 @@ _captures: WeakKeyDictionary[Any, SessionCaptures] = WeakKeyDictionary()
 class BoundRun:
     """One session over input and output OrtValues at fixed addresses, with the GPU graph that was captured over them.
 
-    A run that cannot be captured runs uncaptured: the first such run is logged, and all are in `failed_captures`.
+    A run that cannot be captured runs uncaptured, and is reported (`report_failed_capture`).
     """
 
     def __init__(
@@ -183,9 +184,19 @@ def run_options(graph_id: int, wait: bool) -> Any:
 
 
 def report_failed_capture(error: Exception) -> None:
-    """Count a run that could not be captured, and log the first one of its kind."""
-    failed_captures.append(first_line(error))
-    warn_once(f"A run is not captured as a GPU graph and takes longer: {first_line(error)}")
+    """Add a run that could not be captured to the file of failed captures, and log the first one of its kind."""
+    reason = first_line(error)
+    warn_once(f"A run is not captured as a GPU graph and takes longer: {reason}")
+    with contextlib.suppress(OSError, InputError), (cache_folder() / FAILED_CAPTURES).open("a") as file:
+        file.write(reason + "\n")
+
+
+def failed_captures() -> list[str]:
+    """Return the reasons of all captures that failed, in the order of their failures."""
+    try:
+        return (cache_folder() / FAILED_CAPTURES).read_text().splitlines()
+    except (OSError, InputError):
+        return []
 
 
 class GpuGraphModel(Model):

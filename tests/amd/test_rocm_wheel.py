@@ -170,9 +170,9 @@ def test_staging_memory_of_a_graph_is_its_own(
     assert found["captures"] == captures
 
 
-def test_workspaces_in_a_capture(for_rocm: Path, operators: Path, call: Callable[..., Any]) -> None:
+def test_workspaces_in_a_capture(for_rocm: Path, operators: Path, call: Callable[..., Any], tmp_path: Path) -> None:
     """The arena of ONNX Runtime may grow during a capture. A capture that fails is counted, and runs uncaptured."""
-    found = call("workspaces", for_rocm, operators, simulated=())
+    found = call("workspaces", for_rocm, operators, tmp_path / "cache", simulated=())
     (failure,) = found.pop("failed")
     assert "BFCArena" in failure  # where the allocation was refused
     assert found.pop("outputs") == [[[4, 4, 8, 8]], [[2, 4, 8, 8]]]
@@ -185,7 +185,7 @@ def test_graphs_in_other_threads(for_rocm: Path, operators: Path, call: Callable
     found = call("threads", for_rocm, operators, "4", simulated=())
     images, steps, graphs = 8, 3, 2
     launches = {"first launches": 2 * steps * graphs, "launches": images * steps * graphs}
-    assert found == {"captures": 4, **launches, "failed": []}
+    assert found == {"captures": 4, **launches}
 
 
 def test_lora(for_rocm: Path, operators: Path, call: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from sd_ort.core import onnx_file
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.inspect import doctor
+from sd_ort.runtime import bound_run
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -22,6 +24,15 @@ def test_doctor_as_json(sd_ort: Cli) -> None:
     assert code == 0
     assert findings["providers"]["cpu"] == {"ok": True, "problem": None, "missing_libraries": [], "note": None}
     assert set(findings["wheels"]) <= set(findings["versions"])
+
+
+def test_doctor_counts_failed_captures(sd_ort: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "sd-ort").mkdir()
+    for reason in ("no memory", "the arena grew\nin the capture"):
+        bound_run.report_failed_capture(SdOrtError(reason))
+    assert json.loads(sd_ort("doctor", "--json")[1])["failed_captures"] == ["no memory", "the arena grew"]
+    assert re.search("2 runs were not captured.*the last one: the arena grew", sd_ort("doctor")[1])
 
 
 def test_doctor_without_onnxruntime(sd_ort: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
