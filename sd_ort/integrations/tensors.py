@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sd_ort.core.errors import SdOrtError, first_line
-from sd_ort.runtime.bound_run import NO_GRAPH_ID, GpuGraphModel, report_failed_capture, run_options
+from sd_ort.runtime.bound_run import NO_GRAPH_ID, GpuGraphModel, captures_of, report_failed_capture, run_options
 from sd_ort.runtime.gpu_graphs import GpuGraph
 from sd_ort.runtime.session import DTYPES, Model
 
@@ -48,6 +48,7 @@ class TorchBinding:
 
     def capture(self, stream: Stream) -> None:
         """Capture the run, if that is possible."""
+        captures_of(self.session).count += 1
         try:
             self.graph = GpuGraph(stream, self.run)
         except SdOrtError as error:

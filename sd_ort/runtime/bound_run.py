@@ -53,6 +53,11 @@ class SessionCaptures:
 _captures: WeakKeyDictionary[Any, SessionCaptures] = WeakKeyDictionary()
 
 
+def captures_of(session: ort.InferenceSession) -> SessionCaptures:
+    """Return the record of a session."""
+    return _captures.setdefault(session, SessionCaptures())
+
+
 class BoundRun:
     """One session over input and output OrtValues at fixed addresses, with the GPU graph that was captured over them.
 
@@ -83,7 +88,7 @@ class BoundRun:
         """
         self.session, self.stream, self.graph_id = session, stream, graph_id
         self.graph: GpuGraph | None = None
-        self.captures = _captures.setdefault(session, SessionCaptures())
+        self.captures = captures_of(session)
         self.generation = 0  # of the graph
         if stream is not None:
             self.captures.begin()

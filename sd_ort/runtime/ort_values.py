@@ -43,7 +43,7 @@ def empty_value(shape: Sequence[int], dtype: Any, device: str) -> Any:
     value = runtime().OrtValue
     try:
         return value.ortvalue_from_shape_and_type(list(shape), np.dtype(dtype).type, **place(device))
-    except RuntimeError:  # onnxruntime-rocm allocates nothing on "cuda" by shape and type, but copies an array there
+    except Exception:  # onnxruntime-rocm allocates nothing on "cuda" by shape and type, but copies an array there
         return value.ortvalue_from_numpy(np.empty(shape, dtype), **place(device))
 
 
