@@ -43,7 +43,7 @@ from sd_ort.optimize.optimizer import optimize_component, optimize_components
 from sd_ort.optimize.options import OptimizeOptions
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.runtime.provider_table import PROVIDERS
-from sd_ort.runtime.session import blaming, check_opens
+from sd_ort.runtime.session import check_opens, report_invalid_model
 
 
 @accept_old_names(report="on_progress", hoisted="hoist")
@@ -301,7 +301,7 @@ def _optimize_file(
         def optimize_one(name: str, cancel_event: threading.Event) -> None:
             assert options.target is not None
             target, component = TARGETS[options.target], unoptimized.file_component(source)
-            with blaming(source):
+            with report_invalid_model(source):
                 manifest["components"][name] = optimize_component(
                     component,
                     optimized,

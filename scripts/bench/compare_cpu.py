@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from sd_ort.core.metrics import relative_l2_error
-from sd_ort.runtime.glibc_malloc import given_back
+from sd_ort.runtime.glibc_malloc import return_heap
 from sd_ort.runtime.library import library_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,7 +178,7 @@ def open_onnxruntime(model: str, threads: int, library: str, profile: str, patte
         options.register_custom_ops_library(library)
     if profile:
         options.enable_profiling, options.profile_file_prefix = True, profile
-    with given_back() if pattern == "no pattern" else nullcontext():
+    with return_heap() if pattern == "no pattern" else nullcontext():
         return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 

@@ -42,7 +42,7 @@ from sd_ort.core import metrics  # noqa: E402
 from sd_ort.core.files import write_text  # noqa: E402
 from sd_ort.core.pipeline_folder import MODEL  # noqa: E402
 from sd_ort.graphs.partition import partition_graph  # noqa: E402
-from sd_ort.pipelines.device.guidance_split import Side, SplitStep  # noqa: E402
+from sd_ort.pipelines.device.guidance_split import Side, SplitGuidanceStep  # noqa: E402
 from sd_ort.pipelines.device.loop import DeviceLoop  # noqa: E402
 
 ALIKE_DB = 40.0  # PSNR of pictures that differ by rounding alone
@@ -236,7 +236,7 @@ def exchange(loop: Any) -> float:
         real = newest(part).steps[1]
         steps: Any = SimpleNamespace(every=[Nothing()], between=Nothing(), noise=real.noise, received=real.received)
         sides.append(Side(steps, events))
-    step = SplitStep(sides, None if loop.models.stream is not None else loop.pool)
+    step = SplitGuidanceStep(sides, None if loop.models.stream is not None else loop.pool)
     with loop.models.lock:
         return on_device(loop, lambda: step.run(False), 300)
 

@@ -25,7 +25,7 @@ from sd_ort.graphs.scopes import scope
 from sd_ort.inspect import rejection_reasons
 from sd_ort.inspect.node_assignment import assign_nodes
 from sd_ort.optimize.targets import TARGETS, Target
-from sd_ort.runtime.session import blaming
+from sd_ort.runtime.session import report_invalid_model
 
 # Operators that mark an unfused site: the fusion that usually takes them, and the usual reason for no match.
 UNFUSED_OPS: Mapping[str, tuple[str, str]] = {
@@ -89,7 +89,7 @@ def _component(
 ) -> dict[str, Any]:
     files = [source] if optimized is None else _graphs(optimized)
     target = TARGETS.get(manifest.get("options", {}).get("target", ""))
-    with blaming(source):
+    with report_invalid_model(source):
         model = load(source)
         before = Counter(node.op_type for node in model.graph)
         outcomes = fusion_passes.canonicalize(model)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sd_ort.core import onnx_file, pipeline_folder
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.runtime.session import blaming
+from sd_ort.runtime.session import report_invalid_model
 
 if TYPE_CHECKING:
     import onnx
@@ -42,7 +42,7 @@ def extract(path: Path, component: str, start: Sequence[str], end: Sequence[str]
         raise OutputError(f"{output} exists: remove it or choose another name.")
     model_path = pipeline_folder.check_component(path, component)
     model = onnx_file.read(model_path)
-    with blaming(model_path):
+    with report_invalid_model(model_path):
         cut = _cut(model, start, end)
     _copy_functions(model, cut)
     for tensor in cut.graph.initializer:

@@ -34,7 +34,7 @@ from sd_ort.optimize import calibration, precision, unoptimized
 from sd_ort.optimize.options import OptimizeOptions
 from sd_ort.optimize.targets import TARGETS, Target
 from sd_ort.optimize.unoptimized import UnoptimizedComponent
-from sd_ort.runtime.session import blaming, check_opens
+from sd_ort.runtime.session import check_opens, report_invalid_model
 from sd_ort.weights.recipes import fill
 
 # Operators in `op_counts` of the manifest: nodes of the lowered graph, in any domain.
@@ -68,7 +68,7 @@ def optimize_components(
     def optimize_one(name: str, cancel_event: threading.Event) -> None:
         started, component = time.perf_counter(), by_name.pop(name)
         data_hashes: dict[str, str] = {}
-        with blaming(component.path) if component.path else contextlib.nullcontext():
+        with report_invalid_model(component.path) if component.path else contextlib.nullcontext():
             entry = optimize_component(
                 component,
                 work / name / pipeline_folder.MODEL,

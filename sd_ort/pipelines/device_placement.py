@@ -53,7 +53,7 @@ class Devices:
         """Have the components on these devices. Raises ProviderError for a device that is not there, or a provider that
         drives one device."""
         if self.split_guidance is not None:
-            models.open_partner(self.split_guidance[1])
+            models.open_guidance_peer(self.split_guidance[1])
         if self.unet_on is not None:
             from sd_ort.graphs.partition import partition_graph  # onnx_ir, which a pipeline on one device does without
 

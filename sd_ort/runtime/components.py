@@ -17,17 +17,17 @@ import numpy as np
 from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.core.pipeline_folder import MODEL, check_component, components
 from sd_ort.runtime.bound_run import GpuGraphModel, report_failed_capture
-from sd_ort.runtime.glibc_malloc import give_back, given_back, keep_freed, kept
+from sd_ort.runtime.glibc_malloc import disable_trim, kept, return_heap, trim_heap
 from sd_ort.runtime.gpu_graphs import CAPTURING
 from sd_ort.runtime.op_library import op_library
-from sd_ort.runtime.partitioned import ChainedModel, Link, Range
+from sd_ort.runtime.partitioned import Link, PartitionedModel, Range
 from sd_ort.runtime.providers import check_provider, is_plugin, provider_named
 from sd_ort.runtime.session import Model, create_session
-from sd_ort.runtime.stream import Stream, Turn, open_stream
-from sd_ort.runtime.updatable_weights import HeldWeights, reads_in_place, renewal
+from sd_ort.runtime.stream import DeviceLock, Stream, open_stream
+from sd_ort.runtime.updatable_weights import UpdatableWeights, supports_in_place_update, update_callback
 
 # Components that take turns at every step: with --low-memory they stay in memory together.
-TOGETHER = frozenset({"unet", "controlnet"})
+STEP_COMPONENTS = frozenset({"unet", "controlnet"})
 
 # Components that are captured as graphs. Measured on an H200, SD 1.5: the UNet gains 0.7 ms per step; the VAE nothing.
 # A text encoder would gain 2 ms an image, but CLIP takes ArgMax of integers, which the CUDA provider leaves to the CPU.
@@ -37,8 +37,8 @@ CAPTURED = frozenset({"unet", "controlnet"})
 class Components(MutableMapping[str, Model]):
     """Name -> `Model` of a folder's components. A component that is assigned takes the place of the folder's.
 
-    `low_memory`: opening one drops the others, so that only one is in memory (see `TOGETHER`). `graph`: capture the
-    runs of those in `CAPTURED` as graphs; None for where the provider can, with one warning for what it cannot capture.
+    `low_memory`: opening one closes the others, so that one is in memory (see `STEP_COMPONENTS`). `graph`: capture runs
+    of the components in `CAPTURED` as GPU graphs; None to capture what the provider can, and to warn of the rest.
     On a GPU all sessions share the stream `stream`, and `lock` is held while one of them runs: threads take turns. On
     a CPU there is no stream, and sessions run at once. `partner`: the same components on another device, if any;
     `elsewhere`: components that run on other devices than the rest; `spreads`: those of which each device runs a range
@@ -72,7 +72,7 @@ class Components(MutableMapping[str, Model]):
         self.checked: set[str] = set()
         self.weights: dict[str, Mapping[str, np.ndarray]] = {}
         self.products: dict[str, Collection[str]] = {}
-        self.held: dict[str, HeldWeights] = {}
+        self.held: dict[str, UpdatableWeights] = {}
         self.sizes: dict[str, Mapping[str, int]] = {}  # of open dimensions, by component
         check_provider(provider, allow_fallback=bool(session_options.get("allow_fallback")))
         entry = provider_named(provider)
@@ -90,7 +90,7 @@ class Components(MutableMapping[str, Model]):
         self.graph = graph
         self.lock: Any = nullcontext() if self.device == "cpu" else threading.RLock()
         if self.stream is not None:
-            self.lock = Turn(self.stream)
+            self.lock = DeviceLock(self.stream)
         self.partner: Components | None = None
         self.elsewhere: dict[str, Components] = {}
         self.spreads: dict[str, tuple[list[Components], Callable[[Path, int], Sequence[Range]]]] = {}
@@ -104,23 +104,23 @@ class Components(MutableMapping[str, Model]):
         """Return the free memory of the device; infinity for the CPU."""
         return math.inf if self.stream is None else self.stream.free_bytes()
 
-    def open_partner(self, number: int) -> None:
-        """Have a `partner` on device `number`. Raises as `_beside`."""
-        self.partner = self._beside(number)
+    def open_guidance_peer(self, number: int) -> None:
+        """Have a `partner` on device `number`. Raises as `_open_on_device`."""
+        self.partner = self._open_on_device(number)
 
     def place(self, name: str, number: int) -> None:
         """Run a component on device `number` from now on. Another thread may run it there while others run here.
-        Raises as `_beside`."""
-        there = self.elsewhere[name] = self._beside(number)
+        Raises as `_open_on_device`."""
+        there = self.elsewhere[name] = self._open_on_device(number)
         if there.stream is not None:
-            there.lock = Turn(there.stream, CAPTURING)
+            there.lock = DeviceLock(there.stream, CAPTURING)
 
     def spread(self, name: str, numbers: Sequence[int], cut: Callable[[Path, int], Sequence[Range]]) -> None:
         """Run ranges of a component's graph, as `cut` gives them, on this device and then on devices `numbers`.
-        Raises as `_beside`."""
-        self.spreads[name] = [self, *(self._beside(number) for number in numbers)], cut
+        Raises as `_open_on_device`."""
+        self.spreads[name] = [self, *(self._open_on_device(number) for number in numbers)], cut
 
-    def _beside(self, number: int) -> Components:
+    def _open_on_device(self, number: int) -> Components:
         """The same components with the same weights on device `number`; on a CPU, sessions beside these. Raises
         ProviderError for a device that is not there, or a provider that drives one device."""
         if is_plugin(self.provider):
@@ -144,7 +144,7 @@ class Components(MutableMapping[str, Model]):
             return False
         if not is_plugin(self.provider) and op_library(self.options.get("library", True), self.provider) is None:
             return False
-        return reads_in_place(self.provider, self.device, self.options["provider_options"])
+        return supports_in_place_update(self.provider, self.device, self.options["provider_options"])
 
     def require(self, *names: str) -> None:
         """Check that components are there and whole, before minutes go into the others. Raises InputError."""
@@ -165,8 +165,8 @@ class Components(MutableMapping[str, Model]):
             if name not in self.checked:
                 self.require(name)
             if self.low_memory:
-                keep = _kind(name) in TOGETHER
-                for other in [other for other in self.opened if not (keep and _kind(other) in TOGETHER)]:
+                keep = _kind(name) in STEP_COMPONENTS
+                for other in [other for other in self.opened if not (keep and _kind(other) in STEP_COMPONENTS)]:
                     del self.opened[other]
                 gc.collect()
             self.opened[name] = self._open(name)
@@ -176,8 +176,8 @@ class Components(MutableMapping[str, Model]):
         """Open components at once, and those that were closed for their weights' sake: most of that time each reads its
         own file. The last one, a U-Net where it is among them, is opened by this thread: of threads only the main one
         finds again what was freed (`kept`). Raises what opening one of them raises."""
-        every = sorted({*names, *self.closed}, key=lambda name: (_kind(name) in TOGETHER, name))
-        memory = nullcontext() if self.provider != "cpu" else kept() if self.closed else given_back()
+        every = sorted({*names, *self.closed}, key=lambda name: (_kind(name) in STEP_COMPONENTS, name))
+        memory = nullcontext() if self.provider != "cpu" else kept() if self.closed else return_heap()
         was_kept, self.closed = bool(self.closed), set()
         beside = [] if self.low_memory or is_plugin(self.provider) else every[:-1]
         with memory, ThreadPoolExecutor(max(1, len(beside))) as threads:
@@ -187,7 +187,7 @@ class Components(MutableMapping[str, Model]):
             for opened in opening:
                 opened.result()
         if was_kept and not self.weights:
-            give_back()
+            trim_heap()
 
     def _open(self, name: str, part: Range | None = None) -> Model:
         if part is None and name in self.spreads:
@@ -209,7 +209,7 @@ class Components(MutableMapping[str, Model]):
         for each, part in zip(every, cut(folder / component / MODEL, len(every)), strict=True):
             each.weights = self.weights
             links.append(Link(each._open(name, part), each.device, each.stream))
-        return ChainedModel(links)
+        return PartitionedModel(links)
 
     def variant(self, name: str, label: str, make: Callable[[Path], bytes]) -> Model:
         """A component with a changed graph over its own weights: `make` is given the path of its model and returns the
@@ -239,7 +239,7 @@ class Components(MutableMapping[str, Model]):
             more["changed"] = part.graph
         held = self.held[name].shared if name in self.held else None
         more |= {"sizes": self.sizes.get(name), "products": () if "changed" in more else self.products.get(name, ())}
-        if weights and self.provider == "cpu" and _kind(name) not in TOGETHER:
+        if weights and self.provider == "cpu" and _kind(name) not in STEP_COMPONENTS:
             more["once"] = True  # packing the weights of a LoRA takes a text encoder longer than several runs gain
         return create_session(path, self.provider, weights=weights, held=held, checked=True, **more, **self.options)
 
@@ -261,32 +261,32 @@ class Components(MutableMapping[str, Model]):
             self.partner.replace_weights(weights, products)
         return bool(closed)
 
-    def give_up_weights(self) -> Mapping[str, Mapping[str, np.ndarray]]:
+    def release_replaced_weights(self) -> Mapping[str, Mapping[str, np.ndarray]]:
         """The numbers that replace those of the files, which sessions opened from now on read again; those that read
         these are closed, so that other numbers can be written over them."""
         given_up = self.weights
         self.replace_weights({})
         return given_up
 
-    def hold(self, name: str, weights: Mapping[str, np.ndarray]) -> HeldWeights:
+    def hold(self, name: str, weights: Mapping[str, np.ndarray]) -> UpdatableWeights:
         """Keep these initializers of a component in memory of ours from now on, to be changed under its open session.
 
         Its session is closed, to be opened over that memory.
         """
         self._close(name)
-        self.held[name] = HeldWeights(weights, self.device, renewal(self.provider))
+        self.held[name] = UpdatableWeights(weights, self.device, update_callback(self.provider))
         return self.held[name]
 
     def _close(self, name: str) -> None:
         if name in self.opened and not self.low_memory:
             self.closed.add(name)
             if self.provider == "cpu":
-                keep_freed()  # for the session that is opened next
+                disable_trim()  # for the session that is opened next
         self.opened.pop(name, None)
         self.drop_variants(name)
 
     def __setitem__(self, name: str, model: Model) -> None:
-        if (self.partner is not None and _kind(name) in TOGETHER) or name in self.spreads:
+        if (self.partner is not None and _kind(name) in STEP_COMPONENTS) or name in self.spreads:
             raise InputError(f"{name} is open on two devices: load the pipeline on one to replace it.")
         self.elsewhere.pop(name, None)
         self.opened[name] = model

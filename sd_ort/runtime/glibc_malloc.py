@@ -18,7 +18,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # glibc's malloc.h
 _AT_FIRST, _AT_MOST = 128 << 10, 32 << 20  # what M_MMAP_THRESHOLD is in a new process, and what it grows to by itself
 _MAPPINGS = 65536  # what M_MMAP_MAX is in a new process
 _LOCK = threading.Lock()
-_lasting = 0  # `kept` and `given_back`
+_lasting = 0  # `kept` and `return_heap`
 
 
 def _set(*options: tuple[int, int]) -> None:
@@ -27,23 +27,23 @@ def _set(*options: tuple[int, int]) -> None:
             mallopt(name, number)
 
 
-def keep_freed() -> None:
+def disable_trim() -> None:
     """Large blocks are taken from the heap, and what is freed stays there for the next, until sessions were opened."""
     _set((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1))
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """What the heap keeps free goes back to the system."""
     if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         malloc_trim(ctypes.c_size_t(0))
 
 
 def kept() -> AbstractContextManager[None]:
-    """While it lasts, as after `keep_freed`."""
-    return _while_opening(keep_freed)
+    """While it lasts, as after `disable_trim`."""
+    return _while_opening(disable_trim)
 
 
-def given_back() -> AbstractContextManager[None]:
+def return_heap() -> AbstractContextManager[None]:
     """While it lasts, what is freed of 128 kB and more goes back to the system at once."""
     return _while_opening(lambda: _set((_MMAP_MAX, _MAPPINGS), (_MMAP_THRESHOLD, _AT_FIRST)))
 

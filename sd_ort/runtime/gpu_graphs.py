@@ -63,9 +63,9 @@ class GpuGraph:
         Raises NotCapturable.
         """
         self.stream = stream
-        graph = _capture(stream, run)
+        graph = capture_graph(stream, run)
         try:
-            release = _take_release(stream, graph)
+            release = take_release(stream, graph)
             self.executable = ctypes.c_void_p()
             stream.call("GraphInstantiateWithFlags", ctypes.byref(self.executable), graph, ctypes.c_ulonglong(0))
         except SdOrtError as error:
@@ -86,7 +86,7 @@ class GpuGraph:
         self._finalizer()
 
 
-def _capture(stream: Stream, run: Callable[[], object]) -> ctypes.c_void_p:
+def capture_graph(stream: Stream, run: Callable[[], object]) -> ctypes.c_void_p:
     """Return the graph of what `run` enqueues on `stream`."""
     graph, handle = ctypes.c_void_p(), ctypes.c_void_p(stream.handle)
     with CAPTURING, _no_garbage_collection():  # a finalizer may wait for the stream
@@ -117,14 +117,14 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _take_release(stream: Stream, graph: ctypes.c_void_p) -> HostNodeParams | None:
+def take_release(stream: Stream, graph: ctypes.c_void_p) -> HostNodeParams | None:
     """Remove from `graph` the host function that frees ONNX Runtime's staging memory, and return it.
 
     Raises NotCapturable for several of them, and for a copy from pageable memory: a node on the CPU wrote its values,
     and a launch would copy the values of a later run.
     """
     release = None
-    for node in _nodes(stream, graph):
+    for node in nodes_of(stream, graph):
         node_type = ctypes.c_int()
         stream.call("GraphNodeGetType", node, ctypes.byref(node_type))
         if node_type.value == HOST_NODE:
@@ -133,12 +133,12 @@ def _take_release(stream: Stream, graph: ctypes.c_void_p) -> HostNodeParams | No
             release = HostNodeParams()
             stream.call("GraphHostNodeGetParams", node, ctypes.byref(release))
             stream.call("GraphDestroyNode", node)
-        elif node_type.value == MEMCPY_NODE and _copies_pageable_memory(stream, node):
+        elif node_type.value == MEMCPY_NODE and copies_pageable_memory(stream, node):
             raise NotCapturable("a node runs on the CPU, and its output is copied to the device")
     return release
 
 
-def _nodes(stream: Stream, graph: ctypes.c_void_p) -> list[ctypes.c_void_p]:
+def nodes_of(stream: Stream, graph: ctypes.c_void_p) -> list[ctypes.c_void_p]:
     count, handles = ctypes.c_size_t(), ctypes.POINTER(ctypes.c_void_p)
     stream.call("GraphGetNodes", graph, handles(), ctypes.byref(count))
     nodes = (ctypes.c_void_p * count.value)()
@@ -147,7 +147,7 @@ def _nodes(stream: Stream, graph: ctypes.c_void_p) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(node) for node in nodes]
 
 
-def _copies_pageable_memory(stream: Stream, node: ctypes.c_void_p) -> bool:
+def copies_pageable_memory(stream: Stream, node: ctypes.c_void_p) -> bool:
     """Whether a node copies from host memory that is not pinned. HIP does not tell of captured copies."""
     if stream.prefix != "cuda":
         return False

@@ -35,7 +35,7 @@ class Link:
     stream: Stream | None
 
 
-class ChainedModel(Model):
+class PartitionedModel(Model):
     """The ranges as one function of NumPy arrays; what is handed on goes through the host. `bind` hands it on from
     device to device."""
 
@@ -56,12 +56,12 @@ class ChainedModel(Model):
             values |= link.model(**{name: values[name] for name in link.model.inputs})
         return {name: values[name] for name in self.outputs}
 
-    def bind(self, feed: Mapping[str, Any]) -> BoundChain:
+    def bind(self, feed: Mapping[str, Any]) -> BoundPartitions:
         """The ranges over buffers; `feed`: OrtValues on the first device."""
-        return BoundChain(self.links, feed)
+        return BoundPartitions(self.links, feed)
 
 
-class BoundChain(BoundRun):
+class BoundPartitions(BoundRun):
     """Ranges over buffers at fixed addresses, each run after what it reads was copied to its device.
 
     `outputs` of the last range lie on the first device again.
@@ -152,4 +152,4 @@ def _like(value: Any, link: Link) -> Any:
 
 def is_captured(model: Model) -> bool:
     """Whether runs of a component, or of its first range, are captured as graphs."""
-    return isinstance(model.links[0].model if isinstance(model, ChainedModel) else model, GpuGraphModel)
+    return isinstance(model.links[0].model if isinstance(model, PartitionedModel) else model, GpuGraphModel)

@@ -15,7 +15,7 @@ import numpy as np
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.pipeline_folder import MODEL, check_model, model_name, read_manifest
 from sd_ort.runtime import op_library, rocm_checks
-from sd_ort.runtime.glibc_malloc import given_back
+from sd_ort.runtime.glibc_malloc import return_heap
 from sd_ort.runtime.machine import multiplies_bfloat16
 from sd_ort.runtime.ort_values import keep
 from sd_ort.runtime.ort_wheel import ERRORS_ONLY, runtime
@@ -30,7 +30,7 @@ from sd_ort.runtime.providers import (
     refuse,
     warn_once,
 )
-from sd_ort.runtime.weight_prefetch import DeviceWeights, begin
+from sd_ort.runtime.weight_prefetch import PrefetchedWeights, begin
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -98,7 +98,7 @@ def create_session(
     chosen = _chosen(entry, tuning, graph, provider_options or {})
     _warn_of_missing_units(model_path, provider)
 
-    def opened(ahead: DeviceWeights | None) -> ort.InferenceSession:
+    def opened(ahead: PrefetchedWeights | None) -> ort.InferenceSession:
         data = None if changed is None else model_path.parent
         options = _session_options(provider, threads, profile, sizes, data, once=once)
         shared = _replace(options, provider, weights or {}, products)
@@ -110,7 +110,7 @@ def create_session(
         if entry.ep == PROVIDERS["rocm"].ep and entry.ep in runtime().get_available_providers():
             rocm_checks.check_graph(model_path, model_bytes, has_ops=has_ops)
         asked = _asked(provider, options, chosen | (ahead.option if ahead else {}), assigned)
-        with given_back() if provider == "cpu" and not weights else nullcontext():  # the next weights take what it had
+        with return_heap() if provider == "cpu" and not weights else nullcontext():  # the next weights take what it had
             session = runtime().InferenceSession(model_bytes or str(model_path), options, **asked, **kept)
         session.shared = {**shared, **(ahead.values if ahead else {})}  # weights in memory that is not ONNX Runtime's
         return keep(session, (session.shared, ahead, held))
@@ -209,7 +209,7 @@ def _do_without_preparation(options: Any) -> None:
 
 
 @contextmanager
-def blaming(path: Path) -> Iterator[None]:
+def report_invalid_model(path: Path) -> Iterator[None]:
     """While a graph is rewritten: an error whose cause is the model at `path`, since ONNX Runtime refuses it too, is an
     InputError that says why. Others go on: they are bugs."""
     try:

@@ -2,7 +2,7 @@
 
 Made through the runtime library that ONNX Runtime's provider itself is linked to (libcudart or libamdhip64), or through
 our own provider, so no framework for GPUs need be installed. Plain copies to and from the device wait for it, if it is
-the thread's current device (`Turn`).
+the thread's current device (`DeviceLock`).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Stream:
         return milliseconds.value / 1e3
 
 
-class Turn:
+class DeviceLock:
     """A lock for threads that share a stream; while it is held, the stream's device is the thread's current one, and
     the locks `more` are held too."""
 

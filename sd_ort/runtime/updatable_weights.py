@@ -35,7 +35,7 @@ def device_value(array: np.ndarray, device: str) -> Any:
     return runtime().OrtValue.ortvalue_from_numpy(array, **place(device))
 
 
-def renewal(provider: str) -> Callable[[Any], None]:
+def update_callback(provider: str) -> Callable[[Any], None]:
     """What is to be called with an OrtValue that sessions on the provider read as a weight, once it was written: our
     own keeps transformed filters beside it, which it makes again then. Raises SdOrtError when the device fails."""
     written = getattr(ctypes.CDLL(str(plugin_library(provider))), WRITTEN, None) if is_plugin(provider) else None
@@ -47,14 +47,14 @@ def renewal(provider: str) -> Callable[[Any], None]:
     return renew
 
 
-class HeldWeights:
+class UpdatableWeights:
     """`values`: initializer -> OrtValue on `device`; `shared`: the same memory as a session takes it; `changed`: those
     that hold other numbers than the file; `originals`: copies of the file's numbers on the device, of some of them."""
 
     def __init__(
         self, weights: Mapping[str, np.ndarray], device: str, renew: Callable[[Any], None] = lambda _: None
     ) -> None:
-        """`weights`: float16 or float32, which are copied. `renew`: see `renewal`, of the provider that reads them."""
+        """`weights`: float16 or float32, which are copied. `renew`: the provider's `update_callback`."""
         self.values = {name: device_value(array, device) for name, array in weights.items()}
         self.originals: dict[str, Any] = {}
         self.shared = {name: _shared(made, device) for name, made in self.values.items()}
@@ -88,14 +88,14 @@ _PRODUCT = """<ir_version: 8, opset_import: ["" : 17]>
 product (float[8,8] x) => (float[8,8] y) <float[8,8] weight = {%s}> { y = MatMul (x, weight) }"""
 
 
-def reads_in_place(provider: str, device: str, options: Mapping[str, str]) -> bool:
+def supports_in_place_update(provider: str, device: str, options: Mapping[str, str]) -> bool:
     """Whether a session on the provider follows its held weights: tried on one product."""
     import onnx
 
     ones = np.ones((8, 8), np.float32)
     graph = onnx.parser.parse_model(_PRODUCT % ", ".join(["1.0"] * 64)).SerializeToString()
     try:
-        held = HeldWeights({"weight": ones}, device)
+        held = UpdatableWeights({"weight": ones}, device)
         session = open_graph(graph, provider, options, held=held.shared)
         held.write("weight", 0 * ones)
         made: np.ndarray = session.run(None, {"x": ones})[0]

@@ -32,7 +32,7 @@ ELEMENTS = {1: 4, 10: 2, 16: 2}  # bytes of onnx.TensorProto's float32, float16 
 T = TypeVar("T")
 
 
-class DeviceWeights:
+class PrefetchedWeights:
     """The data file beside a model. `values`: initializer -> OrtValue over its place, once `take` was called. The
     memory goes with this object: see `sd_ort.runtime.ort_values.keep`."""
 
@@ -87,7 +87,7 @@ class DeviceWeights:
         self.c.sd_ort_WeightsRejected(self.handle, reason, len(reason))
         return reason.value.decode(errors="replace")
 
-    def opened(self, opened: Callable[[DeviceWeights | None], T]) -> T:
+    def opened(self, opened: Callable[[PrefetchedWeights | None], T]) -> T:
         """The session that `opened` makes with these weights once all are there, or without where the provider refuses
         them. Raises InputError when the file could not be read."""
         try:
@@ -105,7 +105,7 @@ class DeviceWeights:
 
 def begin(
     provider: str, options: Mapping[str, str], model: Path, without: Collection[str] = ()
-) -> DeviceWeights | None:
+) -> PrefetchedWeights | None:
     """The weights of `model`, a checked file, on their way to the device, `without` these names.
 
     `options`: the provider's. None where there are none worth it, the device has no room, or memory is limited: a limit
@@ -117,7 +117,7 @@ def begin(
         return None
     try:
         device = f"{provider_named(provider).device}@{number}"
-        made = DeviceWeights(plugin_library(provider), device, inside(file, model.parent))
+        made = PrefetchedWeights(plugin_library(provider), device, inside(file, model.parent))
     except MemoryError:
         return None
     return made if made.take(model, without) else None

@@ -37,7 +37,7 @@ from sd_ort.runtime.components import Components
 from sd_ort.runtime.ort_values import empty_value
 from sd_ort.runtime.providers import is_plugin
 from sd_ort.runtime.session import DTYPES, open_graph
-from sd_ort.runtime.updatable_weights import HeldWeights, device_value, host_value
+from sd_ort.runtime.updatable_weights import UpdatableWeights, device_value, host_value
 from sd_ort.weights import update_graph
 from sd_ort.weights.lora_files import LowRankDelta
 from sd_ort.weights.recipes import read_recipes
@@ -102,7 +102,7 @@ class WeightUpdater:
         self.check(deltas)
         replaced: dict[str, dict[str, np.ndarray]] = {}
         with components.lock:
-            reuse_buffers = components.give_up_weights()  # allocating memory takes longer than the sums
+            reuse_buffers = components.release_replaced_weights()  # allocating memory takes longer than the sums
             closed = bool(reuse_buffers)
             for component in self.recipes:
                 added = deltas.get(component, {})
@@ -232,7 +232,7 @@ class WeightUpdater:
         if not affected:
             updatable.originals.clear()
 
-    def _keep_originals(self, components: Components, updatable: HeldWeights, names: Collection[str]) -> None:
+    def _keep_originals(self, components: Components, updatable: UpdatableWeights, names: Collection[str]) -> None:
         """Copy unchanged weights to memory of the device, if at most half of its free memory is needed for them."""
         missing = {name: updatable.values[name] for name in names - updatable.originals.keys() - updatable.changed}
         if not missing:

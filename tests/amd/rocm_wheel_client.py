@@ -25,7 +25,7 @@ from sd_ort.pipelines.device import loop, text_encoders
 from sd_ort.runtime import bound_run, gpu_graphs
 from sd_ort.runtime.bound_run import failed_captures, open_gpu_graph_model
 from sd_ort.runtime.session import DTYPES, Model, create_session
-from sd_ort.runtime.updatable_weights import HeldWeights
+from sd_ort.runtime.updatable_weights import UpdatableWeights
 
 SIZES = {"batch": 2, "sequence": 77, "height": 8, "width": 8, "height*8": 64, "width*8": 64}
 REQUEST: dict[str, Any] = {"num_inference_steps": 1, "height": 64, "width": 64, "output_type": "np"}
@@ -96,17 +96,17 @@ def staging(folder: str, library: str, generation: str) -> dict[str, Any]:
     """The pinned memory from which the U-Net's graphs copy pointers to the GPU, of graphs that are not stale: whether
     it is unchanged after runs of other shapes, captured and not. `generation`: captures of one."""
     staged: dict[int, list[tuple[int, bytes]]] = {}  # by the address of the executable
-    original = gpu_graphs._take_release
+    original = gpu_graphs.take_release
 
     def record(stream: Any, graph: Any) -> Any:
         source, size = ctypes.c_void_p(), ctypes.c_size_t()
         copies = staged[len(staged)] = []
-        for node in gpu_graphs._nodes(stream, graph):
+        for node in gpu_graphs.nodes_of(stream, graph):
             if not stream.c.simulated_hip_copy_of(node, ctypes.byref(source), ctypes.byref(size)) and source:
                 copies.append((source.value, ctypes.string_at(source, size.value)))
         return original(stream, graph)
 
-    gpu_graphs._take_release = record
+    gpu_graphs.take_release = record
     bound_run.MAX_CAPTURES = int(generation)
     model = open_gpu_graph_model(Path(folder, "unet", MODEL), "rocm", library=Path(library))
     small = feeds(model.session)
@@ -135,13 +135,13 @@ def workspaces(folder: str, library: str, cache: str) -> dict[str, Any]:
     """Captures whose workspaces make ONNX Runtime's arena grow, which HIP allows in relaxed mode alone."""
     os.environ["XDG_CACHE_HOME"] = cache
     (Path(cache) / "sd-ort").mkdir(parents=True)
-    original = gpu_graphs._capture
+    original = gpu_graphs.capture_graph
 
     def capture(*given: Any) -> Any:
         os.environ["SD_ORT_IDLE_WORKSPACE"] = str(2 * int(os.environ.get("SD_ORT_IDLE_WORKSPACE", 256 << 20)))
         return original(*given)
 
-    gpu_graphs._capture = capture
+    gpu_graphs.capture_graph = capture
     model = open_gpu_graph_model(Path(folder, "unet", MODEL), "rocm", library=Path(library))
     small = feeds(model.session)
     relaxed = model.bind(small).graph is not None
@@ -219,7 +219,7 @@ def lora(folder: str, library: str, adapter: str) -> dict[str, Any]:
 
 def shared_memory() -> bool:
     """Whether a session gets the memory of a held weight itself."""
-    held = HeldWeights({"weight": np.ones((4, 4), np.float16)}, "cuda")
+    held = UpdatableWeights({"weight": np.ones((4, 4), np.float16)}, "cuda")
     value, shared = held.values["weight"], held.shared["weight"]
     return value.data_ptr() == shared.data_ptr() and shared.device_name() == "cuda"
 

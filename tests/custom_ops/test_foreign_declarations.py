@@ -119,9 +119,9 @@ def calls_of_stream(monkeypatch: pytest.MonkeyPatch, prefix: str) -> Calls:
     graph.launch()
     graph.release()
     monkeypatch.setattr(gpu_graphs, "HOST_TO_DEVICE", 0)
-    assert not gpu_graphs._copies_pageable_memory(first, ctypes.c_void_p())
+    assert not gpu_graphs.copies_pageable_memory(first, ctypes.c_void_p())
     monkeypatch.setattr(gpu_graphs, "HOST_NODE", 1)
-    assert gpu_graphs._take_release(first, ctypes.c_void_p()) is not None
+    assert gpu_graphs.take_release(first, ctypes.c_void_p()) is not None
     memory = DeviceMemory()
     assert memory.upload(np.zeros(1, np.uint8)).download().size == 1
     memory.synchronize()
@@ -233,12 +233,17 @@ def test_calls_of_nvml_from_python(version: str, tmp_path: Path, monkeypatch: py
 def test_calls_of_glibc_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls()
     monkeypatch.setattr(ctypes, "CDLL", calls)
-    glibc_malloc.keep_freed()
-    with glibc_malloc.given_back():
-        glibc_malloc.give_back()
+    glibc_malloc.disable_trim()
+    with glibc_malloc.return_heap():
+        glibc_malloc.trim_heap()
     monkeypatch.undo()
     names = [option for option, _ in calls.values["mallopt"]]
-    expected = ("M_MMAP_MAX", "M_TRIM_THRESHOLD", "M_MMAP_MAX", "M_MMAP_THRESHOLD")  # as keep_freed and given_back say
+    expected = (
+        "M_MMAP_MAX",
+        "M_TRIM_THRESHOLD",
+        "M_MMAP_MAX",
+        "M_MMAP_THRESHOLD",
+    )  # as disable_trim and return_heap say
     more = "".join(f"static_assert({number} == {name});\n" for number, name in zip(names, expected, strict=False))
     assert_calls_fit(calls, Path("/usr/include"), ["malloc.h"], tmp_path, more=more)
 

@@ -19,7 +19,7 @@ from sd_ort.runtime import tuning
 from sd_ort.runtime.bound_run import BoundRun
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import create_session
-from sd_ort.runtime.updatable_weights import HeldWeights, renewal
+from sd_ort.runtime.updatable_weights import UpdatableWeights, update_callback
 
 CHANNELS = 424  # of a convolution that is computed by Winograd's algorithm (custom_ops/operators/nhwc_conv/op.h)
 
@@ -77,7 +77,7 @@ def test_other_threads_do_not_end_a_capture(
     """They open a session, run one, write weights, close one, or tune, and succeed; so does the capture."""
     path, filters = convolution(tmp_path / "convolution.onnx")
     device, x = provider_named(provider).device, np.ones((1, 16, 16, CHANNELS), np.float16)
-    held = HeldWeights({"filters": filters}, device, renewal(provider))
+    held = UpdatableWeights({"filters": filters}, device, update_callback(provider))
     sessions = [create_session(path, provider, held=held.shared)]
     wanted = sessions[0].run(None, {"x": x})[0]
     graph_session = create_session(path, provider, graph=True)

@@ -25,7 +25,7 @@ from sd_ort.runtime.bound_run import NO_GRAPH_ID, GpuGraphModel
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import create_session
-from sd_ort.runtime.updatable_weights import HeldWeights, reads_in_place, renewal
+from sd_ort.runtime.updatable_weights import UpdatableWeights, supports_in_place_update, update_callback
 
 
 def test_its_tuning_file_is_its_own(provider: str, tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_its_tuning_file_is_its_own(provider: str, tmp_path: Path) -> None:
 def test_held_weights_are_taken_where_they_lie(provider: str) -> None:
     """A session refuses a weight that owns its memory on a device, and takes its view, which sees what is written."""
     ones = np.ones((8, 8), np.float32)
-    held = HeldWeights({"weight": ones}, provider_named(provider).device)
+    held = UpdatableWeights({"weight": ones}, provider_named(provider).device)
     settings = ort.SessionOptions()
     with pytest.raises(RuntimeError, match="owned by the user"):
         settings.add_initializer("weight", held.values["weight"])
@@ -106,7 +106,7 @@ def test_filters_that_are_written_are_transformed_again(
     """Under an open session, in its captured graph, and in another that reads the same memory; one is gone by then."""
     x, filters = wide
     path, device = convolution(tmp_path / "wide.onnx", filters), provider_named(untuned).device
-    held = HeldWeights({"filters": filters}, device, renewal(untuned))
+    held = UpdatableWeights({"filters": filters}, device, update_callback(untuned))
     captured = GpuGraphModel(create_session(path, untuned, graph=True, held=held.shared), device)
     second, third = (create_session(path, untuned, held=held.shared) for _ in range(2))
     for session in (second, third):
@@ -127,7 +127,7 @@ def test_memory_outlives_the_values_that_a_session_was_given(
     """A binding alone keeps the session, and so the weights that it reads."""
     x, filters = wide
     path, device = convolution(tmp_path / "wide.onnx", filters), provider_named(provider).device
-    held = HeldWeights({"filters": 2 * filters}, device)
+    held = UpdatableWeights({"filters": 2 * filters}, device)
     owner = weakref.ref(held.values["filters"])
     session = create_session(path, provider, held=held.shared)
     wanted = session.run(None, {"x": x})[0]
@@ -146,7 +146,7 @@ def test_memory_outlives_the_values_that_a_session_was_given(
 
 
 def test_it_reads_held_weights_in_place(provider: str) -> None:
-    assert reads_in_place(provider, provider_named(provider).device, {})
+    assert supports_in_place_update(provider, provider_named(provider).device, {})
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.graphs.load import load
 from sd_ort.pipelines.lora_methods import LoraMethods
 from sd_ort.runtime.components import Components
-from sd_ort.runtime.updatable_weights import reads_in_place
+from sd_ort.runtime.updatable_weights import supports_in_place_update
 from sd_ort.stages import optimize
 from sd_ort.weights.lora import LoraManager
 from sd_ort.weights.lora_files import read_adapter
@@ -203,7 +203,7 @@ def test_packed_and_hoisted_weights(
     told of each that is written, once it is."""
     told: list[tuple[int, bytes]] = []
     renew = lambda provider: lambda value: told.append((value.data_ptr(), value.numpy().tobytes()))  # noqa: E731
-    monkeypatch.setattr("sd_ort.runtime.components.renewal", renew)
+    monkeypatch.setattr("sd_ort.runtime.components.update_callback", renew)
     out = tmp_path / "out"
     optimize(small_export, out, target=target, dtype="float16", components=["unet"], hoist=True, calibrate=False)
     loras = LoraManager(out)
@@ -374,7 +374,7 @@ def test_a_call_may_weigh_all_loras() -> None:
 
 def test_who_reads_in_place() -> None:
     """A provider is tried on one product: the CPU's own follows what is written, when it may not pack."""
-    assert reads_in_place("cpu", "cpu", {})
+    assert supports_in_place_update("cpu", "cpu", {})
 
 
 def test_filters_that_onnx_runtime_transposes_stay_its_own() -> None:

@@ -21,9 +21,9 @@ from sd_ort import StableDiffusionPipeline
 from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.graphs.partition import MAX_IMBALANCE, partition_graph
-from sd_ort.pipelines.device.guidance_split import Events, Side, SplitStep
+from sd_ort.pipelines.device.guidance_split import Events, Side, SplitGuidanceStep
 from sd_ort.pipelines.merged import MergedPipeline
-from sd_ort.runtime.partitioned import BoundChain, Copy
+from sd_ort.runtime.partitioned import BoundPartitions, Copy
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.stream import Stream
 from sd_ort.stages import optimize
@@ -260,7 +260,7 @@ def test_order_on_two_streams(seed: int) -> None:
         steps: Any = SimpleNamespace(every=[unet, between], between=between, noise=noise[side], received=received[side])
         sides.append(Side(steps, Events(stream)))  # type: ignore[arg-type]
 
-    step, expected = SplitStep(sides, None), 1
+    step, expected = SplitGuidanceStep(sides, None), 1
     for _ in range(6):
         step.run(wait=False)
         expected = 20 * expected + 1
@@ -281,7 +281,7 @@ def test_order_of_partitions(seed: int) -> None:
     def part(number: int, work: Callable[[], None]) -> Any:
         return SimpleNamespace(run=lambda wait: streams[number].queued.append(("run", work)))
 
-    chain = BoundChain.__new__(BoundChain)
+    chain = BoundPartitions.__new__(BoundPartitions)
     chain.links = [SimpleNamespace(stream=stream) for stream in streams]  # type: ignore[misc]
     chain.parts = [
         part(0, lambda: first.__setitem__(0, sample[0] + 1)),

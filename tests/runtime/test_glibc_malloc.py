@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from sd_ort.runtime.glibc_malloc import given_back, keep_freed, kept
+from sd_ort.runtime.glibc_malloc import disable_trim, kept, return_heap
 
 MB = 1 << 20
 
@@ -50,7 +50,7 @@ def stays() -> bool:
 
 
 def test_what_is_freed_goes_back_or_stays() -> None:
-    with given_back():
+    with return_heap():
         assert mapped()
         assert not stays()
     with kept():
@@ -60,7 +60,7 @@ def test_what_is_freed_goes_back_or_stays() -> None:
 
 
 def test_what_is_kept_stays_until_sessions_were_opened() -> None:
-    keep_freed()
+    disable_trim()
     assert stays()
     with kept():
         assert not mapped()
@@ -74,7 +74,7 @@ def test_a_hole_in_the_heap_decides_nothing() -> None:
         del hole
     assert told().fordblks >= size
     assert above.nbytes == MB
-    with given_back():
+    with return_heap():
         assert mapped()
     with kept():
         assert not mapped()
@@ -82,7 +82,7 @@ def test_a_hole_in_the_heap_decides_nothing() -> None:
 
 def test_the_first_to_begin_decides_for_those_beside_it() -> None:
     def opened() -> None:
-        with given_back():
+        with return_heap():
             pass
 
     with kept(), ThreadPoolExecutor(1) as threads:

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 def open_loop(models: Components) -> DeviceLoop:
     """The loop that draws with components on one device, or on two."""
-    return DeviceLoop(models) if models.partner is None else SplitLoop(models, models.partner)
+    return DeviceLoop(models) if models.partner is None else SplitGuidanceLoop(models, models.partner)
 
 
-class SplitLoop(DeviceLoop):
+class SplitGuidanceLoop(DeviceLoop):
     """The loop of `models`' device, with another device for one half of guidance."""
 
     def __init__(self, models: Components, partner: Components) -> None:
@@ -67,7 +67,7 @@ class SplitLoop(DeviceLoop):
                 # A captured graph is its thread's own: in another one ONNX Runtime would capture it again. Replays are
                 # queued so quickly that one thread keeps both devices busy.
                 pool = None if is_captured(self.models["unet"]) else self.pool
-                return buffers.finish(first, [SplitStep(sides, pool)])
+                return buffers.finish(first, [SplitGuidanceStep(sides, pool)])
 
     def on_weights_updated(self) -> None:
         super().on_weights_updated()
@@ -123,7 +123,7 @@ class Side:
             self.stream.mark(self.events.stepped)
 
 
-class SplitStep:
+class SplitGuidanceStep:
     """One step on two devices. `pool`: where both sides predict at once; None to queue one after the other."""
 
     def __init__(self, sides: Sequence[Side], pool: ThreadPoolExecutor | None) -> None:

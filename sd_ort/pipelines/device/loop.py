@@ -23,12 +23,12 @@ from sd_ort.core.progress import step_bar
 from sd_ort.graphs import sampling_graphs
 from sd_ort.pipelines.device.controlnet import ControlNets
 from sd_ort.pipelines.device.schedule import Steps
-from sd_ort.pipelines.device.text_encoders import DeviceTexts
+from sd_ort.pipelines.device.text_encoders import DeviceTextEncoders
 from sd_ort.pipelines.sampling_job import Arrays, Drawing, Part, check_finite
 from sd_ort.runtime.bound_run import NO_GRAPH_ID, BoundRun, bind
 from sd_ort.runtime.ort_values import empty_value, place
 from sd_ort.runtime.ort_wheel import runtime
-from sd_ort.runtime.partitioned import ChainedModel, is_captured
+from sd_ort.runtime.partitioned import PartitionedModel, is_captured
 from sd_ort.runtime.session import DTYPES, open_graph
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class DeviceLoop:
 
     def bind(self, model: Model, feed: Mapping[str, Any], outputs: Mapping[str, Any] | None = None) -> BoundRun:
         """A component over buffers, captured where its session captures."""
-        if isinstance(model, ChainedModel):
+        if isinstance(model, PartitionedModel):
             return model.bind({n: feed[n] for n in model.inputs})
         return bind(model, {n: feed[n] for n in model.inputs}, self.models.device, outputs)
 
@@ -144,7 +144,7 @@ class Buffers:
     def __init__(self, loop: DeviceLoop, drawing: Drawing) -> None:
         self.loop = loop
         unet = loop.models["unet"]
-        self.texts = None if drawing.texts is None else DeviceTexts(loop, drawing.texts)
+        self.texts = None if drawing.texts is None else DeviceTextEncoders(loop, drawing.texts)
         self.given: dict[tuple[str, np.dtype], Any] = {}
         self.values: dict[str, Any] = {}
         if "unet_prompt" in loop.models:

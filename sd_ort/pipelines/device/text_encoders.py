@@ -28,7 +28,7 @@ class Made:
     encoder: str
 
 
-class DeviceTexts:
+class DeviceTextEncoders:
     """The text encoders of a kind of drawing over its buffers. `parts` run once a drawing, before all others."""
 
     def __init__(self, loop: DeviceLoop, tokens: Tokens) -> None:
