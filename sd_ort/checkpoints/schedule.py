@@ -1,14 +1,13 @@
-"""Schedulers as numbers: what a scheduler does between two UNet calls, as a table.
+"""Linear schedules: the coefficients of a scheduler's update between two UNet calls.
 
-A scheduler without clipping (Euler, Heun, DDIM, PNDM, DPM-Solver, UniPC, LCM, the ancestral ones, ...) only ever adds
-up what it has: the latents after step i are a weighted sum of the latents x and the noise predictions e of this step
-and the few before it, and of the random numbers z that it draws,
+A scheduler without clipping (Euler, Heun, DDIM, PNDM, DPM-Solver, UniPC, LCM, the ancestral ones, ...) is linear: the
+latents after step i are a weighted sum of latents x and predictions e of the last W steps and of noise samples z,
 
     x_(i+1) = sum_j (steps[i, j, 0] x_(i-j) + steps[i, j, 1] e_(i-j)) + sum_s drawn[i, s] z_s         0 <= j < W
 
-W is 1 for Euler and DDIM, 2 for DPM-Solver++ (2M) and Heun, 3 for UniPC, 5 for PNDM. The numbers are found by running
-the scheduler on unit vectors, each step's latents independent of what came before, so no formula of any scheduler is
-repeated here. With them a graph of few operators takes the place of the scheduler, on the device or inside a model.
+W is 1 for Euler and DDIM, 2 for DPM-Solver++ (2M) and Heun, 3 for UniPC, 5 for PNDM. The coefficients are the outputs
+of the scheduler for unit vectors, with independent latents for each step, so no formula of a scheduler is repeated
+here. A graph of few operators with these coefficients replaces the scheduler, on the device or inside a model.
 """
 
 from __future__ import annotations
@@ -25,35 +24,34 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from sd_ort.checkpoints.schedule_cache import REMEMBERED, LinearSchedule
+from sd_ort.checkpoints.schedule_cache import MAX_SCHEDULES, LinearSchedule
 from sd_ort.core.errors import InputError
 
-LONG = 6  # steps that a window has at most, of all schedulers but a few
+MAX_WINDOW = 6  # steps; longer windows are replaced by a shorter one if there is one
 
-_remembered: OrderedDict[Any, LinearSchedule] = OrderedDict()
+_schedules: OrderedDict[Any, LinearSchedule] = OrderedDict()
 _lock = threading.Lock()
 
 
 def linear_schedule(
     scheduler: Any, timesteps: torch.Tensor, initial: float = 1.0, *, eta: float = 0.0, draws: bool = False
 ) -> LinearSchedule:
-    """The schedule of a diffusers scheduler after `set_timesteps`, over `timesteps` (all of its own, or its last ones).
+    """Return the schedule of a diffusers scheduler after `set_timesteps`, over `timesteps`, all or the last.
 
-    `initial`: factor of the first latents, `init_noise_sigma` when they are plain noise. `eta`: DDIM's. `draws`:
-    whether it may draw random numbers. The scheduler is not changed. The last `REMEMBERED` schedules are kept, by
-    class, configuration, timesteps and the other arguments.
+    initial: factor of the first latents; `init_noise_sigma` if they are noise. eta: of DDIM. draws: whether the
+    scheduler may sample noise. The scheduler is not modified. The last `MAX_SCHEDULES` schedules are cached.
 
-    Raises InputError for a scheduler that clips, that draws otherwise than with torch.randn, or that draws at all
-    without `draws`, and so is not linear.
+    Raises InputError for a scheduler that clips, that samples noise by another function than torch.randn, or that
+    samples any without `draws`: it is not linear.
     """
     config = json.dumps(dict(scheduler.config), sort_keys=True, default=str)
     every = [np.asarray(t, np.float64).tobytes() for t in (timesteps, scheduler.timesteps)]
     key = type(scheduler), config, *every, getattr(scheduler, "begin_index", None), initial, eta
     with _lock:
-        schedule = _remembered.pop(key, None) or _find(scheduler, timesteps, initial, eta)
-        _remembered[key] = schedule
-        if len(_remembered) > REMEMBERED:
-            _remembered.popitem(last=False)
+        schedule = _schedules.pop(key, None) or _compute(scheduler, timesteps, initial, eta)
+        _schedules[key] = schedule
+        if len(_schedules) > MAX_SCHEDULES:
+            _schedules.popitem(last=False)
     if schedule.draws and not draws:
         raise _not_linear(scheduler)
     return schedule
@@ -66,51 +64,50 @@ def _not_linear(scheduler: Any) -> InputError:
     )
 
 
-def _find(scheduler: Any, timesteps: torch.Tensor, initial: float, eta: float) -> LinearSchedule:
-    """The schedule, from three runs: one that counts the draws, on unit vectors, and on numbers to check the result."""
+def _compute(scheduler: Any, timesteps: torch.Tensor, initial: float, eta: float) -> LinearSchedule:
+    """Return the schedule, from three runs: to count noise samples, on unit vectors, and to check the result."""
     count = len(timesteps)
-    with torch.random.fork_rng(devices=[]):  # what draws otherwise must not use up the caller's numbers
-        nothing = torch.zeros(count, 1, 1, 1, 1)
-        _, _, draws = _run(scheduler, timesteps, nothing[:1], nothing, nothing[:0], eta)
+    with torch.random.fork_rng(devices=[]):  # other random functions must not advance the caller's state
+        zeros = torch.zeros(count, 1, 1, 1, 1)
+        _, _, draws = _run(scheduler, timesteps, zeros[:1], zeros, zeros[:0], eta)
         unit = torch.eye(2 * count + draws).reshape(-1, 1, 2 * count + draws, 1, 1)
-        latents, predictions, drawn = unit.split([count, count, draws])
-        after, scales, _ = _run(scheduler, timesteps, latents, predictions, drawn, eta)
-        numbers = 3 * torch.randn(1 + count + draws, 1, 8, 1, 1, generator=torch.Generator().manual_seed(0))
-        first, predictions, drawn = numbers.split([1, count, draws])
-        tried, _, _ = _run(scheduler, timesteps, first * initial, predictions, drawn, eta)
+        latents, predictions, noise = unit.split([count, count, draws])
+        after, scales, _ = _run(scheduler, timesteps, latents, predictions, noise, eta)
+        values = 3 * torch.randn(1 + count + draws, 1, 8, 1, 1, generator=torch.Generator().manual_seed(0))
+        first, predictions, noise = values.split([1, count, draws])
+        actual, _, _ = _run(scheduler, timesteps, first * initial, predictions, noise, eta)
     table, random = after.reshape(count, -1).split([2 * count, draws], 1)
     steps = _window(table.reshape(count, 2, count).numpy())
     schedule = LinearSchedule(timesteps.float().numpy(), scales.numpy(), steps, random.numpy(), initial)
-    expected = torch.from_numpy(schedule.weights[1:] @ numbers.reshape(len(numbers), -1).numpy()).reshape(tried.shape)
-    if not torch.allclose(tried, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+    expected = torch.from_numpy(schedule.weights[1:] @ values.reshape(len(values), -1).numpy()).reshape(actual.shape)
+    if not torch.allclose(actual, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
         raise _not_linear(scheduler)
-    return _shorter(schedule) if steps.shape[1] > LONG and not draws else schedule
+    return _shorten(schedule) if steps.shape[1] > MAX_WINDOW and not draws else schedule
 
 
 def _window(table: np.ndarray) -> np.ndarray:
-    """Factors (T, 2, T) of the latents and the predictions of each step, after each step -> those of this and the few
-    before it that any step reads, (T, W, 2), the last one first."""
+    """Return coefficients (T, W, 2) of the last W steps, the last first, from those of all steps (T, 2, T)."""
     count = len(table)
     read = [(i, i - j) for i in range(count) for j in range(i + 1) if table[i, :, j].any()]
-    made = np.zeros((count, 1 + max(back for _, back in read), 2), np.float32)
+    window = np.zeros((count, 1 + max(back for _, back in read), 2), np.float32)
     for i, back in read:
-        made[i, back] = table[i, :, i - back]
-    return made
+        window[i, back] = table[i, :, i - back]
+    return window
 
 
-def _shorter(schedule: LinearSchedule) -> LinearSchedule:
-    """The same with a window of few steps, where there is one.
+def _shorten(schedule: LinearSchedule) -> LinearSchedule:
+    """Return an equal schedule with a window of at most `MAX_WINDOW` steps, or the schedule itself if there is none.
 
-    UniPC corrects latents that it keeps to itself, and so reads, step by step, all that ever was. But what it gives
-    has seen these latents too: of few steps there is one sum that gives the same.
+    UniPC corrects internal latents, so each step depends on all steps before. Its outputs depend on these latents too,
+    so a sum over few steps is equal.
     """
     weights = schedule.weights.astype(np.float64)
     count = len(schedule.steps)
-    for window in range(2, LONG + 1):
+    for window in range(2, MAX_WINDOW + 1):
         steps = np.zeros((count, window, 2), np.float32)
         for i in range(count):
             back = np.arange(min(window, i + 1))
-            own = 1 + i - back  # the columns of these steps' predictions, of which any sum can be had
+            own = 1 + i - back  # the columns of these steps' predictions, whose coefficients are free
             others = np.delete(np.arange(weights.shape[1]), own)
             before, after = weights[i - back], weights[i + 1]
             steps[i, back, 0] = np.linalg.lstsq(before[:, others].T, after[others], rcond=1e-5)[0]
@@ -121,18 +118,18 @@ def _shorter(schedule: LinearSchedule) -> LinearSchedule:
     return schedule
 
 
-class _Draws(TorchFunctionMode):
-    """In this thread, torch.randn gives what lies in `given` (S, 1, C, 1, 1), in order, and zeros behind its end."""
+class _ReplacedNoise(TorchFunctionMode):
+    """Lets torch.randn return `noise` (S, 1, C, 1, 1) in this thread, in order, and zeros after its end."""
 
-    def __init__(self, given: torch.Tensor) -> None:
+    def __init__(self, noise: torch.Tensor) -> None:
         super().__init__()
-        self.given, self.count = given, 0
+        self.noise, self.count = noise, 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function not in (torch.randn, torch.randn_like):
             return function(*args, **(kwargs or {}))
         self.count += 1
-        return self.given[self.count - 1] if self.count <= len(self.given) else torch.zeros(self.given.shape[1:])
+        return self.noise[self.count - 1] if self.count <= len(self.noise) else torch.zeros(self.noise.shape[1:])
 
 
 def _run(
@@ -140,20 +137,22 @@ def _run(
     timesteps: torch.Tensor,
     latents: torch.Tensor,
     predictions: torch.Tensor,
-    drawn: torch.Tensor,
+    noise: torch.Tensor,
     eta: float,
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Latents after each step, the input scales and the number of draws, with `predictions` (T, 1, C, 1, 1) and what is
-    `drawn` (S, 1, C, 1, 1). `latents` (1 or T, 1, C, 1, 1): before the first step, or before each, whatever the last
-    one gave."""  # fmt: skip
+    """Return the latents after each step, the input scales, and the number of noise samples.
+
+    latents (1 or T, 1, C, 1, 1): before the first step, or before each step. predictions (T, 1, C, 1, 1). noise
+    (S, 1, C, 1, 1).
+    """
     probe = copy.deepcopy(scheduler)
     options = {"eta": eta} if "eta" in inspect.signature(probe.step).parameters else {}
     after: list[torch.Tensor] = []
     scales = []
-    with _Draws(drawn) as draws:
+    with _ReplacedNoise(noise) as replaced:
         for index, timestep in enumerate(timesteps):
             one = torch.ones(1, 1, 1, 1)
             scales.append(torch.as_tensor(probe.scale_model_input(one, timestep)).reshape(()).float())
             before = latents[index] if index < len(latents) else after[-1]
             after.append(probe.step(predictions[index], timestep, before, **options).prev_sample.float())
-    return torch.stack(after), torch.stack(scales), draws.count
+    return torch.stack(after), torch.stack(scales), replaced.count

@@ -30,8 +30,8 @@ from fusion_passes.weight_recipes import dump
 from sd_ort.checkpoints.checkpoint import Checkpoint, component_signature, is_sdxl, select_components
 from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
-from sd_ort.checkpoints.signatures import MODEL_OF, Config, Signature, Tensor, size
-from sd_ort.checkpoints.unet_inputs import CONDITIONS_BY_NAME
+from sd_ort.checkpoints.signatures import MODEL_OF, Config, Signature, TensorSpec, size
+from sd_ort.checkpoints.unet_inputs import CONDITIONING_INPUTS_BY_NAME
 from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError, OutputError, VerificationError, first_line
 from sd_ort.core.files import code_hash, read_json
@@ -76,12 +76,12 @@ NOISY_LOGGERS = (
 # --- Inputs ---------------------------------------------------------------------------------------------------------
 
 
-def example_input(tensor: Tensor, sizes: Mapping[str, int], config: Mapping[str, Any], seed: int) -> torch.Tensor:
+def example_input(tensor: TensorSpec, sizes: Mapping[str, int], config: Mapping[str, Any], seed: int) -> torch.Tensor:
     """Return random values for a graph input: token ids, timesteps in 0..1000, conditioning inputs or normal noise."""
     generator = torch.Generator().manual_seed(seed + zlib.crc32(tensor.name.encode()))
     shape = [size(axis, sizes) for axis in tensor.axes]
-    if condition := CONDITIONS_BY_NAME.get(tensor.name):
-        values = condition.made_up(np.random.default_rng([seed, zlib.crc32(tensor.name.encode())]), shape, config)
+    if spec := CONDITIONING_INPUTS_BY_NAME.get(tensor.name):
+        values = spec.synthesize(np.random.default_rng([seed, zlib.crc32(tensor.name.encode())]), shape, config)
         return torch.from_numpy(values.astype(tensor.dtype))
     if tensor.dtype == "int64":
         return torch.randint(config["vocab_size"], shape, generator=generator)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from PIL import Image
 
-from sd_ort.checkpoints.schedule_cache import Plan
+from sd_ort.checkpoints.schedule_cache import CachedSchedule
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.arguments import check_numbers, check_seeds, check_text
 
@@ -125,7 +125,7 @@ class Request:
     embedded_guidance: float | None = field(init=False, default=None)  # what a distilled UNet (LCM) reads instead
     scheduler: Any = field(init=False, default=None)  # this call's own: schedulers keep state
     pictures: dict[str, np.ndarray] = field(init=False, default_factory=dict)  # what the UNet is told of them
-    plan: Plan | None = field(init=False, default=None)  # in its place, where an earlier process kept one
+    plan: CachedSchedule | None = field(init=False, default=None)  # in its place, where an earlier process kept one
 
     @property
     def batch(self) -> int:

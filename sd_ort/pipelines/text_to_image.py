@@ -78,7 +78,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         self.folder = folder
         self.models = models
         self._scheduler = scheduler
-        self._plans: dict[tuple[int, float], schedule_cache.Plan] = {}
+        self._plans: dict[tuple[int, float], schedule_cache.CachedSchedule] = {}
         self._planned = scheduler is None  # the folder's own, whose schedules an earlier process may have kept
         self.safety_checker = safety_checker
         wanted = models.device != "cpu" or models.partner is not None
@@ -155,7 +155,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
             device_loop=device_loop,
         )
         pipeline._check_unet()
-        if not (pipeline.device_loop and schedule_cache.known(pipeline._scheduler_config)):
+        if not (pipeline.device_loop and schedule_cache.has_schedule(pipeline._scheduler_config)):
             assert pipeline.scheduler  # diffusers says now whether it can drive this UNet
         if not low_memory:  # opened now, so that the first image takes no longer than the second
             models.open([*needed, *(n for n in models if n == "image_encoder" or n.startswith("unet_"))])
@@ -266,7 +266,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
             sigma = float(request.scheduler.init_noise_sigma)
             self._keep_plan(request, timesteps)
         else:
-            timesteps, sigma = plan.timesteps, plan.initial
+            timesteps, sigma = plan.timesteps, plan.init_noise_sigma
         noise = self._noise(request, request.latents) * np.float32(sigma)
         return self._sample(noise, timesteps, conditioning, request, self._controls(request, len(timesteps)))
 
@@ -307,9 +307,9 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
                                    "denoising_end", "callback_on_step_end", "image", "control_image"}  # fmt: skip
         return self._planned and self.device_loop and not asked
 
-    def _plan(self, steps: int, eta: float) -> schedule_cache.Plan | None:
+    def _plan(self, steps: int, eta: float) -> schedule_cache.CachedSchedule | None:
         if (steps, eta) not in self._plans:
-            found = schedule_cache.find(self._scheduler_config, steps, eta)
+            found = schedule_cache.load_schedule(self._scheduler_config, steps, eta)
             if found is None:
                 return None
             self._plans[steps, eta] = found
@@ -318,12 +318,14 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
     def _keep_plan(self, request: Request, timesteps: torch.Tensor) -> None:
         """Keep what this request needs of the scheduler for later processes, if they could do with it."""
         config = self._scheduler_config
-        if not self._plannable(request) or schedule_cache.find(config, request.num_inference_steps, request.eta):
+        if not self._plannable(request) or schedule_cache.load_schedule(
+            config, request.num_inference_steps, request.eta
+        ):
             return
         schedule = self._device_schedule(request, timesteps)
         if schedule is not None:
-            plan = schedule_cache.Plan(timesteps.numpy(), float(request.scheduler.init_noise_sigma), schedule)
-            schedule_cache.remember(config, request.num_inference_steps, request.eta, plan)
+            plan = schedule_cache.CachedSchedule(timesteps.numpy(), float(request.scheduler.init_noise_sigma), schedule)
+            schedule_cache.store_schedule(config, request.num_inference_steps, request.eta, plan)
 
     def _check_unet(self) -> None:
         """Raise InputError for a UNet of another kind of pipeline."""

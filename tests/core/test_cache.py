@@ -21,7 +21,7 @@ def test_a_cache_that_cannot_be_reached_is_an_empty_one(monkeypatch: pytest.Monk
     cache.keep("kind/key", b"kept")
     assert cache.kept("kind/key") is None
     assert cache.listed(cache.cache_folder(), "*") == []
-    assert not schedule_cache.known({})
+    assert not schedule_cache.has_schedule({})
     assert templates.find_template("0123456789abcdef") is None
     library.library_path()
 

@@ -46,23 +46,23 @@ def test_plans_are_kept_by_configuration(cache: Path) -> None:
     euler = EulerDiscreteScheduler(beta_schedule="scaled_linear")
     euler.set_timesteps(5)
     config = dict(euler.config)
-    assert not schedule_cache.known(config)
-    plan = schedule_cache.Plan(
+    assert not schedule_cache.has_schedule(config)
+    plan = schedule_cache.CachedSchedule(
         euler.timesteps.numpy(), float(euler.init_noise_sigma), linear_schedule(euler, euler.timesteps)
     )
-    schedule_cache.remember(config, 5, 0.0, plan)
-    found = schedule_cache.find(config, 5, 0.0)
-    assert schedule_cache.known(config)
+    schedule_cache.store_schedule(config, 5, 0.0, plan)
+    found = schedule_cache.load_schedule(config, 5, 0.0)
+    assert schedule_cache.has_schedule(config)
     assert found is not None
-    assert found.initial == plan.initial
+    assert found.init_noise_sigma == plan.init_noise_sigma
     np.testing.assert_array_equal(found.timesteps, plan.timesteps)
     np.testing.assert_array_equal(found.schedule.weights, plan.schedule.weights)
-    assert schedule_cache.find(config, 6, 0.0) is None
-    assert schedule_cache.find(config, 5, 0.5) is None
-    assert not schedule_cache.known(dict(PNDMScheduler().config))
+    assert schedule_cache.load_schedule(config, 6, 0.0) is None
+    assert schedule_cache.load_schedule(config, 5, 0.5) is None
+    assert not schedule_cache.has_schedule(dict(PNDMScheduler().config))
     (path,) = (cache / "schedules").iterdir()
     path.write_bytes(path.read_bytes()[:100])
-    assert schedule_cache.find(config, 5, 0.0) is None
+    assert schedule_cache.load_schedule(config, 5, 0.0) is None
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="torch draws other numbers elsewhere")
