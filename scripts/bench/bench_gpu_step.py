@@ -51,10 +51,10 @@ from sd_ort.core.metrics import relative_l2_error
 from sd_ort.graphs import hoist
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import CUDA, CUDA_CONTRIB, TARGETS
-from sd_ort.runtime import gpu_graphs, machine, providers, session
+from sd_ort.runtime import bound_run, machine, providers, session
 
 ROUNDS = 7
-VENDOR = "cuda" if DEVICE == "cuda" else "host"  # of our own provider
+VENDOR = "cuda" if DEVICE == "cuda" else "simulated"  # of our own provider
 
 # Kernels by what they do, first match first. The names are those of cuDNN, cuBLAS, ONNX Runtime, torch and ours.
 CLASSES = (
@@ -200,9 +200,8 @@ def session_engine(
             once = session.Model(session.create_session(part, provider))
             feeds |= once(**{key: feeds[key] for key in once.inputs})
     before = time.perf_counter()
-    opened = session.create_session(path, provider, graph=True, **options)
+    model = bound_run.open_gpu_graph_model(path, provider, **options)
     session_s = time.perf_counter() - before
-    model = gpu_graphs.GraphModel(opened, providers.provider_named(provider).device)
     bound = model.bind({key: feeds[key] for key in model.inputs})
     (value,) = bound.outputs.values()
     assert tuple(value.shape()) == tuple(shape)

@@ -363,7 +363,7 @@ def fidelity(options: argparse.Namespace) -> dict[str, Any]:
         "prompts": len(prompts),
         "right": right,
         "psnr_db": {"median": median(decibels), "min": min(decibels)},
-        "captured": type(ours.unet).__name__ == "GraphModel",
+        "captured": type(ours.unet).__name__ == "GpuGraphModel",
         "hoisted": "unet_prompt" in ours.models,
         "queued": bool(ours.loop.kept) and not ours.loop.wait,
     }

@@ -31,7 +31,7 @@ from typing import Any
 
 import click
 import numpy as np
-import yaml
+import yaml  # type: ignore[import-untyped]
 from browser import free_port, opened
 from check_report import report
 from comfyui_expected import psnr

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from sd_ort.core.errors import InputError
+from sd_ort.core.errors import InputError, ProviderError
 
 if TYPE_CHECKING:
     from sd_ort.checkpoints.open import CheckpointOptions
@@ -35,7 +35,7 @@ OF_WEIGHTS = frozenset({"config", "ip_adapter", "image_encoder"})
     type=click.Path(path_type=Path),
     help="Recorded runs in place of made-up ones: an .npz of component/input[/run], or input[/run] of one file.",
 )
-@click.option("--provider", default="cpu", show_default=True, help="What runs OUT, as for generate.")
+@click.option("--provider", default="auto", help="Provider that runs OUT [default: its target's, if it runs here].")
 @click.option("--portable", is_flag=True, help="Run OUT without the custom-op library.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the made-up inputs.")
 @click.option("--config", metavar="MODEL", help="With IN in one file: a folder or hub id of its family.")
@@ -78,6 +78,8 @@ def command(
 
     from sd_ort.inspect.verify import check, verify
 
+    if provider == "auto":
+        provider = own_provider(optimized)
     heads = [f"{'component':16}{'output':20}{'shape':22}{'rel. error':>12}{'NMSE':>10}{'max abs':>10}"]
 
     def say(row: dict[str, Any]) -> None:
@@ -111,6 +113,24 @@ def refuse(names: Collection[str], source: Path) -> None:
     if given:
         what = "a checkpoint, whose weights are compared: nothing is run" if names is OF_RUNS else "no checkpoint"
         raise InputError(f"{source} is {what}; leave out {', '.join(given)}.")
+
+
+def own_provider(optimized: Path) -> str:
+    """Return the GPU provider of a folder's target if it runs here, else cpu, which has equivalents of GPU operators;
+    say the choice on stderr."""
+    from sd_ort.core.pipeline_folder import read_manifest
+    from sd_ort.runtime.provider_choice import ORT_PROVIDERS, ProviderChoice, choose_provider, providers_of
+
+    target = read_manifest(optimized).get("options", {}).get("target")
+    candidates = providers_of(target)
+    choice = ProviderChoice("cpu", "it runs every graph")
+    if candidates not in (ORT_PROVIDERS, ("cpu",)):
+        try:
+            choice = choose_provider(candidates)
+        except ProviderError as error:
+            choice = ProviderChoice("cpu", f"{target} runs with equivalent operators, since here {error}".rstrip("."))
+    click.echo(choice.line, err=True)
+    return choice.provider
 
 
 def verify_checkpoint(

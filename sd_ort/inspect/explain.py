@@ -58,7 +58,7 @@ def explain(path: Path, components: list[str] | None = None, provider: str | Non
     An entry has: before, after, fused and unfused_ops (node counts by operator), sites (list of scope, op, fused,
     reason or None, value, and near_misses if there are any, see `rejection_reasons`), lowered (by pass of the target:
     rewrote, counts by rule, and unfused, a list of scope, op, reason, value), note; for an optimized folder also
-    target and not_lowered; with `provider`, which must be the sd-ort provider or rocm, placement (see
+    target and kernel_fallbacks; with `provider`, which must be the sd-ort provider or rocm, placement (see
     `node_assignment`).
 
     Raises:

@@ -22,6 +22,7 @@ import onnx_ir as ir
 from fusion_passes.graph_edits import new_initializer
 from sd_ort.checkpoints.conditioning import embedding_output, latent_scale, text_encoders
 from sd_ort.checkpoints.configs import component_config
+from sd_ort.checkpoints.generation_defaults import generation_defaults
 from sd_ort.checkpoints.schedule import linear_schedule
 from sd_ort.checkpoints.schedule_cache import LinearSchedule
 from sd_ort.checkpoints.schedulers import make_scheduler, set_timesteps
@@ -45,15 +46,16 @@ def merge(
     source: Path,
     output: Path,
     *,
-    steps: int = 50,
-    guidance: float = 7.5,
+    steps: int | None = None,
+    guidance: float | None = None,
     scheduler: str | None = None,
     on_progress: ProgressCallback = ignore_progress,
 ) -> dict[str, Any]:
     """Write the text-to-image pipeline of `source` to `output` as `pipeline/model.onnx`, and return its manifest.
 
     `steps`, `guidance` and `scheduler` are the defaults of the model's inputs timesteps, scales, weights and
-    guidance_scale. `report` is the old name of `on_progress`. After an error, no files remain.
+    guidance_scale; None is the default of the folder. `report` is the old name of `on_progress`. After an error, no
+    files remain.
 
     Raises:
         InputError: `source` is no text-to-image pipeline, its components have different opsets, or the scheduler is not
@@ -61,6 +63,8 @@ def merge(
         OutputError: `output` cannot be written.
     """
     output_path(output, source)
+    defaults = generation_defaults(source)
+    steps, guidance = steps or defaults.steps, defaults.guidance if guidance is None else guidance
     index = pipeline_folder.read_index(source)
     available = pipeline_folder.components(source)
     names = [*text_encoders(index), "unet", "vae_decoder"]

@@ -11,6 +11,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import sha256
 from sd_ort.graphs import hoist
 from sd_ort.optimize.targets import TARGETS, default_target
+from sd_ort.runtime.provider_table import PROVIDERS
 
 # Targets whose providers pass the results of a hoisted UNet's parts on the device; MIGraphX does not.
 HOIST_TARGETS = ("cuda", "rocm", "hip", "gpu")
@@ -49,6 +50,8 @@ class OptimizeOptions:
             target, reason = default_target()
             note = f"target {target}: {reason}."
         if target not in TARGETS:
+            if target in PROVIDERS and (counterpart := PROVIDERS[target].target):
+                raise InputError(f"{target} is a provider, not a target: its target is {counterpart}.")
             raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
         if self.dtype not in TARGETS[target].dtypes:
             others = ", ".join(name for name, other in TARGETS.items() if self.dtype in other.dtypes)

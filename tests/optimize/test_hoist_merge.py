@@ -26,7 +26,7 @@ from sd_ort.inspect.explain import explain
 from sd_ort.inspect.verify import verify
 from sd_ort.optimize.merge import merge
 from sd_ort.pipelines.merged import MergedPipeline
-from sd_ort.runtime.gpu_graphs import BoundShapes
+from sd_ort.runtime.bound_run import BoundRun
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import Model
 from sd_ort.stages import optimize
@@ -328,8 +328,8 @@ def test_no_copies_through_the_host(hoisted: Path, monkeypatch: pytest.MonkeyPat
     looped = StableDiffusionPipeline.from_pretrained(hoisted, device_loop=True)
     expected = draw(looped, output_type="pil", num_inference_steps=2)
     waits: list[bool] = []
-    run = BoundShapes.run
-    monkeypatch.setattr(BoundShapes, "run", lambda bound, wait=True: waits.append(wait) or run(bound, wait))
+    run = BoundRun.run
+    monkeypatch.setattr(BoundRun, "run", lambda bound, wait=True: waits.append(wait) or run(bound, wait))
     monkeypatch.setattr(Model, "__call__", None)
     np.testing.assert_array_equal(draw(looped, output_type="pil", num_inference_steps=2), expected)
     assert waits.count(True) == 1
