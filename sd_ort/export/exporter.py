@@ -34,7 +34,7 @@ from sd_ort.checkpoints.signatures import MODEL_OF, Config, Signature, TensorSpe
 from sd_ort.checkpoints.unet_inputs import CONDITIONING_INPUTS_BY_NAME
 from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError, OutputError, VerificationError, first_line
-from sd_ort.core.files import code_hash, read_json
+from sd_ort.core.files import read_json
 from sd_ort.core.interrupts import in_threads
 from sd_ort.core.metrics import array_errors
 from sd_ort.core.paths import output_path
@@ -61,16 +61,7 @@ TOLERANCE = 1e-8  # normalized mean squared error of ONNX Runtime against torch 
 
 
 # Loggers of exporter internals; errors are exceptions.
-NOISY_LOGGERS = (
-    "torch.onnx",
-    "torch.export",
-    "torch.fx",
-    "torch._dynamo",
-    "onnxscript",
-    "onnx_ir",
-    "diffusers",
-    "transformers",
-)
+NOISY_LOGGERS = "torch.onnx torch.export torch.fx torch._dynamo onnxscript onnx_ir diffusers transformers".split()
 
 
 # --- Inputs ---------------------------------------------------------------------------------------------------------
@@ -322,9 +313,5 @@ def _previous(out: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of all packages that determine the graph, and a hash of the code of this package."""
-    packages = ("sd-ort", "torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
-    root = Path(__file__).resolve().parent
-    code = code_hash(root, root.with_name("checkpoints"))
-    code_versions = {"python": platform.python_version(), "sd_ort.export": code}
-    return code_versions | {name: version(name) for name in packages}
+    """Return the versions in the manifest of an export."""
+    return {"python": platform.python_version(), "sd-ort": version("sd-ort"), **templates.exporter_versions()}

@@ -106,12 +106,18 @@ def user_folder() -> Path:
     return Path(path) if path else cache_folder() / "templates"
 
 
-def _cached_path(key: str) -> Path:
-    """Return the path in the cache, which depends on the versions of the exporters."""
+def exporter_versions() -> dict[str, str]:
+    """Return the versions of the packages that determine an exported graph, and a hash of our code that does."""
     packages = ("torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
-    package = Path(__file__).resolve().parent
-    versions = [files.code_hash(package, package.with_name("checkpoints")), *map(version, packages)]
-    return user_folder() / f"{key}-{hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:12]}.onnx.xz"
+    folder = Path(__file__).resolve().parent
+    code = files.code_hash(folder, folder.with_name("checkpoints"))
+    return {"sd_ort.export": code, **{name: version(name) for name in packages}}
+
+
+def _cached_path(key: str) -> Path:
+    """Return the path in the cache, which depends on `exporter_versions`."""
+    versions = json.dumps(exporter_versions())
+    return user_folder() / f"{key}-{hashlib.sha256(versions.encode()).hexdigest()[:12]}.onnx.xz"
 
 
 # --- Writing --------------------------------------------------------------------------------------------------------
