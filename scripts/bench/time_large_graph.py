@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "fixtures")]
+import onnx
 
-import onnx  # noqa: E402
-from large_graphs import BLOCK, blocks  # noqa: E402
-
-from sd_ort.optimize.optimizer import optimize_component  # noqa: E402
-from sd_ort.optimize.targets import TARGETS  # noqa: E402
-from sd_ort.runtime.machine import commit, machine, versions  # noqa: E402
+from scripts.fixtures.large_graphs import BLOCK, blocks
+from sd_ort.optimize.optimizer import optimize_component
+from sd_ort.optimize.targets import TARGETS
+from sd_ort.runtime.machine import commit, machine, versions
 
 
 def main() -> None:

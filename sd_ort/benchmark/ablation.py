@@ -1,4 +1,4 @@
-"""The ablation's steps: a target as far as one fusion after the other."""
+"""Stages of the ablation: a target with more and more of its fusions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One row of the ablation: its label, and the passes of the target, by name, that run from here on.
+class Stage:
+    """One row of the ablation: its label, and the names of the target's passes that it adds.
 
-    `rest`: every fusion of the target, whatever its name.
+    `rest`: adds every other fusion of the target.
     """
 
     label: str
@@ -23,40 +23,39 @@ class Step:
     rest: bool = False
 
 
-# The order of ONNX Runtime's report on Stable Diffusion. What the op library brings has no step: the whole target has.
+# In the order of ONNX Runtime's report on Stable Diffusion. The op library has no stage: only the complete target uses
+# it.
 ABLATION = {
-    "none": Step("nothing fused", ("inline_fused_ops", "standard_attention")),
-    "mha": Step("+ MultiHeadAttention", ("multi_head_attention",)),
-    "nhwc": Step("+ NHWC convolution", ("nhwc_layout",)),
-    "norm": Step("+ GroupNorm", ("group_norm",)),
-    "gelu": Step("+ BiasSplitGelu", ("bias_split_gelu",)),
-    "qkv": Step("+ packed QKV", ("pack_qkv",)),
-    "skip": Step("+ BiasAdd, SkipLayerNorm", ("bias_add", "skip_layer_normalization")),
-    "all": Step("+ SkipGroupNorm, QuickGelu", ("skip_group_norm", "quick_gelu"), rest=True),
+    "none": Stage("nothing fused", ("inline_fused_ops", "standard_attention")),
+    "mha": Stage("+ MultiHeadAttention", ("multi_head_attention",)),
+    "nhwc": Stage("+ NHWC convolution", ("nhwc_layout",)),
+    "norm": Stage("+ GroupNorm", ("group_norm",)),
+    "gelu": Stage("+ BiasSplitGelu", ("bias_split_gelu",)),
+    "qkv": Stage("+ packed QKV", ("pack_qkv",)),
+    "skip": Stage("+ BiasAdd, SkipLayerNorm", ("bias_add", "skip_layer_normalization")),
+    "all": Stage("+ SkipGroupNorm, QuickGelu", ("skip_group_norm", "quick_gelu"), rest=True),
 }
 
 
 def ablation_steps(target: Target) -> dict[str, Target]:
-    """Step -> the target as far as that step: a slice of its passes. Steps that change nothing are absent.
+    """Return the target up to each stage: a slice of its passes. Stages that change nothing are absent.
 
-    All steps use the provider's own kernels: what the op library brings is left out, and the whole target has it.
-    Before the step "norm" a GroupNorm node is made and taken apart again, since a lone GroupNormalization has no
-    kernel on most providers, while its parts have; so is an attention that no fusion took.
+    All stages use the provider's own kernels only. Until "norm", GroupNorm nodes are inlined again, because most
+    providers have kernels for the parts but not for GroupNormalization; so is attention that no fusion took.
     """
     from sd_ort.optimize.targets import CUDA_CONTRIB
 
     contrib = CUDA_CONTRIB if target.name == "cuda" else target.contrib
-    steps: dict[str, Target] = {}
-    on: set[str] = set()
-    for name, step in ABLATION.items():
-        on |= set(step.passes)
-        passes = tuple(each for each in target.passes if each.name in on)
-        if "group_norm" not in on:
-            passes = (inline_fused_ops("ScaledDotProductAttention", "GroupNorm"), *passes)
-        elif not step.rest:
-            passes = (inline_fused_ops("ScaledDotProductAttention"), *passes)
-        fusions = tuple(each for each in target.fusions if step.rest or each.name in on)
-        made = replace(target, passes=passes, fusions=fusions, contrib=contrib)
-        if made not in steps.values():
-            steps[name] = made
-    return steps
+    stages: dict[str, Target] = {}
+    names: set[str] = set()
+    for name, stage in ABLATION.items():
+        names |= set(stage.passes)
+        passes = tuple(lowering for lowering in target.passes if lowering.name in names)
+        if not stage.rest:
+            inlined = ("ScaledDotProductAttention", *(() if "group_norm" in names else ("GroupNorm",)))
+            passes = (inline_fused_ops(*inlined), *passes)
+        fusions = tuple(fusion for fusion in target.fusions if stage.rest or fusion.name in names)
+        partial = replace(target, passes=passes, fusions=fusions, contrib=contrib)
+        if partial not in stages.values():
+            stages[name] = partial
+    return stages

@@ -1,4 +1,4 @@
-"""What a run of the benchmark keeps: cases, their numbers, and the files they are written to."""
+"""The report of a benchmark run, saved while it grows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sd_ort.benchmark.engines.interface import Settings
+from sd_ort.benchmark.engines.interface import BenchmarkSettings
 from sd_ort.benchmark.tables import to_csv
 from sd_ort.benchmark.worker import Worker
 from sd_ort.core import files
@@ -19,13 +19,11 @@ from sd_ort.runtime import machine
 FORMAT = 2
 
 
-class Record:
-    """The report of a run: kept on disk as it grows, so that an interrupt loses nothing that was measured."""
+class ReportFile:
+    """Report of a run in `out`/<kind>.json, saved after each measurement, so that an interrupt loses nothing."""
 
-    def __init__(self, settings: Settings, out: Path, notes: Sequence[str], kind: str = "benchmark") -> None:
-        """`out`: the folder of <kind>.json, <kind>.csv and the images."""
-        self.out = out
-        self.settings = settings
+    def __init__(self, settings: BenchmarkSettings, out: Path, notes: Sequence[str], kind: str = "benchmark") -> None:
+        self.settings, self.out = settings, out
         self.workers: list[Worker] = []
         self.report: dict[str, Any] = {
             "format": FORMAT,
@@ -44,21 +42,21 @@ class Record:
         }
 
     def save(self) -> None:
-        """Write what is known now. Raises OutputError when `out` cannot be written."""
+        """Write the measurements of the workers as JSON and CSV. Raises OutputError if `out` cannot be written."""
         rows = []
         for batch in self.settings.batches:
-            cases = [(worker, worker.cases[batch]) for worker in self.workers if batch in worker.cases]
-            first = next(((worker, case) for worker, case in cases if case.step_ms), None)
-            if first is not None and self.report["baseline"] is None:
-                self.report["baseline"] = first[0].engine.label
-            rows += [worker.row(case, first[1] if first else None, self.settings) for worker, case in cases]
+            measured = [(w, w.measurements[batch]) for w in self.workers if batch in w.measurements]
+            baseline = next(((worker, m) for worker, m in measured if m.step_ms), None)
+            if baseline is not None and self.report["baseline"] is None:
+                self.report["baseline"] = baseline[0].engine.label
+            rows += [worker.row(m, baseline[1] if baseline else None, self.settings) for worker, m in measured]
         self.report["engines"] = rows
         self.write()
         files.write_text(self.out / f"{self.report['kind']}.csv", to_csv(self.report))
 
     @contextmanager
-    def kept(self, save: Callable[[], None]) -> Iterator[None]:
-        """However the block ends, the report says so and is saved: it is `finished`, `interrupted`, or neither."""
+    def saving(self, save: Callable[[], None]) -> Iterator[None]:
+        """Mark the report as `finished` or `interrupted`, or neither after an error, and save it."""
         try:
             yield
             self.report["finished"] = True
@@ -69,5 +67,5 @@ class Record:
             save()
 
     def write(self) -> None:
-        """Write the report as it is. Raises OutputError when `out` cannot be written."""
+        """Write the report as JSON. Raises OutputError if `out` cannot be written."""
         files.write_json(self.out / f"{self.report['kind']}.json", self.report)

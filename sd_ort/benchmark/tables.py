@@ -1,4 +1,4 @@
-"""Results as CSV in ONNX Runtime's columns, and as the table on the terminal."""
+"""Benchmark results as CSV with ONNX Runtime's columns, and as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -9,69 +9,48 @@ from typing import Any
 
 # Columns and units (s, MB) of onnxruntime/python/tools/transformers/models/stable_diffusion/benchmark.py.
 CSV_COLUMNS = (
-    "model_name",
-    "directory",
-    "engine",
-    "version",
-    "provider",
-    "disable_safety_checker",
-    "height",
-    "width",
-    "steps",
-    "batch_size",
-    "batch_count",
-    "num_prompts",
-    "average_latency",
-    "median_latency",
-    "first_run_memory_MB",
-    "second_run_memory_MB",
-    "enable_cuda_graph",
-)
+    "model_name directory engine version provider disable_safety_checker height width steps batch_size batch_count "
+    "num_prompts average_latency median_latency first_run_memory_MB second_run_memory_MB enable_cuda_graph"
+).split()
 
 
 def to_csv(report: dict[str, Any]) -> str:
-    """The engines that ran, in the columns of ONNX Runtime's Stable Diffusion benchmark; latencies in s per batch.
+    """Return the engines that ran, with the columns of ONNX Runtime's Stable Diffusion benchmark.
 
-    Memory is the device's on a GPU, where it was read, as ONNX Runtime's benchmark has it. In component mode a latency
-    is one call's and `steps` is 1.
+    Latencies are in s per batch. Memory is the device's on a GPU, if it is readable. In component mode a latency is one
+    call's, and `steps` is 1.
     """
     settings, versions = report["settings"], report["versions"]
     onnxruntime = next((v for name, v in versions.items() if name.startswith("onnxruntime")), "")
     text = io.StringIO()
-    writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     for row in report["engines"]:
         if row["status"] != "ok" or "step_ms" not in row:
             continue
-        on_device = "device_" if "device_first_run_memory_MB" in row else ""
-        version = versions.get(row["engine"], onnxruntime)
+        device = "device_" if "device_first_run_memory_MB" in row else ""
         key, scale = ("image_s", row["batch"]) if "image_s" in row else ("step_ms", 1e-3)
-        writer.writerow(
-            {
-                "model_name": " ".join(filter(None, (row["model"], settings["component"]))),
-                "directory": row["directory"],
-                "engine": row["engine"],
-                "version": version,
-                "provider": settings["provider"],
-                "disable_safety_checker": True,
-                "height": row["height"],
-                "width": row["width"],
-                "steps": settings["steps"] if "image_s" in row else 1,
-                "batch_size": row["batch"],
-                "batch_count": len(row[key]["values"]),
-                "num_prompts": 1,
-                "average_latency": row[key]["mean"] * scale,
-                "median_latency": row[key]["median"] * scale,
-                "first_run_memory_MB": row[f"{on_device}first_run_memory_MB"],
-                "second_run_memory_MB": row[f"{on_device}second_run_memory_MB"],
-                "enable_cuda_graph": row["graph"] or row["variant"] in ("graph", "compile"),
-            }
-        )
+        columns = {
+            "model_name": " ".join(filter(None, (row["model"], settings["component"]))),
+            "version": versions.get(row["engine"], onnxruntime),
+            "provider": settings["provider"],
+            "disable_safety_checker": True,
+            "steps": settings["steps"] if "image_s" in row else 1,
+            "batch_size": row["batch"],
+            "batch_count": len(row[key]["values"]),
+            "num_prompts": 1,
+            "average_latency": row[key]["mean"] * scale,
+            "median_latency": row[key]["median"] * scale,
+            "first_run_memory_MB": row[f"{device}first_run_memory_MB"],
+            "second_run_memory_MB": row[f"{device}second_run_memory_MB"],
+            "enable_cuda_graph": row["graph"] or row["variant"] in ("graph", "compile"),
+        }
+        writer.writerow(row | columns)
     return text.getvalue()
 
 
 def to_table(report: dict[str, Any]) -> str:
-    """The report as an aligned table for a terminal, then the failures and the notes, one a line."""
+    """Return the report as an aligned table, followed by the failures and the notes."""
     lines = [[name for name, _ in COLUMNS]]
     failures = []
     for row in report["engines"]:
@@ -82,21 +61,24 @@ def to_table(report: dict[str, Any]) -> str:
     used = [i for i in range(len(COLUMNS)) if i == 0 or any(line[i] != "-" for line in lines[1:])]
     lines = [[line[i] for i in used] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = []
-    for name, *numbers in lines:
-        padded = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
-        table.append("  ".join([name.ljust(widths[0]), *padded]))
+    table = [
+        "  ".join([name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))])
+        for name, *cells in lines
+    ]
     return "\n".join([*table, *failures, *filter(None, [ratio_note(report)]), *report["notes"]])
 
 
-def _number(row: dict[str, Any], key: str, form: str, unit: str = "") -> str:
-    value = row.get(key)
-    value = value["median"] if isinstance(value, dict) else value
-    return "-" if value is None else f"{value:{form}}{unit}"
+def _format(key: str, spec: str, unit: str = "") -> Callable[[dict[str, Any]], str]:
+    def cell(row: dict[str, Any]) -> str:
+        value = row.get(key)
+        value = value["median"] if isinstance(value, dict) else value
+        return "-" if value is None else f"{value:{spec}}{unit}"
+
+    return cell
 
 
-def faster(row: dict[str, Any]) -> str:
-    """A row's speed-up and its spread; no number where the rounds do not even agree on which is faster."""
+def format_speedup(row: dict[str, Any]) -> str:
+    """Return a row's speed-up and spread, without a number if rounds disagree on which engine is faster."""
     ratio = row.get("image_speedup", row.get("step_speedup"))
     if not ratio:
         return "-"
@@ -105,41 +87,39 @@ def faster(row: dict[str, Any]) -> str:
     spread = f"({ratio['min']:.2f}-{ratio['max']:.2f})"
     if ratio["min"] < 1 < ratio["max"]:
         return f"no difference measured {spread}"
-    return (
-        f"{ratio.get('of_medians', ratio['median']):.2f}x {spread}"  # before November 2026 there was the median alone
-    )
+    return f"{ratio.get('of_medians', ratio['median']):.2f}x {spread}"  # reports before November 2026: median only
 
 
 def ratio_note(report: dict[str, Any]) -> str:
-    """What the column `faster` is, in one line; nothing when no engine ran."""
+    """Return a line that explains the column `faster`, or "" if no engine ran."""
     if report["baseline"] is None:
         return ""
-    what = "a call" if report["settings"]["component"] else "an image"
+    unit = "a call" if report["settings"]["component"] else "an image"
     return (
-        f"faster: {report['baseline']}'s median time of {what} over the row's; in brackets the lowest and highest "
+        f"faster: {report['baseline']}'s median time of {unit} over the row's; in brackets the lowest and highest "
         "ratio of a round."
     )
 
 
-def _error(row: dict[str, Any]) -> str:
-    return "not finite" if "error" in row and row["error"] is None else _number(row, "error", ".1e")
+def _format_error(row: dict[str, Any]) -> str:
+    return "not finite" if "error" in row and row["error"] is None else _format("error", ".1e")(row)
 
 
-# Header -> a row's cell; columns that are "-" in every row are not shown.
+# Header and cell of a row; columns with only "-" are not shown.
 COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("engine", lambda row: row["label"]),
     ("batch", lambda row: str(row["batch"])),
     ("dtype", lambda row: row.get("precision", "-")),
-    ("step", lambda row: _number(row, "step_ms", ".2f", " ms")),
-    ("image", lambda row: _number(row, "image_s", ".3f", " s")),
-    ("faster (spread)", faster),
-    ("host memory", lambda row: _number(row, "peak_memory_MB", ".0f", " MB")),
-    ("device memory", lambda row: _number(row, "device_peak_memory_MB", ".0f", " MB")),
-    ("energy", lambda row: _number(row, "energy_J", ".2f", " J")),
-    ("make", lambda row: _number(row, "make_s", ".1f", " s")),
-    ("load", lambda row: _number(row, "load_s", ".1f", " s")),
-    ("first run", lambda row: _number(row, "first_run_s", ".2f", " s")),
-    ("tuning", lambda row: _number(row, "tuning_s", ".1f", " s")),
-    ("PSNR", lambda row: _number(row, "psnr_db", ".1f", " dB")),
-    ("error", _error),
+    ("step", _format("step_ms", ".2f", " ms")),
+    ("image", _format("image_s", ".3f", " s")),
+    ("faster (spread)", format_speedup),
+    ("host memory", _format("peak_memory_MB", ".0f", " MB")),
+    ("device memory", _format("device_peak_memory_MB", ".0f", " MB")),
+    ("energy", _format("energy_J", ".2f", " J")),
+    ("make", _format("make_s", ".1f", " s")),
+    ("load", _format("load_s", ".1f", " s")),
+    ("first run", _format("first_run_s", ".2f", " s")),
+    ("tuning", _format("tuning_s", ".1f", " s")),
+    ("PSNR", _format("psnr_db", ".1f", " dB")),
+    ("error", _format_error),
 )

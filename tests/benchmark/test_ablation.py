@@ -6,10 +6,10 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-import graph_fixtures
 import pytest
 
 from fusion_passes.graph_pass import Pass, PassOutcome
+from scripts.fixtures import graph_fixtures
 from sd_ort.benchmark import ablation, engine_selection
 from sd_ort.benchmark.ablation import ablation_steps
 from sd_ort.core.pipeline_folder import MODEL
@@ -50,7 +50,7 @@ def test_ablation_adds_one_thing_a_row(raw: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine_selection, "library_path", lambda: None)
     rows, notes = engine_selection.ablation(raw, "cpu")
     assert rows[-1].label == "+ hoisting"
-    assert [row.make for row in rows[:3]] == [(), ("raw", "float16"), ("ours", "cpu", "float32", "mha")]
+    assert [row.build_spec for row in rows[:3]] == [(), ("raw", "float16"), ("ours", "cpu", "float32", "mha")]
     assert not any(row.graph for row in rows)
     assert all(any(f"no row for {what}" in note for note in notes) for what in ("graph capture", "the op library"))
 

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import graph_fixtures
 import ml_dtypes
 import numpy as np
 import onnx
@@ -19,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from custom_ops import CPU_OPERATORS
 from custom_ops.libraries import CpuLibrary, ParallelFor
 from custom_ops.op import DTYPES, Array, Case, Operator, draw, load, nmse, nmse_limit
+from scripts.fixtures import graph_fixtures
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
