@@ -10,8 +10,7 @@ from pathlib import Path
 import onnx
 import torch
 
-from sd_ort.checkpoints.checkpoint import open_source
-from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core import pipeline_folder
 
@@ -89,7 +88,7 @@ def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> 
     from sd_ort.checkpoints import checkpoint
     from sd_ort.export import exporter, tracing
 
-    source = open_source(None, preset, True, 0)
+    source = open_preset(preset, 0)
     config = PRESETS[preset].models[MODEL_OF.get(component, component)]
     signature = checkpoint.component_signature(source, component, config)
     arguments = [exporter.example_input(t, exporter.TRACE_SIZES, config, 0) for t in signature.inputs]

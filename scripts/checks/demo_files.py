@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from scripts.fixtures.save_single_file import save
 from sd_ort import demo
-from sd_ort.checkpoints.checkpoint import open_folder
+from sd_ort.checkpoints.diffusers_folder import open_folder
 
 MODEL = Path(demo.__file__).parent / "model"
 BLOCK = "down_blocks.1.attentions.0.transformer_blocks.0"

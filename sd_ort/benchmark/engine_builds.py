@@ -61,7 +61,7 @@ def source_hash(raw_export: Path) -> str:
     """Return the hash of the files and code that a built folder depends on."""
     files = pipeline_folder.read_manifest(raw_export).get("files") or pipeline_folder.tree_hash(raw_export)
     root = Path(__file__).resolve().parents[2]
-    packages = ("sd_ort/benchmark", "sd_ort/optimize", "sd_ort/graphs", "sd_ort/checkpoints", "fusion_passes")
+    packages = "sd_ort/benchmark sd_ort/optimize sd_ort/graphs sd_ort/weights sd_ort/checkpoints fusion_passes".split()
     code = code_hash(*(root / package for package in packages))
     return hashlib.sha256(f"{files}{code}".encode()).hexdigest()[:12]
 

@@ -38,7 +38,7 @@ def replica_configs(
         "allow_fallback": settings.allow_fallback,
         "library": engine.library,
     }
-    config = replica.ReplicaConfig(Path(engine.directory), options, guidance=settings.guidance)
+    config = replica.ReplicaConfig(Path(engine.directory), options)
     return replica.replica_configs(config, gpus, count, settings.threads)
 
 

@@ -237,6 +237,9 @@ def _check_value(value: onnx.ValueInfoProto) -> None:
     kind = value.type
     if not kind.HasField("tensor_type") or _bits(kind.tensor_type.elem_type) is None:
         raise _Refusal(f"has an input or output {value.name!r} that is no tensor of numbers: export it again")
+    for size in kind.tensor_type.shape.dim:
+        if size.dim_value == -1:  # Paddle writes -1 for an unknown size, and ONNX Runtime reads it so
+            size.ClearField("dim_value")
     if any(size.dim_value < 0 for size in kind.tensor_type.shape.dim):
         raise _Refusal(f"has an input or output {value.name!r} of a negative size: export it again")
     if any(size.dim_value > AXIS_LIMIT for size in kind.tensor_type.shape.dim):

@@ -65,6 +65,8 @@ def components(folder: Path) -> list[str]:
 
     Raises InputError when the folder is missing or holds no component.
     """
+    if not folder.exists():
+        raise InputError(f"{folder}: no such file or folder.")
     if not folder.is_dir():
         raise InputError(
             f"{folder} is not a folder: give one that `sd-ort export` or `optimize` wrote (sd-ort optimize MODEL OUT)."

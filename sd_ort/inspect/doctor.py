@@ -12,15 +12,15 @@ from typing import Any
 import psutil
 from packaging.requirements import Requirement
 
-from sd_ort.core.errors import ProviderError, SdOrtError
+from sd_ort.core.errors import SdOrtError
 from sd_ort.runtime import machine, tuning
 from sd_ort.runtime.library import library_path
-from sd_ort.runtime.op_library import build_command, hip_runtime_clash
+from sd_ort.runtime.op_library import build_command
 from sd_ort.runtime.ort_wheel import installed_wheels, runtime
+from sd_ort.runtime.provider_choice import choose_provider, provider_problem
 from sd_ort.runtime.provider_table import PROVIDERS
-from sd_ort.runtime.providers import check_provider, is_plugin, missing_libraries
+from sd_ort.runtime.providers import missing_libraries
 from sd_ort.runtime.rocm_checks import gives_wrong_softmax
-from sd_ort.runtime.stream import open_stream
 
 WRONG_SOFTMAX = (
     "its Softmax gives wrong values on this GPU for rows of 64 numbers: graphs optimized for target rocm do without, "
@@ -34,7 +34,7 @@ def examine() -> dict[str, Any]:
         library, op_problem = library_path(), None
     except SdOrtError as error:
         library, op_problem = None, str(error)
-    providers = {name: examine_provider(name, library) for name in PROVIDERS}
+    providers = {name: examine_provider(name) for name in PROVIDERS}
     return {
         "commit": machine.commit(),
         "machine": machine.machine(),
@@ -44,6 +44,7 @@ def examine() -> dict[str, Any]:
         "wheels": installed_wheels(),
         "clashes": clashes(),
         "providers": providers,
+        "auto": choose_provider().line if any(each["ok"] for each in providers.values()) else None,
         "op_library": str(library) if library else None,
         "op_library_problem": op_problem,
         "tuning": examine_tuning([name for name in providers if providers[name]["ok"]], library),
@@ -84,19 +85,14 @@ def _unmet(requirement: Requirement, expected: str) -> str | None:
     return f"{name} {version} is installed, and {expected.format(requirement.specifier)}"
 
 
-def examine_provider(name: str, library: Path | None = None) -> dict[str, Any]:
-    """Return {"ok", "problem", "missing_libraries", "note"}: whether a provider loads and has a device, or why not."""
-    try:
-        check_provider(name)
-        if not is_plugin(name):  # check_provider counted the devices of plugins
-            open_stream(name)  # fails without a device
-        if library is not None and (problem := hip_runtime_clash(library, name)):
-            raise ProviderError(problem)
-    except SdOrtError as error:
+def examine_provider(name: str) -> dict[str, Any]:
+    """Return whether a provider runs here, the problem if not, the shared libraries it misses, and a note on its
+    faults."""
+    if problem := provider_problem(name):
         missing = []
-        with contextlib.suppress(SdOrtError):  # without onnxruntime, which `error` says
+        with contextlib.suppress(SdOrtError):  # without onnxruntime, which `problem` says
             missing = missing_libraries(name)
-        return {"ok": False, "problem": str(error), "missing_libraries": missing, "note": None}
+        return {"ok": False, "problem": problem, "missing_libraries": missing, "note": None}
     note = WRONG_SOFTMAX if name == "rocm" and gives_wrong_softmax() else None
     return {"ok": True, "problem": None, "missing_libraries": [], "note": note}
 
@@ -138,6 +134,8 @@ def to_text(findings: dict[str, Any]) -> str:
         lines.append(
             f"{name:<11} {provider['problem'] or 'ok' + (f', but {note}' if (note := provider['note']) else '')}"
         )
+    if findings["auto"]:
+        lines.append(f"auto        {findings['auto']}")
     for file in findings["tuning"]:
         lines.append(f"tuning      {file['path']}: {'fresh' if file['fresh'] else file['problem']}")
     return "\n".join(lines)

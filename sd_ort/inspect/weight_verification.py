@@ -8,10 +8,10 @@ from typing import Any
 
 from fusion_passes import weight_recipes
 from fusion_passes.graph_edits import tensor_values
-from sd_ort.checkpoints.checkpoint import FileOptions, choose, open_source
+from sd_ort.checkpoints.checkpoint import select_components
 from sd_ort.checkpoints.configs import component_config
+from sd_ort.checkpoints.open import DEFAULT, CheckpointOptions, open_checkpoint
 from sd_ort.checkpoints.signatures import MODEL_OF
-from sd_ort.checkpoints.tensors import reader
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError, VerificationError
 from sd_ort.graphs import hoist
@@ -24,7 +24,7 @@ def verify_weights(
     optimized: Path,
     *,
     components: Sequence[str] | None = None,
-    files: FileOptions = FileOptions(),  # noqa: B008 (frozen)
+    files: CheckpointOptions = DEFAULT,
     on_row: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
     """Compare the weights of a pipeline folder with those of a checkpoint; return {"rows": [...], "passed": bool}.
@@ -33,17 +33,17 @@ def verify_weights(
     weights raise no exception, see `check_weights`.
 
     Args:
-        model, files: as for `checkpoints.checkpoint.open_source`.
+        model, files: as for `checkpoints.open.open_checkpoint`.
         on_row: called with each row.
 
     Raises:
         InputError: for a folder without recipes, or a checkpoint without the tensors that they read.
     """
-    source = open_source(model, None, False, 0, files=files)
-    if component_config(optimized, "unet").get("ip_adapter") and "image_encoder" not in source.configs:
+    checkpoint = open_checkpoint(model, files)
+    if component_config(optimized, "unet").get("ip_adapter") and "image_encoder" not in checkpoint.configs:
         raise InputError(f"{optimized} has an IP-Adapter beside {model}: name its file with --ip-adapter.")
     tables, entries = read_recipes(optimized), pipeline_folder.read_manifest(optimized).get("components", {})
-    names = [name for name in choose(source, components) if name in tables]
+    names = [name for name in select_components(checkpoint, components) if name in tables]
     if not names:
         raise InputError(
             f"{optimized} says of no weight where it comes from: give a folder that `sd-ort optimize` wrote."
@@ -52,7 +52,7 @@ def verify_weights(
     for name in names:
         recipes = tables[name]
         sources = {n for recipe in recipes.values() for n in weight_recipes.sources(recipe)}
-        read = reader(source, MODEL_OF.get(name, name), sources)
+        read = checkpoint.read_tensors(MODEL_OF.get(name, name), sources)
         count, different = 0, list[str]()
         for part in hoist.folders_of(name, entries[name]):
             initializers = load(pipeline_folder.check_component(optimized, part)).graph.initializers

@@ -264,7 +264,7 @@ def check_refused(result: tuple[int, str, str], message: str, parent: Path, said
 
 
 def test_missing_folder_and_wrong_options(tiny_copy: Path, tmp_path: Path, sd_ort: Cli) -> None:
-    check_refused(sd_ort("optimize", tmp_path / "nowhere", tmp_path / "out"), "is not a folder", tmp_path)
+    check_refused(sd_ort("optimize", tmp_path / "nowhere", tmp_path / "out"), "no such file or folder", tmp_path)
     check_refused(sd_ort("optimize", tiny_copy, tmp_path / "out", "--target", "tpu"), "unknown target", tmp_path)
     check_refused(sd_ort("optimize", tiny_copy, tmp_path / "out", "--component", "unet"), "no component", tmp_path)
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from fusion_passes import weight_recipes as recipes
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
-from sd_ort.checkpoints.checkpoint import PresetSource
+from sd_ort.checkpoints.presets import open_preset
 from sd_ort.cli.generate import lora_strength
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
@@ -53,7 +53,7 @@ ALPHA, RANK = 2.0, 4
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, Tensors]:
-    source = PresetSource("sd15-small", 0)
+    source = open_preset("sd15-small", 0)
     return {name: source.load(name).state_dict() for name in MODULES}
 
 
