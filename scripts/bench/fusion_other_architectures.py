@@ -34,7 +34,7 @@ from sd_ort.optimize.targets import PORTABLE, TARGETS, Target
 
 ROOT = Path(__file__).parents[2]
 
-NHWC = Target("nhwc", passes=(nhwc_layout.PASS,))
+NHWC = Target("nhwc", lowering_passes=(nhwc_layout.PASS,))
 HEAD = ["graph", "nodes", "attention", "group norm", *TARGETS, "error", "onnxscript", "ORT level 2", "ORT transformers"]
 # Model types of onnxruntime.transformers by the beginning of a graph's name; "unet" for all others.
 TYPES = {

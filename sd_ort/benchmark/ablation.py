@@ -45,17 +45,17 @@ def ablation_steps(target: Target) -> dict[str, Target]:
     """
     from sd_ort.optimize.targets import CUDA_CONTRIB
 
-    contrib = CUDA_CONTRIB if target.name == "cuda" else target.contrib
+    constraints = CUDA_CONTRIB if target.name == "cuda" else target.contrib_constraints
     stages: dict[str, Target] = {}
     names: set[str] = set()
     for name, stage in ABLATION.items():
         names |= set(stage.passes)
-        passes = tuple(lowering for lowering in target.passes if lowering.name in names)
+        passes = tuple(lowering for lowering in target.lowering_passes if lowering.name in names)
         if not stage.rest:
             inlined = ("ScaledDotProductAttention", *(() if "group_norm" in names else ("GroupNorm",)))
             passes = (inline_fused_ops(*inlined), *passes)
         fusions = tuple(fusion for fusion in target.fusions if stage.rest or fusion.name in names)
-        partial = replace(target, passes=passes, fusions=fusions, contrib=contrib)
+        partial = replace(target, lowering_passes=passes, fusions=fusions, contrib_constraints=constraints)
         if partial not in stages.values():
             stages[name] = partial
     return stages

@@ -14,7 +14,7 @@ from sd_ort.benchmark.engines import interface
 from sd_ort.benchmark.engines.interface import Batch, BenchmarkSettings, Engine, LoadedEngine
 from sd_ort.core.errors import SdOrtError
 from sd_ort.core.pipeline_folder import MODEL
-from sd_ort.runtime import gpu_graphs, ort_wheel, providers, session
+from sd_ort.runtime import bound_run, ort_wheel, providers, session
 
 
 def record_run_times(ort_session: Any) -> list[float]:
@@ -113,7 +113,7 @@ def bind(
     feeds = {name: np.ascontiguousarray(feeds[name], model.dtype(name)) for name in model.inputs}
     if settings.provider != "cpu":
         device = providers.provider_named(settings.provider).device
-        bound = gpu_graphs.BoundShapes(model.session, feeds, device, 0)
+        bound = bound_run.bind(model, feeds, device)
         return bound.run, lambda: bound.outputs[model.outputs[0]].numpy()
     results: list[np.ndarray] = []
 
@@ -132,7 +132,9 @@ def open_model(engine: Engine, settings: BenchmarkSettings, profile: Path | None
     path = Path(engine.directory) / str(settings.component) / MODEL
     if engine.engine == "tensorrt":
         return session.Model(_tensorrt_session(path))
-    options = _session_options(engine, settings) | ({"graph": True} if engine.graph else {})
+    options = _session_options(engine, settings)
+    if engine.graph:
+        return bound_run.open_gpu_graph_model(path, settings.provider, profile=profile, **options)
     return session.Model(session.create_session(path, settings.provider, profile=profile, **options))
 
 
