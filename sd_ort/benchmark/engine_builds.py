@@ -20,16 +20,20 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sd_ort.benchmark.ablation import ablation_steps
+from fusion_passes.lower.inline_fused_ops import inline_fused_ops
 from sd_ort.benchmark.other_optimizers import optimize_by_onnxruntime, optimize_by_onnxscript
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import SdOrtError, first_line
 from sd_ort.core.files import code_hash
+
+if TYPE_CHECKING:
+    from sd_ort.optimize.targets import Target
 
 BuildSpec = tuple[str, ...]
 TORCHSCRIPT = "torchscript"  # folder of the exports for ONNX Runtime's optimizer
@@ -165,3 +169,55 @@ BUILDERS: dict[str, Callable[..., None]] = {
     "ort": _build_by_onnxruntime,
     "onnxscript": _build_by_onnxscript,
 }
+
+# --- Ablation -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the ablation: its label, and the names of the target's passes that it adds.
+
+    `rest`: adds every other fusion of the target.
+    """
+
+    label: str
+    passes: tuple[str, ...] = ()
+    rest: bool = False
+
+
+# In the order of ONNX Runtime's report on Stable Diffusion. The op library has no stage: only the complete target uses
+# it.
+ABLATION = {
+    "none": Stage("nothing fused", ("inline_fused_ops", "standard_attention")),
+    "mha": Stage("+ MultiHeadAttention", ("multi_head_attention",)),
+    "nhwc": Stage("+ NHWC convolution", ("nhwc_layout",)),
+    "norm": Stage("+ GroupNorm", ("group_norm",)),
+    "gelu": Stage("+ BiasSplitGelu", ("bias_split_gelu",)),
+    "qkv": Stage("+ packed QKV", ("pack_qkv",)),
+    "skip": Stage("+ BiasAdd, SkipLayerNorm", ("bias_add", "skip_layer_normalization")),
+    "all": Stage("+ SkipGroupNorm, QuickGelu", ("skip_group_norm", "quick_gelu"), rest=True),
+}
+
+
+def ablation_steps(target: Target) -> dict[str, Target]:
+    """Return the target up to each stage: a slice of its passes. Stages that change nothing are absent.
+
+    All stages use the provider's own kernels only. Until "norm", GroupNorm nodes are inlined again, because most
+    providers have kernels for the parts but not for GroupNormalization; so is attention that no fusion took.
+    """
+    from sd_ort.optimize.targets import CUDA_CONTRIB
+
+    constraints = CUDA_CONTRIB if target.name == "cuda" else target.contrib_constraints
+    stages: dict[str, Target] = {}
+    names: set[str] = set()
+    for name, stage in ABLATION.items():
+        names |= set(stage.passes)
+        passes = tuple(lowering for lowering in target.lowering_passes if lowering.name in names)
+        if not stage.rest:
+            inlined = ("ScaledDotProductAttention", *(() if "group_norm" in names else ("GroupNorm",)))
+            passes = (inline_fused_ops(*inlined), *passes)
+        fusions = tuple(fusion for fusion in target.fusions if stage.rest or fusion.name in names)
+        partial = replace(target, lowering_passes=passes, fusions=fusions, contrib_constraints=constraints)
+        if partial not in stages.values():
+            stages[name] = partial
+    return stages

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sd_ort.benchmark.ablation import ABLATION, ablation_steps
-from sd_ort.benchmark.engine_builds import HOIST, BuildSpec
+from sd_ort.benchmark.engine_builds import ABLATION, HOIST, BuildSpec, ablation_steps
 from sd_ort.benchmark.engines.interface import ENGINE_TYPES, Engine
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MODEL, components, read_manifest

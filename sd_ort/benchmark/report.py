@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.benchmark import plot
-from sd_ort.benchmark.report_file import FORMAT
-from sd_ort.benchmark.tables import COLUMNS, format_speedup, ratio_note
+from sd_ort.benchmark.report_file import COLUMNS, FORMAT, format_speedup, ratio_note
 from sd_ort.benchmark.worker import image_name
 from sd_ort.core import files
 from sd_ort.core.errors import InputError, first_line

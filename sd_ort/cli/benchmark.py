@@ -137,7 +137,7 @@ def command(
       torch, torch-channels-last, torch-compile, torch-graph, xformers, tensorrt
       openvino, openvino-bf16  one component on the CPU
     """
-    from sd_ort.benchmark import engine_selection, report, runner, tables
+    from sd_ort.benchmark import engine_selection, report, report_file, runner
     from sd_ort.benchmark.engines.interface import BenchmarkSettings
     from sd_ort.checkpoints.generation_defaults import generation_defaults
     from sd_ort.cli.generate import choose
@@ -188,7 +188,7 @@ def command(
             text = stage_.to_table(result)
         else:
             result = runner.run(engines, settings, out, kind=kind, **common)
-            text = tables.to_table(result)
+            text = report_file.to_table(result)
     except KeyboardInterrupt:
         click.echo(f"\nsd-ort: interrupted; what was measured is in {out / f'{kind}.json'}.", err=True)
         ctx.exit(130)

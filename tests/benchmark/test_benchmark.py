@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from sd_ort.benchmark import engine_builds, engine_selection, runner, tables
+from sd_ort.benchmark import engine_builds, engine_selection, report_file, runner
 from sd_ort.benchmark.engines.interface import BenchmarkSettings, Engine
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.benchmark.worker import EngineMeasurements, Worker, is_tuned
@@ -141,7 +141,7 @@ def test_csv_has_onnxruntimes_columns(report: dict[str, Any], report_folder: Pat
 
 
 def test_table_shows_every_engine(report: dict[str, Any]) -> None:
-    table = tables.to_table(report)
+    table = report_file.to_table(report)
     assert "raw ONNX broken (batch 2) failed:" in table
     assert "torch eager" in table
     assert "1.00x" in table  # the baseline itself

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from sd_ort.benchmark import plot, report
-from sd_ort.benchmark.tables import format_speedup
+from sd_ort.benchmark.report_file import format_speedup
 from sd_ort.benchmark.worker import speedup
 from sd_ort.core import metrics
 from sd_ort.core.errors import InputError
