@@ -18,6 +18,7 @@ from PIL import Image
 
 from sd_ort.benchmark import loadgen, mlperf, quality, replicas
 from sd_ort.benchmark.loadgen import LoadGenSettings
+from sd_ort.cli.benchmark import command
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.demo import scenes
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob, ModelInfo
@@ -153,6 +154,11 @@ def test_replicas_that_cannot_be(sd_ort: Cli, tmp_path: Path) -> None:
         code, _, error = sd_ort("benchmark", folder, *wrong, "--out", tmp_path / "out")
         assert (code in (2, 3), words in error, error.strip().count("\n")) == (True, True, 0), error
     assert not (tmp_path / "out").exists()
+
+
+def test_old_name_of_server_load_is_read() -> None:
+    for name in ("--server-load", "--load"):
+        assert command.make_context("benchmark", ["DIR", name, "0.5"]).params["server_load"] == 0.5
 
 
 def test_official_is_for_sdxl(sd_ort: Cli, small_export: Path, tmp_path: Path) -> None:
