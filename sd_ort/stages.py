@@ -37,7 +37,7 @@ from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.export import DEFAULT_OPSET, templates
 from sd_ort.graphs import hoist
 from sd_ort.graphs.load import load
-from sd_ort.graphs.timestep import make_timestep_1d
+from sd_ort.graphs.unet import make_timestep_1d
 from sd_ort.optimize import unoptimized
 from sd_ort.optimize.optimizer import optimize_component, optimize_components
 from sd_ort.optimize.options import OptimizeOptions

@@ -36,7 +36,7 @@ from sd_ort.graphs import merged_loop_graphs as loop_graphs
 from sd_ort.graphs.inline import inline
 from sd_ort.graphs.load import load
 from sd_ort.graphs.save import save
-from sd_ort.graphs.timestep import make_timestep_1d
+from sd_ort.graphs.unet import make_timestep_1d
 
 FLOAT = ir.DataType.FLOAT
 

@@ -207,7 +207,7 @@ def check_size(size: Size, side: int, multiple: int, doubles: Callable[[], bool]
     """Raise InputError for a height and width that a pipeline cannot draw.
 
     `side`: pixels of a latent. `multiple`: of sizes that halve evenly at every level of the UNet. `doubles`: whether
-    its graph takes no others (`graphs.upsampling`).
+    its graph takes no others (`graphs.unet`).
     """
     needed, why = side, ""
     if any(length % multiple for length in size) and doubles():

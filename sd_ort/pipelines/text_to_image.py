@@ -216,9 +216,9 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
 
     @cached_property
     def _doubles(self) -> bool:
-        """Whether only sizes that halve evenly can be drawn (`graphs.upsampling`)."""
+        """Whether only sizes that halve evenly can be drawn (`graphs.unet`)."""
         from sd_ort.graphs.load import load
-        from sd_ort.graphs.upsampling import requires_even_sizes
+        from sd_ort.graphs.unet import requires_even_sizes
 
         return requires_even_sizes(load(check_component(self.folder, "unet")))
 

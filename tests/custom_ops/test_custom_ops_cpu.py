@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import graph_fixtures
 import ml_dtypes
 import numpy as np
 import onnx
@@ -28,6 +27,7 @@ from custom_ops.operator_spec import (
     nmse,
     nmse_limit,
 )
+from scripts.fixtures import graph_fixtures
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS

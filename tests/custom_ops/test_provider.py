@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-import graph_fixtures
 import numpy as np
 import onnx
 import onnx.parser
@@ -18,6 +17,7 @@ import pytest
 from onnx import TensorProto, helper
 from provider_sessions import placed, session_of, small
 
+from scripts.fixtures import graph_fixtures
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component

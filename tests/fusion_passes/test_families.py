@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import graph_fixtures
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -23,6 +22,7 @@ import fusion_passes
 from fusion_passes import weight_recipes
 from fusion_passes.graph_pass import run_all, totals
 from fusion_passes.lower import nhwc_layout, pack_qkv, subpixel_conv, upsample_nearest
+from scripts.fixtures import graph_fixtures
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.checkpoints import presets, signatures

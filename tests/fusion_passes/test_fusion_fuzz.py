@@ -6,10 +6,10 @@ from collections import Counter
 
 import onnx_ir as ir
 import pytest
-from random_graphs import Graph, Mixed, difference
 
 import fusion_passes
 from fusion_passes.graph_pass import totals
+from scripts.fixtures.random_graphs import Graph, Mixed, difference
 
 SEEDS = range(8)
 

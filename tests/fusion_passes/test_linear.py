@@ -7,10 +7,10 @@ import pstats
 
 import onnx_ir as ir
 import pytest
-from large_graphs import BLOCK, LINK, blocks
 
 import fusion_passes
 from fusion_passes.graph_pass import run_all
+from scripts.fixtures.large_graphs import BLOCK, LINK, blocks
 from sd_ort.optimize.targets import CUDA
 
 

@@ -7,11 +7,11 @@ from functools import cache
 
 import onnx
 import onnx_ir as ir
-import other_architectures
 import pytest
-from mutations import fused, mutate
 
 import fusion_passes
+from scripts.fixtures import other_architectures
+from scripts.fixtures.mutations import fused, mutate
 
 SOURCES = {"bert-dynamo-20": range(20), "clip-text-dynamo-20": range(20, 40), "unet-ddpm-dynamo-20": range(40, 50)}
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import graph_fixtures
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
@@ -17,6 +16,7 @@ from small_presets import mini
 
 import fusion_passes
 from fusion_passes import weight_recipes
+from scripts.fixtures import graph_fixtures
 from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core import pipeline_folder

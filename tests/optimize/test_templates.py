@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from make_templates import every, key_of, weightless
 from safetensors.torch import load_file, save_file
 from small_presets import mini
 
+from scripts.fixtures.make_templates import every, key_of, weightless
 from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
