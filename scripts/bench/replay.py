@@ -22,7 +22,7 @@ import numpy as np
 
 from sd_ort.graphs import sampling_graphs
 from sd_ort.runtime import build
-from sd_ort.runtime.gpu_graphs import BoundShapes
+from sd_ort.runtime.bound_run import BoundRun
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import DTYPES, open_graph
@@ -46,7 +46,7 @@ def main() -> None:
                              DTYPES[value.type])
         for value in session.get_inputs()
     }  # fmt: skip
-    bound = BoundShapes(session, arrays, provider_named(provider).device, 0)
+    bound = BoundRun(session, arrays, provider_named(provider).device, graph_id=0)
     times = []
     for _ in range(ROUNDS):
         start = time.perf_counter()

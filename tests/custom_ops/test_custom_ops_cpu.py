@@ -350,7 +350,7 @@ def test_empty_tensors(empty: tuple[int, ...], library: Path) -> None:
 def test_unet_for_cpus(library: Path, tmp_path: Path) -> None:
     """Target cpu with its kernels draws what the export draws: Winograd's convolutions cost little precision."""
     graph = graph_fixtures.make_folder(tmp_path / "raw", "sd15-tiny-dynamo-20.unet") / "unet" / MODEL
-    counts = optimize_component(graph, tmp_path / MODEL, TARGETS["cpu"])["counts"]
+    counts = optimize_component(graph, tmp_path / MODEL, TARGETS["cpu"])["op_counts"]
     assert counts["WinogradConv"] + counts["Conv"] == 98
     assert counts["WinogradConv"] == 47  # all 3 x 3 ones of stride 1 but the first and the last
     random = np.random.default_rng(0)
@@ -362,7 +362,7 @@ def test_unet_for_cpus(library: Path, tmp_path: Path) -> None:
     wanted = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, feeds)[0]
     got = session(tmp_path / MODEL, library).run(None, feeds)[0]
     assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 1e-5
-    counts = optimize_component(graph, tmp_path / "narrow" / MODEL, TARGETS["cpu"], "bfloat16")["counts"]
+    counts = optimize_component(graph, tmp_path / "narrow" / MODEL, TARGETS["cpu"], "bfloat16")["op_counts"]
     assert (counts["Bfloat16Conv"], counts["Conv"]) == (96, 2)  # all but the first and the last
     assert counts["Bfloat16Attention"] == 32
     assert counts["Bfloat16MatMul"] == 112

@@ -22,7 +22,7 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
-from sd_ort.runtime.gpu_graphs import GraphModel
+from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import Model, create_session
 
@@ -356,12 +356,12 @@ def test_session_of_the_package(
 
 
 def test_captured_by_the_package(provider: str, folder: Path) -> None:
-    """`GraphModel` on our provider's memory: tuned, two shapes, the same numbers as uncaptured."""
+    """`GpuGraphModel` on our provider's memory: tuned, two shapes, the same numbers as uncaptured."""
     model = lowered(folder, COMPONENTS[0], "float16")
     (model.parent.parent / "model_index.json").write_text("{}")
     plain = Model(create_session(model, provider, library=False))
     session = create_session(model, provider, library=False, graph=True, provider_options={"tuning": "1"})
-    graph = GraphModel(session, provider_named(provider).device)
+    graph = GpuGraphModel(session, provider_named(provider).device)
     for size in (16, 8, 16):
         arrays = made_up(plain.session, {**SIZES, "height": size, "width": size})
         for name, array in graph(**arrays).items():

@@ -28,8 +28,8 @@ from sd_ort.checkpoints.schedulers import make_scheduler, scheduler_class
 from sd_ort.core import files, metrics, progress
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.pipeline_folder import DATA, MODEL
-from sd_ort.optimize.optimizer import optimize
 from sd_ort.runtime.provider_table import PROVIDERS
+from sd_ort.stages import optimize
 
 PROMPTS = ["a red circle on a blue background", "two green squares"]
 SIZE = {"height": 64, "width": 64}
@@ -207,7 +207,7 @@ def generate(sd_ort: Cli) -> Cli:
     """Run `sd-ort generate` with a short prompt, two steps and small images."""
 
     def run(model: Path, *arguments: object) -> tuple[int, str, str]:
-        size = ("--height", 64, "--width", 64)
+        size = ("--height", 64, "--width", 64, "--provider", "cpu")
         return sd_ort("generate", PROMPTS[0], "--model", model, "--steps", 2, *size, *arguments)
 
     return run
@@ -257,7 +257,7 @@ def test_generate_does_not_overwrite_and_says_what_it_leaves_out(
 
 
 def test_missing_folder(generate: Cli, tmp_path: Path) -> None:
-    expect_error(generate(tmp_path / "nowhere"), 2, "is not a folder")
+    expect_error(generate(tmp_path / "nowhere"), 2, "no such file or folder")
 
 
 def test_not_a_pipeline_folder(generate: Cli, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def accelerate(pipe: Any, folder: Path | str | None = None, *, provider: str | N
         folder: a folder that `sd-ort optimize` wrote for the same model; models without a component stay in torch. A
             folder that does not exist is written from the loaded pipeline. None: a folder in sd-ort's cache, by the
             hash of the weights.
-        provider: by default that of the installed wheel.
+        provider: None for the best one that runs here.
         options: options of `runtime.components.Components` (low_memory, graph, threads, tuning, ...).
 
     Raises:
@@ -58,10 +58,11 @@ def accelerate(pipe: Any, folder: Path | str | None = None, *, provider: str | N
     sessions = next((model.models for model in current.values() if isinstance(model, Component)), None)
     if folder is None and sessions is not None:
         folder, provider = sessions.folder, provider or sessions.provider
-    provider = provider or default_provider()
-    folder = _cache_path(pipe, present, provider) if folder is None else Path(folder)
-    if not folder.exists():
-        _write(pipe, present, folder, provider)
+    if folder is None or not Path(folder).exists():
+        provider = provider or default_provider()
+        folder = _cache_path(pipe, present, provider) if folder is None else Path(folder)
+        if not folder.exists():
+            _write(pipe, present, folder, provider)
     models = TorchComponentSessions(folder, provider, **options)
     _swap_models(pipe, present, models)
     for name in LORA_METHODS:
@@ -90,7 +91,7 @@ def _config(model: Any) -> dict[str, Any]:
 
 def _write(pipe: Any, present: list[str], folder: Path, provider: str) -> None:
     """Export and optimize the loaded pipeline; a template reduces the second time to seconds."""
-    from sd_ort.from_checkpoint import optimize_checkpoint
+    from sd_ort.stages import optimize
 
     if type(getattr(pipe, "controlnet", None)).__name__ == "MultiControlNetModel":
         raise InputError(
@@ -102,7 +103,7 @@ def _write(pipe: Any, present: list[str], folder: Path, provider: str) -> None:
         names = [part for name in present for part in COMPONENTS_OF.get(name, (name,))]
         dtype = "float16" if half else "float32"
         target = provider if not provider.startswith("plugin:") else None
-        optimize_checkpoint(scratch, folder, target=target, dtype=dtype, components=names, hoisted=None)
+        optimize(scratch, folder, target=target, dtype=dtype, components=names)
 
 
 def _cache_path(pipe: Any, present: list[str], provider: str) -> Path:

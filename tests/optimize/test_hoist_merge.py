@@ -24,12 +24,12 @@ from sd_ort.graphs import hoist
 from sd_ort.graphs.inline import inline
 from sd_ort.inspect.explain import explain
 from sd_ort.inspect.verify import verify
-from sd_ort.merge import merge
-from sd_ort.optimize.optimizer import optimize
+from sd_ort.optimize.merge import merge
 from sd_ort.pipelines.merged import MergedPipeline
-from sd_ort.runtime.gpu_graphs import BoundShapes
+from sd_ort.runtime.bound_run import BoundRun
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import Model
+from sd_ort.stages import optimize
 
 PARTS = ["text_encoder", "unet", "vae_decoder"]
 SETTINGS: dict[str, Any] = {
@@ -63,14 +63,14 @@ def plain(small_export: Path, work: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def hoisted(small_export: Path, work: Path) -> Path:
-    optimize(small_export, work / "hoisted", components=PARTS, hoisted=True)
+    optimize(small_export, work / "hoisted", components=PARTS, hoist=True)
     return work / "hoisted"
 
 
 @pytest.fixture(scope="module")
 def half(small_export: Path, work: Path) -> Path:
     optimize(
-        small_export, work / "half", target="portable", components=PARTS, dtype="float16", hoisted=True, calibrate=False
+        small_export, work / "half", target="portable", components=PARTS, dtype="float16", hoist=True, calibrate=False
     )
     return work / "half"
 
@@ -115,7 +115,7 @@ def test_joined_graph_equals_the_unet(plain: Path, hoisted: Path, tmp_path: Path
 
 
 def test_packed_and_half(small_export: Path, tmp_path: Path) -> None:
-    optimize(small_export, tmp_path / "cuda", components=["unet"], target="cuda", dtype="float16", hoisted=True)
+    optimize(small_export, tmp_path / "cuda", components=["unet"], target="cuda", dtype="float16", hoist=True)
     parts = {name: ir.load(tmp_path / "cuda" / component / MODEL).graph for name, component in hoist.PARTS.items()}
     packed = [v for v in parts["prompt"].outputs if v.shape is not None and len(v.shape) == 5]
     assert len(packed) == 4
@@ -129,7 +129,7 @@ def test_hoisting_of_unsupported_models_is_an_error(hoisted: Path, small_export:
     with pytest.raises(InputError, match="hoisted already"):
         optimize(hoisted, tmp_path / "again")
     with pytest.raises(InputError, match="take it into --component"):
-        optimize(small_export, tmp_path / "out", components=["vae_decoder"], hoisted=True)
+        optimize(small_export, tmp_path / "out", components=["vae_decoder"], hoist=True)
     with pytest.raises(InputError, match="is no UNet"):
         hoist.split(ir.load(small_export / "vae_decoder" / MODEL))
     assert list(tmp_path.iterdir()) == []
@@ -328,8 +328,8 @@ def test_no_copies_through_the_host(hoisted: Path, monkeypatch: pytest.MonkeyPat
     looped = StableDiffusionPipeline.from_pretrained(hoisted, device_loop=True)
     expected = draw(looped, output_type="pil", num_inference_steps=2)
     waits: list[bool] = []
-    run = BoundShapes.run
-    monkeypatch.setattr(BoundShapes, "run", lambda bound, wait=True: waits.append(wait) or run(bound, wait))
+    run = BoundRun.run
+    monkeypatch.setattr(BoundRun, "run", lambda bound, wait=True: waits.append(wait) or run(bound, wait))
     monkeypatch.setattr(Model, "__call__", None)
     np.testing.assert_array_equal(draw(looped, output_type="pil", num_inference_steps=2), expected)
     assert waits.count(True) == 1
