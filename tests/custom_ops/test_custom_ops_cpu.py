@@ -320,7 +320,7 @@ EMPTY = [
 @pytest.mark.parametrize(("name", "folder", "sizes"), EMPTY)
 def test_no_work_for_nothing(name: str, folder: str, sizes: dict[str, int], library: Path) -> None:
     """An empty tensor may have an axis of 2^62: no loop over it, and no product of such."""
-    params = importlib.import_module(f"custom_ops.{folder}.cases").Params(**sizes)
+    params = importlib.import_module(f"custom_ops.operators.{folder}.cases").Params(**sizes)
     started: list[int] = []
 
     def parallel_for(pool: object, body: object, count: int, context: object) -> None:

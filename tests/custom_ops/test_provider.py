@@ -351,7 +351,7 @@ def test_session_of_the_package(
     session = create_session(model, provider)
     assert session.get_providers()[0] == "SdOrtSimulated"
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
-    with pytest.raises(InputError, match="there is no option 'speed'"):
+    with pytest.raises(InputError, match="unknown option 'speed'"):
         create_session(model, provider, provider_options={"speed": "1"})
 
 
