@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sd_ort.checkpoints.configs import component_config
-from sd_ort.checkpoints.tokenizer import whole_tokenizer
+from sd_ort.checkpoints.tokenizer import load_hf_tokenizer
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.pipeline_folder import read_index
 from sd_ort.integrations.tensors import Tensors, TorchOrtModel, torch_dtype
@@ -71,7 +71,7 @@ class TorchComponentSessions(LoraMethods):
 
     def tokenizer(self, component: str) -> Any:
         """Return the transformers tokenizer of a text encoder. Raises InputError if the folder has none."""
-        return whole_tokenizer(self.folder / component.replace("text_encoder", "tokenizer"))
+        return load_hf_tokenizer(self.folder / component.replace("text_encoder", "tokenizer"))
 
     def dtype(self, component: str) -> torch.dtype:
         """Return the dtype of a component's first floating-point input, or float32 if it has none."""

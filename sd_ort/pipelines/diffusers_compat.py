@@ -286,7 +286,7 @@ class DiffusersMethods:
         made = kind(
             pipeline.folder,
             pipeline.models,
-            options.get("scheduler") or pipeline.scheduler,
+            options.get("scheduler") or pipeline._scheduler,
             vae_tiling=pipeline.vae.use_tiling,
             vae_slicing=pipeline.vae.use_slicing,
             safety_checker=bool(options.get("safety_checker", pipeline.safety_checker)),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from sd_ort.checkpoints.conditioning import text_length, token_ids
+from sd_ort.checkpoints.linear_schedule import fixed_schedule
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MERGED
 from sd_ort.pipelines.images import finished
@@ -35,23 +36,17 @@ class MergedPipeline(StableDiffusionPipeline):
         """Raises InputError: the table of words lies in the model."""
         raise InputError("a merged model learns no words: load them with the folder it was made from.")
 
-    def _plannable(self, request: Request) -> bool:
-        return False
-
     def _draw(self, request: Request) -> PipelineOutput:
         if foreign := sorted(request.given() - TAKES) or (["latent output"] if request.output_type == "latent" else []):
             raise InputError(f"a merged model takes no {', '.join(foreign)}: use the folder it was made from.")
         model = self.models[MERGED]
         # Inputs with a default: ONNX Runtime lists them apart.
         model.inputs |= {value.name: value for value in model.session.get_overridable_initializers()}
-        from sd_ort.checkpoints.schedule import linear_schedule
-
-        timesteps, scheduler = self._schedule(request), request.scheduler
-        schedule = linear_schedule(scheduler, timesteps, float(scheduler.init_noise_sigma))
+        schedule = fixed_schedule(request.timetable)
         feed: dict[str, Any] = {
             "latents": self._noise(request, request.latents),
             "timesteps": schedule.timesteps,
-            "scales": schedule.scales,
+            "scales": schedule.input_scales,
             "weights": schedule.weights,
             "guidance_scale": np.array([request.guidance or 1.0], np.float32),
         }

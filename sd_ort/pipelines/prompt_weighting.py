@@ -74,7 +74,7 @@ def chunks(tokenizer: Any, prompt: str, length: int) -> list[Chunk]:
             if part is None:
                 sections.append([])
             else:
-                ids = tokenizer(part, add_special_tokens=False, verbose=False).input_ids if part else []
+                ids = tokenizer.ids([part], special=False)[0] if part else []
                 sections[-1] += [(token, weight) for token in ids]
     room = length - 2
     return [

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from PIL import Image
 
-from sd_ort.checkpoints.schedule_cache import Plan
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines.arguments import check_numbers, check_seeds, check_text
 
@@ -123,9 +122,8 @@ class Request:
     count: int = field(init=False, default=1)  # prompts
     guidance: float | None = field(init=False, default=None)  # None where nothing is guided
     embedded_guidance: float | None = field(init=False, default=None)  # what a distilled UNet (LCM) reads instead
-    scheduler: Any = field(init=False, default=None)  # this call's own: schedulers keep state
+    timetable: Any = field(init=False, default=None)  # the scheduler's, see `pipelines.scheduler`
     pictures: dict[str, np.ndarray] = field(init=False, default_factory=dict)  # what the UNet is told of them
-    plan: Plan | None = field(init=False, default=None)  # in its place, where an earlier process kept one
 
     @property
     def batch(self) -> int:

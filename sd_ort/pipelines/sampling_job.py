@@ -11,7 +11,7 @@ import numpy as np
 from sd_ort.core.errors import SdOrtError
 
 if TYPE_CHECKING:
-    from sd_ort.checkpoints.schedule_cache import LinearSchedule
+    from sd_ort.checkpoints.linear_schedule import LinearSchedule
     from sd_ort.pipelines.controlnet_inputs import Control
 
 Arrays = Mapping[str, np.ndarray]

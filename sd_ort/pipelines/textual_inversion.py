@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.safetensors_file import read_float32
 
 UNNAMED = ("emb_params", "clip_l", "clip_g")
 ENCODER_OF = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}
@@ -97,11 +98,8 @@ def _tensors(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], st
         raise InputError(
             f"{path} is no .safetensors file: embeddings are read from those alone, pickles (.pt, .bin) can run code."
         )
-    from safetensors import safe_open
-
     try:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name).float().numpy() for name in file.keys()}, str(path)  # noqa: SIM118
+        return dict(read_float32(path)[0]), str(path)
     except Exception as error:  # SafetensorError is no OSError, and a file of another kind fails in more ways
         raise InputError(f"{path} cannot be read as an embedding ({first_line(error)}): get it again.") from error
 

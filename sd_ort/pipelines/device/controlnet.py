@@ -37,7 +37,7 @@ class ControlNets:
             if time.ndim != shared.ndim:
                 raise InputError(f"{control.name} takes its timestep otherwise than the UNet: export both with sd-ort.")
             shown = np.dtype(net.dtype("controlnet_cond"))
-            self.images.append((loop.value(control.image.numpy().astype(shown)), shown))
+            self.images.append((loop.value(control.image.astype(shown)), shown))
             self.dtypes.append(np.dtype(net.dtype("conditioning_scale")))
             scale = values[f"conditioning_scale_{number}"] = loop.value(np.zeros(1, self.dtypes[-1]))
             read = [name for name in net.inputs if buffers.is_conditioning(name, drawing.conditioning)]
@@ -65,4 +65,4 @@ class ControlNets:
     def give(self, drawing: Drawing) -> None:
         """Copy the pictures of this drawing to the device."""
         for (value, dtype), control in zip(self.images, drawing.controls, strict=True):
-            value.update_inplace(np.ascontiguousarray(control.image.numpy(), dtype))
+            value.update_inplace(np.ascontiguousarray(control.image, dtype))

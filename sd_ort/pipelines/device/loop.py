@@ -275,8 +275,8 @@ class Buffers:
     def _steps(self, drawing: Drawing) -> Steps:
         """The buffers for as many steps, draws and inputs as this drawing has."""
         schedule, flags = drawing.schedule, (bool(drawing.rescale), drawing.kept is not None)
-        drawn = int((schedule.drawn != 0).sum(1).max(initial=0))
-        key = schedule.steps.shape, drawn, schedule.draws, bool((schedule.scales != 1).any()), *flags
+        drawn = int((schedule.noise_coefficients != 0).sum(1).max(initial=0))
+        key = schedule.coefficients.shape, drawn, schedule.noise_count, bool((schedule.input_scales != 1).any()), *flags
         if self.steps is None or self.steps[0] != key:
             self._release_steps()  # the old buffers go before the new ones come
             self.steps = key, Steps(self, drawing)
