@@ -15,10 +15,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sd_ort.checkpoints.checkpoint import FileOptions, Source, choose, open_source
+from sd_ort.checkpoints.checkpoint import Checkpoint, select_components
+from sd_ort.checkpoints.open import DEFAULT, CheckpointOptions, open_checkpoint
 from sd_ort.checkpoints.recorded_inputs import check_recorded
 from sd_ort.checkpoints.signatures import MODEL_OF
-from sd_ort.checkpoints.tensors import reader
 from sd_ort.core import pipeline_folder
 from sd_ort.core.files import read_ahead
 from sd_ort.core.paths import output_path
@@ -43,8 +43,7 @@ def optimize_checkpoint(
     hoisted: bool | None = None,
     exporter: str = "dynamo",
     opset: int = DEFAULT_OPSET,
-    controlnet: str | None = None,
-    files: FileOptions = FileOptions(),  # noqa: B008 (frozen)
+    files: CheckpointOptions = DEFAULT,
     report: Report = lambda line: None,
 ) -> dict[str, Any]:
     """Optimize a checkpoint (a diffusers folder, a file, a hub id, `demo`) into `output`; returns the manifest.
@@ -54,9 +53,9 @@ def optimize_checkpoint(
     """
     started = time.perf_counter()
     target, why = chosen_target(target, dtype, bool(calibrate or inputs))
-    source = open_source(model, None, False, 0, controlnet, files)
-    output = output_path(output, *source.folders)
-    names = choose(source, components)
+    source = open_checkpoint(model, files)
+    output = output_path(output, *source.paths)
+    names = select_components(source, components)
     if inputs:
         check_recorded(inputs, names)
     hoisted = chosen_hoisting(hoisted, dtype, target, names)
@@ -74,15 +73,13 @@ def optimize_checkpoint(
             "templates": {name: path.name for name, path in found.items()},
         },
     }  # fmt: skip
-    with pipeline_folder.staged(output, *source.folders) as work:
-        for line in filter(None, (why, source.about)):
+    with pipeline_folder.staged(output, *source.paths) as work:
+        for line in filter(None, (why, source.detection_note)):
             report(line)
         source.write_configs(work)
-        held = [source.holder(MODEL_OF.get(name, name)) for name in found]
-        read_ahead({path for each in held if each is not None for path in each.paths})
+        read_ahead({path for name in found for path in source.models[MODEL_OF.get(name, name)].files})
         with tempfile.TemporaryDirectory(prefix=f".{output.name}.export-", dir=output.parent) as scratch:
-            options = {"opset": opset, "exporter": exporter, "controlnet": controlnet, "files": files}
-            exported = _export(model, missing, keys, Path(scratch) / "raw", options, report)
+            exported = _export(source, missing, keys, Path(scratch) / "raw", opset, exporter, report)
             for each in exported:
                 pipeline_folder.copy_configs(Path(scratch) / "raw", work, [each.name])
             raws = {each.name: each for each in exported}
@@ -106,7 +103,7 @@ def optimize_checkpoint(
 def drawable(model: str, provider: str, keep: Path | None, config: str | None, report: Report) -> Iterator[Path]:
     """The folder of a checkpoint that is optimized for a provider: `keep`, else one that is gone on leaving.
 
-    `config`: of a checkpoint in one file (see `FileOptions`). In float16, but in float32 for the CPU. Raises as
+    `config`: of a checkpoint in one file (see `CheckpointOptions`). In float16, but in float32 for the CPU. Raises as
     `optimize_checkpoint`.
     """
     known = PROVIDERS.get(provider)
@@ -114,19 +111,19 @@ def drawable(model: str, provider: str, keep: Path | None, config: str | None, r
     dtype = "float32" if provider == "cpu" else "float16"
     with tempfile.TemporaryDirectory(prefix="sd-ort-") as scratch:
         folder = keep or Path(scratch) / "model"
-        optimize_checkpoint(model, folder, target=target, dtype=dtype, files=FileOptions(config), report=report)
+        optimize_checkpoint(model, folder, target=target, dtype=dtype, files=CheckpointOptions(config), report=report)
         yield folder
 
 
 def _export(
-    model: str, names: list[str], keys: dict[str, str], scratch: Path, options: dict[str, Any], report: Report
+    source: Checkpoint, names: list[str], keys: dict[str, str], scratch: Path, opset: int, exporter: str, report: Report
 ) -> list[unoptimized.Raw]:
     """Export the components that no template has, with options of `export`, and keep a template of each."""
     if not names:
         return []
-    from sd_ort.export.exporter import export  # imports torch and diffusers: seconds
+    from sd_ort.export.exporter import ExportOptions, export_checkpoint  # imports torch and diffusers: seconds
 
-    manifest = export(model, scratch, components=names, on_progress=report, **options)
+    manifest = export_checkpoint(source, scratch, ExportOptions(opset, exporter), components=names, on_progress=report)
     for name in names:
         if why_not := templates.store_template(keys[name], scratch / name, manifest["components"][name]):
             report(f"{name}: no template was kept: {why_not}.")
@@ -135,12 +132,12 @@ def _export(
     return unoptimized.of_folder(scratch, names)
 
 
-def _fill(path: Path, source: Source, component: str, out: Path) -> unoptimized.Raw:
+def _fill(path: Path, source: Checkpoint, component: str, out: Path) -> unoptimized.Raw:
     """A component whose graph is the template's and whose weights are the checkpoint's; its config.json is written."""
     template = templates.Template(path)
     model = MODEL_OF.get(component, component)
     config = {**template.config, **source.configs[model]}
     out.mkdir()
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    read = reader(source, model, template.sources)
+    read = source.read_tensors(model, template.sources)
     return unoptimized.Raw(component, lambda: template.graph(read), lambda: config, template.bytes, read=read)

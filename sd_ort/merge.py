@@ -22,6 +22,7 @@ import onnx_ir as ir
 from fusion_passes.graph_edits import new_initializer
 from sd_ort.checkpoints.conditioning import embedding_output, latent_scale, text_encoders
 from sd_ort.checkpoints.configs import component_config
+from sd_ort.checkpoints.generation_defaults import generation_defaults
 from sd_ort.checkpoints.linear_schedule import LinearSchedule, fixed_schedule
 from sd_ort.checkpoints.schedule import DiffusersTimetable
 from sd_ort.checkpoints.schedulers import make_scheduler
@@ -42,18 +43,21 @@ def merge(
     source: Path,
     output: Path,
     *,
-    steps: int = 50,
-    guidance: float = 7.5,
+    steps: int | None = None,
+    guidance: float | None = None,
     scheduler: str | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Write the text-to-image pipeline of `source` to `output` as `pipeline/model.onnx`, and return its manifest.
 
-    `steps`, `guidance`, `scheduler`: defaults of the model's inputs timesteps, scales, weights and guidance_scale.
+    `steps`, `guidance`, `scheduler`: defaults of the model's inputs timesteps, scales, weights and guidance_scale;
+    None for those of the folder.
     Raises InputError for a folder that is no text-to-image pipeline, for components of different opsets, and for a
     scheduler that is not linear; OutputError when `output` cannot be written, and then nothing is left behind.
     """
     output_path(output, source)
+    defaults = generation_defaults(source)
+    steps, guidance = steps or defaults.steps, defaults.guidance if guidance is None else guidance
     index = pipeline_folder.read_index(source)
     there = pipeline_folder.components(source)
     names = [*text_encoders(index), "unet", "vae_decoder"]

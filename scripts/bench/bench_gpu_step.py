@@ -47,6 +47,7 @@ from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import SdOrtError
+from sd_ort.core.metrics import relative_l2_error
 from sd_ort.graphs import hoist
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import CUDA, CUDA_CONTRIB, TARGETS
@@ -308,12 +309,6 @@ def operations(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict
     return {str(op): round(count / 1e12, 4) for op, count in counter.get_flop_counts()["Global"].items()}
 
 
-def relative_error(made: torch.Tensor, reference: torch.Tensor) -> float:
-    """Norm of the difference over the norm of the reference."""
-    reference = reference.double().cpu()
-    return float((made.double().cpu() - reference).norm() / reference.norm())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="sd15", choices=sorted(PRESETS))
@@ -377,7 +372,7 @@ def main() -> None:
                 row[f"{kind}_ms"] = statistics.median(values)
                 if base is not None:
                     row[f"{kind}_ratio"] = statistics.median(a / b for a, b in zip(values, base[kind], strict=True))
-            row["error"] = relative_error(engine.output(), reference)
+            row["error"] = relative_l2_error(*(t.double().cpu().numpy() for t in (engine.output(), reference)))
             rows.append(row)
             say("ROW " + json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}))
             if options.profile:

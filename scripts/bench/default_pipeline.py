@@ -34,7 +34,9 @@ sys.path.insert(0, str(ROOT))
 from gpu_models import fill  # noqa: E402
 
 from sd_ort.benchmark.engine_selection import target_of  # noqa: E402
-from sd_ort.checkpoints.checkpoint import class_name, model_class, open_source  # noqa: E402
+from sd_ort.checkpoints.checkpoint import class_name, model_class  # noqa: E402
+from sd_ort.checkpoints.open import open_checkpoint  # noqa: E402
+from sd_ort.checkpoints.presets import open_preset  # noqa: E402
 from sd_ort.checkpoints.signatures import MODEL_OF  # noqa: E402
 from sd_ort.core import metrics, pipeline_folder  # noqa: E402
 from sd_ort.core.files import write_text  # noqa: E402
@@ -100,7 +102,7 @@ def models(preset: str, device: str) -> dict[str, Any]:
     """The preset's models with random weights, made on the device: variance 1/fan_in, norms around 1, biases 0."""
     made = {}
     generator = torch.Generator(device).manual_seed(0)
-    for name, config in open_source(None, preset, True, 0).configs.items():
+    for name, config in open_preset(preset, 0).configs.items():
         cls = model_class(class_name(config))
         with torch.device(device):
             model = cls(cls.config_class(**config)) if "model_type" in config else cls.from_config(config)
@@ -126,7 +128,7 @@ def make(options: argparse.Namespace) -> None:
 
 def raw_folder(preset: str, graphs: Path, out: Path, device: str) -> None:
     """A raw export from graphs without weights and the models' weights, the demo model's or random ones."""
-    source = open_source("demo", None, False, 0) if preset == "demo" else open_source(None, preset, True, 0)
+    source = open_checkpoint("demo") if preset == "demo" else open_preset(preset, 0)
     made = {} if preset == "demo" else models(preset, device)
     with pipeline_folder.staged(out) as work:
         source.write_configs(work)

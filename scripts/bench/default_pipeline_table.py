@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The tables of the plain call, from what plain_call.py and where_time_goes.py wrote.
+"""Write table.md beside the JSON files of default_pipeline.py.
 
-    plain_call_table.py [--folder results/default_pipeline]        writes table.md there
+    default_pipeline_table.py [--folder results/default_pipeline]
 
-Reads sd15.json, sdxl.json, where_sd15.json, where_sdxl.json and fidelity.json, those that are there.
+Reads sd15.json, sdxl.json and fidelity.json, those that exist.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,17 +32,14 @@ ENGINES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=ROOT / "results" / "plain_call")
+    parser.add_argument("--folder", type=Path, default=ROOT / "results" / "default_pipeline")
     folder: Path = parser.parse_args().folder
     images = {preset: read_json(path) for preset in NAMES if (path := folder / f"{preset}.json").is_file()}
-    wheres = {preset: read_json(path) for preset in NAMES if (path := folder / f"where_{preset}.json").is_file()}
-    lines = ["# The plain call on a GPU: whole images, and where their time goes", ""]
-    for preset, found in {**images, **{f"where_{name}": where for name, where in wheres.items()}}.items():
+    lines = ["# Whole images by the pipeline with default options", ""]
+    for preset, found in images.items():
         gpus = ", ".join(found["machine"]["gpus"])
         lines.append(f"`{preset}.json`: {gpus}, commit {found['commit']}, {found.get('when', 'no time noted')}.  ")
     lines += ["float16, random weights, one process, in turn; medians.", "", *whole_images(images)]
-    for preset, where in wheres.items():
-        lines += ["", *parts(NAMES[preset], where)]
     if (path := folder / "fidelity.json").is_file():
         lines += ["", fidelity(read_json(path))]
     write_text(folder / "table.md", "\n".join(lines) + "\n")
@@ -75,20 +71,6 @@ def whole_images(images: dict[str, Any]) -> list[str]:
         if "held_MB" in told:
             lines.append(f"Buffers of one kind of drawing: {told['held_MB']:.1f} MB; at most {told['kept']} are kept.")
     return lines
-
-
-def parts(name: str, where: dict[str, Any]) -> list[str]:
-    """Where a warm image's time goes. What the host does before the U-Net's first call, the device waits for."""
-    warm = {key: median(row[key] for row in where["warm"]) for key in where["warm"][0]}
-    alone = {part: ms for part, ms in where["parts"].items() if part.startswith(("end", "step", "a whole"))}
-    rows = {
-        "the host, until the first run is queued": warm["first run queued"],
-        "the host, until the U-Net's first call is queued": warm["UNet first queued"],
-        **alone,
-        "the host, from the picture to the answer": warm["image"] - warm["last run returned"],
-        "an image": warm["image"],
-    }
-    return [f"| {name} | ms |", "|---|---|", *(f"| {part} | {ms:.2f} |" for part, ms in rows.items())]
 
 
 def fidelity(found: dict[str, Any]) -> str:

@@ -112,7 +112,7 @@ def main() -> None:
             lines.append(f"{name} | fails: {type(error).__name__}: {str(error)[:200]}")
         print(lines[-1], flush=True)
         if len(sys.argv) < 2:
-            (ROOT / "results" / "fusion_foreign.md").write_text("\n".join(lines) + "\n")
+            (ROOT / "results" / "fusion_other_architectures.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -41,11 +41,11 @@ from sd_ort.runtime.machine import commit, machine, versions
 FILL = """
 import sys
 from pathlib import Path
-from sd_ort.checkpoints.checkpoint import FileOptions
+from sd_ort.checkpoints.open import CheckpointOptions
 from sd_ort.from_checkpoint import optimize_checkpoint
 model, out, target, config = sys.argv[1:]
 lines = []
-files = FileOptions(config if Path(model).is_file() else None)
+files = CheckpointOptions(config if Path(model).is_file() else None)
 optimize_checkpoint(model, Path(out), target=target, dtype="float16", files=files, report=lines.append)
 assert "nothing was traced" in lines[-1], lines
 """
@@ -97,10 +97,10 @@ WAYS = {"template": FILL, "file": FILL, "slow": SLOW, "ort": ORT, "mobius": MOBI
 
 def checkpoint(preset: str, seed: int, folder: Path) -> None:
     """A diffusers folder of a preset with random weights, in fp16."""
-    from sd_ort.checkpoints.checkpoint import PresetSource
+    from sd_ort.checkpoints.presets import open_preset
 
     folder.mkdir(parents=True)
-    source = PresetSource(preset, seed)
+    source = open_preset(preset, seed)
     source.write_configs(folder)
     for name in source.configs:
         model: Any = source.load(name)

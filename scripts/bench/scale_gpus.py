@@ -142,7 +142,7 @@ class Instant:
     name: str = "instant"
 
     async def start(self) -> ModelInfo:
-        return ModelInfo(default_size=64, size_multiple=8, guidance=1.0, train_timesteps=1)
+        return ModelInfo(default_size=64, size_multiple=8, steps=1, guidance=1.0, train_timesteps=1)
 
     async def generate(self, jobs: Sequence[ImageJob]) -> list[bytes]:
         await asyncio.sleep(0)
@@ -266,7 +266,7 @@ def main() -> int:
     if given.folder is None:
         parser.error("give a pipeline folder")
 
-    opening = here.ReplicaConfig(given.folder, {"provider": given.provider}, guidance=given.guidance)
+    opening = here.ReplicaConfig(given.folder, {"provider": given.provider})
     openings = here.replica_configs(opening, given.gpus, given.replicas, None)
     settings = BatchSettings(given.side, given.side, given.steps, given.guidance)
     with replicas_of(openings, ray=not given.without_ray) as replicas:

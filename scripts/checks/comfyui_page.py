@@ -25,7 +25,7 @@ import click
 from browser import free_port, opened
 from stubs import stub_missing
 
-HERE = Path(__file__).resolve().parents[2] / "sd_ort" / "hosts" / "comfyui"
+HERE = Path(__file__).resolve().parents[2] / "sd_ort" / "integrations" / "comfyui"
 LARGEST = 200_000  # bytes of a picture in the repository
 
 

@@ -68,7 +68,14 @@ def source_hash(raw: Path) -> str:
         str(pipeline_folder.read_manifest(raw).get("files") or pipeline_folder.tree_hash(raw)).encode()
     )
     root = Path(__file__).resolve().parents[2]
-    made_by = ("sd_ort/benchmark", "sd_ort/optimize", "sd_ort/graphs", "sd_ort/checkpoints", "fusion_passes")
+    made_by = (
+        "sd_ort/benchmark",
+        "sd_ort/optimize",
+        "sd_ort/graphs",
+        "sd_ort/weights",
+        "sd_ort/checkpoints",
+        "fusion_passes",
+    )
     digest.update(code_hash(*(root / package for package in made_by)).encode())
     return digest.hexdigest()[:12]
 

@@ -36,7 +36,7 @@ def openings(engine: Engine, settings: Settings, gpus: int | None, count: int | 
         "allow_fallback": settings.allow_fallback,
         "library": engine.library,
     }
-    config = replica.ReplicaConfig(Path(engine.directory), loading, guidance=settings.guidance)
+    config = replica.ReplicaConfig(Path(engine.directory), loading)
     return replica.replica_configs(config, gpus, count, settings.threads)
 
 

@@ -49,7 +49,7 @@ def guessed_configs(folder: Path) -> dict[str, Config]:
     missing = tuple(
         name
         for name in COMPONENTS
-        if (folder / name / MODEL).is_file() and not (folder / name / "config.json").exists()
+        if name != "controlnet" and (folder / name / MODEL).is_file() and not (folder / name / "config.json").exists()
     )
     unet = folder / "unet" / MODEL
     return _guessed(folder, missing, unet.stat().st_mtime_ns) if missing and unet.is_file() else {}

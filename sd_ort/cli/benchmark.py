@@ -36,7 +36,7 @@ def _check_out(out: Path, folders: tuple[Path, ...]) -> None:
 @click.command()
 @click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
-    "--provider", default="cpu", show_default=True, help=f"One of {', '.join(PROVIDERS)}; hip and sdcuda are ours."
+    "--provider", default="auto", help=f"One of {', '.join(PROVIDERS)} [default: the best that runs the first DIR]."
 )
 @click.option("--engines", "names", default="", help="Instead of raw and torch: raw,ours,ort,torch-compile,... or all.")
 @click.option("--ablation", is_flag=True, help="Rows from the raw export on, one fusion switched on after another.")
@@ -122,10 +122,16 @@ def command(
     """
     from sd_ort.benchmark import engine_selection, report, runner, tables
     from sd_ort.benchmark.engines.interface import Settings
-    from sd_ort.cli.generate import default_guidance
+    from sd_ort.checkpoints.generation_defaults import generation_defaults
+    from sd_ort.cli.generate import choose
     from sd_ort.core.cache import cache_folder
+    from sd_ort.core.pipeline_folder import components
     from sd_ort.runtime.providers import check_provider
 
+    for folder in folders:
+        components(folder)
+    if options["provider"] == "auto":
+        options["provider"] = choose(folders[0], "auto")
     provider = options["provider"]
     under_load = {name: options.pop(name) for name in MLPERF}
     on_replicas = under_load["gpus"] or under_load["replicas"]
@@ -142,7 +148,7 @@ def command(
         raise InputError("--gpus and --replicas are what --mlperf drives: give it, or leave them out.")
     _check_out(out, folders)
     check_provider(provider, allow_fallback=options["allow_fallback"])
-    settings = Settings(guidance=default_guidance(folders[0]) if guidance is None else guidance, **options)
+    settings = Settings(guidance=generation_defaults(folders[0]).guidance if guidance is None else guidance, **options)
     kind = "ablation" if ablation else "mlperf" if mlperf else "profile" if profile else "benchmark"
     say, made = partial(click.echo, err=True), work or cache_folder() / "benchmark"
     common: dict[str, Any] = {"notes": [*notes, *remarks], "work": made, "jobs": jobs, "say": say}

@@ -38,8 +38,8 @@ class Devices(click.ParamType):
 )
 @click.option("--config", metavar="MODEL", help="With a checkpoint in one file: a folder or hub id of its family.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the folder that a checkpoint is made into.")
-@click.option("--steps", type=click.IntRange(1), default=25, show_default=True, help="Denoising steps.")
-@click.option("--guidance", type=float, help="Guidance scale; 1 or less is none [default: 7.5, demo model 3].")
+@click.option("--steps", type=click.IntRange(1), help="Denoising steps [default: 50, demo model 25].")
+@click.option("--guidance", type=float, help="Guidance scale; 1 or less is none [default: 7.5, SDXL 5, demo model 3].")
 @click.option("--seed", type=click.IntRange(0), help="Seed of the first image, counting up [default: a random one].")
 @click.option("--num-images", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Images drawn at once.")
@@ -63,9 +63,9 @@ class Devices(click.ParamType):
 @click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ... [default: the model's].")
 @click.option(
     "--provider",
-    default="cpu",
+    default="auto",
     show_default=True,
-    help=f"One of {', '.join(PROVIDERS)}, or plugin:LIBRARY; hip and sdcuda are ours.",
+    help=f"One of {', '.join(PROVIDERS)}, or plugin:LIBRARY [default: the best that runs here].",
 )
 @click.option("--gpus", type=click.IntRange(1), help="Draw on so many GPUs, a replica on each.")
 @click.option("--replicas", type=click.IntRange(1), help="Draw with so many replicas on the CPU, or on one GPU.")
@@ -92,7 +92,7 @@ def command(
     gpus: int | None,
     replicas: int | None,
     folder: Path,
-    steps: int,
+    steps: int | None,
     guidance: float | None,
     seed: int | None,
     num_images: int,
@@ -129,6 +129,7 @@ def command(
         from sd_ort.cli.prompt_list import draw_list
 
         return draw_list(click.get_current_context().params)
+    from sd_ort.checkpoints.generation_defaults import generation_defaults
     from sd_ort.core.errors import InputError
     from sd_ort.pipelines.arguments import check_numbers, check_seeds, check_text
 
@@ -144,8 +145,10 @@ def command(
     check_seeds(first, num_images)
     seeds = range(first, first + num_images)
     paths = free_paths(out, prompt, seeds, overwrite)
-    model, folder = folder, whole_folder(folder, loading)
-    guidance = default_guidance(folder) if guidance is None else guidance
+    model = folder
+    folder, loading["provider"] = whole_folder(folder, loading)
+    defaults = generation_defaults(folder, inpaint=mask is not None)
+    steps, guidance = steps or defaults.steps, defaults.guidance if guidance is None else guidance
     if negative and guidance <= 1:
         click.echo(f"--negative changes nothing: guidance {guidance:g} is none.", err=True)
     kind = "Inpaint" if mask else "Img2Img" if image else "ControlNet" if control_image else ""
@@ -187,8 +190,9 @@ def draw_files(
             click.echo(paths[seed])
 
 
-def whole_folder(model: Path, loading: dict[str, Any]) -> Path:
-    """The pipeline folder to draw with: `model`, or what a checkpoint is optimized into, until the command ends.
+def whole_folder(model: Path, loading: dict[str, Any]) -> tuple[Path, str]:
+    """The pipeline folder to draw with: `model`, or what a checkpoint is optimized into, until the command ends; and
+    the provider that runs it.
 
     loading: options of the command, whose `keep` and `config` it takes out. Raises InputError for a model that is
     neither, ProviderError for a provider that cannot draw: before the seconds of importing torch or of optimizing.
@@ -204,13 +208,28 @@ def whole_folder(model: Path, loading: dict[str, Any]) -> Path:
         if keep or config:
             raise InputError(f"--keep and --config go with a checkpoint: {model} is none.")
         components(model)
-    check_provider(loading["provider"], allow_fallback=loading["allow_fallback"])
+    provider = choose(None if checkpoint else model, loading["provider"])
+    check_provider(provider, allow_fallback=loading["allow_fallback"])
     if not checkpoint:
-        return model
+        return model, provider
     from sd_ort.from_checkpoint import drawable
 
-    made = drawable(str(model), loading["provider"], keep, config, lambda line: click.echo(line, err=True))
-    return click.get_current_context().with_resource(made)
+    made = drawable(str(model), provider, keep, config, lambda line: click.echo(line, err=True))
+    return click.get_current_context().with_resource(made), provider
+
+
+def choose(folder: Path | None, provider: str) -> str:
+    """Return the provider that runs a pipeline folder, or None for a checkpoint; say an automatic choice on stderr."""
+    from sd_ort.runtime import provider_choice
+
+    if folder is not None:
+        choice = provider_choice.provider_for(folder, provider)
+    else:
+        auto = provider == provider_choice.AUTO
+        choice = provider_choice.choose_provider() if auto else provider_choice.resolve_device(provider)
+    if choice.reason:
+        click.echo(choice.line, err=True)
+    return choice.provider
 
 
 def open_pipeline(folder: Path, kind: str, loading: dict[str, Any]) -> Any:
@@ -270,15 +289,6 @@ def free_paths(out: Path, prompt: str, seeds: range, overwrite: bool) -> list[Pa
 def png_text(**settings: object) -> dict[str, str]:
     """What a file keeps of the settings it was drawn with: those that were given."""
     return {name: str(value) for name, value in settings.items() if value is not None}
-
-
-def default_guidance(folder: Path) -> float:
-    """The guidance scale a model draws well with: the demo models' own, 7.5 (diffusers' default) for others."""
-    from sd_ort import demo
-    from sd_ort.checkpoints.configs import component_config
-
-    words = component_config(folder, "text_encoder").get("vocab_size")
-    return demo.GUIDANCE if words == demo.VOCABULARY else 7.5
 
 
 def lora_strength(text: str) -> tuple[str, float]:

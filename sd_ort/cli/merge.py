@@ -10,10 +10,10 @@ import click
 @click.command()
 @click.argument("source", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("output", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--steps", type=click.IntRange(1), default=50, show_default=True, help="The model's default.")
-@click.option("--guidance", type=float, default=7.5, show_default=True, help="The model's default.")
+@click.option("--steps", type=click.IntRange(1), help="Default denoising steps of the model [default: DIR's].")
+@click.option("--guidance", type=float, help="Default guidance scale of the model [default: DIR's].")
 @click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, ... [default: the pipeline's].")
-def command(source: Path, output: Path, steps: int, guidance: float, scheduler: str | None) -> None:
+def command(source: Path, output: Path, steps: int | None, guidance: float | None, scheduler: str | None) -> None:
     """Write the pipeline folder DIR to OUT as one ONNX model: token ids and noise in, image out.
 
     The steps are a loop inside the model, with guidance and the scheduler. `sd-ort generate --model OUT` runs it, and

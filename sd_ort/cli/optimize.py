@@ -102,11 +102,11 @@ def command(
             raise InputError(f"--component and --hoist go with a pipeline folder: {source} is one ONNX file.")
         show({model_name(alone): optimize_file(alone, output, **options)}, source)
     elif is_checkpoint(source):
-        from sd_ort.checkpoints.checkpoint import FileOptions
+        from sd_ort.checkpoints.open import CheckpointOptions
         from sd_ort.from_checkpoint import optimize_checkpoint
 
-        files = FileOptions(config, vae, unsafe_pickle, ip_adapter, image_encoder)
-        options |= {"controlnet": controlnet, "files": files}
+        files = CheckpointOptions(config, vae, unsafe_pickle, ip_adapter, image_encoder, controlnet)
+        options |= {"files": files}
         show(optimize_checkpoint(str(source), output, **options, **of_folder)["components"], output)
     else:
         show(optimize(source, output, **options, **of_folder)["components"], output)

@@ -45,7 +45,8 @@ def draw_list(options: Mapping[str, Any]) -> None:
     check_options(options)
     check_writable(options["out"] / "1.png")
     check_files(options["loras"], options["words"])
-    options = {**options, "folder": whole_folder(options["folder"], dict(options))}
+    folder, provider = whole_folder(options["folder"], dict(options))
+    options = {**options, "folder": folder, "provider": provider}
     configs, asked = what_is_asked(options)
     missing = asked if options["overwrite"] else prompt_lists.missing_outputs(asked, configs[0].png_text)
     if len(missing) < len(asked):
@@ -67,7 +68,7 @@ def draw_list(options: Mapping[str, Any]) -> None:
 
 def what_is_asked(options: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """What each replica opens, and all tasks. Raises InputError for what cannot be drawn; nothing is loaded."""
-    from sd_ort.cli.generate import default_guidance
+    from sd_ort.checkpoints.generation_defaults import generation_defaults
     from sd_ort.pipelines.arguments import check_numbers, check_text
     from sd_ort.serving.image_jobs import BatchSettings
     from sd_ort.serving.prompt_lists import output_tasks, read_prompts
@@ -88,7 +89,8 @@ def what_is_asked(options: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
         png_text={name: str(value) for name, value in kept.items() if value is not None},
     )
     configs = replica_configs(config, options["gpus"], options["replicas"], options["threads"])
-    guidance = default_guidance(folder) if options["guidance"] is None else options["guidance"]
-    settings = BatchSettings(options["width"], options["height"], options["steps"], guidance)
+    defaults = generation_defaults(folder)
+    guidance = defaults.guidance if options["guidance"] is None else options["guidance"]
+    settings = BatchSettings(options["width"], options["height"], options["steps"] or defaults.steps, guidance)
     first = options["seed"] or 0  # not a random one: the same command draws what is left
     return configs, output_tasks(texts, negative, settings, first, options["num_images"], options["out"])

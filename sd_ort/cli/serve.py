@@ -13,7 +13,7 @@ from sd_ort.runtime.provider_table import PROVIDERS
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--gpus", type=click.IntRange(1), help="One replica on each of so many GPUs [default: 1].")
 @click.option("--replicas", type=click.IntRange(1), help="So many on the CPU, or on one GPU [default: 1].")
-@click.option("--provider", default="cpu", show_default=True, help=f"One of {', '.join(PROVIDERS)}.")
+@click.option("--provider", default="auto", help=f"One of {', '.join(PROVIDERS)} [default: the best that runs here].")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to serve at; 0.0.0.0 for all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 for any free one.")
 @click.option("--token", envvar="SD_ORT_TOKEN", help="What requests must carry [default: $SD_ORT_TOKEN, or none].")
@@ -44,8 +44,9 @@ def command(
     """
     import asyncio
 
-    from sd_ort.cli.generate import default_guidance
+    from sd_ort.cli.generate import choose
     from sd_ort.core.errors import InputError
+    from sd_ort.core.pipeline_folder import components
     from sd_ort.serving.dispatch import Dispatcher
     from sd_ort.serving.image_jobs import ModelInfo
     from sd_ort.serving.ray_replicas import RayCluster, require
@@ -53,7 +54,9 @@ def command(
 
     if token is not None and not token.strip():
         raise InputError("the token is empty: give one, or none at all.")
-    config = ReplicaConfig(folder, {"provider": provider, "scheduler": scheduler}, guidance=default_guidance(folder))
+    components(folder)
+    provider = choose(folder, provider)
+    config = ReplicaConfig(folder, {"provider": provider, "scheduler": scheduler})
     configs = replica_configs(config, gpus, replicas, threads)
     require("uvicorn", "starlette", "prometheus_client")
     from sd_ort.serving.api import Limits

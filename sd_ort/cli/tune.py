@@ -9,7 +9,7 @@ import click
 
 @click.command()
 @click.argument("directory", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
-@click.option("--provider", default="cuda", show_default=True, help="cuda, rocm, or our own: hip, sdcuda.")
+@click.option("--provider", default="auto", help="cuda, rocm, hip or sdcuda [default: the best that runs here].")
 @click.option("--height", "heights", type=int, multiple=True, help="Pixels; may be repeated [default: the model's].")
 @click.option("--width", "widths", type=int, multiple=True, help="Pixels; as many as heights.")
 @click.option("--batch", "batches", type=click.IntRange(1), multiple=True, default=(1,), show_default=True)
@@ -48,17 +48,20 @@ def command(
         return
     if directory is None:
         raise InputError("give the pipeline folder to tune for: sd-ort tune DIR.")
+    from sd_ort.cli.generate import choose
+    from sd_ort.core.pipeline_folder import components as components_of
     from sd_ort.inspect.tune import tune
 
+    components_of(directory)
     path = tune(
         directory,
-        provider,
+        choose(directory, provider),
         heights=heights,
         widths=widths,
         batches=batches,
         guidance=guidance,
         components=components or None,
         library=library,
-        say=click.echo,
+        on_progress=click.echo,
     )
     click.echo(str(path))

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from sd_ort.core.errors import InputError
+from sd_ort.core.errors import InputError, ProviderError
 
 if TYPE_CHECKING:
-    from sd_ort.checkpoints.checkpoint import FileOptions
+    from sd_ort.checkpoints.open import CheckpointOptions
 
 # Options of how OUT is run.
 OF_RUNS = frozenset({"tolerance", "inputs", "provider", "portable", "seed"})
@@ -35,7 +35,7 @@ OF_WEIGHTS = frozenset({"config", "ip_adapter", "image_encoder"})
     type=click.Path(path_type=Path),
     help="Recorded runs in place of made-up ones: an .npz of component/input[/run], or input[/run] of one file.",
 )
-@click.option("--provider", default="cpu", show_default=True, help="What runs OUT, as for generate.")
+@click.option("--provider", default="auto", help="Provider that runs OUT [default: its target's, if it runs here].")
 @click.option("--portable", is_flag=True, help="Run OUT without the custom-op library.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the made-up inputs.")
 @click.option("--config", metavar="MODEL", help="With IN in one file: a folder or hub id of its family.")
@@ -70,14 +70,16 @@ def command(
     of_weights = is_checkpoint(source)
     refuse(OF_RUNS if of_weights else OF_WEIGHTS, source)
     if of_weights:
-        from sd_ort.checkpoints.checkpoint import FileOptions
+        from sd_ort.checkpoints.open import CheckpointOptions
 
-        files = FileOptions(config, ip_adapter=ip_adapter, image_encoder=image_encoder)
+        files = CheckpointOptions(config, ip_adapter=ip_adapter, image_encoder=image_encoder)
         verify_checkpoint(source, optimized, components, files, as_json)
         return
 
     from sd_ort.inspect.verify import check, verify
 
+    if provider == "auto":
+        provider = own_provider(optimized)
     heads = [f"{'component':16}{'output':20}{'shape':22}{'rel. error':>12}{'NMSE':>10}{'max abs':>10}"]
 
     def say(row: dict[str, Any]) -> None:
@@ -94,7 +96,7 @@ def command(
         provider=provider,
         library=not portable,
         seed=seed,
-        report=say,
+        on_row=say,
     )
     if as_json:
         click.echo(json.dumps(result, indent=1))
@@ -113,8 +115,26 @@ def refuse(names: Collection[str], source: Path) -> None:
         raise InputError(f"{source} is {what}; leave out {', '.join(given)}.")
 
 
+def own_provider(optimized: Path) -> str:
+    """Return the GPU provider of a folder's target if it runs here, else cpu, which has equivalents of GPU operators;
+    say the choice on stderr."""
+    from sd_ort.core.pipeline_folder import read_manifest
+    from sd_ort.runtime.provider_choice import ORT_PROVIDERS, ProviderChoice, choose_provider, providers_of
+
+    target = read_manifest(optimized).get("options", {}).get("target")
+    candidates = providers_of(target)
+    choice = ProviderChoice("cpu", "it runs every graph")
+    if candidates not in (ORT_PROVIDERS, ("cpu",)):
+        try:
+            choice = choose_provider(candidates)
+        except ProviderError as error:
+            choice = ProviderChoice("cpu", f"{target} runs with equivalent operators, since here {error}".rstrip("."))
+    click.echo(choice.line, err=True)
+    return choice.provider
+
+
 def verify_checkpoint(
-    source: Path, optimized: Path, components: tuple[str, ...], files: FileOptions, as_json: bool
+    source: Path, optimized: Path, components: tuple[str, ...], files: CheckpointOptions, as_json: bool
 ) -> None:
     """The weights of OUT against those of a checkpoint."""
     from sd_ort.inspect.weight_verification import check_weights, verify_weights
@@ -123,7 +143,7 @@ def verify_checkpoint(
         if row["passed"] and not as_json:
             click.echo(f"{row['component']}: all {row['weights']} weights with a recipe are {source}'s, bit for bit")
 
-    result = verify_weights(str(source), optimized, components=components or None, files=files, report=say)
+    result = verify_weights(str(source), optimized, components=components or None, files=files, on_row=say)
     if as_json:
         click.echo(json.dumps(result, indent=1))
     check_weights(result, str(source), optimized)

@@ -26,7 +26,7 @@ FORMAT = 1
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
 MERGED = "pipeline"  # the one component of a folder that `sd-ort merge` wrote
-COMPONENTS = ("text_encoder", "text_encoder_2", "image_encoder", "unet", "vae_encoder", "vae_decoder")
+COMPONENTS = ("text_encoder", "text_encoder_2", "image_encoder", "unet", "controlnet", "vae_encoder", "vae_decoder")
 CONFIG_FOLDERS = ("scheduler", "tokenizer", "tokenizer_2", "feature_extractor")
 # All that diffusers and transformers read there; a folder may hold anything beside.
 CONFIG_FILES = (
@@ -65,6 +65,8 @@ def components(folder: Path) -> list[str]:
 
     Raises InputError when the folder is missing or holds no component.
     """
+    if not folder.exists():
+        raise InputError(f"{folder}: no such file or folder.")
     if not folder.is_dir():
         raise InputError(
             f"{folder} is not a folder: give one that `sd-ort export` or `optimize` wrote (sd-ort optimize MODEL OUT)."
@@ -126,7 +128,7 @@ def read_index(folder: Path, kind: str = "pipeline folder") -> dict[str, Any]:
     """The model_index.json of a pipeline folder: part -> [library, class]. Raises InputError when it is broken."""
     path = folder / "model_index.json"
     index = read_json(path, f"{folder} is no {kind}")
-    parts = [*COMPONENTS, *CONFIG_FOLDERS, "vae", "controlnet", "safety_checker"]
+    parts = [*COMPONENTS, *CONFIG_FOLDERS, "vae", "safety_checker"]
     like = {"_class_name": str, **dict.fromkeys(parts, _is_library_and_class)}
     if wrong := mismatch(index, like):
         raise InputError(f"{path} is damaged at {wrong!r}: get it, or export it, again.")

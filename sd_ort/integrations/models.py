@@ -11,25 +11,22 @@ import torch
 
 from sd_ort.checkpoints.configs import component_config
 from sd_ort.checkpoints.tokenizer import load_hf_tokenizer
-from sd_ort.core.errors import InputError, SdOrtError
+from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import read_index
 from sd_ort.integrations.tensors import Tensors, TorchOrtModel, torch_dtype
 from sd_ort.pipelines.lora_methods import LoraMethods
 from sd_ort.runtime.components import Components
-from sd_ort.runtime.ort_wheel import installed_wheels
-from sd_ort.runtime.provider_table import WHEELS
-from sd_ort.runtime.providers import check_provider, log
+from sd_ort.runtime.provider_choice import ORT_PROVIDERS, choose_provider, installed_gpus, provider_for
+from sd_ort.runtime.providers import log
 
 
 def default_provider() -> str:
-    """Return the provider of the installed ONNX Runtime wheel, or cpu with a warning if that cannot be loaded."""
-    name = next((name for wheel in installed_wheels() if (name := WHEELS[wheel])), "cpu")
-    try:
-        check_provider(name)
-    except SdOrtError as error:
-        log.warning("sd-ort runs on the CPU: %s", error)
-        return "cpu"
-    return name
+    """Return the best of ONNX Runtime's providers that runs here, which share tensors with torch; log the choice."""
+    choice = choose_provider(ORT_PROVIDERS)
+    log.info(choice.line)
+    if choice.provider == "cpu" and installed_gpus():
+        log.warning(choice.line)
+    return choice.provider
 
 
 class TorchComponentSessions(LoraMethods):
@@ -42,7 +39,7 @@ class TorchComponentSessions(LoraMethods):
         """Open the folder.
 
         Args:
-            provider: by default that of `default_provider`.
+            provider: None for the best one that runs the folder here.
             share: bind torch's tensors directly on a GPU that torch also uses; without, data is copied through the CPU.
             options: options of `runtime.components.Components`.
 
@@ -51,7 +48,7 @@ class TorchComponentSessions(LoraMethods):
             ProviderError: if the provider cannot be used.
         """
         self.folder = Path(folder)
-        self.provider = provider or default_provider()
+        self.provider = provider or provider_for(self.folder).provider
         self.models = Components(self.folder, self.provider, **options)
         self.index = read_index(self.folder)
         self.unet_config = component_config(self.folder, "unet")
@@ -125,9 +122,10 @@ class TorchComponentSessions(LoraMethods):
             InputError: if a weight does not exist or has another shape.
         """
         if deltas and self.loras is None:
-            from sd_ort.weights.lora import Loras  # imports onnx, for which an application's protobuf may be too old
+            # Imports onnx, for which an application's protobuf may be too old.
+            from sd_ort.weights.lora import LoraManager
 
-            self.loras = Loras(self.folder)
+            self.loras = LoraManager(self.folder)
         if self.loras is not None:
             self.weights_changed(self.loras.apply(self.models, {component: deltas}))
 

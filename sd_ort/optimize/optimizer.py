@@ -40,8 +40,9 @@ from sd_ort.graphs.timestep import make_timestep_1d
 from sd_ort.optimize import calibration, precision, unoptimized
 from sd_ort.optimize.targets import TARGETS, Target, default_target
 from sd_ort.optimize.unoptimized import Raw
+from sd_ort.runtime.provider_table import PROVIDERS
 from sd_ort.runtime.session import blaming, check_opens
-from sd_ort.weights.template_weights import fill
+from sd_ort.weights.recipes import fill
 
 # The rows of the table of counts: what is left in the lowered graph, whatever its domain.
 COUNTED = (
@@ -139,6 +140,9 @@ def chosen_target(target: str | None, dtype: str, calibrated: bool) -> tuple[str
         target, why = default_target()
         line = f"target {target}: {why}."
     if target not in TARGETS:
+        counterpart = PROVIDERS[target].target if target in PROVIDERS else None
+        if counterpart:
+            raise InputError(f"{target} is a provider, not a target: its target is {counterpart}.")
         raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
     if dtype not in TARGETS[target].dtypes:
         others = ", ".join(name for name, each in TARGETS.items() if dtype in each.dtypes)

@@ -34,6 +34,7 @@ from fusion_passes.lower import (
 from fusion_passes.lower.inline_fused_ops import inline_fused_ops
 from fusion_passes.lower.standard_attention import standard_attention
 from sd_ort.runtime.ort_wheel import installed_wheels
+from sd_ort.runtime.provider_choice import choose_provider, installed_gpus, target_of
 from sd_ort.runtime.provider_table import WHEELS
 from sd_ort.runtime.rocm_kernels import NEWEST_OPSET
 
@@ -251,7 +252,10 @@ TARGETS: Mapping[str, Target] = {t.name: t for t in (PORTABLE, CPU, CUDA, ROCM, 
 
 
 def default_target() -> tuple[str, str]:
-    """The target of what the installed ONNX Runtime wheel drives, `portable` without one; and why, for a user."""
+    """Return the default target and the reason: that of the best GPU provider which runs here, else of the installed
+    ONNX Runtime wheel, `portable` without one."""
+    if installed_gpus() and installed_wheels() and (choice := choose_provider()).provider != "cpu":
+        return target_of(choice.provider), f"{choice.provider} is {choice.reason} (--target names another)"
     wheels = installed_wheels()
     for wheel in wheels:
         if (name := WHEELS[wheel]) is not None:

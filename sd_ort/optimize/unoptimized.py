@@ -13,7 +13,7 @@ from fusion_passes import weight_recipes as recipes
 from sd_ort.checkpoints.configs import config_beside
 from sd_ort.core import pipeline_folder
 from sd_ort.graphs.load import load
-from sd_ort.weights.template_weights import Read
+from sd_ort.weights.recipes import Read
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def of_file(path: Path, known: Mapping[str, str] | None = None) -> Raw:
 
     def model() -> ir.Model:
         loaded = load(path)
-        recipes.init_recipes(loaded, known)
+        recipes.init_recipes(loaded, None if known is None else recipes.load(known))
         return loaded
 
     size = sum(file.stat().st_size for file in path.parent.iterdir() if file.is_file())

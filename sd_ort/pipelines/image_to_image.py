@@ -37,7 +37,7 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         prompt: Prompt | None = None,
         image: Picture | None = None,
         strength: float | None = None,
-        num_inference_steps: int = 50,
+        num_inference_steps: int | None = None,
         **arguments: Any,
     ) -> Any:
         """Draw over `image`: noise takes its place for the first `strength` (0..1) of the schedule's steps.
@@ -126,6 +126,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     """Draw where a mask is white. Ordinary UNets get the rest of the picture back after every step; UNets of 9
     channels (sd15-inpaint) see mask and masked picture."""
 
+    INPAINT = True
     LEAVES = ()
 
     def __call__(  # type: ignore[override]
@@ -134,7 +135,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         image: Picture | None = None,
         mask_image: Picture | None = None,
         strength: float | None = None,
-        num_inference_steps: int = 50,
+        num_inference_steps: int | None = None,
         **arguments: Any,
     ) -> Any:
         """As image to image. `mask_image`: picture(s) of the same size, white (1) where to draw. At `strength` 1 what
@@ -175,7 +176,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
 
     @property
     def _defaults(self) -> Mapping[str, Any]:
-        return {**super()._defaults, "guidance_scale": 7.5, "strength": 0.9999 if self.is_xl else 1.0}
+        return {**super()._defaults, "strength": 0.9999 if self.is_xl else 1.0}
 
     def _check_unet(self) -> None:
         channels = self.unet_config.get("in_channels", 4)

@@ -230,12 +230,12 @@ def request(defaults: Mapping[str, Any], leaves: Sequence[str], arguments: Mappi
             near = difflib.get_close_matches(name, known, 1)
             raise InputError(f"{name} is no argument of a pipeline{f': {near[0]} is' if near else ''}.")
     given = {name: value for name, value in arguments.items() if name in known}
-    for name, value in given.items():  # None says "as it is" in diffusers, whatever the default is
-        if value is None and known[name].default not in (None, MISSING):
-            given[name] = known[name].default
     for name, value in defaults.items():
         if given.get(name) is None:
             given[name] = value
+    for name, value in given.items():  # None says "as it is" in diffusers, whatever the default is
+        if value is None and known[name].default not in (None, MISSING):
+            given[name] = known[name].default
     return Request(**given)
 
 

@@ -19,10 +19,12 @@ import numpy as np
 
 from sd_ort.checkpoints.conditioning import text_encoders
 from sd_ort.checkpoints.configs import component_config
+from sd_ort.checkpoints.generation_defaults import generation_defaults
 from sd_ort.checkpoints.signatures import default_latents, latent_multiple
 from sd_ort.checkpoints.unet_inputs import is_sdxl
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import check_component, read_index
+from sd_ort.core.progress import announce
 from sd_ort.pipelines import controlnet_inputs, safety
 from sd_ort.pipelines.controlnet_inputs import Control
 from sd_ort.pipelines.device_placement import Devices
@@ -40,6 +42,7 @@ from sd_ort.pipelines.text import Texts
 from sd_ort.pipelines.textual_inversion import EmbeddingMethods
 from sd_ort.pipelines.vae import Vae
 from sd_ort.runtime.components import Components
+from sd_ort.runtime.provider_choice import AUTO, provider_for
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +61,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
     KINDS = re.compile(r"(StableDiffusion(XL)?(ControlNet)?|LatentConsistencyModel)(Img2Img|Inpaint)?Pipeline$")
     NEEDS: tuple[str, ...] = ("unet", "vae_decoder")
     SEPARATE = True  # whether the text encoders are components of their own
+    INPAINT = False
     LEAVES: tuple[str, ...] = tuple(PICTURES)  # arguments that other pipelines take
 
     def __init__(
@@ -94,7 +98,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
     def from_pretrained(
         cls,
         folder: Path | str,
-        provider: str = "cpu",
+        provider: str = AUTO,
         scheduler: Any = None,
         *,
         low_memory: bool = False,
@@ -109,7 +113,8 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         decode_on: int | None = None,
         **options: Any,
     ) -> Any:
-        """Load a pipeline folder on a provider ("cpu", "cuda", "rocm", "migraphx", or ours: "hip", "sdcuda").
+        """Load a pipeline folder on a provider ("cpu", "cuda", "rocm", "migraphx", or ours: "hip", "sdcuda"); "auto"
+        is the best one that runs here, said on stderr.
 
         `scheduler`: None for the folder's own, a diffusers class name or short form ("EulerDiscreteScheduler",
         "euler"), or a scheduler object. `low_memory`: open a component when its turn comes and drop the one before.
@@ -128,6 +133,10 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         provider that is not installed or not really used.
         """
         folder = Path(folder)
+        choice = provider_for(folder, provider)
+        if choice.reason:
+            announce(choice.line)
+        provider = choice.provider
         devices = Devices(split_guidance, unet_on, decode_on)
         devices.check("unet" in cls.NEEDS, low_memory, device_loop)
         session_options = devices.options(provider, loading_options(options, folder))
@@ -213,7 +222,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         prompt: Prompt | None = None,
         height: int | None = None,
         width: int | None = None,
-        num_inference_steps: int = 50,
+        num_inference_steps: int | None = None,
         **arguments: Any,
     ) -> Any:
         """Draw `num_images_per_prompt` images for each prompt. `arguments`: all of `pipeline.request.Request`, which
@@ -263,8 +272,8 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
     @property
     def _defaults(self) -> Mapping[str, Any]:
         """What stands for None, as in diffusers' pipeline of this kind and family."""
-        distilled = bool(self.unet_config.get("time_cond_proj_dim"))
-        return {"guidance_scale": 8.5 if distilled else 5.0 if self.is_xl else 7.5}
+        steps, guidance = generation_defaults(self.folder, inpaint=self.INPAINT)
+        return {"num_inference_steps": steps, "guidance_scale": guidance}
 
     def _answer(self, request: Request, size: tuple[int, int]) -> Any:
         """Check the rest of a request, draw, and give back what was asked for."""

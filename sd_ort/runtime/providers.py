@@ -30,9 +30,13 @@ def provider_named(name: str) -> Provider:
     if name.startswith(PLUGIN):
         ep = plugin_devices(plugin_library(name))[0].ep_name
         return OURS[ep] if ep in OURS else Provider(ep, "", needs="what it drives")
-    if name not in PROVIDERS:
-        raise ProviderError(f"unknown provider {name!r}: choose one of {', '.join(PROVIDERS)}.")
-    return PROVIDERS[name]
+    if name in PROVIDERS:
+        return PROVIDERS[name]
+    counterpart = next((each for each, entry in PROVIDERS.items() if entry.target == name), None)
+    if counterpart or name == "portable":
+        advice = f"its provider is {counterpart}" if counterpart else "every provider runs its graphs; leave it out"
+        raise ProviderError(f"{name} is a target of `sd-ort optimize`, not a provider: {advice}.")
+    raise ProviderError(f"unknown provider {name!r}: choose auto or one of {', '.join(PROVIDERS)}.")
 
 
 def is_plugin(name: str) -> bool:

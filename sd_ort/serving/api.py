@@ -75,7 +75,7 @@ def parse_request(body: bytes, model: ModelInfo, limits: Limits) -> list[ImageJo
     settings = BatchSettings(
         width,
         height,
-        steps=_integer(fields, "steps", 25, 1, min(limits.steps, model.train_timesteps)),
+        steps=_integer(fields, "steps", min(model.steps, limits.steps), 1, min(limits.steps, model.train_timesteps)),
         guidance=_guidance(fields, model, limits),
     )
     return [ImageJob(prompt, negative, seed, settings) for seed in range(first, first + count)]

@@ -30,7 +30,6 @@ class ReplicaConfig:
     load_options: further arguments of `from_pretrained`.
     setup: called with the loaded pipeline, for example to add LoRAs.
     call_options: further arguments of each pipeline call.
-    guidance: default guidance scale.
     png_text: text of each PNG file in addition to `ImageJob.png_text`.
     environment: variables that restrict the process to one GPU; without effect after ONNX Runtime was imported.
     """
@@ -39,7 +38,6 @@ class ReplicaConfig:
     load_options: Mapping[str, Any] = field(default_factory=dict)
     setup: Callable[[Any], None] = no_setup
     call_options: Mapping[str, Any] = field(default_factory=dict)
-    guidance: float = 7.5
     png_text: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -71,6 +69,7 @@ class PipelineReplica:
         os.environ.update(config.environment)
         from sd_ort import StableDiffusionPipeline
         from sd_ort.checkpoints.configs import scheduler_config
+        from sd_ort.checkpoints.generation_defaults import generation_defaults
 
         self.config = config
         self.writers = ThreadPoolExecutor(4)
@@ -79,7 +78,7 @@ class PipelineReplica:
         self.model = ModelInfo(
             default_size=self.pipeline.default_size,
             size_multiple=self.pipeline.size_multiple,
-            guidance=config.guidance,
+            **generation_defaults(config.folder)._asdict(),
             train_timesteps=scheduler_config(config.folder).get("num_train_timesteps", 1000),
             pid=os.getpid(),
         )

@@ -16,7 +16,7 @@ from provider_sessions import placed, session_of, small
 from sd_ort.benchmark import profile
 from sd_ort.cli import explain as explain_command
 from sd_ort.core.errors import ProviderError
-from sd_ort.inspect.node_assignment import placement
+from sd_ort.inspect.node_assignment import assign_nodes
 from sd_ort.runtime import providers
 
 
@@ -88,8 +88,8 @@ def test_explain_says_why_a_node_is_left(provider: str, tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     (entry,) = json.loads(ran.output)["components"].values()
     found = entry["placement"]
-    assert {node["op"]: node["reason"] for node in found["left"]} == REASONS
-    assert {node["node"] for node in found["left"] if node["op"] == "Resize"} == {"node_f"}
+    assert {node["op"]: node["reason"] for node in found["unassigned_nodes"]} == REASONS
+    assert {node["node"] for node in found["unassigned_nodes"] if node["op"] == "Resize"} == {"node_f"}
     assert found["nodes"]["CPUExecutionProvider"] == len(REASONS)
     text = CliRunner().invoke(explain_command.command, [str(tmp_path / "model.onnx"), "--provider", provider])
     assert "left: 1 Gemm: A is transposed (node_d2)" in text.output
@@ -123,7 +123,7 @@ def test_forms_are_run_right_or_left(provider: str, tmp_path: Path) -> None:
     for node in graph.graph.node:
         node.name = node.output[0]
     onnx.save(graph, tmp_path / "model.onnx")
-    left = placement([tmp_path / "model.onnx"], provider)["left"]
+    left = assign_nodes([tmp_path / "model.onnx"], provider)["unassigned_nodes"]
     reasons = dict(zip(FORMS, [""] * len(FORMS), strict=True)) | {
         list(FORMS)[int(node["node"].removeprefix("y"))]: node["reason"] for node in left
     }

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from sd_ort import StableDiffusionPipeline
-from sd_ort.checkpoints.checkpoint import PresetSource
+from sd_ort.checkpoints.presets import open_preset
 from sd_ort.core.errors import ProviderError
 from sd_ort.core.pipeline_folder import MODEL, read_manifest
 from sd_ort.runtime import provider_table, providers, tuning
@@ -158,7 +158,7 @@ def by_name(provider: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def a_lora(*modules: str) -> dict[str, torch.Tensor]:
     """Of rank 2, for U-Nets of `sd15-small`, in Kohya's names."""
-    weights = PresetSource("sd15-small", 0).load("unet").state_dict()
+    weights = open_preset("sd15-small", 0).load("unet").state_dict()
     generator = torch.Generator().manual_seed(0)
     lora = {}
     for module in modules:

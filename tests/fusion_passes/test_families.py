@@ -26,9 +26,9 @@ from fusion_passes.lower import nhwc_layout, pack_qkv, subpixel_conv, upsample_n
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.checkpoints import presets, signatures
-from sd_ort.checkpoints.checkpoint import PresetSource, component_signature, is_sdxl
+from sd_ort.checkpoints.checkpoint import Checkpoint, component_signature, is_sdxl
 from sd_ort.checkpoints.modules import wrap
-from sd_ort.checkpoints.presets import PRESETS, Preset
+from sd_ort.checkpoints.presets import PRESETS, Preset, open_preset
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.export.exporter import CHECK_SIZES, example_input, export
@@ -201,7 +201,7 @@ def topology(
     return Preset(pipeline, configs, presets.EULER | scheduler, {})
 
 
-def calls(source: PresetSource, component: str, config: signatures.Config) -> Counter[str]:
+def calls(source: Checkpoint, component: str, config: signatures.Config) -> Counter[str]:
     """Return how often each module class in `CALLED` runs in one forward call of a component in torch."""
     model = source.load(signatures.MODEL_OF.get(component, component))
     module = wrap(component, model, is_sdxl(source), controlnet=False)
@@ -279,7 +279,7 @@ def test_numbers(name: str, target: Target, dtype: str, tmp_path: Path) -> None:
     model = ir.load(out / component / pipeline_folder.MODEL)
     if name in COUNTED_BELOW and (target, dtype) == (NHWC, "float32"):
         assert_counts(name, model.graph, entry["rules"])
-    weight_recipes.init_recipes(model, entry["weights"])
+    weight_recipes.init_recipes(model, weight_recipes.load(entry["weights"]))
     assert rebuilt([model], tensors(ir.load(source / component / pipeline_folder.MODEL))) > 50
     result = verify(source, out, library=False, sizes=SIZES)
     assert {row["tolerance"] for row in result["rows"]} == {3e-3 if dtype == "float16" or "-half-" in name else 1e-5}
@@ -299,7 +299,7 @@ def test_topology(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         model = Path(component) / pipeline_folder.MODEL
         counts = optimize_component(raw / model, out / model, NHWC)["counts"]
         config = json.loads((raw / component / "config.json").read_text())
-        torch_calls = calls(PresetSource(name, 0), component, config)
+        torch_calls = calls(open_preset(name, 0), component, config)
         assert {kind: sum(counts.get(op, 0) for op in ops) for kind, ops in CALLED.items() if kind in torch_calls} == {
             **torch_calls
         }

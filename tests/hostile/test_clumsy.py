@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_pipeline
 from PIL import Image
-from test_hostile import COMMANDS, Cli, arguments, check, optimized, pristine, source, toy
+from test_hostile import COMMANDS, Cli, arguments, check, optimized, pristine, source
 
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
@@ -50,10 +51,10 @@ def test_benchmark_into_a_pipeline(sd_ort: Cli, source: Path, out: str) -> None:
 
 
 def test_export_into_its_source(sd_ort: Cli, source: Path) -> None:
-    for name in toy.CONFIGS:
+    for name in tiny_pipeline.CONFIGS:
         (source / name / "model.onnx").unlink()
     (source / "vae").mkdir()
-    toy.dump(source / "vae" / "config.json", toy.VAE)
+    tiny_pipeline.dump(source / "vae" / "config.json", tiny_pipeline.VAE)
     before, names = pipeline_folder.tree_hash(source), {path.name for path in source.parent.iterdir()}
     for out in (source, source.parent, source / "onnx"):
         assert "lies in the other" in check(sd_ort("export", source, out), source.parent, names)

@@ -17,6 +17,7 @@ import pytest
 
 from fusion_passes.lower import nhwc_layout, pack_qkv
 from sd_ort.core import pipeline_folder
+from sd_ort.core.metrics import relative_l2_error
 from sd_ort.graphs.cpu_emulation import loads_on_cpu
 from sd_ort.optimize import optimizer as stage
 from sd_ort.optimize import precision, targets
@@ -53,10 +54,6 @@ def unet_inputs(batch: int, height: int, width: int, half: bool = False) -> dict
 def run(path: Path, inputs: dict[str, np.ndarray]) -> np.ndarray:
     session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
     return np.asarray(session.run(None, inputs)[0], np.float32)
-
-
-def relative_error(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +130,7 @@ def test_unet_draws_the_same(
     session = ort.InferenceSession(fused_unet(target, dtype), providers=["CPUExecutionProvider"])
     for shape, wanted in drawn.items():
         got = session.run(None, unet_inputs(*shape, half=dtype == "float16"))[0]
-        assert relative_error(np.asarray(got, np.float32), wanted) <= tolerance
+        assert relative_l2_error(np.asarray(got, np.float32), wanted) <= tolerance
 
 
 def test_half_precision_keeps_the_sinusoids(fused_unet: Callable[[Target, str], Path]) -> None:
@@ -267,7 +264,7 @@ def check_refused(result: tuple[int, str, str], message: str, parent: Path, said
 
 
 def test_missing_folder_and_wrong_options(tiny_copy: Path, tmp_path: Path, sd_ort: Cli) -> None:
-    check_refused(sd_ort("optimize", tmp_path / "nowhere", tmp_path / "out"), "is not a folder", tmp_path)
+    check_refused(sd_ort("optimize", tmp_path / "nowhere", tmp_path / "out"), "no such file or folder", tmp_path)
     check_refused(sd_ort("optimize", tiny_copy, tmp_path / "out", "--target", "tpu"), "unknown target", tmp_path)
     check_refused(sd_ort("optimize", tiny_copy, tmp_path / "out", "--component", "unet"), "no component", tmp_path)
 

@@ -17,8 +17,7 @@ from small_presets import mini
 
 import fusion_passes
 from fusion_passes import weight_recipes
-from sd_ort.checkpoints.checkpoint import PresetSource
-from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core import pipeline_folder
 from sd_ort.export.exporter import export
@@ -49,7 +48,7 @@ def rebuild(path: Path, preset: str) -> dict[str, int]:
     """Component -> how many weights were rebuilt; fails on one that differs or has no recipe."""
     counts = {}
     for name, entry in pipeline_folder.read_manifest(path)["components"].items():
-        state = {k: t.numpy() for k, t in PresetSource(preset, 0).load(MODEL_OF.get(name, name)).state_dict().items()}
+        state = {k: t.numpy() for k, t in open_preset(preset, 0).load(MODEL_OF.get(name, name)).state_dict().items()}
         table = weight_recipes.load(entry["weights"])
         parts = [hoist.PARTS.get(part, part) for part in entry.get("hoisted", [name])]
         counts[name] = 0
@@ -75,7 +74,7 @@ def rebuild(path: Path, preset: str) -> dict[str, int]:
 def test_export_knows_every_weight(default_export: Path, exported: Path, preset: str) -> None:
     """By both exporters."""
     for path, name in ((default_export, "sd15-mini"), (exported, preset)):
-        assert rebuild(path, name)["unet"] == len(PresetSource(name, 0).load("unet").state_dict())
+        assert rebuild(path, name)["unet"] == len(open_preset(name, 0).load("unet").state_dict())
 
 
 @pytest.mark.parametrize(

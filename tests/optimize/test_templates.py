@@ -11,8 +11,7 @@ from make_templates import every, key_of, weightless
 from safetensors.torch import load_file, save_file
 from small_presets import mini
 
-from sd_ort.checkpoints.checkpoint import PresetSource
-from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.export import templates
@@ -33,7 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[i
 
     def make(seed: int) -> Path:
         root = tmp_path_factory.mktemp("checkpoint")
-        source = PresetSource("sd15-filled", seed)
+        source = open_preset("sd15-filled", seed)
         source.write_configs(root)
         for name in source.configs:
             source.load(name).half().save_pretrained(root / name)

@@ -207,7 +207,7 @@ def generate(sd_ort: Cli) -> Cli:
     """Run `sd-ort generate` with a short prompt, two steps and small images."""
 
     def run(model: Path, *arguments: object) -> tuple[int, str, str]:
-        size = ("--height", 64, "--width", 64)
+        size = ("--height", 64, "--width", 64, "--provider", "cpu")
         return sd_ort("generate", PROMPTS[0], "--model", model, "--steps", 2, *size, *arguments)
 
     return run
@@ -257,7 +257,7 @@ def test_generate_does_not_overwrite_and_says_what_it_leaves_out(
 
 
 def test_missing_folder(generate: Cli, tmp_path: Path) -> None:
-    expect_error(generate(tmp_path / "nowhere"), 2, "is not a folder")
+    expect_error(generate(tmp_path / "nowhere"), 2, "no such file or folder")
 
 
 def test_not_a_pipeline_folder(generate: Cli, tmp_path: Path) -> None:

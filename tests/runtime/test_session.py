@@ -202,7 +202,7 @@ def test_overloads_become_functions_of_their_own(tmp_path: Path, monkeypatch: py
 
 
 def test_unknown_provider() -> None:
-    with pytest.raises(ProviderError, match="choose one of cpu, cuda, rocm, migraphx, hip, sdcuda"):
+    with pytest.raises(ProviderError, match="choose auto or one of cpu, cuda, rocm, migraphx, hip, sdcuda"):
         providers.check_provider("tpu")
 
 

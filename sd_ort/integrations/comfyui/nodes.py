@@ -56,7 +56,7 @@ class LoadModel(io.ComfyNode):
                     options=[*folders.list_pipeline_folders(), *folders.checkpoints()],
                     tooltip="A folder of models/sd_ort, or a checkpoint, which is converted the first time (minutes).",
                 ),
-                io.Combo.Input("provider", options=PROVIDERS, default="auto", tooltip="auto: the installed wheel's."),
+                io.Combo.Input("provider", options=PROVIDERS, default="auto", tooltip="auto: the best one here."),
             ],
             outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output()],
         )
@@ -70,8 +70,9 @@ class LoadModel(io.ComfyNode):
         with one_line_errors():
             chosen = default_provider() if provider == "auto" else provider
             folder = folders.resolve_folder(model, chosen, _progress_callback(12))
+            named = None if provider == "auto" else provider  # None: the best one for the folder's target
             # Separate sessions, so that a LoRA of one does not reopen those of another.
-            opened = [open_(TorchComponentSessions(folder, chosen)) for open_ in (open_model, open_clip, open_vae)]
+            opened = [open_(TorchComponentSessions(folder, named)) for open_ in (open_model, open_clip, open_vae)]
             return io.NodeOutput(*opened)
 
 
@@ -98,7 +99,8 @@ class LoadControlNet(io.ComfyNode):
         with one_line_errors():
             chosen = default_provider() if provider == "auto" else provider
             folder = folders.resolve_folder(model, chosen, _progress_callback(12))
-            return io.NodeOutput(open_controlnet(TorchComponentSessions(folder, chosen)))
+            named = None if provider == "auto" else provider
+            return io.NodeOutput(open_controlnet(TorchComponentSessions(folder, named)))
 
 
 class Convert(io.ComfyNode):

@@ -43,7 +43,7 @@ def accelerate(pipe: Any, folder: Path | str | None = None, *, provider: str | N
         folder: a folder that `sd-ort optimize` wrote for the same model; models without a component stay in torch. A
             folder that does not exist is written from the loaded pipeline. None: a folder in sd-ort's cache, by the
             hash of the weights.
-        provider: by default that of the installed wheel.
+        provider: None for the best one that runs here.
         options: options of `runtime.components.Components` (low_memory, graph, threads, tuning, ...).
 
     Raises:
@@ -58,10 +58,11 @@ def accelerate(pipe: Any, folder: Path | str | None = None, *, provider: str | N
     sessions = next((model.models for model in current.values() if isinstance(model, Component)), None)
     if folder is None and sessions is not None:
         folder, provider = sessions.folder, provider or sessions.provider
-    provider = provider or default_provider()
-    folder = _cache_path(pipe, present, provider) if folder is None else Path(folder)
-    if not folder.exists():
-        _write(pipe, present, folder, provider)
+    if folder is None or not Path(folder).exists():
+        provider = provider or default_provider()
+        folder = _cache_path(pipe, present, provider) if folder is None else Path(folder)
+        if not folder.exists():
+            _write(pipe, present, folder, provider)
     models = TorchComponentSessions(folder, provider, **options)
     _swap_models(pipe, present, models)
     for name in LORA_METHODS:
