@@ -21,12 +21,13 @@ from typing import Any
 
 import onnx_ir as ir
 
-import fusion_passes
-from fusion_passes import CONTRIB, DOMAIN, OPERATORS
+from fusion_passes import CONTRIB, DOMAIN
 from fusion_passes import weight_recipes as recipes
+from fusion_passes.canonicalize import canonicalize, why_not_fused
 from fusion_passes.canonicalize.opset import lower_opset
+from fusion_passes.fuse import fuse
 from fusion_passes.graph_pass import run_all, totals
-from fusion_passes.operators import function_bodies
+from fusion_passes.operators import OPERATORS, function_bodies
 from sd_ort.checkpoints.config_inference import guessed_configs
 from sd_ort.checkpoints.recorded_inputs import check_recorded
 from sd_ort.core import pipeline_folder
@@ -199,7 +200,7 @@ def optimize_all(
                 stopped=stopped,
                 data_hashes=data,
             )
-        for written in hoist.folders_of(name, entry):
+        for written in pipeline_folder.folders_of(name, entry):
             _go_on(stopped)
             check_opens(work / written / pipeline_folder.MODEL)
             hashes[written] = pipeline_folder.file_hashes(work / written, {pipeline_folder.DATA: data[written]})
@@ -249,9 +250,9 @@ def optimize_component(
     before = Counter(node.op_type for node in model.graph)
     _go_on(stopped)
     with REWRITING, _uncollected():
-        canonical = fusion_passes.canonicalize(model)
-        not_fused = fusion_passes.why_not_fused(model)
-        fused = fusion_passes.fuse(model, target.fusions)
+        canonical = canonicalize(model)
+        not_fused = why_not_fused(model)
+        fused = fuse(model, target.fusions)
         few = why_few(before, Counter(node.op_type for node in model.graph))
         lowered = run_all(model, target.passes_for(dtype))
     _go_on(stopped)

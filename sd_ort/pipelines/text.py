@@ -14,6 +14,7 @@ from sd_ort.checkpoints.configs import component_config
 from sd_ort.checkpoints.tokenizer import ClipTokenizer
 from sd_ort.checkpoints.unet_inputs import is_sdxl, time_ids_split
 from sd_ort.core.errors import InputError
+from sd_ort.graphs.text_encoder import modified_graph
 from sd_ort.pipelines import prompt_weighting, textual_inversion
 from sd_ort.pipelines.images import as_array
 from sd_ort.pipelines.prompt_weighting import Chunk
@@ -171,8 +172,6 @@ class Texts:
         words = self.words.get(name)
         if not skip and words is None:
             return self.models[name]
-        from sd_ort.graphs.text_encoder import modified_graph  # what rewrites graphs takes half a second to import
-
         layers = component_config(self.folder, name, required=True)["num_hidden_layers"]
         learned = None if words is None else (words.first, words.table)
         return self.models.variant(name, f"skip {skip}", lambda path: modified_graph(path, layers, skip, learned))

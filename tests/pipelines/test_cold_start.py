@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
+from safetensors.numpy import save_file
 
 from sd_ort.pipelines import noise
 from sd_ort.pipelines.images import nearest, preprocess, readable
@@ -106,6 +108,8 @@ KINDS: dict[str, list[str]] = {
     "inpainting": ["--image", "{image}", "--mask", "{image}"],
     "weights": ["--weights", "--negative", "(blue:1.2)"],
     "controlnet": ["--control-image", "{image}"],
+    "lora": ["--lora", "{lora}:0.5"],
+    "embedding": ["--embedding", "{word}"],
 }
 
 
@@ -116,10 +120,17 @@ def test_the_command_imports_none_of_them(
     """In the first process of a folder and a cache, and in the second."""
     folder = request.getfixturevalue("controlled" if kind == "controlnet" else "small_export")
     Image.fromarray(BYTES).save(tmp_path / "in.png")
-    options = [option.format(image=tmp_path / "in.png") for option in KINDS[kind]]
+    width = json.loads((folder / "unet" / "config.json").read_text())["block_out_channels"][-1]
+    query = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    lora = {f"{query}.lora_A.weight": np.ones((2, width)), f"{query}.lora_B.weight": np.ones((width, 2))}
+    save_file({name: factor.astype(np.float32) for name, factor in lora.items()}, tmp_path / "lora.safetensors")
+    save_file({"<circle>": np.ones(64, np.float32)}, tmp_path / "word.safetensors")
+    files = {"image": "in.png", "lora": "lora.safetensors", "word": "word.safetensors"}
+    paths = {name: tmp_path / file for name, file in files.items()}
+    options = [option.format(**paths) for option in KINDS[kind]]
     for name in ("first", "second"):
         out = tmp_path / f"{name}.png"
-        arguments = ["generate", "a red circle", "--model", folder, "--steps", 4, "--height", 64, "--width", 64]
+        arguments = ["generate", "a red <circle>", "--model", folder, "--steps", 4, "--height", 64, "--width", 64]
         assert imported(*arguments, "--seed", 1, *options, "--out", out) == ""
     images = [Image.open(tmp_path / f"{name}.png") for name in ("first", "second")]
     np.testing.assert_array_equal(*map(np.asarray, images))
