@@ -2,9 +2,9 @@
 
     python scripts/bench/cold_start.py MODEL FOLDER [--provider cpu] [--steps 5] [--runs 5] [--machine NAME]
 
-MODEL is a diffusers folder, FOLDER what `sd-ort optimize` made of it. Every run is a process of its own. Of several runs
-the fastest counts, for other processes may use the machine; CPU seconds are user and system time. `without bytecode`
-runs with an empty cache of compiled Python files, as in a read-only container. Writes
+MODEL is a diffusers folder, FOLDER the output of `sd-ort optimize`. Every run is a process of its own. The fastest of
+several runs counts, because other processes may use the machine; CPU seconds are user and system time. `without
+bytecode` runs with an empty cache of compiled Python files, as in a read-only container. Writes
 results/cold_start_<machine>.json and .md.
 """
 
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def parts(code: str, arguments: list[str], runs: int) -> dict[str, float]:
     for _ in range(runs + 1):
         started, _, _, output = run([sys.executable, "-c", code.format(prompt=PROMPT), *arguments], {})
         marks = [started, *map(float, output.split())]
-        every.append([end - begin for begin, end in zip(marks[:-1], marks[1:], strict=True)])
+        every.append([end - begin for begin, end in pairwise(marks)])
     return {part: round(min(times), 3) for part, times in zip(PARTS, zip(*every[1:], strict=True), strict=True)}
 
 
