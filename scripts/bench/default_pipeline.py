@@ -41,8 +41,8 @@ from sd_ort.checkpoints.signatures import MODEL_OF  # noqa: E402
 from sd_ort.core import metrics, pipeline_folder  # noqa: E402
 from sd_ort.core.files import write_text  # noqa: E402
 from sd_ort.export.exporter import export, save_config  # noqa: E402
-from sd_ort.optimize.optimizer import optimize  # noqa: E402
 from sd_ort.runtime import machine  # noqa: E402
+from sd_ort.stages import optimize  # noqa: E402
 
 PROMPT = "a red circle left of a small blue square on a white background"
 SIZES = {"sd15": 512, "sdxl": 1024, "sd15-tiny": 64, "sdxl-tiny": 64}
@@ -123,7 +123,7 @@ def make(options: argparse.Namespace) -> None:
         export("demo", work / "raw", on_progress=say)
     else:
         export(None, work / "raw", preset=options.preset, random_weights=True, on_progress=say)
-    optimize(work / "raw", work / "ours", target=target, dtype="float16", calibrate=False, report=say)
+    optimize(work / "raw", work / "ours", target=target, dtype="float16", calibrate=False, on_progress=say)
 
 
 def raw_folder(preset: str, graphs: Path, out: Path, device: str) -> None:
@@ -363,7 +363,7 @@ def fidelity(options: argparse.Namespace) -> dict[str, Any]:
         "prompts": len(prompts),
         "right": right,
         "psnr_db": {"median": median(decibels), "min": min(decibels)},
-        "captured": type(ours.unet).__name__ == "GraphModel",
+        "captured": type(ours.unet).__name__ == "GpuGraphModel",
         "hoisted": "unet_prompt" in ours.models,
         "queued": bool(ours.loop.kept) and not ours.loop.wait,
     }

@@ -30,8 +30,8 @@ from sd_ort.core.files import write_bytes, write_json
 from sd_ort.core.metrics import psnr
 from sd_ort.demo import styles
 from sd_ort.demo.fidelity import score
-from sd_ort.from_checkpoint import optimize_checkpoint
 from sd_ort.runtime.machine import commit, machine, versions
+from sd_ort.stages import optimize
 
 BOUND = 60.0  # dB
 BATCH = 10
@@ -114,7 +114,7 @@ def sheet(rows: Sequence[np.ndarray]) -> bytes:
 def main(count: int, few: int, work: Path, out: Path) -> None:
     folder = work / "demo-cpu"
     if not folder.is_dir():
-        optimize_checkpoint("demo", folder, target="cpu", report=click.echo)
+        optimize("demo", folder, target="cpu", on_progress=click.echo)
     ours = StableDiffusionPipeline.from_pretrained(folder)
     ours.set_progress_bar_config(disable=True)
     prompts = styles.styleable_prompts(count)

@@ -37,8 +37,8 @@ from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engine_selection import target_of
 from sd_ort.core.files import read_json, write_json, write_text
 from sd_ort.core.metrics import psnr
-from sd_ort.from_checkpoint import optimize_checkpoint
 from sd_ort.runtime.machine import commit, machine, versions
+from sd_ort.stages import optimize
 
 RANK = 16
 SIDES = {"sdxl": 1024, "sd15-tiny": 64, "sdxl-tiny": 64}
@@ -206,7 +206,7 @@ def main(preset: str, provider: str, steps: int | None, side: int | None, rounds
     modules = [make_lora(model, path, seed) for seed, path in enumerate(loras)]
     if not folder.is_dir():
         dtype = "float32" if provider == "cpu" else "float16"
-        optimize_checkpoint(str(model), folder, target=target, dtype=dtype, calibrate=False, report=click.echo)
+        optimize(str(model), folder, target=target, dtype=dtype, calibrate=False, on_progress=click.echo)
     steps = steps or (1 if provider == "cpu" else 20)
     row = measure(folder, loras, provider, side or SIDES.get(preset, 512), steps, rounds)
     row |= {"modules": modules[0], "steps": steps, "load average": round(os.getloadavg()[0], 1)}

@@ -42,18 +42,18 @@ FILL = """
 import sys
 from pathlib import Path
 from sd_ort.checkpoints.open import CheckpointOptions
-from sd_ort.from_checkpoint import optimize_checkpoint
+from sd_ort.stages import optimize
 model, out, target, config = sys.argv[1:]
 lines = []
-files = CheckpointOptions(config if Path(model).is_file() else None)
-optimize_checkpoint(model, Path(out), target=target, dtype="float16", files=files, report=lines.append)
+options = CheckpointOptions(config if Path(model).is_file() else None)
+optimize(model, Path(out), target=target, dtype="float16", checkpoint=options, on_progress=lines.append)
 assert "nothing was traced" in lines[-1], lines
 """
 SLOW = """
 import sys
 from pathlib import Path
 from sd_ort.export.exporter import export
-from sd_ort.optimize.optimizer import optimize
+from sd_ort.stages import optimize
 export(sys.argv[1], Path(sys.argv[2] + "-raw"))
 optimize(Path(sys.argv[2] + "-raw"), Path(sys.argv[2]), target=sys.argv[3], dtype="float16")
 """

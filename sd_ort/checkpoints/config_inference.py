@@ -41,7 +41,7 @@ FAMILIES = {
 }
 
 
-def guessed_configs(folder: Path) -> dict[str, Config]:
+def infer_configs(folder: Path) -> dict[str, Config]:
     """Configs of the components that have no config.json, by name; a warning says what they were taken for.
 
     Raises InputError for a graph that does not show what is needed, or is broken.

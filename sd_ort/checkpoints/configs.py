@@ -33,13 +33,13 @@ def component_config(folder: Path, component: str, *, required: bool = False) ->
     path = folder / component / "config.json"
     if path.is_file() or not required:
         return read_config(path) if path.is_file() else {}
-    from sd_ort.checkpoints.config_inference import guessed_configs
+    from sd_ort.checkpoints.config_inference import infer_configs
 
-    found = guessed_configs(folder)
+    found = infer_configs(folder)
     return _checked(path, found[component], CONFIG) if component in found else read_config(path)
 
 
-def config_beside(model: Path) -> dict[str, Any]:
+def model_config(model: Path) -> dict[str, Any]:
     """config.json beside an ONNX file called as a component of a pipeline is; {} for other files, and without one."""
     return component_config(model.parent.parent, model.parent.name) if model_name(model) in COMPONENTS else {}
 

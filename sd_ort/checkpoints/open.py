@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from sd_ort.checkpoints.checkpoint import Checkpoint
 from sd_ort.checkpoints.diffusers_folder import add_controlnet, open_folder
-from sd_ort.checkpoints.hub import download_configs, download_model, download_pipeline
+from sd_ort.checkpoints.hub import download_configs, download_model, download_pipeline, is_hub_id
 from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.checkpoints.single_file import open_single_file, replace_vae
 from sd_ort.core.errors import InputError
@@ -92,7 +91,7 @@ def _locate(model: str, download: Callable[[str], Path]) -> Path:
         raise InputError(f"{path} is a file: give a diffusers folder or a hub id here.")
     if path.exists():
         return path
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not path.parent.exists():
+    if is_hub_id(model):
         return download(model)
     raise InputError(
         f"{model} does not exist: give `demo`, a checkpoint file, a diffusers folder, a hub id (owner/name), "

@@ -241,7 +241,11 @@ PRESETS: dict[str, Preset] = _FULL | {f"{name}-tiny": _tiny(preset) for name, pr
 
 def open_preset(name: str, seed: int) -> Checkpoint:
     """Return the checkpoint of a preset with random weights, which are the same for the same seed."""
-    preset = PRESETS[name]
+    return preset_checkpoint(name, PRESETS[name], seed)
+
+
+def preset_checkpoint(name: str, preset: Preset, seed: int) -> Checkpoint:
+    """Return a checkpoint with the configs of `preset` and random weights."""
     models = {
         model: CheckpointModel(config, partial(_load_random, config, seed + zlib.crc32(model.encode())))
         for model, config in preset.models.items()

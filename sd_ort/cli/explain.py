@@ -45,7 +45,7 @@ def histogram(entry: dict[str, Any]) -> list[str]:
     for op in sorted(before.keys() | after.keys(), key=lambda op: (-max(before.get(op, 0), after.get(op, 0)), op)):
         lines.append(f"  {op:36}{before.get(op, 0):>8}{after.get(op, 0):>8}")
     lines.append(f"  {'all':36}{sum(before.values()):>8}{sum(after.values()):>8}")
-    return lines + [f"  {reason}" for reason in entry.get("not_lowered", ())]
+    return lines + [f"  {reason}" for reason in entry.get("kernel_fallbacks", ())]
 
 
 def grouped(entry: dict[str, Any]) -> list[str]:

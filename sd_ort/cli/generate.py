@@ -197,7 +197,7 @@ def whole_folder(model: Path, loading: dict[str, Any]) -> tuple[Path, str]:
     loading: options of the command, whose `keep` and `config` it takes out. Raises InputError for a model that is
     neither, ProviderError for a provider that cannot draw: before the seconds of importing torch or of optimizing.
     """
-    from sd_ort.cli.optimize import is_checkpoint
+    from sd_ort.checkpoints import is_checkpoint
     from sd_ort.core.errors import InputError
     from sd_ort.core.pipeline_folder import components
     from sd_ort.runtime.providers import check_provider
@@ -212,9 +212,9 @@ def whole_folder(model: Path, loading: dict[str, Any]) -> tuple[Path, str]:
     check_provider(provider, allow_fallback=loading["allow_fallback"])
     if not checkpoint:
         return model, provider
-    from sd_ort.from_checkpoint import drawable
+    from sd_ort.stages import optimized_folder
 
-    made = drawable(str(model), provider, keep, config, lambda line: click.echo(line, err=True))
+    made = optimized_folder(str(model), provider, keep, config, lambda line: click.echo(line, err=True))
     return click.get_current_context().with_resource(made), provider
 
 

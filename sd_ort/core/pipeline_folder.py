@@ -40,9 +40,16 @@ _MANIFEST_LIKE = {
     "source": {"model": str, "folder": str, "random_weights": bool},
     "versions": dict,
     "options": {"target": str, "dtype": str, "exporter": str, "opset": int, "seed": int, "components": [str]},
-    "components": {str: {"not_lowered": [str], "float32_sites": [dict], "calibration": str}},
+    "components": {str: {"kernel_fallbacks": [str], "float32_sites": [dict], "calibration": str}},
     "files": {str: {str: lambda entry: isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys()}},
 }
+
+
+# Keys of a component in manifests until 2026-11 -> their names now.
+_OLD_KEYS = {
+    "weights": "weight_recipes", "rules": "rewrite_counts", "counts": "op_counts", "not_lowered": "kernel_fallbacks",
+    "few": "low_coverage", "equal_weights": "duplicate_weights",
+}  # fmt: skip
 
 
 def sha256(path: Path) -> str:
@@ -90,11 +97,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
         raise InputError(f"{path} has another format than this sd-ort reads: export or optimize again.")
+    if isinstance(entries := manifest.get("components"), dict):
+        manifest["components"] = {name: _with_new_keys(entry) for name, entry in entries.items()}
     if wrong := mismatch(manifest, _MANIFEST_LIKE):
         raise InputError(f"{path} is damaged at {wrong!r}: export or optimize again.")
     return {
         key: value if key == "options" else without_nulls(value) for key, value in manifest.items() if value is not None
     }
+
+
+def _with_new_keys(entry: Any) -> Any:
+    return {_OLD_KEYS.get(key, key): value for key, value in entry.items()} if isinstance(entry, dict) else entry
 
 
 Hashes = Mapping[str, Mapping[str, Any]]

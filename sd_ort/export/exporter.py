@@ -152,7 +152,7 @@ def export_component(source: Checkpoint, component: str, folder: Path, options: 
         "nodes": nodes,
         "bytes": sum((folder / name).stat().st_size for name in (MODEL, DATA)),
         "seconds": round(time.perf_counter() - started, 1),
-        "weights": recipes,
+        "weight_recipes": recipes,
         **({"duplicate_weights": duplicates} if duplicates else {}),
     }
 

@@ -122,10 +122,10 @@ def store_template(key: str, exported: Path, entry: Mapping[str, Any]) -> str | 
 
     exported: the component's folder. entry: the component's entry in the export's manifest.
     """
-    if pairs := entry.get("duplicate_weights", entry.get("equal_weights")):
+    if pairs := entry.get("duplicate_weights"):
         return f"{pairs[0][0]} and {pairs[0][1]} are equal, which exporters merge"
     graph = load_graph(exported / pipeline_folder.MODEL)
-    table = recipes.load(entry["weights"])
+    table = recipes.load(entry["weight_recipes"])
     for value in graph.graph.initializers.values():
         tensor = value.const_value
         if value.name in table or not isinstance(tensor, ir.ExternalTensor):

@@ -110,7 +110,10 @@ def _component(
     }
     if optimized is not None:
         written = manifest.get("components", {}).get(optimized.parent.name, {})
-        entry |= {"target": manifest.get("options", {}).get("target"), "not_lowered": written.get("not_lowered", [])}
+        entry |= {
+            "target": manifest.get("options", {}).get("target"),
+            "kernel_fallbacks": written.get("kernel_fallbacks", []),
+        }
         entry |= {key: written[key] for key in ("calibration", "float32_sites") if key in written}
     return entry if provider is None else entry | {"placement": assign_nodes(files, provider)}
 
@@ -164,7 +167,7 @@ def _lower(model: ir.Model, target: Target) -> dict[str, Any]:
     `inline_fused_ops` is skipped: the operators that it inlines stay one site.
     """
     lowered = {}
-    for lowering in target.passes:
+    for lowering in target.lowering_passes:
         if lowering.name == "inline_fused_ops":
             continue
         outcome = lowering.run(model)

@@ -63,7 +63,7 @@ def assign_nodes(models: Sequence[Path], provider: str) -> dict[str, Any]:
 
 def _reasons(library: Path) -> dict[tuple[str, str], str]:
     """Return the reason for each unassigned (operator, node) of the session that this thread opened last."""
-    list_unassigned = ctypes.CDLL(str(library)).sd_ort_left_to_others
+    list_unassigned = ctypes.CDLL(str(library)).sd_ort_unassigned_nodes
     list_unassigned.restype = ctypes.c_char_p
     lines = [line.split("\t") for line in list_unassigned().decode("utf-8", "replace").splitlines()]
     return {(op, node): reason for op, node, reason in lines}

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from sd_ort.checkpoints.configs import config_beside
-from sd_ort.checkpoints.recorded_inputs import check_recorded, recorded_inputs
+from sd_ort.checkpoints.configs import model_config
+from sd_ort.checkpoints.recorded_inputs import check_recorded, load_recorded_inputs
 from sd_ort.checkpoints.synthetic_inputs import SIZES, Arrays, random_inputs
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError, SdOrtError, VerificationError
@@ -72,7 +72,7 @@ def verify(
     notes: list[str] = []
     for name, (path, optimized_path) in paths.items():
         graph = load(path).graph
-        runs = recorded_inputs(inputs, name, list(graph.inputs), required=single_file)
+        runs = load_recorded_inputs(inputs, name, list(graph.inputs), required=single_file)
         feeds = {f"recorded {index}": run for index, run in enumerate(runs)}
         if not feeds and not single_file and name not in pipeline_folder.COMPONENTS:
             notes.append(f"{name}: NOT compared, since its inputs are not known: record some for --inputs.")
@@ -80,7 +80,7 @@ def verify(
         if random_op := next((node.op_type for node in graph if node.op_type in RANDOM_OPS), None):
             notes.append(f"{name}: NOT compared, since its {random_op} draws other numbers at every run.")
             continue
-        feeds = feeds or _synthetic_runs(name, list(graph.inputs), config_beside(path), sizes, seed)
+        feeds = feeds or _synthetic_runs(name, list(graph.inputs), model_config(path), sizes, seed)
         with (
             _joined_model(optimized_path, name, notes) as joined,
             _cpu_model(joined, name, provider, library, notes) as runnable,

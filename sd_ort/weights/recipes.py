@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 Read = Callable[[str], np.ndarray]  # returns a checkpoint tensor by name
+KEY = "weight_recipes"  # of a component in the manifest
 
 
 def read_recipes(folder: Path) -> dict[str, Mapping[str, weight_recipes.WeightRecipe]]:
     """Return the weight recipes in the manifest of a pipeline folder: by component, then by initializer."""
     entries = read_manifest(folder).get("components", {})
-    return {name: weight_recipes.load(entry["weights"]) for name, entry in entries.items() if "weights" in entry}
+    return {name: weight_recipes.load(entry[KEY]) for name, entry in entries.items() if KEY in entry}
 
 
 def fill(model: ir.Model, read: Read) -> None:

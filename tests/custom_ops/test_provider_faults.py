@@ -39,7 +39,7 @@ def test_wrong_options(provider: str, options: dict[str, str], message: str) -> 
 def test_unsupported_node_is_left_to_the_cpu(provider: str) -> None:
     """Softmax over another axis than the last has no kernel of ours; the result is right all the same."""
     x = np.random.default_rng(0).normal(size=(2, 5)).astype(np.float32)
-    for axis, where in ((-1, "SdOrtHost"), (0, "CPUExecutionProvider")):
+    for axis, where in ((-1, "SdOrtSimulated"), (0, "CPUExecutionProvider")):
         session = session_of(small("Softmax", axis=axis), provider)
         assert placed(session)[where]["Softmax"] == 1
         weights = np.exp(x) / np.exp(x).sum(axis, keepdims=True)
@@ -169,14 +169,14 @@ def test_a_device_that_disappears(provider: str, graph: str, monkeypatch: pytest
     x = np.ones((2, 3), np.float32)
     session = session_of(small("Neg"), provider, {"graph": graph})
     session.run(None, {"x": x})
-    monkeypatch.setenv("SD_ORT_HOST_LOST", "1")
+    monkeypatch.setenv("SD_ORT_SIMULATED_LOST", "1")
     for _ in range(2):
         with pytest.raises(Exception, match="the device cannot be used: the device is gone"):
             session.run(None, {"x": x})
     with pytest.raises(Exception, match="the device cannot be used: the device is gone"):
         session_of(small("Neg"), provider)
     del session
-    monkeypatch.delenv("SD_ORT_HOST_LOST")
+    monkeypatch.delenv("SD_ORT_SIMULATED_LOST")
     np.testing.assert_array_equal(session_of(small("Neg"), provider).run(None, {"x": x})[0], -x)
 
 

@@ -21,8 +21,9 @@ from sd_ort.core.metrics import array_errors
 from sd_ort.graphs import cpu_emulation
 from sd_ort.inspect.verify import check, verify
 from sd_ort.optimize import calibration, precision
-from sd_ort.optimize.optimizer import optimize, optimize_component
+from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
+from sd_ort.stages import optimize
 
 # A decoder in small: conv, residual + GroupNorm + SiLU, conv. `GAIN` scales what the first convolution makes.
 GRAPH = """<ir_version: 10, opset_import: ["" : 20]>

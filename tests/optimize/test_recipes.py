@@ -24,8 +24,9 @@ from sd_ort.core import pipeline_folder
 from sd_ort.export.exporter import export
 from sd_ort.export.initializer_sources import duplicate_tensors, initializer_recipes
 from sd_ort.graphs import hoist
-from sd_ort.optimize.optimizer import HOISTING, optimize
+from sd_ort.optimize.options import HOIST_TARGETS
 from sd_ort.optimize.targets import TARGETS
+from sd_ort.stages import optimize
 from sd_ort.weights import update_graph
 
 NAMES = ["text_encoder", "unet", "vae_decoder"]
@@ -50,7 +51,7 @@ def rebuild(path: Path, preset: str) -> dict[str, int]:
     counts = {}
     for name, entry in pipeline_folder.read_manifest(path)["components"].items():
         state = {k: t.numpy() for k, t in open_preset(preset, 0).load(MODEL_OF.get(name, name)).state_dict().items()}
-        table = weight_recipes.load(entry["weights"])
+        table = weight_recipes.load(entry["weight_recipes"])
         parts = [hoist.PARTS.get(part, part) for part in entry.get("hoisted", [name])]
         counts[name] = 0
         for value in (
@@ -86,10 +87,10 @@ def test_every_weight_is_rebuilt(
     exported: Path, preset: str, tmp_path: Path, target: str, dtype: str, hoisted: bool
 ) -> None:
     calibrate = False if dtype == "float16" else None
-    optimize(exported, tmp_path / "out", target=target, dtype=dtype, hoisted=hoisted, calibrate=calibrate)
+    optimize(exported, tmp_path / "out", target=target, dtype=dtype, hoist=hoisted, calibrate=calibrate)
     counts = rebuild(tmp_path / "out", preset)
     assert all(counts.values())
-    text = json.dumps(pipeline_folder.read_manifest(tmp_path / "out")["components"]["unet"]["weights"])
+    text = json.dumps(pipeline_folder.read_manifest(tmp_path / "out")["components"]["unet"]["weight_recipes"])
     assert ("interleave" in text) == (target == "cuda")
 
 
@@ -103,7 +104,7 @@ def test_for_every_target_and_type(component: str) -> None:
     for target in (target for name, target in TARGETS.items() if name != "gpu"):  # as hip
         few = component == "unet" and target.name != "cpu"  # its graph takes the time of all others together
         for dtype in ["float16"] if few else target.dtypes[1:]:
-            hoisted = component == "unet" and target.name == HOISTING[0]  # the split takes as long as all else
+            hoisted = component == "unet" and target.name == HOIST_TARGETS[0]  # the split takes as long as all else
             parts = lowered(model.clone(), target, dtype, hoisted=hoisted)
             assert rebuilt(parts, checkpoint) > 50
 

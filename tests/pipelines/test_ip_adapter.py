@@ -27,9 +27,9 @@ from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.core.errors import InputError
 from sd_ort.export import templates
 from sd_ort.export.exporter import export
-from sd_ort.merge import merge
-from sd_ort.optimize.optimizer import optimize
+from sd_ort.optimize.merge import merge
 from sd_ort.pipelines.ip_adapter import layer_scales
+from sd_ort.stages import optimize
 
 TOLERANCE = 2e-5  # relative error of fp32 latents; what pictures change is above EFFECT
 EFFECT = 0.01
@@ -189,7 +189,7 @@ def test_generate(folder: Any, tmp_path: Path, sd_ort: Any) -> None:
 def test_fused_and_hoisted(folder: Any, tmp_path: Path) -> None:
     """Both attentions of a layer become one node each, and a step has a sum more: all else runs once a prompt."""
     source = folder("sd15-seen-plus")
-    optimize(source, tmp_path / "out", target="portable", components=["image_encoder", "unet"], hoisted=True)
+    optimize(source, tmp_path / "out", target="portable", components=["image_encoder", "unet"], hoist=True)
     made = {path.parent.name: onnx.load(path, load_external_data=False).graph for path in tmp_path.glob("out/*/*.onnx")}
     ops = {name: Counter(node.op_type for node in graph.node) for name, graph in made.items()}
     step, prompt = ops["unet"], ops["unet_prompt"]
@@ -217,8 +217,8 @@ def test_fused_and_hoisted(folder: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["gpu"])
 def test_every_attention_of_a_target(folder: Any, tmp_path: Path, target: str) -> None:
-    entry = optimize(folder("sd15-seen"), tmp_path / "out", target=target, components=["unet"], hoisted=False)
-    counts = entry["components"]["unet"]["counts"]
+    entry = optimize(folder("sd15-seen"), tmp_path / "out", target=target, components=["unet"], hoist=False)
+    counts = entry["components"]["unet"]["op_counts"]
     assert counts["MultiHeadAttention"] + counts.get("Attention", 0) == 12
     assert not counts.get("Softmax", 0)
 

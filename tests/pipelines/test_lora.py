@@ -24,10 +24,10 @@ from sd_ort.cli.generate import lora_strength
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.graphs.load import load
-from sd_ort.optimize.optimizer import optimize
 from sd_ort.pipelines.lora_methods import LoraMethods
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.updatable_weights import reads_in_place
+from sd_ort.stages import optimize
 from sd_ort.weights.initializers import Consumer, Initializer
 from sd_ort.weights.lora import LoraManager
 from sd_ort.weights.lora_files import read_adapter
@@ -205,7 +205,7 @@ def test_packed_and_hoisted_weights(
     renew = lambda provider: lambda value: told.append((value.data_ptr(), value.numpy().tobytes()))  # noqa: E731
     monkeypatch.setattr("sd_ort.runtime.components.renewal", renew)
     out = tmp_path / "out"
-    optimize(small_export, out, target=target, dtype="float16", components=["unet"], hoisted=True, calibrate=False)
+    optimize(small_export, out, target=target, dtype="float16", components=["unet"], hoist=True, calibrate=False)
     loras = LoraManager(out)
     for seed in (1, 2):
         loras.add(str(seed), read_adapter(kohya(make(seed)), {}), "a")

@@ -155,7 +155,7 @@ def describe(model: Any) -> str:
     if not isinstance(models, TorchComponentSessions):
         return "this MODEL is not sd-ort's"
     manifest = read_manifest(models.folder)
-    counts = manifest.get("components", {}).get("unet", {}).get("counts", {})
+    counts = manifest.get("components", {}).get("unet", {}).get("op_counts", {})
     fused = ", ".join(f"{count} {op}" for op, count in counts.items())
     size = sum(path.stat().st_size for path in (models.folder / "unet").iterdir()) / 1e6
     steps = diffusion_model.runner.seconds
