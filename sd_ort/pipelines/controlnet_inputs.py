@@ -17,7 +17,7 @@ MIDDLE = {"mid_block_res_sample": "mid_block_additional_residual"}
 
 
 @dataclass
-class Control:
+class ControlNetInput:
     """Of one ControlNet: its component's `name`, image (rows, 3, H, W) in 0..1, the factor of its residuals at each
     step. `guess`: it sees the positive rows alone and its outer residuals count less, as diffusers' guess_mode."""
 
@@ -35,7 +35,7 @@ def names(components: Any) -> list[str]:
     return found
 
 
-def controls(request: Request, there: Sequence[str], steps: int) -> list[Control]:
+def controls(request: Request, there: Sequence[str], steps: int) -> list[ControlNetInput]:
     """Of each ControlNet in `there` that has an image; [] without one. Raises InputError where counts differ."""
     if request.control_image is None:
         return []
@@ -57,7 +57,7 @@ def controls(request: Request, there: Sequence[str], steps: int) -> list[Control
         shown = for_batch(preprocess(image, height, width, signed=False), request, "control images")
         rows = shown if request.guidance is None or request.guess_mode else np.concatenate([shown, shown])
         by_step = [factor * (i / steps >= start and (i + 1) / steps <= end) for i in range(steps)]
-        made.append(Control(name, rows, by_step, request.guess_mode))
+        made.append(ControlNetInput(name, rows, by_step, request.guess_mode))
     return made
 
 

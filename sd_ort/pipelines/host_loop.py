@@ -15,9 +15,9 @@ import numpy as np
 from sd_ort.checkpoints.linear_schedule import LinearSchedule
 from sd_ort.core.errors import InputError
 from sd_ort.core.progress import step_bar
-from sd_ort.pipelines.controlnet_inputs import MIDDLE, Control
+from sd_ort.pipelines.controlnet_inputs import MIDDLE, ControlNetInput
 from sd_ort.pipelines.request import Request
-from sd_ort.pipelines.sampling_job import Kept
+from sd_ort.pipelines.sampling_job import InpaintBlend
 from sd_ort.runtime.session import Model
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Denoiser:
         models: Mapping[str, Model],
         conditioning: Mapping[str, np.ndarray],
         timesteps: np.ndarray,
-        controls: Sequence[Control] = (),
+        controls: Sequence[ControlNetInput] = (),
     ) -> None:
         """Run what runs once. Raises InputError when the UNet wants a ControlNet and there is no image for it."""
         self.models = models
@@ -80,7 +80,7 @@ class Denoiser:
         }
         self.by_step = {name: v.reshape(steps, rows, *v.shape[1:]) for name, v in time(**feed).items()}
 
-    def _shown(self, control: Control) -> dict[str, np.ndarray]:
+    def _shown(self, control: ControlNetInput) -> dict[str, np.ndarray]:
         """What a ControlNet is given at every step; in guess mode, of the positive rows alone, the last ones."""
         controlnet = self.models[control.name]
         given = {name: value[-len(control.image) :] for name, value in self.conditioning.items()}
@@ -88,7 +88,7 @@ class Denoiser:
         return {name: given[name].astype(controlnet.dtype(name)) for name in controlnet.inputs if name in given}
 
     def _residuals(
-        self, control: Control, shown: Mapping[str, np.ndarray], index: int, sample: np.ndarray
+        self, control: ControlNetInput, shown: Mapping[str, np.ndarray], index: int, sample: np.ndarray
     ) -> dict[str, np.ndarray]:
         """What a ControlNet adds to the UNet's skip connections and its middle block, by the UNet's names."""
         controlnet = self.models[control.name]
@@ -97,10 +97,10 @@ class Denoiser:
         time = controlnet.one("timestep", self.timesteps[index])
         outputs = controlnet(sample=seen, timestep=time, conditioning_scale=scale, **shown)
         named = {MIDDLE.get(name, name): value for name, value in outputs.items()}
-        return guessed(named, len(sample)) if control.guess else named
+        return scale_guess_mode_residuals(named, len(sample)) if control.guess else named
 
 
-def guessed(residuals: Mapping[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+def scale_guess_mode_residuals(residuals: Mapping[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
     """Residuals of guess mode: from 0.1 of the outermost to all of the middle block's, evenly on a logarithmic scale,
     as the authors of ControlNet have it, and zeros in front for the negative ones of `rows`."""
     made = {}
@@ -165,7 +165,7 @@ def denoise(
     denoiser: Denoiser,
     request: Request,
     channels: np.ndarray | None,
-    kept: Kept | None,
+    kept: InpaintBlend | None,
 ) -> np.ndarray:
     """Return the latents (B, C, h, w) after the last step. With guidance the UNet reads 2B rows, negative first.
 

@@ -15,8 +15,8 @@ from sd_ort.core.errors import InputError
 from sd_ort.pipelines.images import as_array, for_batch, is_latents, nearest, preprocess, readable, size_of
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import Picture, Prompt, Request
-from sd_ort.pipelines.sampling_job import Kept
-from sd_ort.pipelines.text_to_image import StableDiffusionPipeline, cutoff
+from sd_ort.pipelines.sampling_job import InpaintBlend
+from sd_ort.pipelines.text_to_image import StableDiffusionPipeline, cutoff_timestep
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +29,8 @@ log = logging.getLogger("sd_ort")
 class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
     """Image to image with SD 1.x, 2.x and SDXL folders, and SDXL's refiner."""
 
-    NEEDS = (*StableDiffusionPipeline.NEEDS, "vae_encoder")
-    LEAVES: tuple[str, ...] = ("mask_image", "masked_image_latents", "padding_mask_crop")
+    REQUIRED_COMPONENTS = (*StableDiffusionPipeline.REQUIRED_COMPONENTS, "vae_encoder")
+    REJECTED_ARGUMENTS: tuple[str, ...] = ("mask_image", "masked_image_latents", "padding_mask_crop")
 
     def __call__(  # type: ignore[override]
         self,
@@ -102,7 +102,7 @@ class StableDiffusionImg2ImgPipeline(StableDiffusionPipeline):
         if not 0 < strength <= 1:
             raise InputError(f"strength {strength} is not above 0 and at most 1.")
         if request.denoising_start:
-            kept = int((timesteps < cutoff(timetable, request.denoising_start)).sum())
+            kept = int((timesteps < cutoff_timestep(timetable, request.denoising_start)).sum())
             if order == 2 and kept % 2 == 0:
                 kept += 1  # no step of two predictions is cut in two
             start = len(timesteps) - kept
@@ -127,7 +127,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
     channels (sd15-inpaint) see mask and masked picture."""
 
     INPAINT = True
-    LEAVES = ()
+    REJECTED_ARGUMENTS = ()
 
     def __call__(  # type: ignore[override]
         self,
@@ -168,7 +168,7 @@ class StableDiffusionInpaintPipeline(StableDiffusionImg2ImgPipeline):
         more: dict[str, Any] = {}
         if blends:
             assert start is not None
-            more["kept"] = Kept(start, noise, small, schedule.image_factors, schedule.noise_factors)
+            more["kept"] = InpaintBlend(start, noise, small, schedule.image_factors, schedule.noise_factors)
         else:
             more["channels"] = np.concatenate([small, self._masked(pixels, mask, request)], 1)
         output = self._sample(latents, schedule, conditioning, request, **more)

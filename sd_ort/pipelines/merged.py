@@ -16,7 +16,7 @@ from sd_ort.pipelines.request import Request
 from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
 
 # Arguments of a call that it takes; the others would look into the loop, or change the text.
-TAKES = {
+SUPPORTED_ARGUMENTS = {
     "prompt", "negative_prompt", "height", "width", "num_images_per_prompt", "num_inference_steps", "timesteps",
     "sigmas", "guidance_scale", "generator", "latents", "output_type", "return_dict", "progress",
 }  # fmt: skip
@@ -29,15 +29,17 @@ class MergedPipeline(StableDiffusionPipeline):
     latents as output. Both halves of guidance always run: at a `guidance_scale` of 1 or less, with a scale of 1.
     """
 
-    NEEDS = (MERGED,)
-    SEPARATE = False
+    REQUIRED_COMPONENTS = (MERGED,)
+    HAS_SEPARATE_COMPONENTS = False
 
     def load_textual_inversion(self, *_: Any, **__: Any) -> None:
         """Raises InputError: the table of words lies in the model."""
         raise InputError("a merged model learns no words: load them with the folder it was made from.")
 
     def _draw(self, request: Request) -> PipelineOutput:
-        if foreign := sorted(request.given() - TAKES) or (["latent output"] if request.output_type == "latent" else []):
+        if foreign := sorted(request.given() - SUPPORTED_ARGUMENTS) or (
+            ["latent output"] if request.output_type == "latent" else []
+        ):
             raise InputError(f"a merged model takes no {', '.join(foreign)}: use the folder it was made from.")
         model = self.models[MERGED]
         # Inputs with a default: ONNX Runtime lists them apart.

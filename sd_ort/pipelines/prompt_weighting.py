@@ -94,7 +94,7 @@ def chunk(tokenizer: Any, tokens: Sequence[tuple[int, float]], length: int) -> C
     )
 
 
-def weighed(hidden: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def apply_token_weights(hidden: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Embeddings (N, S, C) of N chunks, float32, each token times its weight of `weights` (N, S), each chunk at the
     mean it had. Chunks without weights stay as they are."""
     made = hidden.copy()

@@ -12,29 +12,21 @@ from sd_ort.checkpoints.conditioning import latent_scale
 from sd_ort.checkpoints.linear_schedule import LinearSchedule
 from sd_ort.core.errors import InputError
 from sd_ort.pipelines import host_loop
-from sd_ort.pipelines.controlnet_inputs import Control
+from sd_ort.pipelines.controlnet_inputs import ControlNetInput
 from sd_ort.pipelines.output import PipelineOutput
 from sd_ort.pipelines.request import Request
-from sd_ort.pipelines.sampling_job import Drawing, Kept, Tokens, check_finite
+from sd_ort.pipelines.sampling_job import InpaintBlend, PromptTokens, SamplingJob, check_finite
+from sd_ort.pipelines.state import PipelineState
 from sd_ort.pipelines.text import Conditioning
 from sd_ort.runtime.providers import warn_once
 
 if TYPE_CHECKING:
     from sd_ort.pipelines.device.loop import DeviceLoop
     from sd_ort.pipelines.scheduler import Schedule
-    from sd_ort.pipelines.text import Texts
-    from sd_ort.pipelines.vae import Vae
-    from sd_ort.runtime.components import Components
 
 
-class Sampling:
-    """What draws, for a pipeline with these attributes, `_finish` and `_noise`."""
-
-    models: Components
-    texts: Texts
-    vae: Vae
-    device_loop: bool
-    safety_checker: bool
+class SamplingMixin(PipelineState):
+    """Runs the denoising loop, on the device or on the host."""
 
     @cached_property
     def loop(self) -> DeviceLoop:
@@ -49,18 +41,18 @@ class Sampling:
     def _noise(self, request: Request, given: Any = None) -> np.ndarray:
         raise NotImplementedError
 
-    def _controls(self, request: Request, steps: int) -> list[Control]:
+    def _controls(self, request: Request, steps: int) -> list[ControlNetInput]:
         raise NotImplementedError
 
     def _sample(
         self,
         latents: np.ndarray,
         schedule: Schedule,
-        conditioning: Conditioning | Tokens,
+        conditioning: Conditioning | PromptTokens,
         request: Request,
         *,
         channels: np.ndarray | None = None,
-        kept: Kept | None = None,
+        kept: InpaintBlend | None = None,
     ) -> PipelineOutput:
         """From the first latents to what the caller asked for.
 
@@ -74,7 +66,7 @@ class Sampling:
         if not self._runs_on_device(request, schedule) or not alike:
             if self.models.partner is not None:
                 warn_once("guidance is not split, and one device draws: latents go through the host at every step.")
-            arrays = _arrays(self.texts.condition(request) if isinstance(conditioning, Tokens) else conditioning)
+            arrays = _arrays(self.texts.condition(request) if isinstance(conditioning, PromptTokens) else conditioning)
             unet = host_loop.Denoiser(self.models, arrays | request.pictures, np.asarray(schedule.timesteps), controls)
             drawn = host_loop.denoise(self, latents, schedule, noise, unet, request, channels, kept)
             check_finite(drawn, "unet")
@@ -87,9 +79,10 @@ class Sampling:
         whole = request.output_type == "pil" and not apart
         mean, factor = latent_scale(self.vae.config)
         made = self.loop.run(
-            Drawing(
+            SamplingJob(
                 latents,
-                (conditioning.given if isinstance(conditioning, Tokens) else _arrays(conditioning)) | request.pictures,
+                (conditioning.given if isinstance(conditioning, PromptTokens) else _arrays(conditioning))
+                | request.pictures,
                 schedule.shortened,
                 guidance=request.guidance,
                 rescale=request.guidance_rescale,
@@ -99,14 +92,14 @@ class Sampling:
                 controls=controls,
                 decode=(factor, mean) if whole and not self.models.low_memory else None,
                 progress=request.progress,
-                texts=conditioning if isinstance(conditioning, Tokens) else None,
+                texts=conditioning if isinstance(conditioning, PromptTokens) else None,
             )
         )
         if made.dtype == np.uint8:
             return PipelineOutput([Image.fromarray(picture) for picture in made])
         return self._finish(made, request)
 
-    def _condition(self, request: Request) -> Conditioning | Tokens:
+    def _condition(self, request: Request) -> Conditioning | PromptTokens:
         """What the UNet is told about the prompts; tokens where text encoders run on the device too."""
         models = self.models
         here = self.device_loop and request.callback_on_step_end is None and models.partner is None

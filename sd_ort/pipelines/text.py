@@ -19,8 +19,8 @@ from sd_ort.pipelines import prompt_weighting, textual_inversion
 from sd_ort.pipelines.images import as_array
 from sd_ort.pipelines.prompt_weighting import Chunk
 from sd_ort.pipelines.request import Request, Size
-from sd_ort.pipelines.sampling_job import Tokens, check_finite
-from sd_ort.pipelines.textual_inversion import Words
+from sd_ort.pipelines.sampling_job import PromptTokens, check_finite
+from sd_ort.pipelines.textual_inversion import LearnedTokens
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.session import Model
 
@@ -51,14 +51,14 @@ class Conditioning:
         )
 
 
-class Texts:
+class PromptEncoder:
     """A folder's tokenizers and text encoders."""
 
     def __init__(self, folder: Path, models: Components, index: Mapping[str, Any], unet: Mapping[str, Any]) -> None:
         """`index`: the folder's model_index.json; `unet`: its config. Raises InputError without a tokenizer."""
         self.folder, self.models, self.index, self.unet = folder, models, index, unet
         self.is_xl = is_sdxl(unet)
-        self.words: dict[str, Words] = {}
+        self.words: dict[str, LearnedTokens] = {}
         self.lengths: dict[str, int] = {}  # tokens that an encoder takes
         self.forget()
 
@@ -109,7 +109,7 @@ class Texts:
         negative = self._with_sizes(self._negative(request, alone), sizes[1]).repeat(request.num_images_per_prompt)
         return positive.after(negative)
 
-    def tokens(self, request: Request) -> Tokens | None:
+    def tokens(self, request: Request) -> PromptTokens | None:
         """What text encoders on the device read in place of `condition`: plain prompts. None for all else: embeddings
         that are given, weights, skipped layers, learned words."""
         given = request.prompt_embeds is not None or request.negative_prompt_embeds is not None
@@ -137,7 +137,7 @@ class Texts:
         if request.embedded_guidance is not None:
             embedded = guidance_embedding(request.embedded_guidance, self.unet["time_cond_proj_dim"])
             more["timestep_cond"] = embedded.repeat(len(rows), 0)
-        return Tokens(ids, outputs, rows, (np.arange(len(rows)) < request.batch) & zeroed, more)
+        return PromptTokens(ids, outputs, rows, (np.arange(len(rows)) < request.batch) & zeroed, more)
 
     def encode(
         self, prompts: Sequence[Sequence[str]], clip_skip: int | None = None, runs: int | None = None
@@ -161,7 +161,7 @@ class Texts:
             made = outputs[embedding_output(outputs, self.is_xl)].astype(np.float32)
             check_finite(made, name)
             if weights is not None:
-                made = prompt_weighting.weighed(made, weights)
+                made = prompt_weighting.apply_token_weights(made, weights)
             hidden.append(made.reshape(len(texts), -1, made.shape[-1]))
             if "text_embeds" in outputs:
                 added["text_embeds"] = outputs["text_embeds"].astype(np.float32)[:: runs or 1]

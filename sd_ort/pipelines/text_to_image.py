@@ -26,20 +26,20 @@ from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import check_component, read_index
 from sd_ort.core.progress import announce
 from sd_ort.pipelines import controlnet_inputs, safety
-from sd_ort.pipelines.controlnet_inputs import Control
-from sd_ort.pipelines.device_placement import Devices
-from sd_ort.pipelines.diffusers_compat import DiffusersMethods, loading_options
+from sd_ort.pipelines.controlnet_inputs import ControlNetInput
+from sd_ort.pipelines.device_placement import DevicePlacement
+from sd_ort.pipelines.diffusers_compat import DiffusersCompatMixin, loading_options
 from sd_ort.pipelines.images import as_array, finished, readable
-from sd_ort.pipelines.ip_adapter import IpAdapterMethods
-from sd_ort.pipelines.lora_methods import LoraMethods
+from sd_ort.pipelines.ip_adapter import IPAdapterMixin
+from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.pipelines.noise import draw_noise, sources
 from sd_ort.pipelines.output import PipelineOutput
-from sd_ort.pipelines.request import PICTURES, Prompt, Request, check_size, request
-from sd_ort.pipelines.sampling import Sampling
+from sd_ort.pipelines.request import IMAGE_ARGUMENTS, Prompt, Request, check_size, request
+from sd_ort.pipelines.sampling import SamplingMixin
 from sd_ort.pipelines.sampling_job import check_finite
 from sd_ort.pipelines.scheduler import PipelineScheduler
-from sd_ort.pipelines.text import Texts
-from sd_ort.pipelines.textual_inversion import EmbeddingMethods
+from sd_ort.pipelines.text import PromptEncoder
+from sd_ort.pipelines.textual_inversion import TextualInversionMixin
 from sd_ort.pipelines.vae import Vae
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.provider_choice import AUTO, provider_for
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("sd_ort")
 
 
-class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, DiffusersMethods, Sampling):
+class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, DiffusersCompatMixin, SamplingMixin):
     """Text to image with SD 1.x, 2.x and SDXL pipeline folders. Make one with `from_pretrained`.
 
     One pipeline may be called in several threads: on a CPU they draw at once, on a GPU they take turns, since all
@@ -59,10 +59,10 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
 
     # Classes in a model_index.json that can be run: diffusers' and Optimum's names.
     KINDS = re.compile(r"(StableDiffusion(XL)?(ControlNet)?|LatentConsistencyModel)(Img2Img|Inpaint)?Pipeline$")
-    NEEDS: tuple[str, ...] = ("unet", "vae_decoder")
-    SEPARATE = True  # whether the text encoders are components of their own
+    REQUIRED_COMPONENTS: tuple[str, ...] = ("unet", "vae_decoder")
+    HAS_SEPARATE_COMPONENTS = True  # whether the text encoders are components of their own
     INPAINT = False
-    LEAVES: tuple[str, ...] = tuple(PICTURES)  # arguments that other pipelines take
+    REJECTED_ARGUMENTS: tuple[str, ...] = tuple(IMAGE_ARGUMENTS)  # arguments that other pipelines take
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         config = component_config(folder, "vae_decoder", required=True)
         self.vae = Vae(models, config, tiling=vae_tiling, slicing=vae_slicing)
         self.vae_scale_factor = self.vae.scale_factor
-        self.texts = Texts(folder, models, self.index, self.unet_config)
-        if self.device_loop and self.SEPARATE:
+        self.texts = PromptEncoder(folder, models, self.index, self.unet_config)
+        if self.device_loop and self.HAS_SEPARATE_COMPONENTS:
             self.texts.fix_length()
 
     @classmethod
@@ -137,8 +137,8 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         if choice.reason:
             announce(choice.line)
         provider = choice.provider
-        devices = Devices(split_guidance, unet_on, decode_on)
-        devices.check("unet" in cls.NEEDS, low_memory, device_loop)
+        devices = DevicePlacement(split_guidance, unet_on, decode_on)
+        devices.check("unet" in cls.REQUIRED_COMPONENTS, low_memory, device_loop)
         session_options = devices.options(provider, loading_options(options, folder))
         controlnet = [controlnet] if isinstance(controlnet, (str, Path)) else controlnet
         nets = {f"controlnet_{i + 1}" if i else "controlnet": Path(net) for i, net in enumerate(controlnet)}
@@ -147,7 +147,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         kind = str(index.get("_class_name", ""))
         if not cls.KINDS.search(kind):
             raise InputError(f"{folder} holds a {kind or 'pipeline without a class'}: give a Stable Diffusion folder.")
-        needed = [*(text_encoders(index) if cls.SEPARATE else ()), *cls.NEEDS, *nets]
+        needed = [*(text_encoders(index) if cls.HAS_SEPARATE_COMPONENTS else ()), *cls.REQUIRED_COMPONENTS, *nets]
         models.require(*needed)
         devices.place(models)
         pipeline = cls(
@@ -189,7 +189,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         """Class name of the scheduler, without importing diffusers."""
         return self._scheduler.name
 
-    def weights_changed(self, closed: bool) -> None:
+    def on_weights_updated(self, closed: bool) -> None:
         """Release captured graphs and buffers if sessions were closed; else mark cached outputs as outdated."""
         if closed:
             vars(self).pop("loop", None)
@@ -267,7 +267,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         return self._sample(noise, schedule, conditioning, request)
 
     def _request(self, **arguments: Any) -> Request:
-        return request(self._defaults, self.LEAVES, arguments)
+        return request(self._defaults, self.REJECTED_ARGUMENTS, arguments)
 
     @property
     def _defaults(self) -> Mapping[str, Any]:
@@ -288,7 +288,7 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
             request.embedded_guidance = scale
         elif scale > 1:
             request.guidance = scale
-        request.pictures = self.told_pictures(request)
+        request.pictures = self.encode_ip_adapter_images(request)
         request.progress = request.progress and not self.progress_bar_config.get("disable", False)
         self.scale_loras((request.cross_attention_kwargs or {}).get("scale", 1.0))
         output = self._draw(request)
@@ -310,12 +310,12 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         timesteps = request.timetable.timesteps
         if request.denoising_end is None or request.denoising_end == 1:
             return len(timesteps)
-        count = int((timesteps >= cutoff(request.timetable, request.denoising_end)).sum())
+        count = int((timesteps >= cutoff_timestep(request.timetable, request.denoising_end)).sum())
         if not count:
             raise InputError(f"denoising_end {request.denoising_end} leaves no step to draw: raise it.")
         return count
 
-    def _controls(self, request: Request, steps: int) -> list[Control]:
+    def _controls(self, request: Request, steps: int) -> list[ControlNetInput]:
         if request.control_image is not None:
             request.control_image = readable(request.control_image, "control image")
         return controlnet_inputs.controls(request, controlnet_inputs.names(self.models), steps)
@@ -359,6 +359,6 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         return PipelineOutput(finished(images, request.output_type), flags)
 
 
-def cutoff(timetable: Any, share: float) -> int:
+def cutoff_timestep(timetable: Any, share: float) -> int:
     """The timestep at which `share` of the noise, as trained, is gone: a base model stops there, a refiner begins."""
     return round(timetable.trained - share * timetable.trained)

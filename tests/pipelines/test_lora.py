@@ -24,7 +24,7 @@ from sd_ort.cli.generate import lora_strength
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.graphs.load import load
-from sd_ort.pipelines.lora_methods import LoraMethods
+from sd_ort.pipelines.lora_methods import LoraMixin
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.updatable_weights import reads_in_place
 from sd_ort.stages import optimize
@@ -314,7 +314,7 @@ def test_strength_on_the_command_line() -> None:
 
 
 def test_loras_are_left_out_and_forgotten() -> None:
-    class Pipeline(LoraMethods):
+    class Pipeline(LoraMixin):
         models, used = None, None
 
         def __init__(self) -> None:
@@ -343,7 +343,7 @@ def test_a_call_may_weigh_all_loras() -> None:
     """cross_attention_kwargs={"scale": s}: weights change when s does, and not at every call."""
     taken: list[dict[str, float]] = []
 
-    class Recorded(LoraMethods):
+    class Recorded(LoraMixin):
         loras: Any = SimpleNamespace(deltas=dict, adapters=["a", "b"], apply=lambda _, changes: taken.append(changes))
         models: Any = None
 

@@ -14,7 +14,7 @@ from sd_ort.runtime.session import DTYPES
 if TYPE_CHECKING:
     from sd_ort.checkpoints.linear_schedule import LinearSchedule
     from sd_ort.pipelines.device.loop import Buffers
-    from sd_ort.pipelines.sampling_job import Drawing
+    from sd_ort.pipelines.sampling_job import SamplingJob
     from sd_ort.runtime.bound_run import BoundRun
 
 
@@ -22,7 +22,7 @@ class Steps:
     """The buffers and graphs of a schedule: `before` runs once a drawing, then `unet` and `between` in turn; `renewed`
     runs when the schedule is another one, or when `is_outdated`: weights were updated in place."""
 
-    def __init__(self, buffers: Buffers, drawing: Drawing) -> None:
+    def __init__(self, buffers: Buffers, drawing: SamplingJob) -> None:
         loop, self.schedule = buffers.loop, drawing.schedule
         self.before = [buffers.prompt] if buffers.prompt is not None else []
         self.renewed: list[BoundRun] = []
@@ -70,7 +70,7 @@ class Steps:
         self.between = loop.repeated(sampling_graphs.scheduler_step_graph, what, self.values)
         self.every = [*buffers.controls.every, self.unet, self.between]
 
-    def _arrays(self, drawing: Drawing) -> dict[str, np.ndarray]:
+    def _arrays(self, drawing: SamplingJob) -> dict[str, np.ndarray]:
         """What the graphs read from the host, with one entry more than steps: the input of a step that is not made."""
         schedule = drawing.schedule
         timesteps = np.append(schedule.timesteps, schedule.timesteps[-1:])
@@ -127,7 +127,7 @@ class Steps:
             self.values[identifier(output.name)] = buffers.values[output.name]
         return by_step
 
-    def give(self, drawing: Drawing) -> list[BoundRun]:
+    def give(self, drawing: SamplingJob) -> list[BoundRun]:
         """Copy to the device what this drawing has of its own; the schedule only when it is another one. Returns what
         has to run for that."""
         arrays, run = self._arrays(drawing), self.renewed if self.is_outdated else []
