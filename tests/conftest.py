@@ -13,7 +13,7 @@ from pathlib import Path
 
 import onnxruntime
 import pytest
-from small_presets import mini, smalls
+from small_presets import export_with, mini, smalls
 
 from sd_ort import cli
 from sd_ort.checkpoints.presets import PRESETS
@@ -74,6 +74,13 @@ def small_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def default_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of `sd15-mini` by the default exporter, in a quarter of a minute: for tests of what that one makes."""
     return shared_export("sd15-mini", "dynamo", run_folder, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def controlled(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`small_export` with a ControlNet. Do not change it."""
+    components = ["unet", "controlnet"]
+    return export_with(small_export, tmp_path_factory.mktemp("control") / "raw", "sd15-controlnet-small", components)
 
 
 @pytest.fixture(scope="session", autouse=True)

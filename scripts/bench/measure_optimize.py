@@ -25,6 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from fusion_passes.canonicalize import canonicalize
+from fusion_passes.fuse import fuse
+
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 1 << 24  # random numbers drawn at once; weights are cut from it, from another place each
 
@@ -166,7 +169,6 @@ def growth(repeats: int = 1) -> dict[str, Any]:
     """CPU seconds of canonicalization, fusion and lowering for each committed graph, and the exponent over nodes."""
     import onnx_ir as ir
 
-    import fusion_passes
     from fusion_passes.graph_pass import run_all
     from scripts.fixtures import graph_fixtures
     from sd_ort.optimize.targets import TARGETS
@@ -181,8 +183,8 @@ def growth(repeats: int = 1) -> dict[str, Any]:
                 model = ir.load(path)
                 nodes = sum(1 for _ in model.graph)
                 started = time.process_time()
-                fusion_passes.canonicalize(model)
-                fusion_passes.fuse(model)
+                canonicalize(model)
+                fuse(model)
                 run_all(model, TARGETS["cuda"].lowering_passes)
                 best = min(best, time.process_time() - started)
             rows.append({"graph": name, "nodes": nodes, "cpu_seconds": round(best, 3)})

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fusion_passes import OPERATORS
+from fusion_passes.operators import OPERATORS
 from fusion_passes.operators.definition import never
 from sd_ort.core import pipeline_folder
 from sd_ort.graphs.load import load

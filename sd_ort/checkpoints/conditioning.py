@@ -37,12 +37,12 @@ def guidance_embedding(scale: float, width: int) -> np.ndarray:
     It has sines, then cosines, of 1000 (scale - 1) at `width / 2` frequencies from 1 to 1e-4, as the positional
     encoding of transformers (Vaswani et al., 2017).
     """
-    import torch  # the UNet was trained with torch's float32 sines of large angles
-
     half = width // 2
-    angles = 1000 * (scale - 1) * torch.exp(torch.arange(half) * (-math.log(1e4) / (half - 1)))
-    embedding: np.ndarray = torch.cat([angles.sin(), angles.cos(), torch.zeros(width % 2)])[None].numpy()
-    return embedding
+    exponents = np.arange(half, dtype=np.float32) * np.float32(-math.log(1e4) / (half - 1))
+    frequencies = np.exp(exponents.astype(np.float64)).astype(np.float32)
+    # The UNet learned the sines of large angles with the angles rounded to float32.
+    angles = (np.float32(1000 * (scale - 1)) * frequencies).astype(np.float64)
+    return np.concatenate([np.sin(angles), np.cos(angles), np.zeros(width % 2)])[None].astype(np.float32)
 
 
 def text_length(folder: Path, name: str, tokenizer: Any) -> int:

@@ -1,14 +1,4 @@
-"""Linear schedules: the coefficients of a scheduler's update between two UNet calls.
-
-A scheduler without clipping (Euler, Heun, DDIM, PNDM, DPM-Solver, UniPC, LCM, the ancestral ones, ...) is linear: the
-latents after step i are a weighted sum of latents x and predictions e of the last W steps and of noise samples z,
-
-    x_(i+1) = sum_j (steps[i, j, 0] x_(i-j) + steps[i, j, 1] e_(i-j)) + sum_s drawn[i, s] z_s         0 <= j < W
-
-W is 1 for Euler and DDIM, 2 for DPM-Solver++ (2M) and Heun, 3 for UniPC, 5 for PNDM. The coefficients are the outputs
-of the scheduler for unit vectors, with independent latents for each step, so no formula of a scheduler is repeated
-here. A graph of few operators with these coefficients replaces the scheduler, on the device or inside a model.
-"""
+"""The schedules of diffusers' schedulers. That of a linear scheduler is found by running it on unit vectors."""
 
 from __future__ import annotations
 
@@ -17,119 +7,120 @@ import inspect
 import json
 import threading
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from sd_ort.checkpoints.schedule_cache import MAX_SCHEDULES, LinearSchedule
+from sd_ort.checkpoints.linear_schedule import LinearSchedule, window_of
+from sd_ort.checkpoints.schedulers import set_timesteps
 from sd_ort.core.errors import InputError
 
-MAX_WINDOW = 6  # steps; longer windows are replaced by a shorter one if there is one
+MAX_CACHED = 32  # schedules; each took up to some hundred milliseconds to find
 
-_schedules: OrderedDict[Any, LinearSchedule] = OrderedDict()
+_cache: OrderedDict[Any, LinearSchedule] = OrderedDict()
 _lock = threading.Lock()
 
 
-def linear_schedule(
-    scheduler: Any, timesteps: torch.Tensor, initial: float = 1.0, *, eta: float = 0.0, draws: bool = False
-) -> LinearSchedule:
-    """Return the schedule of a diffusers scheduler after `set_timesteps`, over `timesteps`, all or the last.
+@dataclass(frozen=True)
+class NonlinearSchedule:
+    """The steps of a scheduler that has no `LinearSchedule`, which runs itself: its remaining fields are a
+    LinearSchedule's. `reason`: why it is not linear."""
 
-    initial: factor of the first latents; `init_noise_sigma` if they are noise. eta: of DDIM. draws: whether the
-    scheduler may sample noise. The scheduler is not modified. The last `MAX_SCHEDULES` schedules are cached.
+    scheduler: Any
+    timesteps: torch.Tensor
+    eta: float
+    init_noise_sigma: float
+    image_factors: np.ndarray
+    noise_factors: np.ndarray
+    reason: str
 
-    Raises InputError for a scheduler that clips, that samples noise by another function than torch.randn, or that
-    samples any without `draws`: it is not linear.
+
+class DiffusersTimetable:
+    """A diffusers scheduler after set_timesteps, with the interface of `numpy_schedulers`."""
+
+    def __init__(self, scheduler: Any, steps: int, eta: float, **options: Any) -> None:
+        """`options`: `timesteps`, `sigmas` or `original_inference_steps`, as in `set_timesteps`; errors as there. The
+        scheduler is copied."""
+        self.scheduler, self.eta = copy.deepcopy(scheduler), eta
+        self.steps = set_timesteps(self.scheduler, steps, **options)
+        self.timesteps: np.ndarray = self.scheduler.timesteps.numpy()
+        self.order: int = self.scheduler.order
+        self.trained: int = self.scheduler.config.num_train_timesteps
+
+    def schedule(self, start: int, stop: int) -> LinearSchedule | NonlinearSchedule:
+        """Return the schedule of the steps from `start` to before `stop`."""
+        scheduler, timesteps = copy.deepcopy(self.scheduler), self.scheduler.timesteps[start:stop]
+        if start and hasattr(scheduler, "set_begin_index"):
+            scheduler.set_begin_index(start)
+        try:
+            return linear_schedule(scheduler, timesteps, eta=self.eta)
+        except InputError as error:
+            sigma, factors = float(scheduler.init_noise_sigma), _factors(scheduler, timesteps)
+            return NonlinearSchedule(scheduler, timesteps, self.eta, sigma, *factors, str(error))
+
+
+def linear_schedule(scheduler: Any, timesteps: torch.Tensor, *, eta: float = 0.0) -> LinearSchedule:
+    """Return the schedule of a diffusers scheduler after `set_timesteps`, over `timesteps` (all of its own, or a range
+    that begins at its begin index). `eta`: DDIM's. The scheduler is not changed. The last `MAX_CACHED` schedules are
+    cached, by class, configuration, timesteps and eta.
+
+    Raises InputError for a scheduler that is not linear: one that clips, or that draws otherwise than with torch.randn.
     """
     config = json.dumps(dict(scheduler.config), sort_keys=True, default=str)
     every = [np.asarray(t, np.float64).tobytes() for t in (timesteps, scheduler.timesteps)]
-    key = type(scheduler), config, *every, getattr(scheduler, "begin_index", None), initial, eta
+    key = type(scheduler), config, *every, getattr(scheduler, "begin_index", None), eta
     with _lock:
-        schedule = _schedules.pop(key, None) or _compute(scheduler, timesteps, initial, eta)
-        _schedules[key] = schedule
-        if len(_schedules) > MAX_SCHEDULES:
-            _schedules.popitem(last=False)
-    if schedule.draws and not draws:
-        raise _not_linear(scheduler)
+        schedule = _cache.pop(key, None) or _probe(scheduler, timesteps, eta)
+        _cache[key] = schedule
+        if len(_cache) > MAX_CACHED:
+            _cache.popitem(last=False)
     return schedule
 
 
-def _not_linear(scheduler: Any) -> InputError:
-    return InputError(
-        f"{type(scheduler).__name__} draws random numbers or clips (clip_sample), so it cannot become "
-        "part of a graph: use euler, dpmsolver, unipc or PNDM."
-    )
-
-
-def _compute(scheduler: Any, timesteps: torch.Tensor, initial: float, eta: float) -> LinearSchedule:
-    """Return the schedule, from three runs: to count noise samples, on unit vectors, and to check the result."""
+def _probe(scheduler: Any, timesteps: torch.Tensor, eta: float) -> LinearSchedule:
+    """Return the schedule from three runs: one that counts the draws, one on unit vectors, and one on random numbers
+    that checks the result."""
     count = len(timesteps)
-    with torch.random.fork_rng(devices=[]):  # other random functions must not advance the caller's state
-        zeros = torch.zeros(count, 1, 1, 1, 1)
-        _, _, draws = _run(scheduler, timesteps, zeros[:1], zeros, zeros[:0], eta)
+    initial = float(scheduler.init_noise_sigma)
+    with torch.random.fork_rng(devices=[]):  # a scheduler that draws otherwise must not use up the caller's numbers
+        nothing = torch.zeros(count, 1, 1, 1, 1)
+        _, _, draws = _run(scheduler, timesteps, nothing[:1], nothing, nothing[:0], eta)
         unit = torch.eye(2 * count + draws).reshape(-1, 1, 2 * count + draws, 1, 1)
         latents, predictions, noise = unit.split([count, count, draws])
         after, scales, _ = _run(scheduler, timesteps, latents, predictions, noise, eta)
-        values = 3 * torch.randn(1 + count + draws, 1, 8, 1, 1, generator=torch.Generator().manual_seed(0))
-        first, predictions, noise = values.split([1, count, draws])
-        actual, _, _ = _run(scheduler, timesteps, first * initial, predictions, noise, eta)
+        samples = 3 * torch.randn(1 + count + draws, 1, 8, 1, 1, generator=torch.Generator().manual_seed(0))
+        first, predictions, noise = samples.split([1, count, draws])
+        sampled, _, _ = _run(scheduler, timesteps, first * initial, predictions, noise, eta)
+        factors = _factors(scheduler, timesteps)
     table, random = after.reshape(count, -1).split([2 * count, draws], 1)
-    steps = _window(table.reshape(count, 2, count).numpy())
-    schedule = LinearSchedule(timesteps.float().numpy(), scales.numpy(), steps, random.numpy(), initial)
-    expected = torch.from_numpy(schedule.weights[1:] @ values.reshape(len(values), -1).numpy()).reshape(actual.shape)
-    if not torch.allclose(actual, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
-        raise _not_linear(scheduler)
-    return _shorten(schedule) if steps.shape[1] > MAX_WINDOW and not draws else schedule
-
-
-def _window(table: np.ndarray) -> np.ndarray:
-    """Return coefficients (T, W, 2) of the last W steps, the last first, from those of all steps (T, 2, T)."""
-    count = len(table)
-    read = [(i, i - j) for i in range(count) for j in range(i + 1) if table[i, :, j].any()]
-    window = np.zeros((count, 1 + max(back for _, back in read), 2), np.float32)
-    for i, back in read:
-        window[i, back] = table[i, :, i - back]
-    return window
-
-
-def _shorten(schedule: LinearSchedule) -> LinearSchedule:
-    """Return an equal schedule with a window of at most `MAX_WINDOW` steps, or the schedule itself if there is none.
-
-    UniPC corrects internal latents, so each step depends on all steps before. Its outputs depend on these latents too,
-    so a sum over few steps is equal.
-    """
-    weights = schedule.weights.astype(np.float64)
-    count = len(schedule.steps)
-    for window in range(2, MAX_WINDOW + 1):
-        steps = np.zeros((count, window, 2), np.float32)
-        for i in range(count):
-            back = np.arange(min(window, i + 1))
-            own = 1 + i - back  # the columns of these steps' predictions, whose coefficients are free
-            others = np.delete(np.arange(weights.shape[1]), own)
-            before, after = weights[i - back], weights[i + 1]
-            steps[i, back, 0] = np.linalg.lstsq(before[:, others].T, after[others], rcond=1e-5)[0]
-            steps[i, back, 1] = after[own] - steps[i, back, 0] @ before[:, own]
-        short = replace(schedule, steps=steps)
-        if np.abs(short.weights - weights).max() < 1e-5 * np.abs(weights).max():
-            return short
+    schedule = LinearSchedule(
+        timesteps.float().numpy(), scales.numpy(), window_of(table.reshape(count, 2, count).numpy()), random.numpy(),
+        initial, *factors,
+    )  # fmt: skip
+    expected = torch.from_numpy(schedule.weights[1:] @ samples.reshape(len(samples), -1).numpy()).reshape(sampled.shape)
+    if not torch.allclose(sampled, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+        raise InputError(
+            f"{type(scheduler).__name__} draws random numbers or clips (clip_sample), so it cannot become "
+            "part of a graph: use euler, dpmsolver, unipc or PNDM."
+        )
     return schedule
 
 
-class _ReplacedNoise(TorchFunctionMode):
-    """Lets torch.randn return `noise` (S, 1, C, 1, 1) in this thread, in order, and zeros after its end."""
+class _Draws(TorchFunctionMode):
+    """In this thread, torch.randn returns `samples` (S, 1, C, 1, 1) in order, and zeros after the last one."""
 
-    def __init__(self, noise: torch.Tensor) -> None:
+    def __init__(self, samples: torch.Tensor) -> None:
         super().__init__()
-        self.noise, self.count = noise, 0
+        self.samples, self.count = samples, 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function not in (torch.randn, torch.randn_like):
             return function(*args, **(kwargs or {}))
         self.count += 1
-        return self.noise[self.count - 1] if self.count <= len(self.noise) else torch.zeros(self.noise.shape[1:])
+        return self.samples[self.count - 1] if self.count <= len(self.samples) else torch.zeros(self.samples.shape[1:])
 
 
 def _run(
@@ -140,19 +131,31 @@ def _run(
     noise: torch.Tensor,
     eta: float,
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return the latents after each step, the input scales, and the number of noise samples.
-
-    latents (1 or T, 1, C, 1, 1): before the first step, or before each step. predictions (T, 1, C, 1, 1). noise
-    (S, 1, C, 1, 1).
-    """
+    """Return the latents after each step, the input scales and the number of draws, with `predictions`
+    (T, 1, C, 1, 1) and `noise` (S, 1, C, 1, 1). `latents` (1 or T, 1, C, 1, 1): before the first step, or before each
+    step whatever the last one returned."""
     probe = copy.deepcopy(scheduler)
     options = {"eta": eta} if "eta" in inspect.signature(probe.step).parameters else {}
     after: list[torch.Tensor] = []
     scales = []
-    with _ReplacedNoise(noise) as replaced:
+    with _Draws(noise) as draws:
         for index, timestep in enumerate(timesteps):
             one = torch.ones(1, 1, 1, 1)
             scales.append(torch.as_tensor(probe.scale_model_input(one, timestep)).reshape(()).float())
             before = latents[index] if index < len(latents) else after[-1]
             after.append(probe.step(predictions[index], timestep, before, **options).prev_sample.float())
-    return torch.stack(after), torch.stack(scales), replaced.count
+    return torch.stack(after), torch.stack(scales), draws.count
+
+
+def _factors(scheduler: Any, timesteps: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return the factors (T + 1,) of image and noise in an image as noisy as each step expects it."""
+    probe, one, none = copy.deepcopy(scheduler), torch.ones(1, 1), torch.zeros(1, 1)
+    first = getattr(probe, "begin_index", None) or 0
+    factors = []
+    for index in range(len(timesteps)):
+        if hasattr(probe, "_step_index"):
+            probe._step_index = first + index  # schedulers that count their steps look the noise up by that
+        time = timesteps[index : index + 1]
+        factors.append([float(probe.add_noise(one, none, time)), float(probe.add_noise(none, one, time))])
+    image, noise = np.array([*factors, [1.0, 0.0]], np.float32).T
+    return image, noise

@@ -161,7 +161,7 @@ def command(
     given = {name: value for name, value in {**opened, **changing}.items() if value is not None}
     settings = png_text(
         prompt=prompt, negative_prompt=negative or "", steps=steps, guidance=guidance, model=model, **pictures,
-        scheduler=type(pipeline.scheduler).__name__, loras=", ".join(loras) or None,
+        scheduler=pipeline.scheduler_name, loras=", ".join(loras) or None,
         embeddings=", ".join(words) or None, ip_adapter_scale=ip_adapter_scale, **changing,
     )  # fmt: skip
     alike = {

@@ -97,7 +97,7 @@ def _tensors_of_attributes(attributes: Iterable[onnx.AttributeProto]) -> Iterato
             yield from (sparse.values, sparse.indices)
         for sparse in attribute.sparse_tensors:
             yield from (sparse.values, sparse.indices)
-    for graph in _subgraphs(attributes):
+    for graph in subgraphs(attributes):
         yield from _tensors_of_graph(graph)
 
 
@@ -269,7 +269,7 @@ def _check_nodes(nodes: Iterable[onnx.NodeProto], defined: set[str], outer: Scop
             if not _is_defined(name, scopes):
                 raise _Invalid(f"has a {node.op_type} that reads {name!r}, which nothing before it makes: export again")
         _check_operator(node, context)
-        for graph in _subgraphs(node.attribute):
+        for graph in subgraphs(node.attribute):
             _check_graph(graph, scopes, context)
         for name in filter(None, node.output):
             if _is_defined(name, scopes):
@@ -282,7 +282,7 @@ def _is_defined(name: str, scopes: Scopes) -> bool:
     return any(name in scope for scope in scopes)
 
 
-def _subgraphs(attributes: Iterable[onnx.AttributeProto]) -> Iterator[onnx.GraphProto]:
+def subgraphs(attributes: Iterable[onnx.AttributeProto]) -> Iterator[onnx.GraphProto]:
     for attribute in attributes:
         if attribute.HasField("g"):
             yield attribute.g
@@ -359,5 +359,5 @@ def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
     """Yield the nodes and those in their subgraphs."""
     for node in nodes:
         yield node
-        for graph in _subgraphs(node.attribute):
+        for graph in subgraphs(node.attribute):
             yield from all_nodes(graph.node)

@@ -26,6 +26,8 @@ FORMAT = 1
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
 MERGED = "pipeline"  # the one component of a folder that `sd-ort merge` wrote
+# Components of a hoisted pipeline folder by graph. The step graph has the name of the UNet.
+HOISTED = {"prompt": "unet_prompt", "time": "unet_time", "step": "unet"}
 COMPONENTS = ("text_encoder", "text_encoder_2", "image_encoder", "unet", "controlnet", "vae_encoder", "vae_decoder")
 CONFIG_FOLDERS = ("scheduler", "tokenizer", "tokenizer_2", "feature_extractor")
 # All that diffusers and transformers read there; a folder may hold anything beside.
@@ -150,6 +152,11 @@ def read_index(folder: Path, kind: str = "pipeline folder") -> dict[str, Any]:
 
 def _is_library_and_class(entry: Any) -> bool:
     return isinstance(entry, list) and len(entry) == 2 and all(name is None or isinstance(name, str) for name in entry)
+
+
+def folders_of(name: str, entry: Mapping[str, Any]) -> list[str]:
+    """Return the folders of a component with the manifest entry `entry`: three if it is hoisted, else one."""
+    return list(HOISTED.values()) if "hoisted" in entry else [name]
 
 
 def check_component(folder: Path, component: str) -> Path:

@@ -11,9 +11,8 @@ schedule. Its outputs are concatenated to one tensor, `time_embedding` [rows, wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
@@ -22,17 +21,16 @@ from fusion_passes.canonicalize.inverse_pairs import VIEWS
 from fusion_passes.cleanup import subgraphs
 from fusion_passes.graph_edits import new_initializer
 from sd_ort.core.errors import InputError
-from sd_ort.core.pipeline_folder import MODEL
+from sd_ort.core.pipeline_folder import HOISTED, MODEL
 from sd_ort.graphs.inline import inline
 from sd_ort.graphs.load import load
 from sd_ort.graphs.unet import TIMESTEP, make_timestep_1d
 
+PARTS = HOISTED
 PROMPT_INPUTS = frozenset(
     "encoder_hidden_states text_embeds time_ids timestep_cond class_labels image_embeds ip_adapter_scale".split()
 )
 TIME_EMBEDDING = "time_embedding"
-# Components of a hoisted pipeline folder by graph. The step graph has the name of the UNet.
-PARTS = {"prompt": "unet_prompt", "time": "unet_time", "step": "unet"}
 
 # A node's level is the graph it belongs to. ANYWHERE: constants and the batch size, which every graph can compute.
 ANYWHERE, PROMPT, TIME, STEP = range(4)
@@ -42,11 +40,6 @@ BATCH_SIZES = ("sample.shape", "sample.batch")  # outputs of the two Shapes of s
 def is_hoisted(folder: Path) -> bool:
     """Return whether the UNet of a pipeline folder was split by `optimize --hoist`."""
     return (folder / PARTS["prompt"] / MODEL).is_file() and (folder / PARTS["time"] / MODEL).is_file()
-
-
-def folders_of(name: str, entry: Mapping[str, Any]) -> list[str]:
-    """Return the folders of a component with the manifest entry `entry`: three if it is hoisted, else one."""
-    return list(PARTS.values()) if "hoisted" in entry else [name]
 
 
 def split(model: ir.Model) -> dict[str, ir.Model]:

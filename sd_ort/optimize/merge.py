@@ -23,9 +23,9 @@ from fusion_passes.graph_edits import new_initializer
 from sd_ort.checkpoints.conditioning import embedding_output, latent_scale, text_encoders
 from sd_ort.checkpoints.configs import component_config
 from sd_ort.checkpoints.generation_defaults import generation_defaults
-from sd_ort.checkpoints.schedule import linear_schedule
-from sd_ort.checkpoints.schedule_cache import LinearSchedule
-from sd_ort.checkpoints.schedulers import make_scheduler, set_timesteps
+from sd_ort.checkpoints.linear_schedule import LinearSchedule, fixed_schedule
+from sd_ort.checkpoints.schedule import DiffusersTimetable
+from sd_ort.checkpoints.schedulers import make_scheduler
 from sd_ort.core import pipeline_folder
 from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError
@@ -80,8 +80,7 @@ def merge(
     if "timestep" in {value.name for value in parts["unet"].graph.inputs} and not make_timestep_1d(parts["unet"]):
         raise InputError(f"{source} has a UNet that computes with its timestep, which has no axis, at once.")
     instance = make_scheduler(source, scheduler)
-    set_timesteps(instance, steps)
-    schedule = linear_schedule(instance, instance.timesteps, float(instance.init_noise_sigma))
+    schedule = fixed_schedule(DiffusersTimetable(instance, steps, 0.0))
     model = _Merger(parts, component_config(source, "vae_decoder", required=True), schedule, guidance).model
     description = pipeline_folder.read_manifest(source).get("source", {})
     manifest = {
@@ -119,7 +118,7 @@ class _Merger:
         conditioning = self._encode()
         latents = self._input("latents", ["batch", 4, "height", "width"])
         self.timesteps = self._input("timesteps", ["steps"], schedule.timesteps)
-        self.scales = self._input("scales", ["steps"], schedule.scales)
+        self.scales = self._input("scales", ["steps"], schedule.input_scales)
         self.weights = self._input("weights", ["states", "states"], schedule.weights)
         self.guidance = self._input("guidance_scale", [1], np.array([guidance], np.float32))
         fixed, by_step = self._hoisted(conditioning) if "unet_prompt" in parts else (conditioning, {})

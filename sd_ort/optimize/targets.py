@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
-from fusion_passes import FUSIONS, OPERATORS
 from fusion_passes import value_queries as c
+from fusion_passes.fuse import FUSIONS
 from fusion_passes.graph_pass import Pass
 from fusion_passes.lower import (
     bfloat16_activations,
@@ -33,6 +33,7 @@ from fusion_passes.lower import (
 )
 from fusion_passes.lower.inline_fused_ops import inline_fused_ops
 from fusion_passes.lower.standard_attention import standard_attention
+from fusion_passes.operators import OPERATORS
 from sd_ort.runtime.ort_wheel import installed_wheels
 from sd_ort.runtime.provider_choice import choose_provider, installed_gpus, target_of
 from sd_ort.runtime.provider_table import WHEELS
