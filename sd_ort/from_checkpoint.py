@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from sd_ort.export import DEFAULT_OPSET, templates
 from sd_ort.optimize import unoptimized
 from sd_ort.optimize.optimizer import chosen_hoisting, chosen_target, optimize_all
 from sd_ort.optimize.targets import TARGETS
-from sd_ort.runtime.provider_table import PROVIDERS
 
 Report = Callable[[str], None]
 
@@ -100,22 +98,6 @@ def optimize_checkpoint(
     how = "nothing was traced" if not missing else f"{', '.join(missing)} traced"
     report(f"{output}: made in {time.perf_counter() - started:.1f} s, {how}.")
     return pipeline_folder.read_manifest(output)
-
-
-@contextmanager
-def drawable(model: str, provider: str, keep: Path | None, config: str | None, report: Report) -> Iterator[Path]:
-    """The folder of a checkpoint that is optimized for a provider: `keep`, else one that is gone on leaving.
-
-    `config`: of a checkpoint in one file (see `FileOptions`). In float16, but in float32 for the CPU. Raises as
-    `optimize_checkpoint`.
-    """
-    known = PROVIDERS.get(provider)
-    target = "portable" if known is None else known.target or provider
-    dtype = "float32" if provider == "cpu" else "float16"
-    with tempfile.TemporaryDirectory(prefix="sd-ort-") as scratch:
-        folder = keep or Path(scratch) / "model"
-        optimize_checkpoint(model, folder, target=target, dtype=dtype, files=FileOptions(config), report=report)
-        yield folder
 
 
 def _export(

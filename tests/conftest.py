@@ -77,6 +77,12 @@ def default_export(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session", autouse=True)
+def small_model_cache() -> None:
+    """Each change of the code adds entries to the cache of optimized checkpoints."""
+    os.environ.setdefault("SD_ORT_CACHE_GB", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
 def small_presets() -> None:
     """`sd15-small` and the like, and `sd15-mini`, beside the real presets."""
     PRESETS.update(smalls() | {"sd15-mini": mini(PRESETS["sd15-tiny"])})

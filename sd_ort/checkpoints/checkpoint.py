@@ -291,15 +291,15 @@ def _open_source(
             raise InputError(
                 "--controlnet goes with a diffusers folder or a hub id, not with a checkpoint in one file."
             )
-        config = None if files.config is None else _locate(files.config, download_configs)
+        config = None if files.config is None else locate(files.config, download_configs)
         return open_file(Path(model), config, files.unsafe_pickle)
     if files.config is not None:
         raise InputError(f"--config goes with a checkpoint in one file: {model} has its own configs.")
-    source = open_folder(model, _locate(model, download_pipeline))
-    return with_controlnet(source, _locate(controlnet, download_model)) if controlnet is not None else source
+    source = open_folder(model, locate(model, download_pipeline))
+    return with_controlnet(source, locate(controlnet, download_model)) if controlnet is not None else source
 
 
-def _locate(model: str, download: Callable[[str], Path]) -> Path:
+def locate(model: str, download: Callable[[str], Path]) -> Path:
     """The folder of a model the user named. Raises InputError when it neither exists nor looks like a hub id."""
     if model == "demo":
         from sd_ort.demo import MODEL_DIR

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from sd_ort.core.cache import cache_folder, keep, kept, listed
+from sd_ort.core.cache import cache_folder, cached_file, list_files, write_cached
 from sd_ort.core.files import code_hash
 
 KIND = "schedules"
@@ -72,12 +72,12 @@ class Plan:
 
 def known(config: Mapping[str, Any]) -> bool:
     """Whether an earlier process found a schedule of this configuration, so that diffusers can drive a UNet with it."""
-    return bool(listed(cache_folder() / KIND, f"{_key(config)}-*"))
+    return bool(list_files(cache_folder() / KIND, f"{_key(config)}-*"))
 
 
 def find(config: Mapping[str, Any], steps: int, eta: float) -> Plan | None:
     """The plan of a scheduler with this configuration, if an earlier process kept it."""
-    path = kept(_name(config, steps, eta))
+    path = cached_file(_name(config, steps, eta))
     with suppress(OSError):  # another process may clear it away
         if path is not None:
             state = path.stat()
@@ -109,7 +109,7 @@ def remember(config: Mapping[str, Any], steps: int, eta: float, plan: Plan) -> N
         file, timesteps=plan.timesteps, initial=np.float64(plan.initial), told=schedule.timesteps,
         scales=schedule.scales, steps=schedule.steps, drawn=schedule.drawn,
     )  # fmt: skip
-    keep(_name(config, steps, eta), file.getvalue())
+    write_cached(_name(config, steps, eta), file.getvalue())
 
 
 def _name(config: Mapping[str, Any], steps: int, eta: float) -> str:

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from sd_ort.core.cache import keep, kept
+from sd_ort.core.cache import cached_file, write_cached
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.files import read_json
 
@@ -35,8 +35,8 @@ class ClipTokenizer:
             if path.is_file():
                 digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
         name = f"tokenizers/{digest.hexdigest()[:20]}.json"
-        if (known := kept(name)) is None:
-            keep(name, json.dumps(_described(self.whole)).encode())
+        if (known := cached_file(name)) is None:
+            write_cached(name, json.dumps(_described(self.whole)).encode())
             return
         from tokenizers import Tokenizer
 

@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": "Draw images from a prompt.",
     "serve": "Answer requests for images over HTTP, on several GPUs.",
     "benchmark": "Measure latency and memory, engines side by side.",
+    "cache": "List or clear the checkpoints that were optimized before.",
     "tune": "Measure kernel candidates at a model's shapes, ahead of time.",
     "report": "Turn benchmark results into an HTML page, or compare two runs.",
     "build-ops": "Compile the fused operators for CPU, AMD or NVIDIA.",

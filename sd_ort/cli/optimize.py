@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import click
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.pipeline_folder import MODEL, bare_model, model_name
+from sd_ort.core.pipeline_folder import bare_model, model_name
+from sd_ort.model_cache import is_checkpoint
 
 
 @click.command()
@@ -137,11 +137,3 @@ def show(entries: dict[str, dict[str, Any]], explained: Path) -> None:
             click.echo(f"{name}: {entry['calibration']}{'; they stay in float32:' if entry['float32_sites'] else ''}")
         for site in entry.get("float32_sites", ()):
             click.echo(f"    {site['max_abs']:>12.0f}  {site['op']:24}{site['value']}")
-
-
-def is_checkpoint(source: Path) -> bool:
-    """Whether IN is what `sd-ort export` takes rather than what it writes."""
-    if source.is_dir():
-        return (source / "model_index.json").is_file() and not any(source.glob(f"*/{MODEL}"))
-    hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)) and not source.parent.exists()
-    return (source.is_file() and source.suffix != ".onnx") or str(source) == "demo" or bool(hub_id)

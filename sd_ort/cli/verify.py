@@ -65,7 +65,7 @@ def command(
     Inputs are made up as in use, at two shapes (batch 1 and 2, not square). Exits with 4 when an output of OUT is not
     finite or differs by more than the tolerance.
     """
-    from sd_ort.cli.optimize import is_checkpoint
+    from sd_ort.model_cache import is_checkpoint
 
     of_weights = is_checkpoint(source)
     refuse(OF_RUNS if of_weights else OF_WEIGHTS, source)

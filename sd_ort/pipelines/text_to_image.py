@@ -25,9 +25,11 @@ from sd_ort.checkpoints.generation_defaults import generation_defaults
 from sd_ort.checkpoints.schedulers import make_scheduler, set_timesteps
 from sd_ort.checkpoints.signatures import default_latents, latent_multiple
 from sd_ort.checkpoints.unet_inputs import is_sdxl
+from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import check_component, read_index
-from sd_ort.core.progress import announce
+from sd_ort.core.progress import announce, print_line
+from sd_ort.model_cache import open_model
 from sd_ort.pipelines import controlnet_inputs, safety
 from sd_ort.pipelines.controlnet_inputs import Control
 from sd_ort.pipelines.device.guidance_split import open_loop
@@ -45,7 +47,7 @@ from sd_ort.pipelines.text import Texts
 from sd_ort.pipelines.textual_inversion import EmbeddingMethods
 from sd_ort.pipelines.vae import Vae
 from sd_ort.runtime.components import Components
-from sd_ort.runtime.provider_choice import AUTO, provider_for
+from sd_ort.runtime.provider_choice import AUTO
 
 if TYPE_CHECKING:
     import torch
@@ -99,9 +101,10 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
             self.texts.fix_length()
 
     @classmethod
+    @accept_old_names(folder="model")
     def from_pretrained(
         cls,
-        folder: Path | str,
+        model: Path | str,
         provider: str = AUTO,
         scheduler: Any = None,
         *,
@@ -115,10 +118,15 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         split_guidance: Sequence[int] | None = None,
         unet_on: Sequence[int] | None = None,
         decode_on: int | None = None,
+        config: str | None = None,
         **options: Any,
     ) -> Any:
-        """Load a pipeline folder on a provider ("cpu", "cuda", "rocm", "migraphx", or ours: "hip", "sdcuda"); "auto"
-        is the best one that runs here, said on stderr.
+        """Load a model on a provider ("cpu", "cuda", "rocm", "migraphx", or ours: "hip", "sdcuda"); "auto" is the best
+        one that runs here, said on stderr.
+
+        `model`: a pipeline folder of sd-ort, or a checkpoint: a diffusers folder, a file, a hub id, or "demo". A
+        checkpoint is optimized in `torch_dtype` (default float16, float32 on a CPU), once: it stays in the cache
+        (`sd-ort cache`). `config`: of a checkpoint in one file, a folder or hub id of its family.
 
         `scheduler`: None for the folder's own, a diffusers class name or short form ("EulerDiscreteScheduler",
         "euler"), or a scheduler object. `low_memory`: open a component when its turn comes and drop the one before.
@@ -136,8 +144,8 @@ class StableDiffusionPipeline(LoraMethods, EmbeddingMethods, IpAdapterMethods, D
         Raises InputError for a folder, component, scheduler or option that cannot be used, ProviderError for a
         provider that is not installed or not really used.
         """
-        folder = Path(folder)
-        choice = provider_for(folder, provider)
+        dtype = options.get("torch_dtype") or options.get("dtype")
+        folder, choice = open_model(model, provider, dtype=dtype, config=config, on_progress=print_line)
         if choice.reason:
             announce(choice.line)
         provider = choice.provider

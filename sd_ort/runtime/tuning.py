@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from custom_ops.libraries import GpuLibrary
-from sd_ort.core.cache import cache_folder, is_there, listed
+from sd_ort.core.cache import cache_folder, is_reachable_file, list_files
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.files import mismatch, read_json, without_nulls, write_text
 from sd_ort.runtime.library import GPU_LIBRARIES as GPU_LIBRARIES
@@ -297,9 +297,9 @@ def load(session: Any, source: TuningSource | None, onnxruntime_version: str, mo
     """Give a session the results of the file that fits; its path, or None. The log says why others do not fit."""
     validators = validators_of(source, onnxruntime_version)
     places = folders(model)
-    fitting = next((path for place in places if is_there(path := place / _name(validators))), None)
+    fitting = next((path for place in places if is_reachable_file(path := place / _name(validators))), None)
     if fitting is None:
-        _say_why_not((path for place in places for path in listed(place, "*.json")), validators)
+        _say_why_not((path for place in places for path in list_files(place, "*.json")), validators)
         return None
     record = read(fitting)
     check(fitting, record, validators)
