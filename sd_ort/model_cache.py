@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from sd_ort.checkpoints import is_checkpoint
 from sd_ort.core import pipeline_folder
 from sd_ort.core.cache import cache_folder, cached_file, write_cached
 from sd_ort.core.errors import InputError, OutputError, SdOrtError
@@ -38,19 +38,9 @@ from sd_ort.runtime.provider_choice import (
 
 LIMIT_GB = 40
 DTYPES = ("float32", "float16", "bfloat16")
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # What a diffusers folder is read from; weights of other frameworks and pictures are not.
 CHECKPOINT_SUFFIXES = (".json", ".txt", ".safetensors", ".bin")
 IN_USE: dict[Path, int] = {}  # lock file -> descriptor with a shared lock, for the life of the process
-
-
-def is_checkpoint(model: Path) -> bool:
-    """Whether a path or name is what `sd-ort export` reads (a diffusers folder, a file, a hub id, `demo`) rather than
-    what it writes."""
-    if model.is_dir():
-        return (model / "model_index.json").is_file() and not any(model.glob(f"*/{pipeline_folder.MODEL}"))
-    is_hub_id = HUB_ID.fullmatch(str(model)) and not model.parent.exists()
-    return (model.is_file() and model.suffix != ".onnx") or str(model) == "demo" or bool(is_hub_id)
 
 
 def open_model(
@@ -105,13 +95,13 @@ def _optimized(model: str, provider: str, dtype: str, config: str | None, on_pro
         _release(lock)
         with _locked(lock, fcntl.LOCK_EX):
             if not _is_whole(entry):  # else another process has made it meanwhile
-                from sd_ort.checkpoints.checkpoint import FileOptions
-                from sd_ort.from_checkpoint import optimize_checkpoint
+                from sd_ort.checkpoints.open import CheckpointOptions
+                from sd_ort.stages import optimize
 
                 shutil.rmtree(entry, ignore_errors=True)
                 on_progress(f"optimizing {model} for target {target} in {dtype}, once: it stays in {entry}")
-                files = FileOptions(config)
-                optimize_checkpoint(model, entry, target=target, dtype=dtype, files=files, report=on_progress)
+                checkpoint = CheckpointOptions(config)
+                optimize(model, entry, target=target, dtype=dtype, checkpoint=checkpoint, on_progress=on_progress)
     trim(int(float(os.environ.get("SD_ORT_CACHE_GB", LIMIT_GB)) * 1e9))
     return entry
 
@@ -125,8 +115,8 @@ def _code() -> list[Path]:
 
 def checkpoint_files(model: str) -> list[Path]:
     """Return the files of a checkpoint, which a hub id downloads. Raises InputError for what is none."""
-    from sd_ort.checkpoints.checkpoint import locate
     from sd_ort.checkpoints.hub import download_pipeline
+    from sd_ort.checkpoints.open import locate
 
     if Path(model).is_file():
         return [Path(model)]

@@ -4,11 +4,14 @@ in one header. `lint-imports` checks the layers."""
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("sd_ort", "fusion_passes", "custom_ops")
@@ -50,6 +53,36 @@ def test_private_names_stay_in_their_module() -> None:
         if is_private(node.attr) and isinstance(node.value, ast.Name) and (path, node.value.id) in imported:
             found.append(f"{path}: {node.value.id}.{node.attr}")
     assert found == []
+
+
+CYCLE_FREE_PACKAGES = (
+    "benchmark", "checkpoints", "core", "demo", "export", "graphs", "inspect", "optimize", "pipelines", "runtime",
+    "serving", "torch", "weights",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("package", CYCLE_FREE_PACKAGES)
+def test_no_module_cycles(package: str) -> None:
+    """Modules of a package do not import each other in a circle, inside functions either."""
+    prefix = f"sd_ort.{package}"
+    imports: dict[str, set[str]] = {}
+    for path, tree in trees().items():
+        module = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        if module == prefix or module.startswith(f"{prefix}."):
+            type_checking = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+            skipped = {node for block in type_checking for node in ast.walk(block)}
+            names = set()
+            for node in set(ast.walk(tree)) - skipped:
+                if isinstance(node, ast.ImportFrom) and node.module is not None:
+                    names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+                elif isinstance(node, ast.Import):
+                    names |= {alias.name for alias in node.names}
+            imports[module] = names
+    graph = {
+        module: {name for name in names if name in imports and name != prefix} for module, names in imports.items()
+    }
+    assert len(graph) > 2
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
 def test_scripts_import_nothing_from_tests() -> None:

@@ -47,13 +47,14 @@ from sd_ort.checkpoints.modules import wrap
 from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import SdOrtError
+from sd_ort.core.metrics import relative_l2_error
 from sd_ort.graphs import hoist
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import CUDA, CUDA_CONTRIB, TARGETS
-from sd_ort.runtime import gpu_graphs, machine, providers, session
+from sd_ort.runtime import bound_run, machine, providers, session
 
 ROUNDS = 7
-VENDOR = "cuda" if DEVICE == "cuda" else "host"  # of our own provider
+VENDOR = "cuda" if DEVICE == "cuda" else "simulated"  # of our own provider
 
 # Kernels by what they do, first match first. The names are those of cuDNN, cuBLAS, ONNX Runtime, torch and ours.
 CLASSES = (
@@ -79,25 +80,25 @@ class Variant:
     tune: bool = False
 
 
-_OUR_ATTENTION = {name: limit for name, limit in CUDA.contrib.items() if name != "MultiHeadAttention"}
+_OUR_ATTENTION = {name: limit for name, limit in CUDA.contrib_constraints.items() if name != "MultiHeadAttention"}
 
 
 def _without(*names: str) -> dict[str, Any]:
-    return {"passes": tuple(each for each in CUDA.passes if each.name not in names)}
+    return {"lowering_passes": tuple(each for each in CUDA.lowering_passes if each.name not in names)}
 
 
 _OURS = ("linear_add", "layer_norm", "upsample_nearest", "subpixel_conv")
 # Each adds to the one before: a waterfall. The fifth is the cuda target as it is. The ninth is the seventh without one
 # of its passes.
 VARIANTS = {
-    "1 contrib operators": Variant({**_without(*_OURS, "fold_bias"), "contrib": CUDA_CONTRIB}),
-    "2 + convolution biases folded": Variant({**_without(*_OURS), "contrib": CUDA_CONTRIB}),
+    "1 contrib operators": Variant({**_without(*_OURS, "fold_bias"), "contrib_constraints": CUDA_CONTRIB}),
+    "2 + convolution biases folded": Variant({**_without(*_OURS), "contrib_constraints": CUDA_CONTRIB}),
     "3 + our GroupNorm, gates, BiasAdd, attention of wide heads": Variant(_without(*_OURS)),
     "4 + our LayerNormalization, UpsampleNearest": Variant(_without("linear_add", "subpixel_conv")),
     "5 + LinearAdd, sub-pixel convolutions": Variant(),
     "6 + hoisting": Variant(hoist=True),
     "7 + tuning": Variant(hoist=True, tune=True),
-    "8 + our attention": Variant({"contrib": _OUR_ATTENTION}, hoist=True, tune=True),
+    "8 + our attention": Variant({"contrib_constraints": _OUR_ATTENTION}, hoist=True, tune=True),
     "9 as 7, without sub-pixel convolutions": Variant(_without("subpixel_conv"), hoist=True, tune=True),
 }
 
@@ -171,7 +172,7 @@ def ort_engine(
     hoisted = variant.hoist and path.parent.name == hoist.PARTS["step"]
     target = replace(CUDA, **variant.target)
     made = optimize_component(raw, path, target, "float16", calibrate=False, hoisted=hoisted)
-    print(f"  optimized in {time.perf_counter() - started:.1f} s: {made['counts']}", flush=True)
+    print(f"  optimized in {time.perf_counter() - started:.1f} s: {made['op_counts']}", flush=True)
     started = time.perf_counter()
     library = library_path()
     if library is None or not (library.parent / CUDA_LIBRARY).is_file():
@@ -199,9 +200,8 @@ def session_engine(
             once = session.Model(session.create_session(part, provider))
             feeds |= once(**{key: feeds[key] for key in once.inputs})
     before = time.perf_counter()
-    opened = session.create_session(path, provider, graph=True, **options)
+    model = bound_run.open_gpu_graph_model(path, provider, **options)
     session_s = time.perf_counter() - before
-    model = gpu_graphs.GraphModel(opened, providers.provider_named(provider).device)
     bound = model.bind({key: feeds[key] for key in model.inputs})
     (value,) = bound.outputs.values()
     assert tuple(value.shape()) == tuple(shape)
@@ -216,9 +216,11 @@ def provider_engine(
     provider = f"plugin:{library}"
     path = raw.parents[2] / f"provider{without}" / raw.parent.name / pipeline_folder.MODEL
     hoisted = path.parent.name == hoist.PARTS["step"]
-    target = replace(TARGETS["gpu"], passes=tuple(each for each in TARGETS["gpu"].passes if each.name != without))
+    target = replace(
+        TARGETS["gpu"], lowering_passes=tuple(each for each in TARGETS["gpu"].lowering_passes if each.name != without)
+    )
     made = optimize_component(raw, path, target, "float16", calibrate=False, hoisted=hoisted)
-    print(f"  optimized: {made['counts']}", flush=True)
+    print(f"  optimized: {made['op_counts']}", flush=True)
     name = providers.provider_named(provider).ep + (f" without {without}" if without else "")
     return session_engine(name, provider, path, hoisted, inputs, shape, time.perf_counter(), tuning=True)
 
@@ -308,12 +310,6 @@ def operations(net: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict
     return {str(op): round(count / 1e12, 4) for op, count in counter.get_flop_counts()["Global"].items()}
 
 
-def relative_error(made: torch.Tensor, reference: torch.Tensor) -> float:
-    """Norm of the difference over the norm of the reference."""
-    reference = reference.double().cpu()
-    return float((made.double().cpu() - reference).norm() / reference.norm())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="sd15", choices=sorted(PRESETS))
@@ -377,7 +373,7 @@ def main() -> None:
                 row[f"{kind}_ms"] = statistics.median(values)
                 if base is not None:
                     row[f"{kind}_ratio"] = statistics.median(a / b for a, b in zip(values, base[kind], strict=True))
-            row["error"] = relative_error(engine.output(), reference)
+            row["error"] = relative_l2_error(*(t.double().cpu().numpy() for t in (engine.output(), reference)))
             rows.append(row)
             say("ROW " + json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}))
             if options.profile:

@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch_ops import ATTENTION, TORCH, Tensors
 
 from custom_ops.libraries import GpuLibrary
-from custom_ops.op import Case, Operator, load
+from custom_ops.operator_spec import CustomOperator, OperatorCase, load
 from sd_ort.runtime import build
 
 NOT_IN_CONTRIB = ("upsample_nearest", "subpixel_shuffle")
@@ -91,20 +91,20 @@ def void(value: object) -> None:
 class Call:
     """Sets of buffers of one case."""
 
-    operator: Operator
-    case: Case
+    operator: CustomOperator
+    case: OperatorCase
     inputs: list[Tensors]
     outputs: list[Tensors]
     bytes: int
 
     @classmethod
-    def allocate(cls, operator: Operator, case: Case) -> Call:
+    def allocate(cls, operator: CustomOperator, case: OperatorCase) -> Call:
         shapes = operator.output_shapes(case)
         moved = 2 * (sum(prod(shape) for shape in case.inputs.values()) + sum(prod(shape) for shape in shapes.values()))
         sets = min(MOST_SETS, max(2, int(ROTATED_BYTES / moved)))
         inputs = []
         for _ in range(sets):
-            dtypes = {name: torch.float32 if name in operator.parameters else torch.float16 for name in case.inputs}
+            dtypes = {name: torch.float32 if name in operator.float32_inputs else torch.float16 for name in case.inputs}
             inputs.append({n: torch.randn(s, device="cuda", dtype=dtypes[n]) for n, s in case.inputs.items()})
         outputs = [
             {name: torch.empty(shape, device="cuda", dtype=torch.float16) for name, shape in shapes.items()}
@@ -133,7 +133,7 @@ def ours(library: GpuLibrary, call: Call, every: bool) -> dict[str, float | str]
     default = names[library.default_candidate(number, params[0])]
     for candidate, name in enumerate(names):
         wanted = every or name in (tuned, default)
-        slow = name == "plain" and name not in (tuned, default)
+        slow = name == "generic" and name not in (tuned, default)
         if not wanted or slow or not library.is_supported(number, candidate, params[0]):
             continue
         size = library.workspace_bytes(number, candidate, params[0])
@@ -189,7 +189,7 @@ def by_onnxruntime(call: Call, **provider_options: Any) -> float:
     for index, (inputs, outputs) in enumerate(zip(call.inputs, call.outputs, strict=True)):
         for kind, tensors in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
             for name, t in tensors.items():
-                if name in call.operator.parameters and index > 0:
+                if name in call.operator.float32_inputs and index > 0:
                     continue
                 dtype = np.float32 if t.dtype == torch.float32 else np.float16
                 kind(f"{name}_{index}", "cuda", 0, dtype, tuple(t.shape), t.data_ptr())
@@ -205,7 +205,7 @@ def contrib_model(call: Call) -> bytes:
     from onnx import TensorProto, helper
 
     operator, case = call.operator, call.case
-    shared = operator.parameters
+    shared = operator.float32_inputs
     attributes: dict[str, Any] = dict(case.attributes)
     if operator.folder in ("group_norm", "skip_group_norm"):
         attributes.setdefault("channels_last", 1)

@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from sd_ort.core.metrics import relative_l2_error
 from sd_ort.runtime.glibc_malloc import given_back
 from sd_ort.runtime.library import library_path
 
@@ -239,8 +240,7 @@ def measure(engines: list[Contender], models: dict[str, Path], options: argparse
             for engine, row in zip(engines, rows, strict=True):
                 raw = outputs.get("raw, TorchScript export" if engine.torchscript else "raw")
                 if raw is not None:
-                    error = np.linalg.norm(outputs[engine.name] - raw) / np.linalg.norm(raw)
-                    row.setdefault("relative_error", {})[edge] = float(error)
+                    row.setdefault("relative_error", {})[edge] = relative_l2_error(outputs[engine.name], raw)
     for process in processes:
         process.close()
     return rows

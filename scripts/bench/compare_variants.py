@@ -26,10 +26,10 @@ from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.core import files, metrics
 from sd_ort.demo.fidelity import unseen_prompts
 from sd_ort.export.exporter import export
-from sd_ort.merge import merge
-from sd_ort.optimize.optimizer import optimize
+from sd_ort.optimize.merge import merge
 from sd_ort.pipelines.merged import MergedPipeline
 from sd_ort.runtime import machine
+from sd_ort.stages import optimize
 
 BOUND = 55.0  # dB that every picture must reach: rounding alone, as between two kernels of one operator
 SCALE = 2  # sides of the pictures that are tiled, in those of the model's own
@@ -59,8 +59,8 @@ def folders(work: Path, target: str, steps: int) -> dict[str, Path]:
     """What the variants draw with, made below `work`; each stage knows whether what is there is of these options."""
     makers: dict[str, Callable[[Path], object]] = {
         "raw": lambda out: export("demo", out, on_progress=print),
-        "plain": lambda out: optimize(work / "raw", out, target=target, report=print),
-        "hoisted": lambda out: optimize(work / "raw", out, target=target, hoisted=True, report=print),
+        "plain": lambda out: optimize(work / "raw", out, target=target, on_progress=print),
+        "hoisted": lambda out: optimize(work / "raw", out, target=target, hoist=True, on_progress=print),
         "merged": lambda out: merge(work / "plain", out, steps=steps, report=print),
         "hoisted-merged": lambda out: merge(work / "hoisted", out, steps=steps, report=print),
     }

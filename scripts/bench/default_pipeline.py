@@ -34,13 +34,15 @@ sys.path.insert(0, str(ROOT))
 from gpu_models import fill  # noqa: E402
 
 from sd_ort.benchmark.engine_selection import target_of  # noqa: E402
-from sd_ort.checkpoints.checkpoint import class_name, model_class, open_source  # noqa: E402
+from sd_ort.checkpoints.checkpoint import class_name, model_class  # noqa: E402
+from sd_ort.checkpoints.open import open_checkpoint  # noqa: E402
+from sd_ort.checkpoints.presets import open_preset  # noqa: E402
 from sd_ort.checkpoints.signatures import MODEL_OF  # noqa: E402
 from sd_ort.core import metrics, pipeline_folder  # noqa: E402
 from sd_ort.core.files import write_text  # noqa: E402
 from sd_ort.export.exporter import export, save_config  # noqa: E402
-from sd_ort.optimize.optimizer import optimize  # noqa: E402
 from sd_ort.runtime import machine  # noqa: E402
+from sd_ort.stages import optimize  # noqa: E402
 
 PROMPT = "a red circle left of a small blue square on a white background"
 SIZES = {"sd15": 512, "sdxl": 1024, "sd15-tiny": 64, "sdxl-tiny": 64}
@@ -100,7 +102,7 @@ def models(preset: str, device: str) -> dict[str, Any]:
     """The preset's models with random weights, made on the device: variance 1/fan_in, norms around 1, biases 0."""
     made = {}
     generator = torch.Generator(device).manual_seed(0)
-    for name, config in open_source(None, preset, True, 0).configs.items():
+    for name, config in open_preset(preset, 0).configs.items():
         cls = model_class(class_name(config))
         with torch.device(device):
             model = cls(cls.config_class(**config)) if "model_type" in config else cls.from_config(config)
@@ -121,12 +123,12 @@ def make(options: argparse.Namespace) -> None:
         export("demo", work / "raw", on_progress=say)
     else:
         export(None, work / "raw", preset=options.preset, random_weights=True, on_progress=say)
-    optimize(work / "raw", work / "ours", target=target, dtype="float16", calibrate=False, report=say)
+    optimize(work / "raw", work / "ours", target=target, dtype="float16", calibrate=False, on_progress=say)
 
 
 def raw_folder(preset: str, graphs: Path, out: Path, device: str) -> None:
     """A raw export from graphs without weights and the models' weights, the demo model's or random ones."""
-    source = open_source("demo", None, False, 0) if preset == "demo" else open_source(None, preset, True, 0)
+    source = open_checkpoint("demo") if preset == "demo" else open_preset(preset, 0)
     made = {} if preset == "demo" else models(preset, device)
     with pipeline_folder.staged(out) as work:
         source.write_configs(work)
@@ -361,7 +363,7 @@ def fidelity(options: argparse.Namespace) -> dict[str, Any]:
         "prompts": len(prompts),
         "right": right,
         "psnr_db": {"median": median(decibels), "min": min(decibels)},
-        "captured": type(ours.unet).__name__ == "GraphModel",
+        "captured": type(ours.unet).__name__ == "GpuGraphModel",
         "hoisted": "unet_prompt" in ours.models,
         "queued": bool(ours.loop.kept) and not ours.loop.wait,
     }

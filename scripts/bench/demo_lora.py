@@ -27,10 +27,11 @@ from safetensors.torch import load_file
 
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.core.files import write_bytes, write_json
+from sd_ort.core.metrics import psnr
 from sd_ort.demo import styles
 from sd_ort.demo.fidelity import score
-from sd_ort.from_checkpoint import optimize_checkpoint
 from sd_ort.runtime.machine import commit, machine, versions
+from sd_ort.stages import optimize
 
 BOUND = 60.0  # dB
 BATCH = 10
@@ -81,10 +82,6 @@ def fuse(unet: Any, clean: Mapping[str, torch.Tensor], strengths: Mapping[str, f
     unet.load_state_dict(weights)
 
 
-def psnr(picture: np.ndarray, reference: np.ndarray) -> float:
-    return float(-10 * np.log10(max(np.mean((picture.astype(np.float64) - reference) ** 2), 1e-20)))
-
-
 def compared(ours: Any, prompts: Sequence[str]) -> dict[str, float]:
     """Strengths -> the lowest PSNR of our pictures to diffusers', in dB."""
     theirs: Any = Diffusers.from_pretrained(demo.MODEL_DIR, torch_dtype=torch.float32)
@@ -96,7 +93,7 @@ def compared(ours: Any, prompts: Sequence[str]) -> dict[str, float]:
         ours.set_adapters(list(strengths), list(strengths.values()))
         pairs = zip(*(draw(each, prompts) for each in (ours, theirs)), strict=True)
         label = ", ".join(f"{name} {strength}" for name, strength in strengths.items())
-        found[label] = round(min(psnr(*pair) for pair in pairs), 1)
+        found[label] = round(min(psnr(*pair, peak=1.0) for pair in pairs), 1)
         click.echo(f"{label}: {found[label]} dB")
     return found
 
@@ -117,7 +114,7 @@ def sheet(rows: Sequence[np.ndarray]) -> bytes:
 def main(count: int, few: int, work: Path, out: Path) -> None:
     folder = work / "demo-cpu"
     if not folder.is_dir():
-        optimize_checkpoint("demo", folder, target="cpu", report=click.echo)
+        optimize("demo", folder, target="cpu", on_progress=click.echo)
     ours = StableDiffusionPipeline.from_pretrained(folder)
     ours.set_progress_bar_config(disable=True)
     prompts = styles.styleable_prompts(count)

@@ -27,8 +27,8 @@ from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.core import files, metrics
 from sd_ort.demo.fidelity import score, unseen_prompts
 from sd_ort.export.exporter import export
-from sd_ort.optimize.optimizer import optimize
 from sd_ort.runtime import machine
+from sd_ort.stages import optimize
 
 TORCH = "torch fp32"
 # (points of fidelity an engine may lose against torch, dB its median picture must reach): the project's bounds.
@@ -46,7 +46,7 @@ def engines(work: Path, target: str) -> dict[str, Callable[[], Any]]:
     def optimized(name: str, dtype: str) -> Any:
         if not (work / "raw").is_dir():
             export("demo", work / "raw", on_progress=print)
-        optimize(work / "raw", work / name, target=target, dtype=dtype, report=print)
+        optimize(work / "raw", work / name, target=target, dtype=dtype, on_progress=print)
         return StableDiffusionPipeline.from_pretrained(work / name)
 
     def raw() -> Any:

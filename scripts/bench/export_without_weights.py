@@ -20,8 +20,10 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from sd_ort.checkpoints.checkpoint import Source, class_name, component_signature, is_sdxl, model_class, open_source
+from sd_ort.checkpoints.checkpoint import Checkpoint, build_model, class_name, component_signature, is_sdxl
 from sd_ort.checkpoints.modules import wrap
+from sd_ort.checkpoints.open import open_checkpoint
+from sd_ort.checkpoints.presets import open_preset
 from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core.quiet import quiet
 from sd_ort.export.exporter import NOISY_LOGGERS, TRACE_SIZES, example_input
@@ -38,7 +40,7 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for preset in options.presets:
-        source = open_source("demo", None, False, 0) if preset == "demo" else open_source(None, preset, True, 0)
+        source = open_checkpoint("demo") if preset == "demo" else open_preset(preset, 0)
         components = [*(n for n in source.configs if n != "vae"), "vae_encoder", "vae_decoder"]
         for component in components:
             out = options.out / f"{preset}.{component}.onnx.xz"
@@ -48,7 +50,7 @@ def main() -> None:
             gc.collect()
 
 
-def graph(source: Source, component: str) -> onnx.ModelProto:
+def graph(source: Checkpoint, component: str) -> onnx.ModelProto:
     """One component as `sd-ort export` writes it, its parameters as external data of no file."""
     model: Any = unfilled(source.configs[MODEL_OF.get(component, component)])
     config = dict(model.config) if hasattr(model, "save_config") else model.config.to_dict()
@@ -91,14 +93,13 @@ def beginning(array: np.ndarray) -> bytes:
 
 def unfilled(config: dict[str, Any]) -> torch.nn.Module:
     """The model, its small parameters all different, its large ones untouched memory."""
-    cls = model_class(class_name(config))
     skip = lambda tensor, *args, **kwargs: tensor  # noqa: E731
     inits = ["kaiming_uniform_", "uniform_", "normal_", "xavier_uniform_", "trunc_normal_"]
     kept = {name: getattr(torch.nn.init, name) for name in inits}
     for name in inits:
         setattr(torch.nn.init, name, skip)
     try:
-        made = cls(cls.config_class(**config)) if "model_type" in config else cls.from_config(config)
+        made: torch.nn.Module = build_model(class_name(config), config)
     finally:
         for name, function in kept.items():
             setattr(torch.nn.init, name, function)

@@ -24,8 +24,9 @@ from compare_fusion import measured_with
 from sd_ort.benchmark.ablation import ablation_steps
 from sd_ort.core import pipeline_folder
 from sd_ort.inspect.verify import verify
-from sd_ort.optimize.optimizer import optimize, optimize_component
+from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
+from sd_ort.stages import optimize
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 KEYS = ("export", "component", "target", "dtype")

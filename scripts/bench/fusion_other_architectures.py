@@ -35,7 +35,7 @@ from onnxruntime.transformers.optimizer import optimize_model  # noqa: E402
 from fusion_passes.lower import nhwc_layout  # noqa: E402
 from sd_ort.optimize.targets import PORTABLE, TARGETS, Target  # noqa: E402
 
-NHWC = Target("nhwc", passes=(nhwc_layout.PASS,))
+NHWC = Target("nhwc", lowering_passes=(nhwc_layout.PASS,))
 HEAD = ["graph", "nodes", "attention", "group norm", *TARGETS, "error", "onnxscript", "ORT level 2", "ORT transformers"]
 # Model types of onnxruntime.transformers by the beginning of a graph's name; "unet" for all others.
 TYPES = {

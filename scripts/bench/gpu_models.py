@@ -13,8 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from sd_ort.checkpoints.checkpoint import open_source
-from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core import pipeline_folder
 
@@ -92,7 +91,7 @@ def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> 
     from sd_ort.checkpoints import checkpoint
     from sd_ort.export import exporter, tracing
 
-    source = open_source(None, preset, True, 0)
+    source = open_preset(preset, 0)
     config = PRESETS[preset].models[MODEL_OF.get(component, component)]
     signature = checkpoint.component_signature(source, component, config)
     arguments = [exporter.example_input(t, exporter.TRACE_SIZES, config, 0) for t in signature.inputs]

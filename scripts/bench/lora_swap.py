@@ -36,8 +36,9 @@ from measure_templates import checkpoint
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engine_selection import target_of
 from sd_ort.core.files import read_json, write_json, write_text
-from sd_ort.from_checkpoint import optimize_checkpoint
+from sd_ort.core.metrics import psnr
 from sd_ort.runtime.machine import commit, machine, versions
+from sd_ort.stages import optimize
 
 RANK = 16
 SIDES = {"sdxl": 1024, "sd15-tiny": 64, "sdxl-tiny": 64}
@@ -83,10 +84,9 @@ def timed(work: Callable[[], Any]) -> dict[str, float]:
     return {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - used}
 
 
-def psnr(latents: np.ndarray, reference: np.ndarray) -> float:
-    """dB, the reference's range as peak; at most 200, for infinity is no JSON."""
-    error = float(np.mean((latents.astype(np.float64) - reference) ** 2))
-    return min(200.0, 10 * float(np.log10(float(np.ptp(reference)) ** 2 / max(error, 1e-30))))
+def latents_psnr(latents: np.ndarray, reference: np.ndarray) -> float:
+    """Return the PSNR in dB with the range of the reference as peak."""
+    return psnr(latents, reference, peak=float(np.ptp(reference)))
 
 
 def drawer(side: int, steps: int) -> Callable[[Any], np.ndarray]:
@@ -156,11 +156,11 @@ def measure(folder: Path, loras: list[Path], provider: str, side: int, steps: in
     row["sessions reopened"] = opened(ours) != sessions
     ours.set_adapters([path.stem for path in loras])
     row["picture as after loading"] = bool(np.array_equal(draw(ours), with_loras))
-    row["PSNR to without"] = round(psnr(with_loras, untouched), 1)
+    row["PSNR to without"] = round(latents_psnr(with_loras, untouched), 1)
     plain.models.in_place = False
     for path in loras:
         plain.load_lora_weights(path, path.stem)
-    row["PSNR to reopened sessions"] = round(psnr(draw(plain), with_loras), 1)
+    row["PSNR to reopened sessions"] = round(latents_psnr(draw(plain), with_loras), 1)
     return row
 
 
@@ -206,7 +206,7 @@ def main(preset: str, provider: str, steps: int | None, side: int | None, rounds
     modules = [make_lora(model, path, seed) for seed, path in enumerate(loras)]
     if not folder.is_dir():
         dtype = "float32" if provider == "cpu" else "float16"
-        optimize_checkpoint(str(model), folder, target=target, dtype=dtype, calibrate=False, report=click.echo)
+        optimize(str(model), folder, target=target, dtype=dtype, calibrate=False, on_progress=click.echo)
     steps = steps or (1 if provider == "cpu" else 20)
     row = measure(folder, loras, provider, side or SIDES.get(preset, 512), steps, rounds)
     row |= {"modules": modules[0], "steps": steps, "load average": round(os.getloadavg()[0], 1)}

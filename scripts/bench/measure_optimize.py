@@ -37,42 +37,32 @@ def make_pipeline(preset: str, folder: Path, holes: bool) -> None:
     import torch
 
     from sd_ort.checkpoints import signatures
-    from sd_ort.checkpoints.checkpoint import (
-        PresetSource,
-        choose,
-        class_name,
-        component_signature,
-        is_sdxl,
-        model_class,
-    )
+    from sd_ort.checkpoints.checkpoint import build_model, class_name, component_signature, is_sdxl, select_components
     from sd_ort.checkpoints.modules import wrap
+    from sd_ort.checkpoints.presets import open_preset
     from sd_ort.core.quiet import quiet
     from sd_ort.export.exporter import NOISY_LOGGERS, TRACE_SIZES, example_input, save_config
     from sd_ort.export.tracing import export_dynamo, normalize_exported_names
 
-    class Hollow(PresetSource):
-        """A preset whose parameters nobody has initialized: pages that are never touched take no memory."""
+    def load_uninitialized(config: dict[str, Any]) -> torch.nn.Module:
+        """Return a model with uninitialized parameters: memory pages that are never written are not allocated."""
+        with torch.device("meta"):
+            module: torch.nn.Module = build_model(class_name(config), config)
+        module = module.to_empty(device="cpu").eval()
+        for name, buffer in module.named_buffers():
+            if name.endswith("position_ids"):
+                buffer.copy_(torch.arange(buffer.shape[-1]).expand(buffer.shape))
+        return module
 
-        def load(self, model: str) -> torch.nn.Module:
-            config = self.configs[model]
-            cls = model_class(class_name(config))
-            with torch.device("meta"):
-                made = cls(cls.config_class(**config)) if "model_type" in config else cls.from_config(config)
-            made = made.to_empty(device="cpu").eval()
-            for name, buffer in made.named_buffers():
-                if name.endswith("position_ids"):
-                    buffer.copy_(torch.arange(buffer.shape[-1]).expand(buffer.shape))
-            return made
-
-    source = Hollow(preset, 0)
+    source = open_preset(preset, 0)
     work = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     block = np.random.default_rng(0).normal(0, 0.02, BLOCK).astype(np.float32)
-    for component in choose(source, None):
+    for component in select_components(source, None):
         (work / component).mkdir()
         with quiet(*NOISY_LOGGERS), torch.no_grad():
-            model = source.load(signatures.MODEL_OF.get(component, component))
+            model = load_uninitialized(source.configs[signatures.MODEL_OF.get(component, component)])
             config = save_config(model, work / component)
             signature = component_signature(source, component, config)
             module = wrap(component, model, is_sdxl(source), "controlnet" in source.configs)
@@ -194,7 +184,7 @@ def growth(repeats: int = 1) -> dict[str, Any]:
                 started = time.process_time()
                 fusion_passes.canonicalize(model)
                 fusion_passes.fuse(model)
-                run_all(model, TARGETS["cuda"].passes)
+                run_all(model, TARGETS["cuda"].lowering_passes)
                 best = min(best, time.process_time() - started)
             rows.append({"graph": name, "nodes": nodes, "cpu_seconds": round(best, 3)})
     exponent = {

@@ -41,19 +41,19 @@ from sd_ort.runtime.machine import commit, machine, versions
 FILL = """
 import sys
 from pathlib import Path
-from sd_ort.checkpoints.checkpoint import FileOptions
-from sd_ort.from_checkpoint import optimize_checkpoint
+from sd_ort.checkpoints.open import CheckpointOptions
+from sd_ort.stages import optimize
 model, out, target, config = sys.argv[1:]
 lines = []
-files = FileOptions(config if Path(model).is_file() else None)
-optimize_checkpoint(model, Path(out), target=target, dtype="float16", files=files, report=lines.append)
+options = CheckpointOptions(config if Path(model).is_file() else None)
+optimize(model, Path(out), target=target, dtype="float16", checkpoint=options, on_progress=lines.append)
 assert "nothing was traced" in lines[-1], lines
 """
 SLOW = """
 import sys
 from pathlib import Path
 from sd_ort.export.exporter import export
-from sd_ort.optimize.optimizer import optimize
+from sd_ort.stages import optimize
 export(sys.argv[1], Path(sys.argv[2] + "-raw"))
 optimize(Path(sys.argv[2] + "-raw"), Path(sys.argv[2]), target=sys.argv[3], dtype="float16")
 """
@@ -97,10 +97,10 @@ WAYS = {"template": FILL, "file": FILL, "slow": SLOW, "ort": ORT, "mobius": MOBI
 
 def checkpoint(preset: str, seed: int, folder: Path) -> None:
     """A diffusers folder of a preset with random weights, in fp16."""
-    from sd_ort.checkpoints.checkpoint import PresetSource
+    from sd_ort.checkpoints.presets import open_preset
 
     folder.mkdir(parents=True)
-    source = PresetSource(preset, seed)
+    source = open_preset(preset, seed)
     source.write_configs(folder)
     for name in source.configs:
         model: Any = source.load(name)

@@ -5,7 +5,7 @@
 
 The graphs are SD 1.5's decoder and its U-Net for one image with guidance (two rows; hoisted), from the package's own
 templates with made-up weights, in float16, lowered for our provider. On the host vendor with launches dropped
-(SD_ORT_HOST_IDLE), so that ONNX Runtime and the provider's pool do all they do on a GPU but the arithmetic: the
+(SD_ORT_SIMULATED_IDLE), so that ONNX Runtime and the provider's pool do all they do on a GPU but the arithmetic: the
 smallest `memory_limit` with which a call succeeds is found by bisection, to 1 MiB. It counts weights, inputs,
 activations, what the pool loses between blocks, and no workspace of a library's kernels: on a GPU a convolution of
 cuDNN's, or wide heads of attention by products, take theirs from the same pool.
@@ -22,7 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ["SD_ORT_HOST_IDLE"] = "1"
+os.environ["SD_ORT_SIMULATED_IDLE"] = "1"
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "checks")]
 
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="a folder whose raw graphs are taken again")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "provider_memory.md")
     options = parser.parse_args()
-    library = build.build(cpu=True, provider=True).with_name(PROVIDER_LIBRARIES["host"])
+    library = build.build(cpu=True, provider=True).with_name(PROVIDER_LIBRARIES["simulated"])
     text = HEAD.format(version=ort.__version__, commit=machine.commit())
     for name in options.models:
         text += "\n".join(

@@ -15,14 +15,14 @@ import sys
 import time
 from pathlib import Path
 
-os.environ["SD_ORT_HOST_IDLE"] = "1"
+os.environ["SD_ORT_SIMULATED_IDLE"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
 from sd_ort.graphs import sampling_graphs
 from sd_ort.runtime import build
-from sd_ort.runtime.gpu_graphs import BoundShapes
+from sd_ort.runtime.bound_run import BoundRun
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import DTYPES, open_graph
@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20_000)
     options = parser.parse_args()
-    library = build.build(cpu=True, provider=True).with_name(PROVIDER_LIBRARIES["host"])
+    library = build.build(cpu=True, provider=True).with_name(PROVIDER_LIBRARIES["simulated"])
     provider = f"plugin:{library}"
     what = sampling_graphs.SchedulerStepSpec(
         np.dtype(np.float16), np.dtype(np.float32), window=SIZES["window"], scales_input=False
@@ -46,7 +46,7 @@ def main() -> None:
                              DTYPES[value.type])
         for value in session.get_inputs()
     }  # fmt: skip
-    bound = BoundShapes(session, arrays, provider_named(provider).device, 0)
+    bound = BoundRun(session, arrays, provider_named(provider).device, graph_id=0)
     times = []
     for _ in range(ROUNDS):
         start = time.perf_counter()

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.nn.functional as F
 
-from custom_ops.op import Case
+from custom_ops.operator_spec import OperatorCase
 
 ATTENTION = "multi_head_attention"
 Tensors = dict[str, torch.Tensor]
@@ -20,13 +20,13 @@ Tensors = dict[str, torch.Tensor]
 # ---- torch
 
 
-def group_norm(t: Tensors, case: Case) -> torch.Tensor:
+def group_norm(t: Tensors, case: OperatorCase) -> torch.Tensor:
     x = t["X"].permute(0, 3, 1, 2)  # channels last, in which torch runs a UNet fastest
     y = F.silu(F.group_norm(x, int(case.attributes["groups"]), t["gamma"], t["beta"], 1e-5))
     return y.permute(0, 2, 3, 1)
 
 
-def skip_group_norm(t: Tensors, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+def skip_group_norm(t: Tensors, case: OperatorCase) -> tuple[torch.Tensor, torch.Tensor]:
     skip = t["skip"] if t["skip"].ndim == 4 else t["skip"][:, None, None, :]
     total = t["X"] + skip
     if "bias" in t:
@@ -34,26 +34,26 @@ def skip_group_norm(t: Tensors, case: Case) -> tuple[torch.Tensor, torch.Tensor]
     return group_norm({**t, "X": total}, case), total
 
 
-def bias_split_gelu(t: Tensors, case: Case) -> torch.Tensor:
+def bias_split_gelu(t: Tensors, case: OperatorCase) -> torch.Tensor:
     left, right = (t["X"] + t["bias"]).chunk(2, -1)
     return left * F.gelu(right)
 
 
-def bias_add(t: Tensors, case: Case) -> torch.Tensor:
+def bias_add(t: Tensors, case: OperatorCase) -> torch.Tensor:
     return t["X"] + t["bias"] + t["skip"]
 
 
-def skip_layer_norm(t: Tensors, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+def skip_layer_norm(t: Tensors, case: OperatorCase) -> tuple[torch.Tensor, torch.Tensor]:
     total = t["input"] + t["skip"] + t["bias"]
     return F.layer_norm(total, total.shape[-1:], t["gamma"], t["beta"], 1e-5), total
 
 
-def upsample_nearest(t: Tensors, case: Case) -> torch.Tensor:
+def upsample_nearest(t: Tensors, case: OperatorCase) -> torch.Tensor:
     scales = (float(case.attributes["scale_height"]), float(case.attributes["scale_width"]))
     return F.interpolate(t["X"].permute(0, 3, 1, 2), scale_factor=scales, mode="nearest").permute(0, 2, 3, 1)
 
 
-def subpixel_shuffle(t: Tensors, case: Case) -> torch.Tensor:
+def subpixel_shuffle(t: Tensors, case: OperatorCase) -> torch.Tensor:
     batch, height, width, channels = case.inputs["X"]
     phases = t["X"].unflatten(3, (2, 2, channels // 4))
     y = phases.new_empty(batch, height - 1, 2, width - 1, 2, channels // 4)
@@ -62,7 +62,7 @@ def subpixel_shuffle(t: Tensors, case: Case) -> torch.Tensor:
     return y.flatten(3, 4).flatten(1, 2) + t["bias"]
 
 
-def attention(t: Tensors, case: Case) -> torch.Tensor:
+def attention(t: Tensors, case: OperatorCase) -> torch.Tensor:
     heads = int(case.attributes["num_heads"])
     query, keys = t["query"], t.get("key")
     if query.ndim == 5:
@@ -76,7 +76,7 @@ def attention(t: Tensors, case: Case) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
 
 
-TORCH: dict[str, Callable[[Tensors, Case], object]] = {
+TORCH: dict[str, Callable[[Tensors, OperatorCase], object]] = {
     "group_norm": group_norm,
     "skip_group_norm": skip_group_norm,
     "bias_split_gelu": bias_split_gelu,

@@ -176,7 +176,7 @@ def guidance(pipeline: Any, options: argparse.Namespace, preset: str) -> dict[st
         "psnr_db": metrics.psnr(pictures["two"][-1], pictures["one"][-1]),
         "two_devices_same_bytes_each_time": all(np.array_equal(p, pictures["two"][0]) for p in pictures["two"]),
         "deviation_of_the_picture": float(pictures["one"][0].std()),
-        "captured": type(pipeline.unet).__name__ == "GraphModel",
+        "captured": type(pipeline.unet).__name__ == "GpuGraphModel",
         "step_ms": step_ms,
         "step_speedup": median(a / b for a, b in zip(steps["one"][2:], steps["two"][2:], strict=True)),
         "image_s": image_s,

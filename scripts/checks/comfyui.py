@@ -46,7 +46,7 @@ from sd_ort.demo import scenes
 from sd_ort.export.exporter import export
 from sd_ort.integrations.application_installers import CONTENT, HERE
 from sd_ort.integrations.managed_folder import install_folder
-from sd_ort.optimize.optimizer import optimize
+from sd_ort.stages import optimize
 
 WORKFLOWS = HERE / "comfyui" / "workflows"
 SCENE = "a yellow circle above a green square on a blue background"

@@ -133,10 +133,10 @@ def _raw(task: Task, dtype: str) -> None:
     from sd_ort.graphs.save import save
     from sd_ort.optimize import calibration, precision, unoptimized
 
-    source = unoptimized.of_file(task.source)
+    source = unoptimized.file_component(task.source)
     model = source.model()
-    keep = calibration.calibrate(model, source, task.out.parent).nodes if dtype == "float16" else set()
-    precision.convert(model, dtype, keep=keep)
+    float32_nodes = calibration.calibrate(model, source, task.out.parent).nodes if dtype == "float16" else set()
+    precision.convert(model, dtype, float32_nodes=float32_nodes)
     save(model, task.out)
 
 

@@ -180,8 +180,7 @@ def difference(case: Measured, baseline: Measured) -> dict[str, Any]:
     if case.images is not None and baseline.images is not None and case.images.shape == baseline.images.shape:
         return {"psnr_db": median(map(metrics.psnr, case.images, baseline.images))}
     if case.output is not None and baseline.output is not None and case.output.shape == baseline.output.shape:
-        got, want = case.output.astype(np.float64), baseline.output.astype(np.float64)
-        error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+        error = metrics.relative_l2_error(case.output, baseline.output)
         return {"error": error if np.isfinite(error) else None}
     return {}
 

@@ -41,7 +41,7 @@ FAMILIES = {
 }
 
 
-def guessed_configs(folder: Path) -> dict[str, Config]:
+def infer_configs(folder: Path) -> dict[str, Config]:
     """Configs of the components that have no config.json, by name; a warning says what they were taken for.
 
     Raises InputError for a graph that does not show what is needed, or is broken.
@@ -49,7 +49,7 @@ def guessed_configs(folder: Path) -> dict[str, Config]:
     missing = tuple(
         name
         for name in COMPONENTS
-        if (folder / name / MODEL).is_file() and not (folder / name / "config.json").exists()
+        if name != "controlnet" and (folder / name / MODEL).is_file() and not (folder / name / "config.json").exists()
     )
     unet = folder / "unet" / MODEL
     return _guessed(folder, missing, unet.stat().st_mtime_ns) if missing and unet.is_file() else {}

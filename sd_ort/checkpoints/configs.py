@@ -33,24 +33,23 @@ def component_config(folder: Path, component: str, *, required: bool = False) ->
     path = folder / component / "config.json"
     if path.is_file() or not required:
         return read_config(path) if path.is_file() else {}
-    from sd_ort.checkpoints.config_inference import guessed_configs
+    from sd_ort.checkpoints.config_inference import infer_configs
 
-    found = guessed_configs(folder)
+    found = infer_configs(folder)
     return _checked(path, found[component], CONFIG) if component in found else read_config(path)
 
 
-def config_beside(model: Path) -> dict[str, Any]:
+def model_config(model: Path) -> dict[str, Any]:
     """config.json beside an ONNX file called as a component of a pipeline is; {} for other files, and without one."""
-    return (
-        component_config(model.parent.parent, model.parent.name)
-        if model_name(model) in (*COMPONENTS, "controlnet")
-        else {}
-    )
+    return component_config(model.parent.parent, model.parent.name) if model_name(model) in COMPONENTS else {}
 
 
 def read_config(path: Path, otherwise: str | None = None) -> dict[str, Any]:
-    """A model's config. Raises InputError when it is damaged, or missing: then for the reason `otherwise`."""
-    return _checked(path, read_json(path, otherwise), CONFIG)
+    """Return a model's config. Raises InputError if it is damaged, or missing, for the reason `otherwise`."""
+    config = read_json(path, otherwise)
+    if isinstance(adapter := config.get("ip_adapter"), dict) and "rows" in adapter:  # its name until 2026-11
+        adapter.setdefault("hidden_state_length", adapter.pop("rows"))
+    return _checked(path, config, CONFIG)
 
 
 # Pipelines whose class in diffusers mends what folders of 2022 have in their scheduler's configuration.
@@ -108,7 +107,8 @@ def _ip_adapter(value: Any) -> bool:
     if not isinstance(layers, list) or not 1 <= len(layers) <= 1024:
         return False
     named = all(isinstance(name, str) and re.fullmatch(block, name) for name in layers)
-    return named and (value.get("rows") is None or _WIDTH(value["rows"]))
+    length = value.get("hidden_state_length")
+    return named and (length is None or _WIDTH(length))
 
 
 CONFIG = {

@@ -1,8 +1,8 @@
-"""Layouts of published checkpoints in one file: which tensors make which of diffusers' weights.
+"""Precomputed conversions of published single-file checkpoints to diffusers names.
 
-What diffusers' mapping does to a file depends on its tensors' names and shapes alone. For the published architectures
-scripts/fixtures/make_conversion_tables.py did it once: a file whose tensors are these is read without torch and
-diffusers, whose imports take longer than reading SD 1.5's weights. Any other file goes the long way (`single_file`).
+diffusers' conversion depends only on names and shapes of the tensors. scripts/fixtures/make_conversion_tables.py traced
+it for the published architectures. A file with exactly these tensors is read without importing torch and diffusers,
+which takes longer than reading SD 1.5's weights. For any other file the conversion is traced (`single_file`).
 """
 
 from __future__ import annotations
@@ -19,66 +19,70 @@ from typing import Any
 
 import numpy as np
 
-from fusion_passes import weight_recipes as recipes
+from fusion_passes import weight_recipes
 from sd_ort.checkpoints.signatures import Config
-from sd_ort.checkpoints.tensor_readers import Holder, LaidOut
-from sd_ort.checkpoints.tensors import DTYPES, entries
+from sd_ort.checkpoints.tensor_readers import DTYPES, RecipeTensorReader, TensorReader, safetensors_entries
 from sd_ort.core.errors import InputError
 
-SHIPPED = Path(__file__).with_name("conversion_tables.json.xz")
+BUNDLED = Path(__file__).with_name("conversion_tables.json.xz")
 Shapes = Mapping[str, tuple[int, ...]]
 
-# What such files hold beside weights that are used: averaged weights of training, buffers of the noise's schedule and
-# of transformers, the last layer of SD 2's text encoder, which it does without, and the head of CLIP.
-BESIDE = re.compile(
+# Tensors of such files that are not converted: averaged weights of training, buffers of the noise schedule and of
+# transformers, the last layer of SD 2's text encoder, which the pipeline does not use, and CLIP's text projection.
+IGNORED_TENSORS = re.compile(
     r"model_ema\..*|(alphas_|betas|log_one_minus_|posterior_|sqrt_).*|(cond_stage_model|conditioner)\..*"
     r"(position_ids|attn_mask|logit_scale)|cond_stage_model\.model\.(text_projection|transformer\.resblocks\.23\..*)"
 )
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A model in such files. family: its name, as `recognized.FAMILIES` has it. model: unet, vae, text_encoder or
-    text_encoder_2. config: what decides its weights' shapes. shapes: of the file's tensors. made: diffusers' name of a
-    weight -> its recipe of the file's tensors."""
+class ConversionTable:
+    """The conversion of one model of a family.
+
+    family: key of `detection.FAMILIES`. model: unet, vae, text_encoder or text_encoder_2. config: settings that
+    determine the shapes of its weights. shapes: of the stored tensors. recipes: diffusers name of a weight -> recipe of
+    stored tensors.
+    """
 
     family: str
     model: str
     config: Config
     shapes: Shapes
-    made: Mapping[str, recipes.WeightRecipe]
+    recipes: Mapping[str, weight_recipes.WeightRecipe]
 
 
 @cache
-def layouts(path: Path = SHIPPED) -> tuple[Layout, ...]:
-    """Those that the package has."""
-    return tuple(read(json.loads(lzma.decompress(path.read_bytes()))))
+def bundled_tables() -> tuple[ConversionTable, ...]:
+    """Return the tables in the package."""
+    return tuple(from_json(json.loads(lzma.decompress(BUNDLED.read_bytes()))))
 
 
-def read(stored: list[dict[str, Any]]) -> list[Layout]:
-    """What `stored` made."""
+def from_json(entries: list[dict[str, Any]]) -> list[ConversionTable]:
+    """Return the tables that `to_json` serialized."""
     return [
-        Layout(
+        ConversionTable(
             entry["family"], entry["model"], entry["config"],
-            {name: tuple(shape) for name, shape in entry["shapes"].items()}, recipes.load(entry["made"]),
+            {name: tuple(shape) for name, shape in entry["shapes"].items()}, weight_recipes.load(entry["made"]),
         )
-        for entry in stored
+        for entry in entries
     ]  # fmt: skip
 
 
-def stored(layout: Layout) -> dict[str, Any]:
-    """As JSON."""
-    return {**vars(layout), "made": recipes.dump(layout.made)}
+def to_json(table: ConversionTable) -> dict[str, Any]:
+    """Return a table as JSON; `made` is the key of its recipes."""
+    entry = dict(vars(table))
+    del entry["recipes"]
+    return {**entry, "made": weight_recipes.dump(table.recipes)}
 
 
-def shapes(path: Path) -> Shapes:
-    """Of the tensors of a file, by name; none for a file that is not to be read so, which the long way says more of."""
+def stored_shapes(path: Path) -> Shapes:
+    """Return the shapes of the tensors in a file; empty for a broken file and for one with other dtypes."""
     if path.suffix != ".safetensors":
         return {}
     try:
-        found = entries(path)
-        whole = all(_bytes(entry) == entry["data_offsets"][1] - entry["data_offsets"][0] for entry in found.values())
-        return {name: tuple(entry["shape"]) for name, entry in found.items()} if whole else {}
+        entries = safetensors_entries(path)
+        sizes_match = all(_bytes(e) == e["data_offsets"][1] - e["data_offsets"][0] for e in entries.values())
+        return {name: tuple(entry["shape"]) for name, entry in entries.items()} if sizes_match else {}
     except (InputError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
@@ -87,20 +91,19 @@ def _bytes(entry: Mapping[str, Any]) -> int:
     return math.prod(entry["shape"]) * np.dtype(DTYPES[entry["dtype"]]).itemsize
 
 
-def find(shapes: Shapes) -> list[Layout]:
-    """The layouts of a file's models, all of one family; none for a file that is not known to its last tensor."""
-    whole = [layout for layout in layouts() if layout.shapes.items() <= shapes.items()]
-    families = [layout.family for layout in whole if layout.model == "unet"]
-    here = [layout for layout in whole if layout.family in families]
-    left = shapes.keys() - {name for layout in here for name in layout.shapes}
-    known = len(families) == 1 and all(BESIDE.fullmatch(name) for name in left)
-    return here if known else []
+def find_tables(shapes: Shapes) -> list[ConversionTable]:
+    """Return the tables of all models in a file, of one family; empty if the file has any unknown tensor."""
+    matches = [table for table in bundled_tables() if table.shapes.items() <= shapes.items()]
+    families = [table.family for table in matches if table.model == "unet"]
+    tables = [table for table in matches if table.family in families]
+    others = shapes.keys() - {name for table in tables for name in table.shapes}
+    return tables if len(families) == 1 and all(map(IGNORED_TENSORS.fullmatch, others)) else []
 
 
-def held(path: Path, here: list[Layout], configs: Mapping[str, Config]) -> dict[str, Holder]:
-    """What reads the models of the file at `path`, for a pipeline of these configs; nothing where one does not fit."""
-    for layout in here:
-        config = configs.get(layout.model, {})
-        if any(config.get(key) != value for key, value in layout.config.items()):
+def table_readers(path: Path, tables: list[ConversionTable], configs: Mapping[str, Config]) -> dict[str, TensorReader]:
+    """Return a reader of each model in the file at `path`; empty if a table does not match the configs."""
+    for table in tables:
+        config = configs.get(table.model, {})
+        if any(config.get(key) != value for key, value in table.config.items()):
             return {}
-    return {layout.model: LaidOut(path, layout.made) for layout in here}
+    return {table.model: RecipeTensorReader((path,), table.recipes) for table in tables}

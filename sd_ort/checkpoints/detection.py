@@ -1,4 +1,4 @@
-"""What a file of weights is: the family of a whole checkpoint, or another kind of file, with what to do with it."""
+"""Detects the model family of a checkpoint file, or what else the file is, from names and shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, "torch.Tensor"]
 
-# diffusers' names of the families that sd-ort runs, and one of ours, in words.
+# Supported families: diffusers' name, or `demo` -> name for the user.
 FAMILIES = {
     "v1": "Stable Diffusion 1.x",
     "v2": "Stable Diffusion 2.x",
@@ -25,8 +25,8 @@ FAMILIES = {
     "xl_inpaint": "Stable Diffusion XL inpainting",
     "demo": "sd-ort's demo model",
 }
-# Where diffusers takes the configs of a family from, on the hub.
-HUB = {
+# Family -> hub id of the pipeline whose configs diffusers uses.
+HUB_IDS = {
     "v1": "stable-diffusion-v1-5/stable-diffusion-v1-5",
     "v2": "stabilityai/stable-diffusion-2-1",
     "xl_base": "stabilityai/stable-diffusion-xl-base-1.0",
@@ -35,32 +35,34 @@ HUB = {
     "inpainting_v2": "stabilityai/stable-diffusion-2-inpainting",
     "xl_inpaint": "diffusers/stable-diffusion-xl-1.0-inpainting-0.1",
 }
-# Width of the text that a UNet attends to -> family, where diffusers, which looks for one layer's or an encoder's name,
-# sees a v1 or an inpainting of v1.
-WIDTHS = {
+# (diffusers' family, cross_attention_dim) -> family. diffusers tests for single tensors, and calls any other UNet v1 or
+# inpainting.
+FAMILY_BY_WIDTH = {
     ("v1", 1024): "v2",
     ("v1", 2048): "xl_base",
     ("v1", 1280): "xl_refiner",
     ("inpainting", 1024): "inpainting_v2",
     ("inpainting", 2048): "xl_inpaint",
 }
-TOKENS = "cond_stage_model.transformer.text_model.embeddings.token_embedding.weight"
+TOKEN_EMBEDDING = "cond_stage_model.transformer.text_model.embeddings.token_embedding.weight"
 UNET_INPUT = "model.diffusion_model.input_blocks.0.0.weight"
-CROSS = "attn2.to_k.weight"
+CROSS_ATTENTION_KEY = "attn2.to_k.weight"
 
 
-def recognize(path: Path, tensors: Tensors) -> str:
-    """The name of the family of a whole checkpoint, a key of FAMILIES. Raises InputError that names others."""
+def detect_family(path: Path, tensors: Tensors) -> str:
+    """Return the family of a complete checkpoint, a key of `FAMILIES`. Raises InputError for any other file."""
     from diffusers.loaders.single_file_utils import infer_diffusers_model_type
 
-    if other := _other_kind(tensors):
-        raise InputError(f"{path} is {other}.")
+    if description := _describe_other_file(tensors):
+        raise InputError(f"{path} is {description}.")
     family = infer_diffusers_model_type(tensors)
-    width = next((t.shape[-1] for n, t in tensors.items() if n.startswith("model.") and n.endswith(CROSS)), 0)
-    family = WIDTHS.get((family, width), family)
-    if TOKENS in tensors and tensors[TOKENS].shape[0] == demo.VOCABULARY:
+    width = next(
+        (t.shape[-1] for n, t in tensors.items() if n.startswith("model.") and n.endswith(CROSS_ATTENTION_KEY)), 0
+    )
+    family = FAMILY_BY_WIDTH.get((family, width), family)
+    if TOKEN_EMBEDDING in tensors and tensors[TOKEN_EMBEDDING].shape[0] == demo.VOCABULARY:
         family = "demo"
-    if family == "v1" and UNET_INPUT not in tensors:  # what diffusers calls all that it does not know
+    if family == "v1" and UNET_INPUT not in tensors:  # diffusers' answer for unknown files
         raise InputError(
             f"{path} holds no Stable Diffusion UNet (it has {len(tensors)} tensors, such as "
             f"{next(iter(tensors), 'none')}): give a whole checkpoint."
@@ -75,8 +77,8 @@ def recognize(path: Path, tensors: Tensors) -> str:
     return family
 
 
-def _other_kind(tensors: Tensors) -> str | None:
-    """What a file is that is no whole checkpoint, and what to do with it, or None."""
+def _describe_other_file(tensors: Tensors) -> str | None:
+    """Return what a file is if it is no complete checkpoint, with advice; else None."""
     names = list(tensors)
 
     def has(*parts: str) -> bool:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sd_ort.core.errors import InputError, first_line
 from sd_ort.core.quiet import quiet
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether `name` looks like a hub id, owner/name, and not like a path in an existing folder."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name)) and not Path(name).parent.exists()
 
 
 def download_pipeline(hub_id: str) -> Path:

@@ -1,10 +1,11 @@
-"""An IP-Adapter's torch modules: pictures as tokens, and layers of a UNet that attend to them beside the text's.
+"""PyTorch modules of an IP-Adapter: projections of image embeddings to tokens, and image cross-attention.
 
     image_embeds -> tokens;  layer: out(attention(q, text) + attention(q, tokens, values * scale))
 
-Scale weighs the values, which is to weigh the attention: they depend on the picture alone, so a hoisted UNet computes
-them once a prompt, and its step has no more than a second attention and a sum. Parameters have the names of published
-files (h94/IP-Adapter). Method: Ye et al., 2023, arXiv:2308.06721; Plus: Flamingo's resampler, Alayrac et al., 2022.
+The scale multiplies the values, which equals scaling the attention. These values depend only on the image, so a hoisted
+UNet computes them once for each prompt, and each step adds one attention and a sum. Parameters have the names of
+published files (h94/IP-Adapter). Method: Ye et al., 2023, arXiv:2308.06721; Plus: Flamingo's resampler, Alayrac et al.,
+2022.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-HEAD = 64  # numbers of a head in the resampler, in all published files
-Told = tuple[torch.Tensor, torch.Tensor]  # tokens [B, L, C] and the scale of each layer [B, layers]
+HEAD_SIZE = 64  # of the resampler, in all published files
+IPHiddenStates = tuple[torch.Tensor, torch.Tensor]  # image tokens [B, L, C], and a scale for each layer [B, layers]
 
 
-class Pictures(torch.nn.Module):
-    """What the layers of a UNet are told, as diffusers hands it on to them."""
+class BaseImageProjection(torch.nn.Module):
+    """Projects image embeddings to tokens; returns diffusers' `cross_attention_kwargs` for the layers of a UNet."""
 
     def tokens(self, image_embeds: torch.Tensor) -> torch.Tensor:
-        """[B, L, C], of all pictures of an image."""
+        """Return the tokens [B, L, C] of all image prompts of one image."""
         raise NotImplementedError
 
-    def forward(self, image_embeds: torch.Tensor, scales: torch.Tensor) -> dict[str, Told]:
+    def forward(self, image_embeds: torch.Tensor, scales: torch.Tensor) -> dict[str, IPHiddenStates]:
         return {"ip_hidden_states": (self.tokens(image_embeds), scales)}
 
 
-class Projection(Pictures):
-    """IP-Adapter: embeddings [B, N, D] -> `count` tokens a picture [B, count N, C]."""
+class ImageProjection(BaseImageProjection):
+    """Linear image projection of IP-Adapter: embeddings [B, N, D] -> `count` tokens for each image [B, count N, C]."""
 
     def __init__(self, width: int, count: int, context: int) -> None:
         super().__init__()
@@ -39,14 +40,16 @@ class Projection(Pictures):
         self.norm = torch.nn.LayerNorm(context)
 
     def tokens(self, image_embeds: torch.Tensor) -> torch.Tensor:
-        rows = self.proj(image_embeds)
-        made: torch.Tensor = self.norm(rows.reshape(rows.shape[0], -1, *self.norm.weight.shape))
-        return made
+        projected = self.proj(image_embeds)
+        tokens: torch.Tensor = self.norm(projected.reshape(projected.shape[0], -1, *self.norm.weight.shape))
+        return tokens
 
 
-class Resampler(Pictures):
-    """IP-Adapter Plus: rows of a hidden state [B, N, S, D] -> `count` tokens a picture [B, count N, C]: learned queries
-    that attend to the rows, and to each other, in `depth` blocks of a width of their own."""
+class Resampler(BaseImageProjection):
+    """Image projection of IP-Adapter Plus: hidden states [B, N, S, D] -> `count` tokens for each image [B, count N, C].
+
+    Learned queries attend to the hidden states and to each other in `depth` blocks of width `inner`.
+    """
 
     def __init__(self, width: int, count: int, context: int, inner: int, depth: int, heads: int) -> None:
         super().__init__()
@@ -54,35 +57,35 @@ class Resampler(Pictures):
         self.proj_in = torch.nn.Linear(width, inner)
         self.proj_out = torch.nn.Linear(inner, context)
         self.norm_out = torch.nn.LayerNorm(context)
-        blocks = [torch.nn.ModuleList([Perceiver(inner, heads), feed_forward(inner)]) for _ in range(depth)]
+        blocks = [torch.nn.ModuleList([PerceiverAttention(inner, heads), feed_forward(inner)]) for _ in range(depth)]
         self.layers = torch.nn.ModuleList(blocks)
 
     def tokens(self, image_embeds: torch.Tensor) -> torch.Tensor:
-        rows = self.proj_in(image_embeds.flatten(0, 1))
-        made = self.latents.expand(rows.shape[0], -1, -1)
+        states = self.proj_in(image_embeds.flatten(0, 1))
+        queries = self.latents.expand(states.shape[0], -1, -1)
         for block in self.layers:
-            made = block[0](rows, made) + made  # type: ignore[index]
-            made = block[1](made) + made  # type: ignore[index]
-        tokens: torch.Tensor = self.norm_out(self.proj_out(made))
+            queries = block[0](states, queries) + queries  # type: ignore[index]
+            queries = block[1](queries) + queries  # type: ignore[index]
+        tokens: torch.Tensor = self.norm_out(self.proj_out(queries))
         return tokens.reshape(image_embeds.shape[0], -1, tokens.shape[-1])  # `len` would be a constant in the graph
 
 
-class Perceiver(torch.nn.Module):
-    """Attention of the queries [B, L, C] to rows [B, S, C] and to themselves."""
+class PerceiverAttention(torch.nn.Module):
+    """Attention of the queries [B, L, C] to hidden states [B, S, C] and to themselves."""
 
     def __init__(self, inner: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = torch.nn.LayerNorm(inner), torch.nn.LayerNorm(inner)
-        self.to_q = torch.nn.Linear(inner, heads * HEAD, bias=False)
-        self.to_kv = torch.nn.Linear(inner, 2 * heads * HEAD, bias=False)
-        self.to_out = torch.nn.Linear(heads * HEAD, inner, bias=False)
+        self.to_q = torch.nn.Linear(inner, heads * HEAD_SIZE, bias=False)
+        self.to_kv = torch.nn.Linear(inner, 2 * heads * HEAD_SIZE, bias=False)
+        self.to_out = torch.nn.Linear(heads * HEAD_SIZE, inner, bias=False)
 
-    def forward(self, rows: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        rows, queries = self.norm1(rows), self.norm2(queries)
-        key, value = self.to_kv(torch.cat([rows, queries], 1)).chunk(2, -1)
-        made: torch.Tensor = self.to_out(attention(self.to_q(queries), key, value, self.heads))
-        return made
+    def forward(self, states: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+        states, queries = self.norm1(states), self.norm2(queries)
+        key, value = self.to_kv(torch.cat([states, queries], 1)).chunk(2, -1)
+        output: torch.Tensor = self.to_out(attention(self.to_q(queries), key, value, self.heads))
+        return output
 
 
 def feed_forward(inner: int) -> torch.nn.Sequential:
@@ -90,12 +93,12 @@ def feed_forward(inner: int) -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.LayerNorm(inner), widen, torch.nn.GELU(), narrow)
 
 
-class ImageAttention(torch.nn.Module):
-    """diffusers' processor of a layer that attends to text and to pictures; the `place`-th of its UNet."""
+class IPAdapterAttnProcessor(torch.nn.Module):
+    """diffusers attention processor that adds image cross-attention to layer `layer_index` of a UNet."""
 
-    def __init__(self, place: int, width: int, context: int) -> None:
+    def __init__(self, layer_index: int, width: int, context: int) -> None:
         super().__init__()
-        self.place = place
+        self.layer_index = layer_index
         self.to_k_ip = torch.nn.Linear(context, width, bias=False)
         self.to_v_ip = torch.nn.Linear(context, width, bias=False)
 
@@ -105,38 +108,42 @@ class ImageAttention(torch.nn.Module):
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        ip_hidden_states: Told | None = None,
+        ip_hidden_states: IPHiddenStates | None = None,
     ) -> torch.Tensor:
         assert ip_hidden_states is not None
         assert attention_mask is None
         tokens, scales = ip_hidden_states
         query = attn.to_q(hidden_states)
         text = attention(query, attn.to_k(encoder_hidden_states), attn.to_v(encoder_hidden_states), attn.heads)
-        values = self.to_v_ip(tokens) * scales[:, self.place, None, None]
-        pictures = attention(query, self.to_k_ip(tokens), values, attn.heads)
-        made: torch.Tensor = attn.to_out[0](text + pictures)
-        return made
+        values = self.to_v_ip(tokens) * scales[:, self.layer_index, None, None]
+        image = attention(query, self.to_k_ip(tokens), values, attn.heads)
+        output: torch.Tensor = attn.to_out[0](text + image)
+        return output
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: int) -> torch.Tensor:
-    """Of heads that lie side by side: [B, S, heads D], [B, L, heads D] twice -> [B, S, heads D]."""
+    """Return attention of packed heads: [B, S, heads D], [B, L, heads D] twice -> [B, S, heads D]."""
 
-    def apart(x: torch.Tensor) -> torch.Tensor:
+    def split_heads(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
-    return scaled_dot_product_attention(apart(query), apart(key), apart(value)).transpose(1, 2).flatten(2)
+    return (
+        scaled_dot_product_attention(split_heads(query), split_heads(key), split_heads(value))
+        .transpose(1, 2)
+        .flatten(2)
+    )
 
 
-def cross_attentions(unet: Any) -> list[str]:
-    """The layers of a UNet that attend to its prompt, in the order in which files number them."""
+def cross_attention_layers(unet: Any) -> list[str]:
+    """Return the layers of a UNet with text cross-attention, in the order in which files number them."""
     suffix = ".attn2.processor"
     return [name.removesuffix(suffix) for name in unet.attn_processors if name.endswith(suffix)]
 
 
-def attach(unet: Any, pictures: Pictures, layers: Sequence[str], context: int) -> None:
-    """Give a diffusers UNet `pictures`, and their layers, all without weights (on torch's meta device)."""
-    unet.pictures = pictures
-    for place, name in enumerate(layers):
+def attach_adapter(unet: Any, projection: BaseImageProjection, layers: Sequence[str], context: int) -> None:
+    """Add the projection and attention processors to a diffusers UNet, without weights (on torch's meta device)."""
+    unet.pictures = projection  # this name is part of the weight recipes in manifests
+    for layer_index, name in enumerate(layers):
         attn = unet.get_submodule(f"{name}.attn2")
         with torch.device("meta"):
-            attn.set_processor(ImageAttention(place, attn.to_q.out_features, context))
+            attn.set_processor(IPAdapterAttnProcessor(layer_index, attn.to_q.out_features, context))

@@ -1,16 +1,23 @@
 """Presets: the published configs of models (diffusers / transformers `config.json`), without weights.
 
 A `-tiny` preset has the same topology, so the same operators in the same places, with narrower layers and a byte-level
-vocabulary. All of it is data; nothing here imports torch.
+vocabulary. `open_preset` makes a checkpoint with random weights of one. torch is imported only to load these.
 """
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
+from sd_ort.checkpoints.checkpoint import CLASSES, Checkpoint, CheckpointModel, as_json, build_model, class_name
 from sd_ort.checkpoints.signatures import Config, levels
 from sd_ort.checkpoints.unet_inputs import time_ids_split
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class Preset:
 
 SD_CHANNELS = [320, 640, 1280, 1280]
 TINY_CHANNELS = [32, 64, 128, 128]
-VOCABULARY = 49408  # CLIP's
+CLIP_VOCABULARY = 49408
 BYTE_VOCABULARY = 514  # 256 bytes, 256 bytes that end a word, start and end of text
 _CROSS_DOWN = ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"]
 _CROSS_UP = ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3
@@ -35,7 +42,7 @@ def clip_config(hidden: int, layers: int, heads: int, activation: str, projectio
     return {
         "architectures": ["CLIPTextModel"],
         "model_type": "clip_text_model",
-        "vocab_size": VOCABULARY,
+        "vocab_size": CLIP_VOCABULARY,
         "hidden_size": hidden,
         "intermediate_size": 4 * hidden,
         "num_hidden_layers": layers,
@@ -230,3 +237,51 @@ _FULL = {
     "sd15-controlnet": _CONTROLNET,
 }
 PRESETS: dict[str, Preset] = _FULL | {f"{name}-tiny": _tiny(preset) for name, preset in _FULL.items()}
+
+
+def open_preset(name: str, seed: int) -> Checkpoint:
+    """Return the checkpoint of a preset with random weights, which are the same for the same seed."""
+    return preset_checkpoint(name, PRESETS[name], seed)
+
+
+def preset_checkpoint(name: str, preset: Preset, seed: int) -> Checkpoint:
+    """Return a checkpoint with the configs of `preset` and random weights."""
+    models = {
+        model: CheckpointModel(config, partial(_load_random, config, seed + zlib.crc32(model.encode())))
+        for model, config in preset.models.items()
+    }
+    encoders = {m.replace("text_encoder", "tokenizer"): c for m, c in preset.models.items() if "text_encoder" in m}
+    scheduler = as_json(preset.scheduler | {"_diffusers_version": version("diffusers")})
+    return Checkpoint(
+        name,
+        _index(preset),
+        models,
+        generated_files={"scheduler/scheduler_config.json": scheduler},
+        byte_tokenizers={tokenizer: config["vocab_size"] for tokenizer, config in encoders.items()},
+        seed=seed,
+    )
+
+
+def _index(preset: Preset) -> Config:
+    """Return the model_index.json of a preset."""
+    index: Config = {"_class_name": preset.pipeline, "_diffusers_version": version("diffusers")}
+    for model, config in preset.models.items():
+        cls = class_name(config)
+        index[model] = [CLASSES[cls], cls]
+        if model.startswith("text_encoder"):
+            index[model.replace("text_encoder", "tokenizer")] = ["transformers", "CLIPTokenizer"]
+    index["scheduler"] = ["diffusers", preset.scheduler["_class_name"]]
+    absent = {"StableDiffusionXLImg2ImgPipeline": ["text_encoder", "tokenizer"]}
+    if "XL" not in preset.pipeline:
+        absent[preset.pipeline] = ["safety_checker", "feature_extractor"]
+        index["requires_safety_checker"] = False
+    index |= {name: [None, None] for name in absent.get(preset.pipeline, [])}
+    return index | preset.options
+
+
+def _load_random(config: Config, seed: int) -> torch.nn.Module:
+    from sd_ort.checkpoints.random_weights import fill_random  # imports torch
+
+    model: torch.nn.Module = build_model(class_name(config), config)
+    fill_random(model, seed)
+    return model.eval()

@@ -14,7 +14,7 @@ from sd_ort.core.errors import InputError, first_line
 Arrays = dict[str, np.ndarray]
 
 
-def recorded_inputs(
+def load_recorded_inputs(
     path: Path | None, model: str, inputs: Sequence[ir.Value], *, required: bool = False
 ) -> list[Arrays]:
     """The runs in the .npz `path` for the model called `model` with the graph inputs `inputs`; [] when it has none.

@@ -1,35 +1,30 @@
 """Checkpoints in one file, as Stable Diffusion was first published (LDM names), through diffusers' own mapping.
 
-Such a file holds weights and nothing else: what it is must be read off its tensors' names and shapes, and configs,
-scheduler and tokenizer come from a folder of the same family (see `borrowed`). What the file lacks (a VAE, text
-encoders) is taken from that folder too, where it has weights.
+Such a file has only weights: its family is detected from names and shapes of its tensors, and configs,
+scheduler and tokenizer come from a folder of the same family (see `base_pipeline`). Models that the file lacks (a VAE,
+text encoders) come from that folder too, if it has weights.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sd_ort.checkpoints import conversion_tables
-from sd_ort.checkpoints.base_pipeline import borrow
-from sd_ort.checkpoints.checkpoint import FolderSource, Source, model_class
-from sd_ort.checkpoints.detection import FAMILIES, UNET_INPUT, recognize
-from sd_ort.checkpoints.signatures import Config
-from sd_ort.checkpoints.source_override import Changed
-from sd_ort.checkpoints.tensor_readers import Holder
+from sd_ort.checkpoints.base_pipeline import find_base_pipeline
+from sd_ort.checkpoints.checkpoint import Checkpoint, CheckpointModel, build_model
+from sd_ort.checkpoints.detection import FAMILIES, UNET_INPUT, detect_family
+from sd_ort.checkpoints.tensor_readers import TensorReader, safetensors_entries
 from sd_ort.core.errors import InputError, first_line
-from sd_ort.core.pipeline_folder import CONFIG_FOLDERS, sha256
 from sd_ort.core.quiet import quiet
 
 if TYPE_CHECKING:
     import torch
 
-    from sd_ort.checkpoints.traced_conversion import MappedFile
+    from sd_ort.checkpoints.traced_conversion import TracedTensorReader
 
 Tensors = dict[str, "torch.Tensor"]
 
@@ -46,125 +41,76 @@ PICKLES = (".ckpt", ".bin", ".pt", ".pth")
 OPEN_CLIP = ("cond_stage_model.model.", "conditioner.embedders.1.model.", "conditioner.embedders.0.model.")
 
 
-@dataclass(frozen=True)
-class SingleFileSource:
-    """A checkpoint in one file; `base` is the diffusers folder of its family. Weights are loaded into fp32."""
+def open_single_file(path: Path, config_folder: Path | None = None, unsafe_pickle: bool = False) -> Checkpoint:
+    """Return the checkpoint in the file `path`. `config_folder`: a folder of its family (see `base_pipeline`).
 
-    name: str
-    file: Path
-    about: str
-    base: FolderSource
-    held: Mapping[str, Holder]  # the models whose weights are in the file
-    unsafe_pickle: bool = False
-    random_weights: bool = field(default=False, init=False)
-
-    @property
-    def index(self) -> Config:
-        return self.base.index | {"safety_checker": [None, None], "requires_safety_checker": False}
-
-    @property
-    def configs(self) -> dict[str, Config]:
-        return self.base.configs
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        return (self.file, *self.base.folders)
-
-    @cached_property
-    def hash(self) -> str:
-        files = [self.file, *(p for name in CONFIG_FOLDERS for p in sorted((self.base.folder / name).glob("*")))]
-        files += [p for name in self.configs for p in self.base.weight_files(name) if name not in self.held]
-        parts = [json.dumps([self.index, self.configs], sort_keys=True), *(sha256(file) for file in files)]
-        return hashlib.sha256("".join(parts).encode()).hexdigest()
-
-    def holder(self, model: str) -> Holder | None:
-        return None if self.unsafe_pickle else self.held.get(model) or self.base.holder(model)
-
-    def load(self, model: str) -> torch.nn.Module:
-        if model not in self.held:
-            return self.base.load(model)
-        return load_model(self.file, model, self.base, self.unsafe_pickle)
-
-    def write_configs(self, out: Path) -> None:
-        self.base.write_configs(out)
-        (out / "model_index.json").write_text(json.dumps(self.index, indent=2) + "\n")
-
-
-@dataclass(frozen=True)
-class SwappedVae(Changed):
-    """Another source with the VAE of a file: LDM names with or without prefix, or diffusers' names."""
-
-    base: FolderSource
-    held: MappedFile
-    unsafe_pickle: bool = False
-
-    @property
-    def hash(self) -> str:
-        return hashlib.sha256((self.source.hash + sha256(self.file)).encode()).hexdigest()
-
-    def holder(self, model: str) -> Holder | None:
-        if model == "vae":
-            return None if self.unsafe_pickle else self.held
-        return self.source.holder(model)
-
-    def load(self, model: str) -> torch.nn.Module:
-        return (
-            load_model(self.file, "vae", self.base, self.unsafe_pickle) if model == "vae" else self.source.load(model)
-        )
-
-
-def open_file(path: Path, config: Path | None = None, unsafe_pickle: bool = False) -> SingleFileSource:
-    """The checkpoint in the file `path`. `config`: a folder of its family (see `borrowed`).
-
-    Raises InputError, saying what the file is and what to do, for anything but a whole checkpoint of our families.
+    Raises InputError, with what the file is and what to do, for anything but a complete checkpoint of a known family.
     """
-    known = conversion_tables.find(conversion_tables.shapes(path))
-    tensors = {} if known else shapes(path, unsafe_pickle)
-    family = known[0].family if known else recognize(path, tensors)
-    base = borrow(path, family, config)
-    held: dict[str, Holder] = conversion_tables.held(path, known, base.configs)
-    tensors = tensors if held or tensors else shapes(path)
-    for name in [name for name in base.configs if name not in held]:
-        if part := own(tensors, name):
-            held[name] = map_file(path, name, base, part)  # half a checkpoint is told at once
-        elif not base.weight_files(name):
+    tables = conversion_tables.find_tables(conversion_tables.stored_shapes(path))
+    tensors = {} if tables else meta_tensors(path, unsafe_pickle)
+    family = tables[0].family if tables else detect_family(path, tensors)
+    base = find_base_pipeline(path, family, config_folder)
+    readers: dict[str, TensorReader] = conversion_tables.table_readers(path, tables, base.configs)
+    tensors = tensors if readers or tensors else meta_tensors(path)
+    models = dict(base.models)
+    for name, model in base.models.items():
+        if name not in readers and (model_tensors := select_tensors(tensors, name)):
+            readers[name] = trace_conversion(path, name, base, model_tensors)  # raises if weights are missing
+        if name in readers:
+            models[name] = _file_model(path, name, base, readers[name], unsafe_pickle)
+        elif not model.files:
             what, option = ("VAE", "--vae FILE or ") if name == "vae" else (name.replace("_", " "), "")
             raise InputError(f"{path} has no {what}: give {option}a whole diffusers folder of its family as --config.")
-    about = f"{path.name}: {FAMILIES[family]}, {_types(path)}" + "".join(
-        f", {name} from {base.folder}" for name in base.configs if name not in held
+        elif unsafe_pickle:
+            models[name] = replace(model, reader=None)
+    note = f"{path.name}: {FAMILIES[family]}, {_stored_dtypes(path)}" + "".join(
+        f", {name} from {base.config_folder}" for name in base.models if name not in readers
     )
-    if config is None and family != "demo":
-        about += f", configs and tokenizer of {base.name}"
-    return SingleFileSource(str(path), path, about, base, held, unsafe_pickle)
+    if config_folder is None and family != "demo":
+        note += f", configs and tokenizer of {base.name}"
+    index = base.index | {"safety_checker": [None, None], "requires_safety_checker": False}
+    paths = (path, *base.paths)
+    return replace(base, name=str(path), index=index, models=models, paths=paths, detection_note=note)
 
 
-def swap_vae(source: Source, file: Path, unsafe_pickle: bool = False) -> SwappedVae:
-    """`source` with the VAE in `file`. Raises InputError when that holds no VAE of the source's config."""
-    base = source.base if isinstance(source, SingleFileSource) else source
-    if not isinstance(base, FolderSource):
+def replace_vae(checkpoint: Checkpoint, file: Path, unsafe_pickle: bool = False) -> Checkpoint:
+    """Return the checkpoint with the VAE in `file`: LDM names with or without prefix, or diffusers names.
+
+    Raises InputError if the file has no VAE that fits the config of the checkpoint.
+    """
+    if checkpoint.random_weights:
         raise InputError("--vae goes with a checkpoint, not with a preset: its weights are made up.")
-    tensors = own(shapes(file, unsafe_pickle), "vae")
+    tensors = select_tensors(meta_tensors(file, unsafe_pickle), "vae")
     if not any(name.endswith("decoder.conv_in.weight") for name in tensors):
         raise InputError(f"{file} holds no VAE: give a file with the weights of an AutoencoderKL.")
-    return SwappedVae(source, file, base, map_file(file, "vae", base, tensors), unsafe_pickle)
+    vae = _file_model(file, "vae", checkpoint, trace_conversion(file, "vae", checkpoint, tensors), unsafe_pickle)
+    name, paths = f"{checkpoint.name} with {file}", (file, *checkpoint.paths)
+    return replace(checkpoint, name=name, models={**checkpoint.models, "vae": vae}, paths=paths)
 
 
-def load_model(file: Path, model: str, base: FolderSource, unsafe_pickle: bool = False) -> torch.nn.Module:
-    """One model of a file, in fp32 and eval mode. Raises InputError for weights that are missing, NaN or infinite."""
+def _file_model(file: Path, model: str, base: Checkpoint, reader: TensorReader, unsafe_pickle: bool) -> CheckpointModel:
+    """Return a model of `base` with its weights in `file`; those of a pickle are read together."""
+    load = partial(_load, file, model, base, unsafe_pickle)
+    return CheckpointModel(base.configs[model], load, (file,), None if unsafe_pickle else reader)
+
+
+def _load(file: Path, model: str, base: Checkpoint, unsafe_pickle: bool) -> torch.nn.Module:
+    """Return a model in float32 and eval mode. Raises InputError for missing, NaN and infinite weights."""
     import torch
 
-    loaded = _convert(file, model, base, read(file, PREFIXES[model], unsafe_pickle))
+    loaded, tensors = _convert(file, model, base, read_tensors(file, PREFIXES[model], unsafe_pickle))
+    loaded.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
     broken = [name for name, tensor in loaded.state_dict().items() if not torch.isfinite(tensor).all()]
     if broken:
         raise InputError(f"{file}: {len(broken)} weights of its {model} hold NaN or infinity, such as {broken[0]}.")
     return loaded.eval()
 
 
-# --- Reading --------------------------------------------------------------------------------------------------------
+# --- Tensors of a file ----------------------------------------------------------------------------------------------
 
 
-def shapes(path: Path, unsafe_pickle: bool = False) -> Tensors:
-    """The tensors of a file without their numbers (on torch's meta device). Raises InputError for a broken file."""
+def meta_tensors(path: Path, unsafe_pickle: bool = False) -> Tensors:
+    """Return the tensors of a file without data, on torch's meta device. Raises InputError for a broken file."""
     import torch
 
     if path.suffix in PICKLES:
@@ -179,14 +125,15 @@ def shapes(path: Path, unsafe_pickle: bool = False) -> Tensors:
         raise InputError(f"{path} is truncated or no safetensors file ({first_line(error)}): get it again.") from error
 
 
-def read(path: Path, prefixes: Iterable[str], unsafe_pickle: bool = False) -> Tensors:
-    """The tensors of a file whose names begin with one of `prefixes`, all when none does; in the type they have."""
+def read_tensors(path: Path, prefixes: tuple[str, ...], unsafe_pickle: bool = False) -> Tensors:
+    """Return the tensors of a file whose names begin with one of `prefixes`, or all if there are none of these."""
     if path.suffix in PICKLES:
-        return _select(_unpickle(path, unsafe_pickle), tuple(prefixes))
+        content = _unpickle(path, unsafe_pickle)
+        return {name: content[name] for name in _with_prefix(content, prefixes)}
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name) for name in _select(dict.fromkeys(file.keys()), tuple(prefixes))}
+        return {name: file.get_tensor(name) for name in _with_prefix(file.keys(), prefixes)}
 
 
 def _unpickle(path: Path, allowed: bool) -> Tensors:
@@ -205,94 +152,80 @@ def _unpickle(path: Path, allowed: bool) -> Tensors:
     return {name: tensor for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
 
 
-def _select(tensors: Mapping[str, Any], prefixes: tuple[str, ...]) -> dict[str, Any]:
-    own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
-    return own or dict(tensors)
+def _with_prefix(names: Iterable[str], prefixes: tuple[str, ...]) -> list[str]:
+    names = list(names)
+    return [name for name in names if name.startswith(prefixes)] or names
 
 
-def own(tensors: Tensors, model: str) -> Tensors:
-    """A model's tensors of a file's."""
+def select_tensors(tensors: Tensors, model: str) -> Tensors:
+    """Return the tensors of one model; a file without a UNet may be a VAE whose names have no prefix."""
     prefixes = PREFIXES.get(model, ())
-    found = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
-    return found or (dict(tensors) if model == "vae" and UNET_INPUT not in tensors else {})
+    selected = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
+    return selected or (dict(tensors) if model == "vae" and UNET_INPUT not in tensors else {})
 
 
-def _types(path: Path) -> str:
-    """The element types of a safetensors file, from the largest part to the smallest."""
+def _stored_dtypes(path: Path) -> str:
+    """Return the two dtypes of a safetensors file with the most bytes, the largest first, for the user."""
     if path.suffix in PICKLES:
         return "pickle"
-    header = json.loads(_header(path))
     sizes: dict[str, int] = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            sizes[entry["dtype"]] = sizes.get(entry["dtype"], 0) + end - begin
+    for entry in safetensors_entries(path).values():
+        begin, end = entry["data_offsets"]
+        sizes[entry["dtype"]] = sizes.get(entry["dtype"], 0) + end - begin
     return " and ".join(sorted(sizes, key=lambda dtype: -sizes[dtype])[:2])
 
 
-def _header(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(int.from_bytes(file.read(8), "little"))
+# --- Conversion to diffusers names ----------------------------------------------------------------------------------
 
 
-# --- To diffusers' modules ------------------------------------------------------------------------------------------
+def trace_conversion(path: Path, model: str, base: Checkpoint, tensors: Tensors) -> TracedTensorReader:
+    """Return a reader of a model in a file, from its meta tensors. Raises InputError as `_convert`."""
+    from sd_ort.checkpoints.traced_conversion import TracedTensor, TracedTensorReader
+
+    traced: Tensors = {name: TracedTensor.stored(name, tensor) for name, tensor in tensors.items()}
+    _, converted = _convert(path, model, base, traced)
+    return TracedTensorReader(
+        (path,), {name: tensor for name, tensor in converted.items() if isinstance(tensor, TracedTensor)}
+    )
 
 
-def map_file(path: Path, model: str, base: FolderSource, tensors: Tensors) -> MappedFile:
-    """The tensors of a model in a file, to be read one at a time. Raises InputError as `_mapped`."""
-    from sd_ort.checkpoints.traced_conversion import MappedFile, Recorded
+def _convert(path: Path, model: str, base: Checkpoint, tensors: Tensors) -> tuple[torch.nn.Module, Tensors]:
+    """Return a model of `base` on the meta device, and `tensors` under its diffusers names.
 
-    recorded: Tensors = {name: Recorded.of(name, tensor) for name, tensor in tensors.items()}
-    _, made = _mapped(path, model, base, recorded)
-    return MappedFile(path, {name: tensor for name, tensor in made.items() if isinstance(tensor, Recorded)})
-
-
-def _convert(path: Path, model: str, base: FolderSource, tensors: Tensors) -> torch.nn.Module:
-    """A model of `base`'s config with the weights `tensors`, in fp32. Raises InputError as `_mapped`."""
-    loaded, made = _mapped(path, model, base, tensors)
-    loaded.load_state_dict({name: tensor.float() for name, tensor in made.items()}, assign=True)
-    return loaded
-
-
-def _mapped(path: Path, model: str, base: FolderSource, tensors: Tensors) -> tuple[torch.nn.Module, Tensors]:
-    """A model of `base`'s config on the meta device, and `tensors` under the names of its weights.
-
-    Raises InputError when weights are missing or of other shapes than the config's.
+    Raises InputError for missing weights and weights of other shapes than the config's.
     """
     from accelerate import init_empty_weights
 
-    cls, folder, config = model_class(base.index[model][1]), base.folder_of(model), base.configs[model]
+    config = base.configs[model]
+    misfit = f"the {model} in {path} does not fit the config in {base.config_folder}/{model}"
     with init_empty_weights(), quiet("diffusers", "transformers"):
-        loaded = cls(cls.config_class(**config)) if "model_type" in config else cls.from_config(config)
-    wanted = {name: list(tensor.shape) for name, tensor in loaded.state_dict().items()}
+        empty = build_model(base.index[model][1], config)
+    shapes = {name: list(tensor.shape) for name, tensor in empty.state_dict().items()}
     try:
         with quiet("diffusers"):
-            made = {name: tensor for name, tensor in _map(loaded, config, tensors).items() if name in wanted}
+            converted = {name: t for name, t in _diffusers_names(empty, tensors).items() if name in shapes}
     except Exception as error:  # diffusers checks little: a file that does not fit fails in its own ways
-        raise InputError(f"the {model} in {path} does not fit the config in {folder}: {first_line(error)}") from error
-    if missing := [name for name in wanted if name not in made]:
+        raise InputError(f"{misfit}: {first_line(error)}") from error
+    if missing := [name for name in shapes if name not in converted]:
         raise InputError(f"{path} lacks {len(missing)} weights of its {model}, such as {missing[0]}: get it again.")
-    if wrong := [name for name in wanted if list(made[name].shape) != wanted[name]]:
-        there = list(made[wrong[0]].shape)
-        raise InputError(
-            f"the {model} in {path} does not fit the config in {folder}: {wrong[0]} is {there}, not {wanted[wrong[0]]}."
-        )
-    return loaded, made
+    for name, shape in shapes.items():
+        if list(converted[name].shape) != shape:
+            raise InputError(f"{misfit}: {name} is {list(converted[name].shape)}, not {shape}.")
+    return empty, converted
 
 
-def _map(model: torch.nn.Module, config: Config, tensors: Tensors) -> Tensors:
-    """`tensors` under the names of `model`, a diffusers or transformers module, by diffusers' mapping."""
+def _diffusers_names(model: torch.nn.Module, tensors: Tensors) -> Tensors:
+    """Return `tensors` under the names of `model`, a diffusers or transformers module, by diffusers' mapping."""
     from diffusers.loaders import single_file_model as models
     from diffusers.loaders import single_file_utils as encoders
 
-    name = type(model).__name__
+    name, names = type(model).__name__, model.state_dict().keys()
     if name in models.SINGLE_FILE_LOADABLE_CLASSES:
-        if model.state_dict().keys() <= tensors.keys():
+        if names <= tensors.keys():
             return tensors
         mapped = models.SINGLE_FILE_LOADABLE_CLASSES[name]["checkpoint_mapping_fn"](tensors, config=model.config)
     elif prefix := next((p for p in OPEN_CLIP if any(key.startswith(p) for key in tensors)), None):
         mapped = encoders.convert_open_clip_checkpoint(model, tensors, prefix=prefix)
     else:
         mapped = encoders.convert_ldm_clip_checkpoint(tensors)
-    own = model.state_dict().keys()
-    return {key if key in own else key.removeprefix("text_model."): tensor for key, tensor in mapped.items()}
+    return {key if key in names else key.removeprefix("text_model."): tensor for key, tensor in mapped.items()}

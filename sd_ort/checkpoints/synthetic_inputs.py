@@ -21,6 +21,7 @@ import onnx_ir as ir
 from fusion_passes import value_queries as c
 from sd_ort.checkpoints import signatures
 from sd_ort.checkpoints.configs import component_config
+from sd_ort.checkpoints.presets import CLIP_VOCABULARY
 from sd_ort.checkpoints.unet_inputs import CONDITIONS_BY_NAME, Axis
 from sd_ort.core.errors import InputError
 
@@ -31,7 +32,6 @@ SIZES: tuple[dict[str, int], ...] = (
     {"batch": 1, "sequence": 77, "images": 1, "height": 24, "width": 16},
     {"batch": 2, "sequence": 13, "images": 3, "height": 16, "width": 32},
 )
-CLIP_VOCABULARY = 49408
 # What the axes are called by Optimum and by diffusers' old conversion script, where they say more than our sizes.
 ALIASES: Mapping[str, Axis] = {
     "batch_size": "batch", "sequence_length": "sequence", "steps": 1, "height_latent": "height",

@@ -86,8 +86,8 @@ def _pictures(unet: Config) -> Kind | None:
     """What an image encoder makes of pictures: an embedding each or, for IP-Adapter Plus, rows of a hidden state."""
     if not (adapter := unet.get("ip_adapter")):
         return None
-    rows = (adapter["rows"],) if adapter.get("rows") else ()
-    return ("batch", "images", *rows, adapter["width"]), "float32"
+    sequence = (adapter["hidden_state_length"],) if adapter.get("hidden_state_length") else ()
+    return ("batch", "images", *sequence, adapter["width"]), "float32"
 
 
 def _picture_scales(unet: Config) -> Kind | None:
@@ -110,7 +110,7 @@ KNOWN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def unknown(unet: Config) -> str | None:
+def unsupported_setting(unet: Config) -> str | None:
     """The first setting of a UNet that asks for a condition without a record here, or None."""
     return next((key for key, known in KNOWN_SETTINGS.items() if unet.get(key) and unet[key] not in known), None)
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import click
 
-from sd_ort.core.errors import explained
+from sd_ort.core.errors import describe_error
 from sd_ort.core.interrupts import INTERRUPTED, STOPPABLE, begin_command, came
 
 # Subcommand -> one line of help. Each lives in sd_ort/cli/<name>.py as `command`.
@@ -87,7 +87,7 @@ def main() -> None:
             _leave(130)
         if os.environ.get("SD_ORT_TRACEBACK"):
             raise
-        line, code = explained(error)
+        line, code = describe_error(error)
         click.echo(f"sd-ort: {line}", err=True)
         sys.exit(code)
 

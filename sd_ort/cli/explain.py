@@ -45,7 +45,7 @@ def histogram(entry: dict[str, Any]) -> list[str]:
     for op in sorted(before.keys() | after.keys(), key=lambda op: (-max(before.get(op, 0), after.get(op, 0)), op)):
         lines.append(f"  {op:36}{before.get(op, 0):>8}{after.get(op, 0):>8}")
     lines.append(f"  {'all':36}{sum(before.values()):>8}{sum(after.values()):>8}")
-    return lines + [f"  {reason}" for reason in entry.get("not_lowered", ())]
+    return lines + [f"  {reason}" for reason in entry.get("kernel_fallbacks", ())]
 
 
 def grouped(entry: dict[str, Any]) -> list[str]:
@@ -73,7 +73,7 @@ def lowered(entry: dict[str, Any]) -> Iterator[str]:
         made = {"rewritten" if what == name else what: count for what, count in done["rewrote"].items() if count}
         rewrote = ", ".join(f"{count} {what}" for what, count in made.items())
         yield f"  {name}: {rewrote or 'nothing to rewrite'}"
-        for (op, reason), count in Counter((site["op"], site["reason"]) for site in done["left"]).most_common():
+        for (op, reason), count in Counter((site["op"], site["reason"]) for site in done["unfused"]).most_common():
             yield f"    left: {count} {op}: {reason}"
 
 
@@ -83,7 +83,7 @@ def placed(entry: dict[str, Any], shown: int = SHOWN) -> Iterator[str]:
         return
     yield f"  with {found['provider']}: " + ", ".join(f"{count} nodes on {ep}" for ep, count in found["nodes"].items())
     groups: dict[tuple[str, str], list[str]] = {}
-    for node in found["left"]:
+    for node in found["unassigned_nodes"]:
         groups.setdefault((node["op"], node["reason"]), []).append(node["scope"] or node["node"])
     for (op, reason), names in sorted(groups.items(), key=lambda group: -len(group[1])):
         known = some(filter(None, names), shown)
@@ -101,7 +101,7 @@ def every_site(entry: dict[str, Any]) -> list[str]:
         + [
             f"  {site['op']:28}{site['scope'] or site['value']}  {name}: {site['reason']}"
             for name, done in entry["lowered"].items()
-            for site in done["left"]
+            for site in done["unfused"]
         ]
         + list(placed(entry, shown=1 << 30))
     )

@@ -56,7 +56,6 @@ def command(
         given = "MODEL and OUT" if preset is None else "only OUT, since --preset names the model"
         raise InputError(f"give {given}: see `sd-ort export --help`.")
 
-    from sd_ort.checkpoints.checkpoint import FileOptions
     from sd_ort.export.exporter import export
 
     manifest = export(
@@ -69,7 +68,11 @@ def command(
         seed=seed,
         components=components or None,
         controlnet=controlnet,
-        files=FileOptions(config, vae, unsafe_pickle, ip_adapter, image_encoder),
+        config=config,
+        vae=vae,
+        unsafe_pickle=unsafe_pickle,
+        ip_adapter=ip_adapter,
+        image_encoder=image_encoder,
         on_progress=lambda line: click.echo(line, err=True),
     )
     click.echo(table(manifest))

@@ -24,6 +24,6 @@ def command(source: Path, output: Path, steps: int | None, guidance: float | Non
 
     if MERGED in components(source):
         raise InputError(f"{source} is merged already: give the folder it was made from.")
-    from sd_ort.merge import merge
+    from sd_ort.optimize.merge import merge
 
     merge(source, output, steps=steps, guidance=guidance, scheduler=scheduler, report=click.echo)

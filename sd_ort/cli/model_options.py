@@ -41,11 +41,12 @@ def resolve_pipeline_folder(
     is no model, ProviderError for a provider that cannot be used: before seconds of optimizing.
     """
     from sd_ort import model_cache
+    from sd_ort.checkpoints import is_checkpoint
     from sd_ort.core.errors import InputError
     from sd_ort.runtime import provider_choice
     from sd_ort.runtime.providers import check_provider
 
-    if not model_cache.is_checkpoint(model):
+    if not is_checkpoint(model):
         if save_to or config:
             raise InputError(f"--save-optimized and --config go with a checkpoint: {model} is none.")
         folder, choice = model_cache.open_model(model, provider)
@@ -56,11 +57,11 @@ def resolve_pipeline_folder(
     check_provider(provider, allow_fallback=allow_fallback)
     if save_to is None:
         return model_cache.open_model(model, provider, config=config, on_progress=say)[0], provider
-    from sd_ort.checkpoints.checkpoint import FileOptions
-    from sd_ort.from_checkpoint import optimize_checkpoint
+    from sd_ort.checkpoints.open import CheckpointOptions
+    from sd_ort.stages import optimize
 
     target, dtype = provider_choice.target_of(provider), model_cache.dtype_for(provider)
-    optimize_checkpoint(str(model), save_to, target=target, dtype=dtype, files=FileOptions(config), report=say)
+    optimize(str(model), save_to, target=target, dtype=dtype, checkpoint=CheckpointOptions(config), on_progress=say)
     return save_to, provider
 
 

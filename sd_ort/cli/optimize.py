@@ -7,9 +7,7 @@ from typing import Any
 
 import click
 
-from sd_ort.core.errors import InputError
-from sd_ort.core.pipeline_folder import bare_model, model_name
-from sd_ort.model_cache import is_checkpoint
+from sd_ort.core.pipeline_folder import bare_model
 
 
 @click.command()
@@ -37,7 +35,6 @@ from sd_ort.model_cache import is_checkpoint
 )
 @click.option(
     "--hoist/--no-hoist",
-    "hoisted",
     default=None,
     help="Run the prompt's and the schedule's part of the UNet once [default: with --float16 on cuda, rocm, hip, gpu].",
 )
@@ -59,7 +56,7 @@ def command(
     dtype: str | None,
     calibrate: bool | None,
     inputs: Path | None,
-    hoisted: bool | None,
+    hoist: bool | None,
     components: tuple[str, ...],
     config: str | None,
     controlnet: str | None,
@@ -80,36 +77,22 @@ def command(
     operator carries its meaning as a model-local function, and a registered operator library takes over where it has a
     kernel.
     """
-    from sd_ort.optimize.optimizer import optimize
+    from sd_ort.checkpoints.open import CheckpointOptions
+    from sd_ort.stages import optimize
 
-    options: dict[str, Any] = {
-        "target": target,
-        "dtype": dtype or "float32",
-        "calibrate": calibrate,
-        "inputs": inputs,
-        "report": click.echo,
-    }
-    of_folder: dict[str, Any] = {"components": list(components) or None, "hoisted": hoisted}
-    if (config or controlnet or vae or unsafe_pickle or ip_adapter or image_encoder) and not is_checkpoint(source):
-        raise InputError(
-            "--config, --controlnet, --ip-adapter, --image-encoder, --vae and --unsafe-pickle go with a checkpoint: "
-            f"{source} is none."
-        )
-    if (alone := bare_model(source)) is not None:
-        from sd_ort.optimize.single_model import optimize_file
-
-        if components or hoisted:
-            raise InputError(f"--component and --hoist go with a pipeline folder: {source} is one ONNX file.")
-        show({model_name(alone): optimize_file(alone, output, **options)}, source)
-    elif is_checkpoint(source):
-        from sd_ort.checkpoints.checkpoint import FileOptions
-        from sd_ort.from_checkpoint import optimize_checkpoint
-
-        files = FileOptions(config, vae, unsafe_pickle, ip_adapter, image_encoder)
-        options |= {"controlnet": controlnet, "files": files}
-        show(optimize_checkpoint(str(source), output, **options, **of_folder)["components"], output)
-    else:
-        show(optimize(source, output, **options, **of_folder)["components"], output)
+    manifest = optimize(
+        source,
+        output,
+        checkpoint=CheckpointOptions(config, vae, unsafe_pickle, ip_adapter, image_encoder, controlnet),
+        on_progress=click.echo,
+        target=target,
+        dtype=dtype or "float32",
+        components=list(components) or None,
+        calibrate=calibrate,
+        inputs=inputs,
+        hoist=hoist,
+    )
+    show(manifest["components"], source if bare_model(source) is not None else output)
     click.echo(f"Wrote {output}")
 
 
@@ -117,19 +100,20 @@ def show(entries: dict[str, dict[str, Any]], explained: Path) -> None:
     """Print what was made of each component; `explained` is what `sd-ort explain` takes to say more."""
     from sd_ort.optimize.optimizer import COUNTED
 
-    rows = [op for op in COUNTED if any(op in entry["counts"] for entry in entries.values())]
+    rows = [op for op in COUNTED if any(op in entry["op_counts"] for entry in entries.values())]
     widths = {name: max(16, len(name) + 2) for name in entries}
     click.echo(f"{'':26}" + "".join(f"{name:>{width}}" for name, width in widths.items()))
     for row in rows:
         click.echo(
-            f"{row:26}" + "".join(f"{entries[name]['counts'].get(row, 0):>{width}}" for name, width in widths.items())
+            f"{row:26}"
+            + "".join(f"{entries[name]['op_counts'].get(row, 0):>{width}}" for name, width in widths.items())
         )
     for name, entry in entries.items():
         if "not_fused" in entry:
             click.echo(f"{name}: not fused: {entry['not_fused']}.")
-        if "few" in entry:
-            click.echo(f"{name}: only {entry['few']} fused; `sd-ort explain {explained}` says why.", err=True)
-        for reason in entry["not_lowered"]:
+        if "low_coverage" in entry:
+            click.echo(f"{name}: only {entry['low_coverage']} fused; `sd-ort explain {explained}` says why.", err=True)
+        for reason in entry["kernel_fallbacks"]:
             click.echo(f"{name}: {reason}; they run as sd_ort operators.")
         if "hoisted" in entry:
             click.echo("; ".join(f"{part}: {nodes} nodes" for part, nodes in entry["hoisted"].items()))

@@ -60,6 +60,6 @@ def command(
         guidance=guidance,
         components=components or None,
         library=library,
-        say=click.echo,
+        on_progress=click.echo,
     )
     click.echo(str(path))

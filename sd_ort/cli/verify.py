@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from sd_ort.core.errors import InputError, ProviderError
 
 if TYPE_CHECKING:
-    from sd_ort.checkpoints.checkpoint import FileOptions
+    from sd_ort.checkpoints.open import CheckpointOptions
 
 # Options of how OUT is run.
 OF_RUNS = frozenset({"tolerance", "inputs", "provider", "portable", "seed"})
@@ -65,14 +65,14 @@ def command(
     Inputs are made up as in use, at two shapes (batch 1 and 2, not square). Exits with 4 when an output of OUT is not
     finite or differs by more than the tolerance.
     """
-    from sd_ort.model_cache import is_checkpoint
+    from sd_ort.checkpoints import is_checkpoint
 
     of_weights = is_checkpoint(source)
     refuse(OF_RUNS if of_weights else OF_WEIGHTS, source)
     if of_weights:
-        from sd_ort.checkpoints.checkpoint import FileOptions
+        from sd_ort.checkpoints.open import CheckpointOptions
 
-        files = FileOptions(config, ip_adapter=ip_adapter, image_encoder=image_encoder)
+        files = CheckpointOptions(config, ip_adapter=ip_adapter, image_encoder=image_encoder)
         verify_checkpoint(source, optimized, components, files, as_json)
         return
 
@@ -96,7 +96,7 @@ def command(
         provider=provider,
         library=not portable,
         seed=seed,
-        report=say,
+        on_row=say,
     )
     if as_json:
         click.echo(json.dumps(result, indent=1))
@@ -134,7 +134,7 @@ def own_provider(optimized: Path) -> str:
 
 
 def verify_checkpoint(
-    source: Path, optimized: Path, components: tuple[str, ...], files: FileOptions, as_json: bool
+    source: Path, optimized: Path, components: tuple[str, ...], files: CheckpointOptions, as_json: bool
 ) -> None:
     """The weights of OUT against those of a checkpoint."""
     from sd_ort.inspect.weight_verification import check_weights, verify_weights
@@ -143,7 +143,7 @@ def verify_checkpoint(
         if row["passed"] and not as_json:
             click.echo(f"{row['component']}: all {row['weights']} weights with a recipe are {source}'s, bit for bit")
 
-    result = verify_weights(str(source), optimized, components=components or None, files=files, report=say)
+    result = verify_weights(str(source), optimized, components=components or None, files=files, on_row=say)
     if as_json:
         click.echo(json.dumps(result, indent=1))
     check_weights(result, str(source), optimized)

@@ -26,7 +26,7 @@ FORMAT = 1
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
 MERGED = "pipeline"  # the one component of a folder that `sd-ort merge` wrote
-COMPONENTS = ("text_encoder", "text_encoder_2", "image_encoder", "unet", "vae_encoder", "vae_decoder")
+COMPONENTS = ("text_encoder", "text_encoder_2", "image_encoder", "unet", "controlnet", "vae_encoder", "vae_decoder")
 CONFIG_FOLDERS = ("scheduler", "tokenizer", "tokenizer_2", "feature_extractor")
 # All that diffusers and transformers read there; a folder may hold anything beside.
 CONFIG_FILES = (
@@ -38,9 +38,16 @@ _MANIFEST_LIKE = {
     "source": {"model": str, "folder": str, "random_weights": bool},
     "versions": dict,
     "options": {"target": str, "dtype": str, "exporter": str, "opset": int, "seed": int, "components": [str]},
-    "components": {str: {"not_lowered": [str], "float32_sites": [dict], "calibration": str}},
+    "components": {str: {"kernel_fallbacks": [str], "float32_sites": [dict], "calibration": str}},
     "files": {str: {str: lambda entry: isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys()}},
 }
+
+
+# Keys of a component in manifests until 2026-11 -> their names now.
+_OLD_KEYS = {
+    "weights": "weight_recipes", "rules": "rewrite_counts", "counts": "op_counts", "not_lowered": "kernel_fallbacks",
+    "few": "low_coverage", "equal_weights": "duplicate_weights",
+}  # fmt: skip
 
 
 def sha256(path: Path) -> str:
@@ -88,11 +95,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
         raise InputError(f"{path} has another format than this sd-ort reads: export or optimize again.")
+    if isinstance(entries := manifest.get("components"), dict):
+        manifest["components"] = {name: _with_new_keys(entry) for name, entry in entries.items()}
     if wrong := mismatch(manifest, _MANIFEST_LIKE):
         raise InputError(f"{path} is damaged at {wrong!r}: export or optimize again.")
     return {
         key: value if key == "options" else without_nulls(value) for key, value in manifest.items() if value is not None
     }
+
+
+def _with_new_keys(entry: Any) -> Any:
+    return {_OLD_KEYS.get(key, key): value for key, value in entry.items()} if isinstance(entry, dict) else entry
 
 
 Hashes = Mapping[str, Mapping[str, Any]]
@@ -128,7 +141,7 @@ def read_index(folder: Path, kind: str = "pipeline folder") -> dict[str, Any]:
     """The model_index.json of a pipeline folder: part -> [library, class]. Raises InputError when it is broken."""
     path = folder / "model_index.json"
     index = read_json(path, f"{folder} is no {kind}")
-    parts = [*COMPONENTS, *CONFIG_FOLDERS, "vae", "controlnet", "safety_checker"]
+    parts = [*COMPONENTS, *CONFIG_FOLDERS, "vae", "safety_checker"]
     like = {"_class_name": str, **dict.fromkeys(parts, _is_library_and_class)}
     if wrong := mismatch(index, like):
         raise InputError(f"{path} is damaged at {wrong!r}: get it, or export it, again.")

@@ -1,4 +1,4 @@
-"""What this machine can run: versions, providers and the shared libraries they miss, the op library, GPU, memory."""
+"""Diagnosis of a machine: versions, providers and missing shared libraries, op library, tuning files, GPUs, memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WRONG_SOFTMAX = (
 
 
 def examine() -> dict[str, Any]:
-    """The findings; memory and disk in GB, `problem` None for a provider that loads."""
+    """Return the findings; memory and disk in GB, `problem` None for a provider that loads."""
     try:
         library, op_problem = library_path(), None
     except SdOrtError as error:
@@ -52,28 +52,29 @@ def examine() -> dict[str, Any]:
 
 
 def clashes(requirements: Sequence[str] | None = None) -> list[str]:
-    """What is missing here, or of another version than sd-ort was tested with: in a host's environment it may run all
-    the same, and nothing of the host's need be changed. Then what the packages asked for miss in their turn.
+    """Return one line for each package that is missing, or of another version than sd-ort was tested with.
 
-    `requirements`: as pip writes them; None for those of the installed sd-ort, without its extras.
+    In an application's environment sd-ort may work all the same. Unmet requirements of these packages follow.
+
+    `requirements`: as for pip; None for those of the installed sd-ort without its extras.
     """
-    asked = _asked(metadata.requires("sd-ort") if requirements is None else requirements)
-    found = [line for requirement in asked if (line := _unmet(requirement, "{} was tested"))]
-    for outer in asked:
+    direct = _applicable(metadata.requires("sd-ort") if requirements is None else requirements)
+    found = [line for requirement in direct if (line := _unmet(requirement, "{} was tested"))]
+    for package in direct:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            inner = _asked(metadata.requires(outer.name))
-            found += [line for requirement in inner if (line := _unmet(requirement, f"{outer.name} needs {{}}"))]
+            indirect = _applicable(metadata.requires(package.name))
+            found += [line for r in indirect if (line := _unmet(r, f"{package.name} needs {{}}"))]
     return list(dict.fromkeys(found))
 
 
-def _asked(lines: Sequence[str] | None) -> list[Requirement]:
-    """Those of a package's requirements that count here, without its extras."""
-    every = [Requirement(line) for line in lines or ()]
-    return [each for each in every if each.marker is None or each.marker.evaluate({"extra": ""})]
+def _applicable(lines: Sequence[str] | None) -> list[Requirement]:
+    """Return the requirements whose markers hold here, without extras."""
+    requirements = [Requirement(line) for line in lines or ()]
+    return [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
 
 
-def _unmet(requirement: Requirement, why: str) -> str | None:
-    """What is wrong with the installed version, if anything; `why` takes the versions wanted."""
+def _unmet(requirement: Requirement, expected: str) -> str | None:
+    """Return what is wrong with the installed version, or None. `expected`: format string for the specifier."""
     name = requirement.name
     try:
         version = metadata.version(name)
@@ -81,45 +82,44 @@ def _unmet(requirement: Requirement, why: str) -> str | None:
         return f"{name} is not installed: pip install '{name}{requirement.specifier}'"
     if requirement.specifier.contains(version, prereleases=True):
         return None
-    return f"{name} {version} is installed, and {why.format(requirement.specifier)}"
+    return f"{name} {version} is installed, and {expected.format(requirement.specifier)}"
 
 
 def examine_provider(name: str) -> dict[str, Any]:
     """Return whether a provider runs here, the problem if not, the shared libraries it misses, and a note on its
     faults."""
     if problem := provider_problem(name):
-        try:
+        missing = []
+        with contextlib.suppress(SdOrtError):  # without onnxruntime, which `problem` says
             missing = missing_libraries(name)
-        except SdOrtError:  # no onnxruntime at all: the problem says so
-            missing = []
         return {"ok": False, "problem": problem, "missing_libraries": missing, "note": None}
     note = WRONG_SOFTMAX if name == "rocm" and gives_wrong_softmax() else None
     return {"ok": True, "problem": None, "missing_libraries": [], "note": note}
 
 
 def examine_tuning(usable: list[str], library: Path | None) -> list[dict[str, Any]]:
-    """The files of `runtime.tuning.folder`: `fresh` if sessions on a usable provider load it, or else the `problem`."""
+    """Return {"path", "fresh", "problem"} of each tuning file; fresh: sessions on a usable provider load it."""
     paths = sorted(tuning.folder().glob("*.json"))
-    tuned = [name for name in usable if PROVIDERS[name].tuning or PROVIDERS[name].ep in tuning.GPU_LIBRARIES]
     if not paths:
         return []
-    here = [tuning.validators_of(tuning.gpu_ops(name, library), runtime().__version__) for name in tuned]
-    found = []
-    for path in paths:
-        problem: str | None = "no provider that can be tuned loads on this machine"
-        for validators in here:
-            try:
-                tuning.check(path, tuning.read(path), validators)
-                problem = None
-                break
-            except SdOrtError as error:
-                problem = str(error)
-        found.append({"path": str(path), "fresh": problem is None, "problem": problem})
-    return found
+    tunable = [name for name in usable if PROVIDERS[name].tuning or PROVIDERS[name].ep in tuning.GPU_LIBRARIES]
+    validators = [tuning.validators_of(tuning.gpu_ops(name, library), runtime().__version__) for name in tunable]
+    return [{"path": str(path), **_freshness(path, validators)} for path in paths]
+
+
+def _freshness(path: Path, validators: Sequence[Any]) -> dict[str, Any]:
+    problem = "no provider that can be tuned loads on this machine"
+    for expected in validators:
+        try:
+            tuning.check(path, tuning.read(path), expected)
+            return {"fresh": True, "problem": None}
+        except SdOrtError as error:
+            problem = str(error)
+    return {"fresh": False, "problem": problem}
 
 
 def to_text(findings: dict[str, Any]) -> str:
-    """The findings for a terminal, one a line."""
+    """Return the findings for a terminal, one per line."""
     machine = findings["machine"]
     lines = [
         f"machine     {machine['cpu']}, {machine['cores']} cores, {machine['system']}",

@@ -1,4 +1,4 @@
-"""Extract: a subgraph of a component as a model of its own, for a bug report. Cut with onnx-graphsurgeon."""
+"""Extraction of a subgraph of a component into a model of its own, for bug reports, with onnx-graphsurgeon."""
 
 from __future__ import annotations
 
@@ -15,16 +15,24 @@ if TYPE_CHECKING:
     import onnx
     import onnx_graphsurgeon as gs
 
-EMBEDDED_LIMIT = 1 << 30  # bytes of weights; above it they lie beside the model: a protobuf holds 2 GiB
+EMBEDDED_LIMIT = 1 << 30  # bytes of weights; a protobuf holds at most 2 GiB
 
 
 def extract(path: Path, component: str, start: Sequence[str], end: Sequence[str], output: Path) -> dict[str, int]:
-    """Write the nodes between the values `start` and `end` of a pipeline folder's component to `output`, a .onnx file.
+    """Write the nodes between the values `start` and `end` of a component to `output`; return counts and weight bytes.
 
-    `start` become the inputs (graph inputs that are needed besides stay inputs), `end` the outputs; weights come along,
-    in `output` itself up to EMBEDDED_LIMIT. Returns {"nodes", "inputs", "weights", "bytes"}. Raises InputError for a
-    component or value that is not there (naming those it resembles) and for values that do not lie in this order,
-    OutputError when the file exists or cannot be written.
+    Args:
+        path: pipeline folder.
+        start: inputs of the new model; graph inputs that the nodes need stay inputs.
+        end: outputs of the new model.
+        output: .onnx file, with weights up to EMBEDDED_LIMIT; more weights are stored as external data.
+
+    Returns:
+        {"nodes", "inputs", "weights", "bytes"}.
+
+    Raises:
+        InputError: for an unknown component or value (similar names are listed), or values in the wrong order.
+        OutputError: if the file exists or cannot be written.
     """
     import onnx
 
@@ -36,7 +44,7 @@ def extract(path: Path, component: str, start: Sequence[str], end: Sequence[str]
     model = onnx_file.read(model_path)
     with blaming(model_path):
         cut = _cut(model, start, end)
-    _bring_functions(model, cut)
+    _copy_functions(model, cut)
     for tensor in cut.graph.initializer:
         onnx_file.embed(tensor)
     weights = sum(tensor.ByteSize() for tensor in cut.graph.initializer)
@@ -76,9 +84,9 @@ def _cut(model: onnx.ModelProto, start: Sequence[str], end: Sequence[str]) -> on
         raise InputError(f"{', '.join(end)} does not depend on {', '.join(unused)}: give values in the graph's order.")
     graph.inputs = inputs + [t for t in graph.inputs if t.name in needed and t not in inputs]
     graph.cleanup().toposort()
-    described = ir.from_proto(model).graph
-    annotate(described)  # the TorchScript exporter writes no types
-    values = {value.name: value for node in described for value in node.outputs}
+    annotated = ir.from_proto(model).graph
+    annotate(annotated)  # the TorchScript exporter writes no types
+    values = {value.name: value for node in annotated for value in node.outputs}
     for tensor in [*graph.inputs, *graph.outputs]:
         value = values.get(tensor.name)
         if tensor.dtype is None and value is not None and value.dtype is not None:
@@ -98,7 +106,7 @@ def _find(tensors: dict[str, gs.Tensor], name: str) -> gs.Tensor:
 
 
 def _needed(outputs: Sequence[gs.Tensor]) -> set[str]:
-    """Names of the values that `outputs` are computed from."""
+    """Return the names of the values that `outputs` depend on."""
     names: set[str] = set()
     stack = list(outputs)
     while stack:
@@ -109,8 +117,8 @@ def _needed(outputs: Sequence[gs.Tensor]) -> set[str]:
     return names
 
 
-def _bring_functions(model: onnx.ModelProto, cut: onnx.ModelProto) -> None:
-    """Give the cut the function bodies that its nodes call, and its nodes the overloads that graphsurgeon drops."""
+def _copy_functions(model: onnx.ModelProto, cut: onnx.ModelProto) -> None:
+    """Copy the functions that the nodes of `cut` call, and the nodes' overloads, which graphsurgeon drops."""
     overloads = {output: node.overload for node in model.graph.node for output in node.output if output}
     called = set()
     for node in cut.graph.node:

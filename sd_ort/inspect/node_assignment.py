@@ -1,5 +1,7 @@
-"""Which provider runs each node of a component, and why some are left to others: from ONNX Runtime's own assignment for
-providers of ours, from the table of its kernels for `rocm`."""
+"""Assignment of a component's nodes to execution providers, with the reason for each node that another provider runs.
+
+The sd-ort provider reports its reasons through ONNX Runtime's assignment; those for `rocm` come from its kernel table.
+"""
 
 from __future__ import annotations
 
@@ -19,55 +21,49 @@ from sd_ort.runtime.rocm_kernels import unsupported_reason
 from sd_ort.runtime.session import create_session
 
 
-def placement(models: Sequence[Path], provider: str) -> dict[str, Any]:
-    """Open the graphs with one of our providers, or look them up for `rocm`: {"provider", "nodes": {execution
-    provider: number of nodes}, "left": [{"op", "scope", "node", "reason"}] of nodes that others run}.
+def assign_nodes(models: Sequence[Path], provider: str) -> dict[str, Any]:
+    """Return {"provider", "nodes": node counts by execution provider, "unassigned_nodes": [op, scope, node, reason]}.
 
-    Shape arithmetic is left to the CPU, where what it computes is read; nodes that ONNX Runtime computed once and for
-    all, or made of others, are no longer those of the file. Raises ProviderError for a provider that is not ours or
-    cannot be used here, InputError for a model that it refuses.
+    The graphs are opened with the sd-ort provider, or looked up in the kernel table for `rocm`. Shape arithmetic stays
+    on the CPU, where its results are read. Nodes that ONNX Runtime folded or replaced are not those of the file. For
+    `rocm`, nodes of domain `sd_ort` count as assigned, because the op library has kernels for them; ONNX Runtime may
+    leave more nodes to the CPU: shape arithmetic, and dtypes.
+
+    Raises:
+        ProviderError: for other providers, and if the provider cannot be used.
+        InputError: for a model that it rejects.
     """
-    if provider == "rocm":
-        return _by_table(models)
-    if not is_plugin(provider) or provider_named(provider).ep not in OURS:
+    nodes: Counter[str] = Counter()
+    unassigned: list[dict[str, Any]] = []
+    ours = is_plugin(provider) and provider_named(provider).ep in OURS
+    if provider != "rocm" and not ours:
         raise ProviderError(
             f"{provider} does not say why it leaves a node: give hip, sdcuda, rocm, or plugin:PATH of ours."
         )
-    nodes: Counter[str] = Counter()
-    left: list[dict[str, Any]] = []
-    for model in models:
-        session = create_session(model, provider, assigned=True)
-        reasons, scopes = _reasons(plugin_library(provider)), {node.name: scope(node) for node in load(model).graph}
-        for part in session.get_provider_graph_assignment_info():
-            nodes[part.ep_name] += len(part.get_nodes())
-            if part.ep_name in OURS:
-                continue
-            for node in part.get_nodes():
-                reason = reasons.get((node.op_type, node.name), "ONNX Runtime made it, behind the provider's choice")
-                left.append(
-                    {"op": node.op_type, "scope": scopes.get(node.name, ""), "node": node.name, "reason": reason}
-                )
-    return {"provider": provider, "nodes": dict(nodes.most_common()), "left": left}
-
-
-def _by_table(models: Sequence[Path]) -> dict[str, Any]:
-    """The placement of graphs as they are, by `runtime.rocm_kernels`. Nodes of `sd_ort` count as run by ROCm, where the
-    op library has kernels for them. ONNX Runtime may leave more to the CPU: shape arithmetic, and element types."""
-    nodes: Counter[str] = Counter()
-    left: list[dict[str, Any]] = []
     for model in models:
         graph = load(model).graph
-        for node in graph:
-            reason = unsupported_reason(node.domain, node.op_type, opset(graph))
-            nodes[PROVIDERS["rocm"].ep if reason is None else CPU_EP] += 1
-            if reason is not None:
-                left.append({"op": node.op_type, "scope": scope(node), "node": node.name or "", "reason": reason})
-    return {"provider": "rocm", "nodes": dict(nodes.most_common()), "left": left}
+        if not ours:
+            for node in graph:
+                reason = unsupported_reason(node.domain, node.op_type, opset(graph))
+                nodes[PROVIDERS["rocm"].ep if reason is None else CPU_EP] += 1
+                if reason is not None:
+                    entry = {"op": node.op_type, "scope": scope(node), "node": node.name or "", "reason": reason}
+                    unassigned.append(entry)
+            continue
+        session = create_session(model, provider, assigned=True)
+        reasons, scopes = _reasons(plugin_library(provider)), {node.name: scope(node) for node in graph}
+        for part in session.get_provider_graph_assignment_info():
+            nodes[part.ep_name] += len(part.get_nodes())
+            for node in part.get_nodes() if part.ep_name not in OURS else ():
+                reason = reasons.get((node.op_type, node.name), "ONNX Runtime made it, behind the provider's choice")
+                entry = {"op": node.op_type, "scope": scopes.get(node.name, ""), "node": node.name, "reason": reason}
+                unassigned.append(entry)
+    return {"provider": provider, "nodes": dict(nodes.most_common()), "unassigned_nodes": unassigned}
 
 
 def _reasons(library: Path) -> dict[tuple[str, str], str]:
-    """Of the session that this thread just opened: (operator, node) -> reason."""
-    say = ctypes.CDLL(str(library)).sd_ort_left_to_others
-    say.restype = ctypes.c_char_p
-    lines = [line.split("\t") for line in say().decode("utf-8", "replace").splitlines()]
+    """Return the reason for each unassigned (operator, node) of the session that this thread opened last."""
+    list_unassigned = ctypes.CDLL(str(library)).sd_ort_unassigned_nodes
+    list_unassigned.restype = ctypes.c_char_p
+    lines = [line.split("\t") for line in list_unassigned().decode("utf-8", "replace").splitlines()]
     return {(op, node): reason for op, node, reason in lines}

@@ -1,12 +1,12 @@
-"""Tune: run every component at the shapes that will be used, and keep the fastest candidate of each operator met.
+"""Tuning: runs every component at the shapes that will be used, and stores the fastest candidate of each operator.
 
-The op library measures a call when a session with tuning on meets its shape for the first time; ONNX Runtime's own
-tunable operators do the same. So one run of each component at each size measures all that its graph contains.
+A session with tuning on measures the candidates when a call meets a new shape, in the op library and in ONNX Runtime's
+own tunable operators. One run of each component at each size therefore measures everything in its graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from sd_ort.checkpoints.configs import component_config
@@ -14,6 +14,7 @@ from sd_ort.checkpoints.signatures import default_latents
 from sd_ort.checkpoints.synthetic_inputs import pixels_per_latent, random_inputs
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError, ProviderError
+from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.graphs.load import load
 from sd_ort.runtime import tuning
 from sd_ort.runtime.library import library_path
@@ -22,11 +23,11 @@ from sd_ort.runtime.ort_wheel import runtime
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import Model, create_session
 
-PROMPT_TOKENS = 77  # CLIP's
+PROMPT_TOKENS = 77  # of CLIP
 
 
 def tune(
-    directory: Path,
+    folder: Path,
     provider: str,
     *,
     heights: Sequence[int] = (),
@@ -35,15 +36,18 @@ def tune(
     guidance: bool = True,
     components: Sequence[str] | None = None,
     library: Path | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    on_progress: ProgressCallback = ignore_progress,
 ) -> Path:
-    """Measure every shape that a pipeline folder meets; returns the file with the results.
+    """Measure every shape of a pipeline folder and return the tuning file.
 
-    `heights` and `widths` are pixels, taken in pairs (the model's own size when empty); `batches` images drawn at once.
-    With `guidance` the UNet meets twice the batch. `library`: op library to use instead of the one found.
+    Args:
+        heights, widths: image sizes in pixels, taken in pairs; default: the model's own size.
+        batches: images per call; with `guidance` the UNet gets twice as many.
+        library: op library to use instead of the installed one.
 
-    Raises ProviderError for a provider that has nothing to tune or is not there, InputError for a folder or size that
-    cannot be used.
+    Raises:
+        ProviderError: if the provider has nothing to tune or is not available.
+        InputError: for an invalid folder or size.
     """
     library = library or library_path()
     entry = provider_named(provider)
@@ -57,58 +61,55 @@ def tune(
     if source is None and not entry.tuning:
         raise ProviderError(f"no op library for {provider}, whose kernels are all there is to tune: {build}.")
     if source is None:
-        say(f"no op library for {provider}: only ONNX Runtime's own operators are tuned ({build}).")
-    sizes = image_sizes(directory, heights, widths)
-    saved = None
-    for name in components or pipeline_folder.components(directory):
-        path = pipeline_folder.check_component(directory, name)
+        on_progress(f"no op library for {provider}: only ONNX Runtime's own operators are tuned ({build}).")
+    sizes = image_sizes(folder, heights, widths)
+    tuning_file = None
+    for name in components or pipeline_folder.components(folder):
+        path = pipeline_folder.check_component(folder, name)
         session = create_session(path, provider, tuning=True, library=library or False)
-        run_shapes(Model(session), directory, name, latent_sizes(directory, name, sizes, batches, guidance), say)
-        saved = tuning.save([session], source, runtime().__version__) or saved
-    if saved is None:
-        raise InputError(f"{directory} has no operator that the {provider} provider could tune: optimize it for one.")
-    return saved
+        run_shapes(Model(session), folder, name, latent_sizes(folder, name, sizes, batches, guidance), on_progress)
+        tuning_file = tuning.save([session], source, runtime().__version__) or tuning_file
+    if tuning_file is None:
+        raise InputError(f"{folder} has no operator that the {provider} provider could tune: optimize it for one.")
+    return tuning_file
 
 
-def image_sizes(directory: Path, heights: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int]]:
-    """(height, width) in pixels of the images to tune for. Raises InputError when they do not pair up."""
+def image_sizes(folder: Path, heights: Sequence[int], widths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the (height, width) of the images in pixels. Raises InputError if they do not pair up."""
+    step = pixels_per_latent(folder)
     if not heights and not widths:
-        side = default_latents(component_config(directory, "unet")) * pixels_per_latent(directory)
+        side = default_latents(component_config(folder, "unet")) * step
         return [(side, side)]
     heights, widths = heights or widths, widths or heights
     if len(heights) != len(widths):
         raise InputError(f"{len(heights)} heights and {len(widths)} widths: give as many of one as of the other.")
-    step = pixels_per_latent(directory)
-    for number in (*heights, *widths):
-        if number <= 0 or number % step:
-            raise InputError(f"{number} pixels is no size of an image: give a multiple of {step}.")
+    for pixels in (*heights, *widths):
+        if pixels <= 0 or pixels % step:
+            raise InputError(f"{pixels} pixels is no size of an image: give a multiple of {step}.")
     return list(zip(heights, widths, strict=True))
 
 
 def latent_sizes(
-    directory: Path, component: str, sizes: Sequence[tuple[int, int]], batches: Sequence[int], guidance: bool
+    folder: Path, component: str, sizes: Sequence[tuple[int, int]], batches: Sequence[int], guidance: bool
 ) -> list[dict[str, int]]:
-    """What `random_inputs` takes: latent pixels, batch and tokens, each once. Text encoders know no image sizes."""
-    step = pixels_per_latent(directory)
+    """Return the distinct axis sizes of a component for `random_inputs`; text encoders have no image sizes."""
+    step = pixels_per_latent(folder)
+    rows = 2 if guidance and component.startswith(("unet", "controlnet")) else 1
     found = []
-    for height, width in sizes:
+    for height, width in [(step, step)] if component.startswith("text_encoder") else sizes:
         for batch in batches:
-            doubled = guidance and component.startswith(("unet", "controlnet"))
-            size = {"batch": batch * (2 if doubled else 1), "sequence": PROMPT_TOKENS}
-            size |= {"height": height // step, "width": width // step}
-            if component.startswith("text_encoder"):
-                size |= {"height": 1, "width": 1}
+            size = {"batch": batch * rows, "sequence": PROMPT_TOKENS, "height": height // step, "width": width // step}
             if size not in found:
                 found.append(size)
     return found
 
 
 def run_shapes(
-    model: Model, directory: Path, component: str, sizes: Sequence[dict[str, int]], say: Callable[[str], None]
+    model: Model, folder: Path, component: str, sizes: Sequence[dict[str, int]], on_progress: ProgressCallback
 ) -> None:
-    """Run a component once at each size, on made-up numbers."""
-    inputs = list(load(directory / component / pipeline_folder.MODEL).graph.inputs)
-    config = component_config(directory, component)
+    """Run a component once at each size, on synthetic inputs."""
+    inputs = list(load(folder / component / pipeline_folder.MODEL).graph.inputs)
+    config = component_config(folder, component)
     for size in sizes:
-        say(f"{component}: {' '.join(f'{key} {number}' for key, number in size.items())}")
+        on_progress(f"{component}: {' '.join(f'{axis} {count}' for axis, count in size.items())}")
         model(**random_inputs(component, inputs, config, size))

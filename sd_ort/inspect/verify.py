@@ -1,8 +1,7 @@
-"""Verify: every optimized component, or ONNX file, against its source, on the same inputs at several shapes.
+"""Numerical comparison of optimized components, or of an ONNX file, with their sources on the same inputs.
 
-One session is in memory at a time: the source runs first and leaves its outputs behind. Where the CPU stands in for a
-provider with other kernels, or for half precision, it runs a copy of the component (see
-`graphs.cpu_emulation`), and the result says so.
+The source runs first, so that one session is in memory at a time. If the CPU has no kernels for a component, or would
+not round to its half precision, the CPU runs a CPU-equivalent copy (`graphs.cpu_emulation`); a note says so.
 """
 
 from __future__ import annotations
@@ -11,27 +10,27 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from sd_ort.checkpoints.configs import config_beside
-from sd_ort.checkpoints.recorded_inputs import check_recorded, recorded_inputs
+from sd_ort.checkpoints.configs import model_config
+from sd_ort.checkpoints.recorded_inputs import check_recorded, load_recorded_inputs
 from sd_ort.checkpoints.synthetic_inputs import SIZES, Arrays, random_inputs
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError, SdOrtError, VerificationError
+from sd_ort.core.metrics import array_errors
 from sd_ort.core.pipeline_folder import bare_model, model_name
 from sd_ort.graphs import hoist
 from sd_ort.graphs.cpu_emulation import cpu_equivalent, half_type, loads_on_cpu
 from sd_ort.graphs.load import load
 from sd_ort.runtime.session import Model, create_session
 
-KNOWN = (*pipeline_folder.COMPONENTS, "controlnet")
-# As the VAE encoders of diffusers' old conversion script do.
-DRAWING = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")
-# Largest relative L2 error by the type of the optimized component. Fusing reorders sums of float32 (measured: up to
-# 4e-6); a float16 has 11 bits of mantissa, a bfloat16 8.
+# VAE encoders of diffusers' old conversion script have such nodes.
+RANDOM_OPS = ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")
+# Maximum relative L2 error by dtype of the optimized component. Fusing reorders float32 sums (measured: up to 4e-6); a
+# float16 has 11 bits of mantissa, a bfloat16 8.
 TOLERANCE = {None: 1e-5, ir.DataType.FLOAT16: 3e-3, ir.DataType.BFLOAT16: 2.4e-2}
 
 
@@ -46,43 +45,48 @@ def verify(
     library: bool = True,
     sizes: Sequence[dict[str, int]] = SIZES,
     seed: int = 0,
-    report: Callable[[dict[str, Any]], None] = lambda row: None,
+    on_row: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
-    """Compare two pipeline folders, or two ONNX files; returns {"rows": [...], "notes": [...], "passed": bool}.
+    """Compare two pipeline folders, or two ONNX files; return {"rows": [...], "notes": [...], "passed": bool}.
 
-    A row is one output of one run: component, output, run (its sizes), shape, relative_error = |got - want| / |want|
-    (L2 norms), nmse (its square), max_abs, finite, source_finite, tolerance, passed. `tolerance` bounds relative_error
-    and defaults to `TOLERANCE` of the optimized component's type. `inputs`: runs recorded in an .npz, which take the
-    place of made-up inputs at `sizes` for the components that it has. `provider` runs the optimized folder; the source
-    runs on the CPU, fed with the same numbers. `library`: False lets fused operators run as their function bodies even
-    where a custom-op library is installed. `report` gets every row when it is known.
+    A row is one output of one run: component, output, run (its sizes), shape, relative_error = |actual - expected| /
+    |expected| (L2 norms), nmse (its square), max_abs, finite, source_finite, tolerance, passed. Rows that fail raise no
+    exception, see `check`. Components of unknown types, such as a safety checker, are compared on recorded inputs only.
 
-    Raises InputError for what are not two forms of one model and for inputs that the source does not take,
-    ProviderError for what the provider cannot run. A failure to agree is not an exception here: see `check`. A
-    component of another kind than ours (a safety checker), whose inputs nobody can make up, is compared on recorded
-    inputs alone; a note says so.
+    Args:
+        tolerance: maximum of relative_error; default: `TOLERANCE` of the optimized component's dtype.
+        inputs: .npz of recorded runs, which replace the synthetic inputs at `sizes` for the components that it has.
+        provider: runs `optimized`; the source runs on the CPU with the same inputs.
+        library: if False, fused operators run as function bodies even if an op library is installed.
+        on_row: called with each row.
+
+    Raises:
+        InputError: for models that do not correspond, and inputs that the source rejects.
+        ProviderError: if the provider cannot run a component.
     """
-    pairs = _pairs(source, optimized, components)
-    alone = bare_model(source) is not None
-    if inputs and not alone:
-        check_recorded(inputs, [pair.name for pair in pairs])
+    paths = _paths(source, optimized, components)
+    single_file = bare_model(source) is not None
+    if inputs and not single_file:
+        check_recorded(inputs, list(paths))
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
-    for name, path, other in pairs:
-        source_graph = load(path).graph
-        graph_inputs = list(source_graph.inputs)
-        runs = recorded_inputs(inputs, name, graph_inputs, required=alone)
-        feeds = [(f"recorded {index}", run) for index, run in enumerate(runs)]
-        if not feeds and not alone and name not in KNOWN:
+    for name, (path, optimized_path) in paths.items():
+        graph = load(path).graph
+        runs = load_recorded_inputs(inputs, name, list(graph.inputs), required=single_file)
+        feeds = {f"recorded {index}": run for index, run in enumerate(runs)}
+        if not feeds and not single_file and name not in pipeline_folder.COMPONENTS:
             notes.append(f"{name}: NOT compared, since its inputs are not known: record some for --inputs.")
             continue
-        if drawing := next((node.op_type for node in source_graph if node.op_type in DRAWING), None):
-            notes.append(f"{name}: NOT compared, since its {drawing} draws other numbers at every run.")
+        if random_op := next((node.op_type for node in graph if node.op_type in RANDOM_OPS), None):
+            notes.append(f"{name}: NOT compared, since its {random_op} draws other numbers at every run.")
             continue
-        feeds = feeds or _made_up(name, graph_inputs, config_beside(path), sizes, seed)
-        with _whole(other, name, notes) as whole, _runnable(whole, name, provider, library, notes) as runnable:
-            model = load(whole)
-            arrays = _in_half(model, [feed for _, feed in feeds])
+        feeds = feeds or _synthetic_runs(name, list(graph.inputs), model_config(path), sizes, seed)
+        with (
+            _joined_model(optimized_path, name, notes) as joined,
+            _cpu_model(joined, name, provider, library, notes) as runnable,
+        ):
+            model = load(joined)
+            arrays = _rounded_feeds(model, list(feeds.values()))
             try:
                 expected = _run(path, arrays)
             except SdOrtError as error:
@@ -91,121 +95,92 @@ def verify(
                 ) from error
             actual = _run(runnable, arrays, provider, library)
         limit = TOLERANCE[half_type(model)] if tolerance is None else tolerance
-        for (run, _), want, got in zip(feeds, expected, actual, strict=True):
+        for run, want, got in zip(feeds, expected, actual, strict=True):
             if want.keys() != got.keys():
                 raise InputError(f"{name} has other outputs than its source: optimize {source} again.")
             for output in want:
-                row = {"component": name, "output": output, "run": run} | _judged(got[output], want[output], limit)
-                rows.append(row)
-                report(row)
+                errors = array_errors(got[output], want[output])
+                passed = errors["finite"] and errors["relative_error"] <= limit
+                identity = {"component": name, "output": output, "run": run, "tolerance": limit}
+                rows.append({**identity, **errors, "passed": passed})
+                on_row(rows[-1])
     if not rows:
         raise InputError("nothing was compared: " + " ".join(notes))
     return {"rows": rows, "notes": notes, "passed": all(row["passed"] for row in rows)}
 
 
 def check(result: dict[str, Any]) -> None:
-    """Raise VerificationError that names the worst component unless all rows of a result of `verify` passed."""
+    """Raise VerificationError, which names the worst component, unless all rows of a result of `verify` passed."""
     failed = [row for row in result["rows"] if not row["passed"]]
     if not failed:
         return
-    if blind := [row for row in failed if not row["source_finite"]]:
+    if invalid := [row for row in failed if not row["source_finite"]]:
         raise VerificationError(
-            f"{blind[0]['component']} cannot be judged: the source itself makes NaN or infinite numbers in "
-            f"{blind[0]['output']} ({len(blind)} of {len(result['rows'])} outputs): give inputs that it is made for "
-            "with --inputs."
+            f"{invalid[0]['component']} cannot be judged: the source itself makes NaN or infinite numbers in "
+            f"{invalid[0]['output']} ({len(invalid)} of {len(result['rows'])} outputs): give inputs that it is made "
+            "for with --inputs."
         )
     worst = max(failed, key=lambda row: row["relative_error"])
-    what = f"a relative error of {worst['relative_error']:.1e}" if worst["finite"] else "NaN or infinite numbers"
+    error = f"a relative error of {worst['relative_error']:.1e}" if worst["finite"] else "NaN or infinite numbers"
     raise VerificationError(
-        f"{worst['component']} differs from its source: {worst['output']} has {what}, allowed is "
+        f"{worst['component']} differs from its source: {worst['output']} has {error}, allowed is "
         f"{worst['tolerance']:.1e} ({len(failed)} of {len(result['rows'])} outputs fail)."
     )
 
 
-def _judged(got: np.ndarray, want: np.ndarray, limit: float) -> dict[str, Any]:
-    errors = compare(got, want)
-    return {"tolerance": limit, **errors, "passed": bool(errors["finite"] and errors["relative_error"] <= limit)}
-
-
-def compare(got: np.ndarray, want: np.ndarray) -> dict[str, Any]:
-    """Errors of `got` against `want`; a wrong shape or a NaN in either makes them infinite."""
-    finite, source_finite = bool(np.isfinite(got).all()), bool(np.isfinite(want).all())
-    entry: dict[str, Any] = {"shape": list(got.shape), "finite": finite, "source_finite": source_finite}
-    if got.shape != want.shape or not finite or not source_finite:
-        return entry | {"finite": False, "relative_error": float("inf"), "nmse": float("inf"), "max_abs": float("inf")}
-    exact = want.astype(np.float64)
-    difference = got.astype(np.float64) - exact
-    norm = float(np.linalg.norm(exact))
-    relative = float(np.linalg.norm(difference)) / norm if norm else float(np.any(difference)) * float("inf")
-    return entry | {
-        "relative_error": relative,
-        "nmse": relative**2,
-        "max_abs": float(np.abs(difference).max(initial=0)),
+def _paths(source: Path, optimized: Path, components: Sequence[str] | None) -> dict[str, tuple[Path, Path]]:
+    """Return the source and optimized ONNX file of each component of both folders, or of two ONNX files."""
+    files = [model for path in (source, optimized) if (model := bare_model(path)) is not None]
+    if len(files) == 2 and not components:
+        return {model_name(files[0]): (files[0], files[1])}
+    if files:
+        raise InputError(f"{source} and {optimized} cannot be compared: give two pipeline folders, or two .onnx files.")
+    in_source = pipeline_folder.components(source)
+    names = [name for name in pipeline_folder.components(optimized) if name in in_source]
+    missing = [name for name in components or () if name not in names]
+    if missing or not names:
+        common = f"{', '.join(names)} are in both" if names else "they have no component in common"
+        raise InputError(
+            f"{source} and {optimized} cannot be compared{': ' + ', '.join(missing) if missing else ''}; {common}."
+        )
+    return {
+        name: (pipeline_folder.check_component(source, name), pipeline_folder.check_component(optimized, name))
+        for name in names
+        if not components or name in components
     }
 
 
-class _Pair(NamedTuple):
-    """What a model is called, its source and what was made of it: two ONNX files."""
-
-    name: str
-    source: Path
-    optimized: Path
-
-
-def _pairs(source: Path, optimized: Path, wanted: Sequence[str] | None) -> list[_Pair]:
-    """Every component that both folders have, checked; or the one pair of two ONNX files."""
-    alone = [bare_model(path) for path in (source, optimized)]
-    if all(alone) and not wanted:
-        return [_Pair(model_name(alone[0]), alone[0], alone[1])]  # type: ignore[arg-type]
-    if any(alone):
-        raise InputError(f"{source} and {optimized} cannot be compared: give two pipeline folders, or two .onnx files.")
-    there = pipeline_folder.components(source)
-    names = [name for name in pipeline_folder.components(optimized) if name in there]
-    missing = [name for name in wanted or () if name not in names]
-    if missing or not names:
-        has = f"{', '.join(names)} are in both" if names else "they have no component in common"
-        raise InputError(
-            f"{source} and {optimized} cannot be compared{': ' + ', '.join(missing) if missing else ''}; {has}."
-        )
-    chosen = [name for name in names if not wanted or name in wanted]
-    return [
-        _Pair(name, pipeline_folder.check_component(source, name), pipeline_folder.check_component(optimized, name))
-        for name in chosen
-    ]
-
-
-def _made_up(
+def _synthetic_runs(
     name: str, inputs: Sequence[ir.Value], config: dict[str, Any], sizes: Sequence[dict[str, int]], seed: int
-) -> list[tuple[str, Arrays]]:
-    """(sizes in words, arrays) of each run; sizes at which all shapes are those of an earlier run are left out."""
+) -> dict[str, Arrays]:
+    """Return the arrays of each run by the label of its sizes, without runs whose shapes an earlier run has."""
     runs: dict[Any, tuple[str, Arrays]] = {}
     for size in sizes:
         arrays = random_inputs(name, inputs, config, size, seed)
-        said = " ".join(f"{key} {number}" for key, number in size.items())
-        runs.setdefault(tuple(array.shape for array in arrays.values()), (said, arrays))
-    return list(runs.values())
+        label = " ".join(f"{axis} {count}" for axis, count in size.items())
+        runs.setdefault(tuple(array.shape for array in arrays.values()), (label, arrays))
+    return dict(runs.values())
 
 
-def _in_half(model: ir.Model, feeds: Sequence[Arrays]) -> list[Arrays]:
-    """The feeds with numbers that the inputs of `model` can hold: both sides get the same."""
+def _rounded_feeds(model: ir.Model, feeds: Sequence[Arrays]) -> list[Arrays]:
+    """Round the arrays of float16 inputs of `model` to float16, as float32: both models get the same values."""
     half = {str(v.name) for v in model.graph.inputs if v.dtype == ir.DataType.FLOAT16}
     return [
-        {key: array.astype(np.float16).astype(np.float32) if key in half else array for key, array in feed.items()}
+        {name: array.astype(np.float16).astype(np.float32) if name in half else array for name, array in feed.items()}
         for feed in feeds
     ]
 
 
 def _run(path: Path, feeds: Sequence[Arrays], provider: str = "cpu", library: bool = False) -> list[Arrays]:
-    """Outputs of every run; the session is gone afterwards. A hoisted graph's timestep has an axis where its source's
-    may have none."""
+    """Return the outputs of each run. A scalar timestep gets an axis for graphs that have one there (hoisted UNets)."""
     model = Model(create_session(path, provider, library=library))
-    one = {name for name, declared in model.inputs.items() if len(declared.shape) == 1}
-    return [model(**{name: np.atleast_1d(a) if name in one else a for name, a in feed.items()}) for feed in feeds]
+    one_axis = {name for name, declared in model.inputs.items() if len(declared.shape) == 1}
+    return [model(**{name: np.atleast_1d(a) if name in one_axis else a for name, a in feed.items()}) for feed in feeds]
 
 
 @contextmanager
-def _whole(path: Path, name: str, notes: list[str]) -> Iterator[Path]:
-    """The model at `path`; for a hoisted UNet, its three graphs as the one they were, until the context is left."""
+def _joined_model(path: Path, name: str, notes: list[str]) -> Iterator[Path]:
+    """Yield `path`, or for a hoisted UNet a temporary model that joins its three graphs."""
     optimized = path.parent.parent
     if name != hoist.PARTS["step"] or not hoist.is_hoisted(optimized):
         yield path
@@ -221,13 +196,13 @@ def _whole(path: Path, name: str, notes: list[str]) -> Iterator[Path]:
 
 
 @contextmanager
-def _runnable(path: Path, name: str, provider: str, library: bool, notes: list[str]) -> Iterator[Path]:
-    """The model at `path`, or its copy for the CPU; the original must load all the same where the CPU has kernels."""
+def _cpu_model(path: Path, name: str, provider: str, library: bool, notes: list[str]) -> Iterator[Path]:
+    """Yield `path`, or its CPU-equivalent copy for provider cpu; if the CPU has all kernels, the original must load."""
     if provider != "cpu":
         yield path
         return
-    with cpu_equivalent(path) as (copy, done):
-        notes += [f"{name}: {note}." for note in done]
+    with cpu_equivalent(path) as (copy, modifications):
+        notes += [f"{name}: {note}." for note in modifications]
         if copy != path and loads_on_cpu(load(path)):
             create_session(path, library=library)
         yield copy

@@ -122,9 +122,10 @@ class TorchComponentSessions(LoraMethods):
             InputError: if a weight does not exist or has another shape.
         """
         if deltas and self.loras is None:
-            from sd_ort.weights.lora import Loras  # imports onnx, for which an application's protobuf may be too old
+            # Imports onnx, for which an application's protobuf may be too old.
+            from sd_ort.weights.lora import LoraManager
 
-            self.loras = Loras(self.folder)
+            self.loras = LoraManager(self.folder)
         if self.loras is not None:
             self.weights_changed(self.loras.apply(self.models, {component: deltas}))
 

@@ -8,15 +8,18 @@ input tensors of the next one, without a copy.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from sd_ort.core.errors import SdOrtError, first_line
-from sd_ort.runtime.gpu_graphs import UNCAPTURED, GraphModel, run_options
+from sd_ort.runtime.bound_run import NO_GRAPH_ID, GpuGraphModel, report_failed_capture, run_options
+from sd_ort.runtime.gpu_graphs import GpuGraph
 from sd_ort.runtime.session import DTYPES, Model
+
+if TYPE_CHECKING:
+    from sd_ort.runtime.stream import Stream
 
 Tensors = dict[str, torch.Tensor]
 
@@ -29,21 +32,39 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 class TorchBinding:
     """IO binding of a session for torch tensors of one set of shapes.
 
-    `inputs`, `outputs`: contiguous tensors by name, in the graph's dtypes, on one device. `graph_id`: the GPU graph
-    that captures the run, or UNCAPTURED.
+    `inputs`, `outputs`: contiguous tensors by name, in the graph's dtypes, on one device. `graph_id`: ONNX Runtime's
+    annotation for a provider that captures its runs itself, or NO_GRAPH_ID.
     """
 
-    def __init__(self, session: Any, inputs: Tensors, outputs: Tensors, graph_id: int = UNCAPTURED) -> None:
+    def __init__(self, session: Any, inputs: Tensors, outputs: Tensors, graph_id: int = NO_GRAPH_ID) -> None:
         self.session, self.inputs, self.outputs, self.graph_id = session, inputs, outputs, graph_id
+        self.graph: GpuGraph | None = None
         self.io_binding = session.io_binding()
         for name, tensor in inputs.items():
             self.io_binding.bind_input(name, *_memory(tensor))
         for name, tensor in outputs.items():
             self.io_binding.bind_output(name, *_memory(tensor))
-        self.options = _async_run_options(graph_id)
+        self.options = run_options(graph_id, wait=False)
+
+    def capture(self, stream: Stream) -> None:
+        """Capture the run, if that is possible."""
+        try:
+            self.graph = GpuGraph(stream, self.run)
+        except SdOrtError as error:
+            report_failed_capture(error)
+
+    def release(self) -> None:
+        """Free the GPU graph."""
+        if self.graph is not None:
+            self.graph.release()
+        elif self.graph_id != NO_GRAPH_ID:
+            self.session.release_captured_graph(self.graph_id)
 
     def run(self) -> None:
         """Enqueue the run on the session's stream. Raises SdOrtError if ONNX Runtime fails."""
+        if self.graph is not None:
+            self.graph.launch()
+            return
         try:
             self.session.run_with_iobinding(self.io_binding, self.options)
         except Exception as error:  # pybind's exceptions have no other common base class
@@ -53,8 +74,8 @@ class TorchBinding:
 class TorchOrtModel:
     """One session as a function of torch tensors, on a device that torch and ONNX Runtime share.
 
-    `stream`: handle of the session's stream, or None on a CPU, where runs are synchronous. A `GraphModel` is captured
-    once per set of shapes; at most `GraphModel.SHAPES` captures are cached.
+    `stream`: handle of the session's stream, or None on a CPU, where runs are synchronous. A `GpuGraphModel` is
+    captured once per set of shapes; at most `GpuGraphModel.MAX_RUNS` captures are cached.
     """
 
     def __init__(self, model: Model, device: torch.device, stream: int | None = None) -> None:
@@ -83,25 +104,26 @@ class TorchOrtModel:
         with self.model.lock:
             if key not in self.shapes:
                 self.shapes[key] = self._infer_output_shapes(feed)
-            if isinstance(self.model, GraphModel):
+            if isinstance(self.model, GpuGraphModel):
                 outputs = self._replay(self.model, key, feed, zero_copy_inputs)
                 return dict(outputs) if reuse_outputs else {name: tensor.clone() for name, tensor in outputs.items()}
             outputs = self._output_buffers(key) if reuse_outputs else self._empty(key)
             self._run_ordered(TorchBinding(self.model.session, feed, outputs))
             return dict(outputs)
 
-    def _replay(self, model: GraphModel, key: Any, feed: Tensors, zero_copy_inputs: Container[str]) -> Tensors:
+    def _replay(self, model: GpuGraphModel, key: Any, feed: Tensors, zero_copy_inputs: Container[str]) -> Tensors:
         """Run the GPU graph of these shapes and return its output tensors; copy all but the zero-copy inputs to it."""
         binding = self.captured_runs.pop(key, None)
         if binding is None:
-            if len(self.captured_runs) == model.SHAPES:
-                oldest = self.captured_runs.pop(next(iter(self.captured_runs)))
-                if oldest.graph_id != UNCAPTURED and hasattr(model.session, "release_captured_graph"):
-                    model.session.release_captured_graph(oldest.graph_id)
+            if len(self.captured_runs) == model.MAX_RUNS:
+                self.captured_runs.pop(next(iter(self.captured_runs))).release()
             with torch.inference_mode(False):  # inference tensors would be read-only outside of inference mode
                 inputs = {name: tensor if name in zero_copy_inputs else tensor.clone() for name, tensor in feed.items()}
-                binding = TorchBinding(model.session, inputs, self._empty(key), model.number())
-            self._run_ordered(binding)  # captures
+                graph_id = NO_GRAPH_ID if model.stream is not None else next(model.graph_ids)
+                binding = TorchBinding(model.session, inputs, self._empty(key), graph_id)
+            self._run_ordered(binding)
+            if model.stream is not None:
+                binding.capture(model.stream)
         self.captured_runs[key] = binding
         for name, tensor in feed.items():
             if binding.inputs[name] is not tensor:
@@ -113,7 +135,7 @@ class TorchOrtModel:
         """Return the reusable output tensors for these shapes; the least recently used shapes are dropped."""
         tensors = self.reusable_outputs.pop(key, None)
         if tensors is None:
-            if len(self.reusable_outputs) == GraphModel.SHAPES:
+            if len(self.reusable_outputs) == GpuGraphModel.MAX_RUNS:
                 self.reusable_outputs.pop(next(iter(self.reusable_outputs)))
             with torch.inference_mode(False):
                 tensors = self._empty(key)
@@ -146,12 +168,6 @@ class TorchOrtModel:
             name: tuple(value.shape())
             for name, value in zip(self.model.outputs, binding.io_binding.get_outputs(), strict=True)
         }
-
-
-@cache
-def _async_run_options(graph_id: int) -> Any:
-    """Return the options of asynchronous runs; cached, because uncaptured runs need them in every step."""
-    return run_options(graph_id, wait=False)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[str, int, Any, list[int], int]:

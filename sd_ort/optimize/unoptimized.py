@@ -1,4 +1,4 @@
-"""A component before it is optimized, wherever it comes from: an exported folder, or a template that is filled."""
+"""A component before it is optimized: exported to a folder, or a template with the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from typing import Any
 
 import onnx_ir as ir
 
-from fusion_passes import weight_recipes as recipes
-from sd_ort.checkpoints.configs import config_beside
+from fusion_passes import weight_recipes
+from fusion_passes.weight_recipes import WeightRecipe
+from sd_ort.checkpoints.configs import model_config
 from sd_ort.core import pipeline_folder
 from sd_ort.graphs.load import load
-from sd_ort.weights.template_weights import Read
+from sd_ort.weights.recipes import Read, read_recipes
 
 
 @dataclass(frozen=True)
-class Raw:
-    """A component `name`; `model` reads its graph, whose weights have recipes and stay where they are until they are
-    asked for; `config` reads the config of its model; `bytes` are those of its weights in float32; `path`: of its
-    model.onnx, where there is one; `read`: what gives the tensors of its checkpoint, where that is at hand."""
+class UnoptimizedComponent:
+    """A component before optimization.
+
+    model: loads the graph; its weights have recipes and are read lazily. config: loads the config. bytes: size of the
+    weights in float32. path: of its ONNX file, if it has one. read: reads tensors of its checkpoint, if it has one.
+    """
 
     name: str
     model: Callable[[], ir.Model]
@@ -30,23 +33,23 @@ class Raw:
     read: Read | None = None
 
 
-def of_file(path: Path, known: Mapping[str, str] | None = None) -> Raw:
-    """The model in an ONNX file, of a pipeline folder or by itself.
+def file_component(path: Path, recipes: Mapping[str, WeightRecipe] | None = None) -> UnoptimizedComponent:
+    """Return the model in an ONNX file.
 
-    known: the recipes of its weights (see `fusion_passes.weight_recipes`); without, they are made of its own names.
+    recipes: of its weights (see `fusion_passes.weight_recipes`); by default each weight is a tensor of its own name.
     """
 
     def model() -> ir.Model:
         loaded = load(path)
-        recipes.init_recipes(loaded, known)
+        weight_recipes.init_recipes(loaded, recipes)
         return loaded
 
     size = sum(file.stat().st_size for file in path.parent.iterdir() if file.is_file())
-    return Raw(pipeline_folder.model_name(path), model, lambda: config_beside(path), size, path)
+    return UnoptimizedComponent(pipeline_folder.model_name(path), model, lambda: model_config(path), size, path)
 
 
-def of_folder(source: Path, names: list[str]) -> list[Raw]:
-    """The components of a pipeline folder. Raises InputError for one that is not whole."""
+def folder_components(source: Path, names: list[str]) -> list[UnoptimizedComponent]:
+    """Return components of a pipeline folder. Raises InputError if one is incomplete."""
     paths = {name: pipeline_folder.check_component(source, name) for name in names}
-    described = pipeline_folder.read_manifest(source).get("components", {})
-    return [of_file(path, described.get(name, {}).get("weights")) for name, path in paths.items()]
+    recipes = read_recipes(source)
+    return [file_component(path, recipes.get(name)) for name, path in paths.items()]

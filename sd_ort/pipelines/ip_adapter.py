@@ -90,7 +90,8 @@ class IpAdapterMethods:
     def _shape(self) -> tuple[int, ...]:
         """Of a picture's embedding."""
         adapter = self._adapter()
-        return (adapter["rows"], adapter["width"]) if adapter.get("rows") else (adapter["width"],)
+        length = adapter.get("hidden_state_length")
+        return (length, adapter["width"]) if length else (adapter["width"],)
 
     def _given(self, embeds: Any, request: Request) -> list[np.ndarray]:
         """Embeddings (rows, pictures, ...), with guidance of negative rows before as many positive ones, by sides."""

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd_ort.core.errors import InputError
-from sd_ort.weights.lora_files import Weights, described, read_adapter
+from sd_ort.weights.lora_files import Weights, lora_label, read_adapter
 
 if TYPE_CHECKING:
-    from sd_ort.weights.lora import Loras
+    from sd_ort.weights.lora import LoraManager
 
 
 class LoraMethods:
@@ -20,7 +20,7 @@ class LoraMethods:
     folder: Path
     models: Any
     unet_config: dict[str, Any]
-    loras: Loras | None = None
+    loras: LoraManager | None = None
     strengths: Mapping[str, float] = {}
     disabled: Mapping[str, float] = {}  # those that `enable_lora` uses again
     lora_scale: float = 1.0
@@ -33,15 +33,15 @@ class LoraMethods:
         `weight_name`: the file in the folder `source`. Raises InputError for a file that is no LoRA, or one of another
         model family.
         """
-        from sd_ort.weights.lora import Loras  # what reads graphs takes half a second to import
+        from sd_ort.weights.lora import LoraManager  # what reads graphs takes half a second to import
 
         if weight_name is not None and not isinstance(source, Mapping):
             source = Path(source) / weight_name
 
         if self.loras is None:
-            self.loras = Loras(self.folder)
+            self.loras = LoraManager(self.folder)
         name = adapter_name or f"default_{len(self.loras.adapters)}"
-        self.loras.add(name, read_adapter(source, self.unet_config), described(source))
+        self.loras.add(name, read_adapter(source, self.unet_config), lora_label(source))
         self._set({**self.strengths, name: 1.0})
 
     def set_adapters(self, adapter_names: str | Sequence[str], adapter_weights: Any = None) -> None:
@@ -124,7 +124,7 @@ class LoraMethods:
         self.strengths = {}  # whoever interrupts a change draws without LoRAs, until the next one
         if self.loras is not None:
             active = {name: strength * self.lora_scale for name, strength in strengths.items() if strength}
-            self.weights_changed(self.loras.apply(self.models, self.loras.changes(active)))
+            self.weights_changed(self.loras.apply(self.models, self.loras.deltas(active)))
         self.strengths = strengths
 
     def weights_changed(self, closed: bool) -> None:

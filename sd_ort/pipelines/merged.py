@@ -1,4 +1,4 @@
-"""Run a merged pipeline: one ONNX model, one session, for text to image (see `sd_ort.merge`)."""
+"""Run a merged pipeline: one ONNX model, one session, for text to image (see `sd_ort.optimize.merge`)."""
 
 from __future__ import annotations
 

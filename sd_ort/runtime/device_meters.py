@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from custom_ops import rocm
+from sd_ort.runtime.machine import MEGABYTE
 
-MEGABYTE = 2**20
 NOT_READABLE = "not readable"
 UNKNOWN = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from sd_ort.runtime.gpu_graphs import UNCAPTURED, BoundShapes, GraphModel
+from sd_ort.runtime.bound_run import BoundRun, GpuGraphModel, bind
 from sd_ort.runtime.ort_values import empty_value
 from sd_ort.runtime.session import DTYPES, Model
 
@@ -61,7 +61,7 @@ class ChainedModel(Model):
         return BoundChain(self.links, feed)
 
 
-class BoundChain(BoundShapes):
+class BoundChain(BoundRun):
     """Ranges over buffers at fixed addresses, each run after what it reads was copied to its device.
 
     `outputs` of the last range lie on the first device again.
@@ -70,7 +70,7 @@ class BoundChain(BoundShapes):
     def __init__(self, links: Sequence[Link], feed: Mapping[str, Any]) -> None:
         self.links = links
         self.places = {name: (value, 0) for name, value in feed.items()}
-        self.parts: list[BoundShapes] = []
+        self.parts: list[BoundRun] = []
         self.copies: list[list[Copy]] = []
         for number, link in enumerate(links):
             copies: list[Copy] = []
@@ -81,10 +81,9 @@ class BoundChain(BoundShapes):
                     copies.append(Copy(value, owner, _like(value, link)))
                     value = copies[-1].target
                 inputs[name] = value
-            annotation = link.model.number() if isinstance(link.model, GraphModel) else UNCAPTURED
             if link.stream is not None:
                 link.stream.use()
-            self.parts.append(BoundShapes(link.model.session, inputs, link.device, annotation))
+            self.parts.append(bind(link.model, inputs, link.device))
             self.places |= {name: (value, number) for name, value in self.parts[-1].outputs.items()}
             self.copies.append(copies)
         last = len(links) - 1
@@ -102,7 +101,7 @@ class BoundChain(BoundShapes):
         self.ran = [stream.event() for stream in streams]
 
     def run(self, wait: bool = True) -> None:
-        """As `BoundShapes.run`."""
+        """As `BoundRun.run`."""
         for number, part in enumerate(self.parts):
             self._hand_over(number, number)
             stream = self.links[number].stream
@@ -153,4 +152,4 @@ def _like(value: Any, link: Link) -> Any:
 
 def is_captured(model: Model) -> bool:
     """Whether runs of a component, or of its first range, are captured as graphs."""
-    return isinstance(model.links[0].model if isinstance(model, ChainedModel) else model, GraphModel)
+    return isinstance(model.links[0].model if isinstance(model, ChainedModel) else model, GpuGraphModel)

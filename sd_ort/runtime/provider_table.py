@@ -14,7 +14,7 @@ class Provider:
 
     `wheel` is the one of ONNX Runtime that is installed for it; "" for one that needs no wheel of its own.
     `tuning` holds the options that make it search for the fastest kernels; empty when it has no such search.
-    `graph` holds those that make it capture a run as a CUDA or HIP graph and replay it; None when it cannot.
+    `graph` holds those that make it capture runs as GPU graphs: none if sd-ort captures them. None: no captures.
     `device` is ONNX Runtime's name for its memory, "cuda" on AMD too.
     `library` is the shared library inside the wheel whose own dependencies must be on the machine; our own provider
     has none there, but one that `build-ops` with the flags `build` makes for `vendor`.
@@ -53,7 +53,7 @@ PROVIDERS = {
             "cudnn_conv_use_max_workspace": "1",
             "cudnn_conv_algo_search": "HEURISTIC",
         },
-        graph={"enable_cuda_graph": "1"},
+        graph={},
         device="cuda",
         library="libonnxruntime_providers_cuda.so",
         needs="CUDA and cuDNN",
@@ -65,7 +65,7 @@ PROVIDERS = {
         # tunable_op_enable: without it ONNX Runtime does not use the tuning results of an earlier session.
         options={"tunable_op_enable": "1", "miopen_conv_use_max_workspace": "1"},
         tuning={"tunable_op_tuning_enable": "1", "miopen_conv_exhaustive_search": "1"},
-        graph={"enable_hip_graph": "1"},
+        graph={},
         device="cuda",
         library="libonnxruntime_providers_rocm.so",
         needs="ROCm 7 with MIOpen and hipBLAS",
@@ -84,7 +84,7 @@ PROVIDERS = {
 
 # Our own by the name of its devices; the last stands in for them on the CPU, in tests.
 OURS = {each.ep: each for each in PROVIDERS.values() if each.vendor} | {
-    "SdOrtHost": _ours("host", "SdOrtHost", 0x1D05, needs="nothing", target="gpu")
+    "SdOrtSimulated": _ours("simulated", "SdOrtSimulated", 0x1D05, needs="nothing", target="gpu")
 }
 
 # The provider that each wheel is installed for, by name; None for one that sd-ort does not drive. All of them install

@@ -74,7 +74,7 @@ def create_session(
 
     `threads`: intra-op threads, None for one a physical core. `allow_fallback`: warn instead of failing when the
     provider is not used. `tuning`: let the provider search for its fastest kernels. `graph`: capture runs as CUDA or
-    HIP graphs; it runs only through `GraphModel`. `provider_options`: more options of the provider, over those of the
+    HIP graphs; it runs through `GpuGraphModel`. `provider_options`: more options of the provider, over those of the
     table. `library`: the custom-op library to register, True for the one found, False for none. `profile`: file-name
     prefix of ONNX Runtime's profile. `weights`: numbers for initializers of the data file, by name, of the same shape
     and type. `products`: those of them that nothing but matrix products reads, which a CPU packs without a copy.

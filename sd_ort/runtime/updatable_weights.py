@@ -18,7 +18,7 @@ from sd_ort.runtime.providers import is_plugin, plugin_library
 from sd_ort.runtime.session import open_graph
 
 BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
-WRITTEN = "sd_ort_WeightWritten"  # of our provider's library: custom_ops/provider/kept_filters.cc
+WRITTEN = "sd_ort_WeightUpdated"  # of our provider's library: custom_ops/provider/winograd_filter_cache.cc
 
 
 def host_value(array: np.ndarray) -> Any:

@@ -40,7 +40,7 @@ class DeviceWeights:
         """Begins to read `file` onto a device, "gpu:VENDOR@NUMBER". Raises MemoryError where it has no room."""
         self.handle = ctypes.c_void_p()
         self.c: Any = ctypes.CDLL(str(library))
-        self.c.sd_ort_WeightsPlace.restype = ctypes.c_void_p
+        self.c.sd_ort_WeightsAddress.restype = ctypes.c_void_p
         self.device, self.file, self.size = device, file, file.stat().st_size
         self.values: dict[str, Any] = {}
         number, path = place(device)["device_id"], os.fsencode(file)
@@ -75,7 +75,7 @@ class DeviceWeights:
 
     def _view(self, tensor: onnx.TensorProto, offset: int) -> Any:
         size = math.prod(tensor.dims) * ELEMENTS[tensor.data_type]
-        found = self.c.sd_ort_WeightsPlace(
+        found = self.c.sd_ort_WeightsAddress(
             self.handle, tensor.name.encode(), ctypes.c_uint64(offset), ctypes.c_uint64(size)
         )
         if not found:
@@ -84,7 +84,7 @@ class DeviceWeights:
 
     def _refusal(self) -> str:
         reason = ctypes.create_string_buffer(500)
-        self.c.sd_ort_WeightsRefused(self.handle, reason, len(reason))
+        self.c.sd_ort_WeightsRejected(self.handle, reason, len(reason))
         return reason.value.decode(errors="replace")
 
     def opened(self, opened: Callable[[DeviceWeights | None], T]) -> T:

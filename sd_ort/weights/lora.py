@@ -1,8 +1,7 @@
-"""The LoRAs of a loaded pipeline: small corrections of weights, added, weighed and taken off while it runs.
+"""LoRA adapters of a loaded pipeline, added, scaled and removed while it is in use.
 
-A LoRA says of a module: weight += strength * alpha / rank * up @ down (Hu et al., 2021, section 4.1). What that makes
-of the weights of an optimized graph, and how it gets into open sessions, is in `pipeline.corrections`. No file changes,
-and without a LoRA the weights are those on disk again.
+A LoRA adds scale * alpha / rank * up @ down to the weight of a module (Hu et al., 2021, section 4.1). `weights.updates`
+applies these deltas to the initializers of open sessions. No file changes.
 """
 
 from __future__ import annotations
@@ -12,53 +11,55 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sd_ort.core.errors import InputError
-from sd_ort.weights.lora_files import Adapter, LowRank
-from sd_ort.weights.updates import Corrections
+from sd_ort.weights.lora_files import LoraAdapter, LowRankDelta
+from sd_ort.weights.updates import WeightUpdater
 
 log = logging.getLogger("sd_ort")
 
 
-class Loras(Corrections):
-    """The LoRAs of one pipeline folder, and what they change at given strengths."""
+class LoraManager(WeightUpdater):
+    """The LoRA adapters of one pipeline folder by name, and their deltas at given scales."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises InputError for a folder whose manifest does not say where its weights come from."""
+        """Raises InputError if the manifest of the folder has no weight recipes."""
         super().__init__(folder)
-        self.adapters: dict[str, Adapter] = {}
+        self.adapters: dict[str, LoraAdapter] = {}
 
-    def add(self, name: str, adapter: Adapter, described: str) -> None:
-        """Keep an adapter under `name`; warns of what it has for modules that are not there.
+    def add(self, name: str, adapter: LoraAdapter, label: str) -> None:
+        """Add an adapter; tensors of modules that the model lacks are ignored with a warning.
 
-        Raises InputError when it is for another model: nothing fits, or a shape differs.
+        `label`: the adapter's name in messages.
+
+        Raises:
+            InputError: if the adapter is for another model: no module matches, or a shape differs.
         """
-        unknown = list(adapter.left)
-        fitting = 0
+        unmatched, matched = list(adapter.unmatched), 0
         for component, modules in adapter.modules.items():
-            known = self.modules(component)
-            unknown += [f"{component}.{module}" for module in modules if module not in known]
-            fitting += sum(module in known for module in modules)
-        if not fitting:
-            raise InputError(f"{described} is a LoRA of another family: none of its {len(unknown)} modules is here.")
+            tensors = self.modules(component)
+            unmatched += [f"{component}.{module}" for module in modules if module not in tensors]
+            matched += sum(module in tensors for module in modules)
+        if not matched:
+            raise InputError(f"{label} is a LoRA of another family: none of its {len(unmatched)} modules is here.")
         if name in self.adapters:
             raise InputError(f"a LoRA named {name!r} is loaded already: give another adapter_name.")
         self.adapters[name] = adapter
         try:
-            self.check(self.changes({name: 1.0}))
+            self.check(self.deltas({name: 1.0}))
         except InputError:
             del self.adapters[name]
             raise
-        if unknown:
-            few = ", ".join(unknown[:5])
-            log.warning("%s: %d parts are not applied, for this model lacks them: %s", described, len(unknown), few)
+        if unmatched:
+            first = ", ".join(unmatched[:5])
+            log.warning("%s: %d parts are not applied, for this model lacks them: %s", label, len(unmatched), first)
 
-    def changes(self, strengths: Mapping[str, float]) -> dict[str, dict[str, LowRank]]:
-        """Component -> tensor of the checkpoint -> what the LoRAs at these strengths add to it."""
-        total: dict[str, dict[str, LowRank]] = {}
-        for name, strength in strengths.items():
+    def deltas(self, adapter_scales: Mapping[str, float]) -> dict[str, dict[str, LowRankDelta]]:
+        """Return the sum of the adapters' deltas at their scales, by component and checkpoint tensor."""
+        total: dict[str, dict[str, LowRankDelta]] = {}
+        for name, scale in adapter_scales.items():
             for component, modules in self.adapters[name].modules.items():
-                known, here = self.modules(component), total.setdefault(component, {})
-                for module, correction in modules.items():
-                    if strength and (tensor := known.get(module)):
-                        change = correction.change(strength)
-                        here[tensor] = here[tensor] + change if tensor in here else change
+                tensors, deltas = self.modules(component), total.setdefault(component, {})
+                for module, weights in modules.items():
+                    if scale and (tensor := tensors.get(module)):
+                        delta = weights.delta(scale)
+                        deltas[tensor] = deltas[tensor] + delta if tensor in deltas else delta
         return total

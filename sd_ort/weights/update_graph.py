@@ -45,14 +45,10 @@ def weight_update_spec(
             return names.index(operand)
         return [*operand[:2], *(numbered(each) for each in operand[2:])]
 
-    if not _operations(recipe) <= {*_OPERATIONS, "cast"}:
+    if not weight_recipes.operations(recipe) <= {*_OPERATIONS, "cast"}:
         return None
     shapes = (shape if len(shape) > 2 else (),) * len(set(names))
     return WeightUpdateSpec(json.dumps(numbered(recipe)), shapes, np.dtype(dtype).name)
-
-
-def _operations(recipe: weight_recipes.WeightRecipe) -> set[str]:
-    return set() if isinstance(recipe, str) else {recipe[0]}.union(*(_operations(operand) for operand in recipe[2:]))
 
 
 def build_weight_update(spec: WeightUpdateSpec) -> bytes:
@@ -86,13 +82,13 @@ def build_weight_update(spec: WeightUpdateSpec) -> bytes:
     delta = visit(json.loads(spec.recipe))
     lines += [
         "shape = Shape (base)",
-        f"change = Reshape ({delta}, shape)",
+        f"delta = Reshape ({delta}, shape)",
         "wide = Cast <to = 1> (base)",
-        "sum = Add (wide, change)",
+        "sum = Add (wide, delta)",
         f"weight = Cast <to = {element_type}> (sum)",
     ]
     head = f'<ir_version: 10, opset_import: ["" : {OPSET}]>\n'
-    text = f"{head}correction ({', '.join(inputs)}) => ({type_name}[] weight) {{\n" + "\n".join(lines) + "\n}"
+    text = f"{head}weight_update ({', '.join(inputs)}) => ({type_name}[] weight) {{\n" + "\n".join(lines) + "\n}"
     model: bytes = onnx.parser.parse_model(text).SerializeToString()
     return model
 

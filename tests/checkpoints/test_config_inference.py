@@ -16,15 +16,14 @@ import pytest
 from image_metrics import psnr
 
 from sd_ort import StableDiffusionPipeline
-from sd_ort.checkpoints.checkpoint import PresetSource
-from sd_ort.checkpoints.config_inference import guessed_configs
+from sd_ort.checkpoints.config_inference import infer_configs
 from sd_ort.checkpoints.configs import component_config
-from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.inspect.verify import verify
-from sd_ort.optimize.optimizer import optimize
+from sd_ort.stages import optimize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PARTS = {
@@ -41,8 +40,8 @@ def test_what_a_graph_shows_is_what_its_config_said(tmp_path: Path, name: str, c
         (folder / part).mkdir(parents=True)
         onnx.save(graph_fixtures.load(f"{name}.{part}"), folder / part / MODEL)
     with caplog.at_level(logging.WARNING):
-        found = guessed_configs(folder)
-        assert guessed_configs(folder) is found
+        found = infer_configs(folder)
+        assert infer_configs(folder) is found
     assert caplog.text.count("no config.json") == 1
     assert set(found) == set(PARTS[name])
     for part, config in found.items():
@@ -85,7 +84,7 @@ def make_small_folder(path: Path, graphs: Mapping[str, str] = GRAPHS) -> Path:
     weights = {name: random.standard_normal(shape, np.float32) / 4 for name, shape in shapes.items()}
     weights |= {"little": np.float32(1e-3), "column": np.array([-1, 1, 1, 1]), "double": np.array([1, 1, 2, 2], "f")}
     weights |= {"first": np.array([0]), "second": np.array([2]), "fourth": np.array([4])}
-    PresetSource("sd15-tiny", 0).write_configs(make(path))
+    open_preset("sd15-tiny", 0).write_configs(make(path))
     (path / "model_index.json").write_text(json.dumps(INDEX))
     for name, text in graphs.items():
         model = onnx.parser.parse_model(f'<ir_version: 7, opset_import: ["" : 14]> {name} {text}')

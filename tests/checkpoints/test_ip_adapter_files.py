@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sd_ort.checkpoints.checkpoint import FileOptions, open_source
+from sd_ort.checkpoints.configs import read_config
+from sd_ort.checkpoints.ip_adapter import add_ip_adapter, encoder_config, read_ip_adapter
+from sd_ort.checkpoints.presets import open_preset
 from sd_ort.core.errors import InputError
 
 # What h94/IP-Adapter publishes: names and shapes of ip-adapter_sd15, ip-adapter-plus_sd15, ip-adapter_sdxl, which reads
@@ -57,15 +59,15 @@ def without_numbers(path: Path, shapes: dict[str, list[int]]) -> Path:
     for name, shape in shapes.items():
         begin, end = end, end + 2 * int(np.prod(shape))
         header[name] = {"dtype": "F16", "shape": shape, "data_offsets": [begin, end]}
-    told = json.dumps(header).encode()
+    content = json.dumps(header).encode()
     with path.open("wb") as file:
-        file.write(len(told).to_bytes(8, "little") + told)
-        file.truncate(8 + len(told) + end)
+        file.write(len(content).to_bytes(8, "little") + content)
+        file.truncate(8 + len(content) + end)
     return path
 
 
 @pytest.mark.parametrize(
-    ("preset", "shapes", "encoder", "about"),
+    ("preset", "shapes", "encoder", "note"),
     [
         ("sd15", published(SD15, 768, None), VIT_H, "IP-Adapter, 4 tokens a picture, 16 layers"),
         ("sd15", published(SD15, 768, 768), VIT_H, "IP-Adapter Plus, 16 tokens a picture, 16 layers"),
@@ -74,15 +76,22 @@ def without_numbers(path: Path, shapes: dict[str, list[int]]) -> Path:
     ],
     ids=["ip-adapter_sd15", "ip-adapter-plus_sd15", "ip-adapter_sdxl", "ip-adapter-plus_sdxl_vit-h"],
 )
-def test_published_files(tmp_path: Path, preset: str, shapes: Any, encoder: dict[str, int], about: str) -> None:
+def test_published_files(tmp_path: Path, preset: str, shapes: Any, encoder: dict[str, int], note: str) -> None:
     (tmp_path / "image_encoder").mkdir()
     (tmp_path / "image_encoder" / "model.safetensors").touch()
     config = {**encoder, "architectures": ["CLIPVisionModelWithProjection"]}
     (tmp_path / "image_encoder" / "config.json").write_text(json.dumps(config))
     file = without_numbers(tmp_path / "adapter.safetensors", shapes)
-    source: Any = open_source(None, preset, True, 0, files=FileOptions(ip_adapter=file))
-    assert source.about.endswith(about)
-    assert set(source.names.values()) == shapes.keys()
+    checkpoint, folder = open_preset(preset, 0), tmp_path / "image_encoder"
+    assert add_ip_adapter(checkpoint, file, None).detection_note.endswith(note)
+    adapter = read_ip_adapter(file, checkpoint.configs["unet"], folder, encoder_config(folder))
+    assert set(adapter.names.values()) == shapes.keys()
     other = "sdxl" if preset == "sd15" else "sd15"
     with pytest.raises(InputError, match=r"is for UNets that attend to tokens of"):
-        open_source(None, other, True, 0, files=FileOptions(ip_adapter=file))
+        add_ip_adapter(open_preset(other, 0), file, None)
+
+
+def test_old_key_of_the_hidden_state_length(tmp_path: Path) -> None:
+    adapter = {"width": 8, "layers": ["mid_block.attentions.0.transformer_blocks.0"]}
+    (tmp_path / "config.json").write_text(json.dumps({"ip_adapter": {**adapter, "rows": 257}}))
+    assert read_config(tmp_path / "config.json") == {"ip_adapter": {**adapter, "hidden_state_length": 257}}

@@ -17,11 +17,13 @@ from safetensors.torch import load_file, save_file
 from small_presets import mini
 
 from sd_ort.checkpoints import base_pipeline
-from sd_ort.checkpoints.checkpoint import FileOptions, PresetSource, open_folder, open_source
-from sd_ort.checkpoints.detection import UNET_INPUT, recognize
-from sd_ort.checkpoints.presets import PRESETS
-from sd_ort.checkpoints.single_file import SingleFileSource, open_file, shapes
-from sd_ort.checkpoints.tensors import finite, reader
+from sd_ort.checkpoints.checkpoint import Checkpoint
+from sd_ort.checkpoints.detection import UNET_INPUT, detect_family
+from sd_ort.checkpoints.diffusers_folder import open_folder
+from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
+from sd_ort.checkpoints.presets import PRESETS, open_preset
+from sd_ort.checkpoints.single_file import meta_tensors, open_single_file
+from sd_ort.checkpoints.tensor_readers import is_finite
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.export.exporter import save_config
@@ -59,7 +61,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, ldm: ModuleType) -> Ca
 
     def make(preset: str) -> tuple[Path, Path]:
         if preset not in made:
-            source = PresetSource(small(preset), 3)
+            source = open_preset(small(preset), 3)
             base = root / preset
             base.mkdir()
             source.write_configs(base)
@@ -78,21 +80,26 @@ def equal(one: torch.nn.Module, other: torch.nn.Module) -> None:
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-def streamed(source: SingleFileSource, model: str, loaded: torch.nn.Module) -> None:
+def models_in(file: Path, checkpoint: Checkpoint) -> set[str]:
+    """Return the models whose weights are in the file."""
+    return {name for name, model in checkpoint.models.items() if model.files == (file,)}
+
+
+def streamed(source: Checkpoint, model: str, loaded: torch.nn.Module) -> None:
     """Each tensor read from the file by itself, as templates are filled, is that of the loaded model."""
     wanted = loaded.state_dict()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SingleFileSource, "load", lambda *_: pytest.fail("it was loaded whole"))
-        read = reader(source, model, wanted)
+        patch.setattr(Checkpoint, "load", lambda *_: pytest.fail("it was loaded whole"))
+        read = source.read_tensors(model, wanted)
         assert [n for n, w in wanted.items() if not np.array_equal(read(n).astype(np.float32), w.numpy())] == []
 
 
 @pytest.mark.parametrize("preset", FAMILIES)
 def test_equals_the_pipeline_it_was_made_from(checkpoints: Callable, preset: str) -> None:
     file, base = checkpoints(preset)
-    source = open_file(file, base)
-    original = PresetSource(f"{preset}-one", 3)
-    assert source.held.keys() == original.configs.keys()
+    source = open_single_file(file, base)
+    original = open_preset(f"{preset}-one", 3)
+    assert models_in(file, source) == original.configs.keys()
     for name in original.configs:
         loaded = source.load(name)
         equal(loaded, original.load(name))
@@ -106,7 +113,7 @@ def test_equals_from_single_file(checkpoints: Callable, preset: str) -> None:
     import diffusers
 
     file, base = checkpoints(preset)
-    source = open_file(file, base)
+    source = open_single_file(file, base)
     for name, cls in (("unet", diffusers.UNet2DConditionModel), ("vae", diffusers.AutoencoderKL)):
         theirs = cls.from_single_file(str(file), config=str(base), subfolder=name, local_files_only=True)
         equal(source.load(name), theirs)
@@ -120,13 +127,15 @@ def test_storage_types_ema_and_foreign_keys(checkpoints: Callable, tmp_path: Pat
     tensors = {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
     ema = {f"model_ema.{i}": torch.zeros(1) for i in range(120)}
     save_file(tensors | ema | {"alphas_cumprod": torch.zeros(1000)}, tmp_path / "model.safetensors")
-    source = open_file(tmp_path / "model.safetensors", base)
+    source = open_single_file(tmp_path / "model.safetensors", base)
     loaded = source.load("unet").state_dict()
-    wanted = PresetSource("sd15-one", 3).load("unet").state_dict()
+    wanted = open_preset("sd15-one", 3).load("unet").state_dict()
     assert all(torch.equal(loaded[name], wanted[name].to(dtype).float()) for name in wanted)
     for name in ("unet", "vae"):
         streamed(source, name, source.load(name))
-    assert {torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}[dtype] in source.about
+    assert {torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}[
+        dtype
+    ] in source.detection_note
 
 
 def test_vae_and_encoders_from_elsewhere(checkpoints: Callable, tmp_path: Path) -> None:
@@ -135,28 +144,28 @@ def test_vae_and_encoders_from_elsewhere(checkpoints: Callable, tmp_path: Path) 
     tensors = load_file(file)
     save_file({n: t for n, t in tensors.items() if n.startswith("model.")}, tmp_path / "unet.safetensors")
     with pytest.raises(InputError, match="has no text encoder: give a whole"):
-        open_file(tmp_path / "unet.safetensors", base)
+        open_single_file(tmp_path / "unet.safetensors", base)
     whole = tmp_path / "whole"
     whole.mkdir()
-    source = PresetSource("sd15-one", 4)
+    source = open_preset("sd15-one", 4)
     source.write_configs(whole)
     for name in source.configs:
         source.load(name).save_pretrained(whole / name)
-    mixed = open_file(tmp_path / "unet.safetensors", whole)
-    assert mixed.held.keys() == {"unet"}
+    mixed = open_single_file(tmp_path / "unet.safetensors", whole)
+    assert models_in(tmp_path / "unet.safetensors", mixed) == {"unet"}
     equal(mixed.load("vae"), source.load("vae"))
-    equal(mixed.load("unet"), PresetSource("sd15-one", 3).load("unet"))
+    equal(mixed.load("unet"), open_preset("sd15-one", 3).load("unet"))
     own = {n.removeprefix("first_stage_model."): t for n, t in tensors.items() if n.startswith("first_stage")}
     save_file(own, tmp_path / "vae.safetensors")
     for vae in (tmp_path / "vae.safetensors", file):
-        swapped = open_source(str(whole), None, False, 0, files=FileOptions(vae=vae))
-        equal(swapped.load("vae"), PresetSource("sd15-one", 3).load("vae"))
+        swapped = open_checkpoint(str(whole), CheckpointOptions(vae=vae))
+        equal(swapped.load("vae"), open_preset("sd15-one", 3).load("vae"))
         equal(swapped.load("unet"), source.load("unet"))
         assert swapped.hash != open_folder("", whole).hash
-    theirs = open_source(str(file), None, False, 0, files=FileOptions(str(base), whole / "vae" / DIFFUSERS))
+    theirs = open_checkpoint(str(file), CheckpointOptions(str(base), whole / "vae" / DIFFUSERS))
     equal(theirs.load("vae"), source.load("vae"))
     with pytest.raises(InputError, match="holds no VAE"):
-        open_source(str(whole), None, False, 0, files=FileOptions(vae=tmp_path / "unet.safetensors"))
+        open_checkpoint(str(whole), CheckpointOptions(vae=tmp_path / "unet.safetensors"))
 
 
 DIFFUSERS = "diffusion_pytorch_model.safetensors"
@@ -166,14 +175,14 @@ def test_families_are_recognized(checkpoints: Callable) -> None:
     wanted = {"sd15": "v1", "sd21": "v2", "sd15-inpaint": "inpainting"}
     for preset, family in wanted.items():
         file, base = checkpoints(preset)
-        assert recognize(file, shapes(file)) == family
-        assert "Stable Diffusion " in open_file(file, base).about
+        assert detect_family(file, meta_tensors(file)) == family
+        assert "Stable Diffusion " in open_single_file(file, base).detection_note
     for key, family in (
         ("conditioner.embedders.1.model.transformer.resblocks.9.mlp.c_proj.bias", "xl_base"),
         ("conditioner.embedders.0.model.transformer.resblocks.9.mlp.c_proj.bias", "xl_refiner"),
     ):
         tensors = {name: torch.empty(4, 4, device="meta") for name in (key, UNET_INPUT)}
-        assert recognize(Path("x"), tensors) == family
+        assert detect_family(Path("x"), tensors) == family
 
 
 OTHERS = {
@@ -232,8 +241,8 @@ def test_pickles_only_when_asked_for(checkpoints: Callable, sd_ort: Cli, tmp_pat
     pickle, out = tmp_path / "model.ckpt", tmp_path / "out"
     torch.save({"state_dict": load_file(file), "global_step": 5}, pickle)
     assert "--unsafe-pickle" in refused(sd_ort, tmp_path, pickle, out, "--config", base)
-    source = open_file(pickle, base, unsafe_pickle=True)
-    equal(source.load("unet"), PresetSource("sd15-one", 3).load("unet"))
+    source = open_single_file(pickle, base, unsafe_pickle=True)
+    equal(source.load("unet"), open_preset("sd15-one", 3).load("unet"))
     torch.save({"state_dict": small}, pickle)
     assert "weights alone" in refused(sd_ort, tmp_path, pickle, out, "--config", base, "--unsafe-pickle")
 
@@ -269,16 +278,16 @@ def test_configs_of_a_folder_that_sd_ort_made(checkpoints: Callable, tmp_path: P
     shutil.copytree(base, made)
     (made / "vae").rename(made / "vae_decoder")
     (made / "unet" / pipeline_folder.MODEL).touch()
-    source = open_file(file, made)
-    assert source.configs == open_file(file, base).configs
-    assert source.held.keys() == {"text_encoder", "unet", "vae"}
-    equal(source.load("vae"), PresetSource("sd15-one", 3).load("vae"))
+    source = open_single_file(file, made)
+    assert source.configs == open_single_file(file, base).configs
+    assert models_in(file, source) == {"text_encoder", "unet", "vae"}
+    equal(source.load("vae"), open_preset("sd15-one", 3).load("vae"))
     source.write_configs(out := tmp_path / "out")
     assert (out / "tokenizer" / "vocab.json").is_file()
     index = json.loads((made / "model_index.json").read_text())
     (made / "model_index.json").write_text(json.dumps(index | {"controlnet": ["diffusers", "ControlNetModel"]}))
     with pytest.raises(InputError, match="without ControlNet or IP-Adapter as --config"):
-        open_file(file, made)
+        open_single_file(file, made)
 
 
 def test_configs_from_the_hubs_cache(checkpoints: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,27 +302,27 @@ def test_configs_from_the_hubs_cache(checkpoints: Callable, tmp_path: Path, monk
     monkeypatch.setitem(base_pipeline.UNETS, "v1", (unet["cross_attention_dim"], 4))
     monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", tmp_path / "hub")
     with pytest.raises(InputError, match="cannot be fetched for them: give a diffusers folder of that family as"):
-        open_file(file)
+        open_single_file(file)
     kept = tmp_path / "hub" / "models--someone--tuned"
     shutil.copytree(base, kept / "snapshots" / "1234")
     (kept / "refs").mkdir()
     (kept / "refs" / "main").write_text("1234")
-    source = open_file(file)
-    assert source.configs == open_file(file, base).configs
-    assert source.about.endswith("configs and tokenizer of someone/tuned")
+    source = open_single_file(file)
+    assert source.configs == open_single_file(file, base).configs
+    assert source.detection_note.endswith("configs and tokenizer of someone/tuned")
     scheduler = kept / "snapshots" / "1234" / "scheduler" / "scheduler_config.json"
     for other in ({"prediction_type": "v_prediction"}, {"_class_name": "LCMScheduler"}):
         scheduler.write_text(json.dumps(json.loads((base / "scheduler" / scheduler.name).read_text()) | other))
         with pytest.raises(InputError, match="as --config"):
-            open_file(file)
+            open_single_file(file)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
-def test_finite(dtype: type) -> None:
+def test_is_finite(dtype: type) -> None:
     numbers = np.ones(70000, dtype)
     numbers[:2] = ml_dtypes.finfo(dtype).max, -ml_dtypes.finfo(dtype).max
-    assert finite(numbers)
+    assert is_finite(numbers)
     for value in (np.nan, np.inf, -np.inf):
         numbers[-1] = value
-        assert not finite(numbers)
-        assert not finite(numbers.reshape(100, -1).T)
+        assert not is_finite(numbers)
+        assert not is_finite(numbers.reshape(100, -1).T)

@@ -23,7 +23,7 @@ Cli = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def optimized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The calls of `optimize_checkpoint`, which writes a tiny pipeline here, into a cache of this test's own."""
+    """The calls of `optimize`, which writes a tiny pipeline here, into a cache of this test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(model_cache, "IN_USE", {})
     calls = []
@@ -38,7 +38,7 @@ def optimized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str,
             manifest = {"stage": "optimize", "source": {"model": model}, "options": {"target": options["target"]}}
             pipeline_folder.write_manifest(work, manifest)
 
-    monkeypatch.setattr("sd_ort.from_checkpoint.optimize_checkpoint", optimize)
+    monkeypatch.setattr("sd_ort.stages.optimize", optimize)
     return calls
 
 
@@ -124,4 +124,4 @@ def test_python_takes_what_the_shell_takes(optimized: list[dict[str, Any]], tmp_
     (tmp_path / "a.safetensors").write_bytes(b"weights")
     of_file = StableDiffusionPipeline.from_single_file(tmp_path / "a.safetensors", "cpu", config="x/y")
     assert of_file.folder != made.folder
-    assert [call["files"].config for call in optimized] == [None, "x/y"]
+    assert [call["checkpoint"].config for call in optimized] == [None, "x/y"]

@@ -161,7 +161,7 @@ import sys
 from pathlib import Path
 from custom_ops import GPU_OPERATORS
 from custom_ops.libraries import GpuLibrary
-from custom_ops.op import load
+from custom_ops.operator_spec import load
 
 library = GpuLibrary(Path(sys.argv[1]))
 for operator in map(load, GPU_OPERATORS):

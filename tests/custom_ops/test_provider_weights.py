@@ -12,7 +12,7 @@ import pytest
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import DATA, MODEL
 from sd_ort.runtime import weight_prefetch
-from sd_ort.runtime.gpu_graphs import GraphModel
+from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.ort_values import view
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import Model, create_session
@@ -49,7 +49,7 @@ def test_a_session_takes_what_was_read_ahead(provider: str, tmp_path: Path, weig
     opened = create_session(path, provider)
     assert opened.shared.keys() == {"product", "bias"}
     wanted = (X @ weights["product"] + weights["bias"]) * weights["scale"]
-    captured = GraphModel(create_session(path, provider, graph=True), provider_named(provider).device)
+    captured = GpuGraphModel(create_session(path, provider, graph=True), provider_named(provider).device)
     for model in (Model(opened), captured, captured):
         np.testing.assert_allclose(model(x=X, wanted=True)["y"], wanted, rtol=1e-4, atol=1e-3)
     plain = create_session(path, provider, provider_options={"memory_limit": str(1 << 30)})

@@ -15,11 +15,12 @@ import torch
 from small_presets import MINI
 
 from sd_ort.checkpoints import signatures
-from sd_ort.checkpoints.checkpoint import PresetSource, component_signature
+from sd_ort.checkpoints.checkpoint import component_signature
 from sd_ort.checkpoints.modules import wrap
-from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.core import pipeline_folder
 from sd_ort.export import exporter
+from sd_ort.graphs.external_data_writer import ALIGNMENT
 
 # Of `sd15-mini`: 4 transformers, 8 residual blocks.
 SD15_OPERATORS = {"Softmax": 8, "InstanceNormalization": 21, "LayerNormalization": 12, "Conv": 33}
@@ -27,7 +28,7 @@ SD15_OPERATORS = {"Softmax": 8, "InstanceNormalization": 21, "LayerNormalization
 
 def check_against_torch(path: Path, component: str, preset: str, sizes: dict[str, int], seed: int = 0) -> float:
     """Return the NMSE of an exported component against torch at `sizes`; the torch module is built from the preset."""
-    source = PresetSource(preset, seed)
+    source = open_preset(preset, seed)
     config = json.loads((path / component / "config.json").read_text())
     signature = component_signature(source, component, config)
     module = wrap(
@@ -116,7 +117,7 @@ def test_sd15_graph(default_export):
     for tensor in external:
         external_data = {e.key: e.value for e in tensor.external_data}
         assert external_data["location"] == "model.onnx.data"
-        assert int(external_data["length"]) <= 1 << 20 or int(external_data["offset"]) % exporter.ALIGNMENT == 0
+        assert int(external_data["length"]) <= 1 << 20 or int(external_data["offset"]) % ALIGNMENT == 0
 
 
 def test_the_command_prints_a_table_and_skips_an_existing_export(sd_ort, tmp_path):
@@ -203,7 +204,7 @@ def test_full_size_configs_have_the_published_sizes():
 
 
 def test_random_weights_are_distinct_and_repeatable():
-    first, second, other = (PresetSource("sd15-mini", seed).load("unet") for seed in (1, 1, 2))
+    first, second, other = (open_preset("sd15-mini", seed).load("unet") for seed in (1, 1, 2))
     vectors = [tuple(p.flatten().tolist()) for p in first.parameters() if p.ndim == 1]
     assert len(set(vectors)) == len(vectors)
     assert all(abs(x) > 0 for v in vectors for x in v)
@@ -253,7 +254,7 @@ def test_changed_weights_are_exported_again(checkpoint, tmp_path):
 
 
 def test_checkpoint_with_a_controlnet(checkpoint, tmp_path):
-    PresetSource("sd15-controlnet-mini", 6).load("controlnet").save_pretrained(tmp_path / "net")
+    open_preset("sd15-controlnet-mini", 6).load("controlnet").save_pretrained(tmp_path / "net")
     out = tmp_path / "out"
     options = {"exporter": "torchscript", "components": ["unet", "controlnet"]}
     exporter.export(str(checkpoint), out, controlnet=str(tmp_path / "net"), **options)

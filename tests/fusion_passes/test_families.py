@@ -26,16 +26,17 @@ from fusion_passes.lower import nhwc_layout, pack_qkv, subpixel_conv, upsample_n
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.checkpoints import presets, signatures
-from sd_ort.checkpoints.checkpoint import PresetSource, component_signature, is_sdxl
+from sd_ort.checkpoints.checkpoint import Checkpoint, component_signature, is_sdxl
 from sd_ort.checkpoints.modules import wrap
-from sd_ort.checkpoints.presets import PRESETS, Preset
+from sd_ort.checkpoints.presets import PRESETS, Preset, open_preset
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.export.exporter import CHECK_SIZES, example_input, export
 from sd_ort.inspect.verify import check, verify
 from sd_ort.integrations.diffusers import accelerate
-from sd_ort.optimize.optimizer import COUNTED, optimize, optimize_component
+from sd_ort.optimize.optimizer import COUNTED, optimize_component
 from sd_ort.optimize.targets import PORTABLE, Target
+from sd_ort.stages import optimize
 
 # The layout and packing passes of GPU targets; their fused operators run as function bodies on the CPU.
 NHWC = Target("nhwc", (nhwc_layout.PASS, pack_qkv.PASS, upsample_nearest.PASS, subpixel_conv.PASS))
@@ -201,7 +202,7 @@ def topology(
     return Preset(pipeline, configs, presets.EULER | scheduler, {})
 
 
-def calls(source: PresetSource, component: str, config: signatures.Config) -> Counter[str]:
+def calls(source: Checkpoint, component: str, config: signatures.Config) -> Counter[str]:
     """Return how often each module class in `CALLED` runs in one forward call of a component in torch."""
     model = source.load(signatures.MODEL_OF.get(component, component))
     module = wrap(component, model, is_sdxl(source), controlnet=False)
@@ -267,7 +268,7 @@ def test_counts(name: str) -> None:
     fused = fusion_passes.fuse(model)
     if canonical is not None:
         rebuilt_for_every_target(name, canonical, model, checkpoint)
-    done = canonicalized, fused, run_all(model, NHWC.passes)
+    done = canonicalized, fused, run_all(model, NHWC.lowering_passes)
     assert_counts(name, model.graph, totals(*done))
     assert rebuilt([model], checkpoint) > 50
 
@@ -278,8 +279,8 @@ def test_numbers(name: str, target: Target, dtype: str, tmp_path: Path) -> None:
     component = name.rsplit(".", 1)[1]
     model = ir.load(out / component / pipeline_folder.MODEL)
     if name in COUNTED_BELOW and (target, dtype) == (NHWC, "float32"):
-        assert_counts(name, model.graph, entry["rules"])
-    weight_recipes.init_recipes(model, entry["weights"])
+        assert_counts(name, model.graph, entry["rewrite_counts"])
+    weight_recipes.init_recipes(model, weight_recipes.load(entry["weight_recipes"]))
     assert rebuilt([model], tensors(ir.load(source / component / pipeline_folder.MODEL))) > 50
     result = verify(source, out, library=False, sizes=SIZES)
     assert {row["tolerance"] for row in result["rows"]} == {3e-3 if dtype == "float16" or "-half-" in name else 1e-5}
@@ -297,9 +298,9 @@ def test_topology(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     export(None, raw, preset=name, random_weights=True, **options)
     for component in components:
         model = Path(component) / pipeline_folder.MODEL
-        counts = optimize_component(raw / model, out / model, NHWC)["counts"]
+        counts = optimize_component(raw / model, out / model, NHWC)["op_counts"]
         config = json.loads((raw / component / "config.json").read_text())
-        torch_calls = calls(PresetSource(name, 0), component, config)
+        torch_calls = calls(open_preset(name, 0), component, config)
         assert {kind: sum(counts.get(op, 0) for op in ops) for kind, ops in CALLED.items() if kind in torch_calls} == {
             **torch_calls
         }
@@ -316,7 +317,7 @@ def test_distilled_model_matches_diffusers(tmp_path: Path, monkeypatch: pytest.M
     )
     monkeypatch.setitem(PRESETS, "lcm", preset)
     export(None, tmp_path / "raw", preset="lcm", random_weights=True, exporter="torchscript")
-    optimize(tmp_path / "raw", tmp_path / "out", hoisted=True)
+    optimize(tmp_path / "raw", tmp_path / "out", hoist=True)
     arguments: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 3, "output_type": "np"}
     pipeline, reference = StableDiffusionPipeline.from_pretrained(tmp_path / "out"), torch_pipeline("lcm", True)
     theirs = accelerate(torch_pipeline("lcm", True), tmp_path / "out", provider="cpu")

@@ -9,7 +9,7 @@ import pytest
 from fusion_passes.lower import nhwc_layout
 from sd_ort.optimize.targets import CUDA, PORTABLE, Target
 
-NHWC = Target("nhwc", passes=(nhwc_layout.PASS,))
+NHWC = Target("nhwc", lowering_passes=(nhwc_layout.PASS,))
 # The rest of the corpus is in results/fusion_other_architectures.md.
 CHECKED = (
     "bert-torchscript-17",

@@ -19,7 +19,7 @@ from test_hostile import COMMANDS, Cli, arguments, check, optimized, pristine, s
 
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
-from sd_ort.optimize.optimizer import optimize
+from sd_ort.stages import optimize
 
 __all__ = ["optimized", "pristine", "source"]  # fixtures
 

@@ -29,7 +29,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def optimized(pristine: Path) -> Path:
-    from sd_ort.optimize.optimizer import optimize
+    from sd_ort.stages import optimize
 
     out = pristine.with_name("optimized")
     optimize(pristine, out, target="portable")

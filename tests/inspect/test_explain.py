@@ -21,8 +21,9 @@ from sd_ort.core.errors import InputError, OutputError
 from sd_ort.graphs.scopes import scope
 from sd_ort.inspect.explain import explain
 from sd_ort.inspect.extract import extract
-from sd_ort.optimize.optimizer import optimize, optimize_component
+from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
+from sd_ort.stages import optimize
 
 DYNAMO, TORCHSCRIPT = "sd15-tiny-dynamo-20.vae_decoder", "sd15-tiny-torchscript-17.vae_decoder"
 
@@ -47,7 +48,7 @@ def test_sites_are_named_by_module_whatever_the_exporter(name: str, tmp_path: Pa
     scopes = {site["op"]: site["scope"] for site in entry["sites"]}
     assert scopes["MultiHeadAttention"] == "decoder.mid_block.attentions.0"
     assert all(site["scope"].startswith(("decoder", "post_quant_conv")) for site in entry["sites"] if site["fused"])
-    assert set(entry["left"]) == {"Transpose", "Shape"}
+    assert set(entry["unfused_ops"]) == {"Transpose", "Shape"}
 
 
 def test_an_optimized_folder_shows_its_source_and_its_target(source: Path, optimized: Path) -> None:
@@ -56,17 +57,17 @@ def test_an_optimized_folder_shows_its_source_and_its_target(source: Path, optim
     assert after["before"] == before["before"]
     assert after["before"]["InstanceNormalization"] == 30
     assert after["after"]["com.microsoft.NhwcConv"] == 36
-    assert after["left"]["Transpose"] == after["after"]["Transpose"] == 2
-    assert any("even number of channels" in reason for reason in after["not_lowered"])
+    assert after["unfused_ops"]["Transpose"] == after["after"]["Transpose"] == 2
+    assert any("even number of channels" in reason for reason in after["kernel_fallbacks"])
     assert before["lowered"] == {}
-    assert after["lowered"]["nhwc_layout"] == {"rewrote": {"nhwc_layout": 36}, "left": []}
+    assert after["lowered"]["nhwc_layout"] == {"rewrote": {"nhwc_layout": 36}, "unfused": []}
     biases = after["lowered"]["fold_bias"]
-    assert {(site["op"], site["reason"]) for site in biases["left"]} >= {
+    assert {(site["op"], site["reason"]) for site in biases["unfused"]} >= {
         ("NhwcConv", "the consumer NhwcConv adds no bias"),
         ("Add", "the sum has a consumer other than one Reshape to an image"),
     }
     assert biases["rewrote"]["fold_bias"] == 35
-    assert all(site["scope"] for site in biases["left"])
+    assert all(site["scope"] for site in biases["unfused"])
 
 
 def test_scopes_survive_optimization(optimized: Path) -> None:
@@ -114,9 +115,9 @@ def test_a_reason_names_the_value_and_the_node_where_the_proof_ended(tmp_path: P
     sites = _explain_text(tmp_path, header, f"a = mine.Secret (x)  b = Relu (a)  {norm}  {attention}")
     for op in ("InstanceNormalization", "Softmax"):
         assert sites[op][0]["reason"].endswith("the shape of a is unknown behind mine.Secret"), sites[op]
-    best = sites["InstanceNormalization"][0]["near"][0]
+    best = sites["InstanceNormalization"][0]["near_misses"][0]
     assert (best["pass"], best["op"]) == ("group_normalization", "Add")
-    assert best["ended"] == "the shape of a is unknown behind mine.Secret"
+    assert best["unknown_value"] == "the shape of a is unknown behind mine.Secret"
 
 
 def test_near_misses_are_ranked_and_name_what_is_no_constant(tmp_path: Path) -> None:
@@ -125,7 +126,8 @@ def test_near_misses_are_ranked_and_name_what_is_no_constant(tmp_path: Path) -> 
     (site,) = sites["GroupNormalization"]
     assert site["reason"].startswith("the affine is not a constant")
     assert site["reason"].endswith("g (8) is an input")
-    assert [entry["distance"] for entry in site["near"]] == sorted(entry["distance"] for entry in site["near"])
+    distances = [entry["distance"] for entry in site["near_misses"]]
+    assert distances == sorted(distances)
 
 
 def test_a_geglu_layer_for_our_provider(tmp_path: Path) -> None:
@@ -151,7 +153,7 @@ def test_a_geglu_layer_for_our_provider(tmp_path: Path) -> None:
     assert found["fused"] == {"LinearSplitGelu": 1, "BiasSplitGelu": 1, "LinearAdd": 1}
     lowered = found["lowered"]["linear_split_gelu"]
     assert lowered["rewrote"] == {"linear_split_gelu": 1}
-    assert [(site["op"], site["reason"]) for site in lowered["left"]] == [
+    assert [(site["op"], site["reason"]) for site in lowered["unfused"]] == [
         ("BiasSplitGelu", "its MatMul has other consumers")
     ]
 

@@ -17,11 +17,13 @@ from sd_ort.checkpoints import synthetic_inputs
 from sd_ort.cli.verify import command
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError, VerificationError
+from sd_ort.core.metrics import array_errors
 from sd_ort.graphs import cpu_emulation
-from sd_ort.inspect.verify import check, compare, verify
+from sd_ort.inspect.verify import check, verify
 from sd_ort.optimize import calibration, precision
-from sd_ort.optimize.optimizer import optimize, optimize_component
+from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
+from sd_ort.stages import optimize
 
 # A decoder in small: conv, residual + GroupNorm + SiLU, conv. `GAIN` scales what the first convolution makes.
 GRAPH = """<ir_version: 10, opset_import: ["" : 20]>
@@ -102,11 +104,11 @@ def test_a_changed_weight_is_found(source: Path, tmp_path: Path) -> None:
 
 def test_nan_and_wrong_shapes_never_pass() -> None:
     good = np.ones((2, 2), np.float32)
-    assert compare(good, good)["relative_error"] == 0
-    assert compare(np.array([[1, np.nan], [1, 1]]), good)["relative_error"] == np.inf
-    assert compare(np.ones((2, 1)), good)["relative_error"] == np.inf
-    assert compare(good * 1.01, good)["relative_error"] == pytest.approx(0.01)
-    assert compare(good * 1.01, good)["nmse"] == pytest.approx(1e-4, rel=1e-3)
+    assert array_errors(good, good)["relative_error"] == 0
+    assert array_errors(np.array([[1, np.nan], [1, 1]]), good)["relative_error"] == np.inf
+    assert array_errors(np.ones((2, 1)), good)["relative_error"] == np.inf
+    assert array_errors(good * 1.01, good)["relative_error"] == pytest.approx(0.01)
+    assert array_errors(good * 1.01, good)["nmse"] == pytest.approx(1e-4, rel=1e-3)
 
 
 def test_recorded_inputs(source: Path, tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from sd_ort.integrations.diffusers import OrtTextEncoder, OrtUNet, OrtVae, accel
 from sd_ort.integrations.models import TorchComponentSessions
 from sd_ort.integrations.tensors import TorchOrtModel
 from sd_ort.integrations.unet import UNetRunner
-from sd_ort.optimize.optimizer import optimize
-from sd_ort.runtime.gpu_graphs import GraphModel
+from sd_ort.runtime.bound_run import GpuGraphModel
+from sd_ort.stages import optimize
 
 SETTINGS: dict[str, Any] = {
     "prompt": "a red circle on a blue background", "num_inference_steps": 3, "guidance_scale": 4.0, "height": 64,
@@ -42,7 +42,7 @@ def reference() -> Any:
 def hoisted(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a hoisted and fused UNet and the exported other components."""
     out = tmp_path_factory.mktemp("hosts") / "hoisted"
-    optimize(small_export, out, components=["unet"], hoisted=True)
+    optimize(small_export, out, components=["unet"], hoist=True)
     for name in ("text_encoder", "vae_encoder", "vae_decoder"):
         shutil.copytree(small_export / name, out / name)
     return out
@@ -244,7 +244,7 @@ def test_io_binding(small_export: Path, captured: bool) -> None:
     """The code path of GPU tensors, on the CPU: later runs do not overwrite the returned outputs."""
     models = TorchComponentSessions(small_export, "cpu")
     session = models.models["unet"].session
-    model = TorchOrtModel(GraphModel(session, "cpu") if captured else models.models["unet"], torch.device("cpu"))
+    model = TorchOrtModel(GpuGraphModel(session, "cpu") if captured else models.models["unet"], torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     width = models.unet_config["cross_attention_dim"]
     outputs = []
@@ -266,7 +266,7 @@ def test_zero_copy_inputs(hoisted: Path) -> None:
     """On the CPU: the captured UNet reads the reused output tensors of the prompt and time graphs without a copy."""
     uncaptured, models = TorchComponentSessions(hoisted, "cpu"), TorchComponentSessions(hoisted, "cpu")
     models.shared = True
-    models.models["unet"] = GraphModel(models.models["unet"].session, "cpu")
+    models.models["unet"] = GpuGraphModel(models.models["unet"].session, "cpu")
     captured_unet, expected = UNetRunner(models), UNetRunner(uncaptured)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randn(2, 77, models.unet_config["cross_attention_dim"], generator=generator) for _ in range(2)]

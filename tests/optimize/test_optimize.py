@@ -17,11 +17,13 @@ import pytest
 
 from fusion_passes.lower import nhwc_layout, pack_qkv
 from sd_ort.core import pipeline_folder
+from sd_ort.core.metrics import relative_l2_error
 from sd_ort.graphs.cpu_emulation import loads_on_cpu
 from sd_ort.optimize import optimizer as stage
 from sd_ort.optimize import precision, targets
-from sd_ort.optimize.optimizer import optimize, optimize_component
+from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS, Target
+from sd_ort.stages import optimize
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -55,10 +57,6 @@ def run(path: Path, inputs: dict[str, np.ndarray]) -> np.ndarray:
     return np.asarray(session.run(None, inputs)[0], np.float32)
 
 
-def relative_error(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
-
-
 @pytest.fixture(scope="module")
 def drawn(small_export: Path) -> dict[tuple[int, ...], np.ndarray]:
     """What the exported UNet gives at two shapes (batch, height, width)."""
@@ -82,7 +80,7 @@ def fused_unet(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_counts_and_manifest(small_export: Path, tmp_path: Path) -> None:
     manifest = optimize(small_export, tmp_path / "out", target="portable")
-    counts = {name: entry["counts"] for name, entry in manifest["components"].items()}
+    counts = {name: entry["op_counts"] for name, entry in manifest["components"].items()}
     assert counts["unet"] == UNET | {"Conv": 54, "Transpose": counts["unet"]["Transpose"]}
     assert counts["text_encoder"]["MultiHeadAttention"] == 3
     assert counts["text_encoder"]["SkipLayerNormalization"] == 6
@@ -115,8 +113,8 @@ def test_nhwc_targets_keep_two_transposes(small_export: Path, tmp_path: Path, ta
         entry = optimize_component(
             small_export / component / pipeline_folder.MODEL, tmp_path / pipeline_folder.MODEL, TARGETS[target]
         )
-        assert entry["counts"]["Transpose"] == 2
-        assert "Conv" not in entry["counts"]
+        assert entry["op_counts"]["Transpose"] == 2
+        assert "Conv" not in entry["op_counts"]
 
 
 @pytest.mark.parametrize(("target", "dtype", "tolerance"), [
@@ -133,7 +131,7 @@ def test_unet_draws_the_same(
     session = ort.InferenceSession(fused_unet(target, dtype), providers=["CPUExecutionProvider"])
     for shape, wanted in drawn.items():
         got = session.run(None, unet_inputs(*shape, half=dtype == "float16"))[0]
-        assert relative_error(np.asarray(got, np.float32), wanted) <= tolerance
+        assert relative_l2_error(np.asarray(got, np.float32), wanted) <= tolerance
 
 
 def test_half_precision_keeps_the_sinusoids(fused_unet: Callable[[Target, str], Path]) -> None:
@@ -315,7 +313,7 @@ def test_an_opset_that_cannot_be_raised_is_left_alone(tmp_path: Path, target: st
     onnx.save(model, source)
     entry = optimize_component(source, fused, NHWC if target == "nhwc" else TARGETS[target])
     assert "opset 14 cannot be raised to 21, since its AveragePool" in entry["not_fused"]
-    assert entry["rules"] == {}
+    assert entry["rewrite_counts"] == {}
     inputs = {"q": np.random.default_rng(0).normal(size=(2, 4, 8)).astype(np.float32)}
     np.testing.assert_allclose(run(fused, inputs), run(source, inputs), rtol=1e-6)
 
@@ -349,7 +347,7 @@ def test_folders_of_other_tools(tmp_path: Path, sd_ort: Cli, weights: str | None
     code, text, err = sd_ort("optimize", source, out, *half)
     assert code == 0, err
     assert "safety_checker: not fused: opset 14 cannot be raised" in text
-    counts = {name: entry["counts"] for name, entry in pipeline_folder.read_manifest(out)["components"].items()}
+    counts = {name: entry["op_counts"] for name, entry in pipeline_folder.read_manifest(out)["components"].items()}
     assert counts["text_encoder"]["MultiHeadAttention"] == 12
     assert counts["vae_decoder"]["SkipGroupNorm"] == 12
     assert sorted(p.name for p in (out / "vae_decoder").iterdir()) == [pipeline_folder.MODEL, pipeline_folder.DATA]
@@ -366,5 +364,25 @@ def test_folders_of_other_tools(tmp_path: Path, sd_ort: Cli, weights: str | None
 def test_few_fused_sites_are_told() -> None:
     """Less than half of what looks like attention, or like normalization; half is enough."""
     before = {"Softmax": 4, "InstanceNormalization": 2}
-    assert stage.why_few(before, {"Softmax": 3, "InstanceNormalization": 1}) == "1 of 4 attentions"
-    assert stage.why_few(before, {"Softmax": 2}) is None
+    assert stage.low_coverage_message(before, {"Softmax": 3, "InstanceNormalization": 1}) == "1 of 4 attentions"
+    assert stage.low_coverage_message(before, {"Softmax": 2}) is None
+
+
+def test_manifests_with_old_keys_are_read(tmp_path: Path) -> None:
+    names = {
+        "weights": "weight_recipes", "rules": "rewrite_counts", "counts": "op_counts",
+        "not_lowered": "kernel_fallbacks", "few": "low_coverage", "equal_weights": "duplicate_weights",
+    }  # fmt: skip
+    values = {name: [name] for name in names}
+    manifest = {"format": pipeline_folder.FORMAT, "components": {"unet": values}}
+    (tmp_path / pipeline_folder.MANIFEST).write_text(json.dumps(manifest))
+    assert pipeline_folder.read_manifest(tmp_path)["components"]["unet"] == {new: [old] for old, new in names.items()}
+
+
+def test_old_names_of_arguments(tiny_copy: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    manifest = optimize(tiny_copy, tmp_path / "out", target="portable", hoisted=False, report=lines.append)
+    assert manifest["options"]["hoist"] is False
+    assert lines
+    with pytest.raises(TypeError, match="both on_progress and its old name report"):
+        optimize(tiny_copy, tmp_path / "out", report=print, on_progress=print)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.callbacks import SDCFGCutoffCallback
+from image_metrics import psnr
 from PIL import Image
 
 import sd_ort
@@ -66,12 +67,6 @@ def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
     if "prompt_embeds" not in given:
         given = {"prompt": PROMPT, **given}
     return np.asarray(pipeline(**given)[0])
-
-
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    assert a.shape == b.shape
-    assert b.std() > 0.05, "a flat picture proves nothing"
-    return float(-10 * np.log10(np.mean((a - b) ** 2) + 1e-20))
 
 
 def taken(ours: Any) -> set[str]:

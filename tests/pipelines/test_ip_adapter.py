@@ -20,16 +20,16 @@ from small_presets import mini
 
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
-from sd_ort.checkpoints.checkpoint import FileOptions, open_source
 from sd_ort.checkpoints.configs import read_config
 from sd_ort.checkpoints.modules import wrap
-from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
+from sd_ort.checkpoints.presets import PRESETS, open_preset
 from sd_ort.core.errors import InputError
 from sd_ort.export import templates
 from sd_ort.export.exporter import export
-from sd_ort.merge import merge
-from sd_ort.optimize.optimizer import optimize
+from sd_ort.optimize.merge import merge
 from sd_ort.pipelines.ip_adapter import layer_scales
+from sd_ort.stages import optimize
 
 TOLERANCE = 2e-5  # relative error of fp32 latents; what pictures change is above EFFECT
 EFFECT = 0.01
@@ -63,7 +63,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapted(preset: str, file: Path, encoder: Path | None = None) -> Any:
-    return open_source(None, preset, True, 0, files=FileOptions(ip_adapter=file, image_encoder=encoder))
+    return open_checkpoint(
+        None, CheckpointOptions(preset=preset, random_weights=True, ip_adapter=file, image_encoder=encoder)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +78,8 @@ def folder(files: Path, small_export: Path, tmp_path_factory: pytest.TempPathFac
             out = tmp_path_factory.mktemp("exported") / name
             parts = ["unet"] if made else ["image_encoder", "unet"]
             options = {"exporter": "torchscript", "opset": 17, "components": parts}
-            adapter = FileOptions(ip_adapter=files / f"{name}.safetensors")
-            export(None, out, preset="sd15-seen", random_weights=True, files=adapter, **options)  # type: ignore[arg-type]
+            adapter = files / f"{name}.safetensors"
+            export(None, out, preset="sd15-seen", random_weights=True, ip_adapter=adapter, **options)  # type: ignore[arg-type]
             for part in ("text_encoder", "vae_decoder"):
                 shutil.copytree(small_export / part, out / part)
             if made:
@@ -122,7 +124,7 @@ def test_sdxl_unet_with_plus(files: Path) -> None:
 
     file = files / "sdxl-seen-plus.safetensors"
     ours = adapted("sdxl-seen", file).load("unet")
-    theirs = open_source(None, "sdxl-seen", True, 0).load("unet")
+    theirs = open_preset("sdxl-seen", 0).load("unet")
     pipe = diffusers.StableDiffusionXLPipeline(*[None] * 5, theirs, diffusers.DDIMScheduler())
     pipe.load_ip_adapter(str(files), subfolder="", weight_name=file.name, image_encoder_folder=None)
     pipe.set_ip_adapter_scale(0.7)
@@ -187,7 +189,7 @@ def test_generate(folder: Any, tmp_path: Path, sd_ort: Any) -> None:
 def test_fused_and_hoisted(folder: Any, tmp_path: Path) -> None:
     """Both attentions of a layer become one node each, and a step has a sum more: all else runs once a prompt."""
     source = folder("sd15-seen-plus")
-    optimize(source, tmp_path / "out", target="portable", components=["image_encoder", "unet"], hoisted=True)
+    optimize(source, tmp_path / "out", target="portable", components=["image_encoder", "unet"], hoist=True)
     made = {path.parent.name: onnx.load(path, load_external_data=False).graph for path in tmp_path.glob("out/*/*.onnx")}
     ops = {name: Counter(node.op_type for node in graph.node) for name, graph in made.items()}
     step, prompt = ops["unet"], ops["unet_prompt"]
@@ -215,8 +217,8 @@ def test_fused_and_hoisted(folder: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["gpu"])
 def test_every_attention_of_a_target(folder: Any, tmp_path: Path, target: str) -> None:
-    entry = optimize(folder("sd15-seen"), tmp_path / "out", target=target, components=["unet"], hoisted=False)
-    counts = entry["components"]["unet"]["counts"]
+    entry = optimize(folder("sd15-seen"), tmp_path / "out", target=target, components=["unet"], hoist=False)
+    counts = entry["components"]["unet"]["op_counts"]
     assert counts["MultiHeadAttention"] + counts.get("Attention", 0) == 12
     assert not counts.get("Softmax", 0)
 
@@ -278,28 +280,31 @@ def test_encoders_that_do_not_fit(files: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="holds no CLIPVisionModelWithProjection"):
         adapted("sd15-seen", adapter)
     with pytest.raises(InputError, match="--ip-adapter"):
-        open_source(None, "sd15-seen", True, 0, files=FileOptions(image_encoder=encoder))
+        open_checkpoint(None, CheckpointOptions(preset="sd15-seen", random_weights=True, image_encoder=encoder))
 
 
 def test_numbers_that_are_none(files: Path, tmp_path: Path) -> None:
     """Found when the U-Net is loaded; nothing is written then."""
     nan = torch.full((32, 64), np.nan)
     broken = ip_adapters.make_adapter(tmp_path, "sd15-seen", ip_adapter__1__to_k_ip__weight=nan)
-    options = FileOptions(ip_adapter=broken, image_encoder=files / "image_encoder")
+    options: dict[str, Any] = {"ip_adapter": broken, "image_encoder": files / "image_encoder"}
     with pytest.raises(InputError, match=r"ip_adapter.1.to_k_ip.weight holds NaN"):
-        export(None, tmp_path / "out", preset="sd15-seen", random_weights=True, components=["unet"], files=options)
+        export(None, tmp_path / "out", preset="sd15-seen", random_weights=True, components=["unet"], **options)
     assert [path.name for path in tmp_path.iterdir()] == [broken.name]
 
 
 def test_a_template_of_its_own(files: Path) -> None:
     """A U-Net with an adapter has another graph than its checkpoint's, which the package carries."""
     with_adapter = adapted("sd15-seen", files / "sd15-seen.safetensors")
-    keys = {templates.component_key(source, "unet", 20, "dynamo") for source in (with_adapter, with_adapter.source)}
+    without = open_preset("sd15-seen", 0)
+    keys = {templates.component_key(source, "unet", 20, "dynamo") for source in (with_adapter, without)}
     assert len(keys) == 2
-    assert with_adapter.hash != with_adapter.source.hash
+    assert with_adapter.hash != without.hash
 
 
-@pytest.mark.parametrize("damage", [{"width": 1 << 20}, {"layers": []}, {"layers": ["mid_block"]}, {"rows": -1}])
+@pytest.mark.parametrize(
+    "damage", [{"width": 1 << 20}, {"layers": []}, {"layers": ["mid_block"]}, {"hidden_state_length": -1}, {"rows": -1}]
+)
 def test_damaged_configs(tmp_path: Path, damage: dict[str, Any]) -> None:
     record = {"width": 8, "layers": ["mid_block.attentions.0.transformer_blocks.0"], **damage}
     (tmp_path / "config.json").write_text(json.dumps({"ip_adapter": record}))

@@ -28,8 +28,8 @@ from sd_ort.checkpoints.schedulers import make_scheduler, scheduler_class
 from sd_ort.core import files, metrics, progress
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.pipeline_folder import DATA, MODEL
-from sd_ort.optimize.optimizer import optimize
 from sd_ort.runtime.provider_table import PROVIDERS
+from sd_ort.stages import optimize
 
 PROMPTS = ["a red circle on a blue background", "two green squares"]
 SIZE = {"height": 64, "width": 64}

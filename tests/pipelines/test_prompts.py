@@ -17,8 +17,8 @@ from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.core.errors import InputError
 from sd_ort.graphs.text_encoder import modified_graph
-from sd_ort.optimize.optimizer import optimize
 from sd_ort.pipelines.prompt_weighting import chunks, parse
+from sd_ort.stages import optimize
 
 PROMPT = "a red circle on a blue background"
 SETTINGS: dict[str, Any] = {"num_inference_steps": 1, "guidance_scale": 4.0, "height": 64, "width": 64}

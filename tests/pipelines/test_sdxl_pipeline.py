@@ -19,9 +19,9 @@ from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.checkpoints.presets import PRESETS
 from sd_ort.export.exporter import export
 from sd_ort.integrations.diffusers import OrtTextEncoder, OrtUNet, OrtVae, accelerate
-from sd_ort.merge import merge
-from sd_ort.optimize.optimizer import optimize
+from sd_ort.optimize.merge import merge
 from sd_ort.pipelines.merged import MergedPipeline
+from sd_ort.stages import optimize
 
 SETTINGS: dict[str, Any] = {
     "prompt": "a red circle on a blue background",
@@ -138,7 +138,7 @@ def test_base_and_refiner(sdxl: Path, ours: Any, reference: Any) -> None:
 
 def test_hoisted_and_merged(sdxl: Path, tmp_path: Path) -> None:
     names = ["text_encoder", "text_encoder_2", "unet", "vae_decoder"]
-    optimize(sdxl, tmp_path / "hoisted", components=names, hoisted=True)
+    optimize(sdxl, tmp_path / "hoisted", components=names, hoist=True)
     merge(tmp_path / "hoisted", tmp_path / "merged")
     pipelines = [
         StableDiffusionPipeline.from_pretrained(sdxl),

@@ -21,12 +21,12 @@ from sd_ort import StableDiffusionPipeline
 from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.graphs.partition import MAX_IMBALANCE, partition_graph
-from sd_ort.optimize.optimizer import optimize
 from sd_ort.pipelines.device.guidance_split import Events, Side, SplitStep
 from sd_ort.pipelines.merged import MergedPipeline
 from sd_ort.runtime.partitioned import BoundChain, Copy
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.stream import Stream
+from sd_ort.stages import optimize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS: dict[str, Any] = {
@@ -42,7 +42,7 @@ def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
 @pytest.fixture(scope="module")
 def hoisted(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("split") / "hoisted"
-    optimize(small_export, folder, components=["text_encoder", "unet", "vae_decoder"], hoisted=True)
+    optimize(small_export, folder, components=["text_encoder", "unet", "vae_decoder"], hoist=True)
     return folder
 
 

@@ -14,7 +14,8 @@ from fusion_passes import weight_recipes as recipes
 from fusion_passes.graph_pass import run_all
 from sd_ort.graphs import hoist
 from sd_ort.optimize import precision
-from sd_ort.optimize.optimizer import HOISTING, lower_operators
+from sd_ort.optimize.optimizer import lower_operators
+from sd_ort.optimize.options import HOIST_TARGETS
 from sd_ort.optimize.targets import TARGETS, Target
 
 
@@ -56,7 +57,7 @@ def rebuilt_for_every_target(
             model = (fused if target.fusions == FUSIONS else canonical).clone()
             if target.fusions != FUSIONS:
                 fusion_passes.fuse(model, target.fusions)
-            hoisted = name.endswith(".unet") and target.name == HOISTING[0]  # the split takes as long as all else
+            hoisted = name.endswith(".unet") and target.name == HOIST_TARGETS[0]  # the split takes as long as all else
             parts = lowered(model, target, "float16", hoisted=hoisted)
             assert rebuilt(parts, tensors) > 50, target.name
     finally:
@@ -66,11 +67,11 @@ def rebuilt_for_every_target(
 def lowered(model: ir.Model, target: Target, dtype: str, *, hoisted: bool) -> list[ir.Model]:
     """What a fused graph becomes for a target, as `optimize_component` makes it."""
     run_all(model, target.passes_for(dtype))
-    if dtype != "float32" and not target.half_weights:
+    if dtype != "float32" and not target.half_storage_only:
         precision.convert(model, dtype, float32_inputs=target.float32_inputs)
     lower_operators(model, target)
     parts = list(hoist.split(model).values()) if hoisted else [model]
-    if dtype != "float32" and target.half_weights:
+    if dtype != "float32" and target.half_storage_only:
         for part in parts:
             precision.store_weights(part, dtype)
     return parts

@@ -13,7 +13,7 @@ import numpy as np
 from sd_ort.benchmark.engines.interface import Batch, Engine, Opened, Settings, component_call, pipeline_arguments
 from sd_ort.core.errors import SdOrtError
 from sd_ort.core.pipeline_folder import MODEL
-from sd_ort.runtime import gpu_graphs, ort_wheel, providers, session
+from sd_ort.runtime import bound_run, ort_wheel, providers, session
 
 
 def time_calls(opened: Any) -> list[float]:
@@ -122,7 +122,7 @@ def bind(
     feeds = {name: np.ascontiguousarray(feeds[name], model.dtype(name)) for name in model.inputs}
     if settings.provider != "cpu":
         device = providers.provider_named(settings.provider).device
-        bound = gpu_graphs.BoundShapes(model.session, feeds, device, 0)
+        bound = bound_run.bind(model, feeds, device)
         return bound.run, lambda: bound.outputs[model.outputs[0]].numpy()
     results: list[np.ndarray] = []
 
@@ -142,7 +142,9 @@ def open_model(engine: Engine, settings: Settings, profile: Path | None = None) 
     path = Path(engine.directory) / str(settings.component) / MODEL
     if engine.engine == "tensorrt":
         return session.Model(_tensorrt_session(path))
-    options = _session_options(engine, settings) | ({"graph": True} if engine.graph else {})
+    options = _session_options(engine, settings)
+    if engine.graph:
+        return bound_run.open_gpu_graph_model(path, settings.provider, profile=profile, **options)
     return session.Model(session.create_session(path, settings.provider, profile=profile, **options))
 
 

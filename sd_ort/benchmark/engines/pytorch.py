@@ -150,10 +150,10 @@ def _captured(module: Any, inputs: list[torch.Tensor]) -> Any:
 
 
 def _source(model: str, random_weights: bool, seed: int) -> Any:
-    from sd_ort.checkpoints.checkpoint import open_source
+    from sd_ort.checkpoints.open import open_checkpoint
+    from sd_ort.checkpoints.presets import open_preset
 
-    checkpoint, preset = (None, model) if random_weights else (model, None)
-    return open_source(checkpoint, preset, random_weights, seed)
+    return open_preset(model, seed) if random_weights else open_checkpoint(model)
 
 
 def torch_pipeline(model: str, random_weights: bool = False, seed: int = 0) -> Any:

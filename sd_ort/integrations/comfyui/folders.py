@@ -55,9 +55,9 @@ def convert(checkpoint: str, name: str, target: str, half: bool, on_progress: Pr
     path = folder_paths.get_full_path("checkpoints", checkpoint)
     if path is None:
         raise InputError(f"{checkpoint} is neither in models/checkpoints nor in models/sd_ort: refresh the page.")
-    from sd_ort.from_checkpoint import optimize_checkpoint
+    from sd_ort.stages import optimize
 
     target = default_provider() if target == "auto" else target
     dtype = "float16" if half else "float32"
-    optimize_checkpoint(path, output, target=target, dtype=dtype, hoisted=None, report=on_progress)
+    optimize(path, output, target=target, dtype=dtype, on_progress=on_progress)
     return output

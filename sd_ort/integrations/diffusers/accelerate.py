@@ -91,7 +91,7 @@ def _config(model: Any) -> dict[str, Any]:
 
 def _write(pipe: Any, present: list[str], folder: Path, provider: str) -> None:
     """Export and optimize the loaded pipeline; a template reduces the second time to seconds."""
-    from sd_ort.from_checkpoint import optimize_checkpoint
+    from sd_ort.stages import optimize
 
     if type(getattr(pipe, "controlnet", None)).__name__ == "MultiControlNetModel":
         raise InputError(
@@ -103,7 +103,7 @@ def _write(pipe: Any, present: list[str], folder: Path, provider: str) -> None:
         names = [part for name in present for part in COMPONENTS_OF.get(name, (name,))]
         dtype = "float16" if half else "float32"
         target = provider if not provider.startswith("plugin:") else None
-        optimize_checkpoint(scratch, folder, target=target, dtype=dtype, components=names, hoisted=None)
+        optimize(scratch, folder, target=target, dtype=dtype, components=names)
 
 
 def _cache_path(pipe: Any, present: list[str], provider: str) -> Path:

@@ -15,7 +15,7 @@ from sd_ort.runtime.session import DTYPES
 
 if TYPE_CHECKING:
     from sd_ort.pipelines.device.loop import Buffers, DeviceLoop
-    from sd_ort.runtime.gpu_graphs import BoundShapes
+    from sd_ort.runtime.bound_run import BoundRun
 
 
 class ControlNets:
@@ -27,7 +27,7 @@ class ControlNets:
         loop, values = buffers.loop, buffers.values
         self.images: list[tuple[Any, np.dtype]] = []
         self.dtypes: list[np.dtype] = []
-        self.nets: list[BoundShapes] = []
+        self.nets: list[BoundRun] = []
         for number, control in enumerate(drawing.controls):
             net = loop.models[control.name]
             time, shared = net.one("timestep"), buffers.timestep
@@ -47,7 +47,7 @@ class ControlNets:
             self.nets.append(loop.bind(net, feed))
         self.every = [*self.nets, *self._sum(loop, values)]
 
-    def _sum(self, loop: DeviceLoop, values: dict[str, Any]) -> list[BoundShapes]:
+    def _sum(self, loop: DeviceLoop, values: dict[str, Any]) -> list[BoundRun]:
         """Hand the residuals on to the UNet; of several ControlNets the graph that adds them up."""
         if not self.nets:
             return []

@@ -25,11 +25,10 @@ from sd_ort.pipelines.device.controlnet import ControlNets
 from sd_ort.pipelines.device.schedule import Steps
 from sd_ort.pipelines.device.text_encoders import DeviceTexts
 from sd_ort.pipelines.sampling_job import Arrays, Drawing, Part, check_finite
-from sd_ort.runtime.gpu_graphs import UNCAPTURED, BoundShapes, GraphModel
+from sd_ort.runtime.bound_run import NO_GRAPH_ID, BoundRun, bind
 from sd_ort.runtime.ort_values import empty_value, place
 from sd_ort.runtime.ort_wheel import runtime
 from sd_ort.runtime.partitioned import ChainedModel, is_captured
-from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import DTYPES, open_graph
 
 if TYPE_CHECKING:
@@ -70,15 +69,7 @@ class DeviceLoop:
                     self.kept.clear()
 
     def buffers(self, drawing: Drawing) -> Buffers:
-        """Those of a kind of drawing; with a UNet that is not captured, after a warning, where it cannot be."""
-        try:
-            return self._buffers(drawing)
-        except SdOrtError as error:
-            self.kept.clear()
-            self.models.without_graph("unet", error)
-            return self._buffers(drawing)
-
-    def _buffers(self, drawing: Drawing) -> Buffers:
+        """Those of a kind of drawing."""
         conditioning = tuple((name, value.shape) for name, value in sorted(drawing.conditioning.items()))
         channels = None if drawing.channels is None else drawing.channels.shape
         controls = tuple((control.name, control.image.shape) for control in drawing.controls)
@@ -118,16 +109,15 @@ class DeviceLoop:
         """Memory on the device."""
         return empty_value(shape, dtype, self.models.device)
 
-    def bind(self, model: Model, feed: Mapping[str, Any], outputs: Mapping[str, Any] | None = None) -> BoundShapes:
+    def bind(self, model: Model, feed: Mapping[str, Any], outputs: Mapping[str, Any] | None = None) -> BoundRun:
         """A component over buffers, captured where its session captures."""
         if isinstance(model, ChainedModel):
             return model.bind({n: feed[n] for n in model.inputs})
-        number = model.number() if isinstance(model, GraphModel) else UNCAPTURED
-        return BoundShapes(model.session, {n: feed[n] for n in model.inputs}, self.models.device, number, outputs)
+        return bind(model, {n: feed[n] for n in model.inputs}, self.models.device, outputs)
 
     def graph(
         self, make: Callable[[Any], bytes], key: Any, values: Mapping[str, Any], *, capture: bool = False
-    ) -> BoundShapes:
+    ) -> BoundRun:
         """The small graph `make(key)` over buffers; its session is opened once. `capture`: it is replayed, as the UNet
         is, for its kernels take less time than the gaps between their launches."""
         name = (make.__name__, key, capture)
@@ -139,17 +129,13 @@ class DeviceLoop:
         session = self.graphs[name]
         read = {value.name: values[value.name] for value in session.get_inputs()}
         written = {v.name: values[v.name] for v in session.get_outputs() if v.name in values}
-        number = next(self.captured) if capture else UNCAPTURED
-        return BoundShapes(session, read, self.models.device, number, written)
+        stream = self.models.capture_stream if capture else None
+        graph_id = next(self.captured) if capture and stream is None else NO_GRAPH_ID
+        return BoundRun(session, read, self.models.device, stream=stream, graph_id=graph_id, outputs=written)
 
-    def repeated(self, make: Callable[[Any], bytes], key: Any, values: Mapping[str, Any]) -> BoundShapes:
-        """As `graph`, captured where the UNet is and the provider can."""
-        if is_captured(self.models["unet"]):
-            try:
-                return self.graph(make, key, values, capture=True)
-            except SdOrtError as error:
-                warn_once(f"what runs between two steps is not captured as a graph: {error}")
-        return self.graph(make, key, values)
+    def repeated(self, make: Callable[[Any], bytes], key: Any, values: Mapping[str, Any]) -> BoundRun:
+        """As `graph`, captured if the UNet is."""
+        return self.graph(make, key, values, capture=is_captured(self.models["unet"]))
 
 
 class Buffers:
@@ -164,7 +150,7 @@ class Buffers:
         if "unet_prompt" in loop.models:
             model = loop.models["unet_prompt"]
             feed = {name: self.give(name, drawing.conditioning, model.dtype(name)) for name in model.inputs}
-            self.prompt: BoundShapes | None = loop.bind(model, feed)
+            self.prompt: BoundRun | None = loop.bind(model, feed)
             self.values |= self.prompt.outputs
         else:
             self.prompt = None
@@ -182,8 +168,8 @@ class Buffers:
         self.values["latents"] = loop.value(np.zeros_like(drawing.latents))
         self.controls = ControlNets(self, drawing)
         self.steps: tuple[Any, Steps] | None = None
-        self.unet: BoundShapes | None = None
-        self.ends: dict[bool, list[BoundShapes]] = {}
+        self.unet: BoundRun | None = None
+        self.ends: dict[bool, list[BoundRun]] = {}
 
     def is_conditioning(self, name: str, conditioning: Arrays) -> bool:
         """Whether an input of the UNet says something about the prompts."""
@@ -282,7 +268,7 @@ class Buffers:
             self.steps = key, Steps(self, drawing)
         return self.steps[1]
 
-    def _ends(self, decode: tuple[np.ndarray, np.ndarray] | None) -> list[BoundShapes]:
+    def _ends(self, decode: tuple[np.ndarray, np.ndarray] | None) -> list[BoundRun]:
         """What follows the last step: finish and, for pictures, the VAE decoder and its bytes."""
         pictures = decode is not None
         if pictures not in self.ends:
@@ -300,7 +286,7 @@ class Buffers:
             self.ends[pictures] = ends
         return self.ends[pictures]
 
-    def _read(self, drawing: Drawing, ends: list[BoundShapes]) -> np.ndarray:
+    def _read(self, drawing: Drawing, ends: list[BoundRun]) -> np.ndarray:
         """Latents or pictures, once all is done; checked, and that every step was taken: a provider that copied the
         buffers instead of reading them would draw from what they held at first."""
         assert self.steps is not None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sd_ort.checkpoints.schedule_cache import LinearSchedule
     from sd_ort.pipelines.device.loop import Buffers
     from sd_ort.pipelines.sampling_job import Drawing
-    from sd_ort.runtime.gpu_graphs import BoundShapes
+    from sd_ort.runtime.bound_run import BoundRun
 
 
 class Steps:
@@ -25,7 +25,7 @@ class Steps:
     def __init__(self, buffers: Buffers, drawing: Drawing) -> None:
         loop, self.schedule = buffers.loop, drawing.schedule
         self.before = [buffers.prompt] if buffers.prompt is not None else []
-        self.renewed: list[BoundShapes] = []
+        self.renewed: list[BoundRun] = []
         self.is_outdated = False
         unet = buffers.loop.models["unet"]
         count, window = drawing.schedule.steps.shape[:2]
@@ -127,7 +127,7 @@ class Steps:
             self.values[identifier(output.name)] = buffers.values[output.name]
         return by_step
 
-    def give(self, drawing: Drawing) -> list[BoundShapes]:
+    def give(self, drawing: Drawing) -> list[BoundRun]:
         """Copy to the device what this drawing has of its own; the schedule only when it is another one. Returns what
         has to run for that."""
         arrays, run = self._arrays(drawing), self.renewed if self.is_outdated else []

@@ -14,7 +14,7 @@ from sd_ort.runtime.session import DTYPES
 if TYPE_CHECKING:
     from sd_ort.pipelines.device.loop import DeviceLoop
     from sd_ort.pipelines.sampling_job import Tokens
-    from sd_ort.runtime.gpu_graphs import BoundShapes
+    from sd_ort.runtime.bound_run import BoundRun
 
 EMBEDDINGS, POOLED = "encoder_hidden_states", "text_embeds"  # inputs of the UNet
 
@@ -35,7 +35,7 @@ class DeviceTexts:
         self.loop = loop
         self.arrays = self._arrays(tokens)
         self.values = {name: loop.value(array) for name, array in self.arrays.items()}
-        self.parts: list[BoundShapes] = []
+        self.parts: list[BoundRun] = []
         self.sources: dict[str, list[Made]] = {EMBEDDINGS: [], POOLED: []}
         self.checks: list[tuple[Any, str]] = []
         self.made: dict[tuple[str, np.dtype], Any] = {}
