@@ -69,6 +69,7 @@ def build(
         check_compiler(options.hip, hip)
     if cuda:
         options.cuda_archs = tuple(arch.removeprefix("sm_") for arch in cuda)
+        _check_targets(cuda)
         options.nvcc = find_program("nvcc", "install the CUDA toolkit, or put its nvcc on PATH")
     folder = cache_folder() / "ops" / options.hash()
     library = folder / (LIBRARY if cpu else HIP_LIBRARY if hip else CUDA_LIBRARY)
@@ -210,11 +211,11 @@ def _version(compiler: str) -> str:
 
 def _check_targets(targets: Sequence[str]) -> None:
     """Raise BuildError for a target that no kernel is written for."""
-    from custom_ops.amd_targets import simd
+    from custom_ops import amd_targets, nvidia_targets
 
     try:
         for target in targets:
-            simd(target)
+            nvidia_targets.describe(target) if target.startswith("sm_") else amd_targets.simd(target)
     except ValueError as error:
         raise BuildError(str(error)) from error
 
