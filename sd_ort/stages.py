@@ -30,7 +30,7 @@ from sd_ort.core import pipeline_folder
 from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.files import read_ahead, scratch_folder
-from sd_ort.core.interrupts import in_threads
+from sd_ort.core.interrupts import run_interruptible
 from sd_ort.core.paths import output_path
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.export import DEFAULT_OPSET, templates
@@ -81,7 +81,7 @@ def optimize(
             "--config, --controlnet, --ip-adapter, --image-encoder, --vae and --unsafe-pickle go with a checkpoint: "
             f"{source} is none."
         )
-    if (model := pipeline_folder.bare_model(Path(source))) is not None:
+    if (model := pipeline_folder.standalone_model(Path(source))) is not None:
         return _optimize_file(model, output, resolved, note, on_progress)
     return _optimize_folder(Path(source), output, resolved, note, on_progress)
 
@@ -294,7 +294,7 @@ def _optimize_file(
                 )
             check_opens(optimized)
 
-        in_threads(optimize_one, [name], at_once=1)
+        run_interruptible(optimize_one, [name], at_once=1)
         try:
             if optimized.with_name(data.name).exists():
                 optimized.with_name(data.name).rename(data)

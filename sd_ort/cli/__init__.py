@@ -13,7 +13,7 @@ from typing import NoReturn
 import click
 
 from sd_ort.core.errors import describe_error
-from sd_ort.core.interrupts import INTERRUPTED, STOPPABLE, begin_command, came
+from sd_ort.core.interrupts import INTERRUPTED, STOPPABLE, begin_command, was_interrupted
 
 # Subcommand -> one line of help. Each lives in sd_ort/cli/<name>.py as `command`.
 COMMANDS = {
@@ -82,7 +82,7 @@ def main() -> None:
         click.echo(INTERRUPTED, err=True)
         _leave(130)
     except Exception as error:
-        if came():
+        if was_interrupted():
             click.echo(INTERRUPTED, err=True)
             _leave(130)
         if os.environ.get("SD_ORT_TRACEBACK"):

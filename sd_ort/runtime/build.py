@@ -24,7 +24,7 @@ from typing import Any
 
 from sd_ort.core.cache import cache_folder
 from sd_ort.core.errors import OutputError
-from sd_ort.core.interrupts import held_back
+from sd_ort.core.interrupts import defer_interrupts
 from sd_ort.runtime.headers import find_headers
 from sd_ort.runtime.library import (
     CUDA_LIBRARY,
@@ -69,7 +69,7 @@ def build(
         check_compiler(options.hip, hip)
     if cuda:
         options.cuda_archs = tuple(arch.removeprefix("sm_") for arch in cuda)
-        _check_targets(cuda)
+        _check_targets([f"sm_{arch}" for arch in options.cuda_archs])
         options.nvcc = find_program("nvcc", "install the CUDA toolkit, or put its nvcc on PATH")
     folder = cache_folder() / "ops" / options.hash()
     library = folder / (LIBRARY if cpu else HIP_LIBRARY if hip else CUDA_LIBRARY)
@@ -182,7 +182,7 @@ def _run(command: Sequence[str], failure: str) -> None:
     options: dict[str, Any] = {"text": True, "errors": "replace", "start_new_session": True}
     process = None
     try:
-        with held_back() as came:  # an interrupt inside Popen would leave compilers that nobody knows
+        with defer_interrupts() as came:  # an interrupt inside Popen would leave compilers that nobody knows
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
         if came:
             raise KeyboardInterrupt

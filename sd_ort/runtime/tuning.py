@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from custom_ops.libraries import GpuLibrary
 from sd_ort.core.cache import cache_folder, is_reachable_file, list_files
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.core.files import mismatch, read_json, without_nulls, write_text
+from sd_ort.core.files import read_json, schema_mismatch, without_nulls, write_text
 from sd_ort.runtime.library import GPU_LIBRARIES as GPU_LIBRARIES
 from sd_ort.runtime.providers import is_plugin, plugin_library, provider_named
 
@@ -151,7 +151,7 @@ def read(path: Path) -> Record:
         found = record.get("format")
         raise TuningError(f"{path} has format {found}, this version reads {FORMAT}: tune again with sd-ort tune.")
     record = without_nulls(record)
-    if not {"validators", "operators"} <= record.keys() or mismatch(record, _LIKE):
+    if not {"validators", "operators"} <= record.keys() or schema_mismatch(record, _LIKE):
         raise TuningError(f"{path} is no tuning file: validators or operators are missing or damaged.")
     return record
 
@@ -180,7 +180,7 @@ _LIKE = {
     "onnxruntime": lambda value: (
         isinstance(value, list)
         and all(map(_is_of_onnxruntime, value))
-        and not mismatch(value, [{"ep": str, "validators": dict, "results": {str: dict}}])
+        and not schema_mismatch(value, [{"ep": str, "validators": dict, "results": {str: dict}}])
     ),
 }
 
