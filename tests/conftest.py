@@ -84,6 +84,12 @@ def controlled(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session", autouse=True)
+def small_model_cache() -> None:
+    """Each change of the code adds entries to the cache of optimized checkpoints."""
+    os.environ.setdefault("SD_ORT_CACHE_GB", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
 def small_presets() -> None:
     """`sd15-small` and the like, and `sd15-mini`, beside the real presets."""
     PRESETS.update(smalls() | {"sd15-mini": mini(PRESETS["sd15-tiny"])})
@@ -126,7 +132,7 @@ def sd_ort(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     """Run `sd-ort ARGS...` as a shell would: (exit code, stdout, stderr)."""
 
     # No second process for each of a thousand runs: tests/hostile has those that need it.
-    monkeypatch.setattr("sd_ort.core.files.guarded", contextlib.nullcontext)
+    monkeypatch.setattr("sd_ort.core.files.with_watchdog", contextlib.nullcontext)
 
     def run(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["sd-ort", *map(str, args)])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.files import mismatch, read_json
+from sd_ort.core.files import read_json, schema_mismatch
 from sd_ort.core.pipeline_folder import COMPONENTS, model_name, read_index
 
 
@@ -43,9 +43,9 @@ def model_config(model: Path) -> dict[str, Any]:
     return component_config(model.parent.parent, model.parent.name) if model_name(model) in COMPONENTS else {}
 
 
-def read_config(path: Path, otherwise: str | None = None) -> dict[str, Any]:
-    """Return a model's config. Raises InputError if it is damaged, or missing, for the reason `otherwise`."""
-    config = read_json(path, otherwise)
+def read_config(path: Path, missing_message: str | None = None) -> dict[str, Any]:
+    """Return a model's config. Raises InputError if it is damaged, or missing, for the reason `missing_message`."""
+    config = read_json(path, missing_message)
     if isinstance(adapter := config.get("ip_adapter"), dict) and "rows" in adapter:  # its name until 2026-11
         adapter.setdefault("hidden_state_length", adapter.pop("rows"))
     return _checked(path, config, CONFIG)
@@ -72,7 +72,7 @@ def scheduler_config(folder: Path) -> dict[str, Any]:
 
 
 def _checked(path: Path, config: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    if wrong := mismatch(config, schema):
+    if wrong := schema_mismatch(config, schema):
         raise InputError(f"{path} is damaged at {wrong!r}: copy it from the original model.")
     return config
 

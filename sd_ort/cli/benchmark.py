@@ -140,7 +140,7 @@ def command(
     from sd_ort.benchmark import engine_selection, report, report_file, runner
     from sd_ort.benchmark.engines.interface import BenchmarkSettings
     from sd_ort.checkpoints.generation_defaults import generation_defaults
-    from sd_ort.cli.generate import choose
+    from sd_ort.cli.model_options import choose_provider
     from sd_ort.core.cache import cache_folder
     from sd_ort.core.pipeline_folder import components
     from sd_ort.runtime.providers import check_provider
@@ -148,7 +148,7 @@ def command(
     for folder in folders:
         components(folder)
     if options["provider"] == "auto":
-        options["provider"] = choose(folders[0], "auto")
+        options["provider"] = choose_provider(folders[0], "auto")
     provider = options["provider"]
     under_load = {name: options.pop(name) for name in MLPERF}
     on_replicas = under_load["gpus"] or under_load["replicas"]

@@ -18,7 +18,7 @@ from typing import Any
 
 from sd_ort.core import onnx_file
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.core.files import mismatch, read_json, scratch_folder, without_nulls
+from sd_ort.core.files import read_json, schema_mismatch, scratch_folder, without_nulls
 from sd_ort.core.paths import inside, output_path
 
 MANIFEST = "sd_ort.json"
@@ -99,7 +99,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path} has another format than this sd-ort reads: export or optimize again.")
     if isinstance(entries := manifest.get("components"), dict):
         manifest["components"] = {name: _with_new_keys(entry) for name, entry in entries.items()}
-    if wrong := mismatch(manifest, _MANIFEST_LIKE):
+    if wrong := schema_mismatch(manifest, _MANIFEST_LIKE):
         raise InputError(f"{path} is damaged at {wrong!r}: export or optimize again.")
     return {
         key: value if key == "options" else without_nulls(value) for key, value in manifest.items() if value is not None
@@ -145,7 +145,7 @@ def read_index(folder: Path, kind: str = "pipeline folder") -> dict[str, Any]:
     index = read_json(path, f"{folder} is no {kind}")
     parts = [*COMPONENTS, *CONFIG_FOLDERS, "vae", "safety_checker"]
     like = {"_class_name": str, **dict.fromkeys(parts, _is_library_and_class)}
-    if wrong := mismatch(index, like):
+    if wrong := schema_mismatch(index, like):
         raise InputError(f"{path} is damaged at {wrong!r}: get it, or export it, again.")
     return index
 
@@ -174,7 +174,7 @@ def check_component(folder: Path, component: str) -> Path:
     return path
 
 
-def bare_model(path: Path) -> Path | None:
+def standalone_model(path: Path) -> Path | None:
     """The ONNX file that `path` names, or the only one in a folder that is no pipeline; else None."""
     if path.suffix == ".onnx" and not path.is_dir():
         return path

@@ -35,7 +35,7 @@ from sd_ort.checkpoints.unet_inputs import CONDITIONING_INPUTS_BY_NAME
 from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError, OutputError, VerificationError, first_line
 from sd_ort.core.files import read_json
-from sd_ort.core.interrupts import in_threads
+from sd_ort.core.interrupts import run_interruptible
 from sd_ort.core.metrics import array_errors
 from sd_ort.core.paths import output_path
 from sd_ort.core.pipeline_folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
@@ -297,7 +297,7 @@ def export_checkpoint(
             if not cancel_event.is_set():
                 on_progress(f"{count}: done in {entries[name]['seconds']:.1f} s")
 
-        in_threads(export_one, names, at_once=1)
+        run_interruptible(export_one, names, at_once=1)
         manifest["components"] = entries
         write_manifest(work, manifest)
     on_progress(f"wrote {out}.")

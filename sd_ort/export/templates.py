@@ -29,7 +29,7 @@ from fusion_passes import weight_recipes as recipes
 from sd_ort.checkpoints.checkpoint import Checkpoint, is_sdxl
 from sd_ort.checkpoints.signatures import MODEL_OF
 from sd_ort.core import files, pipeline_folder
-from sd_ort.core.cache import cache_folder, is_there
+from sd_ort.core.cache import cache_folder, is_reachable_file
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.graphs.load import load as load_graph
 from sd_ort.weights.recipes import Read, fill
@@ -97,7 +97,7 @@ def find_template(key: str) -> Path | None:
     if file_name is not None:
         return BUNDLED / file_name
     path = _cached_path(key)
-    return path if is_there(path) else None
+    return path if is_reachable_file(path) else None
 
 
 def user_folder() -> Path:

@@ -65,7 +65,7 @@ def explain(path: Path, components: list[str] | None = None, provider: str | Non
     Raises:
         InputError: if `path` is neither, or an optimized folder whose source no longer exists.
     """
-    if (model := pipeline_folder.bare_model(path)) is not None:
+    if (model := pipeline_folder.standalone_model(path)) is not None:
         return {"components": {pipeline_folder.model_name(model): _component(model, None, {}, provider)}}
     manifest = pipeline_folder.read_manifest(path) if path.is_dir() else {}
     names = [name for name in pipeline_folder.components(path) if not _is_hoisted_part(path, name)]

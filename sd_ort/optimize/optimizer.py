@@ -27,7 +27,7 @@ from fusion_passes.graph_pass import run_all, totals
 from fusion_passes.operators import OPERATORS, function_bodies
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
-from sd_ort.core.interrupts import in_threads
+from sd_ort.core.interrupts import run_interruptible
 from sd_ort.core.progress import ProgressCallback
 from sd_ort.graphs import hoist
 from sd_ort.graphs.save import save
@@ -89,7 +89,7 @@ def optimize_components(
         entries[name] = entry
         on_progress(f"{name}: {entry['nodes_before']} -> {entry['nodes']} nodes in {entry['seconds']} s")
 
-    in_threads(optimize_one, largest_first, at_once=2)
+    run_interruptible(optimize_one, largest_first, at_once=2)
     return {name: entries[name] for name in names}, hashes
 
 

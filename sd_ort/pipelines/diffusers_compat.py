@@ -15,6 +15,7 @@ from sd_ort.core.paths import output_path
 from sd_ort.core.pipeline_folder import read_manifest, staged
 from sd_ort.pipelines.request import Prompt, Request
 from sd_ort.pipelines.state import PipelineState
+from sd_ort.runtime.provider_choice import AUTO
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.session import Model
 
@@ -266,9 +267,12 @@ class DiffusersCompatMixin(PipelineState):
             shutil.copytree(self.folder, work, dirs_exist_ok=True)
 
     @classmethod
-    def from_single_file(cls, file: Any, **_: Any) -> Any:
-        """Raises InputError: a checkpoint in one file is made a folder first."""
-        raise InputError(f"a pipeline is loaded from a folder: `sd-ort optimize {file} OUT` makes one of the file.")
+    def from_single_file(cls, file: Path | str, provider: str = AUTO, **options: Any) -> Any:
+        """Load a checkpoint in one file, as `from_pretrained` does. Raises InputError if there is no such file."""
+        if not Path(file).is_file():
+            raise InputError(f"{file}: no such file.")
+        kind: Any = cls
+        return kind.from_pretrained(file, provider, **options)
 
     @classmethod
     def from_pipe(cls, pipeline: Any, **options: Any) -> Any:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from sd_ort.checkpoints.conditioning import CLIP_MEAN, CLIP_STD
 from sd_ort.core.errors import InputError
-from sd_ort.core.files import mismatch, read_json
+from sd_ort.core.files import read_json, schema_mismatch
 from sd_ort.pipelines.request import Picture, Request
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def feature_extractor(folder: Path) -> dict[str, Any]:
         return {}
     config = read_json(path)
     colors = dict.fromkeys(("image_mean", "image_std"), _three_numbers)
-    if wrong := mismatch(config, colors):
+    if wrong := schema_mismatch(config, colors):
         raise InputError(f"{path} is damaged at {wrong!r}: copy it from the original model.")
     return {name: value for name, value in config.items() if value is not None}
 

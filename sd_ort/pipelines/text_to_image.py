@@ -22,9 +22,11 @@ from sd_ort.checkpoints.configs import component_config
 from sd_ort.checkpoints.generation_defaults import generation_defaults
 from sd_ort.checkpoints.signatures import default_latents, latent_multiple
 from sd_ort.checkpoints.unet_inputs import is_sdxl
+from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError
 from sd_ort.core.pipeline_folder import check_component, read_index
-from sd_ort.core.progress import announce
+from sd_ort.core.progress import announce, print_line
+from sd_ort.model_cache import open_model
 from sd_ort.pipelines import controlnet_inputs, safety
 from sd_ort.pipelines.controlnet_inputs import ControlNetInput
 from sd_ort.pipelines.device_placement import DevicePlacement
@@ -42,7 +44,7 @@ from sd_ort.pipelines.text import PromptEncoder
 from sd_ort.pipelines.textual_inversion import TextualInversionMixin
 from sd_ort.pipelines.vae import Vae
 from sd_ort.runtime.components import Components
-from sd_ort.runtime.provider_choice import AUTO, provider_for
+from sd_ort.runtime.provider_choice import AUTO
 
 if TYPE_CHECKING:
     import torch
@@ -95,9 +97,10 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
             self.texts.fix_length()
 
     @classmethod
+    @accept_old_names(folder="model")
     def from_pretrained(
         cls,
-        folder: Path | str,
+        model: Path | str,
         provider: str = AUTO,
         scheduler: Any = None,
         *,
@@ -111,10 +114,15 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         split_guidance: Sequence[int] | None = None,
         unet_on: Sequence[int] | None = None,
         decode_on: int | None = None,
+        config: str | None = None,
         **options: Any,
     ) -> Any:
-        """Load a pipeline folder on a provider ("cpu", "cuda", "rocm", "migraphx", or ours: "hip", "sdcuda"); "auto"
-        is the best one that runs here, said on stderr.
+        """Load a model on a provider ("cpu", "cuda", "rocm", "migraphx", or ours: "hip", "sdcuda"); "auto" is the best
+        one that runs here, said on stderr.
+
+        `model`: a pipeline folder of sd-ort, or a checkpoint: a diffusers folder, a file, a hub id, or "demo". A
+        checkpoint is optimized in `torch_dtype` (default float16, float32 on a CPU), once: it stays in the cache
+        (`sd-ort cache`). `config`: of a checkpoint in one file, a folder or hub id of its family.
 
         `scheduler`: None for the folder's own, a diffusers class name or short form ("EulerDiscreteScheduler",
         "euler"), or a scheduler object. `low_memory`: open a component when its turn comes and drop the one before.
@@ -132,8 +140,8 @@ class StableDiffusionPipeline(LoraMixin, TextualInversionMixin, IPAdapterMixin, 
         Raises InputError for a folder, component, scheduler or option that cannot be used, ProviderError for a
         provider that is not installed or not really used.
         """
-        folder = Path(folder)
-        choice = provider_for(folder, provider)
+        dtype = options.get("torch_dtype") or options.get("dtype")
+        folder, choice = open_model(model, provider, dtype=dtype, config=config, on_progress=print_line)
         if choice.reason:
             announce(choice.line)
         provider = choice.provider

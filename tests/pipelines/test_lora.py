@@ -20,7 +20,7 @@ from fusion_passes import weight_recipes as recipes
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.checkpoints.presets import open_preset
-from sd_ort.cli.generate import lora_strength
+from sd_ort.cli.model_options import parse_lora
 from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.graphs.load import load
@@ -305,12 +305,12 @@ def test_folder_without_recipes(tmp_path: Path) -> None:
 
 
 def test_strength_on_the_command_line() -> None:
-    assert lora_strength("a/b.safetensors") == ("a/b.safetensors", 1.0)
-    assert lora_strength("a/b.safetensors:0.8") == ("a/b.safetensors", 0.8)
+    assert parse_lora("a/b.safetensors") == ("a/b.safetensors", 1.0)
+    assert parse_lora("a/b.safetensors:0.8") == ("a/b.safetensors", 0.8)
     with pytest.raises(InputError, match="no strength"):
-        lora_strength("b.safetensors:much")
+        parse_lora("b.safetensors:much")
     with pytest.raises(InputError, match="no strength"):
-        lora_strength("b.safetensors:nan")
+        parse_lora("b.safetensors:nan")
 
 
 def test_loras_are_left_out_and_forgotten() -> None:
