@@ -201,8 +201,8 @@ def command(
     shared = {"strength": strength, "clip_skip": clip_skip, "prompt_syntax": syntax}
     settings = png_text(
         prompt=prompt, negative_prompt=negative or "", steps=steps, guidance=guidance, model=model, **image_files,
-        scheduler=pipeline.scheduler_name, loras=", ".join(loras) or None, embeddings=", ".join(embedding_files) or None,
-        ip_adapter_scale=ip_adapter_scale, **shared,
+        scheduler=pipeline.scheduler_name, loras=", ".join(loras) or None,
+        embeddings=", ".join(embedding_files) or None, ip_adapter_scale=ip_adapter_scale, **shared,
     )  # fmt: skip
     arguments = {
         "prompt": prompt, "height": height, "width": width, "num_inference_steps": steps, "guidance_scale": guidance,
