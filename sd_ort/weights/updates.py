@@ -23,15 +23,12 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 from threadpoolctl import threadpool_limits
 
 from fusion_passes import CONTRIB, DOMAIN
 from fusion_passes import weight_recipes as recipes
 from sd_ort.core.errors import InputError
-from sd_ort.core.pipeline_folder import check_component, read_manifest
-from sd_ort.graphs import hoist
-from sd_ort.graphs.load import load
+from sd_ort.core.pipeline_folder import check_component, folders_of, read_manifest
 from sd_ort.runtime.bound_run import BoundRun
 from sd_ort.runtime.components import Components
 from sd_ort.runtime.ort_values import empty_value
@@ -39,6 +36,7 @@ from sd_ort.runtime.providers import is_plugin
 from sd_ort.runtime.session import DTYPES, open_graph
 from sd_ort.runtime.updatable_weights import UpdatableWeights, device_value, host_value
 from sd_ort.weights import update_graph
+from sd_ort.weights.initializers import Initializer, read_initializers
 from sd_ort.weights.lora_files import LowRankDelta
 from sd_ort.weights.recipes import read_recipes
 
@@ -66,8 +64,8 @@ class WeightUpdater:
         if "unet" not in self.recipes:
             raise InputError(f"{folder} does not say where its weights come from: export it again with this sd-ort.")
         entries = read_manifest(folder)["components"]
-        self.parts = {name: hoist.folders_of(name, entry) for name, entry in entries.items()}
-        self._loaded: dict[str, dict[str, ir.Value]] = {}
+        self.parts = {name: folders_of(name, entry) for name, entry in entries.items()}
+        self._loaded: dict[str, dict[str, Initializer]] = {}
         self._data_files: dict[str, np.ndarray] = {}  # mapped into memory, by path
         self._checked: set[tuple[Any, ...]] = set()
         self._sessions: dict[update_graph.WeightUpdateSpec | np.dtype, Any] = {}
@@ -159,11 +157,10 @@ class WeightUpdater:
         with threadpool_limits(1, "blas"), ThreadPoolExecutor(os.cpu_count()) as threads:
             return dict(zip(names, threads.map(add, names), strict=True))
 
-    def _initializers(self, part: str) -> dict[str, ir.Value]:
+    def _initializers(self, part: str) -> dict[str, Initializer]:
         """Return the initializers of a component folder by name; their values stay on disk."""
         if part not in self._loaded:
-            initializers = load(check_component(self.folder, part)).graph.initializers
-            self._loaded[part] = {name: value for name, value in initializers.items() if value.const_value is not None}
+            self._loaded[part] = read_initializers(check_component(self.folder, part))
         return self._loaded[part]
 
     def _affected_initializers(self, component: str, part: str, deltas: Mapping[str, Any]) -> list[str]:
@@ -176,7 +173,7 @@ class WeightUpdater:
     def _dense_delta(self, component: str, part: str, name: str, deltas: Deltas) -> np.ndarray:
         """Return the delta of an affected initializer. Raises InputError if its shape differs."""
         recipe, weight = self.recipes[component][name], self._initializers(part)[name]
-        shape = [int(size) for size in weight.const_value.shape]  # type: ignore[union-attr, arg-type]
+        shape = list(weight.shape)
         sources = recipes.sources(recipe)
         try:
             if (factors := _low_rank(recipe, deltas)) is not None:
@@ -191,18 +188,16 @@ class WeightUpdater:
             raise InputError(f"the LoRA is of another family: its {names} has another shape ({error}).") from error
         return delta
 
-    def _values(self, weight: ir.Value) -> np.ndarray:
-        """Return the values of an initializer; those in data files are views of one mapping a file."""
-        tensor = weight.const_value
-        assert tensor is not None
-        if not isinstance(tensor, ir.ExternalTensor) or tensor.length is None:
-            return tensor.numpy()
-        path = str(tensor.path)
+    def _values(self, weight: Initializer) -> np.ndarray:
+        """Return the values of an initializer; those in a data file are a view of one mapping of it."""
+        entries = {entry.key: entry.value for entry in weight.tensor.external_data}
+        if "location" not in entries:
+            return weight.values
+        path, start = entries["location"], int(entries.get("offset", 0))
         if path not in self._data_files:
             self._data_files[path] = np.memmap(path, np.uint8, "r").view(np.ndarray)
-        start = tensor.offset or 0
-        data = self._data_files[path][start : start + tensor.length]
-        return data.view(tensor.dtype.numpy()).reshape(tensor.shape.numpy())
+        size = math.prod(weight.shape) * weight.dtype.itemsize
+        return self._data_files[path][start : start + size].view(weight.dtype).reshape(weight.shape)
 
     # --- In place ---------------------------------------------------------------------------------------------------
 
@@ -279,7 +274,7 @@ class WeightUpdater:
                 value.update_inplace(delta.scale)
             return update
         updatable = components.held[part]
-        spec = update_graph.weight_update_spec(recipe, first.shape, weight.dtype.numpy())  # type: ignore[union-attr]
+        spec = update_graph.weight_update_spec(recipe, first.shape, weight.dtype)
         if spec is None:
             return None
         session = self._session(components, spec, lambda: update_graph.build_weight_update(spec))
@@ -348,29 +343,20 @@ def _add_low_rank(weight: np.ndarray, delta: LowRankDelta, out: np.ndarray | Non
     return total
 
 
-def _is_matmul_only(weight: ir.Value) -> bool:
+def _is_matmul_only(weight: Initializer) -> bool:
     """Return whether all consumers are MatMuls of a computed value by the weight.
 
     ONNX Runtime would fold a product of two constants.
     """
-
-    def is_matmul(node: ir.Node, index: int) -> bool:
-        left = node.inputs[0]
-        computed = left is not None and left.producer() is not None and left.const_value is None
-        return node.op_type == "MatMul" and node.domain == "" and index == 1 and computed
-
-    return bool(weight.uses()) and all(is_matmul(node, index) for node, index in weight.uses())
+    return bool(weight.consumers) and all(consumer.multiplies for consumer in weight.consumers)
 
 
-def is_shareable(weight: ir.Value, provider: str) -> bool:
+def is_shareable(weight: Initializer, provider: str) -> bool:
     """Return whether sessions of `provider` can share a weight: a matrix or filters that its kernels read unchanged."""
-    shape, consumers = weight.const_value.shape, [node for node, _ in weight.uses()]  # type: ignore[union-attr]
     transposed = frozenset() if provider == "cpu" or is_plugin(provider) else TRANSPOSED_OPS
     unchanged = all(
-        (node.domain in (DOMAIN, CONTRIB) and node.op_type not in transposed)
-        or (node.domain in ("", "ai.onnx") and node.op_type in UNCHANGED_OPS)
-        for node in consumers
+        (consumer.domain in (DOMAIN, CONTRIB) and consumer.op_type not in transposed)
+        or (consumer.domain in ("", "ai.onnx") and consumer.op_type in UNCHANGED_OPS)
+        for consumer in weight.consumers
     )
-    return (
-        len(shape) >= 2 and bool(consumers) and unchanged and weight.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16)
-    )
+    return len(weight.shape) >= 2 and bool(weight.consumers) and unchanged and weight.dtype in (np.float32, np.float16)
