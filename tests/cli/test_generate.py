@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from sd_ort.from_checkpoint import optimize_checkpoint
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 
