@@ -15,17 +15,14 @@ from packaging.requirements import Requirement
 from sd_ort.core.errors import ProviderError, SdOrtError
 from sd_ort.runtime import machine, tuning
 from sd_ort.runtime.library import library_path
-from sd_ort.runtime.op_library import build_command, hip_runtime_clash
+from sd_ort.runtime.op_library import build_command, hip_runtime_clash, op_library
 from sd_ort.runtime.provider_records import PROVIDERS
 from sd_ort.runtime.providers import check_provider, is_plugin, missing_libraries
-from sd_ort.runtime.rocm_checks import gives_wrong_softmax
+from sd_ort.runtime.rocm_checks import has_wrong_wave_size
 from sd_ort.runtime.stream import open_stream
 from sd_ort.runtime.wheels import installed_wheels, runtime
 
-WRONG_SOFTMAX = (
-    "its Softmax gives wrong values on this GPU for rows of 64 numbers: graphs optimized for target rocm do without, "
-    f"with the op library ({build_command('rocm')})"
-)
+WRONG_WAVE_SIZE = "its Softmax and LayerNormalization give wrong values on this GPU: optimize for target rocm"
 
 
 def examine() -> dict[str, Any]:
@@ -98,8 +95,14 @@ def examine_provider(name: str, library: Path | None = None) -> dict[str, Any]:
         except SdOrtError:  # no onnxruntime at all: the problem says so
             missing = []
         return {"ok": False, "problem": str(error), "missing_libraries": missing, "note": None}
-    note = WRONG_SOFTMAX if name == "rocm" and gives_wrong_softmax() else None
-    return {"ok": True, "problem": None, "missing_libraries": [], "note": note}
+    return {"ok": True, "problem": None, "missing_libraries": [], "note": _note(name, library)}
+
+
+def _note(provider: str, library: Path | None) -> str | None:
+    if provider != "rocm" or not has_wrong_wave_size():
+        return None
+    has_ops = library is not None and op_library(library, provider) is not None
+    return WRONG_WAVE_SIZE + ("" if has_ops else f", and build the op library: {build_command(provider)}")
 
 
 def examine_tuning(usable: list[str], library: Path | None) -> list[dict[str, Any]]:

@@ -193,6 +193,7 @@ CUDA = Target(
 )
 
 # Its MultiHeadAttention runs in none of our forms: the wheel is built without Composable Kernel, which would run them.
+# Its LayerNormalization is wrong on RDNA (`rocm_kernels.WRONG_ON_RDNA`); its SkipLayerNormalization is not.
 ROCM = Target(
     "rocm",
     passes=(
@@ -202,6 +203,7 @@ ROCM = Target(
         pack_qkv.PASS,
         upsample_nearest.PASS,
         subpixel_conv.PASS,
+        layer_norm.PASS,
     ),
     contrib={
         **{name: limit for name, limit in CUDA_CONTRIB.items() if name != "MultiHeadAttention"},

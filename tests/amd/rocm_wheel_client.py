@@ -147,6 +147,7 @@ def refusals(folder: str) -> dict[str, str]:
     """What is said of graphs that the wheel would run wrong, or on the CPU."""
     graphs = {
         "softmax": (20, "float[N,64] x", "y = Softmax (x)"),
+        "norm": (20, "float[64] x", "y = LayerNormalization (x, x)"),
         "attention": (20, "float[N,8,64] x", "y = com.microsoft.MultiHeadAttention <num_heads = 2> (x, x, x)"),
         "new opset": (23, "float[N,64] x", "y = Neg (x)"),
         "opset": (21, "float[N,64] x", "s = Shape (x)  t = Transpose (x)  y = Reshape (t, s)"),
