@@ -150,7 +150,7 @@ def _in_memory(model: ir.Model, data: Path) -> Arrays:
 
 
 def _run(path: Path, feeds: Sequence[Arrays], weights: Arrays) -> Iterator[Arrays]:
-    from sd_ort.runtime.held import host_value
+    from sd_ort.runtime.device_memory import host_value
     from sd_ort.runtime.session import Model, create_session
 
     held = {name: host_value(array) for name, array in weights.items()}

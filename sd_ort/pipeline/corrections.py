@@ -33,7 +33,8 @@ from sd_ort.graphs import hoist, weight_update_graph
 from sd_ort.graphs.load import load
 from sd_ort.pipeline.adapters import LowRank
 from sd_ort.runtime.components import Components
-from sd_ort.runtime.held import HeldWeights, host_value
+from sd_ort.runtime.device_memory import host_value
+from sd_ort.runtime.held import HeldWeights
 from sd_ort.runtime.providers import is_plugin
 from sd_ort.runtime.session import open_graph
 

@@ -16,7 +16,7 @@ from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.folder import MODEL, check_model, model_name, read_manifest
 from sd_ort.runtime import op_library, rocm_checks
 from sd_ort.runtime.allocator import given_back
-from sd_ort.runtime.device_memory import keep
+from sd_ort.runtime.device_memory import host_value, keep
 from sd_ort.runtime.device_weights import DeviceWeights, begin
 from sd_ort.runtime.machine import multiplies_bfloat16
 from sd_ort.runtime.overloads import supports_overloads, without_overloads
@@ -257,7 +257,7 @@ def _replace(
     Optimizers see the file's numbers of these, but where only products read a weight they do not ask for them. Of the
     others ONNX Runtime makes copies: for an SD 1.5 U-Net with a LoRA half a second of its opening.
     """
-    values = {n: runtime().OrtValue.ortvalue_from_numpy(np.ascontiguousarray(a)) for n, a in weights.items()}
+    values = {n: host_value(np.ascontiguousarray(a)) for n, a in weights.items()}
     shared = {n: values.pop(n) for n in products if n in weights} if provider == "cpu" else {}
     for name, value in shared.items():
         options.add_initializer(name, value)
