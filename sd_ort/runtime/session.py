@@ -30,7 +30,7 @@ from sd_ort.runtime.providers import (
     refuse,
     warn_once,
 )
-from sd_ort.runtime.wheels import ERRORS_ONLY, runtime
+from sd_ort.runtime.wheels import ERRORS_ONLY, FATAL_ONLY, runtime
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -101,6 +101,8 @@ def create_session(
     def opened(ahead: DeviceWeights | None) -> ort.InferenceSession:
         data = None if changed is None else model_path.parent
         options = _session_options(provider, threads, profile, sizes, data, once=once)
+        if ahead is not None:
+            options.log_severity_level = FATAL_ONLY  # if it is refused, the session is opened without `ahead`
         shared = _replace(options, provider, weights or {}, products)
         kept = _hold(options, provider, {**(ahead.values if ahead else {}), **(held or {})})
         model_bytes = changed
@@ -190,7 +192,7 @@ def check_opens(path: Path) -> None:
         return
     onnxruntime = runtime()
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
+    options.log_severity_level = FATAL_ONLY
     _do_without_preparation(options)
     try:
         graph = _with_distinct_functions(options, path)
