@@ -1,21 +1,16 @@
-"""Operators of ONNX Runtime domain `sd_ort`: one folder per op, each with `cases` and `reference` in Python.
-
-`operators.txt` lists them; here are their folders, in its order.
-"""
+"""Custom operators of ONNX domain `sd_ort`: a folder of custom_ops/operators each, listed in operators.txt."""
 
 import re
 from pathlib import Path
 
 
 def _folders(*macros: str) -> tuple[str, ...]:
-    """The folders of the lines of operators.txt that begin with one of these macros."""
+    """Return the folders of operators.txt lines that start with one of these macros, in file order."""
     text = (Path(__file__).resolve().parent / "operators.txt").read_text()
     lines = re.findall(r"^SD_ORT_(\w*)OPERATOR\((\w+), \w+\)$", text, re.MULTILINE)
     return tuple(folder for macro, folder in lines if macro in macros)
 
 
-# What libsd_ort_ops.so has, and what the GPU libraries have (by number in sd_ort_find_op and the other C functions).
+# Operators of libsd_ort_ops.so and of the GPU libraries, in the order of the indices in the C interface.
 CPU_OPERATORS = _folders("", "CPU_")
 GPU_OPERATORS = _folders("", "GPU_", "PROVIDER_")
-# Of these, what only our execution provider shows to ONNX Runtime.
-PROVIDER_OPERATORS = _folders("PROVIDER_")

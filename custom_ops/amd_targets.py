@@ -1,4 +1,4 @@
-"""AMD targets that the GPU kernels are written for: the only list. common/vendors/hip.h knows their families."""
+"""AMD targets that the GPU kernels support. common/vendors/hip.h has their families."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CDNA = Simd(512, 8, 8)
 _RDNA = Simd(1024, 16, 16)
 _LARGE_RDNA = Simd(1536, 24, 16)
 
-# Not here: gfx908, which lacks the bfloat16 instruction v_mfma_f32_16x16x16_bf16 (3 of 10 sources), and all targets
+# Not supported: gfx908, which lacks the bfloat16 instruction v_mfma_f32_16x16x16_bf16 (3 of 10 sources), and targets
 # without matrix instructions (gfx1030, gfx906, gfx9-generic).
 TARGETS = {
     **dict.fromkeys(("gfx90a", "gfx942", "gfx950", "gfx9-4-generic"), _CDNA),

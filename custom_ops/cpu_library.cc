@@ -1,4 +1,4 @@
-// The CPU half of interface.h: the operators' CPU kernels without ONNX Runtime.
+// CPU functions of interface.h: the CPU kernels without ONNX Runtime.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -34,7 +34,7 @@ const std::vector<CpuOp>& operators() {
   return all;
 }
 
-void run_in_turn(void*, Parallel::Body body, size_t count, void* context) {
+void run_serially(void*, Parallel::Body body, size_t count, void* context) {
   for (size_t i = 0; i < count; ++i) body(context, i);
 }
 
@@ -56,7 +56,7 @@ SD_ORT_EXPORT const char* sd_ort_cpu_run(int op, const void* params, sd_ort_para
   static thread_local std::string message;
   try {
     sd_ort::operators().at(op).run(
-        params, sd_ort::Parallel(parallel_for == nullptr ? sd_ort::run_in_turn : parallel_for, pool));
+        params, sd_ort::Parallel(parallel_for == nullptr ? sd_ort::run_serially : parallel_for, pool));
     return nullptr;
   } catch (const std::exception& error) {
     message = error.what();

@@ -1,5 +1,5 @@
-// The GPU half of interface.h: what registry.cc, the provider and Python call. The operators are those of
-// operators.txt and, in a provider's library, the provider's own.
+// GPU functions of interface.h, for registry.cc, the provider and Python. The operators are those of operators.txt and,
+// in a provider library, Gemm.
 #include <algorithm>
 #include <cstring>
 
@@ -15,7 +15,7 @@ namespace sd_ort {
 #define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
 #include "operators.txt"
 #if defined(SD_ORT_PROVIDER)
-const GpuOp& product_op();
+const GpuOp& gemm_op();
 #endif
 
 namespace {
@@ -27,7 +27,7 @@ const std::vector<const GpuOp*>& operators() {
 #define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
 #include "operators.txt"
 #if defined(SD_ORT_PROVIDER)
-      &product_op(),
+      &gemm_op(),
 #endif
   };
   return all;
@@ -35,17 +35,17 @@ const std::vector<const GpuOp*>& operators() {
 
 const GpuOp& at(int op) { return *operators().at(op); }
 
-const char* keep(std::string text) {
-  static thread_local std::string kept;
-  kept = std::move(text);
-  return kept.c_str();
+const char* thread_string(std::string text) {
+  static thread_local std::string is_input;
+  is_input = std::move(text);
+  return is_input.c_str();
 }
 
 }  // namespace
 }  // namespace sd_ort
 
 using sd_ort::at;
-using sd_ort::keep;
+using sd_ort::thread_string;
 using sd_ort::Tuner;
 
 SD_ORT_EXPORT int sd_ort_interface_version() { return SD_ORT_INTERFACE_VERSION; }
@@ -76,18 +76,20 @@ SD_ORT_EXPORT int sd_ort_default_candidate(int op, const void* params) { return 
 SD_ORT_EXPORT int sd_ort_choose(int op, const void* params, void* stream) {
   return Tuner::instance().choose(at(op), params, stream);
 }
-SD_ORT_EXPORT const char* sd_ort_signature(int op, const void* params) { return keep(at(op).signature(params)); }
+SD_ORT_EXPORT const char* sd_ort_signature(int op, const void* params) {
+  return thread_string(at(op).signature(params));
+}
 SD_ORT_EXPORT void sd_ort_enable_tuning(int enable) { Tuner::instance().enable(enable != 0); }
 SD_ORT_EXPORT const char* sd_ort_tune(int op, const void* params, void* stream) {
   const std::string error = Tuner::instance().tune(at(op), params, stream);
-  return error.empty() ? nullptr : keep(error);
+  return error.empty() ? nullptr : thread_string(error);
 }
-SD_ORT_EXPORT const char* sd_ort_tuning_results() { return keep(Tuner::instance().results()); }
+SD_ORT_EXPORT const char* sd_ort_tuning_results() { return thread_string(Tuner::instance().results()); }
 SD_ORT_EXPORT int sd_ort_set_tuning_result(const char* op, const char* signature, const char* candidate) {
-  for (const sd_ort::GpuOp* each : sd_ort::operators()) {
-    if (std::strcmp(each->name(), op) != 0) continue;
-    for (int i = 0; i < each->candidate_count(); ++i) {
-      if (std::strcmp(each->candidate_name(i), candidate) != 0) continue;
+  for (const sd_ort::GpuOp* op_entry : sd_ort::operators()) {
+    if (std::strcmp(op_entry->name(), op) != 0) continue;
+    for (int i = 0; i < op_entry->candidate_count(); ++i) {
+      if (std::strcmp(op_entry->candidate_name(i), candidate) != 0) continue;
       Tuner::instance().set(op, signature, i);
       return 1;
     }
@@ -98,5 +100,5 @@ SD_ORT_EXPORT void sd_ort_clear_tuning_results() { Tuner::instance().clear(); }
 
 SD_ORT_EXPORT void sd_ort_replace_memsets(void* graph) { sd_ort::replace_memsets_of(graph); }
 
-SD_ORT_EXPORT const char* sd_ort_gpu_arch() { return keep(sd_ort::gpu_arch()); }
-SD_ORT_EXPORT const char* sd_ort_gpu_versions() { return keep(sd_ort::gpu_versions()); }
+SD_ORT_EXPORT const char* sd_ort_gpu_arch() { return thread_string(sd_ort::gpu_arch()); }
+SD_ORT_EXPORT const char* sd_ort_gpu_versions() { return thread_string(sd_ort::gpu_versions()); }

@@ -1,11 +1,10 @@
-/* The C interface of the operator libraries, for whoever calls their kernels without ONNX Runtime: custom_ops/check
- * through ctypes, the execution provider and the torch layer through dlopen. Plain C. It grows at its end only;
- * sd_ort_interface_version() counts its changes.
+/* C interface of the op libraries, for callers without ONNX Runtime: custom_ops/check and the torch layer through
+ * ctypes, registry.cc through dlopen. Plain C. Functions are only added, at the end; sd_ort_interface_version() counts
+ * the changes.
  *
- * Operators and their candidates go by number; names map to numbers by the functions below. `params` points to the
- * operator's Params, the plain struct of its folder's op.h: callers mirror it and give its size to find_op, which
- * refuses another. A function that can fail gives a message, null when all went well; messages and other strings stay
- * valid until the thread's next call.
+ * Operators and candidates are identified by index. `params` points to the operator's Params struct (its op.h), which
+ * callers mirror; find_op rejects another size. Functions that can fail return an error message, or null on success.
+ * Strings are valid until the next call of the thread.
  */
 #pragma once
 
@@ -17,74 +16,76 @@ extern "C" {
 
 #define SD_ORT_INTERFACE_VERSION 2
 
-/* What a library exports; whoever loads it asks for functions by their names. */
+/* Marks exported functions, which are looked up by name. */
 #if defined(_WIN32)
 #define SD_ORT_API __declspec(dllexport)
 #else
 #define SD_ORT_API __attribute__((visibility("default")))
 #endif
 
-/* ---- both: libsd_ort_ops.so, and the GPU libraries libsd_ort_hip.so and libsd_ort_cuda.so ---- */
+/* ---- all libraries: libsd_ort_ops.so, libsd_ort_hip.so and libsd_ort_cuda.so ---- */
 
 SD_ORT_API int sd_ort_interface_version(void);
 
-/* Hash of the sources and the compiler that made the library. */
+/* Hash of the sources and the compiler of the library. */
 SD_ORT_API const char* sd_ort_build_hash(void);
 
 /* ---- the GPU libraries ----
- * `stream` is a hipStream_t or cudaStream_t, null the default one. */
+ * `stream` is a hipStream_t or cudaStream_t; null is the default stream. */
 
-/* Operators are those of operators.txt that have GPU kernels, in its order. */
+/* Operators of operators.txt with GPU kernels, in its order. */
 SD_ORT_API int sd_ort_op_count(void);
 SD_ORT_API const char* sd_ort_op_name(int op);
-/* The operator's number, or -1 when the library has none of this name with Params of this size. */
+/* Returns the operator index, or -1 if the library has no operator of this name with Params of this size. */
 SD_ORT_API int sd_ort_find_op(const char* name, size_t params_size);
 
-/* Candidate 0 is the plainest kernel: it takes every call, and the others are held to its results. */
+/* Candidate 0 is the generic kernel: it supports every call and is the reference of the others. */
 SD_ORT_API int sd_ort_candidate_count(int op);
 SD_ORT_API const char* sd_ort_candidate_name(int op, int candidate);
 SD_ORT_API int sd_ort_is_supported(int op, int candidate, const void* params);
-/* Bytes of device memory, with any contents, that `run` wants as `workspace`. */
+/* Returns the bytes of uninitialized device memory that `run` needs as `workspace`. */
 SD_ORT_API size_t sd_ort_workspace_bytes(int op, int candidate, const void* params);
-/* Launches on the stream; allocates nothing and waits for nothing. */
+/* Launches on the stream without allocation or synchronization. */
 SD_ORT_API const char* sd_ort_run(int op, int candidate, const void* params, void* workspace, void* stream);
 
-/* The candidate that runs a call which was never measured; it supports the call. */
+/* Returns the candidate for a call without a tuning result; it supports the call. */
 SD_ORT_API int sd_ort_default_candidate(int op, const void* params);
 
-/* The candidate to run: the tuned one, or the default. With tuning on, an unknown signature is tuned here, on this
- * call's own buffers (its outputs are overwritten). -1 when no candidate supports the call. */
+/* Returns the tuned or the default candidate. If tuning is enabled, a new signature is tuned on the buffers of this
+ * call (its outputs are overwritten). Returns -1 if no candidate supports the call. */
 SD_ORT_API int sd_ort_choose(int op, const void* params, void* stream);
 
-/* The key of a call's tuning result: two calls with one signature have one best candidate. */
+/* Returns the key of the tuning result of a call. */
 SD_ORT_API const char* sd_ort_signature(int op, const void* params);
 SD_ORT_API void sd_ort_enable_tuning(int enable);
-/* Tunes one call now. */
+/* Tunes one call. */
 SD_ORT_API const char* sd_ort_tune(int op, const void* params, void* stream);
-/* All results, a line each: operator, signature, candidate, microseconds, the default's microseconds; tabs between. */
+/* Returns a line per result, separated by tabs: operator, signature, candidate, microseconds, microseconds of the
+ * default. */
 SD_ORT_API const char* sd_ort_tuning_results(void);
-/* Takes one result of an earlier run. 0 when the library has no such operator or candidate. */
+/* Sets a stored result. Returns 0 if the library has no such operator or candidate. */
 SD_ORT_API int sd_ort_set_tuning_result(const char* op, const char* signature, const char* candidate);
 SD_ORT_API void sd_ort_clear_tuning_results(void);
 
-/* "gfx942" or "sm_90" of the current device; "" without one. Its driver's and runtime's versions. */
+/* Returns the architecture of the current device, such as "gfx942" or "sm_90" ("" without one); driver and runtime
+ * versions. */
 SD_ORT_API const char* sd_ort_gpu_arch(void);
 SD_ORT_API const char* sd_ort_gpu_versions(void);
 
-/* Makes the memset nodes of a captured graph that is not instantiated yet (a cudaGraph_t), which BLAS libraries leave
- * there, kernels: each cost the device 3 us. Nothing on AMD. Since version 2. */
+/* Replaces memset nodes of a captured, not yet instantiated cudaGraph_t by kernels; BLAS libraries create them, and
+ * each costs 3 us of device time. No effect on AMD. Since version 2. */
 SD_ORT_API void sd_ort_replace_memsets(void* graph);
 
 /* ---- libsd_ort_ops.so ---- */
 
-/* A line for each GPU execution provider: the library that serves it, or why none does. After RegisterCustomOps. */
+/* Returns a line per GPU execution provider: its library, or the load error. Valid after RegisterCustomOps. */
 SD_ORT_API const char* sd_ort_gpu_status(void);
 
-/* Operators are those of operators.txt that have CPU kernels. The same as sd_ort_find_op, for them. */
+/* sd_ort_find_op for the operators of operators.txt with CPU kernels. */
 SD_ORT_API int sd_ort_cpu_find_op(const char* name, size_t params_size);
-/* A thread pool: runs body(context, i) for every i under count and returns when all are done. */
+/* A thread pool: runs body(context, i) for every i < count and returns when all have finished. */
 typedef void (*sd_ort_parallel_for)(void* pool, void (*body)(void* context, size_t i), size_t count, void* context);
-/* Runs the operator's kernel for this processor; float32 and float16. A null `parallel_for` runs all on this thread. */
+/* Runs the CPU kernel of an operator, float32 or float16. A null `parallel_for` uses this thread only. */
 SD_ORT_API const char* sd_ort_cpu_run(int op, const void* params, sd_ort_parallel_for parallel_for, void* pool);
 
 #ifdef __cplusplus

@@ -1,6 +1,6 @@
-"""The operator libraries through their C interface (interface.h), by ctypes: the only Python that calls them so.
+"""ctypes bindings of the C interface of the op libraries (interface.h).
 
-`libsd_ort_cuda.so` or `libsd_ort_hip.so`, or in tests an emulation of one on the host, and `libsd_ort_ops.so` for CPUs.
+GPU libraries are libsd_ort_cuda.so, libsd_ort_hip.so or, in tests, an emulation; libsd_ort_ops.so is for CPUs.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 _OP, _CANDIDATE, _POINTER, _TEXT = ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p
 _Functions = Mapping[str, tuple[type | None, list[type]]]
 
-# interface.h: result and arguments of each function, sd_ort_<name>.
-_OF_BOTH: _Functions = {"interface_version": (ctypes.c_int, []), "build_hash": (_TEXT, [])}
-_OF_GPUS: _Functions = {
+# Result and argument types of the functions sd_ort_<name>.
+_COMMON_FUNCTIONS: _Functions = {"interface_version": (ctypes.c_int, []), "build_hash": (_TEXT, [])}
+_GPU_FUNCTIONS: _Functions = {
     "op_count": (ctypes.c_int, []),
     "op_name": (_TEXT, [_OP]),
     "find_op": (_OP, [_TEXT, ctypes.c_size_t]),
@@ -39,7 +39,7 @@ _OF_GPUS: _Functions = {
 ParallelFor = ctypes.CFUNCTYPE(
     None, _POINTER, ctypes.CFUNCTYPE(None, _POINTER, ctypes.c_size_t), ctypes.c_size_t, _POINTER
 )
-_OF_CPUS: _Functions = {
+_CPU_FUNCTIONS: _Functions = {
     "gpu_status": (_TEXT, []),
     "cpu_find_op": (_OP, [_TEXT, ctypes.c_size_t]),
     "cpu_run": (_TEXT, [_OP, _POINTER, ParallelFor, _POINTER]),
@@ -47,9 +47,9 @@ _OF_CPUS: _Functions = {
 
 
 def _open(path: Path, functions: _Functions) -> ctypes.CDLL:
-    """Raises OSError when the library cannot be loaded, AttributeError when it lacks a function."""
+    """Load a library. Raises OSError if that fails, AttributeError if it lacks a function."""
     library = ctypes.CDLL(str(path))
-    for name, (result, arguments) in {**_OF_BOTH, **functions}.items():
+    for name, (result, arguments) in {**_COMMON_FUNCTIONS, **functions}.items():
         function = getattr(library, f"sd_ort_{name}")
         function.restype, function.argtypes = result, arguments
     return library
@@ -59,37 +59,37 @@ class CpuLibrary:
     """libsd_ort_ops.so: the CPU kernels without ONNX Runtime."""
 
     def __init__(self, path: Path) -> None:
-        """Raises as GpuLibrary does."""
+        """Raises OSError if the library cannot be loaded, AttributeError if it lacks a function."""
         self.path = path
-        self.c = _open(path, _OF_CPUS)
+        self.c = _open(path, _CPU_FUNCTIONS)
 
     def run(self, name: str, params: ctypes.Structure, parallel_for: object = None) -> None:
-        """Runs an operator on this thread, or on a ParallelFor.
+        """Run an operator on this thread, or on a ParallelFor.
 
-        Raises LookupError when its name or the size of its Params is unknown, RuntimeError with the kernel's message.
+        Raises LookupError for an unknown name or size of Params, RuntimeError with the message of the kernel.
         """
-        number = int(self.c.sd_ort_cpu_find_op(name.encode(), ctypes.sizeof(params)))
-        if number < 0:
+        index = int(self.c.sd_ort_cpu_find_op(name.encode(), ctypes.sizeof(params)))
+        if index < 0:
             raise LookupError(f"{self.path} has no {name} with {ctypes.sizeof(params)} bytes of parameters")
-        error = self.c.sd_ort_cpu_run(number, ctypes.addressof(params), parallel_for or ParallelFor(), None)
+        error = self.c.sd_ort_cpu_run(index, ctypes.addressof(params), parallel_for or ParallelFor(), None)
         if error is not None:
             raise RuntimeError(error.decode())
 
 
 class GpuLibrary:
-    """libsd_ort_hip.so or libsd_ort_cuda.so; `c.sd_ort_<name>` are all its functions."""
+    """libsd_ort_hip.so or libsd_ort_cuda.so; `c.sd_ort_<name>` are its functions."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError when the library cannot be loaded, AttributeError when it lacks a function."""
+        """Raises OSError if the library cannot be loaded, AttributeError if it lacks a function."""
         self.path = path
-        self.c = _open(path, _OF_GPUS)
+        self.c = _open(path, _GPU_FUNCTIONS)
 
     def operator(self, name: str, params: ctypes.Structure) -> int:
-        """The operator's number. Raises LookupError when its name or the size of its Params is unknown."""
-        number = int(self.c.sd_ort_find_op(name.encode(), ctypes.sizeof(params)))
-        if number < 0:
+        """Return the operator index. Raises LookupError for an unknown name or size of Params."""
+        index = int(self.c.sd_ort_find_op(name.encode(), ctypes.sizeof(params)))
+        if index < 0:
             raise LookupError(f"{self.path} has no {name} with {ctypes.sizeof(params)} bytes of parameters")
-        return number
+        return index
 
     def candidates(self, operator: int) -> list[str]:
         count = self.c.sd_ort_candidate_count(operator)
@@ -102,25 +102,25 @@ class GpuLibrary:
         return int(self.c.sd_ort_workspace_bytes(operator, candidate, ctypes.addressof(params)))
 
     def default_candidate(self, operator: int, params: ctypes.Structure) -> int:
-        """The candidate that runs a call which was never measured."""
+        """Return the candidate for a call without a tuning result."""
         return int(self.c.sd_ort_default_candidate(operator, ctypes.addressof(params)))
 
     def choose(self, operator: int, params: ctypes.Structure, stream: int = 0) -> int:
-        """The candidate to run: the tuned one, or the default."""
+        """Return the tuned or the default candidate."""
         return int(self.c.sd_ort_choose(operator, ctypes.addressof(params), stream))
 
     def run(self, operator: int, candidate: int, params: ctypes.Structure, workspace: int, stream: int = 0) -> None:
-        """Launches. Raises RuntimeError with the library's message."""
+        """Launch a candidate. Raises RuntimeError with the message of the library."""
         error = self.c.sd_ort_run(operator, candidate, ctypes.addressof(params), workspace, stream)
         if error is not None:
             raise RuntimeError(error.decode())
 
     def tune(self, operator: int, params: ctypes.Structure, stream: int = 0) -> None:
-        """Measures the candidates of a call. Raises RuntimeError when candidate 0 fails."""
+        """Measure the candidates of a call. Raises RuntimeError if candidate 0 fails."""
         error = self.c.sd_ort_tune(operator, ctypes.addressof(params), stream)
         if error is not None:
             raise RuntimeError(error.decode())
 
     def tuning_results(self) -> list[list[str]]:
-        """Operator, signature, candidate, microseconds, the default's microseconds; of what was measured so far."""
+        """Return operator, signature, candidate, microseconds and microseconds of the default per measured call."""
         return [line.split("\t") for line in self.c.sd_ort_tuning_results().decode().splitlines()]

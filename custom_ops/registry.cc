@@ -1,5 +1,5 @@
-// The library's entry point: registers every operator for the CPU and, when a GPU library lies beside this one and
-// loads, for the execution providers of that GPU. The only C++ file that names execution providers.
+// Entry point of libsd_ort_ops.so: registers every operator for the CPU and, if a GPU library in the same folder loads,
+// for the execution provider of that GPU. Only this file names execution providers of ONNX Runtime.
 #include <algorithm>
 #include <cstdio>
 #include <iterator>
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "bindings.h"  // made by CMake: the binding.h of every operator in operators.txt
+#include "bindings.h"  // written by CMake: includes binding.h of every operator in operators.txt
 #include "common/ort_op.h"
 #include "common/platform.h"
 
@@ -17,7 +17,7 @@ namespace {
 constexpr const char* kDomain = "sd_ort";
 
 struct GpuBackend {
-  const char* library;   // file name beside this library
+  const char* library;   // file name in the folder of this library
   const char* provider;  // execution provider
 };
 
@@ -26,20 +26,20 @@ constexpr GpuBackend kBackends[] = {
     {platform::kCudaLibrary, "CUDAExecutionProvider"},
 };
 
-// What became of the GPU libraries, for sd_ort_gpu_status().
+// Load results of the GPU libraries, for sd_ort_gpu_status().
 std::string gpu_status;
 
-void is_here() {}  // in this library
+void own_symbol() {}  // its address identifies this library
 
 template <class Function>
 void resolve(void* library, const char* name, Function*& function) {
   require(platform::find(library, name, function), std::string("the GPU library has no function ") + name);
 }
 
-// The backend's functions; null when its library is not there or does not load (no driver on this machine). Loaded
-// once and kept until the process ends.
+// Loads the library of a backend, which stays loaded until the process ends. Returns null if it is missing or cannot be
+// loaded (such as without a driver).
 std::unique_ptr<GpuLibrary> open(const GpuBackend& backend) {
-  const std::string path = platform::folder_of(is_here) + backend.library;
+  const std::string path = platform::folder_of(own_symbol) + backend.library;
   void* library = platform::load(path);
   if (library == nullptr) {
     gpu_status += std::string(backend.provider) + ": " + platform::load_error() + "\n";
@@ -54,7 +54,7 @@ std::unique_ptr<GpuLibrary> open(const GpuBackend& backend) {
   return functions;
 }
 
-// Owns the domain and its operators; lives as long as the process, as sessions refer to it.
+// Owns the domain and its operators until the process ends, since sessions refer to them.
 class Registry {
  public:
   Registry() {
@@ -82,7 +82,7 @@ class Registry {
 
   template <class Binding>
   void add(const char* provider, DType dtype, const GpuLibrary* gpu) {
-    if (gpu == nullptr && dtype == DType::kBFloat16 && !kTakesBFloat16<Binding>) return;
+    if (gpu == nullptr && dtype == DType::kBFloat16 && !kSupportsBFloat16<Binding>) return;
     add<Binding>(provider, dtype, gpu, DType::kFloat32);
     const bool second = std::any_of(std::begin(Binding::kOutputs), std::end(Binding::kOutputs),
                                     [](const Port& port) { return port.type == Port::kU; });
@@ -107,7 +107,7 @@ class Registry {
 
 SD_ORT_EXPORT OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   sd_ort::ort_api = base->GetApi(sd_ort::kApiVersion);
-  if (sd_ort::ort_api == nullptr) return nullptr;  // no API, no way to report; ORT then finds no kernel and says so
+  if (sd_ort::ort_api == nullptr) return nullptr;  // no API to report with; ONNX Runtime then reports missing kernels
   std::sscanf(base->GetVersionString(), "1.%d", &sd_ort::ort_minor_version);
   return sd_ort::guarded([&] {
     static sd_ort::Registry registry;

@@ -1,4 +1,4 @@
-"""ROCm on this machine: its folders, in the order of $ROCM_PATH, /opt/rocm, and the ROCm packages of pip.
+"""ROCm installations of this machine: in the order of $ROCM_PATH, /opt/rocm, and the ROCm packages of pip.
 
 pip's packages (TheRock) unpack `_rocm_sdk_core`, `_rocm_sdk_devel` and `_rocm_sdk_libraries*` into site-packages. Their
 libraries have no link without a version (libamdhip64.so), and no loader knows their folders.
@@ -33,7 +33,7 @@ def libraries(pattern: str) -> list[str]:
 def load_pip_libraries(*names: str) -> None:
     """Load libraries of pip's ROCm packages by file name, so that libraries loaded later find them by that name.
 
-    A name that no package has is left to the loader, and so is a library that cannot be loaded.
+    Skips names that no package has and libraries that cannot be loaded, which are left to the loader.
     """
     for name in names:
         for package in (*_pip_packages("core"), *_pip_packages("libraries*")):
@@ -46,10 +46,10 @@ def load_pip_libraries(*names: str) -> None:
 
 
 def llvm_tool(name: str) -> str:
-    """Return the path of an LLVM tool: beside $HIPCXX, in ROCm, else on PATH.
+    """Return the path of an LLVM tool from the folder of $HIPCXX, ROCm or PATH.
 
     Raises:
-        FileNotFoundError: the tool is in none of these places.
+        FileNotFoundError: the tool is in none of these.
     """
     compiler = shutil.which(os.environ.get("HIPCXX", ""))
     folders = [Path(compiler).resolve().parent] if compiler else []

@@ -11,11 +11,33 @@ import onnx_ir.passes.common as common
 
 def clean_up(model: ir.Model) -> None:
     """Remove Identity nodes, dead nodes and unused weights; sort the nodes if one precedes its producer."""
-    if any(node.op_type == "Identity" for node in model.graph):
-        common.IdentityEliminationPass()(model)
+    remove_identities(model.graph)
     remove_unused(model.graph)
     if not _is_sorted(model.graph):
         common.TopologicalSortPass()(model)
+
+
+def remove_identities(graph: ir.Graph) -> None:
+    """Remove the Identity nodes of `graph` and its subgraphs.
+
+    An Identity stays where it gives a graph output its own value: the input belongs to another graph, is a graph input
+    or an initializer, or is an output itself. (onnx_ir's pass renames a value of the outer graph in that case.)
+    """
+    for node in graph:
+        for body in subgraphs(node):
+            remove_identities(body)
+        if node.op_type != "Identity" or node.domain or node.inputs[0] is None:
+            continue
+        x, y = node.inputs[0], node.outputs[0]
+        if y.is_graph_output():
+            producer = x.producer()
+            if producer is None or producer.graph is not graph or x.is_graph_output():
+                continue
+            name, y.name = y.name, None
+            x.name = name
+        x.shape, x.type = x.shape or y.shape, x.type or y.type
+        ir.convenience.replace_all_uses_with(y, x, replace_graph_outputs=True)
+        graph.remove(node, safe=True)
 
 
 def remove_unused(graph: ir.Graph) -> None:
@@ -31,12 +53,7 @@ def remove_unused(graph: ir.Graph) -> None:
 
 def op_types(graph: ir.Graph) -> set[str]:
     """Return the operator types of `graph` and of its subgraphs."""
-    types = set()
-    for node in graph:
-        types.add(node.op_type)
-        for body in subgraphs(node):
-            types |= op_types(body)
-    return types
+    return {node.op_type for node in graph.all_nodes()}
 
 
 def subgraphs(node: ir.Node) -> list[ir.Graph]:

@@ -110,13 +110,14 @@ def record_recipe(value: ir.Value, operation: str, argument: Any, sources: Itera
     return value
 
 
-def init_recipes(model: ir.Model, stored: Mapping[str, str] | None = None) -> None:
-    """Set the recipe of every initializer: its entry in `stored` (see `dump`), or without `stored` its own name."""
-    table = load(stored or {})
+def init_recipes(model: ir.Model, recipes: Mapping[str, WeightRecipe] | None = None) -> None:
+    """Set the recipe of every initializer: its entry in `recipes`, or without `recipes` its own name.
+
+    Initializers without an entry are constants of the graph itself, such as a scale.
+    """
     for name, value in model.graph.initializers.items():
-        if stored is not None and name not in table:
-            continue  # a constant of the graph itself, such as a scale
-        value.meta[KEY] = table.get(name, name)
+        if recipes is None or name in recipes:
+            value.meta[KEY] = name if recipes is None else recipes[name]
 
 
 def collect(models: Iterable[ir.Model]) -> dict[str, WeightRecipe]:
@@ -128,6 +129,11 @@ def collect(models: Iterable[ir.Model]) -> dict[str, WeightRecipe]:
 def sources(recipe: WeightRecipe) -> list[str]:
     """Return the names of the tensors in a recipe, in order, with duplicates."""
     return [recipe] if isinstance(recipe, str) else [name for operand in recipe[2:] for name in sources(operand)]
+
+
+def operations(recipe: WeightRecipe) -> set[str]:
+    """Return the names of the operations in a recipe."""
+    return set() if isinstance(recipe, str) else {recipe[0]}.union(*map(operations, recipe[2:]))
 
 
 def evaluate(recipe: WeightRecipe, read: Callable[[str], np.ndarray]) -> np.ndarray:

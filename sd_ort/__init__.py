@@ -6,17 +6,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sd_ort.pipeline.image_to_image import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline
-    from sd_ort.pipeline.text_to_image import StableDiffusionPipeline
+    from sd_ort.pipelines.image_to_image import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline
+    from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
 
 __all__ = ["StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline", "StableDiffusionPipeline"]
 __version__ = "0.1.0"
 
 # Where each public name lives; imported when it is first asked for, since the modules take seconds.
 MODULES = {
-    "StableDiffusionPipeline": "sd_ort.pipeline.text_to_image",
-    "StableDiffusionImg2ImgPipeline": "sd_ort.pipeline.image_to_image",
-    "StableDiffusionInpaintPipeline": "sd_ort.pipeline.image_to_image",
+    "StableDiffusionPipeline": "sd_ort.pipelines.text_to_image",
+    "StableDiffusionImg2ImgPipeline": "sd_ort.pipelines.image_to_image",
+    "StableDiffusionInpaintPipeline": "sd_ort.pipelines.image_to_image",
 }
 # diffusers' other names for them: a folder says itself which family it is of, and whether it has a ControlNet.
 KINDS = ("XL", "ControlNet", "XLControlNet")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import onnxruntime
 import pytest
-from minis import mini, smalls
+from small_presets import mini, smalls
 
 from sd_ort import cli
-from sd_ort.family.presets import PRESETS
+from sd_ort.checkpoints.presets import PRESETS
 
 # Files that take a minute and more, the longest first: a long one at the end would leave the other worker idle. Before
 # them the one that builds the op library, which other files then use.

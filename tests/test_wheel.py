@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_ort.optimize.optimizer import optimize
+from sd_ort.stages import optimize
 
 ROOT = Path(__file__).parent.parent
 PIP_WHEEL = ["-m", "pip", "wheel", "-v", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]

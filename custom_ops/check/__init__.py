@@ -1,1 +1,1 @@
-"""Kernels against NumPy: every candidate on every case, out-of-bounds writes seen."""
+"""Comparison of GPU kernels with NumPy, which detects out-of-bounds writes."""

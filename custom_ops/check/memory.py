@@ -1,4 +1,4 @@
-"""Buffers for kernels that are checked: in host or device memory, between guard bytes."""
+"""Buffers in host or device memory between guard bytes, for kernel checks."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Protocol
 import numpy as np
 
 from custom_ops import rocm
-from custom_ops.op import Array
+from custom_ops.operator_spec import Array
 
-# Bytes before and after every buffer; a write there is out of bounds. 0 leaves that to a memory checker, which sees
-# reads too, but only beyond the allocation.
+# Guard bytes before and after every buffer, which detect out-of-bounds writes. 0 is for a memory checker, which also
+# detects reads outside of the allocation.
 GUARD_BYTES = 256
 _PATTERN = 0xA5
 
 
 class Memory(Protocol):
-    """Where the kernels' buffers live, each between guard_bytes."""
+    """Memory for kernel buffers."""
 
     guard_bytes: int
 
     def upload(self, data: Array) -> Buffer:
-        """Copies bytes (uint8) there."""
+        """Copy bytes (uint8) to a new buffer."""
 
     def synchronize(self) -> None:
-        """Waits for the kernels; raises RuntimeError when one failed."""
+        """Wait for the kernels. Raises RuntimeError if one failed."""
 
 
 class Buffer(Protocol):
@@ -36,11 +36,11 @@ class Buffer(Protocol):
     def address(self) -> int: ...
 
     def download(self) -> Array:
-        """Its bytes."""
+        """Return the bytes of the buffer."""
 
 
 class HostMemory:
-    """The host's, for the emulator."""
+    """Host memory, for the kernel emulator."""
 
     guard_bytes = GUARD_BYTES
 
@@ -67,7 +67,7 @@ class _HostBuffer:
 
 
 class DeviceMemory:
-    """The GPU's, by the CUDA or HIP runtime."""
+    """GPU memory of the CUDA or HIP runtime."""
 
     def __init__(self, guard_bytes: int = GUARD_BYTES) -> None:
         """Use the first runtime that has a device. Raises RuntimeError if none has."""
@@ -86,7 +86,7 @@ class DeviceMemory:
         raise RuntimeError("No CUDA or HIP runtime library with a device was found.")
 
     def call(self, name: str, *arguments: object) -> None:
-        """A function of the runtime. Raises RuntimeError with its error's number."""
+        """Call a function of the runtime. Raises RuntimeError with the error code."""
         error = getattr(self._runtime, self._prefix + name)(*arguments)
         if error != 0:
             raise RuntimeError(f"{self._prefix}{name} failed with error {error}")
@@ -136,7 +136,7 @@ class Guarded:
         return self.buffer.address + self.begin
 
     def read(self) -> tuple[Array, bool]:
-        """The array, and whether the guards are whole."""
+        """Return the array and whether the guard bytes are intact."""
         raw = self.buffer.download()
-        whole = (raw[: self.begin] == _PATTERN).all() and (raw[self.begin + self.size :] == _PATTERN).all()
-        return raw[self.begin : self.begin + self.size].copy().view(self.dtype).reshape(self.shape), bool(whole)
+        intact = (raw[: self.begin] == _PATTERN).all() and (raw[self.begin + self.size :] == _PATTERN).all()
+        return raw[self.begin : self.begin + self.size].copy().view(self.dtype).reshape(self.shape), bool(intact)

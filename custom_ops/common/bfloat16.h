@@ -1,8 +1,8 @@
-// Products of bfloat16 numbers with float32 sums, for CPU kernels: blocks of 32 rows by 32 columns, by the matrix units
-// (AMX) where the processor has them, else by vectors of floats.
+// bfloat16 GEMM with float32 accumulation for CPU kernels, in blocks of 32 rows by 32 columns. Uses AMX if the
+// processor has it, else float vectors.
 //
-// Rows lie as [block of 32 depths][row][32 depths], or where a caller has them with whole blocks; of weights see
-// packed_weights.h. A convolution reads its rows, which are pixels, once a tap, each time from another first row.
+// Rows are stored as [block of 32 depths][row][32 depths], or in another layout of complete blocks; for the weights see
+// packed_weights.h. A convolution reads its rows (pixels) once per tap, each time from another first row.
 #pragma once
 
 #include "common/cpu.h"
@@ -21,22 +21,22 @@ namespace SD_ORT_ISA {
 
 constexpr int64_t kBlockRows = 32;
 constexpr int64_t kBlockColumns = 2 * kPanelColumns;
-constexpr int64_t kLine = 3, kMostTaps = kLine * kLine;
+constexpr int64_t kFilterWidth = 3, kMaxTaps = kFilterWidth * kFilterWidth;
 
-struct Product {
-  const uint16_t* rows;     // number i of block b of row r lies at b * block_stride + r * row_stride + i
+struct GemmBlock {
+  const uint16_t* rows;     // element i of block b of row r is at b * block_stride + r * row_stride + i
   const uint16_t* weights;  // packed
   int64_t block_stride;
   int64_t row_stride;
   int64_t blocks;
   int64_t taps;
-  int64_t first[kMostTaps];  // row that a tap reads for row 0
+  int64_t first[kMaxTaps];  // first row of each tap
 };
 
-// Memory that a thread keeps for its next call, aligned to cache lines.
-class Kept {
+// Scratch memory of a thread, reused between calls and aligned to cache lines.
+class ThreadScratch {
  public:
-  ~Kept() { delete[] memory_; }
+  ~ThreadScratch() { delete[] memory_; }
   uint16_t* get(int64_t count) {
     if (count > count_) {
       delete[] memory_;
@@ -54,7 +54,7 @@ class Kept {
 
 using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
 
-// kLanes floats as the upper halves of their lanes, rounded as bfloat16_bits does.
+// kLanes floats rounded to bfloat16 in the upper halves of the lanes, as by bfloat16_bits().
 inline Ints rounded(Floats x) {
   const Ints bits = (Ints)x;
   const Ints even = (bits + 0x7fff + (bits >> 16 & 1)) & static_cast<int32_t>(0xffff0000u);
@@ -68,7 +68,7 @@ inline void store_bfloat16(uint16_t* to, Floats x) {
   memcpy(to, &shorts, sizeof(shorts));
 }
 
-// 32 numbers of a row, rounded; zeros from `count` on.
+// Rounds 32 elements of a row; zeros from `count` on.
 inline void round_row(const float* from, int64_t count, uint16_t* to) {
   for (int64_t i = 0; i < kBlockDepth; i += kLanes) {
     const int64_t left = count - i;
@@ -84,7 +84,7 @@ inline void round_row(const BFloat* from, int64_t count, uint16_t* to) {
   }
 }
 
-// `count` numbers, or kLanes of them if there are more.
+// Stores min(count, kLanes) elements.
 inline void store_up_to(float* to, Floats x, int64_t count) {
   count >= kLanes ? store(to, x) : store_some(to, x, count);
 }
@@ -95,17 +95,17 @@ inline void store_up_to(BFloat* to, Floats x, int64_t count) {
   memcpy(to, bits, count * sizeof(uint16_t));
 }
 
-// sums[row * 32 + column], of kRows (16 or 32) rows from `row` on and panels `panel`, `panel` + 1; with kAdd they are
-// added to what is there.
+// Computes sums[row * 32 + column] of kRows (16 or 32) rows from `row` on and panels `panel` and `panel` + 1. kAdd adds
+// to the previous sums.
 template <bool kAdd, int64_t kRows>
-void block_of_vectors(const Product& p, int64_t row, int64_t panel, float* sums) {
-  const int64_t each = p.taps * p.blocks * kBlockNumbers;
+void multiply_block_vectors(const GemmBlock& p, int64_t row, int64_t panel, float* sums) {
+  const int64_t panel_size = p.taps * p.blocks * kBlockElements;
   for (int64_t half = 0; half < 2; ++half) {
     for (int64_t r = 0; r < kRows; r += 4) {
       Floats sum[4][kPanelColumns / kLanes] = {};
-      const uint16_t* weights = p.weights + (panel + half) * each;
+      const uint16_t* weights = p.weights + (panel + half) * panel_size;
       for (int64_t tap = 0; tap < p.taps; ++tap) {
-        for (int64_t block = 0; block < p.blocks; ++block, weights += kBlockNumbers) {
+        for (int64_t block = 0; block < p.blocks; ++block, weights += kBlockElements) {
           const uint16_t* rows = p.rows + block * p.block_stride + (row + r + p.first[tap]) * p.row_stride;
           for (int64_t pair = 0; pair < kBlockDepth / 2; ++pair) {
             for (int64_t v = 0; v < kPanelColumns / kLanes; ++v) {
@@ -138,41 +138,41 @@ void block_of_vectors(const Product& p, int64_t row, int64_t panel, float* sums)
 
 #if defined(SD_ORT_AMX)
 
-// Whether the processor has matrix units for bfloat16 and Linux lets this process use them (Intel, "Architecture
+// Whether the processor has AMX for bfloat16 and Linux permits this process to use it (Intel, "Architecture
 // Instruction Set Extensions Programming Reference", CPUID 7.0; Linux, arch_prctl(2): ARCH_REQ_XCOMP_PERM).
-inline bool asks_for_amx() {
+inline bool request_amx() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
   constexpr long kRequest = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
-inline bool runs_amx() {
-  static const bool runs = asks_for_amx();
+inline bool has_amx() {
+  static const bool runs = request_amx();
   return runs;
 }
 
-#define SD_ORT_TILES __attribute__((target("amx-tile,amx-bf16")))
+#define SD_ORT_AMX_TARGET __attribute__((target("amx-tile,amx-bf16")))
 
 // Eight tiles of 16 rows of 64 bytes.
-SD_ORT_TILES inline void begin_tiles() {
+SD_ORT_AMX_TARGET inline void configure_tiles() {
   struct alignas(64) {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
   } config;
-  __asm__ volatile("" ::"r"(&config) : "memory");  // GCC's intrinsic says that it reads 8 bytes: all must be written
+  __asm__ volatile("" ::"r"(&config) : "memory");  // GCC's intrinsic declares a read of only 8 bytes
   _tile_loadconfig(&config);
 }
-SD_ORT_TILES inline void end_tiles() { _tile_release(); }
+SD_ORT_AMX_TARGET inline void release_tiles() { _tile_release(); }
 
 template <bool kAdd, int64_t kRows>
-SD_ORT_TILES void block_of_tiles(const Product& p, int64_t row, int64_t panel, float* sums) {
+SD_ORT_AMX_TARGET void multiply_block_amx(const GemmBlock& p, int64_t row, int64_t panel, float* sums) {
   constexpr int64_t kStride = kBlockColumns * sizeof(float);
   constexpr bool kLower = kRows > 16;
   float* lower = sums + 16 * kBlockColumns;
-  const int64_t each = p.taps * p.blocks * kBlockNumbers;
+  const int64_t panel_size = p.taps * p.blocks * kBlockElements;
   const int64_t bytes = p.row_stride * sizeof(uint16_t);
-  const uint16_t* left = p.weights + panel * each;
+  const uint16_t* left = p.weights + panel * panel_size;
   if (kAdd) {
     _tile_loadd(0, sums, kStride);
     _tile_loadd(1, sums + kPanelColumns, kStride);
@@ -184,15 +184,16 @@ SD_ORT_TILES void block_of_tiles(const Product& p, int64_t row, int64_t panel, f
     _tile_zero(2);
     _tile_zero(3);
   }
-  const int64_t line = p.taps == kMostTaps ? kLine : 1;  // taps that read neighbors: from the first-level cache
-  for (int64_t tap = 0; tap < p.taps; tap += line) {
+  const int64_t width =
+      p.taps == kMaxTaps ? kFilterWidth : 1;  // adjacent taps read adjacent rows, which are in the L1 cache
+  for (int64_t tap = 0; tap < p.taps; tap += width) {
     for (int64_t block = 0; block < p.blocks; ++block) {
-      for (int64_t t = tap; t < tap + line; ++t) {
+      for (int64_t t = tap; t < tap + width; ++t) {
         const uint16_t* rows = p.rows + (row + p.first[t]) * p.row_stride + block * p.block_stride;
-        const uint16_t* right = left + (t * p.blocks + block) * kBlockNumbers;
+        const uint16_t* right = left + (t * p.blocks + block) * kBlockElements;
         _tile_loadd(4, rows, bytes);
         _tile_loadd(6, right, 64);
-        _tile_loadd(7, right + each, 64);
+        _tile_loadd(7, right + panel_size, 64);
         if (kLower) _tile_loadd(5, rows + 16 * p.row_stride, bytes);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
@@ -207,33 +208,34 @@ SD_ORT_TILES void block_of_tiles(const Product& p, int64_t row, int64_t panel, f
   if (kLower) _tile_stored(3, lower + kPanelColumns, kStride);
 }
 
-// While it lives, this thread has its tiles.
-class Tiles {
+// Configures AMX tiles of this thread during its lifetime.
+class TileScope {
  public:
-  Tiles() {
-    if (runs_amx()) begin_tiles();
+  TileScope() {
+    if (has_amx()) configure_tiles();
   }
-  ~Tiles() {
-    if (runs_amx()) end_tiles();
+  ~TileScope() {
+    if (has_amx()) release_tiles();
   }
 };
 
 template <bool kAdd = false, int64_t kRows = kBlockRows>
-void multiply_block(const Product& p, int64_t row, int64_t panel, float* sums) {
-  runs_amx() ? block_of_tiles<kAdd, kRows>(p, row, panel, sums) : block_of_vectors<kAdd, kRows>(p, row, panel, sums);
+void multiply_block(const GemmBlock& p, int64_t row, int64_t panel, float* sums) {
+  has_amx() ? multiply_block_amx<kAdd, kRows>(p, row, panel, sums)
+            : multiply_block_vectors<kAdd, kRows>(p, row, panel, sums);
 }
 
 #else
 
-class Tiles {
+class TileScope {
  public:
-  Tiles() {}
-  ~Tiles() {}
+  TileScope() {}
+  ~TileScope() {}
 };
 
 template <bool kAdd = false, int64_t kRows = kBlockRows>
-void multiply_block(const Product& p, int64_t row, int64_t panel, float* sums) {
-  block_of_vectors<kAdd, kRows>(p, row, panel, sums);
+void multiply_block(const GemmBlock& p, int64_t row, int64_t panel, float* sums) {
+  multiply_block_vectors<kAdd, kRows>(p, row, panel, sums);
 }
 
 #endif
@@ -247,7 +249,7 @@ inline Ints odd_quarters(Ints x, Ints y) {
 }
 #endif
 
-// 16 x 16 numbers of 32 bits: to[i * to_stride + j] = from[j * from_stride + i].
+// Transposes 16 x 16 elements of 32 bits: to[i * to_stride + j] = from[j * from_stride + i].
 template <class T>
 void transpose_16(const T* from, int64_t from_stride, T* to, int64_t to_stride) {
   static_assert(sizeof(T) == 4);
@@ -258,7 +260,7 @@ void transpose_16(const T* from, int64_t from_stride, T* to, int64_t to_stride) 
     b[i] = __builtin_shufflevector(a[i], a[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
     b[i + 1] = __builtin_shufflevector(a[i], a[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
   }
-  for (int i = 0; i < 16; i += 4) {  // a[i + k]: number k of each quarter, of vectors i .. i + 3
+  for (int i = 0; i < 16; i += 4) {  // a[i + k]: element k of each quarter of vectors i to i + 3
     for (int k = 0; k < 2; ++k) {
       const Ints x = b[i + k], y = b[i + k + 2];
       a[i + 2 * k] = __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
@@ -268,9 +270,9 @@ void transpose_16(const T* from, int64_t from_stride, T* to, int64_t to_stride) 
   for (int k = 0; k < 4; ++k) {
     const Ints low02 = even_quarters(a[k], a[k + 4]), low13 = odd_quarters(a[k], a[k + 4]);
     const Ints high02 = even_quarters(a[k + 8], a[k + 12]), high13 = odd_quarters(a[k + 8], a[k + 12]);
-    const Ints made[4] = {even_quarters(low02, high02), even_quarters(low13, high13), odd_quarters(low02, high02),
-                          odd_quarters(low13, high13)};
-    for (int i = 0; i < 4; ++i) memcpy(to + (k + 4 * i) * to_stride, &made[i], sizeof(Ints));
+    const Ints columns[4] = {even_quarters(low02, high02), even_quarters(low13, high13), odd_quarters(low02, high02),
+                             odd_quarters(low13, high13)};
+    for (int i = 0; i < 4; ++i) memcpy(to + (k + 4 * i) * to_stride, &columns[i], sizeof(Ints));
   }
 #else
   for (int64_t i = 0; i < 16; ++i) {
@@ -279,23 +281,22 @@ void transpose_16(const T* from, int64_t from_stride, T* to, int64_t to_stride) 
 #endif
 }
 
-// Blocks of rows and pairs of panels as tasks: enough of them for every thread, a task's rows small enough for its
-// cache.
+// Divides blocks of rows and pairs of panels into tasks: enough for all threads, with rows that fit the cache.
 struct Tasks {
-  static constexpr int64_t kRowBlocks = 16, kLeast = 32;
+  static constexpr int64_t kRowBlocks = 16, kMinTasks = 32;
   int64_t row_blocks, pairs, chunks, groups, pairs_per_task;
 
   Tasks(int64_t rows, int64_t panels) : row_blocks(ceil_div(rows, kBlockRows)), pairs(panels / 2) {
     chunks = ceil_div(row_blocks, kRowBlocks);
-    const int64_t wanted = chunks > 0 ? ceil_div(kLeast, chunks) : 1;
-    pairs_per_task = wanted > 0 && pairs > wanted ? ceil_div(pairs, wanted) : 1;
-    if (chunks >= kLeast) pairs_per_task = pairs > 0 ? pairs : 1;
+    const int64_t group_target = chunks > 0 ? ceil_div(kMinTasks, chunks) : 1;
+    pairs_per_task = group_target > 0 && pairs > group_target ? ceil_div(pairs, group_target) : 1;
+    if (chunks >= kMinTasks) pairs_per_task = pairs > 0 ? pairs : 1;
     groups = ceil_div(pairs, pairs_per_task);
   }
   int64_t count() const { return chunks * groups; }
 
-  // body(row block, panel) for all blocks of a task: the weights of a pair of panels for all its rows or, with
-  // `by_rows`, where a row of results lies in one page, some rows for all its weights.
+  // Calls body(row block, panel) for all blocks of a task. Panels are the outer loop, or rows with `by_rows`, for
+  // results whose rows each fit one page.
   template <class F>
   void run(int64_t task, bool by_rows, F&& body) const {
     const int64_t chunk = task % chunks, group = task / chunks;

@@ -1,9 +1,9 @@
-// Matrix products with bias and residual by cuBLASLt or hipBLASLt, found at run time: nothing here needs their headers
-// or links to them, and without them `supports` says no. Included by candidates.cc files alone; plain C++.
+// GEMM with bias and residual by cuBLASLt or hipBLASLt, loaded at run time without their headers. Without the library,
+// supports() returns false. Included by candidates.cc files alone; plain C++.
 //
-// The C interfaces of the two have the same functions and differ in a few numbers; the declarations follow NVIDIA's
+// Both C interfaces have the same functions and differ in a few constants. The declarations follow NVIDIA's
 // "cuBLASLt API Reference" (13.0; unchanged since 11) and AMD's "hipBLASLt API Reference" (1.0).
-#pragma once
+#pragma get_or_create
 
 #include <cstdint>
 #include <map>
@@ -15,6 +15,7 @@
 #include "common/capture.h"
 #include "common/op.h"
 #include "common/platform.h"
+#include "common/tunable.h"
 #include "common/tuner.h"
 #include "common/vendors/which.h"
 
@@ -24,11 +25,10 @@ class BlasLt {
   friend struct BlasLtAssertions;  // tests/abi
 
  public:
-  // Y = scale X W + bias + skip, row-major: X (rows, inner), W (inner, columns), bias (columns) or null, skip as Y or
-  // null. `transposed`: W is given as (columns, inner). Strides are elements from a row to the next, 0 for contiguous
-  // ones; Y and skip share theirs. `float32_y`: Y is float32 whatever X and W are. `batch`: as many products of
-  // matrices that lie behind each other, contiguous ones, without bias and skip.
-  struct Product {
+  // Y = scale X W + bias + skip, row-major: X (rows, inner), W (inner, columns), bias (columns) or null, skip like Y or
+  // null. `transposed`: W is (columns, inner). Strides are in elements between rows, 0 if contiguous; Y and skip share
+  // theirs. `float32_y`: Y is float32 for any dtype. `batch`: number of contiguous matrices, without bias and skip.
+  struct Gemm {
     DType dtype;
     const void* x;
     const void* weight;
@@ -47,42 +47,42 @@ class BlasLt {
     int32_t batch = 1;
   };
 
-  // That of the current device: a handle belongs to the device which is current when it is made.
+  // Returns the instance of the current device. A handle belongs to the device that is current at its creation.
   static BlasLt& instance() {
     static std::mutex mutex;
     static std::map<int, BlasLt*> libraries;
-    return *once(mutex, libraries, current_device(), [] { return new BlasLt; });
+    return *get_or_create(mutex, libraries, current_device(), [] { return new BlasLt; });
   }
 
-  // The library's name where it does not load, else null. Asks no device.
+  // Returns the file name of the library if it cannot be loaded, else null. Uses no device.
   static const char* missing() { return platform::load_first(kLibraries) == nullptr ? kLibraries[0] : nullptr; }
 
-  // Whether the library is here and proposes at least `number` + 1 algorithms for products of this shape.
-  bool supports(const Product& product, int number) {
-    if (product.rows == 0 || product.inner == 0 || product.columns == 0 || !aligned(product)) return false;
+  // Whether the library is loaded and proposes at least `index` + 1 algorithms for this shape.
+  bool supports(const Gemm& gemm, int index) {
+    if (gemm.rows == 0 || gemm.inner == 0 || gemm.columns == 0 || !aligned(gemm)) return false;
     std::lock_guard<std::mutex> lock(mutex_);
-    return number < static_cast<int>(plan(product).algorithms.size());
+    return index < static_cast<int>(problem(gemm).algorithms.size());
   }
 
-  size_t workspace_bytes(const Product& product, int number) {
+  size_t workspace_bytes(const Gemm& gemm, int index) {
     std::lock_guard<std::mutex> lock(mutex_);
-    return plan(product).algorithms[number].workspace_bytes;
+    return problem(gemm).algorithms[index].workspace_bytes;
   }
 
-  const char* run(const Product& product, int number, void* workspace, void* stream) {
+  const char* run(const Gemm& gemm, int index, void* workspace, void* stream) {
     void* const handle = handle_for(stream);
-    if (handle == nullptr) return "the BLAS library gives no handle for the stream";
+    if (handle == nullptr) return "the BLAS library creates no handle for the stream";
     std::lock_guard<std::mutex> lock(mutex_);
-    Plan& p = plan(product);
-    if (product.bias != nullptr) {
-      set_attribute_(p.product, kBiasPointer, &product.bias, sizeof(product.bias));
+    Problem& p = problem(gemm);
+    if (gemm.bias != nullptr) {
+      set_attribute_(p.description, kBiasPointer, &gemm.bias, sizeof(gemm.bias));
     }
-    const float beta = product.skip == nullptr ? 0.f : 1.f;
-    // Column-major as the library is: Y^T = W^T X^T.
-    const int status = multiply_(handle, p.product, &product.scale, product.weight, p.weight, product.x, p.x, &beta,
-                                 product.skip == nullptr ? product.y : product.skip, p.y, product.y, p.y,
-                                 &p.algorithms[number], workspace, p.algorithms[number].workspace_bytes, stream);
-    return status == 0 ? nullptr : "the BLAS library refuses the product";
+    const float beta = gemm.skip == nullptr ? 0.f : 1.f;
+    // The library is column-major: Y^T = W^T X^T.
+    const int status = matmul_(handle, p.description, &gemm.scale, gemm.weight, p.weight, gemm.x, p.x, &beta,
+                               gemm.skip == nullptr ? gemm.y : gemm.skip, p.y, gemm.y, p.y, &p.algorithms[index],
+                               workspace, p.algorithms[index].workspace_bytes, stream);
+    return status == 0 ? nullptr : "the BLAS library rejects the GEMM";
   }
 
  private:
@@ -94,11 +94,11 @@ class BlasLt {
   static constexpr int kTransposeWeight = 0, kEpilogue = 2, kBiasPointer = 3;
   static constexpr int kBatchCount = 0, kBatchStride = 1;
   static constexpr size_t kAlgorithmBytes = 24;  // hipblasLtMatmulAlgo_t: uint8_t[16], size_t
-  static constexpr bool kAsksAlignment = false;
-  // Products that split their inner dimension add up in a buffer of the handle: two streams must not share it.
+  static constexpr bool kSetsAlignment = false;
+  // Split-K GEMMs accumulate in a buffer of the handle, so two streams must not share it.
   static constexpr bool kHandlePerStream = true;
-  // If there are fewer than that, hipBLASLt goes through all its solutions, and loads their files.
-  static constexpr int kWanted = 8;
+  // If hipBLASLt has fewer proposals than requested, it searches all solutions and loads their files.
+  static constexpr int kMaxProposals = 8;
 #else
   static constexpr const char* kPrefix = "cublasLt";
   static constexpr auto& kLibraries = platform::kCublasLt;
@@ -107,17 +107,16 @@ class BlasLt {
   static constexpr int kTransposeWeight = 3, kEpilogue = 7, kBiasPointer = 8;
   static constexpr int kBatchCount = 5, kBatchStride = 6;
   static constexpr size_t kAlgorithmBytes = 64;
-  static constexpr bool kAsksAlignment = true;
-  static constexpr bool kHandlePerStream = false;  // the workspace of a call is all that a product writes beside Y
-  static constexpr int kWanted = 16;
+  static constexpr bool kSetsAlignment = true;
+  static constexpr bool kHandlePerStream = false;  // a GEMM writes only Y and its workspace
+  static constexpr int kMaxProposals = 16;
 #endif
   static constexpr int kEpilogueBias = 4, kMaxWorkspace = 1, kFirstAlignment = 5, kLastAlignment = 8;
   static constexpr int kFloat32 = 0, kFloat16 = 2, kBFloat16 = 14;  // cudaDataType_t and hipDataType
   static constexpr uint64_t kWorkspaceLimit = 32 << 20;
   static constexpr uint32_t kAlignment = 16;
 
-  // cublasLtMatmulHeuristicResult_t or hipblasLtMatmulHeuristicResult_t; begins with the algorithm, as `multiply_`
-  // takes it.
+  // cublasLtMatmulHeuristicResult_t or hipblasLtMatmulHeuristicResult_t; begins with the algorithm for `matmul_`.
   struct Algorithm {
     alignas(8) unsigned char bytes[kAlgorithmBytes];
     size_t workspace_bytes;
@@ -126,8 +125,8 @@ class BlasLt {
     int reserved[4];
   };
 
-  struct Plan {
-    void* product = nullptr;
+  struct Problem {
+    void* description = nullptr;
     void* x = nullptr;
     void* weight = nullptr;
     void* y = nullptr;
@@ -137,36 +136,36 @@ class BlasLt {
   BlasLt() {
     void* const library = platform::load_first(kLibraries);
     if (library == nullptr) return;
-    const bool found = find(library, "Create", create_) && find(library, "MatmulDescCreate", create_product_) &&
+    const bool found = find(library, "Create", create_) && find(library, "MatmulDescCreate", create_gemm_) &&
                        find(library, "MatmulDescSetAttribute", set_attribute_) &&
                        find(library, "MatrixLayoutCreate", create_layout_) &&
                        find(library, "MatrixLayoutSetAttribute", set_layout_) &&
                        find(library, "MatmulPreferenceCreate", create_preference_) &&
                        find(library, "MatmulPreferenceSetAttribute", set_preference_) &&
-                       find(library, "MatmulAlgoGetHeuristic", propose_) && find(library, "Matmul", multiply_);
+                       find(library, "MatmulAlgoGetHeuristic", propose_) && find(library, "Matmul", matmul_);
     if (found) handle_ = create_handle();
   }
 
-  // The entry of `key`; if there is none, made by `make`, which has the library allocate and clear memory of the
-  // device: while no other thread captures, and without the mutex until then, which a capture needs.
+  // Returns the entry of `key`, created by `create` if missing. Creation allocates device memory in the library, so it
+  // runs while no other thread captures; the mutex, which a capture needs, is released until then.
   template <class Key, class Value, class Make>
-  static Value* once(std::mutex& mutex, std::map<Key, Value*>& entries, Key key, const Make& make) {
+  static Value* get_or_create(std::mutex& mutex, std::map<Key, Value*>& entries, Key key, const Make& create) {
     Value* entry = nullptr;
-    const auto find = [&](const auto& otherwise) {
+    const auto find = [&](const auto& fallback) {
       std::lock_guard<std::mutex> lock(mutex);
       Value*& found = entries[key];
-      if (found == nullptr) found = otherwise();
+      if (found == nullptr) found = fallback();
       entry = found;
     };
     find([]() -> Value* { return nullptr; });
-    if (entry == nullptr) Captures::instance().run_without([&] { find(make); });
+    if (entry == nullptr) Captures::instance().run_without([&] { find(create); });
     return entry;
   }
 
-  // The handle that multiplies in a stream, or null. An algorithm that one handle proposed is taken by all of a device.
+  // Returns the handle for a stream, or null. All handles of a device accept the same algorithms.
   void* handle_for(void* stream) {
     if (!kHandlePerStream || handle_ == nullptr) return handle_;
-    return once(mutex_, stream_handles_, stream, [this] { return create_handle(); });
+    return get_or_create(mutex_, stream_handles_, stream, [this] { return create_handle(); });
   }
 
   void* create_handle() const {
@@ -179,17 +178,17 @@ class BlasLt {
     return platform::find(library, std::string(kPrefix) + name, function);
   }
 
-  static bool aligned(const Product& p) {
+  static bool aligned(const Gemm& p) {
     for (const void* pointer : {p.x, p.weight, p.bias, p.skip, static_cast<const void*>(p.y)}) {
       if (reinterpret_cast<uintptr_t>(pointer) % kAlignment != 0) return false;
     }
     return true;
   }
 
-  static int64_t stride(int64_t given, int64_t contiguous) { return given == 0 ? contiguous : given; }
+  static int64_t stride(int64_t requested, int64_t contiguous) { return requested == 0 ? contiguous : requested; }
 
-  // What the library proposes for a shape, asked once; no algorithms when it is missing or refuses.
-  Plan& plan(const Product& p) {
+  // Returns the cached descriptors and proposals of a shape; no algorithms if the library is missing or has none.
+  Problem& problem(const Gemm& p) {
     const std::vector<int64_t> key = {static_cast<int64_t>(p.dtype),
                                       p.rows,
                                       p.inner,
@@ -202,45 +201,45 @@ class BlasLt {
                                       p.y_stride,
                                       p.weight_stride,
                                       p.batch};
-    std::unique_ptr<Plan>& made = plans_[key];
-    if (made == nullptr) {
-      made = std::make_unique<Plan>();
-      if (handle_ != nullptr) ask(p, *made);
+    std::unique_ptr<Problem>& entry = problems_[key];
+    if (entry == nullptr) {
+      entry = std::make_unique<Problem>();
+      if (handle_ != nullptr) request_proposals(p, *entry);
     }
-    return *made;
+    return *entry;
   }
 
-  void ask(const Product& p, Plan& plan) {
+  void request_proposals(const Gemm& p, Problem& problem) {
     const int type = p.dtype == DType::kFloat32 ? kFloat32 : p.dtype == DType::kFloat16 ? kFloat16 : kBFloat16;
     void* preference = nullptr;
-    int status = create_product_(&plan.product, kCompute, kFloat32);
+    int status = create_gemm_(&problem.description, kCompute, kFloat32);
     if (status == 0 && p.bias != nullptr) {
-      status = set_attribute_(plan.product, kEpilogue, &kEpilogueBias, sizeof(kEpilogueBias));
-      if (status == 0) status = set_attribute_(plan.product, kBiasPointer, &p.bias, sizeof(p.bias));
+      status = set_attribute_(problem.description, kEpilogue, &kEpilogueBias, sizeof(kEpilogueBias));
+      if (status == 0) status = set_attribute_(problem.description, kBiasPointer, &p.bias, sizeof(p.bias));
     }
     if (status == 0 && p.transposed) {
-      status = set_attribute_(plan.product, kTransposeWeight, &kTransposed, sizeof(kTransposed));
+      status = set_attribute_(problem.description, kTransposeWeight, &kTransposed, sizeof(kTransposed));
     }
     const int64_t inner = p.transposed ? p.columns : p.inner, columns = p.transposed ? p.inner : p.columns;
-    if (status == 0) status = create_layout_(&plan.weight, type, columns, inner, stride(p.weight_stride, columns));
-    if (status == 0) status = create_layout_(&plan.x, type, p.inner, p.rows, stride(p.x_stride, p.inner));
+    if (status == 0) status = create_layout_(&problem.weight, type, columns, inner, stride(p.weight_stride, columns));
+    if (status == 0) status = create_layout_(&problem.x, type, p.inner, p.rows, stride(p.x_stride, p.inner));
     const int y_type = p.float32_y ? kFloat32 : type;
-    if (status == 0) status = create_layout_(&plan.y, y_type, p.columns, p.rows, stride(p.y_stride, p.columns));
-    if (status == 0 && p.batch > 1) status = set_batch(plan.weight, p.batch, p.inner * p.columns);
-    if (status == 0 && p.batch > 1) status = set_batch(plan.x, p.batch, p.rows * p.inner);
-    if (status == 0 && p.batch > 1) status = set_batch(plan.y, p.batch, p.rows * p.columns);
+    if (status == 0) status = create_layout_(&problem.y, y_type, p.columns, p.rows, stride(p.y_stride, p.columns));
+    if (status == 0 && p.batch > 1) status = set_batch(problem.weight, p.batch, p.inner * p.columns);
+    if (status == 0 && p.batch > 1) status = set_batch(problem.x, p.batch, p.rows * p.inner);
+    if (status == 0 && p.batch > 1) status = set_batch(problem.y, p.batch, p.rows * p.columns);
     if (status == 0) status = create_preference_(&preference);
     if (status == 0) status = set_preference_(preference, kMaxWorkspace, &kWorkspaceLimit, sizeof(kWorkspaceLimit));
-    for (int which = kFirstAlignment; kAsksAlignment && status == 0 && which <= kLastAlignment; ++which) {
+    for (int which = kFirstAlignment; kSetsAlignment && status == 0 && which <= kLastAlignment; ++which) {
       status = set_preference_(preference, which, &kAlignment, sizeof(kAlignment));
     }
     if (status != 0) return;
-    std::vector<Algorithm> proposed(kWanted);
+    std::vector<Algorithm> proposed(kMaxProposals);
     int count = 0;
-    status = propose_(handle_, plan.product, plan.weight, plan.x, plan.y, plan.y, preference, kWanted, proposed.data(),
-                      &count);
+    status = propose_(handle_, problem.description, problem.weight, problem.x, problem.y, problem.y, preference,
+                      kMaxProposals, proposed.data(), &count);
     for (int i = 0; status == 0 && i < count; ++i) {
-      if (proposed[i].status == 0) plan.algorithms.push_back(proposed[i]);
+      if (proposed[i].status == 0) problem.algorithms.push_back(proposed[i]);
     }
   }
 
@@ -250,21 +249,32 @@ class BlasLt {
   }
 
   int (*create_)(void** handle) = nullptr;
-  int (*create_product_)(void** product, int compute, int scale) = nullptr;
-  int (*set_attribute_)(void* product, int attribute, const void* value, size_t bytes) = nullptr;
+  int (*create_gemm_)(void** gemm, int compute, int scale) = nullptr;
+  int (*set_attribute_)(void* gemm, int attribute, const void* value, size_t bytes) = nullptr;
   int (*create_layout_)(void** layout, int type, uint64_t rows, uint64_t columns, int64_t stride) = nullptr;
   int (*set_layout_)(void* layout, int attribute, const void* value, size_t bytes) = nullptr;
   int (*create_preference_)(void** preference) = nullptr;
   int (*set_preference_)(void* preference, int attribute, const void* value, size_t bytes) = nullptr;
-  int (*propose_)(void* handle, void* product, void* a, void* b, void* c, void* d, void* preference, int wanted,
+  int (*propose_)(void* handle, void* gemm, void* a, void* b, void* c, void* d, void* preference, int capacity,
                   Algorithm* proposed, int* count) = nullptr;
-  int (*multiply_)(void* handle, void* product, const void* alpha, const void* a, void* a_layout, const void* b,
-                   void* b_layout, const void* beta, const void* c, void* c_layout, void* d, void* d_layout,
-                   const Algorithm* algorithm, void* workspace, size_t workspace_bytes, void* stream) = nullptr;
-  void* handle_ = nullptr;  // for questions; where streams may share one, for products too
+  int (*matmul_)(void* handle, void* gemm, const void* alpha, const void* a, void* a_layout, const void* b,
+                 void* b_layout, const void* beta, const void* c, void* c_layout, void* d, void* d_layout,
+                 const Algorithm* algorithm, void* workspace, size_t workspace_bytes, void* stream) = nullptr;
+  void* handle_ = nullptr;  // for proposals, and for GEMMs if streams share it
   std::mutex mutex_;
   std::map<void*, void*> stream_handles_;
-  std::map<std::vector<int64_t>, std::unique_ptr<Plan>> plans_;
+  std::map<std::vector<int64_t>, std::unique_ptr<Problem>> problems_;
 };
+
+// Candidate "blas_lt_<index>": proposal `index` of the library for the GEMM that `gemm(params)` returns.
+template <class Params, class MakeGemm>
+Candidate<Params> blas_lt_candidate(int index, MakeGemm gemm) {
+  return {"blas_lt_" + std::to_string(index),
+          [=](const Params& p) { return BlasLt::instance().supports(gemm(p), index); },
+          [=](const Params& p, void* workspace, void* stream) {
+            return BlasLt::instance().run(gemm(p), index, workspace, stream);
+          },
+          [=](const Params& p) { return BlasLt::instance().workspace_bytes(gemm(p), index); }};
+}
 
 }  // namespace sd_ort

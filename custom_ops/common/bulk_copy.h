@@ -1,8 +1,7 @@
-// The bulk tensor copy engine of NVIDIA GPUs (sm_90): one thread has tiles of a matrix copied to and from shared
-// memory, 128-byte swizzled as wgmma.h reads them, and a barrier in shared memory counts the bytes that have come.
-// Tiles are at most 64 columns of 2 bytes wide; what lies outside the matrix is read as zeros and not written. Device
-// code, and the host's description of a matrix. Sources: NVIDIA PTX ISA, "cp.async.bulk.tensor" and "mbarrier"; CUDA
-// Driver API, "Tensor Map Object Management".
+// Bulk tensor copies of NVIDIA GPUs (sm_90): one thread copies tiles between a matrix and shared memory in the 128-byte
+// swizzle of wgmma.h, and a barrier in shared memory counts the bytes. Tiles are at most 64 columns of 2 bytes wide;
+// elements outside the matrix are read as zeros and not written. Device code, except describe(). Sources: NVIDIA PTX
+// ISA, "cp.async.bulk.tensor" and "mbarrier"; CUDA Driver API, "Tensor Map Object Management".
 #pragma once
 
 #include "common/tensor_map.h"
@@ -15,32 +14,32 @@
 namespace sd_ort {
 namespace bulk {
 
-// Barriers are 8 bytes of shared memory, given by address (wgmma::address_of). A phase of a barrier ends when
-// `arrivals` threads have arrived and all bytes that they expect have come; phases are numbered by parity, from 0.
-__device__ inline void make_barrier(uint32_t barrier, int arrivals) {
+// Barriers are 8 bytes of shared memory at an address from wgmma::address_of. A phase ends when `arrivals` threads have
+// arrived and all expected bytes have been copied; phases are numbered by parity, starting at 0.
+__device__ inline void init_barrier(uint32_t barrier, int arrivals) {
 #if defined(SD_ORT_WGMMA)
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 #endif
 }
-// What make_barrier did, the copy engine and the block see after the block's next barrier.
-__device__ inline void show_barriers() {
+// Makes initialized barriers visible to the copy engine, and to the block after its next barrier.
+__device__ inline void publish_barriers() {
 #if defined(SD_ORT_WGMMA)
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
-__device__ inline void arrive_expecting(uint32_t barrier, int bytes) {
+__device__ inline void arrive_expect_bytes(uint32_t barrier, int bytes) {
 #if defined(SD_ORT_WGMMA)
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 #endif
 }
-// Orders what this block's threads see, and nothing with other blocks: that would wait for all its stores to global
-// memory, a thousand cycles.
+// Orders memory accesses within the block only. An order with other blocks would wait for all its global stores, about
+// 1000 cycles.
 __device__ inline void arrive(uint32_t barrier) {
 #if defined(SD_ORT_WGMMA)
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 #endif
 }
-// Until the phase of this parity has ended; at once for that before the first.
+// Waits until the phase of this parity has ended; returns at once for the parity before the first phase.
 __device__ inline void wait(uint32_t barrier, uint32_t parity) {
 #if defined(SD_ORT_WGMMA)
   asm volatile(
@@ -51,7 +50,7 @@ __device__ inline void wait(uint32_t barrier, uint32_t parity) {
 #endif
 }
 
-// The tile from (row, column) on to shared memory at `to`; `barrier` hears of its bytes.
+// Copies the tile at (row, column) to shared memory address `to` and counts its bytes on `barrier`.
 __device__ inline void load(uint32_t to, const Matrix& matrix, int row, int column, uint32_t barrier) {
 #if defined(SD_ORT_WGMMA)
   asm volatile(
@@ -62,7 +61,7 @@ __device__ inline void load(uint32_t to, const Matrix& matrix, int row, int colu
 #endif
 }
 
-// The tile at `from` to (row, column) on; from there it is read until wait_for_reads().
+// Copies the tile at shared memory address `from` to (row, column). The source is read until wait_for_reads() returns.
 __device__ inline void store(const Matrix& matrix, int row, int column, uint32_t from) {
 #if defined(SD_ORT_WGMMA)
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&matrix),
@@ -70,7 +69,7 @@ __device__ inline void store(const Matrix& matrix, int row, int column, uint32_t
                : "memory");
 #endif
 }
-__device__ inline void end_of_stores() {
+__device__ inline void commit_stores() {
 #if defined(SD_ORT_WGMMA)
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 #endif
@@ -86,8 +85,8 @@ __device__ inline void wait_for_stores() {
 #endif
 }
 
-// Host: the matrix (rows, columns), contiguous and 16-byte aligned, columns a multiple of 8, and tiles of (tile_rows,
-// 64). False when the driver is too old or refuses.
+// Host: describes a contiguous, 16-byte aligned matrix (rows, columns) with columns a multiple of 8, and tiles of
+// (tile_rows, 64). Returns false if the driver is too old or rejects it.
 inline bool describe(Matrix* matrix, const void* data, int64_t rows, int64_t columns, int tile_rows) {
   static const EncodeTiled encode = [] {
     void* function = nullptr;

@@ -1,7 +1,7 @@
-// Captures of the process's streams as graphs, so that nothing waits for a device that captures. Plain C++.
+// Registry of the stream captures of the process, so that device synchronization never disturbs them. Plain C++.
 //
-// HIP refuses every wait for a device, and every copy or memset without a stream, in all threads while any stream
-// captures in any mode, and invalidates all captures (hip_internal.hpp, 6.4 and 7.2). CUDA refuses most of these.
+// HIP rejects device synchronization, and every copy or memset without a stream, in all threads while any stream
+// captures in any mode, and invalidates all captures (hip_internal.hpp, 6.4 and 7.2). CUDA rejects most of these.
 #pragma once
 
 #include <chrono>
@@ -14,13 +14,14 @@ namespace sd_ort {
 
 class Captures {
  public:
-  // The captures of this library; never deleted: sessions may be closed after its statics are.
+  // Instance of this library; never deleted, since sessions may outlive its statics.
   static Captures& instance() {
     static Captures* const captures = new Captures;
     return *captures;
   }
 
-  // Calls `begin`, which begins to capture `stream` and returns 0, or an error, while nobody has hold().
+  // Calls `begin`, which starts to capture `stream` and returns 0 or an error. Waits while another thread holds the
+  // lock.
   template <class Begin>
   auto begin(void* stream, const Begin& begin) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -38,21 +39,21 @@ class Captures {
     return end();
   }
 
-  // Until the result is destroyed, no capture begins or ends.
-  std::unique_lock<std::mutex> hold() { return std::unique_lock<std::mutex>(mutex_); }
+  // Locks: no capture begins or ends until the result is destroyed.
+  std::unique_lock<std::mutex> lock() { return std::unique_lock<std::mutex>(mutex_); }
 
-  // Whether a thread other than the calling one captures `stream`. The caller has hold().
+  // Whether another thread captures `stream`. The caller must lock the lock.
   bool is_captured_elsewhere(void* stream) const {
     const auto found = streams_.find(stream);
     return found != streams_.end() && found->second != std::this_thread::get_id();
   }
 
-  // Calls `work`, which waits for a device or may do so, while no other thread captures. The caller has no lock that a
-  // capture may need. A capture that failed halfway may never end: after kPatience seconds `work` is called anyway.
+  // Calls `work`, which may synchronize the device, while no other thread captures. The caller must lock no lock that a
+  // capture may need. A failed capture may never end: after kTimeout seconds `work` is called anyway.
   template <class Work>
   void run_without(const Work& work) {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait_for(lock, std::chrono::seconds(kPatience), [this] {
+    changed_.wait_for(lock, std::chrono::seconds(kTimeout), [this] {
       for (const auto& [stream, thread] : streams_) {
         if (thread != std::this_thread::get_id()) return false;
       }
@@ -62,11 +63,11 @@ class Captures {
   }
 
  private:
-  static constexpr int kPatience = 10;
+  static constexpr int kTimeout = 10;
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::map<void*, std::thread::id> streams_;  // those that capture, and the thread that began it
+  std::map<void*, std::thread::id> streams_;  // capturing streams and the threads that capture them
 };
 
 }  // namespace sd_ort

@@ -1,4 +1,4 @@
-// How code here reports what went wrong. Host code only.
+// Error reporting of host code.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace sd_ort {
 
-// Bindings check shapes and types with require(); the message reaches the user through ONNX Runtime's exception.
+// Throws std::invalid_argument; ONNX Runtime passes the message to the user.
 inline void require(bool condition, const std::string& message) {
   if (!condition) throw std::invalid_argument(message);
 }
 
-// A size times a positive number; refused where that is no size.
+// Multiplies a size by a positive number; throws on overflow.
 inline int64_t multiply_sizes(int64_t size, int64_t times) {
   require(size <= std::numeric_limits<int64_t>::max() / times,
           "a tensor would have more than 2^63 elements along an axis");
@@ -22,7 +22,7 @@ inline int64_t multiply_sizes(int64_t size, int64_t times) {
 
 }  // namespace sd_ort
 
-// Kernels' host code returns null or a message: passes on the message of an expression that gives one.
+// Host code of kernels returns null or an error message: returns the message of `expression` if there is one.
 #define SD_ORT_RETURN_ERROR(expression)                   \
   do {                                                    \
     if (const char* error_ = (expression)) return error_; \

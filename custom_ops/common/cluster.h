@@ -1,6 +1,5 @@
-// Blocks that run together on neighboring multiprocessors and see each other's shared memory: NVIDIA's thread-block
-// clusters, compute capability 9 and newer. Device code; on older devices nothing here may be called. Copies to LDS
-// that pass through no register are here too.
+// Thread-block clusters of NVIDIA GPUs (compute capability 9 and newer): blocks on neighboring multiprocessors that
+// access each other's shared memory; and asynchronous copies to LDS. Device code; must not be called on older devices.
 // Source: NVIDIA PTX ISA, "barrier.cluster", "mapa", "st.shared::cluster" and "cp.async".
 #pragma once
 
@@ -9,7 +8,7 @@
 #if SD_ORT_HAS_CLUSTERS
 namespace sd_ort {
 
-// The cluster's barrier in two halves: what a thread stored before its arrival, all see after their waiting.
+// Split barrier of the cluster: stores before the arrival are visible to all threads after the wait.
 __device__ inline void cluster_arrive() {
 #if defined(SD_ORT_EMULATED)
   emulator::arrive_in_cluster();
@@ -25,7 +24,7 @@ __device__ inline void cluster_wait() {
 #endif
 }
 
-// *variable = value in the block of `rank`; `variable` is a __shared__ one as this block sees it.
+// Stores *variable = value in block `rank` of the cluster; `variable` is a __shared__ variable of this block.
 __device__ inline void store_in_cluster(float2* variable, int rank, float2 value) {
 #if defined(SD_ORT_EMULATED)
   memcpy(emulator::remote(variable, rank), &value, sizeof(value));
@@ -38,15 +37,15 @@ __device__ inline void store_in_cluster(float2* variable, int rank, float2 value
 #endif
 }
 
-// kBytes (4, 8 or 16) from global memory to LDS, there for this thread after wait_for_copies_but<n>(): all copies begun
-// before the last n calls of end_of_copies().
+// Copies kBytes (4, 8 or 16) from global memory to LDS. The data is visible to this thread after wait_for_copies<n>(),
+// which waits for all copies before the last n calls of commit_copies().
 template <int kBytes>
 __device__ inline void copy_async(void* to, const void* from) {
 #if defined(SD_ORT_EMULATED)
   memcpy(to, from, kBytes);
 #elif SD_ORT_CUDA_CODE
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  if constexpr (kBytes == 16) {  // past the first cache: nothing here is read twice
+  if constexpr (kBytes == 16) {  // bypasses the L1 cache: nothing is read twice
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(__cvta_generic_to_global(from))
                  : "memory");
   } else {
@@ -56,19 +55,19 @@ __device__ inline void copy_async(void* to, const void* from) {
   }
 #endif
 }
-__device__ inline void end_of_copies() {
+__device__ inline void commit_copies() {
 #if SD_ORT_CUDA_CODE
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-template <int kLeft>
-__device__ inline void wait_for_copies_but() {
+template <int kPending>
+__device__ inline void wait_for_copies() {
 #if SD_ORT_CUDA_CODE
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 #endif
 }
 
-// Host: launch() in clusters of `cluster` neighboring blocks along x. Compute capability 9 and newer.
+// Host: launch() in clusters of `cluster` adjacent blocks along x. Compute capability 9 and newer.
 template <class... Parameters, class... Arguments>
 const char* launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 block, int cluster, size_t lds_bytes,
                             void* stream, Arguments... arguments) {
@@ -84,7 +83,7 @@ const char* launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 block
 }
 
 #if !defined(SD_ORT_EMULATED)
-// Host: whether the device runs a kernel in clusters of `cluster` blocks.
+// Host: whether the device can run a kernel in clusters of `cluster` blocks.
 inline bool runs_cluster(const void* kernel, int cluster, int threads, int lds_bytes) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;

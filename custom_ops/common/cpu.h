@@ -1,11 +1,11 @@
-// Vectors of floats for CPU kernels, in GCC and clang vector extensions: no intrinsics but for half conversion.
+// Float vectors for CPU kernels, in GCC and clang vector extensions; intrinsics only for float16 conversion and masks.
 //
-// bfloat16 tensors are for the provider's host vendor alone, which only tests run: no instruction set but the baseline
-// has them. Kernels that are made for bfloat16 (SD_ORT_BFLOAT16_KERNEL) have them in all.
+// Only the baseline instruction set supports bfloat16 tensors, for the simulated device in tests. Kernels for bfloat16
+// (SD_ORT_BFLOAT16_KERNEL) support them in all instruction sets.
 //
-// Every cpu.cc is compiled once for each instruction set below, into namespace sd_ort::SD_ORT_ISA, and the best one
-// that the processor runs is taken at run time (SD_ORT_CPU_KERNEL). So cpu.cc must put nothing outside that namespace
-// and call no non-trivial inline function of the standard library, whose one copy might be the one with AVX2 in it.
+// Every cpu.cc is compiled once per instruction set into namespace sd_ort::SD_ORT_ISA, and SD_ORT_CPU_KERNEL selects
+// the best one at run time. So cpu.cc must define nothing outside that namespace and call no non-trivial inline
+// function of the standard library: the linker keeps one copy, which might contain AVX2.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@
 #define SD_ORT_ISA baseline
 #endif
 
-// Declares name(params, parallel) of every instruction set, and name_cpu(params, parallel) that calls the best.
+// Declares name(params, parallel) for every instruction set, and name_cpu(params, parallel), which calls the best one.
 #define SD_ORT_DECLARE_KERNEL(isa, name, Params)             \
   namespace isa {                                            \
   void name(const Params& params, const Parallel& parallel); \
@@ -39,18 +39,18 @@ inline bool runs_avx512() {
   return runs;
 }
 }  // namespace sd_ort
-#define SD_ORT_CPU_KERNEL_UNLESS(plain, name, Params)                      \
+#define SD_ORT_CPU_KERNEL_WITH_BASELINE(use_baseline, name, Params)        \
   SD_ORT_DECLARE_KERNEL(baseline, name, Params)                            \
   SD_ORT_DECLARE_KERNEL(avx2, name, Params)                                \
   SD_ORT_DECLARE_KERNEL(avx512, name, Params)                              \
   inline void name##_cpu(const Params& params, const Parallel& parallel) { \
-    if (plain) return baseline::name(params, parallel);                    \
+    if (use_baseline) return baseline::name(params, parallel);             \
     return runs_avx512() ? avx512::name(params, parallel)                  \
            : runs_avx2() ? avx2::name(params, parallel)                    \
                          : baseline::name(params, parallel);               \
   }
-#define SD_ORT_CPU_KERNEL(name, Params) SD_ORT_CPU_KERNEL_UNLESS(params.dtype == DType::kBFloat16, name, Params)
-#define SD_ORT_BFLOAT16_KERNEL(name, Params) SD_ORT_CPU_KERNEL_UNLESS(false, name, Params)
+#define SD_ORT_CPU_KERNEL(name, Params) SD_ORT_CPU_KERNEL_WITH_BASELINE(params.dtype == DType::kBFloat16, name, Params)
+#define SD_ORT_BFLOAT16_KERNEL(name, Params) SD_ORT_CPU_KERNEL_WITH_BASELINE(false, name, Params)
 #else
 #define SD_ORT_CPU_KERNEL(name, Params)         \
   SD_ORT_DECLARE_KERNEL(baseline, name, Params) \
@@ -70,7 +70,7 @@ using Floats = float __attribute__((vector_size(kLanes * 4)));
 using Ints = int32_t __attribute__((vector_size(kLanes * 4)));
 using Eight = float __attribute__((vector_size(32)));
 
-// A float16 by its bits.
+// float16 as its bits.
 struct Half {
   uint16_t bits;
 };
@@ -117,7 +117,7 @@ inline Half to_half(float x) {
 }
 #endif
 
-// A bfloat16 by its bits.
+// bfloat16 as its bits.
 struct BFloat {
   uint16_t bits;
 };
@@ -215,7 +215,7 @@ inline void store_eight(BFloat* to, Eight values) {
   for (int i = 0; i < 8; ++i) to[i] = to_bfloat(values[i]);
 }
 
-// run(T{}) with the type's T.
+// Calls run(T{}) with the type T of a dtype.
 template <class Run>
 inline void by_type(DType dtype, Run run) {
 #if !defined(__AVX2__)
@@ -224,7 +224,7 @@ inline void by_type(DType dtype, Run run) {
   dtype == DType::kFloat32 ? run(float{}) : run(Half{});
 }
 
-// The first `count` elements of a vector; the other lanes are 0, or left alone in memory.
+// Load or store the first `count` elements of a vector. Other lanes are loaded as 0 and not stored.
 template <class Vector = Floats, class T>
 inline Vector load_some(const T* from, int64_t count) {
   Vector values = {};
@@ -245,10 +245,12 @@ inline void store_some(float* to, Floats values, int64_t count) {
 }
 #endif
 
-inline Floats select(Ints mask, Floats yes, Floats no) { return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no)); }
+inline Floats select(Ints mask, Floats if_true, Floats if_false) {
+  return (Floats)((mask & (Ints)if_true) | (~mask & (Ints)if_false));
+}
 inline Floats minimum(Floats a, Floats b) { return select(a < b, a, b); }
 inline Floats maximum(Floats a, Floats b) { return select(a > b, a, b); }
-// All lanes combined: halves onto each other, down to one.
+// Combines all lanes by halving.
 template <class Combine>
 inline float reduce(Floats x, Combine combine) {
 #if defined(__AVX512F__)
@@ -287,13 +289,14 @@ inline void transpose_8x8(Eight (&rows)[8]) {
   }
 }
 
-// e^x to 2 units in the last place: 2^n times the degree-6 Taylor polynomial of e^r, |r| <= ln(2)/2. Clamped to
+// e^x with an error of 2 units in the last place: 2^n times the degree-6 Taylor polynomial of e^r, |r| <= ln(2)/2.
+// Clamped to
 // [-87.3, 88.7], so that no result is subnormal or infinite; NaN stays NaN.
 inline Floats exp(Floats x) {
-  const Floats kept = select(x < splat(-87.3f), splat(-87.3f), select(x > splat(88.7f), splat(88.7f), x));
+  const Floats clamped = select(x < splat(-87.3f), splat(-87.3f), select(x > splat(88.7f), splat(88.7f), x));
   const Floats shifter = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Floats n = (kept * splat(1.44269504f) + shifter) - shifter;
-  const Floats r = (kept - n * splat(0.693359375f)) + n * splat(2.12194440e-4f);  // ln 2 in two parts
+  const Floats n = (clamped * splat(1.44269504f) + shifter) - shifter;
+  const Floats r = (clamped - n * splat(0.693359375f)) + n * splat(2.12194440e-4f);  // ln 2 in two parts
   Floats p = splat(1.f / 720.f);
   p = p * r + splat(1.f / 120.f);
   p = p * r + splat(1.f / 24.f);
@@ -311,7 +314,7 @@ inline Floats exp(Floats x) {
 
 inline Floats silu(Floats x) { return x / (splat(1.f) + exp(-x)); }
 
-// The error function to 1.5e-7 absolute: Abramowitz and Stegun, "Handbook of Mathematical Functions", 7.1.26.
+// Error function with an absolute error of 1.5e-7: Abramowitz and Stegun, "Handbook of Mathematical Functions", 7.1.26.
 inline Floats erf(Floats x) {
   const Floats magnitude = maximum(x, -x);
   const Floats t = splat(1.f) / (splat(1.f) + splat(0.3275911f) * magnitude);
@@ -326,9 +329,9 @@ inline Floats erf(Floats x) {
 
 inline Floats gelu(Floats x) { return 0.5f * x * (1.f + erf(x * 0.70710678f)); }
 
-// Rows of `length` elements that one task of a row-wise kernel takes: enough that starting it costs nothing.
+// Rows of `length` elements per task of a row-wise kernel: enough to make the cost of a task negligible.
 inline int64_t rows_per_task(int64_t length) { return length >= 16384 ? 1 : 16384 / (length > 0 ? length : 1); }
-inline int64_t count_tasks(int64_t rows, int64_t rows_a_task) { return (rows + rows_a_task - 1) / rows_a_task; }
+inline int64_t count_tasks(int64_t rows, int64_t rows_per_task) { return (rows + rows_per_task - 1) / rows_per_task; }
 
 }  // namespace SD_ORT_ISA
 }  // namespace sd_ort

@@ -1,7 +1,7 @@
-// cuDNN's backend interface, found at run time: nothing here needs its headers or links to it, and without it nothing
-// is proposed. A graph of operations becomes plans, one of which runs it. Plain C++; included by candidates.cc alone.
+// cuDNN's backend interface, loaded at run time without its headers. An operation graph is turned into execution plans.
+// Without the library there are no plans. Plain C++; included only by candidates.cc.
 //
-// Declarations and numbers follow NVIDIA's "cuDNN Backend API" (9.x; those used here are unchanged since 8.5).
+// Declarations and constants follow NVIDIA's "cuDNN Backend API" (9.x; those used here are unchanged since 8.5).
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 namespace sd_ort {
 
-// cudnnBackendAttributeName_t: CUDNN_ATTR_ and the name of the same number in tests/abi/cudnn.cc.
+// cudnnBackendAttributeName_t: CUDNN_ATTR_ and the name of the same index in tests/abi/cudnn.cc.
 namespace cudnn_attribute {
 
 enum : int {
@@ -79,7 +79,7 @@ class Cudnn {
   friend struct CudnnAssertions;  // tests/abi
 
  public:
-  // A backend descriptor; remembers whether everything asked of it went well.
+  // A backend descriptor; remembers whether a call on it failed.
   class Descriptor {
    public:
     explicit Descriptor(int kind) { ok_ = instance().create_(kind, &handle_) == 0; }
@@ -108,30 +108,30 @@ class Cudnn {
   // Operations over tensors. Tensors and operations live as long as the graph does.
   class Graph {
    public:
-    enum class Place { kMemory, kVirtual, kHost };  // a virtual tensor is in no memory; the host's is one float
+    enum class Place { kMemory, kVirtual, kHost };  // a virtual tensor has no memory; kHost is one float on the host
     enum Pointwise { kAdd = 0, kMultiply = 1, kDivide = 6, kSubtract = 9, kExp = 13, kLog = 15 };
     enum Reduction { kSum = 0, kMaximum = 3 };
     using Sizes = std::vector<int64_t>;
 
-    // No plans that compute in less than float32: TF32, Winograd's and Fourier transforms.
-    void keep_float32() { keeps_float32_ = true; }
+    // Excludes plans with less than float32 precision: TF32, Winograd and Fourier transforms.
+    void require_float32() { requires_float32_ = true; }
 
-    // `id` names the tensor's memory in a run; virtual tensors get one.
+    // `id` identifies the tensor in Memory; virtual tensors get one.
     const Descriptor& tensor(int64_t id, DType type, const Sizes& sizes, const Sizes& strides,
                              Place place = Place::kMemory) {
       const int64_t alignment = 16, rank = static_cast<int64_t>(sizes.size());
       const int data = type == DType::kFloat32 ? kFloat : type == DType::kFloat16 ? kHalf : kBFloat16;
       const bool is_virtual = place == Place::kVirtual, on_host = place == Place::kHost;
-      Descriptor& made = add(kTensor);
-      made.set(cudnn_attribute::kTensorType, kTypeData, 1, &data);
-      made.set(cudnn_attribute::kTensorSizes, kTypeInt64, rank, sizes.data());
-      made.set(cudnn_attribute::kTensorStrides, kTypeInt64, rank, strides.data());
-      made.set(cudnn_attribute::kTensorId, kTypeInt64, 1, &id);
-      made.set(cudnn_attribute::kTensorAlignment, kTypeInt64, 1, &alignment);
-      made.set(cudnn_attribute::kTensorIsVirtual, kTypeBoolean, 1, &is_virtual);
-      if (on_host) made.set(cudnn_attribute::kTensorIsByValue, kTypeBoolean, 1, &on_host);
-      made.finalize();
-      return made;
+      Descriptor& descriptor = add(kTensor);
+      descriptor.set(cudnn_attribute::kTensorType, kTypeData, 1, &data);
+      descriptor.set(cudnn_attribute::kTensorSizes, kTypeInt64, rank, sizes.data());
+      descriptor.set(cudnn_attribute::kTensorStrides, kTypeInt64, rank, strides.data());
+      descriptor.set(cudnn_attribute::kTensorId, kTypeInt64, 1, &id);
+      descriptor.set(cudnn_attribute::kTensorAlignment, kTypeInt64, 1, &alignment);
+      descriptor.set(cudnn_attribute::kTensorIsVirtual, kTypeBoolean, 1, &is_virtual);
+      if (on_host) descriptor.set(cudnn_attribute::kTensorIsByValue, kTypeBoolean, 1, &on_host);
+      descriptor.finalize();
+      return descriptor;
     }
     const Descriptor& intermediate(const Sizes& sizes, const Sizes& strides, DType type = DType::kFloat32) {
       return tensor(next_id_++, type, sizes, strides, Place::kVirtual);
@@ -142,53 +142,53 @@ class Cudnn {
     void convolution(const Descriptor& description, const Descriptor& x, const Descriptor& filters,
                      const Descriptor& y) {
       const float one = 1.f, zero = 0.f;
-      Descriptor& made = operation(kConvolutionForward);
-      made.set(cudnn_attribute::kForwardAlpha, kTypeFloat, 1, &one);
-      made.set(cudnn_attribute::kForwardBeta, kTypeFloat, 1, &zero);
-      made.set(cudnn_attribute::kForwardConvolution, description);
-      made.set(cudnn_attribute::kForwardFilters, filters);
-      made.set(cudnn_attribute::kForwardX, x);
-      made.set(cudnn_attribute::kForwardY, y);
-      made.finalize();
+      Descriptor& descriptor = operation(kConvolutionForward);
+      descriptor.set(cudnn_attribute::kForwardAlpha, kTypeFloat, 1, &one);
+      descriptor.set(cudnn_attribute::kForwardBeta, kTypeFloat, 1, &zero);
+      descriptor.set(cudnn_attribute::kForwardConvolution, description);
+      descriptor.set(cudnn_attribute::kForwardFilters, filters);
+      descriptor.set(cudnn_attribute::kForwardX, x);
+      descriptor.set(cudnn_attribute::kForwardY, y);
+      descriptor.finalize();
     }
-    // y = a b, products of the last two axes.
-    void product(const Descriptor& a, const Descriptor& b, const Descriptor& y) {
-      Descriptor& math = add(kProduct);
+    // y = a b over the last two axes.
+    void matmul(const Descriptor& a, const Descriptor& b, const Descriptor& y) {
+      Descriptor& math = add(kMatMul);
       math.set(cudnn_attribute::kMatMulType, kTypeData, 1, &kFloat);
       math.finalize();
-      Descriptor& made = operation(kProductOperation);
-      made.set(cudnn_attribute::kMatMulA, a);
-      made.set(cudnn_attribute::kMatMulB, b);
-      made.set(cudnn_attribute::kMatMulC, y);
-      made.set(cudnn_attribute::kMatMulMath, math);
-      made.finalize();
+      Descriptor& descriptor = operation(kMatMulOperation);
+      descriptor.set(cudnn_attribute::kMatMulA, a);
+      descriptor.set(cudnn_attribute::kMatMulB, b);
+      descriptor.set(cudnn_attribute::kMatMulC, y);
+      descriptor.set(cudnn_attribute::kMatMulMath, math);
+      descriptor.finalize();
     }
-    // y = mode(a), or of a and b, which is broadcast.
+    // y = mode(a) or mode(a, b) with b broadcast.
     void pointwise(Pointwise mode, const Descriptor& a, const Descriptor* b, const Descriptor& y) {
-      const int number = mode;
+      const int value = mode;
       Descriptor& math = add(kPointwise);
-      math.set(cudnn_attribute::kPointwiseMode, kTypePointwise, 1, &number);
+      math.set(cudnn_attribute::kPointwiseMode, kTypePointwise, 1, &value);
       math.set(cudnn_attribute::kPointwisePrecision, kTypeData, 1, &kFloat);
       math.finalize();
-      Descriptor& made = operation(kPointwiseOperation);
-      made.set(cudnn_attribute::kPointwiseMath, math);
-      made.set(cudnn_attribute::kPointwiseX, a);
-      if (b != nullptr) made.set(cudnn_attribute::kPointwiseB, *b);
-      made.set(cudnn_attribute::kPointwiseY, y);
-      made.finalize();
+      Descriptor& descriptor = operation(kPointwiseOperation);
+      descriptor.set(cudnn_attribute::kPointwiseMath, math);
+      descriptor.set(cudnn_attribute::kPointwiseX, a);
+      if (b != nullptr) descriptor.set(cudnn_attribute::kPointwiseB, *b);
+      descriptor.set(cudnn_attribute::kPointwiseY, y);
+      descriptor.finalize();
     }
-    // y: a reduced over the axes that are 1 in y.
+    // Reduces a over the axes of size 1 in y.
     void reduction(Reduction mode, const Descriptor& a, const Descriptor& y) {
-      const int number = mode;
+      const int value = mode;
       Descriptor& math = add(kReduction);
-      math.set(cudnn_attribute::kReductionMode, kTypeReduction, 1, &number);
+      math.set(cudnn_attribute::kReductionMode, kTypeReduction, 1, &value);
       math.set(cudnn_attribute::kReductionType, kTypeData, 1, &kFloat);
       math.finalize();
-      Descriptor& made = operation(kReductionOperation);
-      made.set(cudnn_attribute::kReductionX, a);
-      made.set(cudnn_attribute::kReductionY, y);
-      made.set(cudnn_attribute::kReductionMath, math);
-      made.finalize();
+      Descriptor& descriptor = operation(kReductionOperation);
+      descriptor.set(cudnn_attribute::kReductionX, a);
+      descriptor.set(cudnn_attribute::kReductionY, y);
+      descriptor.set(cudnn_attribute::kReductionMath, math);
+      descriptor.finalize();
     }
 
    private:
@@ -199,19 +199,19 @@ class Cudnn {
       return *all_.back();
     }
     Descriptor& operation(int kind) {
-      Descriptor& made = add(kind);
-      operations_.push_back(made.get());
-      return made;
+      Descriptor& descriptor = add(kind);
+      operations_.push_back(descriptor.get());
+      return descriptor;
     }
 
     std::vector<std::unique_ptr<Descriptor>> all_;
     std::vector<void*> operations_;
     int64_t next_id_ = 1000;
-    bool keeps_float32_ = false;
+    bool requires_float32_ = false;
   };
 
-  // That of the current device: a handle, and plans made with it, belong to the device which is current when they are
-  // made. Never destroyed: at the process's end the library may be gone before this.
+  // Returns the instance of the current device. Handles and plans belong to the device that is current at their
+  // creation. Never destroyed: at process exit the library may already be unloaded.
   static Cudnn& instance() {
     static std::mutex mutex;
     static auto* const libraries = new std::map<int, Cudnn*>;
@@ -223,26 +223,26 @@ class Cudnn {
 
   using Build = std::function<void(Graph&)>;
 
-  // Whether the library is here and proposes at least `number` + 1 plans for the graph that `build` makes. `key` names
-  // the graph: one is built once, and each plan when it is first asked for.
-  bool supports(const std::string& key, const Build& build, int number) {
+  // Whether cuDNN has at least `index` + 1 plans for the graph that `build` creates. The graph is cached under `key`,
+  // and plans are created at first use.
+  bool supports(const std::string& key, const Build& build, int index) {
     if (handle_ == nullptr) return false;
     std::lock_guard<std::mutex> lock(mutex_);
-    return plan(key, build, number) != nullptr;
+    return plan(key, build, index) != nullptr;
   }
 
-  size_t workspace_bytes(const std::string& key, const Build& build, int number) {
+  size_t workspace_bytes(const std::string& key, const Build& build, int index) {
     std::lock_guard<std::mutex> lock(mutex_);
-    return static_cast<size_t>(plan(key, build, number)->workspace_bytes);
+    return static_cast<size_t>(plan(key, build, index)->workspace_bytes);
   }
 
-  // A tensor's memory by its id.
+  // Address of a tensor by id.
   struct Memory {
     int64_t id;
     const void* data;
   };
 
-  const char* run(const std::string& key, const Build& build, int number, const std::vector<Memory>& tensors,
+  const char* run(const std::string& key, const Build& build, int index, const std::vector<Memory>& tensors,
                   void* workspace, void* stream) {
     std::lock_guard<std::mutex> lock(mutex_);
     std::vector<const void*> pointers;
@@ -256,10 +256,10 @@ class Cudnn {
     pack.set(cudnn_attribute::kPackPointers, kTypePointer, static_cast<int64_t>(pointers.size()), pointers.data());
     pack.set(cudnn_attribute::kPackIds, kTypeInt64, static_cast<int64_t>(ids.size()), ids.data());
     pack.set(cudnn_attribute::kPackWorkspace, kTypePointer, 1, &workspace);
-    if (!pack.finalize()) return "cuDNN refuses the call's memory";
-    if (set_stream_(handle_, stream) != 0) return "cuDNN refuses the stream";
-    return execute_(handle_, plan(key, build, number)->plan->get(), pack.get()) == 0 ? nullptr
-                                                                                     : "cuDNN refuses the call";
+    if (!pack.finalize()) return "cuDNN rejects the tensor addresses";
+    if (set_stream_(handle_, stream) != 0) return "cuDNN rejects the stream";
+    return execute_(handle_, plan(key, build, index)->plan->get(), pack.get()) == 0 ? nullptr
+                                                                                    : "cuDNN rejects the plan";
   }
 
   static constexpr int kConvolution = 1;
@@ -270,15 +270,15 @@ class Cudnn {
  private:
   static constexpr int kPointwise = 0, kEngine = 2, kConfig = 3, kHeuristics = 4, kExecutionPlan = 5,
                        kConvolutionForward = 10, kPointwiseOperation = 13, kOperationGraph = 15, kVariantPack = 16,
-                       kTensor = 17, kProduct = 18, kProductOperation = 19, kReduction = 21, kReductionOperation = 22;
+                       kTensor = 17, kMatMul = 18, kMatMulOperation = 19, kReduction = 21, kReductionOperation = 22;
   static constexpr int kTypeHandle = 0, kTypePointer = 6, kTypeHeuristics = 8, kTypeNote = 11, kTypePointwise = 14,
                        kTypeDescriptor = 15, kTypeReduction = 18;
   static constexpr int kHalf = 2, kBFloat16 = 9;
-  static constexpr int kByItsModel = 3, kFallbacks = 2;  // heuristics
-  // cudnnBackendNumericalNote_t: up to kLastInexactNote, tensor cores, operands or sums of fewer bits, Fourier
-  // transforms and Winograd's; but for kNondeterministic.
+  static constexpr int kHeuristicModeA = 3, kHeuristicFallback = 2;  // heuristics
+  // cudnnBackendNumericalNote_t: notes up to kLastInexactNote mean lower precision (tensor cores, narrower types,
+  // Fourier and Winograd transforms), except kNondeterministic.
   static constexpr int kNondeterministic = 4, kLastInexactNote = 8;
-  static constexpr int kWanted = 16;                            // proposals for a graph
+  static constexpr int kMaxProposals = 16;                      // proposals for a graph
   static constexpr int kNotes = 16;                             // of an engine, at most
   static constexpr int64_t kWorkspaceLimit = int64_t{1} << 30;  // bytes
 
@@ -287,12 +287,12 @@ class Cudnn {
     int64_t workspace_bytes = 0;
   };
 
-  // What cuDNN proposes for a graph, best first, and how many of the proposals were made plans or dropped.
+  // Engine configurations that cuDNN proposes for a graph, best first, and the plans created from them.
   struct Proposals {
     Graph graph;
     std::unique_ptr<Descriptor> operations;
     std::vector<std::unique_ptr<Descriptor>> heuristics, configs;
-    size_t tried = 0;
+    size_t next_config = 0;
     std::vector<Plan> plans;
   };
 
@@ -300,58 +300,61 @@ class Cudnn {
     using platform::find;
     void* const library = platform::load_first(platform::kCudnn);
     if (library == nullptr) return;
-    const bool found =
+    const bool count =
         find(library, "cudnnCreate", create_handle_) && find(library, "cudnnSetStream", set_stream_) &&
         find(library, "cudnnBackendCreateDescriptor", create_) &&
         find(library, "cudnnBackendDestroyDescriptor", destroy_) && find(library, "cudnnBackendSetAttribute", set_) &&
         find(library, "cudnnBackendGetAttribute", get_) && find(library, "cudnnBackendFinalize", finalize_) &&
         find(library, "cudnnBackendExecute", execute_);
-    if (!found || create_handle_(&handle_) != 0) handle_ = nullptr;
+    if (!count || create_handle_(&handle_) != 0) handle_ = nullptr;
   }
 
-  // Plan `number` of the graph, or null.
-  const Plan* plan(const std::string& key, const Build& build, int number) {
-    std::unique_ptr<Proposals>& known = proposals_[key];
-    if (known == nullptr) {
-      known = std::make_unique<Proposals>();
-      build(known->graph);
-      ask(*known);
+  // Returns plan `index` of the graph, or null.
+  const Plan* plan(const std::string& key, const Build& build, int index) {
+    std::unique_ptr<Proposals>& proposals = proposals_[key];
+    if (proposals == nullptr) {
+      proposals = std::make_unique<Proposals>();
+      build(proposals->graph);
+      request_proposals(*proposals);
     }
-    while (number >= static_cast<int>(known->plans.size()) && known->tried < known->configs.size()) {
-      make_plan(*known, *known->configs[known->tried++]);
+    while (index >= static_cast<int>(proposals->plans.size()) && proposals->next_config < proposals->configs.size()) {
+      make_plan(*proposals, *proposals->configs[proposals->next_config++]);
     }
-    return number < static_cast<int>(known->plans.size()) ? &known->plans[number] : nullptr;
+    return index < static_cast<int>(proposals->plans.size()) ? &proposals->plans[index] : nullptr;
   }
 
-  void ask(Proposals& made) {
-    made.operations = std::make_unique<Descriptor>(kOperationGraph);
-    made.operations->set(cudnn_attribute::kGraphOperations, kTypeDescriptor,
-                         static_cast<int64_t>(made.graph.operations_.size()), made.graph.operations_.data());
-    made.operations->set(cudnn_attribute::kGraphHandle, kTypeHandle, 1, &handle_);
-    if (!made.operations->finalize()) return;
-    consider(made, kByItsModel);
-    if (made.graph.keeps_float32_) consider(made, kFallbacks);  // the others are fast, and hardly ever exact
+  void request_proposals(Proposals& proposals) {
+    proposals.operations = std::make_unique<Descriptor>(kOperationGraph);
+    proposals.operations->set(cudnn_attribute::kGraphOperations, kTypeDescriptor,
+                              static_cast<int64_t>(proposals.graph.operations_.size()),
+                              proposals.graph.operations_.data());
+    proposals.operations->set(cudnn_attribute::kGraphHandle, kTypeHandle, 1, &handle_);
+    if (!proposals.operations->finalize()) return;
+    add_proposals(proposals, kHeuristicModeA);
+    if (proposals.graph.requires_float32_)
+      add_proposals(proposals, kHeuristicFallback);  // the proposals of mode A rarely have full precision
   }
 
-  void consider(Proposals& made, int heuristics) {
-    made.heuristics.push_back(std::make_unique<Descriptor>(kHeuristics));
-    Descriptor& asked = *made.heuristics.back();
-    asked.set(cudnn_attribute::kHeuristicsGraph, *made.operations);
-    asked.set(cudnn_attribute::kHeuristicsMode, kTypeHeuristics, 1, &heuristics);
-    if (!asked.finalize()) return;
+  void add_proposals(Proposals& proposals, int heuristics) {
+    proposals.heuristics.push_back(std::make_unique<Descriptor>(kHeuristics));
+    Descriptor& heuristic = *proposals.heuristics.back();
+    heuristic.set(cudnn_attribute::kHeuristicsGraph, *proposals.operations);
+    heuristic.set(cudnn_attribute::kHeuristicsMode, kTypeHeuristics, 1, &heuristics);
+    if (!heuristic.finalize()) return;
     std::vector<std::unique_ptr<Descriptor>> configs;
-    std::vector<void*> wanted;
-    for (int i = 0; i < kWanted; ++i) {
+    std::vector<void*> handles;
+    for (int i = 0; i < kMaxProposals; ++i) {
       configs.push_back(std::make_unique<Descriptor>(kConfig));
-      wanted.push_back(configs.back()->get());
+      handles.push_back(configs.back()->get());
     }
     int64_t count = 0;
-    if (get_(asked.get(), cudnn_attribute::kHeuristicsResults, kTypeDescriptor, kWanted, &count, wanted.data()) != 0)
+    if (get_(heuristic.get(), cudnn_attribute::kHeuristicsResults, kTypeDescriptor, kMaxProposals, &count,
+             handles.data()) != 0)
       return;
-    for (int64_t i = 0; i < count && i < kWanted; ++i) made.configs.push_back(std::move(configs[i]));
+    for (int64_t i = 0; i < count && i < kMaxProposals; ++i) proposals.configs.push_back(std::move(configs[i]));
   }
 
-  // Whether the engine of `config` says that it is no plain arithmetic of the operands' type.
+  // Whether the numerical notes of the engine of `config` declare lower precision.
   bool is_inexact(const Descriptor& config) {
     Descriptor engine(kEngine);
     void* handle = engine.get();
@@ -364,17 +367,17 @@ class Cudnn {
   }
 
   void make_plan(Proposals& proposals, const Descriptor& config) {
-    if (proposals.graph.keeps_float32_ && is_inexact(config)) return;
+    if (proposals.graph.requires_float32_ && is_inexact(config)) return;
     void* const handle = config.get();
-    int64_t found = 0;
-    Plan made;
-    made.plan = std::make_unique<Descriptor>(kExecutionPlan);
-    made.plan->set(cudnn_attribute::kPlanHandle, kTypeHandle, 1, &handle_);
-    made.plan->set(cudnn_attribute::kPlanConfig, kTypeDescriptor, 1, &handle);
-    if (!made.plan->finalize()) return;
-    if (get_(made.plan->get(), cudnn_attribute::kPlanWorkspaceBytes, kTypeInt64, 1, &found, &made.workspace_bytes) != 0)
+    int64_t count = 0;
+    Plan plan;
+    plan.plan = std::make_unique<Descriptor>(kExecutionPlan);
+    plan.plan->set(cudnn_attribute::kPlanHandle, kTypeHandle, 1, &handle_);
+    plan.plan->set(cudnn_attribute::kPlanConfig, kTypeDescriptor, 1, &handle);
+    if (!plan.plan->finalize()) return;
+    if (get_(plan.plan->get(), cudnn_attribute::kPlanWorkspaceBytes, kTypeInt64, 1, &count, &plan.workspace_bytes) != 0)
       return;
-    if (made.workspace_bytes <= kWorkspaceLimit) proposals.plans.push_back(std::move(made));
+    if (plan.workspace_bytes <= kWorkspaceLimit) proposals.plans.push_back(std::move(plan));
   }
 
   int (*create_handle_)(void** handle) = nullptr;
@@ -382,7 +385,7 @@ class Cudnn {
   int (*create_)(int kind, void** descriptor) = nullptr;
   int (*destroy_)(void* descriptor) = nullptr;
   int (*set_)(void* descriptor, int attribute, int type, int64_t count, const void* values) = nullptr;
-  int (*get_)(void* descriptor, int attribute, int type, int64_t wanted, int64_t* count, void* values) = nullptr;
+  int (*get_)(void* descriptor, int attribute, int type, int64_t handles, int64_t* count, void* values) = nullptr;
   int (*finalize_)(void* descriptor) = nullptr;
   int (*execute_)(void* handle, void* plan, void* pack) = nullptr;
   void* handle_ = nullptr;

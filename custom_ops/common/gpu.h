@@ -1,8 +1,7 @@
-// HIP, CUDA, or the host that stands in for them, under one set of names: what differs is in common/vendors, one file a
-// vendor.
+// HIP, CUDA and the simulated device under one set of names. common/vendors has a file per vendor.
 //
-// Element types are half_t and bf16_t; arithmetic is done in float through to_float / from_float. Nothing here fixes
-// the wave size on the host: 64 lanes on CDNA (gfx9), 32 on RDNA and NVIDIA, known to device code as SD_ORT_WAVE_SIZE.
+// Element types are half_t and bf16_t; arithmetic is in float through to_float() and from_float(). Host code must not
+// assume the wave size, which device code knows as SD_ORT_WAVE_SIZE: 64 lanes on CDNA (gfx9), 32 on RDNA and NVIDIA.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +10,8 @@
 #include "common/op.h"
 #include "common/vendors/which.h"
 
-#if SD_ORT_HOST
-#include "common/vendors/host.h"
+#if SD_ORT_SIMULATED
+#include "common/vendors/simulated.h"
 #elif SD_ORT_HIP
 #include "common/vendors/hip.h"
 #else
@@ -26,18 +25,34 @@ using gpuEvent_t = SD_ORT_GPU_NAME(Event_t);
 using gpuError_t = SD_ORT_GPU_NAME(Error_t);
 constexpr gpuError_t gpuSuccess = SD_ORT_GPU_NAME(Success);
 
-#if !SD_ORT_HOST  // what kernels are written in and launched with
+// Host: calls function(Type<T>()) with the C++ type of a dtype.
+template <class T>
+struct Type {
+  using type = T;
+};
+template <class F>
+const char* with_type(DType dtype, F&& function) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return function(Type<float>());
+    case DType::kFloat16:
+      return function(Type<half_t>());
+    default:
+      return function(Type<bf16_t>());
+  }
+}
+
+#if !SD_ORT_SIMULATED
 __device__ inline float to_float(float x) { return x; }
 template <>
 __device__ inline float from_float<float>(float x) {
   return x;
 }
 
-// The largest number of waves in a block of `threads`, over all devices: sizes shared arrays on the host and the
-// device.
+// Largest number of waves in a block of `threads` on any device, which sizes shared arrays.
 __host__ __device__ constexpr int max_waves(int threads) { return (threads + 31) / 32; }
 
-// N elements moved by one load or store; N * sizeof(T) is 2, 4, 8 or 16 bytes and the address is aligned to it.
+// N elements that one load or store accesses; N * sizeof(T) is 2, 4, 8 or 16 bytes and the address is aligned to it.
 template <int kBytes>
 struct Bytes;
 template <>
@@ -80,13 +95,13 @@ struct alignas(sizeof(T) * N) Vec {
   }
 };
 
-// Host: the text of the last launch's error, or null.
+// Host: returns the error message of the last launch, or null.
 inline const char* launch_error() {
   const gpuError_t error = SD_ORT_GPU_NAME(GetLastError)();
   return error == gpuSuccess ? nullptr : SD_ORT_GPU_NAME(GetErrorString)(error);
 }
 
-// Device: the block's dynamic LDS, as many bytes as the launch gives, as T*.
+// Device: declares `name` as T* to the dynamic LDS of the block.
 #if defined(SD_ORT_EMULATED)
 #define SD_ORT_DYNAMIC_LDS(T, name) T* const name = reinterpret_cast<T*>(emulator::dynamic_lds())
 #else
@@ -95,7 +110,7 @@ inline const char* launch_error() {
   T* const name = reinterpret_cast<T*>(dynamic_lds)
 #endif
 
-// Host: runs kernel(arguments...) over the grid; null, or what went wrong.
+// Host: launches kernel(arguments...) on the grid; returns null or an error message.
 template <class... Parameters, class... Arguments>
 const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t lds_bytes, void* stream,
                    Arguments... arguments) {
@@ -109,24 +124,7 @@ const char* launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
   return launch_error();
 }
 
-// Host: function(Type<T>()) for the element type of a number.
-template <class T>
-struct Type {
-  using type = T;
-};
-template <class F>
-const char* with_type(DType dtype, F&& function) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return function(Type<float>());
-    case DType::kFloat16:
-      return function(Type<half_t>());
-    default:
-      return function(Type<bf16_t>());
-  }
-}
-
-// Host: function(Access<T, kVec>()) for an element type and the bytes of an access: one element to 16 bytes.
+// Host: calls function(Access<T, kVec>()) for a dtype and an access size of one element to 16 bytes.
 template <class T, int kElements>
 struct Access {
   using type = T;
@@ -142,7 +140,7 @@ const char* with_vectors(DType dtype, int bytes, F&& function) {
     if constexpr (sizeof(T) == 2) {
       if (bytes == 8 * sizeof(T)) return function(Access<T, 8>());
     }
-    return "no access of this size";
+    return "unsupported access size";
   });
 }
 

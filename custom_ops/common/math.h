@@ -1,19 +1,19 @@
-// Activations of GPU kernels, with the hardware's own exponential and reciprocal. Device code.
+// Activations of GPU kernels with the hardware exponential and reciprocal. Device code.
 #pragma once
 
 #include "common/gpu.h"
 
 namespace sd_ort {
 
-// e^x to about 2 units in the last place times |x|.
+// e^x with an error of about 2 |x| units in the last place.
 __device__ inline float exponential(float x) { return power_of_two(x * 1.4426950408889634f); }
 
-// x / (1 + e^-x). The exponent is held below 88: e^-x stays finite and its reciprocal normal.
+// x / (1 + e^-x). The exponent is limited to 87, so that e^-x is finite and its reciprocal normal.
 __device__ inline float silu(float x) { return x * reciprocal(1.f + exponential(fminf(-x, 87.f))); }
 
-// silu(x) of N numbers, N even or 1: a reciprocal for two of them, as there are four times fewer units for reciprocals
-// than bytes a GPU can write. e^-x is held below e^43, so that products of two stay finite: past -43, where silu is
-// under 1e-17, the result is x e^-43.
+// silu(x) of N values (N even or 1) with one reciprocal per pair, since the throughput of reciprocals is below the
+// store bandwidth. The exponent is limited to 43, so that the product of two is finite: for x < -43, where |silu(x)| <
+// 1e-17, the result is x e^-43.
 template <int N>
 __device__ inline void silu_all(float (&x)[N]) {
   if constexpr (N == 1) {
@@ -30,7 +30,7 @@ __device__ inline void silu_all(float (&x)[N]) {
   }
 }
 
-// The error function to 1.5e-7 absolute: Abramowitz and Stegun, "Handbook of Mathematical Functions", 7.1.26.
+// Error function with an absolute error of 1.5e-7: Abramowitz and Stegun, "Handbook of Mathematical Functions", 7.1.26.
 __device__ inline float error_function(float x) {
   const float magnitude = fabsf(x);
   const float t = reciprocal(1.f + 0.3275911f * magnitude);

@@ -7,16 +7,16 @@
 //   NVIDIA (sm_80 and newer)  two mma.sync.m16n8k16, wave32
 //
 // Both operands are stored with the contraction ("depth") innermost, so D[r][c] = sum over d of A[r][d] * B[c][d].
-// On AMD the instruction runs transposed, D^T = B A^T: the hardware's A is our B and the other way round. A lane then
-// holds one row of D, and holds it just as the next product wants its A operand (RDNA3 after one exchange), so chained
-// products such as attention's softmax(Q K^T) V stay in registers, as they do on NVIDIA without the transposition.
+// On AMD the instruction runs transposed, D^T = B A^T, with the operands exchanged. A lane then holds one row of D in
+// the layout of the next A operand (RDNA3 after one exchange), so chained GEMMs such as softmax(Q K^T) V of attention
+// stay in registers, as they do on NVIDIA without the transposition.
 //
-// Which element a lane holds where, from the vendors' documents, is given by the constexpr functions below
-// (operand_row, operand_depth, accumulator_row, accumulator_column), which the loads and stores use. Sources: AMD's ISA
-// documents "AMD Instinct MI300", "RDNA3" and "RDNA4" (sections on MFMA and WMMA) as tabulated by ROCm's
-// amd_matrix_instruction_calculator; NVIDIA's PTX ISA, "Matrix fragments for mma.m16n8k16". The depth index a register
-// stands for is free, so long as both operands agree; the documents' own order differs on RDNA4 (0-3, 8-11 | 4-7,
-// 12-15). tests/gpu_emulator runs these functions on emulated lanes against instructions written from those tables.
+// The constexpr functions below (operand_row, operand_depth, accumulator_row, accumulator_column) define which element
+// a lane holds; loads and stores use them. Sources: AMD's ISA documents "AMD Instinct MI300", "RDNA3" and "RDNA4"
+// (sections on MFMA and WMMA) as tabulated by ROCm's amd_matrix_instruction_calculator; NVIDIA's PTX ISA, "Matrix
+// fragments for mma.m16n8k16". The depth index of a register is arbitrary if both operands agree; the documents' order
+// differs on RDNA4 (0-3, 8-11 | 4-7, 12-15). tests/gpu_emulator runs these functions against instructions written from
+// those tables.
 #pragma once
 
 #include <type_traits>
@@ -30,7 +30,7 @@ constexpr int kTile = 16;  // rows, columns and depth of one step
 constexpr int kWave = SD_ORT_WAVE_SIZE;
 
 #if defined(SD_ORT_MMA_RDNA3)
-constexpr bool kWideOperands = true;  // an operand takes twice its data's registers
+constexpr bool kWideOperands = true;  // an operand takes twice the registers of its data
 #else
 constexpr bool kWideOperands = false;
 #endif
@@ -39,7 +39,7 @@ constexpr bool kWideOperands = false;
 constexpr int kOperandRegisters = 2;  // 4 elements per lane
 constexpr int kAccumulatorSize = 4;
 #elif defined(SD_ORT_MMA_RDNA3)
-constexpr int kOperandRegisters = 8;  // 16 elements: a whole row, in both halves of the wave
+constexpr int kOperandRegisters = 8;  // 16 elements: a complete row in both halves of the wave
 constexpr int kAccumulatorSize = 8;
 #else
 constexpr int kOperandRegisters = 4;  // 8 elements
@@ -47,7 +47,7 @@ constexpr int kAccumulatorSize = 8;
 #endif
 constexpr int kOperandSize = 2 * kOperandRegisters;
 
-// N registers. clang's vector types, where there are: it keeps them whole through loads, stores and instructions.
+// N registers, as clang vector types if available: clang keeps these together through loads, stores and instructions.
 template <class R, int N>
 struct Registers {
 #if defined(__clang__)
@@ -57,7 +57,7 @@ struct Registers {
 #endif
 };
 
-// One 16 x 16 operand of T (half_t or bf16_t), two elements a register, the even one in the low half.
+// A 16 x 16 operand of T (half_t or bf16_t), two elements per register, the even one in the low half.
 template <class T>
 struct Operand {
   typename Registers<uint32_t, kOperandRegisters>::type r;
@@ -70,7 +70,7 @@ struct Accumulator {
 // ---- which element of a tile a lane holds -----------------------------------------------------------------------
 
 #if defined(SD_ORT_MMA_NVIDIA)
-constexpr int kRowsPerLane = 2;  // different rows of an accumulator in one lane
+constexpr int kRowsPerLane = 2;  // accumulator rows in one lane
 __host__ __device__ constexpr int operand_row(int lane, int element) { return lane / 4 + 8 * (element / 2 % 2); }
 __host__ __device__ constexpr int operand_depth(int lane, int element) {
   return lane % 4 * 2 + element % 2 + 8 * (element / 4);
@@ -79,7 +79,7 @@ __host__ __device__ constexpr int accumulator_row(int lane, int element) { retur
 __host__ __device__ constexpr int accumulator_column(int lane, int element) {
   return lane % 4 * 2 + element % 2 + 8 * (element / 4);
 }
-// Index of an accumulator element's row among the lane's kRowsPerLane rows.
+// Index of the row of an accumulator element among the kRowsPerLane rows of the lane.
 __host__ __device__ constexpr int row_slot(int element) { return element / 2 % 2; }
 #else
 constexpr int kRowsPerLane = 1;
@@ -98,29 +98,29 @@ __host__ __device__ constexpr int accumulator_column(int lane, int element) { re
 #endif
 #endif
 
-// Row of the lane's accumulator elements whose row_slot is `slot`.
+// Row of the accumulator elements whose row_slot is `slot`.
 __host__ __device__ constexpr int slot_row(int lane, int slot) {
   return accumulator_row(lane, 2 * slot % kAccumulatorSize);
 }
 
-// Elements by which a row of an operand tile in LDS is longer than its data, so that a wave's loads meet no bank twice
-// (16-byte loads: rows an odd number of 16 bytes apart; CDNA's 8-byte loads: an odd number of 8 bytes).
+// Padding in elements of operand tile rows in LDS, which avoids bank conflicts of a wave's loads (16-byte loads: rows
+// an odd multiple of 16 bytes apart; 8-byte loads on CDNA: an odd multiple of 8 bytes).
 #if defined(SD_ORT_MMA_CDNA)
 constexpr int kPadding = 4;
 #else
 constexpr int kPadding = 8;
 #endif
 
-// The compiler moves nothing across: keeps AMD's scheduler from loading all operands of an unrolled loop at once, far
-// beyond the registers there are.
+// Scheduling barrier: keeps AMD's compiler from loading all operands of an unrolled loop at once, which exceeds the
+// registers.
 __device__ inline void schedule_barrier() {
 #if SD_ORT_HIP_CODE
   __builtin_amdgcn_sched_barrier(0);
 #endif
 }
 
-// The accumulators are computed here and not later: keeps the compiler from putting RDNA's products off to where their
-// sums are used, which leaves all operands waiting in registers.
+// Forces the accumulators to be computed here: RDNA's compiler would otherwise delay the multiplications until their
+// results are used, with all operands in registers.
 __device__ inline void settle(Accumulator& accumulator) {
 #if SD_ORT_HIP_CODE && !defined(SD_ORT_MMA_CDNA)
   asm volatile("" : "+v"(accumulator.x));
@@ -148,10 +148,10 @@ __device__ inline uint32_t pack(float low, float high) {
     memcpy(&packed, pair, sizeof(packed));
     return packed;
   } else {
-    // To nearest even, without from_float's care for unusual NaN patterns: arithmetic makes 0x7fc00000 only.
+    // To nearest even, without the NaN handling of from_float(): arithmetic produces only the NaN 0x7fc00000.
     const uint32_t low_bits = __float_as_uint(low), high_bits = __float_as_uint(high);
     uint32_t below_half = 0x7fffu;
-    launder(below_half);  // in a vector register: scalar ones are short where this is used
+    launder(below_half);  // in a vector register, since callers have few scalar ones
     const uint32_t low_rounded = low_bits + below_half + (low_bits >> 16 & 1u);
     const uint32_t high_rounded = high_bits + below_half + (high_bits >> 16 & 1u);
     return low_rounded >> 16 | (high_rounded & 0xffff0000u);
@@ -234,17 +234,17 @@ __device__ inline void multiply_add(Accumulator& accumulator, const Operand<T>& 
 #endif
 }
 
-// The value of the lane 16 further (modulo 32).
+// Value of lane (i + 16) % 32.
 __device__ inline uint32_t exchange_halves(uint32_t value) {
 #if defined(SD_ORT_MMA_RDNA3) || defined(SD_ORT_MMA_RDNA4)
-  uint32_t low = 0x76543210, high = 0xfedcba98;  // which lane of the other half lanes 0 to 7 and 8 to 15 take
+  uint32_t low = 0x76543210, high = 0xfedcba98;  // source lanes in the other half, for lanes 0 to 7 and 8 to 15
 #if !defined(SD_ORT_EMULATED)
-  asm("" : "+s"(low), "+s"(high));  // in scalar registers: a literal would make every one of these half as long again
+  asm("" : "+s"(low), "+s"(high));  // in scalar registers: a literal would lengthen each instruction by half
 #endif
   uint32_t other = __builtin_amdgcn_permlanex16(value, value, low, high, false, false);
 #if !defined(SD_ORT_EMULATED)
-  // Taken here, with all lanes on: clang 19 would move the instruction into a branch around a store, where lanes that
-  // have nothing to store are off and their values cannot be had.
+  // Executed here with all lanes active: clang 19 would move the instruction into a branch around a store, where lanes
+  // without a store are inactive and their values are lost.
   asm volatile("" : "+v"(other));
 #endif
   return other;
@@ -279,8 +279,8 @@ __device__ inline void load_matrices(Registers<uint32_t, 4>::type& r, const void
 #endif
 }
 
-// cp.async: 16 bytes from global memory to LDS, or zeros when not valid; there after wait_for_copies and a barrier.
-// Lanes that are not active copy nothing, without a branch.
+// cp.async: copies 16 bytes from global memory to LDS, or zeros if not valid. Visible after wait_for_copies and a
+// barrier. Inactive lanes copy nothing, without a branch.
 __device__ inline void copy_16_bytes_async(void* to, const void* from, bool valid, bool active) {
 #if SD_ORT_CUDA_CODE
   asm volatile(
@@ -307,8 +307,8 @@ __device__ inline void zero(Accumulator& accumulator) {
   for (int i = 0; i < kAccumulatorSize; ++i) accumulator.x[i] = 0.f;
 }
 
-// An operand from LDS, where element (row, depth) lies at tile[row * stride + depth]. Rows are aligned to 16 bytes
-// (CDNA: 8).
+// Loads an operand from LDS; element (row, depth) is at tile[row * stride + depth]. Rows are aligned to 16 bytes (CDNA:
+// 8).
 template <class T>
 __device__ inline Operand<T> load_operand(const T* tile, int stride) {
   Operand<T> operand;
@@ -316,7 +316,7 @@ __device__ inline Operand<T> load_operand(const T* tile, int stride) {
 #if defined(SD_ORT_MMA_NVIDIA)
   load_matrices<false>(operand.r, tile + lane % 16 * stride + lane / 16 * 8);
 #elif defined(SD_ORT_MMA_RDNA3) || defined(SD_ORT_MMA_RDNA4)
-  // Loads of 16 bytes each: clang 19 cuts a copy of more into bytes and loads at odd addresses, now and then.
+  // Loads of 16 bytes: clang 19 sometimes splits larger copies into bytes and loads at odd addresses.
   typedef uint32_t Quad __attribute__((ext_vector_type(4), may_alias));
   const auto* from = reinterpret_cast<const Quad*>(tile + operand_row(lane, 0) * stride + operand_depth(lane, 0));
 #pragma unroll
@@ -333,7 +333,7 @@ __device__ inline Operand<T> load_operand(const T* tile, int stride) {
 }
 
 #if defined(SD_ORT_MMA_NVIDIA)
-// An operand from LDS that lies transposed: element (row, depth) at tile[depth * stride + row]. NVIDIA only; on AMD the
+// Loads a transposed operand from LDS: element (row, depth) is at tile[depth * stride + row]. NVIDIA only; on AMD the
 // tile is transposed when it is written.
 template <class T>
 __device__ inline Operand<T> load_operand_transposed(const T* tile, int stride) {
@@ -344,8 +344,8 @@ __device__ inline Operand<T> load_operand_transposed(const T* tile, int stride) 
 }
 #endif
 
-// A lane's share of a tile as memory holds it: kPieces runs of kPieceSize neighboring elements, run i from row
-// piece_row(lane, i), column piece_column(lane, i) on. All lanes' runs together are one 16 x 16 tile.
+// Part of a tile in memory order that a lane holds: kPieces runs of kPieceSize adjacent elements, run i starting at row
+// piece_row(lane, i) and column piece_column(lane, i). All lanes together hold a 16 x 16 tile.
 #if defined(SD_ORT_MMA_NVIDIA)
 constexpr int kPieces = 4;
 constexpr int kPieceSize = 2;
@@ -363,13 +363,13 @@ struct Pieces {
 };
 
 #if defined(SD_ORT_MMA_RDNA3)
-// One of two values by a mask of all ones (yes) or zeros. Not `?:`, which the compiler turns into an index into memory.
+// Selects by a mask of all ones or zeros. Not `?:`, which the compiler turns into an index into memory.
 __device__ inline uint32_t select(uint32_t mask, uint32_t yes, uint32_t no) { return (yes & mask) | (no & ~mask); }
 
 __device__ inline uint32_t second_half_mask() { return lane_id() / 16 ? 0xffffffffu : 0u; }
 
-// A lane of the first half has even columns, its partner in the second the odd ones. From both lanes' packed columns
-// (c, c + 2), the pairs (c, c + 1) and (c + 2, c + 3).
+// Lanes of the first half hold even columns, their partners in the second half odd ones. Returns from both lanes'
+// packed columns (c, c + 2) the pairs (c, c + 1) and (c + 2, c + 3).
 __device__ inline uint32_t interleave_low(uint32_t mine, uint32_t other) {
   return permute_bytes(other, mine, select(second_half_mask(), 0x01000504u, 0x05040100u));
 }
@@ -378,7 +378,7 @@ __device__ inline uint32_t interleave_high(uint32_t mine, uint32_t other) {
 }
 #endif
 
-// The accumulator as a T operand with accumulator columns as depth: the A of the next product.
+// Converts the accumulator to a T operand with accumulator columns as depth: the A operand of the next GEMM.
 template <class T>
 __device__ inline Operand<T> to_operand(const Accumulator& accumulator) {
   Operand<T> operand;
@@ -399,12 +399,12 @@ __device__ inline Operand<T> to_operand(const Accumulator& accumulator) {
   return operand;
 }
 
-// The accumulator as T, as memory takes it.
+// Converts the accumulator to T in memory order.
 template <class T>
 __device__ inline Pieces to_pieces(const Accumulator& accumulator) {
   Pieces pieces;
 #if defined(SD_ORT_MMA_RDNA3)
-  // The first half of the wave keeps columns 0-7, the second 8-15: each sends what the other keeps.
+  // The first half of the wave keeps columns 0-7 and the second 8-15; each sends the columns of the other.
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint32_t first = pack<T>(accumulator.x[2 * i], accumulator.x[2 * i + 1]);
@@ -422,7 +422,7 @@ __device__ inline Pieces to_pieces(const Accumulator& accumulator) {
   return pieces;
 }
 
-// An operand as memory holds it. On RDNA3 every lane needs its partner's half of the row too.
+// Converts memory order to an operand. On RDNA3 every lane also needs its partner's half of the row.
 template <class T>
 __device__ inline Operand<T> from_pieces(const Pieces& pieces) {
   Operand<T> operand;
@@ -440,8 +440,8 @@ __device__ inline Operand<T> from_pieces(const Pieces& pieces) {
   return operand;
 }
 
-// An operand that waits long for its use. On RDNA3, whose operands take twice their data's registers, kSmall keeps only
-// the lane's own piece and fetches the partner's when used.
+// An operand held for a long time. On RDNA3, whose operands take twice the registers of their data, kSmall stores only
+// the lane's own part and fetches the partner's at use.
 template <class T, bool kSmall>
 struct HeldOperand {
   static constexpr bool kOwnPiece = kWideOperands && kSmall;

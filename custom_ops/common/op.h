@@ -1,5 +1,5 @@
-// What every side of an operator agrees on: its ONNX Runtime binding, its CPU and GPU kernels, and the Python checks
-// that call it through ctypes. Names neither ONNX Runtime nor HIP nor CUDA.
+// Types shared by the ONNX Runtime bindings, the CPU and GPU kernels, and Python (through ctypes). Independent of ONNX
+// Runtime, HIP and CUDA.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace sd_ort {
 
-// Element types by number, as custom_ops/op.py mirrors them.
+// Element type codes; custom_ops/operator_spec.py mirrors them.
 enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 
 inline size_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
@@ -19,7 +19,7 @@ inline const char* name_of(DType type) {
   return type == DType::kFloat32 ? "float32" : type == DType::kFloat16 ? "float16" : "bfloat16";
 }
 
-// An output buffer, as the tuner compares it between candidates. data is null when the output is not asked for.
+// An output buffer that the tuner compares between candidates; data is null if the output is not requested.
 struct Output {
   void* data;
   size_t count;
@@ -34,7 +34,7 @@ bool are_aligned(Pointers... pointers) {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A thread pool: parallel(count, body) runs body(i) for every i in [0, count) and returns when all are done.
+// A thread pool: parallel(count, body) runs body(i) for i in [0, count) and returns when all have finished.
 class Parallel {
  public:
   using Body = void (*)(void* context, size_t i);

@@ -1,21 +1,19 @@
-// ONNX Runtime's side of an operator, once for all of them: turns a binding (an op folder's binding.h) into an
-// OrtCustomOp for one execution provider and one element type. Only bindings and registry.cc include this.
+// CustomOp: turns a binding (operators/*/binding.h) into an OrtCustomOp for one execution provider and one element
+// type. Only bindings, registry.cc and the provider include this.
 //
 // A binding is a struct with
 //   kName             the operator's name in domain `sd_ort`
-//   Params            the plain struct its kernels take (op.h); has a `DType dtype` member
+//   Params            the plain parameter struct of its kernels (op.h); has a member `DType dtype`
 //   kInputs, kOutputs Port arrays; trailing inputs and outputs may be optional
-//   attributes(const Attributes&) -> Params      once per node; the rest of Params stays default
-//   infer(Shapes&)                               output shapes from input shapes, dims may be symbolic
-//   bind(Tensors&, Params&)                      once per call: checks shapes, fills pointers and sizes
+//   attributes(const Attributes&) -> Params      called once per node; sets the attributes
+//   infer(Shapes&)                               infers output shapes; dimensions may be symbolic
+//   bind(Tensors&, Params&)                      called once per run: checks shapes, sets pointers and sizes
 //   cpu(const Params&, const Parallel&)          the CPU kernel
-// and, of a CPU kernel that computes in bfloat16,
-//   kBFloat16         true: T may be bfloat16 on CPUs
-// and, of kernels on GPUs that may be given the same memory for output 0 as for input 0,
-//   kOverwritesX      true: ONNX Runtime then does so where nobody else reads input 0
-// and, where a CPU kernel keeps something made of a constant input from call to call,
-//   State             what is kept, of a node; Params::kept points to it
-//   kConstant         the input's index: where it is not constant, kept is null
+// and optionally
+//   kBFloat16         true: the CPU kernel supports bfloat16 as T
+//   kMutableAliasX    true: the GPU kernels may write output 0 to the memory of input 0
+//   State, kConstant  state of a node between runs, made from constant input kConstant (such as PackedWeights);
+//                     Params::packed_weights points to it, null if the input is not constant
 #pragma once
 
 #include <algorithm>
@@ -34,8 +32,8 @@
 
 namespace sd_ort {
 
-// The newest C API that the library asks for: built with newer headers it still runs on ONNX Runtime 1.22, and the
-// 1.21 headers of Debian know no newer one than 21.
+// C API version that the library requests: 22 at most, so that it runs on ONNX Runtime 1.22 even if built with newer
+// headers; less with older headers, such as Debian's 1.21.
 constexpr uint32_t kApiVersion = ORT_API_VERSION < 22 ? ORT_API_VERSION : 22;
 
 // Set by RegisterCustomOps.
@@ -49,7 +47,7 @@ inline void check(OrtStatus* status) {
   throw std::runtime_error(message);
 }
 
-// Runs body() and hands an exception to ONNX Runtime as a status.
+// Runs body() and converts an exception to an OrtStatus.
 template <class F>
 OrtStatus* guarded(F&& body) {
   try {
@@ -60,8 +58,8 @@ OrtStatus* guarded(F&& body) {
   }
 }
 
-// An input or output: kT has the element type the kernel is registered for; kU one of its own, float32 or bfloat16, for
-// which the kernel is registered too; kAny, of inputs, has any type and is checked by bind.
+// An input or output. kT has the element type of the registered kernel. kU is float32 or bfloat16, with a registration
+// for each. kAny is an input of any type that bind() checks.
 struct Port {
   enum Type { kT, kU, kAny } type = kT;
   bool optional = false;
@@ -84,42 +82,42 @@ class Attributes {
  public:
   explicit Attributes(const OrtKernelInfo* info) : info_(info) {}
 
-  int64_t integer(const char* name, int64_t absent) const {
-    int64_t value = absent;
+  int64_t integer(const char* name, int64_t default_value) const {
+    int64_t value = default_value;
     OrtStatus* status = ort_api->KernelInfoGetAttribute_int64(info_, name, &value);
-    return ignore(status) ? absent : value;
+    return ignore(status) ? default_value : value;
   }
-  float real(const char* name, float absent) const {
-    float value = absent;
+  float real(const char* name, float default_value) const {
+    float value = default_value;
     OrtStatus* status = ort_api->KernelInfoGetAttribute_float(info_, name, &value);
-    return ignore(status) ? absent : value;
+    return ignore(status) ? default_value : value;
   }
   int64_t required_integer(const char* name) const {
     int64_t value = 0;
     check(ort_api->KernelInfoGetAttribute_int64(info_, name, &value));
     return value;
   }
-  std::vector<int64_t> integers(const char* name, std::vector<int64_t> absent) const {
+  std::vector<int64_t> integers(const char* name, std::vector<int64_t> default_value) const {
     size_t count = 0;
     ignore(ort_api->KernelInfoGetAttributeArray_int64(info_, name, nullptr, &count));
-    if (count == 0) return absent;
+    if (count == 0) return default_value;
     std::vector<int64_t> values(count);
     check(ort_api->KernelInfoGetAttributeArray_int64(info_, name, values.data(), &count));
     return values;
   }
-  // Whether an input is an initializer that stays as it is.
+  // Whether an input is a constant initializer.
   bool is_constant(size_t index) const {
     int constant = 0;
     const OrtValue* value = nullptr;
     return !ignore(ort_api->KernelInfoGetConstantInput_tensor(info_, index, &constant, &value)) && constant != 0;
   }
-  std::string text(const char* name, const std::string& absent) const {
+  std::string text(const char* name, const std::string& default_value) const {
     size_t bytes = 0;
     ignore(ort_api->KernelInfoGetAttribute_string(info_, name, nullptr, &bytes));
-    if (bytes == 0) return absent;
+    if (bytes == 0) return default_value;
     std::string value(bytes, '\0');
     check(ort_api->KernelInfoGetAttribute_string(info_, name, value.data(), &bytes));
-    return value.c_str();  // without the zero at its end
+    return value.c_str();  // without the terminating zero
   }
 
  private:
@@ -130,7 +128,7 @@ class Attributes {
   const OrtKernelInfo* info_;
 };
 
-// Shape inference. A dim is a number, a symbol or unknown; all three copy from input to output.
+// A dimension in shape inference: a value, a symbol or unknown.
 struct Dim {
   int64_t value = -1;
   std::string symbol;
@@ -144,7 +142,7 @@ class Shapes {
     check(ort_api->ShapeInferContext_GetInputCount(context, &count_));
   }
 
-  // Whether the input is there with a known rank.
+  // Whether the input is present and its rank is known.
   bool has(size_t index) const { return index < count_ && !input(index).empty(); }
 
   std::vector<Dim> input(size_t index) const {
@@ -171,10 +169,10 @@ class Shapes {
     return value;
   }
 
-  // An attribute of the node, or `absent`.
-  int64_t integer(const char* name, int64_t absent) const {
+  // An attribute of the node, or the default.
+  int64_t integer(const char* name, int64_t default_value) const {
     const OrtOpAttr* attribute = nullptr;
-    int64_t value = absent;
+    int64_t value = default_value;
     size_t bytes = 0;
     OrtStatus* status = ort_api->ShapeInferContext_GetAttribute(context_, name, &attribute);
     if (status == nullptr && attribute != nullptr) {
@@ -184,9 +182,8 @@ class Shapes {
     return value;
   }
 
-  // All outputs have the element type of input `typed_by`, or `type`. Call for every output whose rank is known. A size
-  // that is neither known nor named gets a name of its own: ONNX Runtime takes two sizes of -1 for equal ones, and puts
-  // one tensor into the buffer of another.
+  // Sets the shape of an output, and its element type to that of input `typed_by` or to `type`. Unknown dimensions get
+  // unique symbols: ONNX Runtime would treat two dimensions of -1 as equal and share a buffer between both tensors.
   void set_output(size_t index, std::vector<Dim> dims, size_t typed_by = 0) {
     OrtTensorTypeAndShapeInfo* typed = nullptr;
     ONNXTensorElementDataType type;
@@ -220,17 +217,17 @@ class Shapes {
   size_t count_ = 0;
 };
 
-// A tensor argument; data is null when an optional one is absent.
+// An input tensor; data is null if it is absent.
 struct Tensor {
   const void* data = nullptr;
   std::vector<int64_t> shape;
   ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
 
   explicit operator bool() const { return data != nullptr; }
-  bool has_shape(std::initializer_list<int64_t> wanted) const {
-    return shape.size() == wanted.size() && std::equal(shape.begin(), shape.end(), wanted.begin());
+  bool has_shape(std::initializer_list<int64_t> expected) const {
+    return shape.size() == expected.size() && std::equal(shape.begin(), shape.end(), expected.begin());
   }
-  // Elements; of an empty tensor the other sizes may be any, and their product too large.
+  // Element count; 0 for an empty tensor, whose other sizes may overflow.
   int64_t size() const {
     int64_t count = 1;
     for (int64_t dim : shape) {
@@ -239,7 +236,7 @@ struct Tensor {
     for (int64_t dim : shape) count *= dim;
     return count;
   }
-  // Vectors along the last axis; 0 of an empty tensor.
+  // Number of rows along the last axis; 0 for an empty tensor.
   int64_t rows() const { return size() == 0 ? 0 : size() / shape.back(); }
   DType dtype() const {
     switch (type) {
@@ -281,7 +278,7 @@ class Tensors {
     return tensor;
   }
 
-  // Where an input's elements lie; null when it is absent.
+  // Address of an input; null if it is absent.
   const void* address(size_t index) const {
     const OrtValue* value = nullptr;
     if (index < inputs_) check(ort_api->KernelContext_GetInput(context_, index, &value));
@@ -290,10 +287,10 @@ class Tensors {
     return data;
   }
 
-  // Allocates the output; null when an optional one is not asked for.
+  // Allocates an output; returns null if it is not requested.
   void* output(size_t index, const std::vector<int64_t>& shape) {
     OrtValue* value = nullptr;
-    if (index < outputs_ && (index >= 32 || (left_out_ >> index & 1) == 0)) {
+    if (index < outputs_ && (index >= 32 || (skipped_outputs_ >> index & 1) == 0)) {
       check(ort_api->KernelContext_GetOutput(context_, index, shape.data(), shape.size(), &value));
     }
     if (value == nullptr) return nullptr;
@@ -301,32 +298,32 @@ class Tensors {
     void* data = nullptr;
     check(ort_api->GetTensorMutableData(value, &data));
     const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
-    require(data != nullptr || empty, "there is no more device memory for an output");  // ONNX Runtime does not check
+    require(data != nullptr || empty, "out of device memory for an output");  // ONNX Runtime does not check
     return data;
   }
 
-  // Outputs that count as not asked for, a bit each of the first 32.
-  void leave_out(uint32_t outputs) { left_out_ = outputs; }
+  // Treats outputs as not requested; one bit for each of the first 32.
+  void skip_outputs(uint32_t outputs) { skipped_outputs_ = outputs; }
 
-  // Where the outputs live: the provider's own memory.
+  // Memory info of the outputs.
   const OrtMemoryInfo* memory() const { return memory_; }
 
  private:
   OrtKernelContext* context_;
   size_t inputs_ = 0;
   size_t outputs_ = 0;
-  uint32_t left_out_ = 0;
+  uint32_t skipped_outputs_ = 0;
   const OrtMemoryInfo* memory_ = nullptr;
 };
 
-// Bytes from the provider's allocator for the time of one launch; its arena hands them out again in stream order.
+// Scratch memory of one launch from the provider's allocator, whose arena reuses it in stream order.
 class Workspace {
  public:
   Workspace(OrtKernelContext* context, const OrtMemoryInfo* memory, size_t bytes) {
     if (bytes == 0) return;
     check(ort_api->KernelContext_GetAllocator(context, memory, &allocator_));
     check(ort_api->AllocatorAlloc(allocator_, bytes, &data_));
-    require(data_ != nullptr, "there is no more device memory for a kernel's workspace");
+    require(data_ != nullptr, "out of device memory for a kernel's workspace");
   }
   ~Workspace() {
     if (data_ != nullptr) ort_api->ReleaseStatus(ort_api->AllocatorFree(allocator_, data_));
@@ -342,7 +339,7 @@ class Workspace {
   void* data_ = nullptr;
 };
 
-// The functions of a GPU library that a kernel needs.
+// Functions of the GPU library (interface.h).
 struct GpuLibrary {
   decltype(&sd_ort_find_op) find_op;
   decltype(&sd_ort_choose) choose;
@@ -350,12 +347,12 @@ struct GpuLibrary {
   decltype(&sd_ort_run) run;
 };
 
-// What a node's kernel keeps from call to call; most keep nothing.
+// State of a node between runs; empty for most bindings.
 template <class Binding, class = void>
 struct NodeState {
   explicit NodeState(const Attributes&) {}
   template <class Params>
-  void give(Params&) const {}
+  void attach(Params&) const {}
 };
 template <class Binding>
 struct NodeState<Binding, std::void_t<typename Binding::State>> {
@@ -363,24 +360,35 @@ struct NodeState<Binding, std::void_t<typename Binding::State>> {
     if (node.is_constant(Binding::kConstant)) state = std::make_unique<typename Binding::State>();
   }
   template <class Params>
-  void give(Params& params) const {
-    params.kept = state.get();
+  void attach(Params& params) const {
+    params.packed_weights = state.get();
   }
   std::unique_ptr<typename Binding::State> state;
 };
 
+// Base of bindings without attributes whose output 0 has the shape of input 0.
+template <class P, void (*kKernel)(const P&, const Parallel&)>
+struct BindingBase {
+  using Params = P;
+
+  static Params attributes(const Attributes&) { return {}; }
+  static void infer(Shapes& shapes) {
+    if (shapes.has(0)) shapes.set_output(0, shapes.input(0));
+  }
+  static void cpu(const Params& params, const Parallel& parallel) { kKernel(params, parallel); }
+};
+
 template <class Binding, class = void>
-constexpr bool kTakesBFloat16 = false;
+constexpr bool kSupportsBFloat16 = false;
 template <class Binding>
-constexpr bool kTakesBFloat16<Binding, std::void_t<decltype(Binding::kBFloat16)>> = Binding::kBFloat16;
+constexpr bool kSupportsBFloat16<Binding, std::void_t<decltype(Binding::kBFloat16)>> = Binding::kBFloat16;
 
 template <class Binding>
 class CustomOp : public OrtCustomOp {
  public:
   using Params = typename Binding::Params;
 
-  // gpu is null for the CPU kernel, whose provider is null too. `second` is the type of kU. The strings must outlive
-  // the session.
+  // `gpu` and `provider` are null for the CPU kernel. `second` is the type of kU. The strings must outlive the session.
   CustomOp(const char* provider, DType dtype, const GpuLibrary* gpu, DType second = DType::kFloat32)
       : OrtCustomOp{}, provider_(provider), dtype_(dtype), second_(second), gpu_(gpu) {
     if (gpu != nullptr) gpu_op_ = gpu->find_op(Binding::kName, sizeof(Params));
@@ -419,7 +427,7 @@ class CustomOp : public OrtCustomOp {
     };
   }
 
-  // Whether the GPU library has this operator, with these Params.
+  // Whether the GPU library has this operator with Params of this size.
   bool available() const { return gpu_ == nullptr || gpu_op_ >= 0; }
 
  private:
@@ -430,7 +438,7 @@ class CustomOp : public OrtCustomOp {
 
     void compute(OrtKernelContext* context) const {
       Params params = attributes;
-      state.give(params);
+      state.attach(params);
       Tensors tensors(context);
       Binding::bind(tensors, params);
       if (op->gpu_ == nullptr) {

@@ -1,7 +1,7 @@
-// Weights of a product in bfloat16, in the order that the matrix units of CPUs read them: panels of 16 columns, each
-// cut into blocks of 32 depths of one tap (a filter's pixel; a matrix has one),
+// bfloat16 GEMM weights in the order of CPU matrix units: panels of 16 columns, panel_size divided into blocks of 32
+// depths of one tap (a position of a convolution filter; a matrix has one tap),
 //   [panel][tap][block][16 pairs of depths][16 columns][2],
-// zeros where there is no column or depth, an even number of panels.
+// padded with zeros to an even number of panels.
 #pragma once
 
 #include <cstring>
@@ -14,16 +14,16 @@ namespace sd_ort {
 
 constexpr int64_t kPanelColumns = 16;
 constexpr int64_t kBlockDepth = 32;
-constexpr int64_t kBlockNumbers = kPanelColumns * kBlockDepth;
+constexpr int64_t kBlockElements = kPanelColumns * kBlockDepth;
 
-// Where weight (depth, tap, column) lies: data[depth * depth_stride + tap + column * column_stride].
+// Unpacked weights: weight (depth, tap, column) is data[depth * depth_stride + tap + column * column_stride].
 struct WeightLayout {
   const void* data;
-  DType dtype;  // float32, which is rounded, or bfloat16
+  DType dtype;  // float32 (rounded to bfloat16) or bfloat16
   int64_t depth, taps, columns;
   int64_t depth_stride, column_stride;
-  // Even panels hold columns of the left half and odd ones those of the right half, so that a pair has both parts of
-  // what a column of the right gates.
+  // Even panels hold columns of the left half and odd panels those of the right half, so that a pair has both operands
+  // of GEGLU.
   bool halves = false;
 
   int64_t blocks() const { return ceil_div(depth, kBlockDepth); }
@@ -32,7 +32,7 @@ struct WeightLayout {
   }
 };
 
-// The bits of a float as a bfloat16, rounded to the nearest, to even between two; a NaN stays one.
+// Rounds to bfloat16 (nearest, ties to even); NaN stays NaN.
 inline uint16_t bfloat16_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -58,34 +58,34 @@ inline void pack_panel(const WeightLayout& w, int64_t panel, uint16_t* to) {
   }
 }
 
-// Packed by the first call that asks, kept for the others; calls may come from several threads.
+// Weights packed by the first get(), which may be called by several threads.
 class PackedWeights {
  public:
   PackedWeights() = default;
-  ~PackedWeights() { ::operator delete(numbers_, kAlignment); }
+  ~PackedWeights() { ::operator delete(data_, kAlignment); }
   PackedWeights(const PackedWeights&) = delete;
   PackedWeights& operator=(const PackedWeights&) = delete;
 
   const uint16_t* get(const WeightLayout& weights, const Parallel& parallel) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (numbers_ == nullptr) {
-      const int64_t each = weights.taps * weights.blocks() * kBlockNumbers, panels = weights.panels();
-      const size_t bytes = static_cast<size_t>(panels * each) * 2;
-      numbers_ = static_cast<uint16_t*>(::operator new(bytes, kAlignment));
+    if (data_ == nullptr) {
+      const int64_t panel_size = weights.taps * weights.blocks() * kBlockElements, panels = weights.panels();
+      const size_t bytes = static_cast<size_t>(panels * panel_size) * 2;
+      data_ = static_cast<uint16_t*>(::operator new(bytes, kAlignment));
       if (bytes > 0) {
         parallel(static_cast<size_t>(panels), [&](size_t panel) {
-          pack_panel(weights, static_cast<int64_t>(panel), numbers_ + static_cast<int64_t>(panel) * each);
+          pack_panel(weights, static_cast<int64_t>(panel), data_ + static_cast<int64_t>(panel) * panel_size);
         });
       }
     }
-    return numbers_;
+    return data_;
   }
 
  private:
   static constexpr std::align_val_t kAlignment{64};
 
   std::mutex mutex_;
-  uint16_t* numbers_ = nullptr;
+  uint16_t* data_ = nullptr;
 };
 
 }  // namespace sd_ort

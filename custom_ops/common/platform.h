@@ -1,5 +1,5 @@
-// All that differs between Linux and Windows, but for how a function is exported (interface.h): how libraries are
-// named, loaded and asked for functions. Host code.
+// Platform differences between Linux and Windows, except function export (interface.h): library names, loading and
+// symbol lookup. Host code.
 #pragma once
 
 #include <exception>
@@ -21,7 +21,7 @@
 
 namespace sd_ort {
 
-// What an exported function says of its work: 0, or 1 for what it threw.
+// Runs work() and returns 0, or 1 if it throws.
 template <class Work>
 int status_of(const Work& work) {
   try {
@@ -36,7 +36,7 @@ int status_of(const Work& work) {
 
 namespace sd_ort::platform {
 
-// File names of our own libraries, and of vendors' by version, the newest first.
+// File names of sd-ort libraries, and of vendor libraries by version, newest first.
 #if defined(_WIN32)
 constexpr const char* kHipLibrary = "libsd_ort_hip.dll";
 constexpr const char* kCudaLibrary = "libsd_ort_cuda.dll";
@@ -53,21 +53,23 @@ constexpr const char* kHipblasLt[] = {"libhipblaslt.so.1", "libhipblaslt.so.0", 
 
 #if defined(_WIN32)
 inline std::wstring wide(const std::string& text) {
-  std::wstring made(MultiByteToWideChar(CP_UTF8, 0, text.data(), static_cast<int>(text.size()), nullptr, 0), L'\0');
-  MultiByteToWideChar(CP_UTF8, 0, text.data(), static_cast<int>(text.size()), made.data(),
-                      static_cast<int>(made.size()));
-  return made;
+  std::wstring converted(MultiByteToWideChar(CP_UTF8, 0, text.data(), static_cast<int>(text.size()), nullptr, 0),
+                         L'\0');
+  MultiByteToWideChar(CP_UTF8, 0, text.data(), static_cast<int>(text.size()), converted.data(),
+                      static_cast<int>(converted.size()));
+  return converted;
 }
 inline std::string narrow(const std::wstring& text) {
   const int count = static_cast<int>(text.size());
-  std::string made(WideCharToMultiByte(CP_UTF8, 0, text.data(), count, nullptr, 0, nullptr, nullptr), '\0');
-  WideCharToMultiByte(CP_UTF8, 0, text.data(), count, made.data(), static_cast<int>(made.size()), nullptr, nullptr);
-  return made;
+  std::string converted(WideCharToMultiByte(CP_UTF8, 0, text.data(), count, nullptr, 0, nullptr, nullptr), '\0');
+  WideCharToMultiByte(CP_UTF8, 0, text.data(), count, converted.data(), static_cast<int>(converted.size()), nullptr,
+                      nullptr);
+  return converted;
 }
 #endif
 
-// A library by its path or, where the system finds it, its name, in UTF-8; it stays until the process ends. Null when
-// it does not load: load_error() then says why, on this thread.
+// Loads a library by path or by name (UTF-8); it stays loaded until the process ends. Returns null on failure;
+// load_error() then returns the reason, on this thread.
 inline void* load(const std::string& library) {
 #if defined(_WIN32)
   return reinterpret_cast<void*>(LoadLibraryW(wide(library).c_str()));
@@ -86,7 +88,7 @@ inline std::string load_error() {
 #endif
 }
 
-// The first of several that loads, or null.
+// Loads the first of several libraries that exists; returns null if none does.
 template <size_t kCount>
 void* load_first(const char* const (&libraries)[kCount]) {
   for (const char* library : libraries) {
@@ -95,23 +97,23 @@ void* load_first(const char* const (&libraries)[kCount]) {
   return nullptr;
 }
 
-// Whether the library has a function of this name, which `function` then is.
+// Sets `function` to the symbol `name` of the library; returns whether it exists.
 template <class Function>
 bool find(void* library, const std::string& name, Function*& function) {
 #if defined(_WIN32)
-  void* const found = reinterpret_cast<void*>(GetProcAddress(reinterpret_cast<HMODULE>(library), name.c_str()));
+  void* const symbol = reinterpret_cast<void*>(GetProcAddress(reinterpret_cast<HMODULE>(library), name.c_str()));
 #else
-  void* const found = dlsym(library, name.c_str());
+  void* const symbol = dlsym(library, name.c_str());
 #endif
-  function = reinterpret_cast<Function*>(found);
+  function = reinterpret_cast<Function*>(symbol);
   return function != nullptr;
 }
 
-// The folder, a separator at its end, of the library that a function is in; "" when the system does not know.
+// Returns the folder, with a trailing separator, of the library that contains a function; "" if unknown.
 inline std::string folder_of(void (*function)()) {
 #if defined(_WIN32)
   HMODULE library = nullptr;
-  std::wstring path(1 << 15, L'\0');  // the longest there is
+  std::wstring path(1 << 15, L'\0');  // the maximum length
   if (!GetModuleHandleExW(GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_UNCHANGED_REFCOUNT,
                           reinterpret_cast<const wchar_t*>(function), &library)) {
     return "";

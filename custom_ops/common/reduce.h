@@ -1,4 +1,4 @@
-// Reductions over a wave and over a block, and the running moments that normalizations need. Device code.
+// Reductions over waves and blocks, and moments for normalizations. Device code.
 #pragma once
 
 #include "common/gpu.h"
@@ -13,7 +13,7 @@ struct Max {
   __device__ static float merge(float a, float b) { return fmaxf(a, b); }
 };
 
-// Every lane gets the reduction over its run of kLanes lanes (a power of two, at most the wave size).
+// Returns to every lane the reduction over its group of kLanes adjacent lanes (a power of two up to the wave size).
 template <class Op, int kLanes = SD_ORT_WAVE_SIZE>
 __device__ inline float wave_reduce(float value) {
 #pragma unroll
@@ -21,19 +21,19 @@ __device__ inline float wave_reduce(float value) {
   return value;
 }
 
-// Count, mean and summed squared distance from the mean of some numbers: what survives merging when the numbers are
-// large and nearly equal, as sums of squares would not (Chan, Golub and LeVeque, "Updating formulae and a pairwise
-// algorithm for computing sample variances", 1979).
+// Count, mean and sum of squared distances from the mean. Merging these stays accurate for large, nearly equal values,
+// unlike sums of squares (Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+// variances", 1979).
 struct Moments {
   float count;
   float mean;
   float m2;
 
-  __device__ static Moments none() { return {0.f, 0.f, 0.f}; }
+  __device__ static Moments empty() { return {0.f, 0.f, 0.f}; }
 };
 
-// Every thread gets the reduction over the block's kThreads threads (a multiple of 64). `shared` holds
-// max_waves(kThreads) floats; the block may use it again after its next barrier.
+// Returns to every thread the reduction over the kThreads threads of the block (a multiple of 64). `shared` holds
+// max_waves(kThreads) floats and may be reused after the next barrier.
 template <class Op, int kThreads>
 __device__ inline float block_reduce(float value, float* shared) {
   constexpr int kWaves = kThreads / SD_ORT_WAVE_SIZE;
@@ -48,8 +48,8 @@ __device__ inline float block_reduce(float value, float* shared) {
   return value;
 }
 
-// Sums of numbers as they come, taken about the first of them. That number is one of the summed, so its distance from
-// their mean is at most sqrt(n) deviations and the variance loses at most n roundoffs, whatever the mean.
+// Running sums of values and squares, shifted by the first value. Its distance from the mean is at most sqrt(n)
+// standard deviations, so the variance loses at most n roundoffs for any mean.
 struct ShiftedSums {
   float first;
   float sum;
@@ -64,14 +64,16 @@ struct ShiftedSums {
     sum += distance;
     squares += distance * distance;
   }
-  // Of `count` numbers; `inverse` is 1 / count.
+  // Moments of `count` values; `inverse` is 1 / count.
   __device__ Moments moments(float count, float inverse) const {
     return {count, first + sum * inverse, fmaxf(squares - sum * (sum * inverse), 0.f)};
   }
-  __device__ Moments moments(float count) const { return count == 0.f ? Moments::none() : moments(count, 1.f / count); }
+  __device__ Moments moments(float count) const {
+    return count == 0.f ? Moments::empty() : moments(count, 1.f / count);
+  }
 };
 
-// Moments of several parts, merged without a division each: sums about the mean of one of the parts, as above.
+// Merges moments of several parts without a division per part: sums shifted by the mean of one part.
 struct MomentSums {
   float first;
   float count;
@@ -85,7 +87,7 @@ struct MomentSums {
     sum += part.count * distance;
     squares += part.m2 + part.count * distance * distance;
   }
-  __device__ void add(const MomentSums& other) {  // taken about the same `first`
+  __device__ void add(const MomentSums& other) {  // with the same `first`
     count += other.count;
     sum += other.sum;
     squares += other.squares;
@@ -96,8 +98,8 @@ struct MomentSums {
   }
 };
 
-// Every thread gets the moments of the whole block, whose numbers are `count` together. `shared` holds
-// 2 * max_waves(kThreads) floats; two calls after each other may use the same.
+// Returns to every thread the moments of the `count` values of the block. `shared` holds 2 * max_waves(kThreads)
+// floats; two consecutive calls may use the same.
 template <int kThreads>
 __device__ inline Moments block_moments(const Moments& mine, float count, float* shared) {
   const float mean = block_reduce<Sum, kThreads>(mine.count * mine.mean, shared) / count;

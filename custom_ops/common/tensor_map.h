@@ -1,4 +1,4 @@
-// CUDA's tensor maps as bulk_copy.h uses them, without the header of the driver's API. Plain C++.
+// CUDA tensor maps for bulk_copy.h, without the header of the driver API. Plain C++.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,8 @@
 namespace sd_ort {
 namespace bulk {
 
-// A matrix of 2-byte elements in global memory and the tile that is copied of it: CUtensorMap, which CUDA 13 aligns to
-// 128 bytes (its functions ask for 64, as CUDA 12). A kernel's parameter,
-// __grid_constant__.
+// CUtensorMap of a matrix of 2-byte elements and its tile, a __grid_constant__ kernel parameter. CUDA 13 aligns it to
+// 128 bytes; the driver functions of CUDA 12 and 13 require 64.
 struct alignas(128) Matrix {
   unsigned char bytes[128];
 };

@@ -1,4 +1,4 @@
-// Candidates of a GPU operator, and the operator as the library's C interface (gpu_library.cc) sees it. Plain C++.
+// GPU operators with several candidate kernels, as the C interface (gpu_library.cc) uses them. Plain C++.
 #pragma once
 
 #include <functional>
@@ -10,8 +10,8 @@
 
 namespace sd_ort {
 
-// One way to run an operator. `run` launches on `stream` (a hipStream_t or cudaStream_t) and returns null or a message;
-// `workspace` points to workspace_bytes(params) bytes of device memory with any contents.
+// One implementation of an operator. `run` launches on `stream` (a hipStream_t or cudaStream_t) and returns null or an
+// error message. `workspace` is uninitialized device memory of workspace_bytes(params) bytes.
 template <class Params>
 struct Candidate {
   std::string name;
@@ -20,8 +20,15 @@ struct Candidate {
   std::function<size_t(const Params&)> workspace_bytes = [](const Params&) { return size_t{0}; };
 };
 
-// An operator with its parameter type erased: `params` points to the operator's Params. Candidate 0 is the plainest
-// kernel: it takes every call, and the tuner holds the others to its results.
+// The generic kernel, which supports every call and needs no workspace.
+template <class Params>
+Candidate<Params> generic_candidate(const char* (*launch)(const Params&, void* stream)) {
+  return {"generic", [](const Params&) { return true; },
+          [launch](const Params& p, void*, void* stream) { return launch(p, stream); }};
+}
+
+// Type-erased operator: `params` points to the operator's Params. Candidate 0 is the generic kernel, which supports
+// every call and is the tuner's reference.
 class GpuOp {
  public:
   virtual ~GpuOp() = default;
@@ -32,15 +39,15 @@ class GpuOp {
   virtual bool is_supported(int candidate, const void* params) const = 0;
   virtual size_t workspace_bytes(int candidate, const void* params) const = 0;
   virtual const char* run(int candidate, const void* params, void* workspace, void* stream) const = 0;
-  // The key of a tuning result: two calls with one signature have one best candidate.
+  // Key of a tuning result.
   virtual std::string signature(const void* params) const = 0;
   virtual std::vector<Output> outputs(const void* params) const = 0;
-  // The candidate that runs a call which was never measured; it supports the call, where any does.
+  // Candidate for calls without a tuning result; it supports the call if any candidate does.
   virtual int default_candidate(const void* params) const = 0;
 };
 
-// Params has `std::string signature() const` and `std::vector<Output> outputs() const`. `default_name` names the
-// candidate that runs a call untuned; none: candidate 0.
+// Params has `std::string signature() const` and `std::vector<Output> outputs() const`. `default_name` returns the name
+// of the default candidate; candidate 0 if it is null.
 template <class Params>
 class TunableOp : public GpuOp {
  public:

@@ -9,24 +9,24 @@
 
 #include "common/capture.h"
 #include "common/check.h"
-#include "common/graph.h"
+#include "common/gpu_graph.h"
 
 namespace sd_ort {
 namespace {
 
-std::atomic<bool> without_memsets{false};  // Tuner::time_without_memsets
+std::atomic<bool> replaces_memsets{false};  // Tuner::time_with_replaced_memsets
 
 constexpr int kWarmUps = 3;
 constexpr int kRuns = 20;
 constexpr int kReplays = 3;
-constexpr double kWindow = 4000;               // microseconds of a replay, about
-constexpr double kHopeless = 2;                // times the best candidate's time: then one run tells enough
-constexpr double kQueueing = 60;               // microseconds that the host may need to queue a launch
-constexpr size_t kCompared = size_t{1} << 22;  // elements of an output, about
+constexpr double kReplayMicroseconds = 4000;           // approximate duration of a replay in microseconds
+constexpr double kSlowFactor = 2;                      // a candidate this much slower than the best is run once
+constexpr double kLaunchMicroseconds = 60;             // upper bound of the launch time on the host
+constexpr size_t kComparedElements = size_t{1} << 22;  // approximate number of compared elements per output
 
 const char* message(gpuError_t error) { return error == gpuSuccess ? nullptr : SD_ORT_GPU_NAME(GetErrorString)(error); }
 
-// Device memory that frees itself.
+// Device memory, freed on destruction.
 class Buffer {
  public:
   explicit Buffer(size_t bytes) {
@@ -46,7 +46,7 @@ class Buffer {
 };
 
 float half_to_float(uint16_t bits) {
-  // A half's exponent and fraction lie in a float as they are, but for the bias: 127 - 15 powers of two.
+  // The exponent and fraction bits only need the difference of the biases, 127 - 15.
   const uint32_t magnitude = (bits & 0x7fffu) << 13 | ((bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u);
   float x;
   std::memcpy(&x, &magnitude, 4);
@@ -69,14 +69,14 @@ double value(const std::vector<char>& bytes, size_t i, DType dtype) {
   return x;
 }
 
-// Same numbers up to rounding: squared error over squared size below the type's own, NaN and Inf in the same places.
-// Of large outputs every n-th element is compared, n odd and small: no stretch that was never written goes unseen.
-bool agree(const std::vector<char>& got, const std::vector<char>& wanted, size_t count, DType dtype) {
+// Whether outputs are equal up to rounding: the normalized squared error is below the limit of the dtype, and NaN and
+// Inf are at the same positions. Large outputs are sampled at a small odd step, which finds unwritten ranges.
+bool outputs_match(const std::vector<char>& actual, const std::vector<char>& expected, size_t count, DType dtype) {
   const double limit = dtype == DType::kFloat32 ? 1e-10 : dtype == DType::kFloat16 ? 1e-5 : 5e-4;
-  const size_t step = count / kCompared | 1;
+  const size_t step = count / kComparedElements | 1;
   double error = 0, size = 0;
   for (size_t i = 0; i < count; i += step) {
-    const double a = value(got, i, dtype), b = value(wanted, i, dtype);
+    const double a = value(actual, i, dtype), b = value(expected, i, dtype);
     if (std::isnan(b) != std::isnan(a)) return false;
     if (std::isnan(b)) continue;
     if (std::isinf(a) || std::isinf(b)) {
@@ -102,34 +102,33 @@ const char* copy_outputs(const std::vector<Output>& outputs, gpuStream_t stream,
   return message(SD_ORT_GPU_NAME(StreamSynchronize)(stream));
 }
 
-// The outputs of the call that is tuned. Where the first one lies on an input, that is kept: it is put back before
-// every run that counts, and at the end.
+// Outputs of the tuned call. If output 0 aliases an input, a copy of the input is restored before each checked run and
+// at the end.
 class Outputs {
  public:
   Outputs(std::vector<Output> all, const void* x, gpuStream_t stream)
-      : all_(std::move(all)), stream_(stream), kept_(x != nullptr && all_[0].data == x ? bytes(all_[0]) : 0) {
-    error_ = overwrites() ? copy(kept_.data(), all_[0].data) : kept_.error();
+      : all_(std::move(all)), stream_(stream), input_copy_(x != nullptr && all_[0].data == x ? bytes(all_[0]) : 0) {
+    error_ = aliases_input() ? copy(input_copy_.data(), all_[0].data) : input_copy_.error();
   }
   ~Outputs() {
-    if (!overwrites()) return;
-    (void)copy(all_[0].data, kept_.data());
+    if (!aliases_input()) return;
+    (void)copy(all_[0].data, input_copy_.data());
     (void)SD_ORT_GPU_NAME(StreamSynchronize)(stream_);
   }
   Outputs(const Outputs&) = delete;
   Outputs& operator=(const Outputs&) = delete;
   const std::vector<Output>& all() const { return all_; }
-  bool overwrites() const { return kept_.data() != nullptr; }
+  bool aliases_input() const { return input_copy_.data() != nullptr; }
   const char* error() const { return error_; }
 
-  // The input that is kept as it was; else NaN patterns, so that a candidate that writes nothing cannot pass on
-  // another's output.
-  const char* renew() const {
+  // Restores the aliased input and fills other outputs with NaN, so that a candidate that writes nothing fails.
+  const char* reset() const {
     for (size_t k = 0; k < all_.size(); ++k) {
       const Output& output = all_[k];
       if (output.data == nullptr || output.count == 0) continue;
-      const bool kept = k == 0 && overwrites();
-      SD_ORT_RETURN_ERROR(kept ? copy(output.data, kept_.data())
-                               : message(SD_ORT_GPU_NAME(MemsetAsync)(output.data, 0xff, bytes(output), stream_)));
+      const bool is_input = k == 0 && aliases_input();
+      SD_ORT_RETURN_ERROR(is_input ? copy(output.data, input_copy_.data())
+                                   : message(SD_ORT_GPU_NAME(MemsetAsync)(output.data, 0xff, bytes(output), stream_)));
     }
     return nullptr;
   }
@@ -143,16 +142,16 @@ class Outputs {
 
   std::vector<Output> all_;
   gpuStream_t stream_;
-  Buffer kept_;
+  Buffer input_copy_;
   const char* error_ = nullptr;
 };
 
-// Two events on a stream.
+// Measures time with two events in a stream.
 class Stopwatch {
  public:
   explicit Stopwatch(gpuStream_t stream) : stream_(stream) {
-    made_ = message(SD_ORT_GPU_NAME(EventCreate)(&begin_));
-    if (made_ == nullptr) made_ = message(SD_ORT_GPU_NAME(EventCreate)(&end_));
+    error_ = message(SD_ORT_GPU_NAME(EventCreate)(&begin_));
+    if (error_ == nullptr) error_ = message(SD_ORT_GPU_NAME(EventCreate)(&end_));
   }
   ~Stopwatch() {
     if (begin_ != nullptr) (void)SD_ORT_GPU_NAME(EventDestroy)(begin_);
@@ -160,11 +159,11 @@ class Stopwatch {
   }
   Stopwatch(const Stopwatch&) = delete;
   Stopwatch& operator=(const Stopwatch&) = delete;
-  // Microseconds of what `work` queues.
+  // Sets the device time of the work that `work` queues.
   template <class Work>
   const char* time(const Work& work, double& microseconds) {
     float milliseconds = 0;
-    SD_ORT_RETURN_ERROR(made_);
+    SD_ORT_RETURN_ERROR(error_);
     SD_ORT_RETURN_ERROR(message(SD_ORT_GPU_NAME(EventRecord)(begin_, stream_)));
     SD_ORT_RETURN_ERROR(work());
     SD_ORT_RETURN_ERROR(message(SD_ORT_GPU_NAME(EventRecord)(end_, stream_)));
@@ -177,20 +176,20 @@ class Stopwatch {
  private:
   gpuStream_t stream_;
   gpuEvent_t begin_ = nullptr, end_ = nullptr;
-  const char* made_ = nullptr;
+  const char* error_ = nullptr;
 };
 
-// A stream of the tuner's own: one that is given may be the default stream, which captures nothing.
-class OwnStream {
+// Stream of the tuner: the caller's may be the default stream, which cannot be captured.
+class TuningStream {
  public:
-  OwnStream() {
+  TuningStream() {
     error_ = message(SD_ORT_GPU_NAME(StreamCreateWithFlags)(&stream_, SD_ORT_GPU_NAME(StreamNonBlocking)));
   }
-  ~OwnStream() {
+  ~TuningStream() {
     if (stream_ != nullptr) (void)SD_ORT_GPU_NAME(StreamDestroy)(stream_);
   }
-  OwnStream(const OwnStream&) = delete;
-  OwnStream& operator=(const OwnStream&) = delete;
+  TuningStream(const TuningStream&) = delete;
+  TuningStream& operator=(const TuningStream&) = delete;
   gpuStream_t get() const { return stream_; }
   const char* error() const { return error_; }
 
@@ -199,12 +198,11 @@ class OwnStream {
   const char* error_ = nullptr;
 };
 
-// `count` launches as a graph. They follow one another as in a captured run: what the host does to queue one, which may
-// be longer than a small kernel, is not timed.
-class Replay {
+// `count` launches as a GPU graph, which excludes the launch time on the host.
+class GraphReplay {
  public:
   template <class Launch>
-  Replay(const Launch& launch, int count, gpuStream_t stream) : stream_(stream) {
+  GraphReplay(const Launch& launch, int count, gpuStream_t stream) : stream_(stream) {
     SD_ORT_GPU_NAME(Graph_t) graph = nullptr;
     error_ = message(Captures::instance().begin(stream, [&] {
       return SD_ORT_GPU_NAME(StreamBeginCapture)(stream, SD_ORT_GPU_NAME(StreamCaptureModeRelaxed));
@@ -214,17 +212,17 @@ class Replay {
     const char* const ended =
         message(Captures::instance().end(stream, [&] { return SD_ORT_GPU_NAME(StreamEndCapture)(stream, &graph); }));
     if (error_ == nullptr) error_ = ended;
-    if (error_ == nullptr && without_memsets) replace_memsets(graph);
+    if (error_ == nullptr && replaces_memsets) replace_memsets(graph);
     if (error_ == nullptr) error_ = message(SD_ORT_GPU_NAME(GraphInstantiateWithFlags)(&graph_, graph, 0));
     if (graph != nullptr) (void)SD_ORT_GPU_NAME(GraphDestroy)(graph);
     (void)SD_ORT_GPU_NAME(GetLastError)();
   }
-  ~Replay() {
+  ~GraphReplay() {
     if (graph_ != nullptr) (void)SD_ORT_GPU_NAME(GraphExecDestroy)(graph_);
   }
-  Replay(const Replay&) = delete;
-  Replay& operator=(const Replay&) = delete;
-  // Why it cannot be replayed, or null.
+  GraphReplay(const GraphReplay&) = delete;
+  GraphReplay& operator=(const GraphReplay&) = delete;
+  // Error of the capture, or null.
   const char* error() const { return error_; }
   const char* run() const { return message(SD_ORT_GPU_NAME(GraphLaunch)(graph_, stream_)); }
 
@@ -234,16 +232,16 @@ class Replay {
   const char* error_ = nullptr;
 };
 
-// Microseconds of a launch: the median of some replays of many, or, of what cannot be captured, of kRuns launches, each
-// between two events of its own. Of one launch, when that took kHopeless times as long as `best`. It ran before.
+// Measures microseconds per launch: the median of kReplays graph replays, or of kRuns launches if capture fails; of one
+// launch if that takes more than kSlowFactor times `best`. The candidate has run before.
 const char* measure(const GpuOp& op, int candidate, const void* params, void* workspace, gpuStream_t stream,
                     double best, double& microseconds) {
   const auto launch = [&] { return op.run(candidate, params, workspace, stream); };
   Stopwatch watch(stream);
   SD_ORT_RETURN_ERROR(watch.time(launch, microseconds));
-  if (microseconds > kHopeless * best + kQueueing) return nullptr;
-  const int count = std::max(1, std::min(kRuns, static_cast<int>(kWindow / std::max(microseconds, 1.0))));
-  const Replay replay(launch, count, stream);
+  if (microseconds > kSlowFactor * best + kLaunchMicroseconds) return nullptr;
+  const int count = std::max(1, std::min(kRuns, static_cast<int>(kReplayMicroseconds / std::max(microseconds, 1.0))));
+  const GraphReplay replay(launch, count, stream);
   const bool captured = replay.error() == nullptr;
   for (int i = 0; i < (captured ? 1 : kWarmUps); ++i) SD_ORT_RETURN_ERROR(captured ? replay.run() : launch());
   std::vector<double> times(captured ? kReplays : kRuns);
@@ -256,35 +254,36 @@ const char* measure(const GpuOp& op, int candidate, const void* params, void* wo
   return nullptr;
 }
 
-// Candidate 0's outputs, which the others are held to.
-const char* run_oracle(const GpuOp& op, const void* params, const Outputs& outputs, gpuStream_t stream,
-                       Copies& wanted) {
+// Runs candidate 0, the reference of the others.
+const char* run_reference(const GpuOp& op, const void* params, const Outputs& outputs, gpuStream_t stream,
+                          Copies& expected) {
   if (!op.is_supported(0, params)) return "candidate 0 does not support the call";
   const Buffer workspace(op.workspace_bytes(0, params));
   SD_ORT_RETURN_ERROR(workspace.error());
-  SD_ORT_RETURN_ERROR(outputs.renew());
+  SD_ORT_RETURN_ERROR(outputs.reset());
   SD_ORT_RETURN_ERROR(op.run(0, params, workspace.data(), stream));
-  return copy_outputs(outputs.all(), stream, wanted);
+  return copy_outputs(outputs.all(), stream, expected);
 }
 
-// Runs a candidate on fresh outputs and times it; a message when it fails, or is faster than `best` and wrong.
+// Runs and measures a candidate. Returns an error message if it fails, or if it is faster than `best` and wrong.
 const char* try_candidate(const GpuOp& op, int candidate, const void* params, const Outputs& outputs,
-                          const Copies& wanted, gpuStream_t stream, double best, double& microseconds) {
+                          const Copies& expected, gpuStream_t stream, double best, double& microseconds) {
   const Buffer workspace(op.workspace_bytes(candidate, params));
   SD_ORT_RETURN_ERROR(workspace.error());
-  SD_ORT_RETURN_ERROR(outputs.renew());
+  SD_ORT_RETURN_ERROR(outputs.reset());
   SD_ORT_RETURN_ERROR(op.run(candidate, params, workspace.data(), stream));
   SD_ORT_RETURN_ERROR(measure(op, candidate, params, workspace.data(), stream, best, microseconds));
   if (microseconds >= best) return nullptr;
-  if (outputs.overwrites()) {  // it was timed on its own results
-    SD_ORT_RETURN_ERROR(outputs.renew());
+  if (outputs.aliases_input()) {  // the measurement overwrote the input
+    SD_ORT_RETURN_ERROR(outputs.reset());
     SD_ORT_RETURN_ERROR(op.run(candidate, params, workspace.data(), stream));
   }
-  Copies got;
-  SD_ORT_RETURN_ERROR(copy_outputs(outputs.all(), stream, got));
-  for (size_t k = 0; k < wanted.size(); ++k) {
+  Copies actual;
+  SD_ORT_RETURN_ERROR(copy_outputs(outputs.all(), stream, actual));
+  for (size_t k = 0; k < expected.size(); ++k) {
     const Output& output = outputs.all()[k];
-    if (!wanted[k].empty() && !agree(got[k], wanted[k], output.count, output.dtype)) return "wrong results";
+    if (!expected[k].empty() && !outputs_match(actual[k], expected[k], output.count, output.dtype))
+      return "wrong results";
   }
   return nullptr;
 }
@@ -323,7 +322,7 @@ void Tuner::enable(bool enabled) {
   enabled_ = enabled;
 }
 
-void Tuner::time_without_memsets() { without_memsets = true; }
+void Tuner::time_with_replaced_memsets() { replaces_memsets = true; }
 
 void Tuner::clear() {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -341,7 +340,7 @@ int Tuner::choose(const GpuOp& op, const void* params, void* stream, const void*
     std::lock_guard<std::mutex> lock(mutex_);
     if (enabled_ || !results_.empty()) {
       const auto found = results_.find({op.name(), op.signature(params)});
-      // A result of equal shape may come from better aligned buffers: then the default runs.
+      // Buffers may be less aligned than those of the tuned call; then the default runs.
       if (found != results_.end() && op.is_supported(found->second.candidate, params)) return found->second.candidate;
       tune_now = enabled_ && found == results_.end();
     }
@@ -352,18 +351,18 @@ int Tuner::choose(const GpuOp& op, const void* params, void* stream, const void*
 }
 
 std::string Tuner::tune(const GpuOp& op, const void* params, void* caller, const void* x) {
-  const OwnStream own;
-  const gpuStream_t stream = own.get();
-  Copies wanted;
-  const char* error = own.error();
+  const TuningStream tuning_stream;
+  const gpuStream_t stream = tuning_stream.get();
+  Copies expected;
+  const char* error = tuning_stream.error();
   if (error == nullptr) error = message(SD_ORT_GPU_NAME(StreamSynchronize)(static_cast<gpuStream_t>(caller)));
   if (error != nullptr) return std::string(op.name()) + ": " + error;
   const Outputs outputs(op.outputs(params), x, stream);
   error = outputs.error();
-  if (error == nullptr) error = run_oracle(op, params, outputs, stream, wanted);
+  if (error == nullptr) error = run_reference(op, params, outputs, stream, expected);
   if (error != nullptr) return std::string(op.name()) + ": " + op.candidate_name(0) + " fails: " + error;
 
-  // The default first: what is hopeless beside it is run once only.
+  // The default first, so that much slower candidates run only once.
   const int fallback = op.default_candidate(params);
   std::vector<int> order = {fallback};
   for (int i = 0; i < op.candidate_count(); ++i) {
@@ -374,7 +373,7 @@ std::string Tuner::tune(const GpuOp& op, const void* params, void* caller, const
   for (int i : order) {
     if (!op.is_supported(i, params)) continue;
     double microseconds = 0;
-    error = try_candidate(op, i, params, outputs, wanted, stream, best.microseconds, microseconds);
+    error = try_candidate(op, i, params, outputs, expected, stream, best.microseconds, microseconds);
     if (i == fallback) best.default_microseconds = microseconds;
     if (error != nullptr || microseconds >= best.microseconds) continue;
     best.candidate = i;

@@ -1,4 +1,4 @@
-// Chooses a candidate for a call: by an earlier measurement, by one made now, or the default.
+// Chooses the candidate for a call: a tuning result, a new measurement, or the default.
 #pragma once
 
 #include <map>
@@ -10,16 +10,16 @@
 
 namespace sd_ort {
 
-// The number of the current device; 0 when there is none.
+// Returns the current device id; 0 without a device.
 int current_device();
 
-// The current device's architecture as its compiler names it: "gfx942", "sm_90"; empty when there is no device.
+// Returns the architecture of the current device, such as "gfx942" or "sm_90"; empty without a device.
 std::string gpu_arch();
 
-// What the results depend on beside it: "driver 13000 runtime 13000", as the vendor counts versions.
+// Returns the driver and runtime versions: "driver 13000 runtime 13000".
 std::string gpu_versions();
 
-// As replace_memsets of common/graph.h, of a graph that somebody else captured.
+// Calls replace_memsets (common/gpu_graph.h) on a captured graph of another library.
 void replace_memsets_of(void* graph);
 
 class Tuner {
@@ -27,21 +27,21 @@ class Tuner {
   static Tuner& instance();
 
   void enable(bool enabled);
-  // From now on what is timed has its memsets replaced, as our provider's graphs have and other callers' have not.
-  void time_without_memsets();
+  // From now on measures graphs with replaced memsets, like those of the sd-ort provider.
+  void time_with_replaced_memsets();
   void clear();
   void set(const std::string& op, const std::string& signature, int candidate);
 
-  // The candidate for a call, -1 when none supports it. Tunes first when enabled and the signature is new.
-  // `x`: where the input lies that the first output may be written over; null for none.
+  // Returns the candidate for a call, -1 if none supports it. Tunes first if tuning is enabled and the signature is
+  // new. `x`: address of the input that output 0 may alias, or null.
   int choose(const GpuOp& op, const void* params, void* stream, const void* x = nullptr);
 
-  // Runs every supported candidate on the call's own buffers, the default first, replayed as graphs where they can be
-  // captured, on a stream of its own once `stream` has done its work; the fastest whose output agrees with
-  // that of candidate 0 is kept. Returns a message when candidate 0 fails.
+  // Measures every supported candidate on the buffers of the call, the default first, and stores the fastest whose
+  // outputs match those of candidate 0. Waits for `stream` and uses a stream of its own, with graph replay where
+  // capture works. Returns an error message if candidate 0 fails.
   std::string tune(const GpuOp& op, const void* params, void* stream, const void* x = nullptr);
 
-  // A line per result: operator, signature, candidate, microseconds, the default's microseconds.
+  // Returns a line per result: operator, signature, candidate, microseconds, microseconds of the default.
   std::string results() const;
 
  private:

@@ -1,11 +1,11 @@
-// NVIDIA's warpgroup matrix instructions (sm_90a): 128 threads multiply 64 rows by up to 256 columns, operands in
-// shared memory or, for the rows, in registers; asynchronous. Device code. Accumulators have the layout of mma.h's:
-// warp w of the warpgroup has rows 16 w to 16 w + 15, 16 columns an Accumulator.
+// Warpgroup matrix instructions of NVIDIA GPUs (sm_90a): 128 threads multiply 64 rows by up to 256 columns,
+// asynchronously, with operands in shared memory or, for the rows, in registers. Device code. Accumulators have the
+// layout of mma.h: warp w has rows 16 w to 16 w + 15, with 16 columns per Accumulator.
 //
-// Tiles in shared memory are panels of 64 columns: a row is 128 bytes, whose eight 16-byte pieces lie in an order that
-// changes from row to row ("128-byte swizzle": piece p of row r at place p ^ (r % 8)); eight rows, 1024 bytes, are an
-// atom, and a panel starts at a multiple of that. Sources: NVIDIA PTX ISA, "Asynchronous warpgroup level matrix
-// instructions": matrix descriptor, strides and swizzling modes.
+// Tiles in shared memory are panels of 64 columns. A row has 128 bytes in eight 16-byte pieces; piece p of row r is
+// stored at position p ^ (r % 8) ("128-byte swizzle"). Eight rows (1024 bytes) are an atom, to which panels are
+// aligned. Sources: NVIDIA PTX ISA, "Asynchronous warpgroup level matrix instructions": matrix descriptor, strides and
+// swizzling modes.
 #pragma once
 
 #include "common/mma.h"
@@ -20,21 +20,21 @@ constexpr int kPanelColumns = 64;
 constexpr int kRowBytes = 128;
 constexpr int kAtomBytes = 1024;
 
-// Byte of a panel where 8 columns from 8 * piece on of `row` begin.
+// Byte offset in a panel of 8 columns of `row`, starting at column 8 * piece.
 __host__ __device__ constexpr uint32_t piece_offset(uint32_t row, uint32_t piece) {
   return row * kRowBytes + ((piece ^ (row % 8)) * 16);
 }
 
-// A matrix in shared memory: byte address of its first element, and two strides in bytes. Of K-major matrices (rows of
-// Q and K, the depth along a row) `stride` leads to the next eight rows; of N-major ones (rows of V, the depth down the
-// rows) `stride` leads to the next eight rows and `leading` to the next panel.
+// Descriptor of a matrix in shared memory: byte address of its first element and two strides in bytes. `stride` leads
+// to the next eight rows; for N-major matrices (V, with the depth along columns) `leading` leads to the next panel. Q
+// and K are K-major, with the depth along rows.
 __host__ __device__ constexpr uint64_t descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
   constexpr uint64_t kSwizzle128 = 1;
   return (address & 0x3ffffu) >> 4 | static_cast<uint64_t>(leading >> 4) << 16 |
          static_cast<uint64_t>(stride >> 4) << 32 | kSwizzle128 << 62;
 }
 
-// Address of shared memory as descriptors take it.
+// Address in shared memory for descriptors.
 __device__ inline uint32_t address_of(const void* lds) {
 #if defined(SD_ORT_EMULATED)
   return static_cast<uint32_t>(static_cast<const char*>(lds) - emulator::dynamic_lds());
@@ -52,13 +52,13 @@ __device__ inline uint32_t address_of(const void* lds) {
 namespace sd_ort {
 namespace wgmma {
 #else
-// Before the first multiplication, and after registers that one uses were written.
+// Required before the first multiplication, and after writes to registers that one uses.
 __device__ inline void fence() {
 #if defined(SD_ORT_WGMMA)
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #endif
 }
-// What this thread stored in shared memory, multiplications may read after the next barrier.
+// Makes stores of this thread to shared memory visible to multiplications after the next barrier.
 __device__ inline void fence_stores() {
 #if defined(SD_ORT_WGMMA)
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -69,11 +69,11 @@ __device__ inline void commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
 }
-// Until all multiplications but the last kLeft committed groups are done.
-template <int kLeft>
+// Waits until all multiplications except the last kPending committed groups have finished.
+template <int kPending>
 __device__ inline void wait() {
 #if defined(SD_ORT_WGMMA)
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 #endif
 }
 
@@ -89,11 +89,11 @@ __device__ inline void multiply_add(mma::Accumulator (&d)[kTiles], const mma::Op
 template <class T>
 __device__ inline void multiply_n_major(mma::Accumulator (&d)[8], uint64_t a, uint64_t b, bool add);
 
-// After a wait: what reads these sums comes behind it. To the compiler a multiplication is done when it is begun.
+// Required between a wait and uses of the accumulators: for the compiler a multiplication ends when it is issued.
 __device__ inline void settle(mma::Accumulator (&d)[8]);
 
-// A warpgroup's threads have so many registers from here on: one gives back what others then take. A kernel that does
-// so has __launch_bounds__ with both numbers.
+// Sets the register count of the warpgroup's threads; one warpgroup releases registers that others acquire. Such a
+// kernel has __launch_bounds__ with both numbers.
 template <int kRegisters>
 __device__ inline void give_registers_but() {
 #if defined(SD_ORT_WGMMA)
@@ -107,7 +107,7 @@ __device__ inline void take_registers() {
 #endif
 }
 
-// The instructions by size, their registers written out: d, then the operands.
+// The instructions by size, with explicit registers: d, then the operands.
 #if defined(SD_ORT_WGMMA)
 #define SD_ORT_D8(t)                                                                                    \
   "+f"(d[t].x[0]), "+f"(d[t].x[1]), "+f"(d[t].x[2]), "+f"(d[t].x[3]), "+f"(d[t].x[4]), "+f"(d[t].x[5]), \
@@ -177,7 +177,7 @@ __device__ inline void settle(mma::Accumulator (&)[8]) {}
 #endif
 #endif
 
-// Host: whether kernels that use these were compiled for the current device.
+// Host: whether the kernels were compiled for the current device.
 inline bool are_compiled() {
 #if defined(SD_ORT_EMULATED) || defined(SD_ORT_SM_90A)
   return compute_capability() == 9;

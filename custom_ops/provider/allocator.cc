@@ -15,7 +15,7 @@ DeviceAllocator::DeviceAllocator(const OrtMemoryInfo* memory, std::shared_ptr<Po
   Free = [](OrtAllocator* self, void* data) noexcept { static_cast<DeviceAllocator*>(self)->pool_->release(data); };
   Info = [](const OrtAllocator* self) noexcept { return static_cast<const DeviceAllocator*>(self)->memory_; };
   Shrink = [](OrtAllocator* self) noexcept -> OrtStatus* {
-    static_cast<DeviceAllocator*>(self)->pool_->shrink();
+    static_cast<DeviceAllocator*>(self)->pool_->release_unused();
     return nullptr;
   };
   GetStats = [](const OrtAllocator* self, OrtKeyValuePairs** out) noexcept {
@@ -26,7 +26,7 @@ DeviceAllocator::DeviceAllocator(const OrtMemoryInfo* memory, std::shared_ptr<Po
       const std::string limit = found.limit == SIZE_MAX ? "-1" : std::to_string(found.limit);
       ort_api->AddKeyValuePair(pairs, "Limit", limit.c_str());
       ort_api->AddKeyValuePair(pairs, "InUse", std::to_string(found.in_use).c_str());
-      ort_api->AddKeyValuePair(pairs, "MaxInUse", std::to_string(found.most_in_use).c_str());
+      ort_api->AddKeyValuePair(pairs, "MaxInUse", std::to_string(found.peak_in_use).c_str());
       ort_api->AddKeyValuePair(pairs, "TotalAllocated", std::to_string(found.reserved).c_str());
       *out = pairs;
     });

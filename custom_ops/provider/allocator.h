@@ -8,17 +8,17 @@
 
 namespace sd_ort {
 
-// Device memory of one pool, which it shares with whoever else holds it.
+// Allocates device memory from a shared pool.
 class DeviceAllocator : public OrtAllocator {
  public:
   DeviceAllocator(const OrtMemoryInfo* memory, std::shared_ptr<Pool> pool);
 
  private:
-  const OrtMemoryInfo* memory_;  // the factory's
+  const OrtMemoryInfo* memory_;  // owned by the factory
   std::shared_ptr<Pool> pool_;
 };
 
-// Host memory that the device copies from and to without a detour.
+// Allocates page-locked host memory, which the device copies from and to directly.
 class PinnedAllocator : public OrtAllocator {
  public:
   explicit PinnedAllocator(const OrtMemoryInfo* memory);

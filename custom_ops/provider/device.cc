@@ -4,7 +4,7 @@
 #include <stdexcept>
 
 #include "common/capture.h"
-#include "common/graph.h"
+#include "common/gpu_graph.h"
 
 namespace sd_ort::device {
 namespace {
@@ -24,26 +24,26 @@ auto kind(Copy direction) {
                                       : SD_ORT_GPU_NAME(MemcpyDeviceToDevice);
 }
 
-// The streams of a device that a copy without a stream waits for: the default one and those of sessions.
+// Streams of one device that a copy without a stream waits for: the default stream and the session streams.
 struct DeviceStreams {
-  gpuStream_t copies = nullptr;  // for copies without a stream
+  gpuStream_t copies = nullptr;  // runs the copies without a stream
   gpuEvent_t mark = nullptr;
-  std::map<gpuStream_t, int> sessions;  // and how many sessions use each
+  std::map<gpuStream_t, int> sessions;  // session streams and how many sessions use each
 
-  // Queues in `stream` a wait for all that `other` has queued by now.
+  // Queues in `stream` a wait for all work queued so far in `other`.
   void follow(gpuStream_t stream, gpuStream_t other) const {
     check(SD_ORT_GPU_NAME(EventRecord)(mark, other), "an event cannot be recorded");
     check(SD_ORT_GPU_NAME(StreamWaitEvent)(stream, mark, 0), "a stream cannot wait for an event");
   }
 };
 
-// By device. The caller holds the captures.
+// Streams by device. The caller must hold the lock of Captures.
 std::map<int, DeviceStreams>& all_streams() {
-  static auto* const all = new std::map<int, DeviceStreams>;  // never deleted, as Captures
+  static auto* const all = new std::map<int, DeviceStreams>;  // never deleted, like Captures
   return *all;
 }
 
-// Those of the current device, which has the stream of the copies then.
+// Streams of the current device; creates the stream for copies.
 DeviceStreams& current_streams() {
   int device = 0;
   check(SD_ORT_GPU_NAME(GetDevice)(&device), "the device cannot be used");
@@ -53,11 +53,11 @@ DeviceStreams& current_streams() {
   return streams;
 }
 
-// Queues in `stream`, or without one in that of the copies, a wait for all that the device's streams have queued by
-// now; returns the stream. No other thread's capture is disturbed, and what it will run is not waited for.
+// Queues a wait for all work of the device's streams in `stream` (null: the stream for copies) and returns the stream.
+// Streams that another thread captures are skipped.
 gpuStream_t follow_all(gpuStream_t stream) {
   Captures& captures = Captures::instance();
-  const auto lock = captures.hold();
+  const auto lock = captures.lock();
   const DeviceStreams& streams = current_streams();
   if (stream == nullptr) stream = streams.copies;
   streams.follow(stream, nullptr);
@@ -118,7 +118,8 @@ void release_pinned(void* data) noexcept { (void)gpuFreePinned(data); }
 
 Stream create_stream() {
   gpuStream_t stream = nullptr;
-  check(SD_ORT_GPU_NAME(StreamCreateWithFlags)(&stream, SD_ORT_GPU_NAME(StreamNonBlocking)), "no stream can be made");
+  check(SD_ORT_GPU_NAME(StreamCreateWithFlags)(&stream, SD_ORT_GPU_NAME(StreamNonBlocking)),
+        "no stream can be created");
   return stream;
 }
 
@@ -131,31 +132,31 @@ void wait_for_all() { wait(follow_all(nullptr)); }
 void wait_for_all_in_stream(Stream stream) { (void)follow_all(of(stream)); }
 
 void add_session_stream(int device, Stream stream) {
-  const auto lock = Captures::instance().hold();
+  const auto lock = Captures::instance().lock();
   ++all_streams()[device].sessions[of(stream)];
 }
 
 void remove_session_stream(int device, Stream stream) noexcept {
   Captures& captures = Captures::instance();
-  const auto lock = captures.hold();
+  const auto lock = captures.lock();
   auto& sessions = all_streams()[device].sessions;
   if (--sessions[of(stream)] > 0) return;
   sessions.erase(of(stream));
   if (captures.is_captured_elsewhere(stream)) return;
   int current = device;
   (void)SD_ORT_GPU_NAME(GetDevice)(&current);
-  try {  // copies go on to wait for what it still runs
+  try {  // later copies still wait for the work in this stream
     use(device);
     const DeviceStreams& streams = current_streams();
     if (!is_capturing(stream)) streams.follow(streams.copies, of(stream));
     use(current);
-  } catch (const std::runtime_error&) {  // the device is gone, and so is that
+  } catch (const std::runtime_error&) {  // the device is lost, and its work with it
   }
 }
 
 bool is_capturing(Stream stream) {
   SD_ORT_GPU_NAME(StreamCaptureStatus) status;
-  check(SD_ORT_GPU_NAME(StreamIsCapturing)(of(stream), &status), "the stream cannot be asked whether it captures");
+  check(SD_ORT_GPU_NAME(StreamIsCapturing)(of(stream), &status), "the capture status of the stream cannot be read");
   return status != SD_ORT_GPU_NAME(StreamCaptureStatusNone);
 }
 
@@ -174,7 +175,7 @@ void copy_now(void* to, const void* from, size_t bytes, Copy direction) {
 Event create_event(bool timed) {
   gpuEvent_t event = nullptr;
   const unsigned flags = timed ? 0 : SD_ORT_GPU_NAME(EventDisableTiming);
-  check(SD_ORT_GPU_NAME(EventCreateWithFlags)(&event, flags), "no event can be made");
+  check(SD_ORT_GPU_NAME(EventCreateWithFlags)(&event, flags), "no event can be created");
   return event;
 }
 
@@ -196,7 +197,7 @@ float milliseconds(Event first, Event last) {
   return found;
 }
 
-// Relaxed: a kernel library may allocate for itself while another thread or this one captures.
+// Relaxed mode: a kernel library may allocate memory while this thread or another one captures.
 void begin_capture(Stream stream) {
   const gpuError_t error = Captures::instance().begin(stream, [&] {
     return SD_ORT_GPU_NAME(StreamBeginCapture)(of(stream), SD_ORT_GPU_NAME(StreamCaptureModeRelaxed));
@@ -206,16 +207,16 @@ void begin_capture(Stream stream) {
 
 Graph end_capture(Stream stream) {
   SD_ORT_GPU_NAME(Graph_t) graph = nullptr;
-  SD_ORT_GPU_NAME(GraphExec_t) made = nullptr;
+  SD_ORT_GPU_NAME(GraphExec_t) created = nullptr;
   const gpuError_t ended =
       Captures::instance().end(stream, [&] { return SD_ORT_GPU_NAME(StreamEndCapture)(of(stream), &graph); });
   check(ended, "the run could not be captured");
   replace_memsets(graph);
-  const gpuError_t error = SD_ORT_GPU_NAME(GraphInstantiateWithFlags)(&made, graph, 0);
+  const gpuError_t error = SD_ORT_GPU_NAME(GraphInstantiateWithFlags)(&created, graph, 0);
   (void)SD_ORT_GPU_NAME(GraphDestroy)(graph);
-  check(error, "the captured run cannot be made a graph");
-  send_ahead(made, of(stream));
-  return made;
+  check(error, "the captured run cannot be created a graph");
+  upload_graph(created, of(stream));
+  return created;
 }
 
 void launch(Graph graph, Stream stream) {

@@ -1,5 +1,5 @@
-// The device as the provider sees it: memory, streams, events and captured graphs, the same for every vendor. Plain
-// C++: device.cc alone includes HIP or CUDA. What fails throws std::runtime_error with the vendor's message.
+// Memory, streams, events and captured graphs of the device, the same for every vendor. Plain C++: only device.cc
+// includes HIP or CUDA. A failing function throws std::runtime_error with the vendor's message.
 #pragma once
 
 #include <cstddef>
@@ -12,10 +12,10 @@ using Stream = void*;
 using Event = void*;
 using Graph = void*;
 
-extern const char* const kProvider;  // the execution provider's name: SdOrtHip, SdOrtCuda, SdOrtHost
-extern const char* const kMemory;    // the name of its memory
-extern const uint32_t kVendorId;     // PCI vendor id; 0x1D05, which no GPU has, for the host
-extern const char* const kVendor;    // and its name
+extern const char* const kProvider;  // name of the execution provider: SdOrtHip, SdOrtCuda or SdOrtSimulated
+extern const char* const kMemory;    // name of its OrtMemoryInfo
+extern const uint32_t kVendorId;     // PCI vendor id; 0x1D05, which no GPU has, for the simulated device
+extern const char* const kVendor;    // vendor name of its devices
 enum class Copy { kToDevice, kToHost, kOnDevice };
 
 struct Properties {
@@ -23,15 +23,15 @@ struct Properties {
   size_t memory;  // bytes
 };
 
-int count();  // 0 where there is no device or no driver
+int count();  // 0 without a device or a driver
 Properties properties(int device);
-void use(int device);  // for the calling thread
+void use(int device);  // sets the device of the calling thread
 struct Memory {
   size_t free, total;  // bytes
 };
-Memory memory();  // of the device in use
+Memory memory();  // of the current device
 
-void* allocate(size_t bytes) noexcept;  // null when there is no more
+void* allocate(size_t bytes) noexcept;  // null if out of memory
 void release(void* data) noexcept;
 void* allocate_pinned(size_t bytes) noexcept;
 void release_pinned(void* data) noexcept;
@@ -39,24 +39,24 @@ void release_pinned(void* data) noexcept;
 Stream create_stream();
 void destroy_stream(Stream stream) noexcept;
 void wait(Stream stream);
-// For all that is queued by now in the device's streams: the default one and those of sessions, except streams that
-// another thread captures. Throws if the calling thread captures one.
+// Waits for all work queued so far in the default stream and the session streams of the current device, except streams
+// that another thread captures. Throws if the calling thread captures one.
 void wait_for_all();
-void wait_for_all_in_stream(Stream stream);  // the same as a wait that is queued in a stream
-// Counts the sessions whose stream this is, of a device.
+void wait_for_all_in_stream(Stream stream);  // queues that wait in `stream`
+// Counts the sessions of a device that use this stream.
 void add_session_stream(int device, Stream stream);
 void remove_session_stream(int device, Stream stream) noexcept;
-bool is_capturing(Stream stream);  // also in vain: until end_capture
+bool is_capturing(Stream stream);  // true until end_capture(), also after the capture was invalidated
 
-void copy(void* to, const void* from, size_t bytes, Copy direction, Stream stream);  // ordered in the stream
-void copy_now(void* to, const void* from, size_t bytes, Copy direction);             // after wait_for_all
+void copy(void* to, const void* from, size_t bytes, Copy direction, Stream stream);  // queued in the stream
+void copy_now(void* to, const void* from, size_t bytes, Copy direction);             // waits for wait_for_all() first
 
 Event create_event(bool timed = false);
 void destroy_event(Event event) noexcept;
 void record(Event event, Stream stream);
 void wait_in_stream(Stream stream, Event event);
 void wait_on_host(Event event);
-float milliseconds(Event first, Event last);  // between two timed events, both past
+float milliseconds(Event first, Event last);  // between two timed events that have completed
 
 void begin_capture(Stream stream);
 Graph end_capture(Stream stream);

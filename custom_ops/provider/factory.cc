@@ -9,14 +9,14 @@
 namespace sd_ort {
 namespace {
 
-// No alignment is named, though blocks lie at multiples of 256: it is a part of what ONNX Runtime compares memories by.
-// Buffers in memory of this device that others made, such as a wheel with a CUDA provider of its own, would count as
-// lying elsewhere, and be copied once, when they are bound, instead of being read at every run.
+// The alignment is 0 although blocks are aligned to 256 bytes, because ONNX Runtime compares it between memory infos.
+// With another alignment, buffers that another provider allocated on this device (such as CUDA's) would count as
+// another memory and be copied when they are bound, instead of being read in place.
 OrtMemoryInfo* create_memory_info(const std::string& name, int device, OrtDeviceMemoryType type) {
-  OrtMemoryInfo* made = nullptr;
+  OrtMemoryInfo* created = nullptr;
   check(ort_api->CreateMemoryInfo_V2(name.c_str(), OrtMemoryInfoDeviceType_GPU, device::kVendorId,
-                                     static_cast<uint32_t>(device), type, 0, OrtDeviceAllocator, &made));
-  return made;
+                                     static_cast<uint32_t>(device), type, 0, OrtDeviceAllocator, &created));
+  return created;
 }
 
 }  // namespace
@@ -30,7 +30,7 @@ Factory::Factory() : OrtEpFactory{} {
   registry_ = create_registry();
   ort_version_supported = ORT_API_VERSION;
   set_names();
-  set_makers();
+  set_factory_functions();
 }
 
 Factory::~Factory() {
@@ -47,12 +47,12 @@ void Factory::set_names() {
   GetVendorId = [](const OrtEpFactory*) noexcept { return device::kVendorId; };
   GetVersion = [](const OrtEpFactory*) noexcept { return "0.1.0"; };
   GetSupportedDevices = [](OrtEpFactory* self, const OrtHardwareDevice* const* hardware, size_t count,
-                           OrtEpDevice** devices, size_t most, size_t* found) noexcept {
-    return guarded([&] { *found = of(self).list_devices(hardware, count, devices, most); });
+                           OrtEpDevice** devices, size_t capacity, size_t* found) noexcept {
+    return guarded([&] { *found = of(self).list_devices(hardware, count, devices, capacity); });
   };
 }
 
-void Factory::set_makers() {
+void Factory::set_factory_functions() {
   CreateEp = [](OrtEpFactory* self, const OrtHardwareDevice* const*, const OrtKeyValuePairs* const*, size_t,
                 const OrtSessionOptions* session, const OrtLogger* logger,
                 OrtEp** ep) noexcept { return guarded([&] { *ep = of(self).create(session, logger); }); };
@@ -84,15 +84,15 @@ void Factory::set_makers() {
   IsStreamAware = [](const OrtEpFactory*) noexcept { return true; };
   CreateSyncStreamForDevice = [](OrtEpFactory*, const OrtMemoryDevice*, const OrtKeyValuePairs*,
                                  OrtSyncStreamImpl** stream) noexcept -> OrtStatus* {
-    *stream = nullptr;  // streams are the sessions'
+    *stream = nullptr;  // streams belong to the sessions
     return nullptr;
   };
 }
 
-// The vendor's GPUs that ONNX Runtime found, in its order, which is taken for the driver's; where it found none (a
-// virtual machine hides them, or the device is the host itself) the driver's devices all go by the name of the CPU.
+// Lists the vendor's GPUs that ONNX Runtime found, in its order, which is assumed to be the driver's. If it found none
+// (hidden by a virtual machine, or the device is simulated), the driver's devices are listed under the CPU's hardware.
 size_t Factory::list_devices(const OrtHardwareDevice* const* hardware, size_t count, OrtEpDevice** devices,
-                             size_t most) {
+                             size_t capacity) {
   std::vector<const OrtHardwareDevice*> found;
   const OrtHardwareDevice* cpu = nullptr;
   for (size_t i = 0; i < count; ++i) {
@@ -103,26 +103,26 @@ size_t Factory::list_devices(const OrtHardwareDevice* const* hardware, size_t co
     }
   }
   size_t listed = 0;
-  for (size_t ordinal = 0; ordinal < memory_.size() && listed < most; ++ordinal) {
-    const OrtHardwareDevice* shown = ordinal < found.size() ? found[ordinal] : cpu;
-    if (shown != nullptr) devices[listed++] = describe(shown, static_cast<int>(ordinal));
+  for (size_t ordinal = 0; ordinal < memory_.size() && listed < capacity; ++ordinal) {
+    const OrtHardwareDevice* device = ordinal < found.size() ? found[ordinal] : cpu;
+    if (device != nullptr) devices[listed++] = describe(device, static_cast<int>(ordinal));
   }
   return listed;
 }
 
 OrtEpDevice* Factory::describe(const OrtHardwareDevice* hardware, int ordinal) {
   const device::Properties properties = device::properties(ordinal);
-  Owned<OrtKeyValuePairs> metadata(ort_api->ReleaseKeyValuePairs), options(ort_api->ReleaseKeyValuePairs);
+  OrtHandle<OrtKeyValuePairs> metadata(ort_api->ReleaseKeyValuePairs), options(ort_api->ReleaseKeyValuePairs);
   ort_api->CreateKeyValuePairs(metadata.out());
   ort_api->CreateKeyValuePairs(options.out());
   ort_api->AddKeyValuePair(metadata.get(), "device", properties.name.c_str());
   ort_api->AddKeyValuePair(metadata.get(), "device_id", std::to_string(ordinal).c_str());
   ort_api->AddKeyValuePair(metadata.get(), "memory", std::to_string(properties.memory).c_str());
-  OrtEpDevice* made = nullptr;
-  check(ep_api->CreateEpDevice(this, hardware, metadata.get(), options.get(), &made));
-  check(ep_api->EpDevice_AddAllocatorInfo(made, memory_[ordinal].device));
-  check(ep_api->EpDevice_AddAllocatorInfo(made, memory_[ordinal].pinned));
-  return made;
+  OrtEpDevice* created = nullptr;
+  check(ep_api->CreateEpDevice(this, hardware, metadata.get(), options.get(), &created));
+  check(ep_api->EpDevice_AddAllocatorInfo(created, memory_[ordinal].device));
+  check(ep_api->EpDevice_AddAllocatorInfo(created, memory_[ordinal].pinned));
+  return created;
 }
 
 OrtEp* Factory::create(const OrtSessionOptions* session, const OrtLogger* logger) {

@@ -1,4 +1,4 @@
-// What ONNX Runtime makes providers with: the devices, their memory, and the kernels that all sessions share.
+// OrtEpFactory of the provider: devices, their memory infos, and the kernel registry that all sessions share.
 #pragma once
 
 #include <memory>
@@ -24,12 +24,12 @@ class Factory : public OrtEpFactory {
 
   static Factory& of(OrtEpFactory* self) { return *static_cast<Factory*>(self); }
   void set_names();
-  void set_makers();
+  void set_factory_functions();
   size_t list_devices(const OrtHardwareDevice* const* hardware, size_t count, OrtEpDevice** devices, size_t most);
   OrtEpDevice* describe(const OrtHardwareDevice* hardware, int ordinal);
   OrtEp* create(const OrtSessionOptions* session, const OrtLogger* logger);
 
-  std::vector<Memory> memory_;  // by device
+  std::vector<Memory> memory_;  // one per device
   OrtKernelRegistry* registry_ = nullptr;
   DataTransfer transfer_;
 };

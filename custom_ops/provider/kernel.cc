@@ -10,11 +10,11 @@
 namespace sd_ort {
 namespace {
 
-// A kernel takes every version of its operator up to this one; refuses() says which it does not.
+// Kernels are registered for every opset up to this one; unsupported_reason() rejects those that are not supported.
 constexpr int kAnyVersion = 1000;
 
-// The name of a weight on the device that ONNX Runtime did not take where it lies, or "": it reads the file's then.
-std::string taken_elsewhere(const OrtKernelInfo* info, const Weights& weights) {
+// Returns the name of a prefetched weight that ONNX Runtime loaded from the file instead, or "".
+std::string copied_weight(const OrtKernelInfo* info, const PrefetchedWeights& weights) {
   size_t count = 0;
   check(ort_api->KernelInfo_GetInputCount(info, &count));
   for (size_t i = 0; i < count; ++i) {
@@ -30,18 +30,17 @@ std::string taken_elsewhere(const OrtKernelInfo* info, const Weights& weights) {
   return "";
 }
 
-// Ends the capture of a run that failed: until then nothing but that may be done with the stream, and the thread's
-// copies, which wait for it, fail.
+// Ends the capture of a failed run. Until then no other use of the stream is allowed, and copies of this thread fail.
 void end_failed_capture(device::Stream stream) {
   try {
     if (device::is_capturing(stream)) device::destroy_graph(device::end_capture(stream));
-  } catch (const std::runtime_error&) {  // it has no graph
+  } catch (const std::runtime_error&) {  // an invalidated capture has no graph
   }
 }
 
 void add(OrtKernelRegistry* registry, const KernelSpec& spec) {
-  Owned<OrtKernelDefBuilder> builder(ep_api->ReleaseKernelDefBuilder);
-  Owned<OrtKernelDef> definition(ep_api->ReleaseKernelDef);
+  OrtHandle<OrtKernelDefBuilder> builder(ep_api->ReleaseKernelDefBuilder);
+  OrtHandle<OrtKernelDef> definition(ep_api->ReleaseKernelDef);
   check(ep_api->CreateKernelDefBuilder(builder.out()));
   check(ep_api->KernelDefBuilder_SetDomain(builder.get(), spec.domain));
   check(ep_api->KernelDefBuilder_SetOperatorType(builder.get(), spec.op_type));
@@ -52,15 +51,16 @@ void add(OrtKernelRegistry* registry, const KernelSpec& spec) {
   }
   if (spec.host_output) check(ep_api->KernelDefBuilder_SetOutputMemType(builder.get(), 0, OrtMemTypeCPUOutput));
   const int first = 0;
-  if (spec.in_place) check(ep_api->KernelDefBuilder_AddInputOutputAliases(builder.get(), &first, &first, 1));
-  if (spec.overwrites) check(ep_api->KernelDefBuilder_AddInputOutputMutableAliases(builder.get(), &first, &first, 1));
+  if (spec.alias) check(ep_api->KernelDefBuilder_AddInputOutputAliases(builder.get(), &first, &first, 1));
+  if (spec.mutable_alias)
+    check(ep_api->KernelDefBuilder_AddInputOutputMutableAliases(builder.get(), &first, &first, 1));
   check(ep_api->KernelDefBuilder_Build(builder.get(), definition.out()));
   const auto create = [](void* state, const OrtKernelInfo* info, OrtKernelImpl** kernel) noexcept {
     return guarded([&] {
-      if (Weights* weights = provider_of(info).weights()) {
-        const std::string name = taken_elsewhere(info, *weights);
-        if (!name.empty()) weights->refuse("it does not take '" + name + "' where it lies");
-        require(!weights->is_refused(), "weights on the device cannot be used");
+      if (PrefetchedWeights* weights = provider_of(info).weights()) {
+        const std::string name = copied_weight(info, *weights);
+        if (!name.empty()) weights->reject("ONNX Runtime copied weight '" + name + "'");
+        require(!weights->is_rejected(), "the prefetched weights cannot be used");
       }
       *kernel = static_cast<const KernelSpec*>(state)->make(info).release();
     });
@@ -70,13 +70,13 @@ void add(OrtKernelRegistry* registry, const KernelSpec& spec) {
 
 }  // namespace
 
-Call::Call(OrtKernelContext* context) : context_(context), tensors_(context) {
+KernelContext::KernelContext(OrtKernelContext* context) : context_(context), tensors_(context) {
   check(ort_api->KernelContext_GetGPUComputeStream(context, &stream_));
   check(ort_api->KernelContext_GetInputCount(context, &inputs_));
   check(ort_api->KernelContext_GetOutputCount(context, &outputs_));
 }
 
-std::vector<int64_t> Call::integers(size_t index) const {
+std::vector<int64_t> KernelContext::integers(size_t index) const {
   const Tensor tensor = input(index);
   if (!tensor) return {};
   const int64_t count = tensor.size();
@@ -91,13 +91,13 @@ std::vector<int64_t> Call::integers(size_t index) const {
 
 Kernel::Kernel() : OrtKernelImpl{} {
   ort_version_supported = ORT_API_VERSION;
-  Compute = [](OrtKernelImpl* self, OrtKernelContext* context) noexcept {
+  Compute = [](OrtKernelImpl* self, OrtKernelContext* raw) noexcept {
     return guarded([&] {
-      Call call(context);
+      KernelContext context(raw);
       try {
-        static_cast<Kernel*>(self)->compute(call);
+        static_cast<Kernel*>(self)->compute(context);
       } catch (...) {
-        end_failed_capture(call.stream());
+        end_failed_capture(context.stream());
         throw;
       }
     });
@@ -105,7 +105,7 @@ Kernel::Kernel() : OrtKernelImpl{} {
   Release = [](OrtKernelImpl* self) noexcept { delete static_cast<Kernel*>(self); };
 }
 
-void launched(const char* error) {
+void check_launch(const char* error) {
   if (error != nullptr) throw std::runtime_error(error);
 }
 
@@ -113,7 +113,7 @@ const KernelSpecs& kernel_specs() {
   static const KernelSpecs all = [] {
     KernelSpecs specs;
     add_sd_ort_kernels(specs);
-    add_product_kernels(specs);
+    add_gemm_kernels(specs);
     add_elementwise_kernels(specs);
     add_movement_kernels(specs);
     add_shape_kernels(specs);
@@ -130,21 +130,25 @@ const KernelSpec* find_spec(const Node& node) {
   return nullptr;
 }
 
-const char* refuses(const KernelSpec* spec, const Node& node) {
+const char* unsupported_reason(const KernelSpec* spec, const Node& node) {
   if (spec == nullptr) return "the provider has no kernel of this operator";
   for (const std::vector<NodeValue>& values : {node.inputs, node.outputs}) {
     for (const NodeValue& value : values) {
-      if (value.rank > kMostAxes) return "a tensor has more than 8 axes";
+      if (value.rank > kMaxAxes) return "a tensor has more than 8 axes";
     }
   }
-  return spec->refuses == nullptr ? nullptr : spec->refuses(node);
+  return spec->unsupported_reason == nullptr ? nullptr : spec->unsupported_reason(node);
 }
 
-const char* refuses_float(const Node& node) {
+const char* unsupported_float(const Node& node) {
   return is_float(node.input(0).type) ? nullptr : "X is neither float32, float16 nor bfloat16";
 }
 
-const char* refuses_elements(const Node& node) {
+const char* unsupported_dtypes(const Node& node) {
+  return node.input(1).type != node.input(0).type ? "its inputs differ in type" : unsupported_float(node);
+}
+
+const char* unsupported_elements(const Node& node) {
   return element_bytes(node.input(0).type) == 0 ? "its type has no fixed size" : nullptr;
 }
 
@@ -155,13 +159,13 @@ OrtKernelRegistry* create_registry() {
   return registry;
 }
 
-int64_t count_of(const std::vector<int64_t>& shape) {
+int64_t element_count(const std::vector<int64_t>& shape) {
   int64_t count = 1;
   for (int64_t size : shape) count *= size;
   return count;
 }
 
-int64_t axis_of(int64_t axis, size_t rank) {
+int64_t normalized_axis(int64_t axis, size_t rank) {
   const int64_t counted = axis < 0 ? axis + static_cast<int64_t>(rank) : axis;
   require(counted >= 0 && counted < static_cast<int64_t>(rank), "axis " + std::to_string(axis) + " is out of range");
   return counted;
@@ -170,21 +174,21 @@ int64_t axis_of(int64_t axis, size_t rank) {
 std::vector<int64_t> broadcast_shape(const std::vector<std::vector<int64_t>>& shapes) {
   size_t rank = 0;
   for (const auto& shape : shapes) rank = std::max(rank, shape.size());
-  std::vector<int64_t> whole(rank, 1);
+  std::vector<int64_t> target(rank, 1);
   for (const auto& shape : shapes) {
     for (size_t i = 0; i < shape.size(); ++i) {
-      int64_t& size = whole[rank - shape.size() + i];
+      int64_t& size = target[rank - shape.size() + i];
       require(size == 1 || shape[i] == 1 || size == shape[i], "the shapes do not broadcast");
       if (size == 1) size = shape[i];
     }
   }
-  return whole;
+  return target;
 }
 
-void set_strides(const std::vector<int64_t>& shape, const std::vector<int64_t>& whole, int64_t* strides) {
+void set_strides(const std::vector<int64_t>& shape, const std::vector<int64_t>& target, int64_t* strides) {
   int64_t stride = 1;
-  const size_t missing = whole.size() - shape.size();
-  for (size_t i = whole.size(); i-- > 0;) {
+  const size_t missing = target.size() - shape.size();
+  for (size_t i = target.size(); i-- > 0;) {
     const int64_t size = i < missing ? 1 : shape[i - missing];
     strides[i] = size == 1 ? 0 : stride;
     stride *= size;

@@ -1,5 +1,5 @@
-// The provider's kernels as ONNX Runtime calls them, and the list of them. A kernel's host part is a small class:
-// attributes are read when it is made, compute() reads shapes, allocates outputs and launches on the session's stream.
+// Kernels of the provider as ONNX Runtime calls them, and their list. The constructor of a kernel reads its attributes;
+// compute() reads shapes, allocates outputs and launches on the session's stream.
 #pragma once
 
 #include <memory>
@@ -10,17 +10,17 @@
 
 namespace sd_ort {
 
-// One run of one node.
-class Call {
+// Inputs, outputs and stream of one kernel invocation.
+class KernelContext {
  public:
-  explicit Call(OrtKernelContext* context);
+  explicit KernelContext(OrtKernelContext* context);
 
   Tensor input(size_t index) const { return tensors_.input(index); }
   size_t inputs() const { return inputs_; }
   size_t outputs() const { return outputs_; }
-  // The output's memory; null when it is not asked for, or has no elements.
+  // Allocates an output; returns null if it is not requested or has no elements.
   void* output(size_t index, const std::vector<int64_t>& shape) { return tensors_.output(index, shape); }
-  // The numbers of an int32 or int64 input that lies on the host; none when it is absent.
+  // Returns the values of an int32 or int64 input in host memory; empty if it is absent.
   std::vector<int64_t> integers(size_t index) const;
   void* stream() const { return stream_; }
   OrtKernelContext* context() const { return context_; }
@@ -37,23 +37,23 @@ class Kernel : public OrtKernelImpl {
  public:
   Kernel();
   virtual ~Kernel() = default;
-  virtual void compute(Call& call) const = 0;
+  virtual void compute(KernelContext& context) const = 0;
 };
 
-// Throws when a launch gave a message.
-void launched(const char* error);
+// Throws if a launch returned an error.
+void check_launch(const char* error);
 
-// An operator that the provider runs.
+// An operator of ONNX Runtime that the provider implements.
 struct KernelSpec {
   const char* domain;
   const char* op_type;
   std::unique_ptr<Kernel> (*make)(const OrtKernelInfo* info);
-  // Null, or why the provider leaves this node to others.
-  const char* (*refuses)(const Node& node) = nullptr;
-  std::vector<int> host_inputs = {};  // inputs that are read on the host: shapes, axes
-  bool host_output = false;           // output 0 is written on the host
-  bool in_place = false;              // output 0 is input 0 with another shape
-  bool overwrites = false;            // output 0 may lie where input 0 does, when nobody else reads that
+  // Returns null, or the reason why the provider does not support this node.
+  const char* (*unsupported_reason)(const Node& node) = nullptr;
+  std::vector<int> host_inputs = {};  // inputs in host memory: shapes, axes
+  bool host_output = false;           // output 0 is in host memory
+  bool alias = false;                 // output 0 is the memory of input 0, with another shape
+  bool mutable_alias = false;         // output 0 may reuse the memory of input 0 if input 0 has no other consumer
 };
 
 template <class K>
@@ -63,32 +63,34 @@ std::unique_ptr<Kernel> make_kernel(const OrtKernelInfo* info) {
 
 using KernelSpecs = std::vector<KernelSpec>;
 void add_sd_ort_kernels(KernelSpecs& specs);       // sd_ort_kernels.cc
-void add_product_kernels(KernelSpecs& specs);      // product_kernels.cc: MatMul, Gemm
+void add_gemm_kernels(KernelSpecs& specs);         // gemm_kernels.cc: MatMul, Gemm
 void add_elementwise_kernels(KernelSpecs& specs);  // elementwise_kernels.cc
-void add_movement_kernels(KernelSpecs& specs);     // movement_kernels.cc: what only moves elements
-void add_shape_kernels(KernelSpecs& specs);        // shape_kernels.cc: what only changes shapes, and copies
+void add_movement_kernels(KernelSpecs& specs);     // movement_kernels.cc: operators that copy elements
+void add_shape_kernels(KernelSpecs& specs);        // shape_kernels.cc: reshapes, Shape and Memcpy
 void add_reduction_kernels(KernelSpecs& specs);    // reduction_kernels.cc
 
-// All of them, made once.
+// Specs of all kernels, created once.
 const KernelSpecs& kernel_specs();
-// The spec of a node's operator, or null.
+// Returns the spec of a node's operator, or null.
 const KernelSpec* find_spec(const Node& node);
-// Null, or why the provider has no kernel for the node.
-const char* refuses(const KernelSpec* spec, const Node& node);
+// Returns null, or the reason why the provider has no kernel for the node.
+const char* unsupported_reason(const KernelSpec* spec, const Node& node);
 
-// Usual reasons: the first input is of a type whose numbers, or whose elements, no kernel takes.
-const char* refuses_float(const Node& node);
-const char* refuses_elements(const Node& node);
+// Reasons for the dtype of the first input, or null: not a floating-point type; not a type of fixed size.
+const char* unsupported_float(const Node& node);
+const char* unsupported_elements(const Node& node);
+// The first two inputs must be floating-point and of one type.
+const char* unsupported_dtypes(const Node& node);
 
-// A registry that ONNX Runtime finds the kernels in. Released by the caller.
+// Creates the registry of all kernels. The caller releases it.
 OrtKernelRegistry* create_registry();
 
-int64_t count_of(const std::vector<int64_t>& shape);
-// An axis counted from the end made one counted from the start.
-int64_t axis_of(int64_t axis, size_t rank);
-// The shape that all broadcast to.
+int64_t element_count(const std::vector<int64_t>& shape);
+// Converts a negative axis to a non-negative one; throws if it is out of range.
+int64_t normalized_axis(int64_t axis, size_t rank);
+// Returns the shape that all shapes broadcast to.
 std::vector<int64_t> broadcast_shape(const std::vector<std::vector<int64_t>>& shapes);
-// Strides of a contiguous tensor in the axes of `whole`, 0 where it repeats.
-void set_strides(const std::vector<int64_t>& shape, const std::vector<int64_t>& whole, int64_t* strides);
+// Sets the strides of a contiguous tensor broadcast to `target`: 0 along repeated axes.
+void set_strides(const std::vector<int64_t>& shape, const std::vector<int64_t>& target, int64_t* strides);
 
 }  // namespace sd_ort

@@ -6,7 +6,7 @@ namespace {
 NodeValue describe(const OrtValueInfo* info) {
   NodeValue value;
   if (info == nullptr) return value;
-  value.there = true;
+  value.exists = true;
   value.info = info;
   const char* name = nullptr;
   check(ort_api->GetValueInfoName(info, &name));
@@ -18,11 +18,9 @@ NodeValue describe(const OrtValueInfo* info) {
   if (type != nullptr) check(ort_api->CastTypeInfoToTensorInfo(type, &tensor));
   if (tensor == nullptr) return value;
   check(ort_api->GetTensorElementType(tensor, &value.type));
-  bool has_shape = false;
-  has_shape = ort_api->TensorTypeAndShape_HasShape(tensor);
+  if (!ort_api->TensorTypeAndShape_HasShape(tensor)) return value;
   size_t rank = 0;
-  if (has_shape) check(ort_api->GetDimensionsCount(tensor, &rank));
-  if (!has_shape) return value;
+  check(ort_api->GetDimensionsCount(tensor, &rank));
   value.rank = static_cast<int>(rank);
   value.shape.resize(rank);
   check(ort_api->GetDimensions(tensor, value.shape.data(), rank));
@@ -63,8 +61,8 @@ bool Node::has(const char* name) const {
   return status == nullptr && attribute != nullptr;
 }
 
-int64_t Node::integer(const char* name, int64_t absent) const {
-  if (!has(name)) return absent;
+int64_t Node::integer(const char* name, int64_t default_value) const {
+  if (!has(name)) return default_value;
   const OrtOpAttr* attribute = nullptr;
   check(ort_api->Node_GetAttributeByName(node_, name, &attribute));
   int64_t value = 0;
@@ -73,8 +71,8 @@ int64_t Node::integer(const char* name, int64_t absent) const {
   return value;
 }
 
-float Node::real(const char* name, float absent) const {
-  if (!has(name)) return absent;
+float Node::real(const char* name, float default_value) const {
+  if (!has(name)) return default_value;
   const OrtOpAttr* attribute = nullptr;
   check(ort_api->Node_GetAttributeByName(node_, name, &attribute));
   float value = 0;
@@ -83,8 +81,8 @@ float Node::real(const char* name, float absent) const {
   return value;
 }
 
-std::string Node::text(const char* name, const std::string& absent) const {
-  if (!has(name)) return absent;
+std::string Node::text(const char* name, const std::string& default_value) const {
+  if (!has(name)) return default_value;
   const OrtOpAttr* attribute = nullptr;
   check(ort_api->Node_GetAttributeByName(node_, name, &attribute));
   size_t bytes = 0;
@@ -92,7 +90,7 @@ std::string Node::text(const char* name, const std::string& absent) const {
   if (short_of != nullptr) ort_api->ReleaseStatus(short_of);
   std::string value(bytes, '\0');
   check(ort_api->ReadOpAttr(attribute, ORT_OP_ATTR_STRING, value.data(), bytes, &bytes));
-  return value.c_str();  // without the zero at its end
+  return value.c_str();  // without the terminating zero
 }
 
 std::vector<int64_t> Node::integers(const char* name) const {
@@ -112,7 +110,7 @@ std::vector<int64_t> Node::constants(size_t index) const {
   if (!value.is_constant || value.type != ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64) return {};
   const OrtValue* tensor = nullptr;
   check(ort_api->ValueInfo_GetInitializerValue(value.info, &tensor));
-  Owned<OrtTensorTypeAndShapeInfo> info(ort_api->ReleaseTensorTypeAndShapeInfo);
+  OrtHandle<OrtTensorTypeAndShapeInfo> info(ort_api->ReleaseTensorTypeAndShapeInfo);
   check(ort_api->GetTensorTypeAndShape(tensor, info.out()));
   size_t count = 0;
   check(ort_api->GetTensorShapeElementCount(info.get(), &count));

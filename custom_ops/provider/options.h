@@ -1,4 +1,4 @@
-// The options of a session, as `provider_options` of Python give them.
+// Provider options of a session (`provider_options` in Python).
 #pragma once
 
 #include <cstddef>
@@ -11,15 +11,15 @@ namespace sd_ort {
 struct Options {
   int device_id = 0;
   bool has_user_stream = false;
-  void* user_compute_stream = nullptr;  // a hipStream_t or cudaStream_t, its address as a number
-  bool tuning = false;                  // measure the candidates of every new call
-  bool graph = false;                   // capture runs and replay them
+  void* user_compute_stream = nullptr;  // a hipStream_t or cudaStream_t; the option holds its address
+  bool tuning = false;                  // measure the candidates of calls without a tuning result
+  bool graph = false;                   // capture runs as GPU graphs
   size_t memory_limit = SIZE_MAX;       // bytes of device memory
-  void* weights = nullptr;              // of sd_ort_WeightsRead, its address as a number: what the session was given
+  void* weights = nullptr;              // PrefetchedWeights from sd_ort_WeightsRead; the option holds the address
 };
 
-// Reads the entries `ep.<provider>.<option>` of the session's configuration. Throws std::invalid_argument for an option
-// that there is not, or a value that it cannot have.
+// Reads the session configuration entries `ep.<provider>.<option>`. Throws std::invalid_argument for an unknown option
+// or an invalid value.
 Options read_options(const OrtSessionOptions* session, const std::string& provider);
 
 }  // namespace sd_ort

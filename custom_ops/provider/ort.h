@@ -1,4 +1,4 @@
-// What the provider's files share of ONNX Runtime's C API. Exceptions end in guarded(): none crosses the boundary.
+// Helpers for ONNX Runtime's C API. guarded() turns exceptions into OrtStatus: none crosses the C boundary.
 #pragma once
 
 #include <string>
@@ -11,21 +11,21 @@ namespace sd_ort {
 
 static_assert(ORT_API_VERSION >= 26, "the provider needs the headers of ONNX Runtime 1.26 or later");
 
-// Set by CreateEpFactories, beside ort_api.
+// Set by CreateEpFactories together with ort_api.
 inline const OrtEpApi* ep_api = nullptr;
 
-// Owns what ONNX Runtime made and one of its functions releases.
+// Releases an ONNX Runtime object on destruction.
 template <class T>
-class Owned {
+class OrtHandle {
  public:
   using Release = void(ORT_API_CALL*)(T*);
 
-  explicit Owned(Release release) : release_(release) {}
-  ~Owned() {
+  explicit OrtHandle(Release release) : release_(release) {}
+  ~OrtHandle() {
     if (value_ != nullptr) release_(value_);
   }
-  Owned(const Owned&) = delete;
-  Owned& operator=(const Owned&) = delete;
+  OrtHandle(const OrtHandle&) = delete;
+  OrtHandle& operator=(const OrtHandle&) = delete;
   T** out() { return &value_; }
   T* get() const { return value_; }
 
@@ -34,7 +34,7 @@ class Owned {
   T* value_ = nullptr;
 };
 
-// The name of a kernel's input or output, by `get`: ort_api->KernelInfo_GetInputName or KernelInfo_GetOutputName.
+// Returns the name of a kernel input or output. `get` is ort_api->KernelInfo_GetInputName or KernelInfo_GetOutputName.
 template <class Get>
 std::string name_by(Get get, const OrtKernelInfo* info, size_t index) {
   size_t bytes = 0;

@@ -9,9 +9,9 @@ namespace sd_ort {
 namespace {
 
 constexpr size_t kAlignment = 256;
-constexpr size_t kPage = 2 << 20;       // what drivers give memory in
-constexpr size_t kSegment = 16 << 20;   // asked of the driver for blocks below it; larger ones get one of their size
-constexpr size_t kRemainder = 1 << 10;  // a smaller rest stays with its block
+constexpr size_t kPage = 2 << 20;          // granularity of driver allocations
+constexpr size_t kSegment = 16 << 20;      // smallest segment; a larger block gets a segment of its own size
+constexpr size_t kMinRemainder = 1 << 10;  // smaller remainders are not split off
 
 size_t round_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
 
@@ -28,16 +28,16 @@ void* Pool::allocate(size_t bytes) noexcept {
   try {
     const std::lock_guard<std::mutex> lock(mutex_);
     bytes = round_up(bytes, kAlignment);
-    void* data = take(bytes);
-    if (data == nullptr && (grow(std::max(bytes, kSegment)) || grow(round_up(bytes, kPage)))) data = take(bytes);
+    void* data = reuse_block(bytes);
+    if (data == nullptr && (grow(std::max(bytes, kSegment)) || grow(round_up(bytes, kPage)))) data = reuse_block(bytes);
     return data;
-  } catch (...) {  // no memory for the books
+  } catch (...) {  // no host memory for the bookkeeping
     return nullptr;
   }
 }
 
-// The smallest free block that is large enough.
-void* Pool::take(size_t bytes) {
+// Returns the smallest free block that is large enough, or null.
+void* Pool::reuse_block(size_t bytes) {
   const auto found = free_.lower_bound({bytes, nullptr});
   if (found == free_.end()) return nullptr;
   const auto block = blocks_.find(found->second);
@@ -45,13 +45,13 @@ void* Pool::take(size_t bytes) {
   split(block, bytes);
   block->second.used = true;
   in_use_ += block->second.bytes;
-  most_in_use_ = std::max(most_in_use_, in_use_);
+  peak_in_use_ = std::max(peak_in_use_, in_use_);
   return block->first;
 }
 
 void Pool::split(Blocks::iterator block, size_t bytes) {
   const size_t rest = block->second.bytes - bytes;
-  if (rest < kRemainder) return;
+  if (rest < kMinRemainder) return;
   block->second.bytes = bytes;
   blocks_.emplace(block->first + bytes, Block{rest, false, false});
   free_.insert({rest, block->first + bytes});
@@ -59,11 +59,11 @@ void Pool::split(Blocks::iterator block, size_t bytes) {
 
 bool Pool::grow(size_t segment) {
   device::use(device_);
-  if (segment > limit_ - std::min(limit_, reserved_)) shrink_locked();
+  if (segment > limit_ - std::min(limit_, reserved_)) release_unused_locked();
   if (segment > limit_ - std::min(limit_, reserved_)) return false;
   void* data = device::allocate(segment);
   if (data == nullptr) {
-    shrink_locked();
+    release_unused_locked();
     data = device::allocate(segment);
   }
   if (data == nullptr) return false;
@@ -86,7 +86,7 @@ void Pool::release(void* data) noexcept {
   free_.insert({block->second.bytes, block->first});
 }
 
-// Two neighbors of one segment, each free or about to be; neither is in free_ afterwards.
+// Merges two adjacent free blocks of one segment. Neither is in free_ afterwards.
 Pool::Blocks::iterator Pool::merge(Blocks::iterator left, Blocks::iterator right) {
   free_.erase({left->second.bytes, left->first});
   free_.erase({right->second.bytes, right->first});
@@ -95,17 +95,17 @@ Pool::Blocks::iterator Pool::merge(Blocks::iterator left, Blocks::iterator right
   return left;
 }
 
-void Pool::shrink() noexcept {
+void Pool::release_unused() noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  shrink_locked();
+  release_unused_locked();
 }
 
-void Pool::shrink_locked() {
-  if (keeps_all_) return;
+void Pool::release_unused_locked() {
+  if (segments_pinned_) return;
   for (auto block = blocks_.begin(); block != blocks_.end();) {
     const auto next = std::next(block);
-    const bool whole = block->second.starts_segment && (next == blocks_.end() || next->second.starts_segment);
-    if (whole && !block->second.used) {
+    const bool is_segment = block->second.starts_segment && (next == blocks_.end() || next->second.starts_segment);
+    if (is_segment && !block->second.used) {
       device::release(block->first);
       reserved_ -= block->second.bytes;
       free_.erase({block->second.bytes, block->first});
@@ -115,14 +115,14 @@ void Pool::shrink_locked() {
   }
 }
 
-void Pool::keep_all() noexcept {
+void Pool::pin_segments() noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  keeps_all_ = true;
+  segments_pinned_ = true;
 }
 
 Pool::Statistics Pool::statistics() const noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return {in_use_, most_in_use_, reserved_, limit_};
+  return {in_use_, peak_in_use_, reserved_, limit_};
 }
 
 }  // namespace sd_ort

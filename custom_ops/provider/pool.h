@@ -1,5 +1,5 @@
-// Device memory in blocks cut from larger segments and handed out again. A session's work is in one stream, so a block
-// that is free to the host may be given away at once: what still reads it runs before what writes it next.
+// Caching allocator of device memory: blocks are cut from larger segments and reused. All work of a session is in one
+// stream, so a released block may be reused at once: earlier kernels finish reading it before later kernels write it.
 #pragma once
 
 #include <cstddef>
@@ -18,19 +18,19 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // `bytes` of device memory at a multiple of 256; null where there is no more, or for 0 bytes.
+  // Returns device memory aligned to 256 bytes; null if out of memory or for 0 bytes.
   void* allocate(size_t bytes) noexcept;
   void release(void* data) noexcept;
 
-  // Gives segments back that nothing uses; none once keep_all() was called.
-  void shrink() noexcept;
-  // From now on no segment is given back: a captured graph has its addresses in it.
-  void keep_all() noexcept;
+  // Frees unused segments, unless pin_segments() was called.
+  void release_unused() noexcept;
+  // Keeps all segments from now on, since a captured graph refers to their addresses.
+  void pin_segments() noexcept;
 
   int device() const { return device_; }
 
   struct Statistics {
-    size_t in_use, most_in_use, reserved, limit;
+    size_t in_use, peak_in_use, reserved, limit;
   };
   Statistics statistics() const noexcept;
 
@@ -40,11 +40,11 @@ class Pool {
     bool used;
     bool starts_segment;
   };
-  using Blocks = std::map<char*, Block>;  // by address; the blocks of a segment lie without gaps
+  using Blocks = std::map<char*, Block>;  // by address; the blocks of a segment are contiguous
 
-  void* take(size_t bytes);
+  void* reuse_block(size_t bytes);
   bool grow(size_t segment);
-  void shrink_locked();
+  void release_unused_locked();
   void split(Blocks::iterator block, size_t bytes);
   Blocks::iterator merge(Blocks::iterator left, Blocks::iterator right);
 
@@ -53,8 +53,8 @@ class Pool {
   mutable std::mutex mutex_;
   Blocks blocks_;
   std::set<std::pair<size_t, char*>> free_;  // by size, then address
-  size_t in_use_ = 0, most_in_use_ = 0, reserved_ = 0;
-  bool keeps_all_ = false;
+  size_t in_use_ = 0, peak_in_use_ = 0, reserved_ = 0;
+  bool segments_pinned_ = false;
 };
 
 }  // namespace sd_ort

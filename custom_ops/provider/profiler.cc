@@ -7,10 +7,10 @@
 namespace sd_ort {
 namespace {
 
-// What this thread began and has not ended: the events at their begins, null where the stream was capturing.
-thread_local std::vector<device::Event> begun;
+// Start events of the nodes that this thread has begun and not ended; null if the stream was capturing.
+thread_local std::vector<device::Event> open_events;
 
-constexpr const char* kSuffix = "_kernel_time";  // of ONNX Runtime's event for a node's kernel
+constexpr const char* kSuffix = "_kernel_time";  // suffix of ONNX Runtime's event of a node
 
 }  // namespace
 
@@ -33,7 +33,7 @@ Profiler::~Profiler() {
   for (device::Event event : events_) device::destroy_event(event);
 }
 
-device::Event Profiler::recorded() {
+device::Event Profiler::record_event() {
   device::Event event = device::create_event(true);
   const std::lock_guard<std::mutex> lock(mutex_);
   events_.push_back(event);
@@ -42,24 +42,24 @@ device::Event Profiler::recorded() {
 }
 
 void Profiler::start(int64_t offset) {
-  const auto asked = std::chrono::steady_clock::now();
+  const auto called = std::chrono::steady_clock::now();
   device::use(device_);
-  begun.clear();
-  origin_ = recorded();
-  const auto passed = std::chrono::steady_clock::now() - asked;
+  open_events.clear();
+  origin_ = record_event();
+  const auto passed = std::chrono::steady_clock::now() - called;
   offset_ = offset + std::chrono::duration_cast<std::chrono::nanoseconds>(passed).count();
 }
 
 void Profiler::begin() {
-  begun.push_back(nullptr);
+  open_events.push_back(nullptr);
   device::use(device_);
-  if (!device::is_capturing(stream_)) begun.back() = recorded();
+  if (!device::is_capturing(stream_)) open_events.back() = record_event();
 }
 
 void Profiler::end(const OrtProfilingEvent* event) {
-  if (begun.empty()) return;  // it began before profiling did
-  const device::Event first = begun.back();
-  begun.pop_back();
+  if (open_events.empty()) return;  // the node began before profiling
+  const device::Event first = open_events.back();
+  open_events.pop_back();
   const char* provider = nullptr;
   check(ep_api->ProfilingEvent_GetArgValue(event, "provider", &provider));
   if (first == nullptr || provider == nullptr || std::string(provider) != device::kProvider) return;
@@ -70,7 +70,7 @@ void Profiler::end(const OrtProfilingEvent* event) {
   check(ep_api->ProfilingEvent_GetTimestampUs(event, &host_start));
   std::string name = text;
   if (const size_t end = name.rfind(kSuffix); end != std::string::npos) name.resize(end);
-  const device::Event last = recorded();
+  const device::Event last = record_event();
   const std::lock_guard<std::mutex> lock(mutex_);
   nodes_.push_back({name, host_start, first, last});
 }
@@ -87,11 +87,11 @@ void Profiler::collect(OrtProfilingEventsContainer* container) {
     const std::string host_start = std::to_string(node.host_start);
     const char* const keys[] = {"device_us", "node_ts", "provider"};
     const char* const values[] = {microseconds, host_start.c_str(), device::kProvider};
-    Owned<OrtProfilingEvent> event(ep_api->ReleaseProfilingEvent);
+    OrtHandle<OrtProfilingEvent> event(ep_api->ReleaseProfilingEvent);
     check(ep_api->CreateProfilingEvent(OrtProfilingEventCategory_KERNEL, -1, -1, node.name.c_str(), std::llround(start),
                                        std::llround(duration), keys, values, 3, event.out()));
-    const OrtProfilingEvent* const made = event.get();
-    check(ep_api->ProfilingEventsContainer_AddEvents(container, &made, 1));
+    const OrtProfilingEvent* const created = event.get();
+    check(ep_api->ProfilingEventsContainer_AddEvents(container, &created, 1));
   }
   nodes_.clear();
 }

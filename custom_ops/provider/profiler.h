@@ -1,4 +1,4 @@
-// The device's time of every node in ONNX Runtime's own profile (session option `enable_profiling`).
+// Adds the device time of every node to ONNX Runtime's profile (session option `enable_profiling`).
 #pragma once
 
 #include <mutex>
@@ -10,9 +10,9 @@
 
 namespace sd_ort {
 
-// Of one session or one run. ONNX Runtime tells it when a node begins and ends: an event goes into the stream at both,
-// and when profiling ends, the time between them is an event of category Kernel under the node's name. A node whose run
-// is captured or replayed has none. Functions may be called by several threads.
+// Profiler of one session or one run. ONNX Runtime calls it at the begin and end of each node, and it records an event
+// in the stream. When profiling ends, the time between both becomes a profile event of category Kernel with the node's
+// name. Captured and replayed runs have no such events. Functions may be called by several threads.
 class Profiler : public OrtEpProfilerImpl {
  public:
   Profiler(device::Stream stream, int device);
@@ -23,7 +23,7 @@ class Profiler : public OrtEpProfilerImpl {
  private:
   struct Node {
     std::string name;
-    int64_t host_start;  // microseconds of ONNX Runtime's own event, which tells runs of a node apart
+    int64_t host_start;  // start of ONNX Runtime's event in microseconds, which identifies the run of the node
     device::Event first, last;
   };
 
@@ -32,14 +32,14 @@ class Profiler : public OrtEpProfilerImpl {
   void begin();
   void end(const OrtProfilingEvent* event);
   void collect(OrtProfilingEventsContainer* container);
-  device::Event recorded();
+  device::Event record_event();
 
   const device::Stream stream_;
   const int device_;
   std::mutex mutex_;
-  int64_t offset_ = 0;                 // nanoseconds from ONNX Runtime's start to ours
-  device::Event origin_ = nullptr;     // when we started
-  std::vector<device::Event> events_;  // all, to be destroyed
+  int64_t offset_ = 0;                 // nanoseconds between ONNX Runtime's start and origin_
+  device::Event origin_ = nullptr;     // start of this profiler
+  std::vector<device::Event> events_;  // all events, destroyed at the end
   std::vector<Node> nodes_;
 };
 

@@ -4,18 +4,18 @@
 
 #include "common/tuner.h"
 #include "provider/allocator.h"
-#include "provider/assignment.h"
 #include "provider/device.h"
+#include "provider/node_assignment.h"
 #include "provider/profiler.h"
 #include "provider/stream.h"
 
 namespace sd_ort {
 namespace {
 
-// The number of a run's graph: what the caller's run options say, 0 when they say nothing.
-int graph_number(const OrtRunOptions* options) {
-  const char* given = options == nullptr ? nullptr : ort_api->GetRunConfigEntry(options, "gpu_graph_id");
-  return given == nullptr ? 0 : std::atoi(given);
+// Returns the graph id of a run: run option gpu_graph_id, 0 by default.
+int graph_id_of(const OrtRunOptions* options) {
+  const char* entry = options == nullptr ? nullptr : ort_api->GetRunConfigEntry(options, "gpu_graph_id");
+  return entry == nullptr ? 0 : std::atoi(entry);
 }
 
 }  // namespace
@@ -28,12 +28,12 @@ Provider::Provider(const Options& options, const OrtKernelRegistry* registry, co
       memory_(memory),
       logger_(logger),
       pool_(std::make_shared<Pool>(options.device_id, options.memory_limit)) {
-  left_by_this_thread.clear();
+  last_unassigned_nodes.clear();
   device::use(options_.device_id);
   stream_ = options_.has_user_stream ? options_.user_compute_stream : device::create_stream();
   device::add_session_stream(options_.device_id, stream_);
-  graphs_ = std::make_unique<Graphs>(stream_);
-  Tuner::instance().time_without_memsets();
+  graphs_ = std::make_unique<GpuGraphCache>(stream_);
+  Tuner::instance().time_with_replaced_memsets();
   if (options_.tuning) Tuner::instance().enable(true);
   ort_version_supported = ORT_API_VERSION;
   set_functions();
@@ -53,7 +53,7 @@ void Provider::set_functions() {
     return nullptr;
   };
   GetCapability = [](OrtEp* self, const OrtGraph* graph, OrtEpGraphSupportInfo* support) noexcept {
-    return guarded([&] { of(self).take_nodes(graph, support); });
+    return guarded([&] { of(self).assign_nodes(graph, support); });
   };
   CreateAllocator = [](OrtEp* self, const OrtMemoryInfo* memory, OrtAllocator** allocator) noexcept {
     return guarded([&] {
@@ -70,7 +70,7 @@ void Provider::set_functions() {
     return guarded([&] { *stream = new SyncStream(of(self).stream_, of(self).options_.device_id); });
   };
   IsConcurrentRunSupported = [](OrtEp*, bool* supported) noexcept -> OrtStatus* {
-    *supported = false;  // one stream and one pool a session; ONNX Runtime lets threads take turns
+    *supported = false;  // one stream and one pool per session; ONNX Runtime serializes the runs
     return nullptr;
   };
   Sync = [](OrtEp* self) noexcept { return guarded([&] { device::wait(of(self).stream_); }); };
@@ -93,44 +93,44 @@ void Provider::set_graph_functions() {
   OnRunStart = [](OrtEp* self, const OrtRunOptions* options) noexcept {
     return guarded([&] {
       device::use(of(self).options_.device_id);
-      if (of(self).options_.graph) of(self).graphs_->begin_run(graph_number(options));
+      if (of(self).options_.graph) of(self).graphs_->begin_run(graph_id_of(options));
     });
   };
   OnRunEnd = [](OrtEp* self, const OrtRunOptions* options, bool sync_stream) noexcept {
     return guarded([&] {
       if (of(self).options_.graph) {
-        of(self).graphs_->end_run(graph_number(options));
-        if (of(self).graphs_->is_captured(graph_number(options))) of(self).pool_->keep_all();
+        of(self).graphs_->end_run(graph_id_of(options));
+        if (of(self).graphs_->is_captured(graph_id_of(options))) of(self).pool_->pin_segments();
       }
       if (sync_stream) device::wait(of(self).stream_);
     });
   };
   IsGraphCaptureEnabled = [](const OrtEp* self) noexcept { return of(self).options_.graph; };
-  IsGraphCaptured = [](const OrtEp* self, int number) noexcept { return of(self).graphs_->is_captured(number); };
-  ReplayGraph = [](OrtEp* self, int number) noexcept {
+  IsGraphCaptured = [](const OrtEp* self, int graph_id) noexcept { return of(self).graphs_->is_captured(graph_id); };
+  ReplayGraph = [](OrtEp* self, int graph_id) noexcept {
     return guarded([&] {
       device::use(of(self).options_.device_id);
-      of(self).graphs_->replay(number);
+      of(self).graphs_->replay(graph_id);
     });
   };
-  ReleaseCapturedGraph = [](OrtEp* self, int number) noexcept {
-    return guarded([&] { of(self).graphs_->release(number); });
+  ReleaseCapturedGraph = [](OrtEp* self, int graph_id) noexcept {
+    return guarded([&] { of(self).graphs_->release(graph_id); });
   };
   GetGraphCaptureNodeAssignmentPolicy = [](const OrtEp*) noexcept {
     return OrtGraphCaptureNodeAssignmentPolicy_ALLOW_CPU_FOR_SHAPES;
   };
 }
 
-void Provider::take_nodes(const OrtGraph* graph, OrtEpGraphSupportInfo* support) {
+void Provider::assign_nodes(const OrtGraph* graph, OrtEpGraphSupportInfo* support) {
   const Assignment assignment = assign(graph, support, weights());
-  for (const OrtNode* node : assignment.taken) check(ep_api->EpGraphSupportInfo_AddSingleNode(support, node));
-  // What fails here is passed over, and a CPU's kernel may read its weights before the session is complete. But without
-  // a kernel for each node of its own no session comes as far as that.
-  for (const OrtNode* node : assignment.misplaced) check(ep_api->EpGraphSupportInfo_AddSingleNode(support, node));
-  unread_.insert(assignment.unread.begin(), assignment.unread.end());
-  for (const Left& left : assignment.left) {
-    log("left to other providers: " + left.op_type + " '" + left.node + "': " + left.reason);
-    left_by_this_thread += left.op_type + '\t' + left.node + '\t' + left.reason + '\n';
+  for (const OrtNode* node : assignment.assigned) check(ep_api->EpGraphSupportInfo_AddSingleNode(support, node));
+  // ONNX Runtime ignores an error here, and a CPU kernel may read its weights while the session is created. Assigning a
+  // node without a kernel makes the creation of the session fail before that.
+  for (const OrtNode* node : assignment.host_readers) check(ep_api->EpGraphSupportInfo_AddSingleNode(support, node));
+  unused_outputs_.insert(assignment.unused_outputs.begin(), assignment.unused_outputs.end());
+  for (const UnassignedNode& node : assignment.unassigned) {
+    log("not assigned: " + node.op_type + " '" + node.name + "': " + node.reason);
+    last_unassigned_nodes += node.op_type + '\t' + node.name + '\t' + node.reason + '\n';
   }
 }
 
@@ -140,7 +140,7 @@ const Provider& provider_of(const OrtKernelInfo* info) {
   return *static_cast<const Provider*>(provider);
 }
 
-Weights* Provider::weights() const { return static_cast<Weights*>(options_.weights); }
+PrefetchedWeights* Provider::weights() const { return static_cast<PrefetchedWeights*>(options_.weights); }
 
 void Provider::log(const std::string& message) const {
   check(ort_api->Logger_LogMessage(logger_, ORT_LOGGING_LEVEL_INFO, message.c_str(), ORT_FILE, __LINE__, __func__));

@@ -1,39 +1,39 @@
-// A session's execution provider: one device, one stream, one pool, and the runs captured over them.
+// Execution provider of one session: a device, a stream, a memory pool and captured GPU graphs.
 #pragma once
 
 #include <memory>
 #include <set>
 #include <string>
 
-#include "provider/graphs.h"
+#include "provider/gpu_graphs.h"
 #include "provider/options.h"
 #include "provider/ort.h"
 #include "provider/pool.h"
-#include "provider/weights.h"
+#include "provider/prefetched_weights.h"
 
 namespace sd_ort {
 
-// Nodes that the session which this thread opened last left to other providers: operator, name and reason, with tabs
-// between, a line each. ONNX Runtime asks again when it has changed a graph: a node's last line counts.
-inline thread_local std::string left_by_this_thread;
+// Nodes that the session created last by this thread did not assign to the provider: a line each with operator, name
+// and reason, separated by tabs. ONNX Runtime repeats the assignment after it changes a graph: the last line of a node
+// counts.
+inline thread_local std::string last_unassigned_nodes;
 
 class Provider : public OrtEp {
  public:
-  // `registry` and `memory` (of the device) are the factory's.
+  // `registry` and `memory` (of the device) are owned by the factory.
   Provider(const Options& options, const OrtKernelRegistry* registry, const OrtMemoryInfo* memory,
            const OrtLogger* logger);
   ~Provider();
   Provider(const Provider&) = delete;
   Provider& operator=(const Provider&) = delete;
 
-  // Whether a node's output, not its first, is read by anybody: a sum that nobody reads need not be written.
-  bool is_read(const std::string& output) const { return unread_.count(output) == 0; }
+  // Whether an output other than a node's first has a consumer. Unused outputs are not written.
+  bool is_used(const std::string& output) const { return unused_outputs_.count(output) == 0; }
 
-  // The session's device memory.
   const std::shared_ptr<Pool>& pool() const { return pool_; }
 
-  // Those that the session was given, or null.
-  Weights* weights() const;
+  // Prefetched weights of the session, or null.
+  PrefetchedWeights* weights() const;
 
  private:
   static Provider& of(OrtEp* self) { return *static_cast<Provider*>(self); }
@@ -41,7 +41,7 @@ class Provider : public OrtEp {
 
   void set_functions();
   void set_graph_functions();
-  void take_nodes(const OrtGraph* graph, OrtEpGraphSupportInfo* support);
+  void assign_nodes(const OrtGraph* graph, OrtEpGraphSupportInfo* support);
   void log(const std::string& message) const;
 
   const Options options_;
@@ -50,11 +50,11 @@ class Provider : public OrtEp {
   const OrtLogger* logger_;
   std::shared_ptr<Pool> pool_;
   device::Stream stream_;
-  std::unique_ptr<Graphs> graphs_;
-  std::set<std::string> unread_;
+  std::unique_ptr<GpuGraphCache> graphs_;
+  std::set<std::string> unused_outputs_;
 };
 
-// That of the session which has the kernel.
+// Returns the provider of the kernel's session.
 const Provider& provider_of(const OrtKernelInfo* info);
 
 }  // namespace sd_ort

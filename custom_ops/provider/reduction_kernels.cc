@@ -1,4 +1,4 @@
-// Reductions, Softmax and LayerNormalization of ai.onnx that no fusion took.
+// Reductions, Softmax and LayerNormalization of ai.onnx that no fusion replaced.
 #include <algorithm>
 
 #include "provider/kernel.h"
@@ -7,47 +7,47 @@
 namespace sd_ort {
 namespace {
 
-// Over neighboring axes, which one axis of a (outer, size, inner) tensor is.
+// Reduces adjacent axes, merged to the middle axis of (outer, size, inner).
 template <Reduction op>
 class ReduceKernel : public Kernel {
  public:
   explicit ReduceKernel(const OrtKernelInfo* info)
-      : keep_(Attributes(info).integer("keepdims", 1) != 0),
-        nothing_(Attributes(info).integer("noop_with_empty_axes", 0) != 0),
+      : keep_dims_(Attributes(info).integer("keepdims", 1) != 0),
+        noop_(Attributes(info).integer("noop_with_empty_axes", 0) != 0),
         axes_(Attributes(info).integers("axes", {})) {}
 
-  void compute(Call& call) const override {
-    const Tensor x = call.input(0);
-    std::vector<int64_t> axes = axes_.empty() ? call.integers(1) : axes_;
-    std::vector<bool> reduced(x.shape.size(), axes.empty() && !nothing_);
-    for (int64_t axis : axes) reduced[axis_of(axis, x.shape.size())] = true;
+  void compute(KernelContext& context) const override {
+    const Tensor x = context.input(0);
+    std::vector<int64_t> axes = axes_.empty() ? context.integers(1) : axes_;
+    std::vector<bool> reduced(x.shape.size(), axes.empty() && !noop_);
+    for (int64_t axis : axes) reduced[normalized_axis(axis, x.shape.size())] = true;
     int64_t outer = 1, size = 1, inner = 1;
     bool seen = false, ended = false;
     std::vector<int64_t> shape;
     for (size_t i = 0; i < x.shape.size(); ++i) {
-      require(!(reduced[i] && ended), "the reduced axes are no neighbors");
+      require(!(reduced[i] && ended), "the reduced axes are not adjacent");
       ended = ended || (seen && !reduced[i]);
       seen = seen || reduced[i];
       (reduced[i] ? size : seen ? inner : outer) *= x.shape[i];
-      if (!reduced[i] || keep_) shape.push_back(reduced[i] ? 1 : x.shape[i]);
+      if (!reduced[i] || keep_dims_) shape.push_back(reduced[i] ? 1 : x.shape[i]);
     }
-    void* y = call.output(0, shape);
-    launched(reduce(op, x.dtype(), x.data, y, outer, size, inner, call.stream()));
+    void* y = context.output(0, shape);
+    check_launch(reduce(op, x.dtype(), x.data, y, outer, size, inner, context.stream()));
   }
 
  private:
-  bool keep_, nothing_;
+  bool keep_dims_, noop_;
   std::vector<int64_t> axes_;
 };
 
 class Softmax : public Kernel {
  public:
   explicit Softmax(const OrtKernelInfo*) {}
-  void compute(Call& call) const override {
-    const Tensor x = call.input(0);
-    void* y = call.output(0, x.shape);
+  void compute(KernelContext& context) const override {
+    const Tensor x = context.input(0);
+    void* y = context.output(0, x.shape);
     const int64_t columns = x.shape.back();
-    if (x.size() > 0) launched(softmax_rows(x.dtype(), x.data, y, x.size() / columns, columns, call.stream()));
+    if (x.size() > 0) check_launch(softmax_rows(x.dtype(), x.data, y, x.size() / columns, columns, context.stream()));
   }
 };
 
@@ -55,15 +55,15 @@ class LayerNorm : public Kernel {
  public:
   explicit LayerNorm(const OrtKernelInfo* info)
       : axis_(Attributes(info).integer("axis", -1)), epsilon_(Attributes(info).real("epsilon", 1e-5f)) {}
-  void compute(Call& call) const override {
-    const Tensor x = call.input(0), gamma = call.input(1), beta = call.input(2);
+  void compute(KernelContext& context) const override {
+    const Tensor x = context.input(0), gamma = context.input(1), beta = context.input(2);
     int64_t columns = 1;
-    for (size_t i = axis_of(axis_, x.shape.size()); i < x.shape.size(); ++i) columns *= x.shape[i];
+    for (size_t i = normalized_axis(axis_, x.shape.size()); i < x.shape.size(); ++i) columns *= x.shape[i];
     require(gamma.size() == columns && (!beta || beta.size() == columns), "LayerNormalization: the sizes differ");
-    void* y = call.output(0, x.shape);
+    void* y = context.output(0, x.shape);
     if (x.size() == 0) return;
-    launched(layer_norm_rows(x.dtype(), x.data, gamma.data, beta.data, y, x.size() / columns, columns, epsilon_,
-                             call.stream()));
+    check_launch(layer_norm_rows(x.dtype(), x.data, gamma.data, beta.data, y, x.size() / columns, columns, epsilon_,
+                                 context.stream()));
   }
 
  private:
@@ -71,8 +71,8 @@ class LayerNorm : public Kernel {
   float epsilon_;
 };
 
-// Whether no axis lies between two of these; not where that cannot be known.
-bool are_neighbors(std::vector<int64_t> axes, int rank) {
+// Whether the axes are adjacent; false if that is unknown.
+bool are_adjacent(std::vector<int64_t> axes, int rank) {
   if (axes.size() < 2) return true;
   for (int64_t& axis : axes) {
     if (rank >= 0 && axis < 0) axis += rank;
@@ -85,30 +85,29 @@ bool are_neighbors(std::vector<int64_t> axes, int rank) {
   return true;
 }
 
-const char* refuses_reduction(const Node& node) {
-  if (node.input(1).there && !node.input(1).is_constant) return "its axes are computed";
-  const std::vector<int64_t> axes = node.input(1).there ? node.constants(1) : node.integers("axes");
-  return are_neighbors(axes, node.input(0).rank) ? refuses_float(node) : "its axes are no neighbors";
+const char* unsupported_reduction(const Node& node) {
+  if (node.input(1).exists && !node.input(1).is_constant) return "its axes are not constant";
+  const std::vector<int64_t> axes = node.input(1).exists ? node.constants(1) : node.integers("axes");
+  return are_adjacent(axes, node.input(0).rank) ? unsupported_float(node) : "its axes are not adjacent";
 }
-const char* refuses_softmax(const Node& node) {
-  if (node.since_version < 13) return "opsets before 13 flatten the axes";
+const char* unsupported_softmax(const Node& node) {
+  if (node.since_version < 13) return "Softmax before opset 13 flattens the axes";
   const int64_t axis = node.integer("axis", -1);
-  return axis == -1 || axis + 1 == node.input(0).rank ? refuses_float(node) : "its axis is not the last";
+  return axis == -1 || axis + 1 == node.input(0).rank ? unsupported_float(node) : "its axis is not the last";
 }
-const char* refuses_layer_norm(const Node& node) {
-  if (node.input(1).type != node.input(0).type) return "its inputs differ in type";
-  return node.outputs.size() > 1 ? "its statistics are asked for" : refuses_float(node);
+const char* unsupported_layer_norm(const Node& node) {
+  return node.outputs.size() > 1 ? "it has the outputs Mean and InvStdDev" : unsupported_dtypes(node);
 }
 
 }  // namespace
 
 void add_reduction_kernels(KernelSpecs& specs) {
-  specs.push_back({"", "ReduceMax", make_kernel<ReduceKernel<Reduction::kMax>>, refuses_reduction, {1}});
-  specs.push_back({"", "ReduceMean", make_kernel<ReduceKernel<Reduction::kMean>>, refuses_reduction, {1}});
-  specs.push_back({"", "ReduceMin", make_kernel<ReduceKernel<Reduction::kMin>>, refuses_reduction, {1}});
-  specs.push_back({"", "ReduceSum", make_kernel<ReduceKernel<Reduction::kSum>>, refuses_reduction, {1}});
-  specs.push_back({"", "Softmax", make_kernel<Softmax>, refuses_softmax});
-  specs.push_back({"", "LayerNormalization", make_kernel<LayerNorm>, refuses_layer_norm});
+  specs.push_back({"", "ReduceMax", make_kernel<ReduceKernel<Reduction::kMax>>, unsupported_reduction, {1}});
+  specs.push_back({"", "ReduceMean", make_kernel<ReduceKernel<Reduction::kMean>>, unsupported_reduction, {1}});
+  specs.push_back({"", "ReduceMin", make_kernel<ReduceKernel<Reduction::kMin>>, unsupported_reduction, {1}});
+  specs.push_back({"", "ReduceSum", make_kernel<ReduceKernel<Reduction::kSum>>, unsupported_reduction, {1}});
+  specs.push_back({"", "Softmax", make_kernel<Softmax>, unsupported_softmax});
+  specs.push_back({"", "LayerNormalization", make_kernel<LayerNorm>, unsupported_layer_norm});
 }
 
 }  // namespace sd_ort

@@ -4,11 +4,11 @@
 
 namespace sd_ort {
 
-void run_op(const GpuOp& op, const void* params, Call& call) {
-  const int candidate = Tuner::instance().choose(op, params, call.stream(), call.tensors().address(0));
+void run_op(const GpuOp& op, const void* params, KernelContext& context) {
+  const int candidate = Tuner::instance().choose(op, params, context.stream(), context.tensors().address(0));
   require(candidate >= 0, std::string(op.name()) + ": no kernel supports these shapes");
-  const Workspace workspace(call.context(), call.tensors().memory(), op.workspace_bytes(candidate, params));
-  const char* error = op.run(candidate, params, workspace.data(), call.stream());
+  const Workspace workspace(context.context(), context.tensors().memory(), op.workspace_bytes(candidate, params));
+  const char* error = op.run(candidate, params, workspace.data(), context.stream());
   require(error == nullptr, std::string(op.name()) + ": " + (error == nullptr ? "" : error));
 }
 

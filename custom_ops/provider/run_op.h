@@ -1,4 +1,4 @@
-// Runs an operator that has candidates: the tuned one or the default, with its workspace from the session's pool.
+// Runs the tuned or default candidate of an operator with a workspace from the session's pool.
 #pragma once
 
 #include "common/tuner.h"
@@ -6,7 +6,7 @@
 
 namespace sd_ort {
 
-// After the outputs are allocated. A stream that captures runs what was chosen before, since measuring waits.
-void run_op(const GpuOp& op, const void* params, Call& call);
+// Called after the outputs are allocated. While the stream is captured, nothing is tuned.
+void run_op(const GpuOp& op, const void* params, KernelContext& context);
 
 }  // namespace sd_ort

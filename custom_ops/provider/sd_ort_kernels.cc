@@ -1,9 +1,9 @@
-// The operators of domain `sd_ort`: their bindings (an op folder's binding.h) over the GPU launches.
-#include "bindings.h"  // made by CMake: the binding.h of every operator in operators.txt
-#include "provider/kept_filters.h"
+// Operators of domain `sd_ort`: their bindings (operators/*/binding.h) with the GPU candidates.
+#include "bindings.h"  // written by CMake: includes binding.h of every operator in operators.txt
 #include "provider/kernels/kernels.h"
 #include "provider/provider.h"
 #include "provider/run_op.h"
+#include "provider/winograd_filter_cache.h"
 #include "provider_bindings.h"
 
 namespace sd_ort {
@@ -15,7 +15,7 @@ namespace sd_ort {
 namespace {
 
 DType dtype_of(const OrtKernelInfo* info) {
-  Owned<OrtTypeInfo> type(ort_api->ReleaseTypeInfo);
+  OrtHandle<OrtTypeInfo> type(ort_api->ReleaseTypeInfo);
   check(ort_api->KernelInfo_GetInputTypeInfo(info, 0, type.out()));
   const OrtTensorTypeAndShapeInfo* tensor = nullptr;
   check(ort_api->CastTypeInfoToTensorInfo(type.get(), &tensor));
@@ -24,76 +24,80 @@ DType dtype_of(const OrtKernelInfo* info) {
   return named.dtype();
 }
 
-// A bit for each of the first 32 outputs that nobody reads.
-uint32_t unread_outputs(const OrtKernelInfo* info) {
+// Returns a bit for each unused output of the first 32.
+uint32_t unused_outputs(const OrtKernelInfo* info) {
   size_t count = 0;
   check(ort_api->KernelInfo_GetOutputCount(info, &count));
-  uint32_t unread = 0;
+  uint32_t unused = 0;
   for (size_t i = 1; i < count && i < 32; ++i) {
-    if (!provider_of(info).is_read(name_by(ort_api->KernelInfo_GetOutputName, info, i))) unread |= 1u << i;
+    if (!provider_of(info).is_used(name_by(ort_api->KernelInfo_GetOutputName, info, i))) unused |= 1u << i;
   }
-  return unread;
+  return unused;
 }
 
 template <class Binding, const GpuOp& (*op)()>
 class BoundKernel : public Kernel {
  public:
   explicit BoundKernel(const OrtKernelInfo* info)
-      : attributes_(Binding::attributes(Attributes(info))), unread_(unread_outputs(info)) {
+      : attributes_(Binding::attributes(Attributes(info))), unused_outputs_(unused_outputs(info)) {
     attributes_.dtype = dtype_of(info);
   }
 
-  void compute(Call& call) const override {
+  void compute(KernelContext& context) const override {
     auto params = attributes_;
-    call.tensors().leave_out(unread_);
-    Binding::bind(call.tensors(), params);
-    prepare(params, call);
-    run_op(op(), &params, call);
+    context.tensors().skip_outputs(unused_outputs_);
+    Binding::bind(context.tensors(), params);
+    prepare(params, context);
+    run_op(op(), &params, context);
   }
 
  protected:
-  // What a kernel adds to a call's parameters.
-  virtual void prepare(typename Binding::Params&, Call&) const {}
+  // Adds parameters that the binding does not set.
+  virtual void prepare(typename Binding::Params&, KernelContext&) const {}
 
  private:
   typename Binding::Params attributes_;
-  uint32_t unread_;
+  uint32_t unused_outputs_;
 };
 
-// NhwcConv, by transformed filters where they are constant and that pays.
+// NhwcConv with cached Winograd filters if the filters are constant and Winograd is faster.
 class ConvKernel : public BoundKernel<NhwcConvBinding, nhwc_conv_gpu> {
  public:
   explicit ConvKernel(const OrtKernelInfo* info)
-      : BoundKernel(info), has_constant_filters_(Attributes(info).is_constant(1)), kept_(provider_of(info).pool()) {}
+      : BoundKernel(info),
+        has_constant_filters_(Attributes(info).is_constant(1)),
+        filter_cache_(provider_of(info).pool()) {}
 
  protected:
-  void prepare(NhwcConvParams& params, Call& call) const override {
-    if (has_constant_filters_ && nhwc_conv_pays_winograd(params)) params.transformed = kept_.of(params, call.stream());
+  void prepare(NhwcConvParams& params, KernelContext& context) const override {
+    if (has_constant_filters_ && nhwc_conv_prefers_winograd(params)) {
+      params.transformed_filters = filter_cache_.get(params, context.stream());
+    }
   }
 
  private:
   const bool has_constant_filters_;
-  mutable KeptFilters kept_;
+  mutable WinogradFilterCache filter_cache_;
 };
 
-// Whether a binding says that its kernels may write Y where X lies.
+// Whether the kernels of a binding may write output 0 to the memory of input 0.
 template <class Binding, class = void>
-constexpr bool kOverwrites = false;
+constexpr bool kMutableAlias = false;
 template <class Binding>
-constexpr bool kOverwrites<Binding, std::void_t<decltype(Binding::kOverwritesX)>> = Binding::kOverwritesX;
+constexpr bool kMutableAlias<Binding, std::void_t<decltype(Binding::kMutableAliasX)>> = Binding::kMutableAliasX;
 
-// Inputs of the binding's type T must all have one type that the kernels take.
+// Inputs of type T must all have the same floating-point type.
 template <class Binding>
-const char* refuses_types(const Node& node) {
+const char* unsupported_types(const Node& node) {
   const auto type = node.input(0).type;
-  if (!is_float(type)) return "X is neither float32, float16 nor bfloat16";
+  if (const char* reason = unsupported_float(node)) return reason;
   size_t index = 0;
   for (const Port& port : Binding::kInputs) {
     const NodeValue& input = node.input(index++);
-    if (!input.there && !port.optional) return "an input is missing";
-    if (input.there && port.type == Port::kT && input.type != type) return "its inputs differ in type";
+    if (!input.exists && !port.optional) return "an input is missing";
+    if (input.exists && port.type == Port::kT && input.type != type) return "its inputs differ in type";
   }
-  if (node.has("auto_pad") && node.text("auto_pad", "NOTSET") != "NOTSET") return "its padding is automatic";
+  if (node.has("auto_pad") && node.text("auto_pad", "NOTSET") != "NOTSET") return "its auto_pad is not NOTSET";
   return nullptr;
 }
 
@@ -104,19 +108,15 @@ class QuickGelu : public Kernel {
  public:
   explicit QuickGelu(const OrtKernelInfo* info) : alpha_(Attributes(info).real("alpha", 1.702f)) {}
 
-  void compute(Call& call) const override {
-    const Tensor x = call.input(0);
-    void* y = call.output(0, x.shape);
-    launched(unary(Unary::kQuickGelu, x.dtype(), x.data, y, x.size(), alpha_, call.stream()));
+  void compute(KernelContext& context) const override {
+    const Tensor x = context.input(0);
+    void* y = context.output(0, x.shape);
+    check_launch(unary(Unary::kQuickGelu, x.dtype(), x.data, y, x.size(), alpha_, context.stream()));
   }
 
  private:
   float alpha_;
 };
-
-const char* refuses_quick_gelu(const Node& node) {
-  return is_float(node.input(0).type) ? nullptr : "X is neither float32, float16 nor bfloat16";
-}
 
 }  // namespace
 
@@ -125,14 +125,14 @@ void add_sd_ort_kernels(KernelSpecs& specs) {
   specs.push_back({"sd_ort",                                           \
                    name##Binding::kName,                               \
                    make_kernel<KernelOf<name##Binding, folder##_gpu>>, \
-                   refuses_types<name##Binding>,                       \
+                   unsupported_types<name##Binding>,                   \
                    {},                                                 \
                    false,                                              \
                    false,                                              \
-                   kOverwrites<name##Binding>});
+                   kMutableAlias<name##Binding>});
 #define SD_ORT_PROVIDER_OPERATOR SD_ORT_OPERATOR
 #include "operators.txt"
-  specs.push_back({"sd_ort", "QuickGelu", make_kernel<QuickGelu>, refuses_quick_gelu});
+  specs.push_back({"sd_ort", "QuickGelu", make_kernel<QuickGelu>, unsupported_float});
 }
 
 }  // namespace sd_ort

@@ -5,7 +5,7 @@
 namespace sd_ort {
 namespace {
 
-// A point in a stream, to be waited for.
+// An event in a stream that other streams or the host wait for.
 class Notification : public OrtSyncNotificationImpl {
  public:
   explicit Notification(device::Stream stream) : OrtSyncNotificationImpl{}, stream_(stream) {
@@ -39,7 +39,7 @@ bool is_host(const OrtMemoryDevice* memory) {
   return ep_api->MemoryDevice_GetDeviceType(memory) == OrtMemoryInfoDeviceType_CPU || is_pinned(memory);
 }
 
-bool is_ours(const OrtMemoryDevice* memory) {
+bool is_device(const OrtMemoryDevice* memory) {
   return ep_api->MemoryDevice_GetDeviceType(memory) == OrtMemoryInfoDeviceType_GPU &&
          ep_api->MemoryDevice_GetVendorId(memory) == device::kVendorId;
 }
@@ -53,7 +53,7 @@ void copy_tensor(const OrtValue* from, OrtValue* to, OrtSyncStream* stream, Uplo
   check(ort_api->GetTensorData(from, &source));
   check(ort_api->GetTensorMutableData(to, &target));
   check(ort_api->GetTensorSizeInBytes(from, &bytes));
-  require(target != nullptr || bytes == 0, "there is no more device memory for a copy");
+  require(target != nullptr || bytes == 0, "out of device memory for a copy");
   const auto direction = to_host     ? device::Copy::kToHost
                          : from_host ? device::Copy::kToDevice
                                      : device::Copy::kOnDevice;
@@ -64,7 +64,7 @@ void copy_tensor(const OrtValue* from, OrtValue* to, OrtSyncStream* stream, Uplo
   } else {
     const OrtMemoryDevice* memory = ep_api->Value_GetMemoryDevice(to_host ? from : to);
     const int device = static_cast<int>(ep_api->MemoryDevice_GetDeviceId(memory));
-    if (from_host && !is_pinned(ep_api->Value_GetMemoryDevice(from)) && bytes >= Upload::kLeast) {
+    if (from_host && !is_pinned(ep_api->Value_GetMemoryDevice(from)) && bytes >= Upload::kMinBytes) {
       upload.copy(device, target, source, bytes);
     } else {
       device::use(device);
@@ -98,7 +98,7 @@ DataTransfer::DataTransfer() : OrtDataTransferImpl{} {
   ort_version_supported = ORT_API_VERSION;
   Release = [](OrtDataTransferImpl*) noexcept {};
   CanCopy = [](const OrtDataTransferImpl*, const OrtMemoryDevice* from, const OrtMemoryDevice* to) noexcept {
-    return (is_ours(from) && (is_ours(to) || is_host(to))) || (is_host(from) && is_ours(to));
+    return (is_device(from) && (is_device(to) || is_host(to))) || (is_host(from) && is_device(to));
   };
   CopyTensors = [](OrtDataTransferImpl* self, const OrtValue** from, OrtValue** to, OrtSyncStream** streams,
                    size_t count) noexcept {

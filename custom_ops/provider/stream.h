@@ -7,7 +7,7 @@
 
 namespace sd_ort {
 
-// A stream that somebody else owns: all work of a session is in one.
+// The session's stream, which the provider owns.
 class SyncStream : public OrtSyncStreamImpl {
  public:
   SyncStream(device::Stream stream, int device);
@@ -17,7 +17,7 @@ class SyncStream : public OrtSyncStreamImpl {
   int device_;
 };
 
-// Copies tensors between host and device. One for the process, owned by the factory.
+// Copies tensors between host and device. The factory owns the only instance.
 class DataTransfer : public OrtDataTransferImpl {
  public:
   DataTransfer();

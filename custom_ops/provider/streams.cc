@@ -1,5 +1,5 @@
-// A stream and events for the package's Python (sd_ort/runtime/stream.py), which then needs no vendor library of its
-// own: named and called as cudaStreamCreate and its like. Handles are device.h's; 0, or 1 for a failure.
+// C functions for streams and events, used by sd_ort/runtime/stream.py instead of a vendor library. Named after
+// cudaStreamCreate etc.; handles are those of device.h. Each returns 0, or 1 on failure.
 #include "common/platform.h"
 #include "provider/device.h"
 

@@ -18,10 +18,12 @@ from fusion_passes.canonicalize import (
     transposes,
 )
 from fusion_passes.canonicalize.attention import concatenated_keys, onnx_attention, scales, three_axis
-from fusion_passes.canonicalize.opset import OPSET, declare_opset, why_not_fused
+from fusion_passes.canonicalize.opset import OPSET, SHAPES_SINCE, declare_opset, why_not_fused
 from fusion_passes.canonicalize.shape_folding import fold_shapes, set_channel_counts, simplify_reshape_targets
 from fusion_passes.graph_pass import Pass, PassOutcome
+from fusion_passes.operators.definition import CONTRIB
 from fusion_passes.rule import apply_rules
+from fusion_passes.shapes import types
 
 __all__ = ["CANONICAL", "canonicalize", "why_not_fused"]
 
@@ -44,12 +46,15 @@ CANONICAL: tuple[Pass, ...] = (
 def canonicalize(model: ir.Model) -> dict[str, PassOutcome]:
     """Canonicalize `model` in place and return the outcomes of the passes that ran, by name.
 
-    The order matters. Shapes come first, because every rule queries them; then the two operators whose definition
-    depends on the opset; then the opset; then operators that exporters decompose. If the opset cannot be converted
-    (see `why_not_fused`), only the shapes are folded.
+    The order matters. Old opsets come first, then shapes, because every rule queries them; then the two operators whose
+    definition depends on the opset; then the opset; then operators that exporters decompose. If the opset cannot be
+    converted (see `why_not_fused`), only the shapes are folded, below `SHAPES_SINCE` not even these.
     """
     outcomes: dict[str, PassOutcome] = {}
-    common.InlinePass()(model)
+    common.RemoveUnusedFunctionsPass()(model)
+    common.InlinePass(lambda function: function.domain != CONTRIB)(model)  # ONNX Runtime runs its kernel, not the body
+    if types.opset(model.graph) < SHAPES_SINCE and not (declare_opset(model) or declare_opset(model, SHAPES_SINCE)):
+        return outcomes
     set_channel_counts(model)
     fold_shapes(model)
     if why_not_fused(model):

@@ -1,17 +1,12 @@
-"""Declare every graph at one opset, so that later passes know one form of each operator.
+"""Conversion of a graph to one opset, so that later passes know one form of each operator.
 
-Node by node, those of inner graphs too. Between opsets 13 and 24 an operator has
-    one definition at both opsets                    it stays as it is
-    a wider one later (`WIDENED`)                    more types, or an attribute whose default is what was before
-    a form that changed (`CHANGED`)                  a rule rewrites the node
-        Split (< 18)                                 num_outputs becomes an attribute when no sizes are given
-        ReduceMean and its like (< 18)               axes become an input
-        DFT (< 20)                                   so does its axis
-        GridSample (< 20)                            modes have other names
-        RoiAlign (< 16)                              the old coordinates become a mode
-GroupNormalization (which changed in 21) and Attention (new in 23) are replaced before. What is left (an operator or an
-attribute that the other opset lacks) keeps the graph at its opset. Below `OPSET` it cannot be fused then: function
-bodies are written in newer operators.
+Every node is converted, those of subgraphs too. Between opsets 7 and 24 an operator has
+    one definition at both opsets                    it stays unchanged
+    a wider one later (`WIDENED`)                    more types, or an attribute with the old behavior as its default
+    a form that changed (`CHANGED`)                  a rule rewrites the node to the new form
+GroupNormalization (which changed in 21) and Attention (new in 23) are replaced before. Any other operator or attribute
+that the other opset lacks keeps the graph at its opset. Below `OPSET` such a graph cannot be fused: function bodies use
+newer operators. Below `SHAPES_SINCE` its shapes are not folded either: shape rules read the forms of that opset.
 
 `lower_opset` declares a lowered graph at an older opset, for a provider whose kernels end there.
 """
@@ -19,6 +14,7 @@ bodies are written in newer operators.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -28,7 +24,8 @@ from fusion_passes.shapes.onnx_inference import STANDARD_DOMAINS, schema
 from fusion_passes.shapes.types import opset
 
 OPSET = 21
-OLDEST, NEWEST = 13, 24
+SHAPES_SINCE = 13
+OLDEST, NEWEST = 7, 24
 WIDENED = frozenset(
     "Add Cast CastLike Constant ConstantOfShape CumSum DequantizeLinear Div Equal Flatten GRU GreaterOrEqual Identity "
     "If IsInf IsNaN LSTM LeakyRelu LessOrEqual Loop LpPool Mul OptionalGetElement OptionalHasElement PRelu Pad Pow "
@@ -40,37 +37,46 @@ WIDENED = frozenset(
     "GlobalAveragePool GlobalLpPool GlobalMaxPool GridSample HardSigmoid HardSwish InstanceNormalization "
     "LpNormalization MaxPool MaxRoiPool MaxUnpool Mish Multinomial NegativeLogLikelihoodLoss RandomNormal "
     "RandomNormalLike RandomUniform RandomUniformLike Round Selu Sin Sinh Softplus Softsign Tan ThresholdedRelu "
-    "TopK".split()
+    "TopK "
+    # below 13: more types, negative axes, optional inputs, broadcasting to both sides
+    "Abs And ArgMax ArgMin AveragePool Ceil Clip Compress Concat ConstantOfShape DepthToSpace Erf Exp Expand Floor "
+    "Gather GatherElements GatherND Gemm Greater LRN Less Log MatMul Max Mean MeanVarianceNormalization Min Mod Neg "
+    "NonMaxSuppression NonZero OneHot Or ReduceSum Reciprocal Scatter Sigmoid Sign Slice "
+    "Not SoftmaxCrossEntropyLoss SpaceToDepth Sqrt Sum Tanh Tile Xor".split()
 )
 REPLACED = frozenset({"GroupNormalization", "Attention"})
 
 
 def why_not_fused(model: ir.Model) -> str | None:
-    """Why `model` is of an opset that fusions cannot work on, or None."""
+    """Return the reason why fusions cannot work on the opset of `model`, or None."""
     version = opset(model.graph)
     if version >= OPSET:
         return None
     if version < OLDEST:
         return f"opset {version} cannot be raised to {OPSET}, since it is older than {OLDEST}"
-    foreign = sorted({n.op_type for n in _standard(model) if not (n.op_type in REPLACED or _can_move(n, version))})
-    if not foreign:
+    names = sorted({n.op_type for n in _standard(model) if not (n.op_type in REPLACED or _can_move(n, version, OPSET))})
+    if not names:
         return None
-    return f"opset {version} cannot be raised to {OPSET}, since its {', '.join(foreign)} may mean something else there"
+    return f"opset {version} cannot be raised to {OPSET}, since its {', '.join(names)} may mean something else there"
 
 
-def declare_opset(model: ir.Model) -> bool:
-    """Set the model's opset to `OPSET`; False (and no change) when an operator might change its meaning."""
+def declare_opset(model: ir.Model, target: int = OPSET) -> bool:
+    """Convert the model to opset `target`. Return False, without a change, if an operator might change its meaning.
+
+    A newer model is lowered only to `OPSET`.
+    """
     version = opset(model.graph)
-    if version == OPSET:
+    if version == target:
         return True
     nodes = _standard(model)
-    if not OLDEST <= version <= NEWEST or not all(_can_move(node, version) for node in nodes):
+    if not OLDEST <= version <= NEWEST or not all(_can_move(node, version, target) for node in nodes):
         return False
     for node in nodes:
-        if node.op_type in CHANGED and version < CHANGED[node.op_type][0]:
-            CHANGED[node.op_type][1](node)
+        for since, rewrite in CHANGED.get(node.op_type, ()):
+            if version < since <= target:
+                rewrite(node)
     model.graph.opset_imports.pop("ai.onnx", None)
-    model.graph.opset_imports[""] = OPSET
+    model.graph.opset_imports[""] = target
     return True
 
 
@@ -96,11 +102,12 @@ def _standard(model: ir.Model) -> list[ir.Node]:
     return [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if node.domain in STANDARD_DOMAINS]
 
 
-def _can_move(node: ir.Node, version: int) -> bool:
-    """Return whether a node means the same at `OPSET`, or a rule makes it do so."""
-    if version < OPSET and node.op_type in CHANGED:
-        return schema(node.op_type, OPSET) is not None
-    return _has_meaning(node, version, OPSET)
+def _can_move(node: ir.Node, version: int, target: int) -> bool:
+    """Return whether a node means the same at `target`, or a rule in `CHANGED` converts it."""
+    if any(version < since <= target for since, _ in CHANGED.get(node.op_type, ())):
+        can_convert = CONVERTIBLE.get(node.op_type)
+        return can_convert is None or can_convert(node)
+    return _has_meaning(node, version, target)
 
 
 def _has_meaning(node: ir.Node, version: int, other: int) -> bool:
@@ -117,23 +124,139 @@ def _has_meaning(node: ir.Node, version: int, other: int) -> bool:
     return node.op_type in WIDENED and all(name in after.attributes for name in node.attributes)
 
 
-def _axes_to_input(node: ir.Node) -> None:
-    if "axes" in node.attributes:
-        _attribute_to_input(node, "axes", list(node.attributes["axes"].as_ints()), 1)
+# --- Rules: each rewrites a node from the form before an opset to the form since ------------------------------------
 
 
-def _axis_to_input(node: ir.Node) -> None:
-    axis = node.attributes.get_int("axis", 1)
-    _attribute_to_input(node, "axis", axis, 2)
+def _to_input(attribute: str, index: int, default: int | None = None) -> Callable[[ir.Node], None]:
+    """Return the rule that turns an integer attribute, or a list, into input `index`; without one, nothing."""
+
+    def rewrite(node: ir.Node) -> None:
+        if attribute in node.attributes:
+            _add_input(node, attribute, np.array(node.attributes.pop(attribute).value, np.int64), index)
+        elif default is not None:
+            _add_input(node, attribute, np.array(default, np.int64), index)
+
+    return rewrite
 
 
-def _attribute_to_input(node: ir.Node, name: str, numbers: int | list[int], index: int) -> None:
+def _add_input(node: ir.Node, name: str, array: np.ndarray, index: int) -> None:
     graph = node.graph
     assert isinstance(graph, ir.Graph)
-    node.attributes.pop(name, None)
-    value = new_initializer(graph, unique_name(node.outputs[0], name), np.array(numbers, np.int64))
     node.resize_inputs(max(index + 1, len(node.inputs)))
-    node.replace_input_with(index, value)
+    node.replace_input_with(index, new_initializer(graph, unique_name(node.outputs[0], name), array))
+
+
+def _pop(node: ir.Node, *names: str) -> list[Any]:
+    """Remove attributes of a node and return their values, None for an absent one."""
+    return [node.attributes.pop(name).value if name in node.attributes else None for name in names]
+
+
+def _clip_limits(node: ir.Node) -> None:
+    for index, (name, limit) in enumerate(zip(("min", "max"), _pop(node, "min", "max"), strict=True), start=1):
+        if limit is not None:
+            _add_input(node, name, np.array(limit, _float_type(node)), index)
+
+
+def _pad_inputs(node: ir.Node) -> None:
+    pads, value = _pop(node, "pads", "value")
+    _add_input(node, "pads", np.array(pads, np.int64), 1)
+    if value:
+        _add_input(node, "value", np.array(value, _float_type(node)), 2)
+
+
+def _float_type(node: ir.Node) -> np.dtype:
+    """Return the dtype of the data, float32 if the graph does not declare it."""
+    x = node.inputs[0]
+    return (x.dtype if x is not None and x.dtype is not None else ir.DataType.FLOAT).numpy()
+
+
+def _slice_inputs(node: ir.Node) -> None:
+    for index, (name, numbers) in enumerate(
+        zip(("starts", "ends", "axes"), _pop(node, "starts", "ends", "axes"), strict=True), start=1
+    ):
+        if numbers is not None:
+            _add_input(node, name, np.array(numbers, np.int64), index)
+
+
+def _top_k_count(node: ir.Node) -> None:
+    (k,) = _pop(node, "k")
+    _add_input(node, "k", np.array([k], np.int64), 1)
+
+
+def _upsample_to_resize(node: ir.Node) -> None:
+    """Upsample (scales as an attribute in 7, as an input in 9) -> Resize of opset 11."""
+    (scales,) = _pop(node, "scales")
+    if scales is not None:
+        _add_input(node, "scales", np.array(scales, np.float32), 1)
+    node.op_type = "Resize"
+    _resize_inputs(node)
+
+
+def _resize_inputs(node: ir.Node) -> None:
+    """Resize (X, scales) of opset 10 -> (X, , scales) with the coordinates that ONNX Runtime uses for the old form."""
+    scales = node.inputs[1]
+    shrinks = _scale_kinds(scales) == {True}
+    node.resize_inputs(3)
+    node.replace_input_with(1, None)
+    node.replace_input_with(2, scales)
+    node.attributes["coordinate_transformation_mode"] = ir.AttrString("coordinate_transformation_mode", "asymmetric")
+    node.attributes["nearest_mode"] = ir.AttrString("nearest_mode", "ceil" if shrinks else "floor")
+
+
+def _scale_kinds(scales: ir.Value | None) -> set[bool] | None:
+    """Return for constant scales other than 1 whether they shrink: one truth for all, or both; None if unknown."""
+    tensor = ir.convenience.get_const_tensor(scales) if scales is not None else None
+    return None if tensor is None else {bool(scale < 1) for scale in tensor.numpy() if scale != 1}
+
+
+def _can_resize(node: ir.Node) -> bool:
+    """ONNX Runtime rounds the nearest pixel up where an axis shrinks and down where it grows."""
+    if node.attributes.get_string("mode", "nearest") != "nearest":
+        return True
+    if node.op_type == "Upsample":  # never shrinks
+        return True
+    kinds = _scale_kinds(node.inputs[1])
+    return kinds is not None and len(kinds) < 2
+
+
+def _softmax_axis(node: ir.Node) -> None:
+    """Below 13 the axes from `axis` on are one: Flatten -> Softmax -> Reshape, or the last axis alone."""
+    graph, x, y = node.graph, node.inputs[0], node.outputs[0]
+    assert isinstance(graph, ir.Graph)
+    assert x is not None
+    axis = node.attributes.get_int("axis", 1)
+    rank = x.shape.rank() if x.shape is not None else None
+    node.attributes["axis"] = ir.AttrInt64("axis", -1)
+    if axis == -1 or (rank is not None and axis in (rank - 1, -1)):
+        return
+    shape = ir.Node("", "Shape", [x], outputs=[ir.Value(name=unique_name(y, "shape"))])
+    flat = ir.Node("", "Flatten", [x], [ir.AttrInt64("axis", axis)], outputs=[ir.Value(name=unique_name(y, "flat"))])
+    back = ir.Node("", "Reshape", [y, shape.outputs[0]], outputs=[ir.Value(name=unique_name(y, "reshaped"))])
+    ir.convenience.replace_all_uses_with(y, back.outputs[0], replace_graph_outputs=True)
+    back.replace_input_with(0, y)
+    name = y.name
+    y.name, back.outputs[0].name = unique_name(y, "softmax"), name
+    node.replace_input_with(0, flat.outputs[0])
+    graph.insert_before(node, [shape, flat])
+    graph.insert_after(node, [back])
+
+
+def _drop(*names: str) -> Callable[[ir.Node], None]:
+    """Return the rule that removes attributes which have no effect at inference."""
+
+    def rewrite(node: ir.Node) -> None:
+        _pop(node, *names)
+
+    return rewrite
+
+
+def _rename(op_type: str) -> Callable[[ir.Node], None]:
+    """Return the rule that gives an operator its new name."""
+
+    def rewrite(node: ir.Node) -> None:
+        node.op_type = op_type
+
+    return rewrite
 
 
 def _count_outputs(node: ir.Node) -> None:
@@ -152,14 +275,37 @@ def _old_coordinates(node: ir.Node) -> None:
     )
 
 
-# Operator -> the opset in which its form changed, and the rule that makes the old form the new one.
-CHANGED: Mapping[str, tuple[int, Callable[[ir.Node], None]]] = {
-    "DFT": (20, _axis_to_input),
-    "GridSample": (20, _rename_mode),
-    "RoiAlign": (16, _old_coordinates),
-    "Split": (18, _count_outputs),
+# Operator -> (opset in which its form changed, rule that rewrites the old form to the new one), oldest first.
+Changes = tuple[tuple[int, Callable[[ir.Node], None]], ...]
+CHANGED: Mapping[str, Changes] = {
+    "BatchNormalization": ((9, _drop("spatial")),),
+    "Clip": ((11, _clip_limits),),
+    "DFT": ((20, _to_input("axis", 2, default=1)),),
+    "Dropout": ((12, _drop("ratio")),),
+    "GridSample": ((20, _rename_mode),),
+    "Hardmax": ((13, _softmax_axis),),
+    "LogSoftmax": ((13, _softmax_axis),),
+    "Pad": ((11, _pad_inputs),),
+    "ReduceSum": ((13, _to_input("axes", 1)),),
+    "Resize": ((11, _resize_inputs),),
+    "RoiAlign": ((16, _old_coordinates),),
+    "Scatter": ((11, _rename("ScatterElements")),),
+    "Slice": ((10, _slice_inputs),),
+    "Softmax": ((13, _softmax_axis),),
+    "Split": ((13, _to_input("split", 1)), (18, _count_outputs)),
+    "Squeeze": ((13, _to_input("axes", 1)),),
+    "TopK": ((10, _top_k_count),),
+    "Unsqueeze": ((13, _to_input("axes", 1)),),
+    "Upsample": ((10, _upsample_to_resize),),
     **{
-        f"Reduce{name}": (18, _axes_to_input)
+        f"Reduce{name}": ((18, _to_input("axes", 1)),)
         for name in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
     },
+}
+# What a rule cannot convert: training outputs, statistics by position, mixed rounding.
+CONVERTIBLE: Mapping[str, Callable[[ir.Node], bool]] = {
+    "BatchNormalization": lambda node: len(node.outputs) == 1 and node.attributes.get_int("spatial", 1) == 1,
+    "Dropout": lambda node: len(node.outputs) == 1 or not node.outputs[1].uses(),
+    "Resize": _can_resize,
+    "Upsample": _can_resize,
 }

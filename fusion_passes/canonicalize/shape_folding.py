@@ -12,6 +12,7 @@ All proofs use symbolic dimensions (`fusion_passes.shapes`), never the nodes tha
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -27,6 +28,8 @@ from fusion_passes.shapes.infer import annotate, annotate_new
 from fusion_passes.shapes.shape_info import LIST_LIMIT, Shape, ShapeInfo
 
 FOLD_LIMIT = 1 << 16  # bytes: shape arithmetic, masks and frequency tables, never weights
+# Operators whose output size depends on the values of their inputs; they are folded only if shapes prove it small.
+UNBOUNDED = frozenset("ConstantOfShape Expand OneHot Pad Range Resize Tile Upsample".split())
 
 
 def fold_shapes(model: ir.Model) -> None:
@@ -37,13 +40,30 @@ def fold_shapes(model: ir.Model) -> None:
         changed = _materialize(model.graph, info) + _remove_no_ops(model.graph)
         if iteration and not changed:
             break  # the steps below cannot change anything either
-        onnxscript.optimizer.fold_constants(model, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT)
+        onnxscript.optimizer.fold_constants(
+            model,
+            input_size_limit=FOLD_LIMIT,
+            output_size_limit=FOLD_LIMIT,
+            should_fold=partial(_may_fold, info),
+        )
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         clean_up(model)
         merge_duplicates(model)
         if not changed:
             break
     simplify_reshape_targets(model)
+
+
+def _may_fold(info: ShapeInfo, node: ir.Node) -> bool | None:
+    """Return False if the outputs of a node may exceed `FOLD_LIMIT`: a few bytes of inputs can describe gigabytes."""
+    for output in node.outputs:
+        shape = info.shapes.get(output)
+        if shape is None or any(d.value is None for d in shape):
+            if node.op_type in UNBOUNDED:
+                return False
+        elif math.prod(d.value or 0 for d in shape) > FOLD_LIMIT:
+            return False
+    return None
 
 
 def set_channel_counts(model: ir.Model) -> None:

@@ -197,10 +197,9 @@ class _NhwcConverter:
         x, weight = node.inputs[0], node.inputs[1]
         if x is None or weight is None or not values.is_constant(weight):
             return "its weight is not constant"
-        if values.size(x, 1) is None:
-            return "the number of channels is unknown"
         shape = values.dims(weight)
-        assert shape is not None
+        if values.size(x, 1) is None or shape is None:
+            return "the number of channels is unknown"
         sizes = [int(shape[axis]) for axis in TO_NHWC]
         name = f"{weight.name}.{node.outputs[0].name}.nhwc"
         filters = new_derived_initializer(self.graph, name, [weight], sizes, "transpose", TO_NHWC)

@@ -248,6 +248,8 @@ def _range(node: ir.Node, info: ShapeInfo) -> list[Shape] | None:
     limit = info.elements.get(node.inputs[1]) if node.inputs[1] else None
     if start == [0] and delta == [1] and limit:
         return [(limit[0],)]
+    if start and delta and delta != [0] and limit and limit[0].value is not None:
+        return [(constant(len(range(start[0], limit[0].value, delta[0]))),)]
     return [(symbol(f"{node.outputs[0].name}_0"),)]
 
 

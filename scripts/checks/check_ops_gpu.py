@@ -36,7 +36,7 @@ from custom_ops import GPU_OPERATORS
 from custom_ops.check import candidates
 from custom_ops.check.memory import GUARD_BYTES, DeviceMemory
 from custom_ops.libraries import GpuLibrary
-from custom_ops.op import Case, Operator, load
+from custom_ops.operator_spec import CustomOperator, OperatorCase, load
 from sd_ort.runtime import build
 
 
@@ -63,7 +63,7 @@ def main() -> int:
     for folder in options.operators:
         operator = load(folder)
         started = time.monotonic()
-        outcomes: list[candidates.Outcome] = []
+        outcomes: list[candidates.CandidateResult] = []
         wanted = calls(operator, options.limit) if not options.one_case else covering(library, operator)
         first, step = map(int, options.share.split("/"))
         wanted = wanted[first::step]
@@ -79,11 +79,11 @@ def main() -> int:
                 case,
                 dtype,
                 shift,
-                ours_only=options.one_case,
-                overwrites=options.overwrites,
+                skip_vendor_libraries=options.one_case,
+                alias_output=options.overwrites,
             )
             took.append((time.monotonic() - begun, f"{case.name} {dtype}"))
-        faults = [outcome for outcome in outcomes if outcome.fault]
+        faults = [outcome for outcome in outcomes if outcome.failure]
         failures += len(faults)
         worst = max((outcome.error / outcome.limit for outcome in outcomes), default=0.0)
         names = {outcome.candidate for outcome in outcomes}
@@ -105,12 +105,12 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def elements(case: Case) -> int:
+def elements(case: OperatorCase) -> int:
     return max(prod(shape) for shape in case.inputs.values())
 
 
-def calls(operator: Operator, limit: int) -> list[tuple[Case, str, int]]:
-    """Case, dtype and how many elements its buffers lie off 16-byte alignment; the large ones last."""
+def calls(operator: CustomOperator, limit: int) -> list[tuple[OperatorCase, str, int]]:
+    """OperatorCase, dtype and how many elements its buffers lie off 16-byte alignment; the large ones last."""
     small = [case for case in operator.cases if not case.benchmark]
     made = [(case, dtype, 0) for case in small for dtype in case.dtypes]
     made.append((small[1], "float16", 1))
@@ -119,10 +119,10 @@ def calls(operator: Operator, limit: int) -> list[tuple[Case, str, int]]:
     return made + [(case, "float16", 0) for case in sorted(large, key=elements)]
 
 
-def covering(library: GpuLibrary, operator: Operator) -> list[tuple[Case, str, int]]:
+def covering(library: GpuLibrary, operator: CustomOperator) -> list[tuple[OperatorCase, str, int]]:
     """The largest case under 100 000 elements, and others until every candidate of ours has met one that it takes."""
     met: set[int] = set()
-    made: list[tuple[Case, str, int]] = []
+    made: list[tuple[OperatorCase, str, int]] = []
     fitting = [
         case for case in operator.cases if not case.benchmark and elements(case) < 100_000 and "float16" in case.dtypes
     ]
@@ -130,7 +130,7 @@ def covering(library: GpuLibrary, operator: Operator) -> list[tuple[Case, str, i
         names = (*case.inputs, *operator.output_shapes(case))
         params = operator.params(case, "float16", dict.fromkeys(names, 1 << 20))  # aligned; nothing runs
         number = library.operator(operator.name, params)
-        ours = [i for i, name in enumerate(library.candidates(number)) if not candidates.is_vendors(name)]
+        ours = [i for i, name in enumerate(library.candidates(number)) if not candidates.is_vendor_library(name)]
         taken = {i for i in ours if library.is_supported(number, i, params)}
         if taken - met:
             met |= taken

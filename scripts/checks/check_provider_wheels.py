@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "provider_wheels.json")
     out = parser.parse_args().out
     sys.path.insert(0, str(ROOT))
-    from sd_ort.runtime.provider_records import PROVIDERS
+    from sd_ort.runtime.provider_table import PROVIDERS
 
     results = {extra: check(extra) for extra in ("rocm", "migraphx")}
     verdicts = {extra: is_right(found, PROVIDERS[extra].ep) for extra, found in results.items()}

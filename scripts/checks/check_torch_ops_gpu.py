@@ -23,13 +23,13 @@ import torch
 from diffusers.models.resnet import ResnetBlock2D
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts/fixtures"), str(ROOT / "scripts/measure")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts/fixtures"), str(ROOT / "scripts/bench")]
 
 from gpu_models import random_module  # noqa: E402
 from torch_calls import NAMES, RandomTensors, calls  # noqa: E402
 
 from sd_ort.benchmark.engines.pytorch import torch_pipeline  # noqa: E402
-from sd_ort.core.metrics import psnr  # noqa: E402
+from sd_ort.core.metrics import psnr, relative_l2_error  # noqa: E402
 from sd_ort.runtime.machine import commit, machine  # noqa: E402
 from sd_ort.torch import kernels, operators, optimize, reset_status, restore, status  # noqa: E402
 from sd_ort.torch.modules import winograd  # noqa: E402
@@ -87,8 +87,7 @@ def wide(argument: Any) -> Any:
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    expected = expected.double().cpu()
-    return float((actual.double().cpu() - expected).norm() / expected.norm().clamp_min(1e-30))
+    return relative_l2_error(actual.double().cpu().numpy(), expected.double().cpu().numpy())
 
 
 def values(name: str, device: str) -> str:

@@ -4,13 +4,13 @@
 
 CHECKOUT is ComfyUI's source, 0.33.0 or later, of which nothing is changed: models, nodes and pictures lie in a
 temporary folder. Its requirements must be installed beside sd-ort (einops, torchsde, comfy-aimdo, comfy-kitchen,
-aiohttp, av, ...; torchvision and torchaudio may be missing, they are stubbed). The demo model is optimized for the CPU,
-with a ControlNet and two LoRAs of made-up weights, and every workflow of sd_ort/hosts/comfyui/workflows is run; text to
-image also on a small SDXL of random weights, on the demo model's checkpoint, which our node converts, and decoded in
-tiles. All but the tiles and the latent upscaling must draw what our own pipelines draw from the same noise (PSNR of the
-8-bit pictures at least 40 dB). Inpainting is held against the same steps with the latents outside its mask put back
-exactly: pixels there are no measure, since the VAE decodes all of a picture at once. A latent is enlarged and drawn
-over. (Steps are timed by scripts/measure/comfyui_steps.py.)
+aiohttp, av, ...; torchvision and torchaudio may be missing, they are stubbed). The demo model is optimized for the
+CPU, with a ControlNet and two LoRAs of made-up weights, and every workflow of sd_ort/integrations/comfyui/workflows
+is run; text to image also on a small SDXL of random weights, on the demo model's checkpoint, which our node converts,
+and decoded in tiles. All but the tiles and the latent upscaling must draw what our own pipelines draw from the same
+noise (PSNR of the 8-bit pictures at least 40 dB). Inpainting is held against the same steps with the latents outside
+its mask put back exactly: pixels there are no measure, since the VAE decodes all of a picture at once. A latent is
+enlarged and drawn over. (Steps are timed by scripts/bench/comfyui_steps.py.)
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import click
 import diffusers
 import numpy as np
 import torch
+from check_report import report
 from comfyui_expected import (
     MODEL,
     SIDE,
@@ -39,14 +40,13 @@ from comfyui_expected import (
 )
 from comfyui_host import as_prompt, run, start, with_model
 from demo_files import save_checkpoint, save_loras
-from findings import report
 from PIL import Image
 
 from sd_ort.demo import scenes
 from sd_ort.export.exporter import export
-from sd_ort.hosts.application_installers import CONTENT, HERE
-from sd_ort.hosts.managed_folder import install_folder
-from sd_ort.optimize.optimizer import optimize
+from sd_ort.integrations.application_installers import CONTENT, HERE
+from sd_ort.integrations.managed_folder import install_folder
+from sd_ort.stages import optimize
 
 WORKFLOWS = HERE / "comfyui" / "workflows"
 SCENE = "a yellow circle above a green square on a blue background"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 from PIL import Image
 
 from sd_ort import StableDiffusionPipeline, demo
-from sd_ort.hosts.diffusers import accelerate
-from sd_ort.hosts.models import TorchComponentSessions
+from sd_ort.core import metrics
+from sd_ort.integrations.diffusers import accelerate
+from sd_ort.integrations.models import TorchComponentSessions
 
 PROMPT, SEED, STEPS, GUIDANCE, SIDE = "a red circle on a blue background", 7, 10, 3.0, demo.HEIGHT
 MODEL = Path(demo.__file__).parent / "model"
@@ -120,8 +122,4 @@ def eight_bits(picture: np.ndarray) -> np.ndarray:
     return (255.0 * picture).clip(0, 255).astype(np.uint8)
 
 
-def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    """dB between two 8-bit pictures, of which the second must not be flat."""
-    assert a.shape == b.shape, f"{a.shape} and {b.shape}"
-    assert b.std() > 10, "a flat picture proves nothing"
-    return float(10 * np.log10(255**2 / max(np.mean((a.astype(float) - b) ** 2), 1e-6)))
+psnr = partial(metrics.psnr, min_std=10)

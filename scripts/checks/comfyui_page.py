@@ -1,6 +1,6 @@
 """ComfyUI's page in a browser with a workflow of ours, run from there: the picture beside the nodes' README.
 
-    python scripts/checks/comfyui_page.py --comfyui CHECKOUT --work WORK [--out sd_ort/hosts/comfyui/graph.png]
+    python scripts/checks/comfyui_page.py --comfyui CHECKOUT --work WORK [--out sd_ort/integrations/comfyui/graph.png]
 
 WORK is what `comfyui.py --work WORK` left: models and our nodes. Needs ComfyUI's requirements (its page is the package
 comfyui-frontend-package), `pip install playwright` and a Chromium. ComfyUI's own server is started on a port of this
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from pages import free_port, opened
+from browser import free_port, opened
 from stubs import stub_missing
 
-HERE = Path(__file__).resolve().parents[2] / "sd_ort" / "hosts" / "comfyui"
+HERE = Path(__file__).resolve().parents[2] / "sd_ort" / "integrations" / "comfyui"
 LARGEST = 200_000  # bytes of a picture in the repository
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from sd_ort import demo
-from sd_ort.family.checkpoints import open_folder
+from sd_ort.checkpoints.diffusers_folder import open_folder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 

@@ -24,11 +24,11 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from sd_ort.check.explain import explain
 from sd_ort.core.errors import SdOrtError
-from sd_ort.optimize.optimizer import optimize
+from sd_ort.inspect.explain import explain
 from sd_ort.runtime import tuning
 from sd_ort.runtime.machine import commit, machine, versions
+from sd_ort.stages import optimize
 
 ODD = st.sampled_from([0, 1, -1, 2, 7, 99, 1 << 31, (1 << 63) - 1, -(1 << 63)])
 TEXTS = st.sampled_from(["", "x", "sample", "moved", "../../secret", "/dev/zero", "Sigmoid", "Loop", "com.microsoft"])

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from findings import report
+from check_report import report
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]

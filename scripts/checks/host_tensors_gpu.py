@@ -27,12 +27,12 @@ import click
 import diffusers
 import numpy as np
 import torch
-from findings import report
+from check_report import report
 
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.core.metrics import psnr
-from sd_ort.hosts.diffusers import OrtTextEncoder, OrtUNet, OrtVae
-from sd_ort.hosts.models import TorchComponentSessions
+from sd_ort.integrations.diffusers import OrtTextEncoder, OrtUNet, OrtVae
+from sd_ort.integrations.models import TorchComponentSessions
 
 PROMPTS = ("a red circle on a blue background", "a small green square left of a yellow triangle on a white background")
 SIZE = {"num_inference_steps": demo.STEPS, "guidance_scale": demo.GUIDANCE, "height": demo.HEIGHT, "width": demo.WIDTH}

@@ -26,14 +26,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "fixtures"), str(ROOT / "scripts" / "measure")]
 
 import ip_adapters  # noqa: E402
-from plain_call import PROMPT, SIZES, device_of, models, where  # noqa: E402
+from default_pipeline import PROMPT, SIZES, device_of, models, where  # noqa: E402
 
 from sd_ort import StableDiffusionPipeline  # noqa: E402
-from sd_ort.benchmark.contenders import target_of  # noqa: E402
+from sd_ort.benchmark.engine_selection import target_of  # noqa: E402
+from sd_ort.checkpoints.open import CheckpointOptions  # noqa: E402
+from sd_ort.checkpoints.presets import open_preset  # noqa: E402
 from sd_ort.core.files import write_json  # noqa: E402
 from sd_ort.core.metrics import psnr  # noqa: E402
-from sd_ort.family.checkpoints import FileOptions, open_source  # noqa: E402
-from sd_ort.from_checkpoint import optimize_checkpoint  # noqa: E402
+from sd_ort.stages import optimize  # noqa: E402
 
 STARTED = time.perf_counter()
 
@@ -48,7 +49,7 @@ def make(work: Path, preset: str, plus: bool, device: str) -> tuple[Path, Path]:
     sizes = ip_adapters.TINY if "tiny" in preset else ip_adapters.REAL
     if not model.is_dir():
         model.mkdir(parents=True)
-        open_source(None, preset, True, 0).write_configs(model)
+        open_preset(preset, 0).write_configs(model)
         for name, module in models(preset, device).items():
             module.half().save_pretrained(model / name)
         ip_adapters.make_encoder(files / "image_encoder", sizes)
@@ -84,9 +85,14 @@ def ours(model: Path, adapter: Path, provider: str, arguments: dict[str, Any]) -
     folder = model.parent / f"{adapter.stem}-{target}"
     if not folder.is_dir():
         options: dict[str, Any] = {"dtype": "float16" if provider != "cpu" else "float32", "exporter": "torchscript"}
-        options |= {"opset": 17, "calibrate": False, "files": FileOptions(ip_adapter=adapter), "report": say}
+        options |= {
+            "opset": 17,
+            "calibrate": False,
+            "checkpoint": CheckpointOptions(ip_adapter=adapter),
+            "on_progress": say,
+        }
         components = ["text_encoder", "unet", "vae_decoder", "image_encoder"]
-        optimize_checkpoint(str(model), folder, target=target, components=components, **options)
+        optimize(str(model), folder, target=target, components=components, **options)
     pipeline = StableDiffusionPipeline.from_pretrained(folder, provider)
     drawn = []
     for scale in (1.0, 0.0):

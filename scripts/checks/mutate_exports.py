@@ -2,7 +2,7 @@
 
     python scripts/checks/mutate_exports.py [--mutants 2000] [--first 0] [NAME ...]
 
-The graphs are those of tests/graphs/foreign with at most 700 nodes (or those named), the mutations those of
+The graphs are those of tests/graphs/other_architectures with at most 700 nodes (or those named), the mutations those of
 scripts/fixtures/mutations.py. A mutant whose counts differ is told with its seed; then the exit code is 1.
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "fixtures")]
 
-import foreign  # noqa: E402
 import onnx_ir as ir  # noqa: E402
+import other_architectures  # noqa: E402
 from mutations import fused, mutate  # noqa: E402
 
 from sd_ort.runtime.machine import commit, machine, versions  # noqa: E402
@@ -26,12 +26,12 @@ SMALL = 700  # nodes
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("names", nargs="*", default=foreign.NAMES)
+    parser.add_argument("names", nargs="*", default=other_architectures.NAMES)
     parser.add_argument("--mutants", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     options = parser.parse_args()
     print(f"{machine()}\n{versions()}, commit {commit()}")
-    sources = {name: foreign.load(name) for name in options.names}
+    sources = {name: other_architectures.load(name) for name in options.names}
     sources = {name: model for name, model in sources.items() if len(model.graph.node) <= SMALL or len(sources) < 9}
     wanted = {name: fused(ir.from_proto(model)) for name, model in sources.items()}
     names, wrong = list(sources), 0

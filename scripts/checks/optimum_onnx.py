@@ -19,12 +19,12 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from findings import report
+from check_report import report
 
 from sd_ort import StableDiffusionPipeline, demo
 from sd_ort.core.metrics import psnr
 from sd_ort.export.exporter import export
-from sd_ort.optimize.optimizer import optimize
+from sd_ort.stages import optimize
 
 PROMPT, STEPS = "a red circle on a blue background", 10
 MIN_PSNR = 40.0

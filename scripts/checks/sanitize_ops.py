@@ -26,7 +26,7 @@ import numpy as np
 from onnx import helper
 
 from custom_ops import CPU_OPERATORS
-from custom_ops.op import Case, Operator, draw, load
+from custom_ops.operator_spec import CustomOperator, OperatorCase, generate_inputs, load
 from sd_ort.runtime.machine import commit, machine, versions
 
 SOURCES = Path(__file__).resolve().parents[2] / "custom_ops"
@@ -65,7 +65,7 @@ def build(operators: Sequence[str], folder: Path, compiler: str) -> Path:
     return folder / "build" / "libsd_ort_ops.so"
 
 
-def damaged(operator: Operator, nodes: int) -> Iterator[Case]:
+def damaged(operator: CustomOperator, nodes: int) -> Iterator[OperatorCase]:
     """`nodes` cases with one or two things wrong; the same ones each time."""
     drawn = random.Random(operator.name)
     cases = [case for case in operator.cases if not case.benchmark]
@@ -94,13 +94,13 @@ def damaged(operator: Operator, nodes: int) -> Iterator[Case]:
         yield replace(case, name=f"damaged {number}")
 
 
-def run(operator: Operator, case: Case, dtype: str, library: Path, spoil: bool) -> str:
+def run(operator: CustomOperator, case: OperatorCase, dtype: str, library: Path, spoil: bool) -> str:
     """ "ran", or the first line of why not."""
     import onnxruntime as ort
 
     if any(np.prod(shape, dtype=float) > SIZE_LIMIT for shape in case.inputs.values()):
         return "too large"
-    inputs = draw(operator, replace(case, values="normal"), dtype)
+    inputs = generate_inputs(operator, replace(case, distribution="normal"), dtype)
     if spoil:
         for array in inputs.values():
             if array.size and array.dtype.kind == "f":

@@ -1,8 +1,8 @@
-"""Run our execution provider under AddressSanitizer and UndefinedBehaviorSanitizer: its host build, by its own tests.
+"""Run the sd-ort provider under AddressSanitizer and UndefinedBehaviorSanitizer: the tests of its simulated device.
 
     python scripts/checks/sanitize_provider.py --log results/provider_sanitized.txt         # some minutes
 
-Builds libsd_ort_ep_host.so with the sanitizers (GCC or clang), in a temporary folder, and runs its tests with it in a
+Builds libsd_ort_ep_simulated.so with the sanitizers (GCC or clang), in a temporary folder, and runs its tests in a
 second process: whole components, captured runs, changing shapes, two sessions and two threads, wrong options, no more
 memory, a device that is gone. A failing test or what a sanitizer finds ends the run with 1.
 ONNX Runtime itself is not instrumented. On a GPU, memcheck and racecheck of the kernels are
@@ -46,11 +46,14 @@ def make(folder: Path, compiler: str) -> Path:
         f"-DPROVIDER_INCLUDE_DIR={find_headers(api=build.PROVIDER_API)}", f"-DCMAKE_CXX_COMPILER={compiler}",
         "-DCMAKE_BUILD_TYPE=Sanitized", f"-DCMAKE_CXX_FLAGS={FLAGS}",
     ]  # fmt: skip
-    for command in (configure, ["cmake", "--build", folder / "build", "--target", "sd_ort_ep_host", "--parallel", "2"]):
+    for command in (
+        configure,
+        ["cmake", "--build", folder / "build", "--target", "sd_ort_ep_simulated", "--parallel", "2"],
+    ):
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(done.stdout + done.stderr)
-    return folder / "build" / PROVIDER_LIBRARIES["host"]
+    return folder / "build" / PROVIDER_LIBRARIES["simulated"]
 
 
 def main() -> None:

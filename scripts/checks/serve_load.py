@@ -29,10 +29,10 @@ from sd_ort import demo
 from sd_ort.core import files, metrics
 from sd_ort.demo.fidelity import unseen_prompts
 from sd_ort.export.exporter import export
-from sd_ort.optimize.optimizer import optimize
 from sd_ort.runtime import machine
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob
 from sd_ort.serving.replica import PipelineReplica, ReplicaConfig
+from sd_ort.stages import optimize
 
 SIDES, STEPS = (128, 64), (10, 5)
 
@@ -111,7 +111,7 @@ def main() -> int:
     given = parser.parse_args()
 
     export("demo", given.work / "raw", on_progress=print)
-    optimize(given.work / "raw", given.work / "fused", target="cpu", report=print)
+    optimize(given.work / "raw", given.work / "fused", target="cpu", on_progress=print)
     command = [sys.executable, "-m", "sd_ort", "serve", str(given.work / "fused"), "--replicas", str(given.replicas),
                "--port", "0"]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:

@@ -4,7 +4,7 @@
 
 OUT must not exist; it is what the command writes, and it is removed when a run ended before its signal. Prints a line
 a run: when the signal was sent, the seconds until the process was gone, its exit code. Exits with 1 when one took more
-than `--limit` seconds, left something beside OUT, or ended with another code than 130 (-9: `core/watcher.py` ended it).
+than `--limit` seconds, left something beside OUT, or ended with another code than 130 (-9: the watchdog ended it).
 """
 
 from __future__ import annotations

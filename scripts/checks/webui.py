@@ -5,7 +5,7 @@
 CHECKOUT is the source of AUTOMATIC1111's WebUI, its AMD fork, Forge or reForge. Its files are parsed, and each line of
 the table that is not found is said. FOLDER is the demo model, optimized for the CPU: with it webui_run.py hooks the
 extension into the modules of each checkout, in a process of its own, and calls it as they do. No page, no sampler and
-no VAE of the host is run. tests/hosts/test_webui.py runs the extension against these interfaces as recorded.
+no VAE of the host is run. tests/integrations/test_webui.py runs the extension against these interfaces as recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from findings import report
+from check_report import report
 
 Wanted = dict[str, dict[str, list[str] | None]]
 

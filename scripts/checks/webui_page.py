@@ -32,16 +32,16 @@ from typing import Any
 import click
 import numpy as np
 import yaml  # type: ignore[import-untyped]
+from browser import free_port, opened
+from check_report import report
 from comfyui_expected import psnr
 from demo_files import MODEL, save_checkpoint, save_loras
-from findings import report
-from pages import free_port, opened
 from PIL import Image
 from webui_forge import FLAGS as FORGE_FLAGS
 from webui_forge import choice, choose, described, is_forge
 
-from sd_ort.hosts.application_installers import CONTENT
-from sd_ort.hosts.managed_folder import install_folder
+from sd_ort.integrations.application_installers import CONTENT
+from sd_ort.integrations.managed_folder import install_folder
 
 PROMPT, SIDE, STEPS, GUIDANCE, SEED = "a red circle on a blue background", 128, 10, 3.0, 7
 LORAS = " <lora:one:2> <lora:two:-1.5>"

@@ -25,9 +25,9 @@ from diffusers import DDIMScheduler, UNet2DConditionModel
 from stubs import Stubs
 
 from sd_ort.demo import MODEL_DIR
-from sd_ort.hosts.application_installers import CONTENT
-from sd_ort.hosts.managed_folder import install_folder
-from sd_ort.hosts.webui.extension import forge_loras
+from sd_ort.integrations.application_installers import CONTENT
+from sd_ort.integrations.managed_folder import install_folder
+from sd_ort.integrations.webui.extension import forge_loras
 
 OWN = ("modules", "backend", "modules_forge", "ldm_patched", "packages_3rdparty")  # of the hosts
 CPU = {"webui": ["--use-cpu", "all"], "forge": ["--always-cpu"], "reforge": ["--always-cpu"]}

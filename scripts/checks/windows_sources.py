@@ -4,9 +4,9 @@
     python scripts/checks/windows_sources.py --log results/windows_sources.txt           # 5 minutes; 2 later
 
 Makes, by CMake, the two libraries that need no vendor's compiler, libsd_ort_ops.dll (every instruction set) and
-libsd_ort_ep_host.dll, and looks at what they export and which libraries they need. Then compiles what the libraries for
-AMD and NVIDIA have beside kernels: plans, candidates and the provider, plain C++ that is the same with a vendor's
-compiler. Kernels, common/tuner.cc and provider/device.cc need that one and are not compiled; nothing is run.
+libsd_ort_ep_simulated.dll, and looks at what they export and which libraries they need. Then compiles the plain
+C++ of the libraries for AMD and NVIDIA (launch configurations, candidates and the provider), which is the same with a
+vendor's compiler. Kernels, common/tuner.cc and provider/device.cc need that one and are not compiled; nothing is run.
 
 Compilers: `--zig`, else the package ziglang, else zig on PATH; `--mingw` is GCC instead (g++-mingw-w64-x86-64-posix).
 """
@@ -35,7 +35,7 @@ MINGW = "x86_64-w64-mingw32-g++-posix"
 VENDORS = {"hip": ["-D__HIP_PLATFORM_AMD__"], "cuda": []}
 EXPORTS = {  # some of those that others ask for
     "libsd_ort_ops.dll": {"RegisterCustomOps", "sd_ort_cpu_run", "sd_ort_gpu_status"},
-    "libsd_ort_ep_host.dll": {"CreateEpFactories", "ReleaseEpFactory", "sd_ort_run", "sd_ort_StreamCreate"},
+    "libsd_ort_ep_simulated.dll": {"CreateEpFactories", "ReleaseEpFactory", "sd_ort_run", "sd_ort_StreamCreate"},
 }
 SYSTEM = re.compile(r"(?i)(KERNEL32|msvcrt|ntdll|ADVAPI32|api-ms-win-.*|ucrtbase)\.dll")
 
@@ -91,9 +91,13 @@ def exports(listing: str) -> set[str]:
 def plain_sources(compiler: list[str], headers: Path, bindings: Path) -> list[str]:
     """Compile what the GPU libraries have in plain C++, for each vendor; a line each."""
     sources = ROOT / "custom_ops"
-    found = [*sources.glob("*/plan.cc"), *sources.glob("*/candidates.cc"), *sources.glob("provider/*.cc")]
+    found = [
+        *sources.glob("operators/*/launch_config.cc"),
+        *sources.glob("operators/*/candidates.cc"),
+        *sources.glob("provider/*.cc"),
+    ]
     chosen = sorted(
-        {path for path in found if path.name != "device.cc" and not path.name.startswith("host_")}
+        {path for path in found if path.name != "device.cc" and not path.name.startswith("simulated_")}
         | {sources / "gpu_library.cc"}
     )
     lines = []

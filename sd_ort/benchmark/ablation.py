@@ -45,18 +45,18 @@ def ablation_steps(target: Target) -> dict[str, Target]:
     """
     from sd_ort.optimize.targets import CUDA_CONTRIB
 
-    contrib = CUDA_CONTRIB if target.name == "cuda" else target.contrib
+    constraints = CUDA_CONTRIB if target.name == "cuda" else target.contrib_constraints
     steps: dict[str, Target] = {}
     on: set[str] = set()
     for name, step in ABLATION.items():
         on |= set(step.passes)
-        passes = tuple(each for each in target.passes if each.name in on)
+        passes = tuple(each for each in target.lowering_passes if each.name in on)
         if "group_norm" not in on:
             passes = (inline_fused_ops("ScaledDotProductAttention", "GroupNorm"), *passes)
         elif not step.rest:
             passes = (inline_fused_ops("ScaledDotProductAttention"), *passes)
         fusions = tuple(each for each in target.fusions if step.rest or each.name in on)
-        made = replace(target, passes=passes, fusions=fusions, contrib=contrib)
+        made = replace(target, lowering_passes=passes, fusions=fusions, contrib_constraints=constraints)
         if made not in steps.values():
             steps[name] = made
     return steps

@@ -25,17 +25,17 @@ from typing import Any
 import numpy as np
 
 from sd_ort.benchmark import loadgen, quality, replicas
-from sd_ort.benchmark.engines import contract
-from sd_ort.benchmark.engines.contract import Engine, Settings
+from sd_ort.benchmark.engines import interface
+from sd_ort.benchmark.engines.interface import Engine, Settings
 from sd_ort.benchmark.loadgen import Load
-from sd_ort.benchmark.record import Record
+from sd_ort.benchmark.report_file import Record
 from sd_ort.benchmark.runner import Prepared, prepare
 from sd_ort.benchmark.worker import Worker
 from sd_ort.core.errors import InputError, SdOrtError
 from sd_ort.core.files import JSON_LIMIT
-from sd_ort.core.folder import read_index
+from sd_ort.core.pipeline_folder import read_index
 from sd_ort.demo import fidelity
-from sd_ort.runtime import device
+from sd_ort.runtime import device_meters
 
 # Captions in the style of COCO's, ours, for models that draw more than the demo's shapes.
 CAPTIONS = (
@@ -107,7 +107,7 @@ def run(
         for engine in contenders:
             replicas.openings(engine, settings, options.gpus, options.replicas)  # what cannot be raises here
         record.report["mlperf"] |= {"gpus": options.gpus, "replicas": options.replicas}
-    meter = device.open_meter(settings.provider)
+    meter = device_meters.open_meter(settings.provider)
     rows: list[dict[str, Any]] = record.report["engines"]
 
     def save() -> None:
@@ -142,7 +142,7 @@ def official_settings(contenders: Sequence[Engine], settings: Settings) -> Setti
 def _measure(
     item: Prepared,
     settings: Settings,
-    meter: device.Meter,
+    meter: device_meters.Meter,
     options: Options,
     captions: Sequence[str] | None,
     logs: Path,
@@ -181,7 +181,7 @@ def _measure(
 
 @contextmanager
 def _opened(
-    item: Prepared, settings: Settings, meter: device.Meter, options: Options, prompts: Sequence[str]
+    item: Prepared, settings: Settings, meter: device_meters.Meter, options: Options, prompts: Sequence[str]
 ) -> Iterator[Drawer | replicas.Replicas]:
     """What LoadGen drives. Raises SdOrtError for an engine that cannot be used."""
     if item.failure:
@@ -216,7 +216,7 @@ class Drawer:
     def __call__(self, numbers: Sequence[int]) -> list[np.ndarray]:
         """Draw a batch, uint8 images (H, W, 3). Raises SdOrtError when the engine fails."""
         prompts = [self.prompts[i] for i in numbers]
-        result, _ = self.worker.call(contract.draw_batch, len(prompts), prompts, 0)
+        result, _ = self.worker.call(interface.draw_batch, len(prompts), prompts, 0)
         images = list(result["images"])
         self.images |= dict(zip(numbers, images, strict=True))
         self.drawn.append(len(numbers))

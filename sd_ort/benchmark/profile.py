@@ -20,16 +20,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sd_ort.benchmark.engines.contract import Engine, Settings
-from sd_ort.benchmark.record import Record
+from sd_ort.benchmark.engines.interface import Engine, Settings
+from sd_ort.benchmark.report_file import Record
 from sd_ort.benchmark.runner import Prepared, prepare
 from sd_ort.benchmark.worker import Worker
 from sd_ort.core import files
 from sd_ort.core.errors import InputError, SdOrtError
-from sd_ort.core.folder import MODEL
+from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.graphs.load import load
 from sd_ort.graphs.scopes import scope
-from sd_ort.runtime.device import Meter
+from sd_ort.runtime.device_meters import Meter
 
 STEP = "sd-ort step"
 KERNEL = "_kernel_time"  # what ONNX Runtime puts behind a node's name
@@ -121,14 +121,14 @@ def _profile(item: Prepared, settings: Settings, out: Path) -> dict[str, Any]:
 
 def record_profile(engine: Engine, settings: Settings, scratch: Path) -> dict[str, Any]:
     """Run the component with profiling on: paths of ONNX Runtime's profile, and of torch's or None without kernels."""
-    from sd_ort.benchmark.engines import contract
+    from sd_ort.benchmark.engines import interface
 
-    return contract.with_plain_errors(_record, engine, settings, scratch)
+    return interface.with_plain_errors(_record, engine, settings, scratch)
 
 
 def _record(engine: Engine, settings: Settings, scratch: Path) -> dict[str, Any]:
     from sd_ort.benchmark.engines import ort
-    from sd_ort.benchmark.engines.contract import component_call
+    from sd_ort.benchmark.engines.interface import component_call
 
     model = ort.open_model(engine, settings, profile=scratch / "ort")
     feeds = component_call(engine, settings, settings.batches[0]).feeds

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from sd_ort.benchmark.engines.contract import Engine, Settings
+from sd_ort.benchmark.engines.interface import Engine, Settings
 from sd_ort.core.errors import InputError
 from sd_ort.serving import replica
 from sd_ort.serving.dispatch import Dispatcher, ReplicaProcess
@@ -36,7 +36,7 @@ def openings(engine: Engine, settings: Settings, gpus: int | None, count: int | 
         "allow_fallback": settings.allow_fallback,
         "library": engine.library,
     }
-    config = replica.ReplicaConfig(Path(engine.directory), loading, guidance=settings.guidance)
+    config = replica.ReplicaConfig(Path(engine.directory), loading)
     return replica.replica_configs(config, gpus, count, settings.threads)
 
 

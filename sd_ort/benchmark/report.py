@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.benchmark import plot
-from sd_ort.benchmark.record import FORMAT
+from sd_ort.benchmark.report_file import FORMAT
 from sd_ort.benchmark.tables import COLUMNS, faster, ratio_note
 from sd_ort.benchmark.worker import image_name
 from sd_ort.core import files

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sd_ort.benchmark import recipes
-from sd_ort.benchmark.engines.contract import Engine, Settings
-from sd_ort.benchmark.record import Record
+from sd_ort.benchmark import engine_builds
+from sd_ort.benchmark.engines.interface import Engine, Settings
+from sd_ort.benchmark.report_file import Record
 from sd_ort.benchmark.worker import Worker, tuners
 from sd_ort.core.errors import SdOrtError
-from sd_ort.core.folder import components
-from sd_ort.runtime import device, tuning
+from sd_ort.core.pipeline_folder import components
+from sd_ort.runtime import device_meters, tuning
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.providers import is_plugin, provider_named
 
@@ -42,7 +42,7 @@ def run(
     a row with `status` "failed" and its `reason`. On an interrupt the report is marked `interrupted`, and
     KeyboardInterrupt goes on.
     """
-    meter = device.open_meter(settings.provider)
+    meter = device_meters.open_meter(settings.provider)
     record = Record(settings, out, [*notes, *notes_on(settings, meter)], kind)
     if jobs > 1:
         record.report["notes"].append(
@@ -75,7 +75,7 @@ def prepare(
         say(f"making {engine.label}")
         try:
             wanted = [settings.component] if settings.component else components(raw)
-            folder, seconds = recipes.make(recipe, raw, work, wanted)
+            folder, seconds = engine_builds.make(recipe, raw, work, wanted)
         except SdOrtError as error:
             return Prepared(engine, failure=str(error))
         return Prepared(replace(engine, directory=str(folder)), seconds)
@@ -94,7 +94,7 @@ def measure(
     group: Sequence[Prepared],
     settings: Settings,
     record: Record,
-    meter: device.Meter,
+    meter: device_meters.Meter,
     jobs: int,
     say: Callable[[str], None],
 ) -> None:
@@ -125,7 +125,7 @@ def measure(
                     worker.save_image(record.out)
 
 
-def notes_on(settings: Settings, meter: device.Meter) -> list[str]:
+def notes_on(settings: Settings, meter: device_meters.Meter) -> list[str]:
     """What a reader of the numbers has to know."""
     notes = []
     if settings.tuning:

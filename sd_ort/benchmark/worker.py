@@ -17,11 +17,11 @@ from typing import Any, Self
 import numpy as np
 import psutil
 
-from sd_ort.benchmark.engines import contract
-from sd_ort.benchmark.engines.contract import Engine, Settings
+from sd_ort.benchmark.engines import interface
+from sd_ort.benchmark.engines.interface import Engine, Settings
 from sd_ort.core import files, metrics
 from sd_ort.core.errors import SdOrtError
-from sd_ort.runtime import device, tuning
+from sd_ort.runtime import device_meters, tuning
 from sd_ort.runtime.library import library_path
 from sd_ort.runtime.providers import provider_named
 
@@ -49,11 +49,11 @@ class Measured:
 class Worker:
     """An engine in a process of its own, and what was measured of it."""
 
-    def __init__(self, engine: Engine, meter: device.Meter, failure: str | None = None) -> None:
+    def __init__(self, engine: Engine, meter: device_meters.Meter, failure: str | None = None) -> None:
         """Start the process; nothing is loaded yet. `failure`: why there is nothing to load."""
         self.engine = engine
         self.meter = meter
-        self.pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=contract.start_process)
+        self.pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=interface.start_process)
         self.process = psutil.Process(self.pool.submit(os.getpid).result())
         self.loaded: dict[str, Any] = {}
         self.failure = failure
@@ -64,7 +64,7 @@ class Worker:
         """Open the engine; a failure becomes the row's reason."""
         if self.failure is None:
             try:
-                loaded, _ = self.call(contract.load, self.engine, settings)
+                loaded, _ = self.call(interface.load, self.engine, settings)
                 self.loaded = {**self.loaded, **loaded}
             except SdOrtError as error:
                 self.failure = str(error)
@@ -77,7 +77,7 @@ class Worker:
             case.failure = case.failure or self.failure
             return
         try:
-            result, watch = self.call(contract.draw_batch, batch)
+            result, watch = self.call(interface.draw_batch, batch)
         except SdOrtError as error:
             case.failure = str(error)
             return
@@ -94,9 +94,11 @@ class Worker:
             if watch.joules:  # 0: the counter, which is read every 0.1 s or so, did not move in this round
                 case.energy_J.append(watch.joules / (batch if case.images is not None else len(result["steps"])))
 
-    def call(self, function: Callable[..., dict[str, Any]], *arguments: Any) -> tuple[dict[str, Any], device.Watch]:
+    def call(
+        self, function: Callable[..., dict[str, Any]], *arguments: Any
+    ) -> tuple[dict[str, Any], device_meters.Watch]:
         """Run a function in the process, the device watched meanwhile. Raises SdOrtError when it fails or is ended."""
-        with device.watching(self.meter, self.process.pid) as watch:
+        with device_meters.watching(self.meter, self.process.pid) as watch:
             try:
                 result = self.pool.submit(function, *arguments).result()
             except BrokenProcessPool:
@@ -178,8 +180,7 @@ def difference(case: Measured, baseline: Measured) -> dict[str, Any]:
     if case.images is not None and baseline.images is not None and case.images.shape == baseline.images.shape:
         return {"psnr_db": median(map(metrics.psnr, case.images, baseline.images))}
     if case.output is not None and baseline.output is not None and case.output.shape == baseline.output.shape:
-        got, want = case.output.astype(np.float64), baseline.output.astype(np.float64)
-        error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+        error = metrics.relative_l2_error(case.output, baseline.output)
         return {"error": error if np.isfinite(error) else None}
     return {}
 

@@ -92,7 +92,7 @@ def guarded(folder: Path) -> Iterator[None]:
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
-    script = str(Path(__file__).with_name("watcher.py"))
+    script = str(Path(__file__).with_name("interrupt_watchdog.py"))
     watcher = subprocess.Popen(
         [sys.executable, "-I", "-S", script, str(os.getpid()), str(folder), INTERRUPTED],
         stdin=read, stdout=subprocess.DEVNULL, start_new_session=True,

@@ -71,26 +71,20 @@ def read(path: Path) -> onnx.ModelProto:
 
 
 def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor of a model: weights, constants and attributes, those in subgraphs and functions included."""
-    graphs = [model.graph]
-    for info in model.training_info:
-        graphs += [info.initialization, info.algorithm]
-    for graph in graphs:
+    """Yield every tensor of a model: weights, constants and attributes, including those in subgraphs and functions."""
+    training = [graph for info in model.training_info for graph in (info.initialization, info.algorithm)]
+    for graph in (model.graph, *training):
         yield from _tensors_of_graph(graph)
     for function in model.functions:
-        yield from _tensors_of_attributes(function.attribute_proto)
-        yield from _tensors_of_nodes(function.node)
+        for attributes in (function.attribute_proto, *(node.attribute for node in function.node)):
+            yield from _tensors_of_attributes(attributes)
 
 
 def _tensors_of_graph(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
-    yield from _tensors_of_nodes(graph.node)
-
-
-def _tensors_of_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
-    for node in nodes:
+    for node in graph.node:
         yield from _tensors_of_attributes(node.attribute)
 
 
@@ -99,11 +93,12 @@ def _tensors_of_attributes(attributes: Iterable[onnx.AttributeProto]) -> Iterato
         if attribute.HasField("t"):
             yield attribute.t
         yield from attribute.tensors
-        for sparse in (*([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []),
-                       *attribute.sparse_tensors):  # fmt: skip
+        for sparse in [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []:
             yield from (sparse.values, sparse.indices)
-        for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-            yield from _tensors_of_graph(graph)
+        for sparse in attribute.sparse_tensors:
+            yield from (sparse.values, sparse.indices)
+    for graph in _subgraphs(attributes):
+        yield from _tensors_of_graph(graph)
 
 
 def _check_tensor(tensor: onnx.TensorProto, data_file: Callable[[str], tuple[Path, int]]) -> None:
@@ -242,6 +237,9 @@ def _check_value(value: onnx.ValueInfoProto) -> None:
     kind = value.type
     if not kind.HasField("tensor_type") or _bits(kind.tensor_type.elem_type) is None:
         raise _Refusal(f"has an input or output {value.name!r} that is no tensor of numbers: export it again")
+    for size in kind.tensor_type.shape.dim:
+        if size.dim_value == -1:  # Paddle writes -1 for an unknown size, and ONNX Runtime reads it so
+            size.ClearField("dim_value")
     if any(size.dim_value < 0 for size in kind.tensor_type.shape.dim):
         raise _Refusal(f"has an input or output {value.name!r} of a negative size: export it again")
     if any(size.dim_value > AXIS_LIMIT for size in kind.tensor_type.shape.dim):
@@ -270,7 +268,7 @@ def _check_nodes(nodes: Iterable[onnx.NodeProto], made: set[str], outer: Scopes,
             if not _is_made(name, scopes):
                 raise _Refusal(f"has a {node.op_type} that reads {name!r}, which nothing before it makes: export again")
         _check_operator(node, context)
-        for graph in _subgraphs(node):
+        for graph in _subgraphs(node.attribute):
             _check_graph(graph, scopes, context)
         for name in filter(None, node.output):
             if _is_made(name, scopes):
@@ -283,8 +281,8 @@ def _is_made(name: str, scopes: Scopes) -> bool:
     return any(name in scope for scope in scopes)
 
 
-def _subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    for attribute in node.attribute:
+def _subgraphs(attributes: Iterable[onnx.AttributeProto]) -> Iterator[onnx.GraphProto]:
+    for attribute in attributes:
         if attribute.HasField("g"):
             yield attribute.g
         yield from attribute.graphs
@@ -352,8 +350,13 @@ def _check_work(model: onnx.ModelProto, functions: dict[Key, onnx.FunctionProto]
 
 
 def _calls(nodes: Iterable[onnx.NodeProto]) -> Iterator[Key]:
-    """What the nodes call, those in subgraphs included."""
+    """Yield the operator or function of each node, including those in subgraphs."""
+    return ((node.domain, node.op_type, node.overload) for node in all_nodes(nodes))
+
+
+def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Yield the nodes and those in their subgraphs."""
     for node in nodes:
-        yield node.domain, node.op_type, node.overload
-        for graph in _subgraphs(node):
-            yield from _calls(graph.node)
+        yield node
+        for graph in _subgraphs(node.attribute):
+            yield from all_nodes(graph.node)

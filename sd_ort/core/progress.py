@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -13,6 +15,12 @@ ProgressCallback = Callable[[str], None]
 
 def ignore_progress(line: str) -> None:
     """Discard a progress line."""
+
+
+@cache
+def announce(line: str) -> None:
+    """Print a line to stderr, once per process."""
+    print(f"sd-ort: {line}", file=sys.stderr, flush=True)
 
 
 @contextmanager

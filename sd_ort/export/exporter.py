@@ -1,6 +1,6 @@
 """Exports a checkpoint to an ONNX pipeline folder, one component at a time, each compared with torch.
 
-    source = open_source(...)            a diffusers folder, a hub id, the demo model, or the configs of a preset
+    open_checkpoint(...)                 a diffusers folder, a hub id, the demo model, or the configs of a preset
     for each component:                  text_encoder, text_encoder_2, unet, controlnet, vae_encoder, vae_decoder
         load in float32 -> wrap -> run torch at CHECK_SIZES -> trace at TRACE_SIZES -> save -> free
         -> run ONNX Runtime at CHECK_SIZES -> compare
@@ -27,23 +27,26 @@ import numpy as np
 import torch
 
 from fusion_passes.weight_recipes import dump
+from sd_ort.checkpoints.checkpoint import Checkpoint, component_signature, is_sdxl, select_components
+from sd_ort.checkpoints.modules import wrap
+from sd_ort.checkpoints.open import CheckpointOptions, open_checkpoint
+from sd_ort.checkpoints.signatures import MODEL_OF, Config, Signature, Tensor, size
+from sd_ort.checkpoints.unet_inputs import CONDITIONS_BY_NAME
 from sd_ort.core.aliases import accept_old_names
 from sd_ort.core.errors import InputError, OutputError, VerificationError, first_line
 from sd_ort.core.files import code_hash, read_json
-from sd_ort.core.folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
 from sd_ort.core.interrupts import in_threads
+from sd_ort.core.metrics import array_errors
 from sd_ort.core.paths import output_path
+from sd_ort.core.pipeline_folder import DATA, MODEL, is_intact, read_manifest, staged, write_manifest
 from sd_ort.core.progress import ProgressCallback, ignore_progress
 from sd_ort.core.quiet import quiet
 from sd_ort.export import templates
 from sd_ort.export.initializer_sources import duplicate_tensors, initializer_recipes
 from sd_ort.export.tracing import DEFAULT_OPSET, EXPORTERS, OPSETS, normalize_exported_names
-from sd_ort.family.checkpoints import FileOptions, Source, choose, component_signature, is_sdxl, open_source
-from sd_ort.family.conditions import CONDITIONS_BY_NAME
-from sd_ort.family.modules import wrap
-from sd_ort.family.signatures import MODEL_OF, Config, Signature, Tensor, size
-from sd_ort.runtime.provider_records import CPU_EP
-from sd_ort.runtime.wheels import runtime
+from sd_ort.graphs.external_data_writer import ALIGNMENT
+from sd_ort.runtime.ort_wheel import runtime
+from sd_ort.runtime.provider_table import CPU_EP
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -55,7 +58,6 @@ TRACE_SIZES = {"batch": 2, "sequence": 12, "images": 3, "height": 16, "width": 2
 CHECK_SIZES = {"batch": 1, "sequence": 19, "images": 2, "height": 24, "width": 16}
 
 TOLERANCE = 1e-8  # normalized mean squared error of ONNX Runtime against torch in float32; measured: about 1e-12
-ALIGNMENT = 1 << 16  # of large tensors in the data file; ONNX Runtime can map them on every system
 
 
 # Loggers of exporter internals; errors are exceptions.
@@ -97,11 +99,12 @@ def example_input(tensor: Tensor, sizes: Mapping[str, int], config: Mapping[str,
 class ExportOptions:
     """Options that change the exported graphs."""
 
-    opset: int
-    exporter: str
+    opset: int = DEFAULT_OPSET
+    exporter: str = "dynamo"
+    seed: int = 0  # of the inputs that outputs are compared for
 
 
-def export_component(source: Source, component: str, folder: Path, options: ExportOptions, seed: int) -> dict[str, Any]:
+def export_component(source: Checkpoint, component: str, folder: Path, options: ExportOptions) -> dict[str, Any]:
     """Export one component into `folder`, compare it with torch, and return its entry for the manifest.
 
     Raises InputError if torch's outputs are NaN or infinite, VerificationError if the float32 outputs of ONNX Runtime
@@ -119,12 +122,12 @@ def export_component(source: Source, component: str, folder: Path, options: Expo
         check_disk_space(model, folder, copies=2 if options.exporter == "torchscript" else 1)
         signature = component_signature(source, component, config)
         module = wrap(component, model, is_sdxl(source), "controlnet" in source.configs)
-        inputs = {t.name: example_input(t, CHECK_SIZES, config, seed) for t in signature.inputs}
+        inputs = {t.name: example_input(t, CHECK_SIZES, config, options.seed) for t in signature.inputs}
         outputs = _run_torch(module, list(inputs.values()), component)
         expected = [o.numpy() for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
         if not all(np.isfinite(array).all() for array in expected):
             raise InputError(f"{source.name}: the {component} returns NaN or infinity in torch: download it again.")
-        args = [example_input(t, TRACE_SIZES, config, seed + 1) for t in signature.inputs]
+        args = [example_input(t, TRACE_SIZES, config, options.seed + 1) for t in signature.inputs]
         graph = _to_onnx(module, args, signature, options, scratch, component)
         normalize_exported_names(graph, signature)
         tensors = model.state_dict()  # without modules that the wrapper removed
@@ -149,7 +152,7 @@ def export_component(source: Source, component: str, folder: Path, options: Expo
         "nodes": nodes,
         "bytes": sum((folder / name).stat().st_size for name in (MODEL, DATA)),
         "seconds": round(time.perf_counter() - started, 1),
-        "weights": recipes,
+        "weight_recipes": recipes,
         **({"duplicate_weights": duplicates} if duplicates else {}),
     }
 
@@ -211,15 +214,9 @@ def run_onnx(path: Path, inputs: Mapping[str, torch.Tensor]) -> list[np.ndarray]
 
 
 def compare_outputs(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return the largest `max_abs` and `nmse` = sum (a - e)^2 / sum e^2 of all outputs; inf for wrong shapes or NaN."""
-    worst = {"max_abs": 0.0, "nmse": 0.0}
-    for a, e in zip(actual, expected, strict=True):
-        if a.shape != e.shape or not (np.isfinite(a).all() and np.isfinite(e).all()):
-            return {"max_abs": float("inf"), "nmse": float("inf")}
-        difference = a.astype(np.float64) - e
-        worst["max_abs"] = max(worst["max_abs"], float(np.abs(difference).max()))
-        worst["nmse"] = max(worst["nmse"], float(np.square(difference).sum() / np.square(e, dtype=np.float64).sum()))
-    return worst
+    """Return the largest `max_abs` and `nmse` of all outputs, see `metrics.array_errors`."""
+    errors = [array_errors(a, e) for a, e in zip(actual, expected, strict=True)]
+    return {name: max(error[name] for error in errors) for name in ("max_abs", "nmse")}
 
 
 # --- Export ---------------------------------------------------------------------------------------------------------
@@ -230,47 +227,64 @@ def export(
     model: str | None,
     out: Path,
     *,
-    preset: str | None = None,
-    random_weights: bool = False,
     opset: int = DEFAULT_OPSET,
     exporter: str = "dynamo",
-    seed: int = 0,
     components: Sequence[str] | None = None,
-    controlnet: str | None = None,
-    files: FileOptions = FileOptions(),  # noqa: B008 (frozen)
     on_progress: ProgressCallback = ignore_progress,
+    **checkpoint_options: Any,
 ) -> dict[str, Any]:
     """Export a pipeline to the folder `out` and return its manifest.
 
-    If `out` already contains the same export, nothing is written. After an error, no files remain.
-
     Args:
-        model: "demo", a single-file checkpoint (with `files`), a diffusers folder or a hub id; None with `preset` and
-            `random_weights`, which are generated from `seed`.
+        model: "demo", a single-file checkpoint, a diffusers folder or a hub id; None with the options `preset` and
+            `random_weights`.
         components: Export only these components.
-        controlnet: A diffusers folder or hub id of a ControlNet to export too; the UNet then has residual inputs.
         on_progress: Called with one line per step. `progress` is its old name.
+        checkpoint_options: Fields of `CheckpointOptions`.
 
-    Raises:
-        InputError: The source or an option cannot be used.
-        OutputError: `out` cannot be written.
-        VerificationError: The outputs of a component differ from torch's.
+    Raises: see `export_checkpoint`.
     """
+    options = CheckpointOptions(**checkpoint_options)
+    check_exporter(exporter, opset)
+    checkpoint = open_checkpoint(model, options)
+    if checkpoint.detection_note:
+        on_progress(checkpoint.detection_note)
+    return export_checkpoint(checkpoint, out, ExportOptions(opset, exporter, options.seed), components, on_progress)
+
+
+def check_exporter(exporter: str, opset: int) -> None:
+    """Raise InputError for an unknown exporter or an opset that it does not support."""
     if exporter not in EXPORTERS:
         raise InputError(f"Unknown exporter {exporter!r}: choose one of {', '.join(EXPORTERS)}.")
     if opset not in OPSETS[exporter]:
         choices = ", ".join(map(str, OPSETS[exporter]))
         raise InputError(f"Opset {opset} is not supported by the {exporter} exporter: choose one of {choices}.")
-    source = open_source(model, preset, random_weights, seed, controlnet, files)
-    if source.about:
-        on_progress(source.about)
-    out = output_path(out, *source.folders)
-    names = choose(source, components)
+
+
+def export_checkpoint(
+    source: Checkpoint,
+    out: Path,
+    options: ExportOptions,
+    components: Sequence[str] | None = None,
+    on_progress: ProgressCallback = ignore_progress,
+) -> dict[str, Any]:
+    """Export components of an open checkpoint to the folder `out` and return its manifest.
+
+    If `out` already contains the same export, nothing is written. After an error, no files remain.
+
+    Raises:
+        InputError: The checkpoint or an option cannot be used.
+        OutputError: `out` cannot be written.
+        VerificationError: The outputs of a component differ from torch's.
+    """
+    check_exporter(options.exporter, options.opset)
+    out = output_path(out, *source.paths)
+    names = select_components(source, components)
     manifest: dict[str, Any] = {
         "stage": "export",
         "source": {"model": source.name, "hash": source.hash, "random_weights": source.random_weights},
         "versions": versions(),
-        "options": {"opset": opset, "exporter": exporter, "seed": seed, "components": names},
+        "options": {**vars(options), "components": names},
     }
     if source.random_weights:
         manifest["source"]["tokenizer"] = "stand-in: one token a byte"
@@ -278,16 +292,17 @@ def export(
     if all(previous.get(key) == value for key, value in manifest.items()) and is_intact(out, previous):
         on_progress(f"{out} is up to date.")
         return previous
-    if model and all(templates.find_template(templates.component_key(source, name, opset, exporter)) for name in names):
-        on_progress(f"All components have templates: `sd-ort optimize {model} OUT` needs no export.")
-    with staged(out, *source.folders) as work:
+    keys = [templates.component_key(source, name, options.opset, options.exporter) for name in names]
+    if not source.random_weights and all(map(templates.find_template, keys)):
+        on_progress(f"All components have templates: `sd-ort optimize {source.name} OUT` needs no export.")
+    with staged(out, *source.paths) as work:
         source.write_configs(work)
         entries: dict[str, Any] = {}
 
         def export_one(name: str, cancel_event: threading.Event) -> None:
             count = f"[{names.index(name) + 1}/{len(names)}] {name}"
             on_progress(f"{count}: exporting ...")
-            entries[name] = export_component(source, name, work / name, ExportOptions(opset, exporter), seed)
+            entries[name] = export_component(source, name, work / name, options)
             if not cancel_event.is_set():
                 on_progress(f"{count}: done in {entries[name]['seconds']:.1f} s")
 
@@ -310,6 +325,6 @@ def versions() -> dict[str, str]:
     """Return the versions of all packages that determine the graph, and a hash of the code of this package."""
     packages = ("sd-ort", "torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
     root = Path(__file__).resolve().parent
-    code = code_hash(root, root.with_name("family"))
+    code = code_hash(root, root.with_name("checkpoints"))
     code_versions = {"python": platform.python_version(), "sd_ort.export": code}
     return code_versions | {name: version(name) for name in packages}

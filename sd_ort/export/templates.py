@@ -26,13 +26,13 @@ import onnx
 import onnx_ir as ir
 
 from fusion_passes import weight_recipes as recipes
-from sd_ort.core import files, folder
+from sd_ort.checkpoints.checkpoint import Checkpoint, is_sdxl
+from sd_ort.checkpoints.signatures import MODEL_OF
+from sd_ort.core import files, pipeline_folder
 from sd_ort.core.cache import cache_folder, is_there
 from sd_ort.core.errors import InputError, OutputError
-from sd_ort.family.checkpoints import Source, is_sdxl
-from sd_ort.family.signatures import MODEL_OF
 from sd_ort.graphs.load import load as load_graph
-from sd_ort.graphs.template_weights import Read, fill
+from sd_ort.weights.recipes import Read, fill
 
 Config = Mapping[str, Any]
 
@@ -76,7 +76,7 @@ def template_key(component: str, cls: str, config: Config, variant: bool, opset:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def component_key(source: Source, component: str, opset: int, exporter: str) -> str:
+def component_key(source: Checkpoint, component: str, opset: int, exporter: str) -> str:
     """Return the template key of a component of a checkpoint."""
     model = MODEL_OF.get(component, component)
     variant = component == "unet" and "controlnet" in source.configs
@@ -110,7 +110,7 @@ def _cached_path(key: str) -> Path:
     """Return the path in the cache, which depends on the versions of the exporters."""
     packages = ("torch", "diffusers", "transformers", "onnx", "onnx-ir", "onnxscript")
     package = Path(__file__).resolve().parent
-    versions = [files.code_hash(package, package.with_name("family")), *map(version, packages)]
+    versions = [files.code_hash(package, package.with_name("checkpoints")), *map(version, packages)]
     return user_folder() / f"{key}-{hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:12]}.onnx.xz"
 
 
@@ -122,10 +122,10 @@ def store_template(key: str, exported: Path, entry: Mapping[str, Any]) -> str | 
 
     exported: the component's folder. entry: the component's entry in the export's manifest.
     """
-    if pairs := entry.get("duplicate_weights", entry.get("equal_weights")):
+    if pairs := entry.get("duplicate_weights"):
         return f"{pairs[0][0]} and {pairs[0][1]} are equal, which exporters merge"
-    graph = load_graph(exported / folder.MODEL)
-    table = recipes.load(entry["weights"])
+    graph = load_graph(exported / pipeline_folder.MODEL)
+    table = recipes.load(entry["weight_recipes"])
     for value in graph.graph.initializers.values():
         tensor = value.const_value
         if value.name in table or not isinstance(tensor, ir.ExternalTensor):
@@ -187,10 +187,10 @@ class Template:
         )
 
     def graph(self, read: Read) -> ir.Model:
-        """Return the graph with a checkpoint's weights. `read` returns a tensor by name (`graphs.template_weights`)."""
+        """Return the graph with a checkpoint's weights. `read` returns a tensor by name (`weights.recipes`)."""
         model = ir.from_proto(self.proto)
         assert isinstance(model, ir.Model)
         model.metadata_props.pop(CONFIG, None)
-        recipes.init_recipes(model, recipes.dump(self.recipes))
+        recipes.init_recipes(model, self.recipes)
         fill(model, read)
         return model

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sd_ort.core.folder import MODEL
+from sd_ort.checkpoints.signatures import Signature, join_axis, split_axis
+from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.export import DEFAULT_OPSET as DEFAULT_OPSET
-from sd_ort.family.signatures import Signature, join_axis, split_axis
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -20,7 +20,7 @@ import onnx_ir as ir
 from fusion_passes import CONTRIB, DOMAIN
 from fusion_passes.operators import BY_NAME, OPERATORS, function_bodies
 from fusion_passes.shapes.infer import annotate
-from sd_ort.core.folder import DATA, MODEL
+from sd_ort.core.pipeline_folder import DATA, MODEL
 from sd_ort.graphs.load import load
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

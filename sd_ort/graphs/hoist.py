@@ -22,7 +22,7 @@ from fusion_passes.canonicalize.inverse_pairs import VIEWS
 from fusion_passes.cleanup import subgraphs
 from fusion_passes.graph_edits import new_initializer
 from sd_ort.core.errors import InputError
-from sd_ort.core.folder import MODEL
+from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.graphs.inline import inline
 from sd_ort.graphs.load import load
 from sd_ort.graphs.timestep import TIMESTEP, make_timestep_1d
@@ -114,7 +114,7 @@ def _levels(graph: ir.Graph) -> dict[str, int]:
         level = max((values.get(v, ANYWHERE) for v in all_inputs(node)), default=ANYWHERE)
         if _key(node) in BATCH_SIZES:
             level = ANYWHERE
-        levels |= {_key(n): level for n in (node, *_subgraph_nodes(node))}
+        levels |= {_key(n): level for n in (node, *(n for body in subgraphs(node) for n in body.all_nodes()))}
         values |= dict.fromkeys(node.outputs, level)
     # Views move to the graph of their consumers: they are free, and the time embeddings stay 2-D for packing.
     for node in reversed(list(graph)):
@@ -137,11 +137,6 @@ def all_inputs(node: ir.Node) -> list[ir.Value]:
         values += [value for value in used if value not in own and value.producer() is not None]
         values += [value for value in graph.outputs if value not in own]
     return values
-
-
-def _subgraph_nodes(node: ir.Node) -> list[ir.Node]:
-    """Return the nodes of a node's subgraphs, at all depths."""
-    return [n for graph in subgraphs(node) for body_node in graph for n in (body_node, *_subgraph_nodes(body_node))]
 
 
 def _separate_batch_sizes(graph: ir.Graph) -> None:

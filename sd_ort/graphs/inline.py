@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from fusion_passes.cleanup import subgraphs
 from sd_ort.core.errors import InputError
 
 # ONNX opsets 22 and 23 added operators and dtypes but changed no operator of opset 21 (ONNX's changelog of operators).
@@ -43,16 +42,16 @@ def inline(
         value = graph.initializers.pop(name)
         value.name = prefix + name
         target.register_initializer(value)
+    for node in graph.all_nodes():
+        _rename(node, prefix)
     nodes = list(graph)
     graph.remove(nodes)
-    for node in nodes:
-        _rename(node, prefix)
     target.extend(nodes)
     return dict(zip(names, outputs, strict=True))
 
 
 def _rename(node: ir.Node, prefix: str) -> None:
-    """Prefix the names of a node, its outputs and their symbolic sizes, including those in its subgraphs.
+    """Prefix the names of a node, its outputs and their symbolic sizes.
 
     A symbolic size such as "batch" may be another size in the target model.
     """
@@ -64,9 +63,6 @@ def _rename(node: ir.Node, prefix: str) -> None:
         if output.shape is not None:
             sizes = [size if isinstance(size, int) else size.value for size in output.shape]
             output.shape = ir.Shape([prefix + size if isinstance(size, str) else size for size in sizes])
-    for graph in subgraphs(node):
-        for body_node in graph:
-            _rename(body_node, prefix)
 
 
 def _import_opsets(graph: ir.Graph, source: ir.Model) -> None:

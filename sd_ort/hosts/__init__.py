@@ -1,5 +1,1 @@
-"""Integrations of fused graphs into diffusers, ComfyUI and the WebUIs.
-
-`models` runs the components of a pipeline folder on torch tensors, `unet` runs its UNet as applications call it. Both
-are independent of the applications.
-"""
+"""Former name of `sd_ort.integrations`: files that earlier versions installed into applications import from here."""

@@ -1,8 +1,8 @@
-"""Calibration: which values of a float32 graph come too near the largest float16, found by running the graph.
+"""Calibration: runs a float32 graph to find values that come near the largest float16.
 
-The lowered graph runs once on ONNX Runtime's CPU provider with one more output a value, its largest magnitude, so that
-no activation outlives its readers. Nothing is matched by name: SDXL's VAE decoder, whose activations exceed 65504,
-keeps its float32 sites for the numbers they have.
+The lowered graph runs on ONNX Runtime's CPU provider with one additional output for each value, its largest magnitude,
+so that activations are freed after their last consumer. No names are matched: float32 nodes of SDXL's VAE decoder,
+whose activations exceed 65504, are detected from these magnitudes.
 """
 
 from __future__ import annotations
@@ -24,32 +24,35 @@ from fusion_passes import DOMAIN
 from fusion_passes.graph_edits import tensor_values
 from fusion_passes.operators import BY_NAME, function_bodies
 from fusion_passes.shapes.types import is_float32_output
-from sd_ort.core import folder
+from sd_ort.checkpoints.recorded_inputs import load_recorded_inputs
+from sd_ort.checkpoints.synthetic_inputs import Arrays, random_inputs
+from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError, SdOrtError
-from sd_ort.family.inputs import Arrays, random_inputs
-from sd_ort.family.recorded import recorded_inputs
-from sd_ort.optimize.raw import Raw
+from sd_ort.optimize.unoptimized import UnoptimizedComponent
 
-# A value stays in float32 when it came within this factor of the type's largest number: other prompts and noise move
+# A value stays in float32 if it comes within this factor of the dtype's largest number: other prompts and noise change
 # the extremes of an activation by a small factor (VAE decoders, other seeds: below 2).
 MARGIN = 4.0
-# Larger numbers, infinity too, are no activations but a mask's minus infinity, which conversion clamps or keeps.
-MASK = float(np.finfo(np.float32).max) / 2
-# Latent pixels of the made-up run: few, since the VAEs take time; multiples of 8 as the UNets need.
-CALIBRATED = {"batch": 1, "sequence": 77, "height": 16, "width": 8}
-# Bytes of weights up to which a component is run unasked: the VAEs and CLIP ViT-L, not the UNets.
+# Magnitudes from here on are no activations but a mask's minus infinity, which conversion clamps.
+MASK_MAGNITUDE = float(np.finfo(np.float32).max) / 2
+# Sizes of the synthetic inputs: few latent pixels, since the VAEs take time; multiples of 8, as the UNets need.
+SYNTHETIC_SIZES = {"batch": 1, "sequence": 77, "height": 16, "width": 8}
+# Bytes of weights up to which a component runs by default: the VAEs and CLIP ViT-L, not the UNets.
 SIZE_LIMIT = 1 << 30
-LARGE = 1 << 12  # bytes of a weight that is run from memory
-INSIDE = ".inside"  # behind an output's name: what its node's kernels may write on the way
+MIN_SHARED_BYTES = 1 << 12  # of a weight that the session reads from memory instead of the file
+INTERNAL_SUFFIX = ".inside"  # after an output's name: an intermediate value of the node's kernels
 
 
 class CannotRun(InputError):
-    """ONNX Runtime refuses a graph, or fails on it: not that its checkpoint cannot be read."""
+    """ONNX Runtime cannot run a graph; other InputErrors are about its checkpoint."""
 
 
 @dataclass
 class Calibration:
-    """`nodes` must stay in float32; `sites` says why: one entry a value, with op, value, max_abs. `note` sums it up."""
+    """Result of a calibration.
+
+    note: a summary. nodes: nodes that must stay in float32. sites: their values, with op, value and max_abs.
+    """
 
     note: str
     nodes: set[ir.Node] = field(default_factory=set)
@@ -58,29 +61,33 @@ class Calibration:
 
 def calibrate(
     model: ir.Model,
-    source: Raw,
+    source: UnoptimizedComponent,
     scratch: Path,
     *,
     dtype: str = "float16",
-    wanted: bool | None = None,
+    enabled: bool | None = None,
     recorded: Path | None = None,
 ) -> Calibration:
-    """Run `model` (lowered, still float32, made from `source`) and find what `dtype` cannot hold.
+    """Run `model` (`source`, lowered, in float32) and return the nodes whose values `dtype` cannot represent.
 
-    `wanted`: True to run it whatever its size, False to leave it, None to run it on recorded inputs, or made-up ones
-    where `SIZE_LIMIT` allows and its inputs can be made up. `recorded`: an .npz of real inputs to take instead of
-    made-up ones, where it has some of this model. `scratch`: a folder with room for weights in float32. Raises
-    InputError when an explicitly wanted run has no inputs, and when the model cannot be run.
+    Args:
+        scratch: Folder with space for the weights in float32.
+        enabled: True runs models of any size, False none; None runs on recorded inputs, or on synthetic inputs if
+            these are known for the model and its weights are within `SIZE_LIMIT`.
+        recorded: An .npz of recorded inputs; used instead of synthetic inputs if it has any for this model.
+
+    Raises:
+        InputError: No inputs are known and `enabled` is True, or the model cannot be run.
     """
     name, inputs = source.name, list(model.graph.inputs)
-    feeds = recorded_inputs(recorded, name, inputs)
+    feeds = load_recorded_inputs(recorded, name, inputs)
     kind = "recorded" if feeds else "made-up"
-    reason = _why_not(model, wanted, bool(feeds))
+    reason = _skip_reason(model, enabled, bool(feeds))
     if reason is None and not feeds:
         try:
-            feeds = [random_inputs(name, inputs, source.config(), CALIBRATED)]
+            feeds = [random_inputs(name, inputs, source.config(), SYNTHETIC_SIZES)]
         except InputError as error:
-            if wanted:
+            if enabled:
                 raise
             reason = str(error)
     if reason is not None:
@@ -95,8 +102,8 @@ def calibrate(
     result = Calibration("")
     for node in model.graph:
         for output in node.outputs:
-            highest = max(ranges.get(str(output.name), 0.0), ranges.get(f"{output.name}{INSIDE}", 0.0))
-            if limit < highest < MASK:
+            highest = max(ranges.get(str(output.name), 0.0), ranges.get(f"{output.name}{INTERNAL_SUFFIX}", 0.0))
+            if limit < highest < MASK_MAGNITUDE:
                 result.nodes |= {node, *(user for user, _ in output.uses())}
                 site = {"op": node.op_type, "value": output.name, "max_abs": highest}
                 result.sites.append({**site, "metadata": dict(node.metadata_props)})
@@ -105,11 +112,11 @@ def calibrate(
 
 
 def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str, float]:
-    """Largest magnitude, over `feeds`, of every float32 value that a node of `model` makes and another reads, by name.
+    """Return name -> largest magnitude, over `feeds`, of every float32 value that a node of `model` computes.
 
-    Of what an operator's kernels may round on the way too, by its output's name and `INSIDE`. NaN counts as infinite.
-    Writes a copy of the model below `scratch` and removes it again, with its weights where they are above `SIZE_LIMIT`:
-    links to the source's would be seen by others who read it meanwhile. Raises CannotRun.
+    Intermediate values that kernels may round have the name of the output and `INTERNAL_SUFFIX`. NaN counts as
+    infinite. A copy of the model is written below `scratch` and removed, with its weights if they are above
+    `SIZE_LIMIT`; links to the source's files would be visible to other readers. Raises CannotRun.
     """
     common.NameFixPass()(model)
     copy = model.clone()
@@ -117,10 +124,10 @@ def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str
     function_bodies.attach(copy, [node for node in copy.graph if node.domain == DOMAIN])
     ranges = dict.fromkeys(names, 0.0)
     with tempfile.TemporaryDirectory(prefix=".calibration-", dir=scratch) as work:
-        path = Path(work) / "component" / folder.MODEL
+        path = Path(work) / "component" / pipeline_folder.MODEL
         path.parent.mkdir()
-        weights = _in_memory(copy, path.with_name(folder.DATA)) if _bytes(copy) <= SIZE_LIMIT else {}
-        ir.save(copy, path, external_data=None if weights else folder.DATA)
+        weights = _shared_weights(copy, path.with_name(pipeline_folder.DATA)) if _bytes(copy) <= SIZE_LIMIT else {}
+        ir.save(copy, path, external_data=None if weights else pipeline_folder.DATA)
         for outputs in _run(path, feeds, weights):
             for name in names:
                 highest = float(outputs[f"{name}.range"])
@@ -128,16 +135,16 @@ def measure(model: ir.Model, feeds: Sequence[Arrays], scratch: Path) -> dict[str
     return ranges
 
 
-def _in_memory(model: ir.Model, data: Path) -> Arrays:
-    """The numbers of large float32 weights, by name; in `model` they lie in the file `data`, a hole of their size."""
-    numbers: Arrays = {}
+def _shared_weights(model: ir.Model, data: Path) -> Arrays:
+    """Return large float32 weights by name. In `model` they become external data in `data`, a sparse file."""
+    weights: Arrays = {}
     size = 0
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         assert tensor is not None
         array = tensor_values(tensor)
-        if tensor.dtype == ir.DataType.FLOAT and tensor.nbytes > LARGE:
-            shape, numbers[name] = ir.Shape(array.shape), np.ascontiguousarray(array)
+        if tensor.dtype == ir.DataType.FLOAT and tensor.nbytes > MIN_SHARED_BYTES:
+            shape, weights[name] = ir.Shape(array.shape), np.ascontiguousarray(array)
             value.const_value = ir.ExternalTensor(
                 data.name, size, array.nbytes, tensor.dtype, shape=shape, name=name, base_dir=str(data.parent)
             )
@@ -146,16 +153,16 @@ def _in_memory(model: ir.Model, data: Path) -> Arrays:
             value.const_value = ir.Tensor(array, dtype=tensor.dtype, name=name)
     with data.open("wb") as file:
         file.truncate(size)
-    return numbers
+    return weights
 
 
 def _run(path: Path, feeds: Sequence[Arrays], weights: Arrays) -> Iterator[Arrays]:
-    from sd_ort.runtime.device_memory import host_value
+    from sd_ort.runtime.ort_values import host_value
     from sd_ort.runtime.session import Model, create_session
 
-    held = {name: host_value(array) for name, array in weights.items()}
+    shared = {name: host_value(array) for name, array in weights.items()}
     try:
-        run = Model(create_session(path, "cpu", library=False, once=True, held=held))
+        run = Model(create_session(path, "cpu", library=False, once=True, held=shared))
         for feed in feeds:
             yield run(**feed)
     except SdOrtError as error:
@@ -163,17 +170,20 @@ def _run(path: Path, feeds: Sequence[Arrays], weights: Arrays) -> Iterator[Array
 
 
 def _add_ranges(model: ir.Model) -> list[str]:
-    """Give the graph one scalar output, max |x|, for every float32 value, in place of its own; returns their names."""
+    """Replace the graph's outputs by one scalar, max |x|, for every float32 value; return the names of these values."""
     names = []
     graph = model.graph
     for node in [node for node in graph if node.domain == DOMAIN]:
-        if (inside := BY_NAME[node.op_type].internal_node) is not None:
-            made = inside(node)
-            made.outputs[0].name, made.outputs[0].type = f"{node.outputs[0].name}{INSIDE}", node.outputs[0].type
-            graph.append(made)
+        if (internal_node := BY_NAME[node.op_type].internal_node) is not None:
+            internal = internal_node(node)
+            internal.outputs[0].name, internal.outputs[0].type = (
+                f"{node.outputs[0].name}{INTERNAL_SUFFIX}",
+                node.outputs[0].type,
+            )
+            graph.append(internal)
     values = [v for node in graph for i, v in enumerate(node.outputs) if not is_float32_output(node, i)]
-    wanted = [v for v in values if v.uses() or v.is_graph_output() or str(v.name).endswith(INSIDE)]
-    used = [v for v in wanted if v.dtype == ir.DataType.FLOAT]
+    read = [v for v in values if v.uses() or v.is_graph_output() or str(v.name).endswith(INTERNAL_SUFFIX)]
+    used = [v for v in read if v.dtype == ir.DataType.FLOAT]
     graph.outputs.clear()
     for value in used:
         magnitude = ir.node("Abs", [value])
@@ -186,18 +196,18 @@ def _add_ranges(model: ir.Model) -> list[str]:
     return names
 
 
-def _why_not(model: ir.Model, wanted: bool | None, recorded: bool) -> str | None:
-    if wanted is False:
+def _skip_reason(model: ir.Model, enabled: bool | None, recorded: bool) -> str | None:
+    if enabled is False:
         return "switched off"
     if importlib.util.find_spec("onnxruntime") is None:
         return "onnxruntime is not installed"
     size = _bytes(model)
-    if wanted is None and not recorded and size > SIZE_LIMIT:
+    if enabled is None and not recorded and size > SIZE_LIMIT:
         return f"its {size / 1e9:.1f} GB are above {SIZE_LIMIT / 1e9:.1f} GB; --calibrate runs it all the same"
     return None
 
 
 def _bytes(model: ir.Model) -> int:
-    """Of a model's weights."""
+    """Return the size of a model's weights."""
     tensors = [value.const_value for value in model.graph.initializers.values()]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)

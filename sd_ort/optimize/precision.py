@@ -1,13 +1,13 @@
-"""Half precision: weights and tensors become float16 or bfloat16, but for what must stay in float32.
+"""Conversion of a graph to float16 or bfloat16, except for nodes that must stay in float32.
 
-What stays is found from the graph and from numbers, not from a list of names:
-    sinusoids        what feeds a Sin or Cos: 1000 time steps (or 1024 pixels) do not survive 11 bits of a mantissa
-    measured sites   nodes whose float32 outputs came near the type's largest number on calibration inputs (`keep`)
-    no such kernel   operators that the standard does not define for the type, such as Range
-    wanted inputs    (operator, input) pairs of the target's kernels, such as GroupNorm's gamma and beta
-Casts are inserted where the two meet. Weights are converted while the model is saved, one at a time.
+These are detected from the graph and from values, not from a list of names:
+    sinusoids        inputs of Sin and Cos: 1000 timesteps (or 1024 pixels) do not fit a mantissa of 11 bits
+    measured sites   nodes whose outputs came near the dtype's largest number on calibration inputs (`float32_nodes`)
+    no such kernel   operators that the standard does not define for the dtype, such as Range
+    kernel inputs    (operator, input) pairs of the target's kernels, such as GroupNorm's gamma and beta
+Casts are inserted between float32 and half precision. Weights are converted one at a time while the model is saved.
 
-`store_weights` is for targets that compute in float32 anyway: it halves the weights on disk and nothing else.
+`store_weights` is for targets that compute in float32: it only halves the weights on disk.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from sd_ort.core.errors import InputError
 FLOAT = ir.DataType.FLOAT
 HALF = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 BFLOAT16_OPSET = 22
-STORED = 1024
-# Inputs that the standard wants in float32 (or that hold no data of the model) whatever the type of the first.
+MIN_STORED_ELEMENTS = 1024
+# Inputs that are float32 in the standard, or no data of the model, whatever the dtype of the first input.
 FIXED_INPUTS = frozenset({("Resize", 1), ("Resize", 2)})
-# Weights that a kernel reads in bfloat16, and rounds where they are float32: (operator, input).
+# Weights (operator, input) whose kernels read bfloat16, and round float32.
 READS_BFLOAT16 = frozenset({("Bfloat16Conv", 1), ("Bfloat16MatMul", 1)})
 
 
@@ -39,19 +39,21 @@ def convert(
     model: ir.Model,
     dtype: str,
     *,
-    keep: Collection[ir.Node] = (),
+    float32_nodes: Collection[ir.Node] = (),
     float32_inputs: Collection[tuple[str, int]] = (),
     float32_graph_inputs: Collection[str] = ("timestep",),
 ) -> int:
     """Convert the float32 part of `model` to `dtype` ("float16" or "bfloat16") in place.
 
-    Returns the number of nodes that stay in float32. With float16, graph inputs and outputs are converted too, but for
+    Returns the number of nodes that stay in float32. With float16, graph inputs and outputs are converted too, except
     `float32_graph_inputs`. With bfloat16 they stay in float32: NumPy and ONNX Runtime's Python API have no bfloat16.
     """
     half, graph = HALF[dtype], model.graph
     if half == ir.DataType.BFLOAT16:
         _declare_bfloat16_opset(graph)
-    float32 = _before_sinusoids(graph) | {node for node in graph if not _is_defined(node, half, graph)} | set(keep)
+    float32 = (
+        _before_sinusoids(graph) | {node for node in graph if not _is_defined(node, half, graph)} | set(float32_nodes)
+    )
     _convert_initializers(graph, half, float32, frozenset(float32_inputs) | FIXED_INPUTS)
     keeps_boundary = half == ir.DataType.BFLOAT16
     for value in graph.inputs:
@@ -73,15 +75,15 @@ def convert(
 def store_weights(model: ir.Model, dtype: str) -> None:
     """Store the float32 weights of `model` in `dtype`, each followed by a Cast to float32, in place.
 
-    A session folds these casts while it is opened, so that it computes in float32 what fits half the disk. Tensors of
-    fewer than `STORED` numbers stay as they are, and kernels that read bfloat16 (`READS_BFLOAT16`) need no cast.
+    A session folds these casts while it is opened, so it computes in float32. Tensors with fewer elements than
+    `MIN_STORED_ELEMENTS` stay as they are, and kernels that read bfloat16 (`READS_BFLOAT16`) need no cast.
     """
     half, graph = HALF[dtype], model.graph
     first = next(iter(graph))
     for name, value in list(graph.initializers.items()):
         if value.dtype != FLOAT or value.is_graph_output() or value.const_value is None:
             continue
-        if value.const_value.size < STORED:
+        if value.const_value.size < MIN_STORED_ELEMENTS:
             continue
         stored = _half_tensor(f"{name}.{half.name.lower()}", value, half)
         graph.register_initializer(stored)
@@ -100,7 +102,7 @@ def store_weights(model: ir.Model, dtype: str) -> None:
 
 
 def _declare_bfloat16_opset(graph: ir.Graph) -> None:
-    """Conv and its like take bfloat16 from opset 22 on, which changed nothing else.
+    """Raise the opset to the first one with bfloat16 in Conv and other operators, which changed nothing else.
 
     Raises InputError for a graph of an older opset than canonical graphs have.
     """
@@ -111,7 +113,7 @@ def _declare_bfloat16_opset(graph: ir.Graph) -> None:
 
 
 def _is_defined(node: ir.Node, half: ir.DataType, graph: ir.Graph) -> bool:
-    """Whether the standard defines an operator for `half` in place of its float32 inputs."""
+    """Return whether the standard defines an operator for `half` inputs in place of float32."""
     if node.domain not in ("", "ai.onnx"):
         return True
     try:
@@ -119,28 +121,28 @@ def _is_defined(node: ir.Node, half: ir.DataType, graph: ir.Graph) -> bool:
     except onnx.defs.SchemaError:
         return True
     allowed = {c.type_param_str: c.allowed_type_strs for c in schema.type_constraints}
-    wanted = f"tensor({half.name.lower()})"
+    half_type = f"tensor({half.name.lower()})"
     for index, value in enumerate(node.inputs):
         if value is None or value.dtype != FLOAT or (node.op_type, index) in FIXED_INPUTS:
             continue
         declared = schema.inputs[min(index, len(schema.inputs) - 1)].type_str
-        if wanted not in allowed.get(declared, [declared]):
+        if half_type not in allowed.get(declared, [declared]):
             return False
     return True
 
 
 def _before_sinusoids(graph: ir.Graph) -> set[ir.Node]:
-    """Sin and Cos, and the nodes their angles come from; these are small tensors of a number a time step."""
-    found: set[ir.Node] = set()
+    """Return Sin and Cos, and the nodes that compute their angles: small tensors of one value for each timestep."""
+    nodes: set[ir.Node] = set()
     stack = [n for n in graph if n.op_type in ("Sin", "Cos")]
     while stack:
         node = stack.pop()
-        if node in found:
+        if node in nodes:
             continue
-        found.add(node)
+        nodes.add(node)
         producers = [v.producer() for v in node.inputs if v is not None and v.dtype == FLOAT]
         stack += [p for p in producers if p is not None]
-    return found
+    return nodes
 
 
 def _convert_initializers(
@@ -177,46 +179,48 @@ def _half_tensor(name: str, value: ir.Value, half: ir.DataType) -> ir.Value:
     return recipes.record_recipe(new, "cast", half.name, [value])
 
 
-def to_half(numbers: np.ndarray, half: ir.DataType) -> np.ndarray:
-    """Round to `half`, clamping finite numbers to its finite range."""
-    return np.asarray(recipes.cast(half.name, numbers), order="C")
+def to_half(values: np.ndarray, half: ir.DataType) -> np.ndarray:
+    """Return values in `half`; finite values are clamped to its finite range."""
+    return np.asarray(recipes.cast(half.name, values), order="C")
 
 
 def _convert_attributes(node: ir.Node, half: ir.DataType) -> None:
     if node.op_type == "Cast" and node.attributes["to"].as_int() == FLOAT:
         node.attributes["to"] = ir.AttrInt64("to", int(half))
-    made = node.attributes.get("dtype")
-    if made is not None and made.type == ir.AttributeType.INT and made.as_int() == FLOAT:  # of a random number
+    dtype = node.attributes.get("dtype")  # of random numbers
+    if dtype is not None and dtype.type == ir.AttributeType.INT and dtype.as_int() == FLOAT:
         node.attributes["dtype"] = ir.AttrInt64("dtype", int(half))
     if node.op_type == "ConstantOfShape":
         tensor = node.attributes.get_tensor("value")
         if tensor is None or tensor.dtype == FLOAT:
-            numbers = np.zeros(1, np.float32) if tensor is None else tensor.numpy()
-            node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(to_half(numbers, half), dtype=half))
+            values = np.zeros(1, np.float32) if tensor is None else tensor.numpy()
+            node.attributes["value"] = ir.AttrTensor("value", ir.Tensor(to_half(values, half), dtype=half))
 
 
 def _insert_casts(graph: ir.Graph, half: ir.DataType, float32: set[ir.Node]) -> None:
-    """Cast at every edge between a float32 node (or graph input) and a half node, once a value and direction."""
+    """Insert a Cast between float32 nodes (or graph inputs) and half nodes, one for each value and direction."""
     casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
     for node in list(graph):
-        wanted = FLOAT if node in float32 else half
+        dtype = FLOAT if node in float32 else half
         other = half if node in float32 else FLOAT
         for index, value in enumerate(node.inputs):
             if value is None or value.dtype != other or value.name in graph.initializers or node.op_type == "Cast":
                 continue
-            key = (value, wanted)
+            key = (value, dtype)
             if key not in casts:
-                cast = ir.node("Cast", [value], {"to": int(wanted)})
-                cast.outputs[0].name = f"{value.name}.{wanted.name.lower()}"
-                cast.outputs[0].shape, cast.outputs[0].dtype = value.shape, wanted
+                cast = ir.node("Cast", [value], {"to": int(dtype)})
+                cast.outputs[0].name = f"{value.name}.{dtype.name.lower()}"
+                cast.outputs[0].shape, cast.outputs[0].dtype = value.shape, dtype
                 graph.insert_before(node, cast)
                 casts[key] = cast.outputs[0]
             node.replace_input_with(index, casts[key])
 
 
 def _cast_outputs(graph: ir.Graph, source: ir.DataType, target: ir.DataType, float32: set[ir.Node]) -> None:
-    """Cast the graph outputs that nodes compute in `source` to `target`. Nodes outside of `float32` compute in half
-    precision, whose few float32 outputs are statistics."""
+    """Cast the graph outputs that nodes compute in `source` to `target`.
+
+    Nodes outside of `float32` compute in half precision; their few float32 outputs are statistics.
+    """
     for index, output in enumerate(graph.outputs):
         producer = output.producer()
         if output.dtype != source or producer is None or (source == FLOAT and producer not in float32):

@@ -33,11 +33,12 @@ from fusion_passes.lower import (
 )
 from fusion_passes.lower.inline_fused_ops import inline_fused_ops
 from fusion_passes.lower.standard_attention import standard_attention
-from sd_ort.runtime.provider_records import WHEELS
+from sd_ort.runtime.ort_wheel import installed_wheels
+from sd_ort.runtime.provider_choice import choose_provider, installed_gpus, target_of
+from sd_ort.runtime.provider_table import WHEELS
 from sd_ort.runtime.rocm_kernels import NEWEST_OPSET
-from sd_ort.runtime.wheels import installed_wheels
 
-Limit = Callable[[ir.Node], str | None]
+KernelConstraint = Callable[[ir.Node], str | None]
 
 
 def _any(node: ir.Node) -> str | None:
@@ -108,28 +109,31 @@ def _whole_skip(node: ir.Node) -> str | None:
 
 @dataclass(frozen=True)
 class Target:
-    """One execution provider: the passes that it runs, and for each fused operator the limit of the provider's kernel.
+    """An execution provider: the passes for it, and the constraints of its own kernels for fused operators.
 
-    `fusions`, then `passes`, the lowerings, run in this order. Operators absent from `contrib` run as `sd_ort`
-    operators. `float32_inputs` are inputs (operator, index) that stay in fp32 in a half precision model. `dtypes` are
-    the precisions that its kernels take; with `half_weights` half precision is that of the weights at rest alone, which
-    are cast to float32 while a session is opened; `bfloat16_passes` take the place of `passes` in bfloat16.
-    `newest_opset`: newest opset that its kernels are registered for; None if ONNX Runtime keeps up with opsets.
+    Attributes:
+        lowering_passes: Run after `fusions`.
+        contrib_constraints: Operators with a kernel in com.microsoft; all others run as `sd_ort` operators.
+        float32_inputs: Inputs (operator, index) that stay in float32 in half precision.
+        dtypes: Precisions that a model for this target can have.
+        half_storage_only: Half precision is for stored weights only; opening a session casts them to float32.
+        bfloat16_passes: Replace `lowering_passes` in bfloat16.
+        newest_opset: Newest opset that its kernels are registered for; None if it is ONNX Runtime's newest.
     """
 
     name: str
-    passes: tuple[Pass, ...] = ()
-    contrib: Mapping[str, Limit] = field(default_factory=dict)
+    lowering_passes: tuple[Pass, ...] = ()
+    contrib_constraints: Mapping[str, KernelConstraint] = field(default_factory=dict)
     fusions: tuple[Pass, ...] = FUSIONS
     float32_inputs: frozenset[tuple[str, int]] = frozenset()
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
-    half_weights: bool = False
+    half_storage_only: bool = False
     bfloat16_passes: tuple[Pass, ...] = ()
     newest_opset: int | None = None
 
     def passes_for(self, dtype: str) -> tuple[Pass, ...]:
-        """The lowerings of a precision."""
-        return self.bfloat16_passes if dtype == "bfloat16" and self.bfloat16_passes else self.passes
+        """Return the lowering passes of a dtype."""
+        return self.bfloat16_passes if dtype == "bfloat16" and self.bfloat16_passes else self.lowering_passes
 
 
 _FLOAT32_INPUTS = frozenset((operator.name, i) for operator in OPERATORS for i in operator.float32_inputs)
@@ -142,9 +146,9 @@ PORTABLE = Target("portable")
 # and than the parts when there is no library (results/cpu_unet_sd15.md); attention is the other way round.
 CPU = Target(
     "cpu",
-    passes=(_NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS),
-    contrib={"QuickGelu": _any, "MultiHeadAttention": _any},
-    half_weights=True,  # its kernels compute half precision in float32, with casts around each
+    lowering_passes=(_NO_SDPA, standard_attention(_long_keys), winograd_conv.PASS),
+    contrib_constraints={"QuickGelu": _any, "MultiHeadAttention": _any},
+    half_storage_only=True,  # its kernels compute half precision in float32, with casts around each
     bfloat16_passes=(
         _NO_SDPA,
         bfloat16_attention.PASS,
@@ -160,7 +164,7 @@ CPU = Target(
 _NO_BFLOAT16 = ("float32", "float16")
 
 # Every kernel that the CUDA provider has for fused operators.
-CUDA_CONTRIB: Mapping[str, Limit] = {
+CUDA_CONTRIB: Mapping[str, KernelConstraint] = {
     "GroupNorm": _even_channels_per_group,
     "SkipGroupNorm": _even_channels_per_group,
     "BiasSplitGelu": _cuda_gelu_width,
@@ -174,7 +178,7 @@ CUDA_CONTRIB: Mapping[str, Limit] = {
 # Of these, what beats ours on an H200 (results/gpu_step.md).
 CUDA = Target(
     "cuda",
-    passes=(
+    lowering_passes=(
         _NO_SDPA,
         nhwc_layout.PASS,
         fold_bias.PASS,
@@ -184,7 +188,7 @@ CUDA = Target(
         subpixel_conv.PASS,
         layer_norm.PASS,
     ),
-    contrib={
+    contrib_constraints={
         **{name: CUDA_CONTRIB[name] for name in ("NhwcConv", "QuickGelu", "SkipLayerNormalization")},
         "MultiHeadAttention": _narrow_heads,
     },
@@ -196,7 +200,7 @@ CUDA = Target(
 # Its LayerNormalization is wrong on RDNA (`rocm_kernels.WRONG_ON_RDNA`); its SkipLayerNormalization is not.
 ROCM = Target(
     "rocm",
-    passes=(
+    lowering_passes=(
         _NO_SDPA,
         nhwc_layout.PASS,
         fold_bias.PASS,
@@ -205,7 +209,7 @@ ROCM = Target(
         subpixel_conv.PASS,
         layer_norm.PASS,
     ),
-    contrib={
+    contrib_constraints={
         **{name: limit for name, limit in CUDA_CONTRIB.items() if name != "MultiHeadAttention"},
         "GroupNorm": _rocm_group_norm,
         "SkipGroupNorm": _rocm_group_norm,
@@ -217,8 +221,8 @@ ROCM = Target(
 
 MIGRAPHX = Target(
     "migraphx",
-    passes=(_NO_SDPA, nhwc_layout.PASS),
-    contrib={
+    lowering_passes=(_NO_SDPA, nhwc_layout.PASS),
+    contrib_constraints={
         "GroupNorm": _channels_last,
         "SkipLayerNormalization": _any,
         "MultiHeadAttention": _any,
@@ -234,7 +238,7 @@ MIGRAPHX = Target(
 # Its norms write over what nobody else reads.
 HIP = Target(
     "hip",
-    passes=(
+    lowering_passes=(
         _NO_SDPA,
         nhwc_layout.PASS,
         fold_bias.PASS,
@@ -253,7 +257,10 @@ TARGETS: Mapping[str, Target] = {t.name: t for t in (PORTABLE, CPU, CUDA, ROCM, 
 
 
 def default_target() -> tuple[str, str]:
-    """The target of what the installed ONNX Runtime wheel drives, `portable` without one; and why, for a user."""
+    """Return the default target and the reason: that of the best GPU provider which runs here, else of the installed
+    ONNX Runtime wheel, `portable` without one."""
+    if installed_gpus() and installed_wheels() and (choice := choose_provider()).provider != "cpu":
+        return target_of(choice.provider), f"{choice.provider} is {choice.reason} (--target names another)"
     wheels = installed_wheels()
     for wheel in wheels:
         if (name := WHEELS[wheel]) is not None:

@@ -13,16 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
-from sd_ort.core.folder import MODEL, check_component, components
-from sd_ort.runtime.allocator import give_back, given_back, keep_freed, kept
-from sd_ort.runtime.captured import CAPTURING, GraphModel
-from sd_ort.runtime.chained import ChainedModel, Link, Range
-from sd_ort.runtime.held import HeldWeights, reads_in_place, renewal
+from sd_ort.core.errors import InputError, ProviderError
+from sd_ort.core.pipeline_folder import MODEL, check_component, components
+from sd_ort.runtime.bound_run import GpuGraphModel, report_failed_capture
+from sd_ort.runtime.glibc_malloc import give_back, given_back, keep_freed, kept
+from sd_ort.runtime.gpu_graphs import CAPTURING
 from sd_ort.runtime.op_library import op_library
-from sd_ort.runtime.providers import check_provider, is_plugin, provider_named, warn_once
+from sd_ort.runtime.partitioned import ChainedModel, Link, Range
+from sd_ort.runtime.providers import check_provider, is_plugin, provider_named
 from sd_ort.runtime.session import Model, create_session
-from sd_ort.runtime.stream import Turn, open_stream
+from sd_ort.runtime.stream import Stream, Turn, open_stream
+from sd_ort.runtime.updatable_weights import HeldWeights, reads_in_place, renewal
 
 # Components that take turns at every step: with --low-memory they stay in memory together.
 TOGETHER = frozenset({"unet", "controlnet"})
@@ -77,7 +78,8 @@ class Components(MutableMapping[str, Model]):
         if graph and entry.graph is None:
             raise ProviderError(f"the {provider} provider captures no graphs: leave graph capture off.")
         given: dict[str, str] = dict(session_options.get("provider_options") or {})
-        self.stream = None if "user_compute_stream" in given else open_stream(provider, int(given.get("device_id", 0)))
+        handle = int(given["user_compute_stream"]) if "user_compute_stream" in given else None
+        self.stream = open_stream(provider, int(given.get("device_id", 0)), handle)
         if self.stream is not None:
             given["user_compute_stream"] = str(self.stream.handle)
         self.options["provider_options"] = given
@@ -91,6 +93,11 @@ class Components(MutableMapping[str, Model]):
         self.partner: Components | None = None
         self.elsewhere: dict[str, Components] = {}
         self.spreads: dict[str, tuple[list[Components], Callable[[Path, int], Sequence[Range]]]] = {}
+
+    @property
+    def capture_stream(self) -> Stream | None:
+        """The stream on which `GpuGraph` captures runs; None if the provider captures its runs itself."""
+        return self.stream if self.stream is not None and self.stream.has_graphs else None
 
     def open_partner(self, number: int) -> None:
         """Have a `partner` on device `number`. Raises as `_beside`."""
@@ -183,9 +190,11 @@ class Components(MutableMapping[str, Model]):
         if self.device != "cpu" and self.graph is not False and _kind(name) in CAPTURED:
             try:
                 session = self._session(name, part, graph=True)
-                return GraphModel(session, self.device, self.lock)
+                return GpuGraphModel(session, self.device, self.lock, self.capture_stream)
             except InputError as error:
-                self._cannot_capture(name, error)
+                if self.graph:
+                    raise
+                report_failed_capture(error)
         return Model(self._session(name, part), self.lock)
 
     def _chained(self, name: str) -> Model:
@@ -228,21 +237,6 @@ class Components(MutableMapping[str, Model]):
         if weights and self.provider == "cpu" and _kind(name) not in TOGETHER:
             more["once"] = True  # packing the weights of a LoRA takes a text encoder longer than several runs gain
         return create_session(path, self.provider, weights=weights, held=held, checked=True, **more, **self.options)
-
-    def without_graph(self, name: str, error: SdOrtError) -> None:
-        """Open a component again, uncaptured, after `error` in captured runs; raises `error` if it was not captured."""
-        if not isinstance(self.opened.get(name), GraphModel):
-            raise error
-        self._cannot_capture(name, error)
-        del self.opened[name]
-        gc.collect()
-        self.opened[name] = Model(self._session(name), self.lock)
-
-    def _cannot_capture(self, name: str, error: SdOrtError) -> None:
-        """Warn, or raise `error` when capturing was asked for."""
-        if self.graph:
-            raise error
-        warn_once(f"{name} runs uncaptured, slower, since it cannot be captured as a graph: {first_line(error)}")
 
     def replace_weights(
         self, weights: Mapping[str, Mapping[str, np.ndarray]], products: Mapping[str, Collection[str]] | None = None

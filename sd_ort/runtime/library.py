@@ -22,8 +22,8 @@ HIP_LIBRARY = f"libsd_ort_hip{_SUFFIX}"
 CUDA_LIBRARY = f"libsd_ort_cuda{_SUFFIX}"
 # Execution provider of ONNX Runtime -> the op library's GPU half that serves it.
 GPU_LIBRARIES = {"CUDAExecutionProvider": CUDA_LIBRARY, "ROCMExecutionProvider": HIP_LIBRARY}
-# The execution provider, by the vendor whose devices it drives; `host` is for tests.
-PROVIDER_LIBRARIES = {vendor: f"libsd_ort_ep_{vendor}{_SUFFIX}" for vendor in ("hip", "cuda", "host")}
+# The execution provider, by the vendor whose devices it drives; `simulated` is for tests.
+PROVIDER_LIBRARIES = {vendor: f"libsd_ort_ep_{vendor}{_SUFFIX}" for vendor in ("hip", "cuda", "simulated")}
 
 
 class BuildError(InputError):

@@ -87,7 +87,7 @@ def rocm_smi_gpus(output: str) -> list[str]:
 
 def versions() -> dict[str, str]:
     """Version of Python and of each package a result depends on; the onnxruntime wheel under its own name."""
-    from sd_ort.runtime.wheels import installed_wheels
+    from sd_ort.runtime.ort_wheel import installed_wheels
 
     found = {"python": platform.python_version()}
     for package in PACKAGES:

@@ -8,9 +8,9 @@ from typing import Any
 
 from sd_ort.core.errors import ProviderError, first_line
 from sd_ort.runtime.library import GPU_LIBRARIES, library_path
-from sd_ort.runtime.provider_records import CPU_EP
+from sd_ort.runtime.ort_wheel import needed_libraries, runtime
+from sd_ort.runtime.provider_table import CPU_EP
 from sd_ort.runtime.providers import is_plugin, log, provider_named, wheel_library
-from sd_ort.runtime.wheels import needed_libraries, runtime
 
 HIP_RUNTIME = "libamdhip64.so"
 

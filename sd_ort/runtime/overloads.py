@@ -6,12 +6,9 @@ overloads, so a session without the op library gets a graph in which each overlo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import onnx
+from sd_ort.core.onnx_file import all_nodes
 
 FIRST_VERSION = (1, 27)  # of ONNX Runtime that tells overloads apart
 
@@ -41,16 +38,7 @@ def without_overloads(source: Path | bytes) -> bytes | None:
         key = (function.domain, function.name, function.overload)
         function.name, function.overload = names.get(key, function.name), ""
     for nodes in (model.graph.node, *(function.node for function in model.functions)):
-        for node in _all_nodes(nodes):
+        for node in all_nodes(nodes):
             key = (node.domain, node.op_type, node.overload)
             node.op_type, node.overload = names.get(key, node.op_type), ""
     return model.SerializeToString()
-
-
-def _all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Yield the nodes and those of their subgraphs."""
-    for node in nodes:
-        yield node
-        for attribute in node.attribute:
-            for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                yield from _all_nodes(graph.node)

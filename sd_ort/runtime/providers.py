@@ -17,8 +17,8 @@ from typing import Any
 from custom_ops import rocm
 from sd_ort.core.errors import ProviderError, first_line
 from sd_ort.runtime.library import PROVIDER_LIBRARIES, library_path
-from sd_ort.runtime.provider_records import OURS, PROVIDERS, Provider
-from sd_ort.runtime.wheels import can_load, installed_wheels, needed_libraries, runtime, search_folders
+from sd_ort.runtime.ort_wheel import can_load, installed_wheels, needed_libraries, runtime, search_folders
+from sd_ort.runtime.provider_table import OURS, PROVIDERS, Provider
 
 log = logging.getLogger("sd_ort")
 # `plugin:PATH` names the provider in a shared library of its own, which ONNX Runtime loads when asked to.
@@ -30,9 +30,13 @@ def provider_named(name: str) -> Provider:
     if name.startswith(PLUGIN):
         ep = plugin_devices(plugin_library(name))[0].ep_name
         return OURS[ep] if ep in OURS else Provider(ep, "", needs="what it drives")
-    if name not in PROVIDERS:
-        raise ProviderError(f"unknown provider {name!r}: choose one of {', '.join(PROVIDERS)}.")
-    return PROVIDERS[name]
+    if name in PROVIDERS:
+        return PROVIDERS[name]
+    counterpart = next((each for each, entry in PROVIDERS.items() if entry.target == name), None)
+    if counterpart or name == "portable":
+        advice = f"its provider is {counterpart}" if counterpart else "every provider runs its graphs; leave it out"
+        raise ProviderError(f"{name} is a target of `sd-ort optimize`, not a provider: {advice}.")
+    raise ProviderError(f"unknown provider {name!r}: choose auto or one of {', '.join(PROVIDERS)}.")
 
 
 def is_plugin(name: str) -> bool:

@@ -11,10 +11,10 @@ import numpy as np
 
 from sd_ort.core.errors import InputError, ProviderError
 from sd_ort.runtime.op_library import build_command
-from sd_ort.runtime.provider_records import CPU_EP, PROVIDERS
+from sd_ort.runtime.ort_wheel import ERRORS_ONLY, runtime
+from sd_ort.runtime.provider_table import CPU_EP, PROVIDERS
 from sd_ort.runtime.providers import warn_once
 from sd_ort.runtime.rocm_kernels import CONTRIB, WRONG_ON_RDNA, newer_operators, standard_opset
-from sd_ort.runtime.wheels import ERRORS_ONLY, runtime
 
 if TYPE_CHECKING:
     import onnx

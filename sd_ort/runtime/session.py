@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
-from sd_ort.core.folder import MODEL, check_model, model_name, read_manifest
+from sd_ort.core.pipeline_folder import MODEL, check_model, model_name, read_manifest
 from sd_ort.runtime import op_library, rocm_checks
-from sd_ort.runtime.allocator import given_back
-from sd_ort.runtime.device_memory import host_value, keep
-from sd_ort.runtime.device_weights import DeviceWeights, begin
+from sd_ort.runtime.glibc_malloc import given_back
 from sd_ort.runtime.machine import multiplies_bfloat16
+from sd_ort.runtime.ort_values import host_value, keep
+from sd_ort.runtime.ort_wheel import ERRORS_ONLY, FATAL_ONLY, runtime
 from sd_ort.runtime.overloads import supports_overloads, without_overloads
-from sd_ort.runtime.provider_records import CPU_EP, PROVIDERS, Provider
+from sd_ort.runtime.provider_table import CPU_EP, PROVIDERS, Provider
 from sd_ort.runtime.providers import (
     check_provider,
     is_plugin,
@@ -30,7 +30,7 @@ from sd_ort.runtime.providers import (
     refuse,
     warn_once,
 )
-from sd_ort.runtime.wheels import ERRORS_ONLY, FATAL_ONLY, runtime
+from sd_ort.runtime.weight_prefetch import DeviceWeights, begin
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -74,11 +74,11 @@ def create_session(
 
     `threads`: intra-op threads, None for one a physical core. `allow_fallback`: warn instead of failing when the
     provider is not used. `tuning`: let the provider search for its fastest kernels. `graph`: capture runs as CUDA or
-    HIP graphs; it runs only through `GraphModel`. `provider_options`: more options of the provider, over those of the
+    HIP graphs; it runs through `GpuGraphModel`. `provider_options`: more options of the provider, over those of the
     table. `library`: the custom-op library to register, True for the one found, False for none. `profile`: file-name
     prefix of ONNX Runtime's profile. `weights`: numbers for initializers of the data file, by name, of the same shape
     and type. `products`: those of them that nothing but matrix products reads, which a CPU packs without a copy.
-    `held`: the same on the provider's device, read there at every run (`sd_ort.runtime.held`). `changed`: a graph to
+    `held`: the same on the provider's device, read there at every run (`updatable_weights`). `changed`: a graph to
     open instead of the file's, over the file's data. `once`: it runs a time or two, not worth optimizing it or packing
     weights. `sizes`: of open dimensions, by name, where the graph has them: what depends on them alone is computed
     once, now. `checked`: the file went through `check_model` before. `assigned`: it can say who runs each node.

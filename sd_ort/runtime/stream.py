@@ -13,8 +13,8 @@ from functools import cache
 from typing import Any
 
 from sd_ort.core.errors import ProviderError
+from sd_ort.runtime.ort_wheel import needed_libraries, runtime
 from sd_ort.runtime.providers import is_plugin, missing_libraries, plugin_library, provider_named, wheel_library
-from sd_ort.runtime.wheels import needed_libraries, runtime
 
 # Runtime library -> prefix of its functions; cudaStream_t and hipStream_t are pointers, all functions return 0 or fail.
 RUNTIMES = {"libcudart": "cuda", "libamdhip64": "hip"}
@@ -24,8 +24,11 @@ NO_DEVICE = 100  # hipErrorNoDevice and cudaErrorNoDevice
 class Stream:
     """A stream and its events. It lives as long as the process: sessions that use it may outlive what opened it."""
 
-    def __init__(self, library: str, prefix: str, device: int = 0) -> None:
-        """`library`: file name of the runtime library. Raises ProviderError when it is not there or has no device."""
+    def __init__(self, library: str, prefix: str, device: int = 0, handle: int | None = None) -> None:
+        """`library`: file name of the runtime library. `handle`: an existing stream, None for a new one.
+
+        Raises ProviderError if the library or the device does not exist.
+        """
         try:
             self.c: Any = ctypes.CDLL(library)
         except OSError as error:
@@ -33,13 +36,26 @@ class Stream:
         self.prefix, self.device = prefix, device
         self._check_device()
         self.use()
-        handle = ctypes.c_void_p()
-        self._call("StreamCreate", ctypes.byref(handle))
-        self.handle = int(handle.value or 0)
+        self.handle = self._create() if handle is None else handle
         self.events: list[ctypes.c_void_p] = []
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        if code := getattr(self.c, self.prefix + name)(*arguments):
+    def _create(self) -> int:
+        handle = ctypes.c_void_p()
+        self.call("StreamCreate", ctypes.byref(handle))
+        return int(handle.value or 0)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether the runtime library captures the stream; the sd-ort provider captures its runs itself."""
+        return self.prefix in RUNTIMES.values()
+
+    def c_function(self, name: str) -> Any:
+        """Return a function of the runtime library by its name without the prefix."""
+        return getattr(self.c, self.prefix + name)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the runtime library. Raises ProviderError if it fails."""
+        if code := self.c_function(name)(*arguments):
             raise ProviderError(f"{self.prefix}{name} failed with error {code}: is the GPU visible (`sd-ort doctor`)?")
 
     def _check_device(self) -> None:
@@ -48,36 +64,40 @@ class Stream:
         if hasattr(self.c, self.prefix + "GetDeviceCount"):
             if getattr(self.c, f"{self.prefix}GetDeviceCount")(ctypes.byref(count)) == NO_DEVICE:
                 raise ProviderError("no GPU is visible: check its driver, and who may open /dev/kfd or /dev/nvidia0.")
-            self._call("GetDeviceCount", ctypes.byref(count))
+            self.call("GetDeviceCount", ctypes.byref(count))
             if self.device >= count.value:
                 seen = f"{count.value} GPU{'s' if count.value != 1 else ''}"
                 raise ProviderError(f"GPU {self.device} is not there: this machine shows {seen}, counted from 0.")
 
     def use(self) -> None:
         """Make its device this thread's current one."""
-        self._call("SetDevice", self.device)
+        self.call("SetDevice", self.device)
+
+    def synchronize(self) -> None:
+        """Return when all work is done that was enqueued before."""
+        self.call("StreamSynchronize", ctypes.c_void_p(self.handle))
 
     def event(self) -> ctypes.c_void_p:
         """A new event, which may be recorded again and again."""
         self.use()
         event = ctypes.c_void_p()
-        self._call("EventCreate", ctypes.byref(event))
+        self.call("EventCreate", ctypes.byref(event))
         return event
 
     def mark(self, event: ctypes.c_void_p) -> None:
         """Record an event of this stream: it stands for what is queued by now."""
-        self._call("EventRecord", event, ctypes.c_void_p(self.handle))
+        self.call("EventRecord", event, ctypes.c_void_p(self.handle))
 
     def follow(self, event: ctypes.c_void_p) -> None:
         """What is queued from now on waits, on the device, for what `event`, of another stream, stands for by now; an
         event that was never recorded stands for nothing."""
-        self._call("StreamWaitEvent", ctypes.c_void_p(self.handle), event, ctypes.c_uint(0))
+        self.call("StreamWaitEvent", ctypes.c_void_p(self.handle), event, ctypes.c_uint(0))
 
     def send(self, source: int, other: Stream, target: int, size: int) -> None:
         """Queue a copy of `size` bytes from an address on this device to one on the device of `other`."""
         _reach(self, other)
         to, from_, queue = (ctypes.c_void_p(pointer) for pointer in (target, source, self.handle))
-        self._call("MemcpyPeerAsync", to, other.device, from_, self.device, ctypes.c_size_t(size), queue)
+        self.call("MemcpyPeerAsync", to, other.device, from_, self.device, ctypes.c_size_t(size), queue)
 
     def reserve(self, count: int) -> None:
         """Have `count` events ready."""
@@ -90,12 +110,12 @@ class Stream:
 
     def wait(self, number: int) -> None:
         """Return when all is done that was queued before event `number`."""
-        self._call("EventSynchronize", self.events[number])
+        self.call("EventSynchronize", self.events[number])
 
     def seconds(self, first: int, last: int) -> float:
         """Time on the device between two events, both of them past."""
         milliseconds = ctypes.c_float()
-        self._call("EventElapsedTime", ctypes.byref(milliseconds), self.events[first], self.events[last])
+        self.call("EventElapsedTime", ctypes.byref(milliseconds), self.events[first], self.events[last])
         return milliseconds.value / 1e3
 
 
@@ -121,17 +141,20 @@ def _reach(stream: Stream, other: Stream) -> None:
     """Let the device of `stream` write to that of `other` directly, where it can; else copies go through the host."""
     stream.use()
     can = ctypes.c_int(0)
-    stream._call("DeviceCanAccessPeer", ctypes.byref(can), stream.device, other.device)
+    stream.call("DeviceCanAccessPeer", ctypes.byref(can), stream.device, other.device)
     if can.value:
         getattr(stream.c, stream.prefix + "DeviceEnablePeerAccess")(other.device, 0)  # an error: it is enabled already
         getattr(stream.c, stream.prefix + "GetLastError")()  # which would be taken for that of a kernel
 
 
-def open_stream(provider: str, device: int = 0) -> Stream | None:
-    """A stream for sessions of a provider; None for one that takes none, or that this machine cannot really use."""
+def open_stream(provider: str, device: int = 0, handle: int | None = None) -> Stream | None:
+    """A stream for sessions of a provider; None for one that takes none, or that this machine cannot really use.
+
+    `handle`: an existing stream of the device, None for a new one.
+    """
     entry = provider_named(provider)
     if is_plugin(provider):
-        return Stream(str(plugin_library(provider)), "sd_ort_", device) if entry.vendor else None
+        return Stream(str(plugin_library(provider)), "sd_ort_", device, handle) if entry.vendor else None
     if entry.graph is None or entry.library is None or entry.ep not in runtime().get_available_providers():
         return None
     if missing_libraries(provider):
@@ -142,5 +165,5 @@ def open_stream(provider: str, device: int = 0) -> Stream | None:
     for needed in needed_libraries(path):
         for name, prefix in RUNTIMES.items():
             if needed.startswith(name):
-                return Stream(needed, prefix, device)
+                return Stream(needed, prefix, device, handle)
     return None

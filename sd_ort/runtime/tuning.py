@@ -7,7 +7,7 @@ validators differ from this machine's is refused, with the reason. There is one 
 $SD_ORT_TUNING, or else in results/tuning and the cache folder; sessions load the one that fits, from there or from
 `tuning` in the folder of their model, without being asked to.
 
-Only the file logic and the op library's C functions are here; `sd_ort.check.tune` meets every shape of a model.
+Only the file logic and the op library's C functions are here; `sd_ort.inspect.tune` meets every shape of a model.
 """
 
 from __future__ import annotations

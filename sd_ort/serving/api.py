@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from sd_ort.core.errors import InputError
-from sd_ort.pipeline.arguments import check_text
+from sd_ort.pipelines.arguments import check_text
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob, ModelInfo
 
 FIELDS = (
@@ -75,7 +75,7 @@ def parse_request(body: bytes, model: ModelInfo, limits: Limits) -> list[ImageJo
     settings = BatchSettings(
         width,
         height,
-        steps=_integer(fields, "steps", 25, 1, min(limits.steps, model.train_timesteps)),
+        steps=_integer(fields, "steps", min(model.steps, limits.steps), 1, min(limits.steps, model.train_timesteps)),
         guidance=_guidance(fields, model, limits),
     )
     return [ImageJob(prompt, negative, seed, settings) for seed in range(first, first + count)]

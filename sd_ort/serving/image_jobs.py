@@ -48,11 +48,13 @@ class ModelInfo:
     """What a replica reports about its model.
 
     default_size: width and height of an image in pixels. size_multiple: width and height must be multiples of it.
-    guidance: default guidance scale. train_timesteps: the maximum number of steps. pid: the replica's process.
+    steps, guidance: default denoising steps and guidance scale.
+    train_timesteps: the maximum number of steps. pid: the replica's process.
     """
 
     default_size: int
     size_multiple: int
+    steps: int
     guidance: float
     train_timesteps: int
     pid: int = 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sd_ort.core.errors import InputError, OutputError
 from sd_ort.core.paths import words_of
-from sd_ort.pipeline.arguments import check_seeds, check_text
+from sd_ort.pipelines.arguments import check_seeds, check_text
 from sd_ort.serving.dispatch import Dispatcher
 from sd_ort.serving.image_jobs import BatchSettings, ImageJob
 from sd_ort.serving.replica import PipelineReplica, ReplicaConfig
@@ -71,7 +71,7 @@ def missing_outputs(tasks: Sequence[OutputTask], png_text: Mapping[str, str]) ->
 
     Raises OutputError for a file with other settings.
     """
-    from sd_ort.pipeline.png import read_png_text
+    from sd_ort.pipelines.png import read_png_text
 
     missing = []
     for task in tasks:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from sd_ort.core.errors import InputError, SdOrtError, explained
-from sd_ort.core.folder import MERGED, components
-from sd_ort.runtime import visible
+from sd_ort.core.pipeline_folder import MERGED, components
+from sd_ort.runtime import visible_devices
 from sd_ort.serving.image_jobs import ImageJob, ModelInfo
 
 
@@ -30,7 +30,6 @@ class ReplicaConfig:
     load_options: further arguments of `from_pretrained`.
     setup: called with the loaded pipeline, for example to add LoRAs.
     call_options: further arguments of each pipeline call.
-    guidance: default guidance scale.
     png_text: text of each PNG file in addition to `ImageJob.png_text`.
     environment: variables that restrict the process to one GPU; without effect after ONNX Runtime was imported.
     """
@@ -39,7 +38,6 @@ class ReplicaConfig:
     load_options: Mapping[str, Any] = field(default_factory=dict)
     setup: Callable[[Any], None] = no_setup
     call_options: Mapping[str, Any] = field(default_factory=dict)
-    guidance: float = 7.5
     png_text: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -56,8 +54,10 @@ def replica_configs(
         raise InputError(f"{config.folder} is a merged pipeline, for one image at a time: pass its unmerged folder.")
     if gpus and replicas:
         raise InputError("--gpus N starts a replica on each of N GPUs, --replicas N starts N on one device: pass one.")
-    environments = visible.one_each(str(config.load_options["provider"]), gpus) if gpus else [{}] * (replicas or 1)
-    load_options = {**config.load_options, "threads": threads or visible.threads_each(len(environments))}
+    environments = (
+        visible_devices.one_each(str(config.load_options["provider"]), gpus) if gpus else [{}] * (replicas or 1)
+    )
+    load_options = {**config.load_options, "threads": threads or visible_devices.threads_each(len(environments))}
     return [replace(config, load_options=load_options, environment=environment) for environment in environments]
 
 
@@ -68,7 +68,8 @@ class PipelineReplica:
         """Load the model. Raises SdOrtError if the model cannot be used."""
         os.environ.update(config.environment)
         from sd_ort import StableDiffusionPipeline
-        from sd_ort.family.configs import scheduler_config
+        from sd_ort.checkpoints.configs import scheduler_config
+        from sd_ort.checkpoints.generation_defaults import generation_defaults
 
         self.config = config
         self.writers = ThreadPoolExecutor(4)
@@ -77,14 +78,14 @@ class PipelineReplica:
         self.model = ModelInfo(
             default_size=self.pipeline.default_size,
             size_multiple=self.pipeline.size_multiple,
-            guidance=config.guidance,
+            **generation_defaults(config.folder)._asdict(),
             train_timesteps=scheduler_config(config.folder).get("num_train_timesteps", 1000),
             pid=os.getpid(),
         )
 
     def generate(self, jobs: Sequence[ImageJob]) -> list[bytes]:
         """Return the PNG files of jobs with equal settings, generated as one batch. Raises SdOrtError on failure."""
-        from sd_ort.pipeline.png import png_bytes
+        from sd_ort.pipelines.png import png_bytes
 
         settings = jobs[0].settings
         images = self.pipeline(

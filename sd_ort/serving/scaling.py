@@ -64,7 +64,7 @@ def split_image(image: float, step: float, steps: int, split: float) -> float:
 
 
 def replica_times(row: dict[str, Any]) -> ReplicaTimes:
-    """Return the times in the row of one replica in a result of scripts/measure/scale_gpus.py.
+    """Return the times in the row of one replica in a result of scripts/bench/scale_gpus.py.
 
     Times that older files lack are 0.
     """

@@ -73,8 +73,8 @@ struct CudnnAssertions {
   static_assert(C::kOperationGraph == CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
   static_assert(C::kVariantPack == CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR);
   static_assert(C::kTensor == CUDNN_BACKEND_TENSOR_DESCRIPTOR);
-  static_assert(C::kProduct == CUDNN_BACKEND_MATMUL_DESCRIPTOR);
-  static_assert(C::kProductOperation == CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR);
+  static_assert(C::kMatMul == CUDNN_BACKEND_MATMUL_DESCRIPTOR);
+  static_assert(C::kMatMulOperation == CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR);
   static_assert(C::kReduction == CUDNN_BACKEND_REDUCTION_DESCRIPTOR);
   static_assert(C::kReductionOperation == CUDNN_BACKEND_OPERATION_REDUCTION_DESCRIPTOR);
   // cudnnBackendAttributeType_t, and the sizes of what is given by address
@@ -86,7 +86,7 @@ struct CudnnAssertions {
   static_assert(C::kTypePointer == CUDNN_TYPE_VOID_PTR);
   static_assert(C::kTypeConvolutionMode == CUDNN_TYPE_CONVOLUTION_MODE);
   static_assert(sizeof(C::kCrossCorrelation) == sizeof(cudnnConvolutionMode_t));
-  static_assert(C::kTypeHeuristics == CUDNN_TYPE_HEUR_MODE && sizeof(C::kByItsModel) == sizeof(cudnnBackendHeurMode_t));
+  static_assert(C::kTypeHeuristics == CUDNN_TYPE_HEUR_MODE && sizeof(C::kHeuristicModeA) == sizeof(cudnnBackendHeurMode_t));
   static_assert(C::kTypeNote == CUDNN_TYPE_NUMERICAL_NOTE && sizeof(int) == sizeof(cudnnBackendNumericalNote_t));
   static_assert(C::kTypePointwise == CUDNN_TYPE_POINTWISE_MODE && sizeof(int) == sizeof(cudnnPointwiseMode_t));
   static_assert(C::kTypeDescriptor == CUDNN_TYPE_BACKEND_DESCRIPTOR);
@@ -96,7 +96,7 @@ struct CudnnAssertions {
   // Values
   static_assert(C::kFloat == CUDNN_DATA_FLOAT && C::kHalf == CUDNN_DATA_HALF && C::kBFloat16 == CUDNN_DATA_BFLOAT16);
   static_assert(C::kCrossCorrelation == CUDNN_CROSS_CORRELATION);
-  static_assert(C::kByItsModel == CUDNN_HEUR_MODE_A && C::kFallbacks == CUDNN_HEUR_MODE_FALLBACK);
+  static_assert(C::kHeuristicModeA == CUDNN_HEUR_MODE_A && C::kHeuristicFallback == CUDNN_HEUR_MODE_FALLBACK);
   static_assert(C::Graph::kAdd == CUDNN_POINTWISE_ADD && C::Graph::kMultiply == CUDNN_POINTWISE_MUL);
   static_assert(C::Graph::kDivide == CUDNN_POINTWISE_DIV && C::Graph::kSubtract == CUDNN_POINTWISE_SUB);
   static_assert(C::Graph::kExp == CUDNN_POINTWISE_EXP && C::Graph::kLog == CUDNN_POINTWISE_LOG);

@@ -1,4 +1,7 @@
 // A libsd_ort_hip.so whose kernels do nothing: every operator of interface.h with one candidate that supports each call.
+// The variable SD_ORT_IDLE_WORKSPACE has the bytes of their workspaces.
+#include <stdlib.h>
+
 #include "interface.h"
 
 int sd_ort_interface_version(void) { return SD_ORT_INTERFACE_VERSION; }
@@ -9,7 +12,10 @@ int sd_ort_find_op(const char* name, size_t params_size) { return 0; }
 int sd_ort_candidate_count(int op) { return 1; }
 const char* sd_ort_candidate_name(int op, int candidate) { return "idle"; }
 int sd_ort_is_supported(int op, int candidate, const void* params) { return 1; }
-size_t sd_ort_workspace_bytes(int op, int candidate, const void* params) { return 0; }
+size_t sd_ort_workspace_bytes(int op, int candidate, const void* params) {
+  const char* bytes = getenv("SD_ORT_IDLE_WORKSPACE");
+  return bytes == NULL ? 0 : strtoull(bytes, NULL, 10);
+}
 const char* sd_ort_run(int op, int candidate, const void* params, void* workspace, void* stream) { return 0; }
 int sd_ort_default_candidate(int op, const void* params) { return 0; }
 int sd_ort_choose(int op, const void* params, void* stream) { return 0; }

@@ -3,10 +3,14 @@ ARGUMENTS` prints the result of a function as JSON."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import os
 import sys
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +19,13 @@ import onnx
 
 from sd_ort import StableDiffusionPipeline
 from sd_ort.core.errors import SdOrtError
-from sd_ort.core.folder import MODEL
-from sd_ort.pipeline import sampling, text, text_to_image
-from sd_ort.runtime.captured import GraphModel
-from sd_ort.runtime.held import HeldWeights
+from sd_ort.core.pipeline_folder import MODEL
+from sd_ort.pipelines import sampling, text, text_to_image
+from sd_ort.pipelines.device import loop, text_encoders
+from sd_ort.runtime import bound_run, gpu_graphs
+from sd_ort.runtime.bound_run import failed_captures, open_gpu_graph_model
 from sd_ort.runtime.session import DTYPES, Model, create_session
+from sd_ort.runtime.updatable_weights import HeldWeights
 
 SIZES = {"batch": 2, "sequence": 77, "height": 8, "width": 8, "height*8": 64, "width*8": 64}
 REQUEST: dict[str, Any] = {"num_inference_steps": 1, "height": 64, "width": 64, "output_type": "np"}
@@ -77,30 +83,112 @@ def captures(folder: str, library: str, *components: str) -> dict[str, list[int]
     result = {}
     for name in components:
         options = {"tuning": True, "provider_options": {"device_id": "0"}}
-        session = create_session(Path(folder, name, MODEL), "rocm", library=Path(library), graph=True, **options)
-        model = GraphModel(session)
-        inputs = feeds(session)
+        model = open_gpu_graph_model(Path(folder, name, MODEL), "rocm", library=Path(library), **options)
+        inputs = feeds(model.session)
         for _ in range(2):
             model(**inputs)
         model(**{key: np.concatenate([value, value]) for key, value in inputs.items()})
-        result[name] = [model.captured, len(model.bound)]
+        result[name] = [sum(run.graph is not None for run in model.runs.values()), len(model.runs)]
     return result
 
 
-def replays(folder: str, library: str) -> list[bool]:
-    """Whether the U-Net's graph of one shape is replayed: at once, after a second shape, and whether that one's is."""
-    session = create_session(Path(folder, "unet", MODEL), "rocm", library=Path(library), graph=True)
-    model = GraphModel(session)
-    small = feeds(session)
+def staging(folder: str, library: str, generation: str) -> dict[str, Any]:
+    """The pinned memory from which the U-Net's graphs copy pointers to the GPU, of graphs that are not stale: whether
+    it is unchanged after runs of other shapes, captured and not. `generation`: captures of one."""
+    staged: dict[int, list[tuple[int, bytes]]] = {}  # by the address of the executable
+    original = gpu_graphs._take_release
+
+    def record(stream: Any, graph: Any) -> Any:
+        source, size = ctypes.c_void_p(), ctypes.c_size_t()
+        copies = staged[len(staged)] = []
+        for node in gpu_graphs._nodes(stream, graph):
+            if not stream.c.simulated_hip_copy_of(node, ctypes.byref(source), ctypes.byref(size)) and source:
+                copies.append((source.value, ctypes.string_at(source, size.value)))
+        return original(stream, graph)
+
+    gpu_graphs._take_release = record
+    bound_run.MAX_CAPTURES = int(generation)
+    model = open_gpu_graph_model(Path(folder, "unet", MODEL), "rocm", library=Path(library))
+    small = feeds(model.session)
+    current: list[bool] = []
+    of_run: dict[tuple[int, int], int] = {}  # run and generation -> its graph
+    for times in (1, 2, 3, 1, 2, 4, 3):
+        feed = {key: np.concatenate([value] * times) for key, value in small.items()}
+        model(**feed)
+        run = model.bind(feed)
+        run._run(bound_run.NO_GRAPH_ID, wait=True)  # as a run that could not be captured
+        of_run.setdefault((id(run), run.generation), len(staged) - 1)
+        for each in model.runs.values():
+            if each.generation == each.captures.generation:
+                copies = staged[of_run[id(each), each.generation]]
+                current.append(all(ctypes.string_at(source, len(data)) == data for source, data in copies))
+    return {
+        "copies": len(staged[0]),
+        "unchanged": all(current),
+        "checks": len(current),
+        "captures": len(staged),
+        "captured": all(each.graph is not None for each in model.runs.values()),
+    }
+
+
+def workspaces(folder: str, library: str) -> dict[str, Any]:
+    """Captures whose workspaces make ONNX Runtime's arena grow, which HIP allows in relaxed mode alone."""
+    original = gpu_graphs._capture
+
+    def capture(*given: Any) -> Any:
+        os.environ["SD_ORT_IDLE_WORKSPACE"] = str(2 * int(os.environ.get("SD_ORT_IDLE_WORKSPACE", 256 << 20)))
+        return original(*given)
+
+    gpu_graphs._capture = capture
+    model = open_gpu_graph_model(Path(folder, "unet", MODEL), "rocm", library=Path(library))
+    small = feeds(model.session)
+    relaxed = model.bind(small).graph is not None
+    gpu_graphs.RELAXED = 0  # global mode
     large = {key: np.concatenate([value, value]) for key, value in small.items()}
-    first = model.bind(small)
-    first.run()
-    found = [first.number == 0]
-    second = model.bind(large)
-    first.run()
-    found.append(first.number == 0)
-    second.run()
-    return [*found, second.number == 1]
+    outputs = [model(**large), model(**small)]
+    return {
+        "relaxed": relaxed,
+        "global": model.bind(large).graph is not None,
+        "outputs": [list(map(np.shape, each.values())) for each in outputs],
+        "failed": failed_captures,
+        "earlier graph": model.bind(small).graph is not None,
+    }
+
+
+def threads(folder: str, library: str, count: str) -> dict[str, Any]:
+    """Images of two batch sizes in the main thread, then in other threads, in turn and at once: what is captured, and
+    what the captured sessions run then beside the launches of their graphs."""
+    for module in (sampling, text, text_to_image, loop, text_encoders):
+        module.check_finite = lambda *_: None  # type: ignore[attr-defined]
+    loop.Buffers._read = lambda buffers, *_: buffers.values["latents"].numpy()  # type: ignore[method-assign]
+    counts: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str, label: Callable[..., str | None]) -> None:
+        original = getattr(owner, name)
+
+        def call(*given: Any, **more: Any) -> Any:
+            counts[label(*given, **more) or "uncounted"] += 1
+            return original(*given, **more)
+
+        setattr(owner, name, call)
+
+    counted(gpu_graphs.GpuGraph, "__init__", lambda *_: "captures")
+    counted(gpu_graphs.GpuGraph, "launch", lambda *_: "launches")
+    counted(bound_run.BoundRun, "_run", lambda run, *_, **__: "runs" if run.stream is not None else None)
+    pipeline = StableDiffusionPipeline.from_pretrained(folder, provider="rocm", library=Path(library))
+    calls = [{**REQUEST, "num_images_per_prompt": batch, "num_inference_steps": 3} for batch in (1, 2)]
+    for call in calls:
+        pipeline("a red circle", **call)
+    first = dict(counts)
+    counts.clear()
+    for call in calls:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(pipeline, "a red circle", **call).result()
+    with ThreadPoolExecutor(int(count)) as pool:
+        for each in [pool.submit(pipeline, "a red circle", **call) for call in calls * 3]:
+            each.result()
+    counts.pop("uncounted")
+    return {"captures": first["captures"], "first launches": first["launches"], **counts, "failed": failed_captures}
 
 
 def lora(folder: str, library: str, adapter: str) -> dict[str, Any]:

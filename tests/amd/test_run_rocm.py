@@ -12,7 +12,7 @@ from whole import Run, Table
 
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime.build import find_hip_compiler
-from sd_ort.runtime.wheels import needed_libraries
+from sd_ort.runtime.ort_wheel import needed_libraries
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import pytest
 from hip_library import TARGETS, hip_library
 from simulation import simulate
 
-from sd_ort.core.folder import MODEL
-from sd_ort.from_checkpoint import optimize_checkpoint
+from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 from sd_ort.runtime.session import Model, create_session
+from sd_ort.stages import optimize
 
 pytestmark = pytest.mark.usefixtures("tinygrad")
 OUTPUT = "out_sample"
@@ -24,8 +24,8 @@ OUTPUT = "out_sample"
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the demo's U-Net in float16 for our provider, inputs of one call, and the output in float32."""
     folder = tmp_path_factory.mktemp("demo")
-    optimize_checkpoint("demo", folder / "hip", target="hip", dtype="float16", components=["unet"], hoisted=False)
-    optimize_checkpoint("demo", folder / "cpu", target="cpu", components=["unet"], hoisted=False)
+    optimize("demo", folder / "hip", target="hip", dtype="float16", components=["unet"], hoist=False)
+    optimize("demo", folder / "cpu", target="cpu", components=["unet"], hoist=False)
     rng = np.random.default_rng(0)
     inputs = {
         "sample": rng.standard_normal((1, 4, 8, 8), np.float32),

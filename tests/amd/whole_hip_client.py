@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sd_ort.runtime.captured import GraphModel
+from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import create_session
 
@@ -15,7 +15,7 @@ if __name__ == "__main__":
     library, model, inputs, outputs = sys.argv[1:]
     session = create_session(Path(model), f"plugin:{library}", graph=True, library=False)
     feed = dict(np.load(inputs))
-    component = GraphModel(session, provider_named(f"plugin:{library}").device)
+    component = GpuGraphModel(session, provider_named(f"plugin:{library}").device)
     first = component(**feed)["out_sample"]
     replayed = component(**feed)["out_sample"]
     np.savez(outputs, first=first, replayed=replayed, captured=component.captured)

@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from sd_ort.benchmark import contenders, recipes, runner, tables
-from sd_ort.benchmark.engines.contract import Engine, Settings
+from sd_ort.benchmark import engine_builds, engine_selection, runner, tables
+from sd_ort.benchmark.engines.interface import Engine, Settings
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
 from sd_ort.benchmark.worker import Measured, Worker, is_tuned
 from sd_ort.core.errors import SdOrtError
-from sd_ort.core.folder import MODEL
-from sd_ort.runtime import device
+from sd_ort.core.pipeline_folder import MODEL
+from sd_ort.runtime import device_meters
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -39,7 +39,7 @@ def report_folder(small_export: Path, tmp_path_factory: pytest.TempPathFactory) 
     path = broken / "unet" / MODEL
     path.write_bytes(path.read_bytes()[:1000])
     torch_pipeline("sd15-small", True).save_pretrained(folder / "torch")  # other processes do not know the preset
-    engines, notes = contenders.find_engines([small_export, broken], torch_model=str(folder / "torch"))
+    engines, notes = engine_selection.find_engines([small_export, broken], torch_model=str(folder / "torch"))
     settings = Settings(steps=2, batches=(1, 2), height=64, width=64, runs=3, threads=1, tuning=True)
     runner.run(engines, settings, folder / "out", notes=notes)
     return folder / "out"
@@ -116,9 +116,9 @@ def test_note_on_tuning(provider: str, built: str, note: str, tmp_path: Path, mo
     (tmp_path / built).touch()
     for module in ("runner", "worker"):
         monkeypatch.setattr(f"sd_ort.benchmark.{module}.library_path", lambda: tmp_path / "libsd_ort_ops.so")
-    notes = runner.notes_on(Settings(provider=provider, tuning=True), device.Meter())
+    notes = runner.notes_on(Settings(provider=provider, tuning=True), device_meters.Meter())
     assert any(f"--tuning {note}" in line for line in notes)
-    assert not any("--tuning" in line for line in runner.notes_on(Settings(provider=provider), device.Meter()))
+    assert not any("--tuning" in line for line in runner.notes_on(Settings(provider=provider), device_meters.Meter()))
     ours = Engine("ours", "onnxruntime", "folder", "demo")
     assert is_tuned(ours, provider) is ("was on" in note)
     assert is_tuned(replace(ours, library=False), provider) is (provider == "rocm")
@@ -153,21 +153,23 @@ class FakeWorker(Worker):
 
     started: ClassVar[list[FakeWorker]] = []
 
-    def __init__(self, engine: Engine, meter: device.Meter, failure: str | None = None) -> None:
+    def __init__(self, engine: Engine, meter: device_meters.Meter, failure: str | None = None) -> None:
         super().__init__(engine, meter, failure)
         self.batches = 0
         self.started.append(self)
 
-    def call(self, function: Callable[..., dict[str, Any]], *arguments: Any) -> tuple[dict[str, Any], device.Watch]:
+    def call(
+        self, function: Callable[..., dict[str, Any]], *arguments: Any
+    ) -> tuple[dict[str, Any], device_meters.Watch]:
         if len(arguments) == 2:
             loaded = {"precision": "fp32", "load_s": 1.0, "base_memory_MB": 1.0, "load_memory_MB": 2.0}
-            return loaded, device.Watch()
+            return loaded, device_meters.Watch()
         self.batches += 1
         if self.batches == 3:
             raise KeyboardInterrupt
         image = np.zeros((1, 8, 8, 3), np.uint8)
         batch = {"seconds": float(self.batches), "steps": [0.1], "memory_MB": 3.0, "images": image}
-        return {**batch, "output": None, "size": (8, 8)}, device.Watch()
+        return {**batch, "output": None, "size": (8, 8)}, device_meters.Watch()
 
 
 def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +186,7 @@ def test_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_engine_killed_by_the_system_is_a_row(tmp_path: Path) -> None:
-    worker = Worker(Engine("raw ONNX", "onnxruntime", str(tmp_path), "demo"), device.Meter())
+    worker = Worker(Engine("raw ONNX", "onnxruntime", str(tmp_path), "demo"), device_meters.Meter())
     worker.cases = {1: Measured(1), 2: Measured(2)}
     worker.process.kill()
     for batch in (1, 2):
@@ -199,7 +201,9 @@ def test_engine_killed_by_the_system_is_a_row(tmp_path: Path) -> None:
 class TooLarge(FakeWorker):
     """A worker that has no room for a batch of 4."""
 
-    def call(self, function: Callable[..., dict[str, Any]], *arguments: Any) -> tuple[dict[str, Any], device.Watch]:
+    def call(
+        self, function: Callable[..., dict[str, Any]], *arguments: Any
+    ) -> tuple[dict[str, Any], device_meters.Watch]:
         if arguments == (4,):
             raise SdOrtError("Failed to allocate memory")
         self.batches = 0
@@ -224,7 +228,7 @@ def test_folder_that_cannot_be_made_is_a_row(tmp_path: Path, monkeypatch: pytest
         raise SdOrtError("unet: ValueError: no such pattern")
 
     monkeypatch.setattr(runner, "Worker", TooLarge)
-    monkeypatch.setattr(recipes, "make", fail)
+    monkeypatch.setattr(engine_builds, "make", fail)
     engines = [
         Engine("raw ONNX", "onnxruntime", "folder", "demo"),
         Engine("ORT optimizer", "onnxruntime", "folder", "demo", make=("ort", "cpu", "float32"), raw="folder"),
@@ -250,11 +254,11 @@ def test_one_engine_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_command_refuses_bad_input(sd_ort: Cli, tmp_path: Path, raw: Path) -> None:
     code, _, error = sd_ort("benchmark", tmp_path / "nowhere")
     assert (code, len(error.strip().splitlines())) == (2, 1)
-    assert "is not a folder" in error
+    assert "no such file" in error
     code, _, error = sd_ort("benchmark", raw, "--provider", "tpu")
     assert (code, error) == (
         3,
-        "sd-ort: unknown provider 'tpu': choose one of cpu, cuda, rocm, migraphx, hip, sdcuda.\n",
+        "sd-ort: unknown provider 'tpu': choose auto or one of cpu, cuda, rocm, migraphx, hip, sdcuda.\n",
     )
 
 

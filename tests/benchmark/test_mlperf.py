@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import toy
+import tiny_pipeline
 from PIL import Image
 
 from sd_ort.benchmark import loadgen, mlperf, quality, replicas
@@ -122,7 +122,7 @@ def test_mlperf_of_replicas(sd_ort: Cli, tmp_path: Path, one_thread: None, monke
     """Each image of the accuracy run is that of one pipeline alone, to the byte."""
     made: list[Here] = []
     monkeypatch.setattr(replicas, "RayCluster", lambda openings: made.append(Here(openings)) or made[0])
-    folder = toy.write(tmp_path / "toy")
+    folder = tiny_pipeline.write(tmp_path / "toy")
     asked = ("--mlperf", "--replicas", 2, "--queries", 5, "--batch", "1,2", "--accuracy", "--steps", 2, "--guidance", 7)
     code, table, _ = sd_ort("benchmark", folder, *asked, "--out", tmp_path / "out")
     assert code == 0, table
@@ -143,7 +143,7 @@ def test_mlperf_of_replicas(sd_ort: Cli, tmp_path: Path, one_thread: None, monke
 
 
 def test_replicas_that_cannot_be(sd_ort: Cli, tmp_path: Path) -> None:
-    folder = toy.write(tmp_path / "toy")
+    folder = tiny_pipeline.write(tmp_path / "toy")
     for wrong, words in (
         (("--replicas", 2), "--mlperf drives"),
         (("--mlperf", "--gpus", 2), "takes no --gpus"),

@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 from sd_ort.benchmark.engines import openvino
-from sd_ort.benchmark.engines.contract import Engine, Settings
+from sd_ort.benchmark.engines.interface import Engine, Settings
 from sd_ort.core.errors import SdOrtError
 
 ENGINE = Engine("OpenVINO fp32", "openvino", "folder", "model", variant="float32")

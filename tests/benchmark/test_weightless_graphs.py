@@ -9,10 +9,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from export_without_weights import MARK, beginning, refer
 from gpu_models import fill
-from weightless_graphs import MARK, beginning, refer
 
-from sd_ort.core import folder
+from sd_ort.core import pipeline_folder
 
 
 def constant(name: str, array: np.ndarray) -> ir.Value:
@@ -40,7 +40,7 @@ def test_folded_parameters_are_filled_again(tmp_path: Path) -> None:
     graph.write_bytes(lzma.compress(ir.to_proto(made).SerializeToString()))
     random = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     fill(graph, random, tmp_path / "out")
-    filled = ir.load(tmp_path / "out" / folder.MODEL).graph.initializers
+    filled = ir.load(tmp_path / "out" / pipeline_folder.MODEL).graph.initializers
     read = {name: value.const_value.numpy() for name, value in filled.items() if value.const_value is not None}
     np.testing.assert_array_equal(read["conv.weight"], random["conv.weight"])
     np.testing.assert_array_equal(read["val_1"], random["norm.weight"].reshape(8, 1, 1))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from sd_ort.checkpoints import schedule_cache
 from sd_ort.core import cache
 from sd_ort.core.errors import InputError
 from sd_ort.export import templates
-from sd_ort.family import plans
 from sd_ort.runtime import library
 
 
@@ -21,7 +21,7 @@ def test_a_cache_that_cannot_be_reached_is_an_empty_one(monkeypatch: pytest.Monk
     cache.keep("kind/key", b"kept")
     assert cache.kept("kind/key") is None
     assert cache.listed(cache.cache_folder(), "*") == []
-    assert not plans.known({})
+    assert not schedule_cache.known({})
     assert templates.find_template("0123456789abcdef") is None
     library.library_path()
 

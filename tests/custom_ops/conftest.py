@@ -17,4 +17,4 @@ def provider() -> str:
         return f"plugin:{tested}"
     build.build(cpu=True, provider=True)
     # The newest of these sources, as `sdcuda` by name takes it: a process registers one library of a name.
-    return f"plugin:{library_path(PROVIDER_LIBRARIES['host'])}"
+    return f"plugin:{library_path(PROVIDER_LIBRARIES['simulated'])}"

@@ -17,18 +17,18 @@ import pytest
 from emulation import DEVICES, ROOT, compile_object, link
 
 from custom_ops.check.memory import Guarded, HostMemory
-from custom_ops.multi_head_attention.reference import reference
-from custom_ops.op import DTYPES, Array, Case, draw, load, nmse, nmse_limit
+from custom_ops.operator_spec import DTYPES, Array, OperatorCase, generate_inputs, load, nmse, nmse_limit
+from custom_ops.operators.multi_head_attention.reference import reference
 
 OPERATOR = load("multi_head_attention")
 CASES = [case for case in OPERATOR.cases if not case.benchmark]
 # enum MultiHeadAttentionKernel
 KERNELS = {
-    "large_tiles": 0, "small_tiles": 1, "short_keys": 2, "plain": 3, "warpgroup": 4, "two_warpgroups": 5,
-    "short_warpgroup": 6, "whole_tiles": 7,
+    "large_tiles": 0, "small_tiles": 1, "short_keys": 2, "generic": 3, "warpgroup": 4, "two_warpgroups": 5,
+    "short_warpgroup": 6, "full_tiles": 7,
 }  # fmt: skip
 SOURCE = """
-#include "multi_head_attention/op.h"
+#include "operators/multi_head_attention/op.h"
 using namespace sd_ort;
 extern "C" int is_supported(const MultiHeadAttentionParams* params, int kernel) {
   return multi_head_attention_supports(*params, static_cast<MultiHeadAttentionKernel>(kernel));
@@ -49,8 +49,8 @@ def compile_text(folder: Path, text: str, device: str) -> Path:
 @pytest.fixture(scope="module", params=DEVICES)
 def library(request: pytest.FixtureRequest, run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     own = tmp_path_factory.mktemp(request.param)
-    folder = ROOT / "custom_ops/multi_head_attention"
-    sources = [*folder.glob("kernels/*.hip"), folder / "plan.cc"]
+    folder = ROOT / "custom_ops/operators/multi_head_attention"
+    sources = [*folder.glob("kernels/*.hip"), folder / "launch_config.cc"]
     objects = [compile_object(source, request.param, run_folder) for source in sources]
     loaded = ctypes.CDLL(str(link([*objects, compile_text(own, SOURCE, request.param)], own / "attention.so")))
     loaded.run.restype = ctypes.c_char_p
@@ -64,15 +64,15 @@ def types(request: pytest.FixtureRequest) -> tuple[str, str]:
     return ("bfloat16", "float16") if turn else ("float16", "bfloat16")
 
 
-def emulate(library: ctypes.CDLL, case: Case, dtype: str, kernel: str, shift: int = 0) -> float | None:
+def emulate(library: ctypes.CDLL, case: OperatorCase, dtype: str, kernel: str, shift: int = 0) -> float | None:
     """NMSE against NumPy, None when the kernel refuses the call; `shift` elements off alignment."""
-    arrays = draw(OPERATOR, case, dtype)
+    arrays = generate_inputs(OPERATOR, case, dtype)
     result = attend(library, case, dtype, kernel, arrays, shift)
     return None if result is None else nmse(result, reference(arrays, case.attributes)["output"])
 
 
 def attend(
-    library: ctypes.CDLL, case: Case, dtype: str, kernel: str, arrays: dict[str, Array], shift: int = 0
+    library: ctypes.CDLL, case: OperatorCase, dtype: str, kernel: str, arrays: dict[str, Array], shift: int = 0
 ) -> Array | None:
     """The output for inputs `arrays`, None when the kernel refuses the call."""
     memory, itemsize = HostMemory(), DTYPES[dtype][1].itemsize
@@ -106,18 +106,18 @@ def test_matrix_kernels_agree_with_numpy(library: ctypes.CDLL, kernel: str, type
     assert check(library, kernel, *types) >= {"large_tiles": 25, "small_tiles": 20, "short_keys": 15}[kernel]
 
 
-@pytest.mark.parametrize("kernel", ["warpgroup", "two_warpgroups", "short_warpgroup", "whole_tiles"])
+@pytest.mark.parametrize("kernel", ["warpgroup", "two_warpgroups", "short_warpgroup", "full_tiles"])
 def test_warpgroup_kernels_agree_with_numpy(
     library: ctypes.CDLL, kernel: str, types: tuple[str, str], request: pytest.FixtureRequest
 ) -> None:
     """NVIDIA's alone: elsewhere they take no call."""
     taken = check(library, kernel, *types)
     is_nvidia = "nvidia" in request.node.name
-    assert taken >= {"short_warpgroup": 10, "whole_tiles": 3}.get(kernel, 20) if is_nvidia else taken == 0
+    assert taken >= {"short_warpgroup": 10, "full_tiles": 3}.get(kernel, 20) if is_nvidia else taken == 0
 
 
 def test_plain_kernel_agrees_with_numpy(library: ctypes.CDLL) -> None:
-    assert check(library, "plain", "float32") == len(CASES)
+    assert check(library, "generic", "float32") == len(CASES)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -125,19 +125,19 @@ def test_misaligned_buffers_take_the_plain_kernel(library: ctypes.CDLL, dtype: s
     case = next(case for case in CASES if case.name.startswith("1x2x77x77x64"))
     assert emulate(library, case, dtype, "large_tiles", shift=1) is None
     assert emulate(library, case, dtype, "small_tiles", shift=1) is None
-    error = emulate(library, case, dtype, "plain", shift=1)
+    error = emulate(library, case, dtype, "generic", shift=1)
     assert error is not None
     assert error < nmse_limit(case, dtype)
 
 
-@pytest.mark.parametrize("kernel", ["large_tiles", "small_tiles", "plain"])
+@pytest.mark.parametrize("kernel", ["large_tiles", "small_tiles", "generic"])
 def test_hidden_rows_are_zero(library: ctypes.CDLL, kernel: str) -> None:
     """-infinity on all keys of a row gives zeros, not NaN."""
     case = next(case for case in CASES if case.name.startswith("1x2x40x90x64-hidden_rows"))
-    hidden = draw(OPERATOR, case, "float16")["attention_bias"]
+    hidden = generate_inputs(OPERATOR, case, "float16")["attention_bias"]
     rows = np.asarray(np.isneginf(hidden).all(axis=-1))
     assert rows.any()
-    wanted = reference(draw(OPERATOR, case, "float16"), case.attributes)["output"]
+    wanted = reference(generate_inputs(OPERATOR, case, "float16"), case.attributes)["output"]
     assert not wanted[0, np.flatnonzero(rows[0, 0])].any()
     error = emulate(library, case, "float16", kernel)
     assert error is not None
@@ -150,8 +150,8 @@ def test_nan_stays_nan(library: ctypes.CDLL, kernel: str, place: str) -> None:
     """Where arithmetic makes NaN of one, there and nowhere else; rows with a mask and without, a negative scale."""
     name = "2x2x33x70x40-bias21" if place == "attention_bias" else "2x2x64x77x40-kv" if place == "value" else ""
     case = next(case for case in CASES if case.name.startswith(name or "2x2x33x70x40-bias21"))
-    dtype = "float32" if kernel == "plain" else "bfloat16"
-    arrays = draw(OPERATOR, case, dtype)
+    dtype = "float32" if kernel == "generic" else "bfloat16"
+    arrays = generate_inputs(OPERATOR, case, dtype)
     if place == "value":
         arrays["key"][0, 5, 1, 1, 7] = np.nan  # packed: the values' part
     elif place == "scale":
@@ -160,7 +160,7 @@ def test_nan_stays_nan(library: ctypes.CDLL, kernel: str, place: str) -> None:
         arrays[place].reshape(-1)[arrays[place].size // 3] = np.nan
     result = attend(library, case, dtype, kernel, arrays)
     if result is None:
-        assert (kernel == "short_keys" and "x70" not in case.name) or "warpgroup" in kernel or kernel == "whole_tiles"
+        assert (kernel == "short_keys" and "x70" not in case.name) or "warpgroup" in kernel or kernel == "full_tiles"
         return
     wanted = np.isnan(reference(arrays, case.attributes)["output"])
     assert wanted.any()

@@ -18,7 +18,7 @@ from custom_ops import code_objects
 from custom_ops.code_objects import Kernel
 from sd_ort.core.cache import cache_folder
 from sd_ort.runtime import build, headers, library
-from sd_ort.runtime.wheels import needed_libraries
+from sd_ort.runtime.ort_wheel import needed_libraries
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -161,7 +161,7 @@ import sys
 from pathlib import Path
 from custom_ops import GPU_OPERATORS
 from custom_ops.libraries import GpuLibrary
-from custom_ops.op import load
+from custom_ops.operator_spec import load
 
 library = GpuLibrary(Path(sys.argv[1]))
 for operator in map(load, GPU_OPERATORS):

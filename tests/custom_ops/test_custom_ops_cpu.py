@@ -18,8 +18,17 @@ from onnx import TensorProto, helper, numpy_helper
 
 from custom_ops import CPU_OPERATORS
 from custom_ops.libraries import CpuLibrary, ParallelFor
-from custom_ops.op import DTYPES, Array, Case, Operator, draw, load, nmse, nmse_limit
-from sd_ort.core.folder import MODEL
+from custom_ops.operator_spec import (
+    DTYPES,
+    Array,
+    CustomOperator,
+    OperatorCase,
+    generate_inputs,
+    load,
+    nmse,
+    nmse_limit,
+)
+from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
 from sd_ort.runtime import build
@@ -40,7 +49,7 @@ def library() -> Path:
     return build.build(cpu=True, provider=True)  # as test_provider.py does: one build serves both
 
 
-def one_node_model(operator: Operator, case: Case, inputs: dict[str, np.ndarray], dtype: str) -> bytes:
+def one_node_model(operator: CustomOperator, case: OperatorCase, inputs: dict[str, np.ndarray], dtype: str) -> bytes:
     """A model of one custom node; shapes symbolic, so that shape inference has to carry them."""
     outputs = operator.output_shapes(case)
     node = helper.make_node(
@@ -80,10 +89,10 @@ def session(model: bytes | Path, library: Path) -> ort.InferenceSession:
 
 
 def run(
-    operator: Operator, case: Case, dtype: str, library: Path
+    operator: CustomOperator, case: OperatorCase, dtype: str, library: Path
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The kernel's outputs and the reference's."""
-    inputs = draw(operator, case, dtype)
+    inputs = generate_inputs(operator, case, dtype)
     runner = session(one_node_model(operator, case, inputs, dtype), library)
     names = list(operator.output_shapes(case))
     got = dict(zip(names, runner.run(names, inputs), strict=True))
@@ -91,7 +100,7 @@ def run(
 
 
 @pytest.mark.parametrize(("operator", "case", "dtype"), CALLS)
-def test_agrees_with_numpy(operator: Operator, case: Case, dtype: str, library: Path) -> None:
+def test_agrees_with_numpy(operator: CustomOperator, case: OperatorCase, dtype: str, library: Path) -> None:
     got, wanted = run(operator, case, dtype, library)
     for name, shape in operator.output_shapes(case).items():
         assert got[name].shape == shape
@@ -101,10 +110,10 @@ def test_agrees_with_numpy(operator: Operator, case: Case, dtype: str, library: 
 
 
 @pytest.mark.parametrize("operator", OPS, ids=lambda operator: operator.name)
-def test_infers_symbolic_shapes(operator: Operator, library: Path, tmp_path: Path) -> None:
+def test_infers_symbolic_shapes(operator: CustomOperator, library: Path, tmp_path: Path) -> None:
     """Downstream shape arithmetic needs the output's symbols: ONNX Runtime's optimized model must carry a rank."""
     case = operator.cases[1]
-    model = one_node_model(operator, case, draw(operator, case, "float32"), "float32")
+    model = one_node_model(operator, case, generate_inputs(operator, case, "float32"), "float32")
     runner = session(model, library)
     for value, (_, shape) in zip(runner.get_outputs(), operator.output_shapes(case).items(), strict=True):
         assert len(value.shape) == len(shape)
@@ -142,30 +151,34 @@ def test_kernel_wins_over_function_body(overload: str, library: Path) -> None:
     [
         (
             "GroupNorm",
-            Case("", {"X": (1, 2, 2, 6), "gamma": (6,), "beta": (6,)}, {"groups": 4, "activation": 0}),
+            OperatorCase("", {"X": (1, 2, 2, 6), "gamma": (6,), "beta": (6,)}, {"groups": 4, "activation": 0}),
             "groups",
         ),
         (
             "GroupNorm",
-            Case("", {"X": (1, 2, 2, 6), "gamma": (5,), "beta": (6,)}, {"groups": 3, "activation": 0}),
+            OperatorCase("", {"X": (1, 2, 2, 6), "gamma": (5,), "beta": (6,)}, {"groups": 3, "activation": 0}),
             "gamma",
         ),
-        ("BiasSplitGelu", Case("", {"X": (1, 2, 7), "bias": (7,)}), "even"),
-        ("BiasAdd", Case("", {"X": (1, 2, 7), "bias": (7,), "skip": (1, 1, 7)}), "skip"),
-        ("SubpixelShuffle", Case("", {"X": (1, 3, 3, 8), "bias": (8,)}), "bias must have one element a channel of Y"),
-        ("WinogradConv", Case("", {"X": (1, 2, 4, 4), "W": (3, 2, 1, 1), "B": (3,)}), "W must be"),
-        ("WinogradConv", Case("", {"X": (1, 2, 4, 4), "W": (3, 4, 3, 3), "B": (3,)}), "W must be"),
-        ("WinogradConv", Case("", {"X": (1, 2, 4, 4), "W": (3, 2, 3, 3), "B": (4,)}), "B must have"),
+        ("BiasSplitGelu", OperatorCase("", {"X": (1, 2, 7), "bias": (7,)}), "even"),
+        ("BiasAdd", OperatorCase("", {"X": (1, 2, 7), "bias": (7,), "skip": (1, 1, 7)}), "skip"),
+        (
+            "SubpixelShuffle",
+            OperatorCase("", {"X": (1, 3, 3, 8), "bias": (8,)}),
+            "bias must have one element a channel of Y",
+        ),
+        ("WinogradConv", OperatorCase("", {"X": (1, 2, 4, 4), "W": (3, 2, 1, 1), "B": (3,)}), "W must be"),
+        ("WinogradConv", OperatorCase("", {"X": (1, 2, 4, 4), "W": (3, 4, 3, 3), "B": (3,)}), "W must be"),
+        ("WinogradConv", OperatorCase("", {"X": (1, 2, 4, 4), "W": (3, 2, 3, 3), "B": (4,)}), "B must have"),
         (
             "SkipLayerNormalization",
-            Case("", {"input": (1, 2, 8), "skip": (1, 3, 8), "gamma": (8,)}, {}, ("output",)),
+            OperatorCase("", {"input": (1, 2, 8), "skip": (1, 3, 8), "gamma": (8,)}, {}, ("output",)),
             "skip must have the shape of input",
         ),
     ],
 )
-def test_refuses_bad_shapes(name: str, case: Case, message: str, library: Path) -> None:
+def test_refuses_bad_shapes(name: str, case: OperatorCase, message: str, library: Path) -> None:
     operator = next(each for each in OPS if each.name == name)
-    inputs = draw(operator, case, "float32")
+    inputs = generate_inputs(operator, case, "float32")
     runner = session(one_node_model(operator, case, inputs, "float32"), library)
     with pytest.raises(Exception, match=message):
         runner.run(None, inputs)
@@ -174,17 +187,17 @@ def test_refuses_bad_shapes(name: str, case: Case, message: str, library: Path) 
 @pytest.mark.parametrize("scales", [(0, 2), (2, -1), (2, 2**31)])
 def test_refuses_bad_scales(scales: tuple[int, int], library: Path) -> None:
     operator = next(each for each in OPS if each.name == "UpsampleNearest")
-    case = Case("", {"X": (1, 2, 3, 8)}, {"scale_height": scales[0], "scale_width": scales[1]})
+    case = OperatorCase("", {"X": (1, 2, 3, 8)}, {"scale_height": scales[0], "scale_width": scales[1]})
     with pytest.raises(Exception, match="a scale must be 1 or more"):
-        session(one_node_model(operator, case, draw(operator, case, "float32"), "float32"), library)
+        session(one_node_model(operator, case, generate_inputs(operator, case, "float32"), "float32"), library)
 
 
 def test_bad_values_stay_visible(library: Path) -> None:
     """NaN and Inf in a group must come out as NaN, and in that group only."""
     operator = next(each for each in OPS if each.name == "GroupNorm")
-    case = Case("", {"X": (1, 4, 4, 16), "gamma": (16,), "beta": (16,)}, {"groups": 2, "activation": 0})
+    case = OperatorCase("", {"X": (1, 4, 4, 16), "gamma": (16,), "beta": (16,)}, {"groups": 2, "activation": 0})
     for bad in (np.nan, np.inf):
-        inputs = draw(operator, case, "float32")
+        inputs = generate_inputs(operator, case, "float32")
         inputs["X"][0, 2, 1, 3] = bad
         y = session(one_node_model(operator, case, inputs, "float32"), library).run(None, inputs)[0]
         assert np.isnan(y[..., :8]).all()
@@ -192,7 +205,7 @@ def test_bad_values_stay_visible(library: Path) -> None:
 
 
 def run_directly(
-    library: Path, operator: Operator, case: Case, dtype: str, inputs: dict[str, Array]
+    library: Path, operator: CustomOperator, case: OperatorCase, dtype: str, inputs: dict[str, Array]
 ) -> dict[str, Array]:
     """The outputs of a call through the C interface; outputs hold a pattern before."""
     outputs = {name: np.full(shape, 77, DTYPES[dtype][1]) for name, shape in operator.output_shapes(case).items()}
@@ -213,7 +226,7 @@ def test_nan_stays_nan_in_attention(name: str, place: str, dtype: str, library: 
     operator = load("multi_head_attention")
     case = next(case for case in operator.cases if case.name == name)
     for bits in NANS[dtype]:
-        inputs = draw(operator, case, dtype)
+        inputs = generate_inputs(operator, case, dtype)
         if place == "scale":
             case = replace(case, attributes=case.attributes | {"scale": float("nan")})
         else:
@@ -232,7 +245,7 @@ def test_tensors_of_bfloat16(folder: str, library: Path) -> None:
     """NumPy has no bfloat16 that ONNX Runtime takes: the C interface, whose weights are packed at each call."""
     operator = load(folder)
     for case in operator.cases:
-        inputs = draw(operator, case, "bfloat16")
+        inputs = generate_inputs(operator, case, "bfloat16")
         got = run_directly(library, operator, case, "bfloat16", inputs)
         wanted = operator.reference(inputs, case.attributes)
         assert all(nmse(got[name], wanted[name]) < nmse_limit(case, "bfloat16") for name in wanted), case
@@ -242,7 +255,7 @@ def test_nan_stays_nan_in_bfloat16_attention(library: Path) -> None:
     operator = load("bfloat16_attention")
     case = next(case for case in operator.cases if case.name == "2x2x33x77x40-kv")
     for place, dtype in (("query", "float32"), ("key", "bfloat16")):
-        inputs = draw(operator, case, dtype)
+        inputs = generate_inputs(operator, case, dtype)
         inputs[place].reshape(-1)[inputs[place].size // 3] = np.nan
         wanted = operator.reference(inputs, case.attributes)["output"]
         got = run_directly(library, operator, case, dtype, inputs)["output"]
@@ -263,8 +276,8 @@ def test_nan_stays_nan_in_bfloat16_attention(library: Path) -> None:
 )
 def test_empty_convolutions(inputs: dict[str, tuple[int, ...]], dtype: str, library: Path) -> None:
     operator = load("winograd_conv")
-    case = Case("", inputs)
-    arrays = draw(operator, case, dtype)
+    case = OperatorCase("", inputs)
+    arrays = generate_inputs(operator, case, dtype)
     y = session(one_node_model(operator, case, arrays, dtype), library).run(None, arrays)[0]
     n, _, h, w = inputs["X"]
     assert (y == np.broadcast_to(arrays["B"].reshape(1, -1, 1, 1), (n, inputs["B"][0], h, w))).all()
@@ -275,7 +288,7 @@ def test_constant_bfloat16_weights_are_packed_once(folder: str, library: Path) -
     """By the first call, and read by calls of several threads; as many bits as float32 weights that are rounded."""
     operator = load(folder)
     case = operator.cases[4]
-    arrays = draw(operator, case, "float32")
+    arrays = generate_inputs(operator, case, "float32")
     expected = session(one_node_model(operator, case, arrays, "float32"), library).run(None, arrays)[0]
     proto = onnx.load_from_string(one_node_model(operator, case, arrays, "float32"))
     weight = next(value for value in proto.graph.input if value.name == "W")
@@ -328,8 +341,8 @@ def test_c_interface_refuses_what_it_does_not_know(library: Path) -> None:
 @pytest.mark.parametrize("empty", [(0, 4, 4, 16), (2, 0, 4, 16)])
 def test_empty_tensors(empty: tuple[int, ...], library: Path) -> None:
     operator = next(each for each in OPS if each.name == "GroupNorm")
-    case = Case("", {"X": empty, "gamma": (16,), "beta": (16,)}, {"groups": 2, "activation": 1})
-    inputs = draw(operator, case, "float32")
+    case = OperatorCase("", {"X": empty, "gamma": (16,), "beta": (16,)}, {"groups": 2, "activation": 1})
+    inputs = generate_inputs(operator, case, "float32")
     y = session(one_node_model(operator, case, inputs, "float32"), library).run(None, inputs)[0]
     assert y.shape == empty
 
@@ -337,7 +350,7 @@ def test_empty_tensors(empty: tuple[int, ...], library: Path) -> None:
 def test_unet_for_cpus(library: Path, tmp_path: Path) -> None:
     """Target cpu with its kernels draws what the export draws: Winograd's convolutions cost little precision."""
     graph = graph_fixtures.make_folder(tmp_path / "raw", "sd15-tiny-dynamo-20.unet") / "unet" / MODEL
-    counts = optimize_component(graph, tmp_path / MODEL, TARGETS["cpu"])["counts"]
+    counts = optimize_component(graph, tmp_path / MODEL, TARGETS["cpu"])["op_counts"]
     assert counts["WinogradConv"] + counts["Conv"] == 98
     assert counts["WinogradConv"] == 47  # all 3 x 3 ones of stride 1 but the first and the last
     random = np.random.default_rng(0)
@@ -349,7 +362,7 @@ def test_unet_for_cpus(library: Path, tmp_path: Path) -> None:
     wanted = ort.InferenceSession(graph, providers=["CPUExecutionProvider"]).run(None, feeds)[0]
     got = session(tmp_path / MODEL, library).run(None, feeds)[0]
     assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 1e-5
-    counts = optimize_component(graph, tmp_path / "narrow" / MODEL, TARGETS["cpu"], "bfloat16")["counts"]
+    counts = optimize_component(graph, tmp_path / "narrow" / MODEL, TARGETS["cpu"], "bfloat16")["op_counts"]
     assert (counts["Bfloat16Conv"], counts["Conv"]) == (96, 2)  # all but the first and the last
     assert counts["Bfloat16Attention"] == 32
     assert counts["Bfloat16MatMul"] == 112

@@ -14,7 +14,7 @@ from custom_ops import GPU_OPERATORS
 from custom_ops.check.candidates import check_case
 from custom_ops.check.memory import Guarded, HostMemory
 from custom_ops.libraries import GpuLibrary
-from custom_ops.op import Case, Operator, draw, load
+from custom_ops.operator_spec import CustomOperator, OperatorCase, generate_inputs, load
 
 ALL = [load(folder) for folder in GPU_OPERATORS]
 OPS = [operator for operator in ALL if operator.folder != "multi_head_attention"]  # has a test of its own
@@ -43,13 +43,15 @@ def emulations(run_folder: Path) -> dict[str, GpuLibrary]:
     }
 
 
-def small(operator: Operator) -> list[Case]:
+def small(operator: CustomOperator) -> list[OperatorCase]:
     return [case for case in operator.cases if not case.benchmark and prod(case.inputs[operator.inputs[0]]) <= LARGEST]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("operator", OPS, ids=lambda operator: operator.name)
-def test_every_candidate_agrees_with_numpy(operator: Operator, device: str, emulations: dict[str, GpuLibrary]) -> None:
+def test_every_candidate_agrees_with_numpy(
+    operator: CustomOperator, device: str, emulations: dict[str, GpuLibrary]
+) -> None:
     """Also that nothing but the outputs is written, and that every element of them is.
 
     Emulation is slow: a case runs in one of its types, another on each device, and its neighbors in the others.
@@ -62,7 +64,7 @@ def test_every_candidate_agrees_with_numpy(operator: Operator, device: str, emul
             emulations[device], HostMemory(), operator, case, case.dtypes[(number + turn) % len(case.dtypes)]
         )
     ]
-    assert [outcome for outcome in outcomes if outcome.fault] == []
+    assert [outcome for outcome in outcomes if outcome.failure] == []
     candidates = set(emulations[device].candidates(GPU_OPERATORS.index(operator.folder)))
     # the stand-in has two algorithms
     not_proposed = {f"{by}blas_lt_{number}" for number in range(2, 12) for by in ("", "winograd_")}
@@ -71,23 +73,23 @@ def test_every_candidate_agrees_with_numpy(operator: Operator, device: str, emul
 
 
 @pytest.mark.parametrize("operator", OPS, ids=lambda operator: operator.name)
-def test_misaligned_buffers(operator: Operator, emulations: dict[str, GpuLibrary]) -> None:
+def test_misaligned_buffers(operator: CustomOperator, emulations: dict[str, GpuLibrary]) -> None:
     """One element off 16-byte alignment: wide accesses must be refused, the default must still work."""
     firsts = ((case, case.inputs[operator.inputs[0]]) for case in operator.cases)
     case = next(case for case, shape in firsts if prod(shape) > 0 and shape[-1] % 8 == 0)
     for dtype in case.dtypes:
         outcomes = list(check_case(emulations["cuda"], HostMemory(), operator, case, dtype, shift=1))
         assert outcomes
-        assert [outcome for outcome in outcomes if outcome.fault] == []
+        assert [outcome for outcome in outcomes if outcome.failure] == []
 
 
 @pytest.mark.parametrize("operator", [load("group_norm"), load("skip_group_norm")], ids=lambda operator: operator.name)
-def test_norms_written_over_their_input(operator: Operator, emulations: dict[str, GpuLibrary]) -> None:
+def test_norms_written_over_their_input(operator: CustomOperator, emulations: dict[str, GpuLibrary]) -> None:
     """As our provider has them write where nobody else reads X."""
     for number, case in enumerate(small(operator)[::11]):
         device = list(DEVICES)[number % 2]
-        outcomes = list(check_case(emulations[device], HostMemory(), operator, case, case.dtypes[0], overwrites=True))
-        assert [outcome for outcome in outcomes if outcome.fault] == []
+        outcomes = list(check_case(emulations[device], HostMemory(), operator, case, case.dtypes[0], alias_output=True))
+        assert [outcome for outcome in outcomes if outcome.failure] == []
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -95,7 +97,7 @@ def test_products_in_several_streams(device: str, emulations: dict[str, GpuLibra
     """hipBLASLt's handles have one buffer each that products add up in: a handle multiplies in one stream."""
     operator, library, memory = load("linear_add"), emulations[device], HostMemory()
     case = small(operator)[0]
-    arrays = draw(operator, case, "float16")
+    arrays = generate_inputs(operator, case, "float16")
     shapes = operator.output_shapes(case)
     outputs = {name: np.zeros(shape, np.float16) for name, shape in shapes.items()}
     guarded = {name: Guarded(memory, array) for name, array in (arrays | outputs).items()}
@@ -118,8 +120,8 @@ def test_attention_of_wide_heads_by_products(device: str, dtype: str, emulations
         if case.benchmark or case.inputs["query"][-1] < 168:
             continue
         outcomes = list(check_case(emulations[device], HostMemory(), operator, case, dtype))
-        assert [outcome for outcome in outcomes if outcome.fault] == []
-        taken += sum(outcome.candidate in ("products", "products_in_cache") for outcome in outcomes)
+        assert [outcome for outcome in outcomes if outcome.failure] == []
+        taken += sum(outcome.candidate in ("gemm", "gemm_in_cache") for outcome in outcomes)
     assert taken == 6
 
 
@@ -128,7 +130,7 @@ def test_tuner_keeps_a_candidate_that_agrees(emulations: dict[str, GpuLibrary]) 
     library = emulations["cdna"]
     operator = OPS[0]
     case = next(case for case in operator.cases if case.inputs["X"] == (1, 77, 24))  # of few elements: all run 24 times
-    arrays = {name: Guarded(HostMemory(), array) for name, array in draw(operator, case, "float16").items()}
+    arrays = {name: Guarded(HostMemory(), array) for name, array in generate_inputs(operator, case, "float16").items()}
     y = Guarded(HostMemory(), np.zeros(case.inputs["X"], np.float16))
     address = {name: guarded.address for name, guarded in arrays.items()} | {"Y": y.address}
     params = operator.params(case, "float16", address)
@@ -139,18 +141,18 @@ def test_tuner_keeps_a_candidate_that_agrees(emulations: dict[str, GpuLibrary]) 
     assert result[2] in library.candidates(number)
     chosen = library.choose(number, params)
     assert library.candidates(number)[chosen] == result[2]
-    assert library.c.sd_ort_set_tuning_result(b"GroupNorm", result[1].encode(), b"two_reads") == 1
-    assert library.candidates(number)[library.choose(number, params)] == "two_reads"
+    assert library.c.sd_ort_set_tuning_result(b"GroupNorm", result[1].encode(), b"two_pass") == 1
+    assert library.candidates(number)[library.choose(number, params)] == "two_pass"
     assert library.c.sd_ort_set_tuning_result(b"GroupNorm", result[1].encode(), b"no_such") == 0
     library.c.sd_ort_clear_tuning_results()
     default = library.default_candidate(number, params)
     assert library.choose(number, params) == default
-    assert library.candidates(number)[default] != "plain"
+    assert library.candidates(number)[default] != "generic"
 
 
 @pytest.mark.parametrize("operator", ALL, ids=lambda operator: operator.name)
 def test_candidate_0_takes_every_call_and_the_default_its_own(
-    operator: Operator, emulations: dict[str, GpuLibrary]
+    operator: CustomOperator, emulations: dict[str, GpuLibrary]
 ) -> None:
     """The tuner holds all candidates to candidate 0; the default supports what it is chosen for."""
     library = emulations["cuda"]
@@ -164,7 +166,7 @@ def test_candidate_0_takes_every_call_and_the_default_its_own(
             assert library.is_supported(number, default, params)
             defaults.add(default)
     assert defaults - {0} or len(library.candidates(number)) == 1
-    assert library.candidates(number)[0] in ("plain", "two_reads")
+    assert library.candidates(number)[0] in ("generic", "two_pass")
 
 
 def test_transformed_filters_are_used_untuned(emulations: dict[str, GpuLibrary]) -> None:

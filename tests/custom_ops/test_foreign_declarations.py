@@ -21,7 +21,7 @@ from recorded_calls import Calls
 
 from custom_ops import libraries
 from custom_ops.check.memory import DeviceMemory
-from sd_ort.runtime import allocator, device, stream, visible
+from sd_ort.runtime import device_meters, glibc_malloc, gpu_graphs, stream, visible_devices
 from sd_ort.runtime.headers import find_headers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +76,7 @@ def test_declarations_for_nvidia(version: str, name: str) -> None:
 def test_calls_of_hip_compile(rocm: list[Path], tmp_path: Path) -> None:
     """What calls HIP by its headers, the host's part of it, against each version: no other test has HIP 6 and 7."""
     sources = [ROOT / "custom_ops" / name for name in ("common/tuner.cc", "provider/device.cc")]
-    sources += (ROOT / "custom_ops/bias_add/kernels").glob("*.hip")
+    sources += (ROOT / "custom_ops/operators/bias_add/kernels").glob("*.hip")
     assert len(sources) > 2
     flags = ["-x", "hip", "--offload-host-only", "--offload-arch=gfx1100", "-nogpulib", "-fsyntax-only", "-std=c++17"]
     flags += ["-Wall", "-Werror=deprecated-declarations", '-DSD_ORT_BUILD_HASH="syntax"', f"-I{ROOT}/custom_ops"]
@@ -113,6 +113,14 @@ def calls_of_stream(monkeypatch: pytest.MonkeyPatch, prefix: str) -> Calls:
     first.seconds(0, 1)
     first.follow(second.event())
     first.send(0, second, 0, 1)
+    first.synchronize()
+    graph = gpu_graphs.GpuGraph(first, lambda: None)
+    graph.launch()
+    graph.release()
+    monkeypatch.setattr(gpu_graphs, "HOST_TO_DEVICE", 0)
+    assert not gpu_graphs._copies_pageable_memory(first, ctypes.c_void_p())
+    monkeypatch.setattr(gpu_graphs, "HOST_NODE", 1)
+    assert gpu_graphs._take_release(first, ctypes.c_void_p()) is not None
     memory = DeviceMemory()
     assert memory.upload(np.zeros(1, np.uint8)).download().size == 1
     memory.synchronize()
@@ -140,16 +148,38 @@ def assert_calls_fit(
     assert_compiles(source, include, options)
 
 
+def graphs_abi(prefix: str) -> str:
+    """Assertions of the constants and structures of sd_ort/runtime/gpu_graphs.py."""
+    constants = {
+        "StreamCaptureModeRelaxed": gpu_graphs.RELAXED,
+        "GraphNodeTypeMemcpy": gpu_graphs.MEMCPY_NODE,
+        "GraphNodeTypeHost": gpu_graphs.HOST_NODE,
+        "MemcpyHostToDevice": gpu_graphs.HOST_TO_DEVICE,
+    }
+    members = {
+        "HostNodeParams": [("fn", "fn"), ("userData", "userData")],
+        "MemcpyParams": [("srcPtr", "srcPtr.ptr"), ("kind", "kind")],
+    }
+    theirs = {"HostNodeParams": f"{prefix}HostNodeParams", "MemcpyParams": f"{prefix}Memcpy3DParms"}
+    lines = [f"static_assert({prefix}{name} == {value});" for name, value in constants.items()]
+    for ours, pairs in members.items():
+        if ours == "MemcpyParams" and prefix == "hip":
+            continue  # HIP is not asked for it
+        lines += [f"static_assert(sizeof({ours}) == sizeof({theirs[ours]}));"]
+        lines += [f"static_assert(offsetof({ours}, {a}) == offsetof({theirs[ours]}, {b}));" for a, b in pairs]
+    return "\n".join(lines) + "\n"
+
+
 def test_calls_of_hip_from_python(rocm: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = calls_of_stream(monkeypatch, "hip")
     monkeypatch.undo()
     copies = "static_assert(hipMemcpyHostToDevice == 1 && hipMemcpyDeviceToHost == 2 && hipSuccess == 0);\n"
     for include in rocm:
-        assert_calls_fit(calls, include, ["hip_types.h"], tmp_path, "t_{}", copies, HIP)
+        assert_calls_fit(calls, include, ["hip_types.h"], tmp_path, "t_{}", copies + graphs_abi("hip"), HIP)
 
 
 def test_question_for_the_pci_address(rocm: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """sd_ort/runtime/device.py asks HIP in a process of its own."""
+    """sd_ort/runtime/device_meters.py asks HIP in a process of its own."""
     commands: list[list[str]] = []
 
     def record(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
@@ -158,7 +188,7 @@ def test_question_for_the_pci_address(rocm: list[Path], tmp_path: Path, monkeypa
 
     with monkeypatch.context() as patched:
         patched.setattr(subprocess, "run", record)
-        assert device.hip_pci_address() is None
+        assert device_meters.hip_pci_address() is None
     calls = Calls()
     with monkeypatch.context() as patched:
         patched.setattr(ctypes, "CDLL", calls)
@@ -174,17 +204,18 @@ def test_calls_of_cuda_from_python(version: str, tmp_path: Path, monkeypatch: py
     calls = calls_of_stream(monkeypatch, "cuda")
     monkeypatch.undo()
     copies = "static_assert(cudaMemcpyHostToDevice == 1 && cudaMemcpyDeviceToHost == 2 && cudaSuccess == 0);\n"
-    assert_calls_fit(calls, nvidia_headers(version), ["cuda_runtime_api.h"], tmp_path, more=copies)
+    more = copies + graphs_abi("cuda")
+    assert_calls_fit(calls, nvidia_headers(version), ["cuda_runtime_api.h"], tmp_path, more=more)
 
 
 @pytest.mark.parametrize("version", CUDA_VERSIONS)
 def test_calls_of_nvml_from_python(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls("libnvidia-ml.so")
     monkeypatch.setattr(ctypes, "CDLL", calls)
-    meter = device.Nvml()
+    meter = device_meters.Nvml()
     assert meter.used_MB(0) is not None
     assert meter.energy_J() is not None
-    assert visible.nvidia_gpus() == 1
+    assert visible_devices.nvidia_gpus() == 1
     monkeypatch.undo()
     [(name, structure)] = calls.structures.items()
     members = zip(structure._fields_, ("pid", "usedGpuMemory", "gpuInstanceId", "computeInstanceId"), strict=True)
@@ -194,16 +225,16 @@ def test_calls_of_nvml_from_python(version: str, tmp_path: Path, monkeypatch: py
         for ours, theirs in members
     )
     more += f"static_assert(sizeof({name}) == sizeof(nvmlProcessInfo_t) && NVML_SUCCESS == 0);\n"
-    more += f"static_assert({device.UNKNOWN}ull == static_cast<unsigned long long>(NVML_VALUE_NOT_AVAILABLE));\n"
+    more += f"static_assert({device_meters.UNKNOWN}ull == static_cast<unsigned long long>(NVML_VALUE_NOT_AVAILABLE));\n"
     assert_calls_fit(calls, nvidia_headers(version), ["nvml.h"], tmp_path, more=more)
 
 
 def test_calls_of_glibc_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls()
     monkeypatch.setattr(ctypes, "CDLL", calls)
-    allocator.keep_freed()
-    with allocator.given_back():
-        allocator.give_back()
+    glibc_malloc.keep_freed()
+    with glibc_malloc.given_back():
+        glibc_malloc.give_back()
     monkeypatch.undo()
     names = [option for option, _ in calls.values["mallopt"]]
     expected = ("M_MMAP_MAX", "M_TRIM_THRESHOLD", "M_MMAP_MAX", "M_MMAP_THRESHOLD")  # as keep_freed and given_back say

@@ -19,10 +19,10 @@ from onnx import TensorProto, helper
 from provider_sessions import placed, session_of, small
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.folder import MODEL
+from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS
-from sd_ort.runtime.captured import GraphModel
+from sd_ort.runtime.bound_run import GpuGraphModel
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import Model, create_session
 
@@ -124,7 +124,7 @@ def test_whole_component(provider: str, folder: Path, name: str, dtype: str) -> 
     elsewhere = set(placed(session).get("CPUExecutionProvider", ()))
     assert elsewhere <= SHAPES | (TOKENS if "text_encoder" in name else set())
     if "text_encoder" not in name:
-        assert not [op for op in placed(session)["SdOrtHost"] if op.startswith("Memcpy")]
+        assert not [op for op in placed(session)["SdOrtSimulated"] if op.startswith("Memcpy")]
 
 
 def test_changing_shapes(provider: str, folder: Path) -> None:
@@ -188,9 +188,11 @@ def test_captured_runs(provider: str, folder: Path, tmp_path: Path) -> None:
             np.testing.assert_array_equal(bound.run(arrays), plain.run(None, arrays)[0])
     events = json.loads(Path(session.end_profiling()).read_text())
     kernels = [e for e in events if e.get("cat") == "Kernel"]
-    assert len(kernels) == 2 * placed(session)["SdOrtHost"].total()  # the device's time, of runs that were not captured
+    assert (
+        len(kernels) == 2 * placed(session)["SdOrtSimulated"].total()
+    )  # the device's time, of runs that were not captured
     norms = [e for e in events if e.get("cat") == "Node" and e.get("args", {}).get("op_name") == "GroupNorm"]
-    assert len(norms) == 2 * 2 * placed(session)["SdOrtHost"]["GroupNorm"]
+    assert len(norms) == 2 * 2 * placed(session)["SdOrtSimulated"]["GroupNorm"]
 
 
 def test_two_sessions_two_threads(provider: str, folder: Path) -> None:
@@ -239,7 +241,7 @@ def test_parts_of_any_width_are_joined_and_taken_apart(provider: str) -> None:
                 y = Concat <axis = 1> ({", ".join(reversed(names))})
             }}""")
         session = session_of(graph.SerializeToString(), provider)
-        assert placed(session)["SdOrtHost"] == Counter(Split=1, Concat=1)
+        assert placed(session)["SdOrtSimulated"] == Counter(Split=1, Concat=1)
         for k in (1, 8):
             x = np.arange(3 * ends[-1] * k).reshape(3, -1, k).astype(dtype)
             wanted = np.concatenate(np.split(x, ends[:-1], axis=1)[::-1], axis=1)
@@ -320,7 +322,7 @@ def test_a_layer_with_its_gate_is_the_two_operators(provider: str, dtype: str) -
         <opset_import: ["": 20], domain: "sd_ort"> LinearSplitGelu (x, w, b) => (y) {{ y = MatMul (x, w) }}
         <opset_import: ["": 20], domain: "sd_ort"> BiasSplitGelu (x, b) => (y) {{ y = Add (x, b) }}""")
     session = session_of(graph.SerializeToString(), provider)
-    assert placed(session)["SdOrtHost"] == Counter(LinearSplitGelu=1, LinearAdd=1, BiasSplitGelu=1)
+    assert placed(session)["SdOrtSimulated"] == Counter(LinearSplitGelu=1, LinearAdd=1, BiasSplitGelu=1)
     random = np.random.default_rng(0)
     kind = np.float16 if dtype == "float16" else np.float32
 
@@ -347,19 +349,19 @@ def test_session_of_the_package(
     model = lowered(folder, COMPONENTS[0], "float32")
     (model.parent.parent / "model_index.json").write_text("{}")
     session = create_session(model, provider)
-    assert session.get_providers()[0] == "SdOrtHost"
+    assert session.get_providers()[0] == "SdOrtSimulated"
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
     with pytest.raises(InputError, match="there is no option 'speed'"):
         create_session(model, provider, provider_options={"speed": "1"})
 
 
 def test_captured_by_the_package(provider: str, folder: Path) -> None:
-    """`GraphModel` on our provider's memory: tuned, two shapes, the same numbers as uncaptured."""
+    """`GpuGraphModel` on our provider's memory: tuned, two shapes, the same numbers as uncaptured."""
     model = lowered(folder, COMPONENTS[0], "float16")
     (model.parent.parent / "model_index.json").write_text("{}")
     plain = Model(create_session(model, provider, library=False))
     session = create_session(model, provider, library=False, graph=True, provider_options={"tuning": "1"})
-    graph = GraphModel(session, provider_named(provider).device)
+    graph = GpuGraphModel(session, provider_named(provider).device)
     for size in (16, 8, 16):
         arrays = made_up(plain.session, {**SIZES, "height": size, "width": size})
         for name, array in graph(**arrays).items():

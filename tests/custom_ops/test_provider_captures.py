@@ -16,12 +16,12 @@ import pytest
 
 from sd_ort.core.errors import SdOrtError
 from sd_ort.runtime import tuning
-from sd_ort.runtime.captured import BoundShapes
-from sd_ort.runtime.held import HeldWeights, renewal
+from sd_ort.runtime.bound_run import BoundRun
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import create_session
+from sd_ort.runtime.updatable_weights import HeldWeights, renewal
 
-CHANNELS = 424  # of a convolution that is computed by Winograd's algorithm (custom_ops/nhwc_conv/op.h)
+CHANNELS = 424  # of a convolution that is computed by Winograd's algorithm (custom_ops/operators/nhwc_conv/op.h)
 
 
 def convolution(path: Path) -> tuple[Path, np.ndarray]:
@@ -56,7 +56,7 @@ def stopped(work: Callable[[], Any], folder: Path, monkeypatch: pytest.MonkeyPat
         except BaseException as error:
             failures.append(error)
 
-    monkeypatch.setenv("SD_ORT_HOST_CAPTURES", str(folder))
+    monkeypatch.setenv("SD_ORT_SIMULATED_CAPTURES", str(folder))
     thread = threading.Thread(target=call)
     thread.start()
     try:
@@ -88,7 +88,7 @@ def test_other_threads_do_not_end_a_capture(
         "tune": lambda: sessions.append(create_session(path, provider, provider_options={"tuning": "1"})),
         "close": lambda: sessions.insert(0, sessions.pop() and create_session(path, provider)),
     }
-    with stopped(lambda: BoundShapes(graph_session, {"x": x}, device, 0), tmp_path, monkeypatch) as bound:
+    with stopped(lambda: BoundRun(graph_session, {"x": x}, device, graph_id=0), tmp_path, monkeypatch) as bound:
         works[work]()
         made = sessions[-1].run(None, {"x": x})[0]
         tuning.GpuOps(Path(provider.removeprefix("plugin:"))).enable(False)
@@ -97,7 +97,7 @@ def test_other_threads_do_not_end_a_capture(
     check_replays(bound[0], x, wanted)
 
 
-def check_replays(bound: BoundShapes, x: np.ndarray, wanted: np.ndarray) -> None:
+def check_replays(bound: BoundRun, x: np.ndarray, wanted: np.ndarray) -> None:
     for scale in (1, -1, 2):
         bound.inputs["x"].update_inplace(scale * x)
         bound.run()
@@ -116,11 +116,11 @@ def test_a_thread_goes_on_after_a_capture_that_failed(
 
     def work() -> np.ndarray:
         with pytest.raises(SdOrtError, match="the device is gone"):
-            BoundShapes(graph_session, {"x": x}, device, 0)
-        monkeypatch.delenv("SD_ORT_HOST_LOST")
+            BoundRun(graph_session, {"x": x}, device, graph_id=0)
+        monkeypatch.delenv("SD_ORT_SIMULATED_LOST")
         return create_session(path, provider).run(None, {"x": x})[0]
 
     with stopped(work, tmp_path, monkeypatch) as made:
-        monkeypatch.setenv("SD_ORT_HOST_LOST", "1")
+        monkeypatch.setenv("SD_ORT_SIMULATED_LOST", "1")
     np.testing.assert_array_equal(made[0], wanted)
-    check_replays(BoundShapes(graph_session, {"x": x}, device, 0), x, wanted)
+    check_replays(BoundRun(graph_session, {"x": x}, device, graph_id=0), x, wanted)

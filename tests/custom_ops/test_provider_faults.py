@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from provider_sessions import placed, session_of, small
 
 from sd_ort.benchmark import profile
-from sd_ort.check.placement import placement
-from sd_ort.commands import explain as explain_command
+from sd_ort.cli import explain as explain_command
 from sd_ort.core.errors import ProviderError
+from sd_ort.inspect.node_assignment import assign_nodes
 from sd_ort.runtime import providers
 
 
@@ -39,7 +39,7 @@ def test_wrong_options(provider: str, options: dict[str, str], message: str) -> 
 def test_unsupported_node_is_left_to_the_cpu(provider: str) -> None:
     """Softmax over another axis than the last has no kernel of ours; the result is right all the same."""
     x = np.random.default_rng(0).normal(size=(2, 5)).astype(np.float32)
-    for axis, where in ((-1, "SdOrtHost"), (0, "CPUExecutionProvider")):
+    for axis, where in ((-1, "SdOrtSimulated"), (0, "CPUExecutionProvider")):
         session = session_of(small("Softmax", axis=axis), provider)
         assert placed(session)[where]["Softmax"] == 1
         weights = np.exp(x) / np.exp(x).sum(axis, keepdims=True)
@@ -88,8 +88,8 @@ def test_explain_says_why_a_node_is_left(provider: str, tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     (entry,) = json.loads(ran.output)["components"].values()
     found = entry["placement"]
-    assert {node["op"]: node["reason"] for node in found["left"]} == REASONS
-    assert {node["node"] for node in found["left"] if node["op"] == "Resize"} == {"node_f"}
+    assert {node["op"]: node["reason"] for node in found["unassigned_nodes"]} == REASONS
+    assert {node["node"] for node in found["unassigned_nodes"] if node["op"] == "Resize"} == {"node_f"}
     assert found["nodes"]["CPUExecutionProvider"] == len(REASONS)
     text = CliRunner().invoke(explain_command.command, [str(tmp_path / "model.onnx"), "--provider", provider])
     assert "left: 1 Gemm: A is transposed (node_d2)" in text.output
@@ -123,7 +123,7 @@ def test_forms_are_run_right_or_left(provider: str, tmp_path: Path) -> None:
     for node in graph.graph.node:
         node.name = node.output[0]
     onnx.save(graph, tmp_path / "model.onnx")
-    left = placement([tmp_path / "model.onnx"], provider)["left"]
+    left = assign_nodes([tmp_path / "model.onnx"], provider)["unassigned_nodes"]
     reasons = dict(zip(FORMS, [""] * len(FORMS), strict=True)) | {
         list(FORMS)[int(node["node"].removeprefix("y"))]: node["reason"] for node in left
     }
@@ -169,14 +169,14 @@ def test_a_device_that_disappears(provider: str, graph: str, monkeypatch: pytest
     x = np.ones((2, 3), np.float32)
     session = session_of(small("Neg"), provider, {"graph": graph})
     session.run(None, {"x": x})
-    monkeypatch.setenv("SD_ORT_HOST_LOST", "1")
+    monkeypatch.setenv("SD_ORT_SIMULATED_LOST", "1")
     for _ in range(2):
         with pytest.raises(Exception, match="the device cannot be used: the device is gone"):
             session.run(None, {"x": x})
     with pytest.raises(Exception, match="the device cannot be used: the device is gone"):
         session_of(small("Neg"), provider)
     del session
-    monkeypatch.delenv("SD_ORT_HOST_LOST")
+    monkeypatch.delenv("SD_ORT_SIMULATED_LOST")
     np.testing.assert_array_equal(session_of(small("Neg"), provider).run(None, {"x": x})[0], -x)
 
 

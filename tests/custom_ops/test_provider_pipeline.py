@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from sd_ort import StableDiffusionPipeline
+from sd_ort.checkpoints.presets import open_preset
 from sd_ort.core.errors import ProviderError
-from sd_ort.core.folder import MODEL, read_manifest
-from sd_ort.family.checkpoints import PresetSource
-from sd_ort.runtime import provider_records, providers, tuning
-from sd_ort.runtime.captured import UNCAPTURED, GraphModel
-from sd_ort.runtime.held import HeldWeights, reads_in_place, renewal
+from sd_ort.core.pipeline_folder import MODEL, read_manifest
+from sd_ort.runtime import provider_table, providers, tuning
+from sd_ort.runtime.bound_run import NO_GRAPH_ID, GpuGraphModel
 from sd_ort.runtime.library import PROVIDER_LIBRARIES
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import create_session
+from sd_ort.runtime.updatable_weights import HeldWeights, reads_in_place, renewal
 
 
 def test_its_tuning_file_is_its_own(provider: str, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def convolved(x: np.ndarray, filters: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def wide() -> tuple[np.ndarray, np.ndarray]:
-    """x and filters of a convolution that Winograd pays for (custom_ops/nhwc_conv/op.h)."""
+    """x and filters of a convolution that Winograd pays for (custom_ops/operators/nhwc_conv/op.h)."""
     random = np.random.default_rng(5)
     x, filters = random.normal(size=(2, 16, 16, 424)), random.normal(size=(424, 3, 3, 424)) / 60
     return x.astype(np.float16), filters.astype(np.float16)
@@ -95,7 +95,7 @@ def test_filters_are_transformed_where_that_pays(
     assert np.abs(plain - wanted).max() < 2e-3
     assert np.abs(made - wanted).max() < 4e-3
     assert (made != plain).mean() > 0.1
-    captured = GraphModel(create_session(path, untuned, graph=True), provider_named(untuned).device)
+    captured = GpuGraphModel(create_session(path, untuned, graph=True), provider_named(untuned).device)
     for _ in range(2):
         np.testing.assert_array_equal(captured(x=x)["y"], made)
 
@@ -107,7 +107,7 @@ def test_filters_that_are_written_are_transformed_again(
     x, filters = wide
     path, device = convolution(tmp_path / "wide.onnx", filters), provider_named(untuned).device
     held = HeldWeights({"filters": filters}, device, renewal(untuned))
-    captured = GraphModel(create_session(path, untuned, graph=True, held=held.shared), device)
+    captured = GpuGraphModel(create_session(path, untuned, graph=True, held=held.shared), device)
     second, third = (create_session(path, untuned, held=held.shared) for _ in range(2))
     for session in (second, third):
         session.run(None, {"x": x})
@@ -152,13 +152,13 @@ def test_it_reads_held_weights_in_place(provider: str) -> None:
 @pytest.fixture
 def by_name(provider: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """`sdcuda`, whose devices are the host's here."""
-    monkeypatch.setitem(provider_records.PROVIDERS, "sdcuda", provider_records.OURS["SdOrtHost"])
+    monkeypatch.setitem(provider_table.PROVIDERS, "sdcuda", provider_table.OURS["SdOrtSimulated"])
     return "sdcuda"
 
 
 def a_lora(*modules: str) -> dict[str, torch.Tensor]:
     """Of rank 2, for U-Nets of `sd15-small`, in Kohya's names."""
-    weights = PresetSource("sd15-small", 0).load("unet").state_dict()
+    weights = open_preset("sd15-small", 0).load("unet").state_dict()
     generator = torch.Generator().manual_seed(0)
     lora = {}
     for module in modules:
@@ -182,7 +182,7 @@ def test_a_whole_pipeline_by_the_plain_call(
     monkeypatch.setenv("SD_ORT_TUNING", str(tmp_path / "tuning"))
     monkeypatch.setattr(tuning, "Finalize", lambda *_, **__: None)  # at the process's end the variable is gone
     assert sd_ort("optimize", small_export, tmp_path / "ours", "--target", "gpu", "--hoist")[0] == 0
-    assert read_manifest(tmp_path / "ours")["components"]["unet"]["counts"]["LinearSplitGelu"] == 4
+    assert read_manifest(tmp_path / "ours")["components"]["unet"]["op_counts"]["LinearSplitGelu"] == 4
     size = {"height": 64, "width": 64}
     arguments = {**size, "num_inference_steps": 3, "generator": 0, "progress": False}
     expected = StableDiffusionPipeline.from_pretrained(small_export)("a cat", **arguments).images[0]
@@ -190,10 +190,10 @@ def test_a_whole_pipeline_by_the_plain_call(
     for _ in range(2):
         image = pipeline("a cat", **arguments).images[0]
         assert np.abs(np.asarray(image).astype(int) - np.asarray(expected)).max() <= 1
-    assert isinstance(pipeline.unet, GraphModel)
+    assert isinstance(pipeline.unet, GpuGraphModel)
     (buffers,) = pipeline.loop.kept.values()
     assert pipeline.models.stream is not None
-    assert buffers.steps[1].between.number != UNCAPTURED
+    assert buffers.steps[1].between.graph_id != NO_GRAPH_ID
     assert [record for record in caplog.records if record.levelname == "WARNING" and record.name == "sd_ort"] == []
 
     again = StableDiffusionPipeline.from_pretrained(tmp_path / "ours", by_name)

@@ -10,10 +10,10 @@ import onnx.parser
 import pytest
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.folder import DATA, MODEL
-from sd_ort.runtime import device_weights
-from sd_ort.runtime.captured import GraphModel
-from sd_ort.runtime.device_memory import view
+from sd_ort.core.pipeline_folder import DATA, MODEL
+from sd_ort.runtime import weight_prefetch
+from sd_ort.runtime.bound_run import GpuGraphModel
+from sd_ort.runtime.ort_values import view
 from sd_ort.runtime.providers import provider_named
 from sd_ort.runtime.session import Model, create_session
 
@@ -23,7 +23,7 @@ X = np.random.default_rng(1).normal(size=(2, ROWS)).astype(np.float32)
 
 @pytest.fixture
 def weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
-    monkeypatch.setattr(device_weights, "MIN_FILE", 1)
+    monkeypatch.setattr(weight_prefetch, "MIN_FILE", 1)
     random = np.random.default_rng(0)
     shapes = {"product": (ROWS, ROWS), "bias": (ROWS,), "scale": (1,)}
     return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -49,7 +49,7 @@ def test_a_session_takes_what_was_read_ahead(provider: str, tmp_path: Path, weig
     opened = create_session(path, provider)
     assert opened.shared.keys() == {"product", "bias"}
     wanted = (X @ weights["product"] + weights["bias"]) * weights["scale"]
-    captured = GraphModel(create_session(path, provider, graph=True), provider_named(provider).device)
+    captured = GpuGraphModel(create_session(path, provider, graph=True), provider_named(provider).device)
     for model in (Model(opened), captured, captured):
         np.testing.assert_allclose(model(x=X, wanted=True)["y"], wanted, rtol=1e-4, atol=1e-3)
     plain = create_session(path, provider, provider_options={"memory_limit": str(1 << 30)})
@@ -77,7 +77,9 @@ def test_a_weight_that_the_host_reads_is_left_to_onnx_runtime(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The CPU's kernel, the provider has none of PRelu, would read device memory. ONNX Runtime's error about the first attempt is not shown."""
+    """The CPU's kernel, the provider has none of PRelu, would read device memory.
+
+    ONNX Runtime's error about the first attempt is not shown."""
     caplog.set_level("INFO", "sd_ort")
     path = saved(tmp_path, weights, last)
     opened = create_session(path, provider)
@@ -97,7 +99,7 @@ def test_weights_that_onnx_runtime_does_not_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As of another vendor's device: they would lie there beside the file's."""
-    monkeypatch.setattr(device_weights, "view", lambda device, *rest: view("gpu:4318", *rest))
+    monkeypatch.setattr(weight_prefetch, "view", lambda device, *rest: view("gpu:4318", *rest))
     caplog.set_level("INFO", "sd_ort")
     opened = create_session(saved(tmp_path, weights, "Identity (scaled)"), provider)
     assert opened.shared == {}
@@ -111,4 +113,4 @@ def test_a_file_that_changes_meanwhile(provider: str, tmp_path: Path, weights: d
     data = path.with_name(DATA)
     data.write_bytes(data.read_bytes()[: 4 * ROWS * ROWS])
     with pytest.raises(InputError, match=r"model\.onnx\.data changed while it was read"):
-        device_weights.begin(provider, {}, path)
+        weight_prefetch.begin(provider, {}, path)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from sd_ort.core.errors import InputError
 from sd_ort.demo import MODEL_DIR, scenes, styles
 from sd_ort.demo.fidelity import matches
-from sd_ort.pipeline.adapters import read_adapter
+from sd_ort.weights.lora_files import read_adapter
 
 PROMPT = "a small black star left of a red ring on a cyan background"
 
@@ -52,11 +52,11 @@ def test_the_files_fit_the_demo_model(style: str) -> None:
     """Names and shapes of its modules, and small files."""
     assert styles.lora_path(style).stat().st_size < 1e6
     adapter = read_adapter(styles.lora_path(style), {})
-    assert adapter.left == []
+    assert adapter.unmatched == []
     assert list(adapter.modules) == ["unet"]
     with safe_open(MODEL_DIR / "unet" / "diffusion_pytorch_model.safetensors", "np") as unet:
         names = {name.removesuffix(".weight").replace(".", "_"): name for name in unet.keys()}  # noqa: SIM118
-        for module, correction in adapter.modules["unet"].items():
-            change = correction.change()
-            assert list(change.shape) == unet.get_slice(names[module]).get_shape()
-            assert 0 < np.abs(change.dense()).max() < 1
+        for module, weights in adapter.modules["unet"].items():
+            delta = weights.delta()
+            assert list(delta.shape) == unet.get_slice(names[module]).get_shape()
+            assert 0 < np.abs(delta.dense()).max() < 1

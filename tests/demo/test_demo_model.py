@@ -320,7 +320,7 @@ def test_the_model_generates_unseen_prompts() -> None:
 
 def test_recorded_score() -> None:
     """results/ has the score of the committed weights, on enough prompts and high enough."""
-    from sd_ort.core.folder import sha256
+    from sd_ort.core.pipeline_folder import sha256
 
     report = json.loads((Path(__file__).parents[2] / "results/demo_fidelity_torch.json").read_text())
     assert report["weights_sha256"] == {str(p.relative_to(MODEL_DIR)): sha256(p) for p in WEIGHTS}

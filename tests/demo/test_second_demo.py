@@ -14,9 +14,9 @@ from make_second_demo import NIGHT, by_night, second
 from PIL import Image
 from save_single_file import save
 
+from sd_ort.checkpoints.diffusers_folder import open_folder
 from sd_ort.core.metrics import psnr
 from sd_ort.demo import GUIDANCE, HEIGHT, MODEL_DIR, WIDTH
-from sd_ort.family.checkpoints import open_folder
 
 PROMPT = "a red circle on a blue background"
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from minis import minis
+from small_presets import minis
 
-from sd_ort.family.checkpoints import PresetSource
-from sd_ort.family.presets import PRESETS
+from sd_ort.checkpoints.presets import PRESETS, open_preset
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,7 +24,7 @@ def checkpoint(mini_presets, tmp_path_factory):
     from diffusers import DiffusionPipeline
 
     root = tmp_path_factory.mktemp("checkpoint")
-    source = PresetSource("sd15-mini", 5)
+    source = open_preset("sd15-mini", 5)
     (root / "configs").mkdir()
     source.write_configs(root / "configs")
     components = {name: source.load(name).half() for name in source.configs}

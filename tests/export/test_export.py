@@ -12,14 +12,15 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from minis import MINI
+from small_presets import MINI
 
-from sd_ort.core import folder
+from sd_ort.checkpoints import signatures
+from sd_ort.checkpoints.checkpoint import component_signature
+from sd_ort.checkpoints.modules import wrap
+from sd_ort.checkpoints.presets import PRESETS, open_preset
+from sd_ort.core import pipeline_folder
 from sd_ort.export import exporter
-from sd_ort.family import signatures
-from sd_ort.family.checkpoints import PresetSource, component_signature
-from sd_ort.family.modules import wrap
-from sd_ort.family.presets import PRESETS
+from sd_ort.graphs.external_data_writer import ALIGNMENT
 
 # Of `sd15-mini`: 4 transformers, 8 residual blocks.
 SD15_OPERATORS = {"Softmax": 8, "InstanceNormalization": 21, "LayerNormalization": 12, "Conv": 33}
@@ -27,7 +28,7 @@ SD15_OPERATORS = {"Softmax": 8, "InstanceNormalization": 21, "LayerNormalization
 
 def check_against_torch(path: Path, component: str, preset: str, sizes: dict[str, int], seed: int = 0) -> float:
     """Return the NMSE of an exported component against torch at `sizes`; the torch module is built from the preset."""
-    source = PresetSource(preset, seed)
+    source = open_preset(preset, seed)
     config = json.loads((path / component / "config.json").read_text())
     signature = component_signature(source, component, config)
     module = wrap(
@@ -58,14 +59,14 @@ def operator_counts(path: Path) -> dict[str, int]:
 
 
 def test_sd15_folder_is_a_complete_pipeline(default_export):
-    assert folder.components(default_export) == ["text_encoder", "unet", "vae_encoder", "vae_decoder"]
-    for name in folder.components(default_export):
+    assert pipeline_folder.components(default_export) == ["text_encoder", "unet", "vae_encoder", "vae_decoder"]
+    for name in pipeline_folder.components(default_export):
         assert sorted(p.name for p in (default_export / name).iterdir()) == [
             "config.json",
             "model.onnx",
             "model.onnx.data",
         ]
-        folder.check_component(default_export, name)
+        pipeline_folder.check_component(default_export, name)
     index = json.loads((default_export / "model_index.json").read_text())
     assert index["unet"] == ["diffusers", "UNet2DConditionModel"]
     from diffusers import PNDMScheduler
@@ -80,13 +81,13 @@ def test_sd15_folder_is_a_complete_pipeline(default_export):
 
 
 def test_sd15_manifest(default_export):
-    manifest = folder.read_manifest(default_export)
+    manifest = pipeline_folder.read_manifest(default_export)
     assert manifest["stage"] == "export"
     assert manifest["source"]["model"] == "sd15-mini"
     assert manifest["source"]["random_weights"] is True
     assert manifest["options"] | {"opset": 20, "exporter": "dynamo", "seed": 0} == manifest["options"]
     assert manifest["versions"]["torch"].startswith("2.")
-    assert folder.is_intact(default_export, manifest)
+    assert pipeline_folder.is_intact(default_export, manifest)
     for entry in manifest["components"].values():
         assert 0 < entry["torch_error"]["nmse"] <= exporter.TOLERANCE
         assert 0 < entry["torch_error"]["max_abs"] < 1e-3
@@ -116,7 +117,7 @@ def test_sd15_graph(default_export):
     for tensor in external:
         external_data = {e.key: e.value for e in tensor.external_data}
         assert external_data["location"] == "model.onnx.data"
-        assert int(external_data["length"]) <= 1 << 20 or int(external_data["offset"]) % exporter.ALIGNMENT == 0
+        assert int(external_data["length"]) <= 1 << 20 or int(external_data["offset"]) % ALIGNMENT == 0
 
 
 def test_the_command_prints_a_table_and_skips_an_existing_export(sd_ort, tmp_path):
@@ -203,7 +204,7 @@ def test_full_size_configs_have_the_published_sizes():
 
 
 def test_random_weights_are_distinct_and_repeatable():
-    first, second, other = (PresetSource("sd15-mini", seed).load("unet") for seed in (1, 1, 2))
+    first, second, other = (open_preset("sd15-mini", seed).load("unet") for seed in (1, 1, 2))
     vectors = [tuple(p.flatten().tolist()) for p in first.parameters() if p.ndim == 1]
     assert len(set(vectors)) == len(vectors)
     assert all(abs(x) > 0 for v in vectors for x in v)
@@ -253,7 +254,7 @@ def test_changed_weights_are_exported_again(checkpoint, tmp_path):
 
 
 def test_checkpoint_with_a_controlnet(checkpoint, tmp_path):
-    PresetSource("sd15-controlnet-mini", 6).load("controlnet").save_pretrained(tmp_path / "net")
+    open_preset("sd15-controlnet-mini", 6).load("controlnet").save_pretrained(tmp_path / "net")
     out = tmp_path / "out"
     options = {"exporter": "torchscript", "components": ["unet", "controlnet"]}
     exporter.export(str(checkpoint), out, controlnet=str(tmp_path / "net"), **options)

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from minis import MINI
+from small_presets import MINI
 
+from sd_ort.checkpoints.presets import PRESETS, Preset
 from sd_ort.core.errors import InputError, OutputError, VerificationError
 from sd_ort.export import exporter
-from sd_ort.family.presets import PRESETS, Preset
 
 
 def export_error(sd_ort: Callable, tmp_path: Path, *arguments: object, code: int = 2) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from rebuilding import rebuilt, rebuilt_for_every_target, tensors
+from recompute_weights import rebuilt, rebuilt_for_every_target, tensors
 
 import fusion_passes
 from fusion_passes import weight_recipes
@@ -25,17 +25,18 @@ from fusion_passes.graph_pass import run_all, totals
 from fusion_passes.lower import nhwc_layout, pack_qkv, subpixel_conv, upsample_nearest
 from sd_ort import StableDiffusionPipeline
 from sd_ort.benchmark.engines.pytorch import torch_pipeline
-from sd_ort.check.verify import check, verify
-from sd_ort.core import folder
+from sd_ort.checkpoints import presets, signatures
+from sd_ort.checkpoints.checkpoint import Checkpoint, component_signature, is_sdxl
+from sd_ort.checkpoints.modules import wrap
+from sd_ort.checkpoints.presets import PRESETS, Preset, open_preset
+from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.export.exporter import CHECK_SIZES, example_input, export
-from sd_ort.family import presets, signatures
-from sd_ort.family.checkpoints import PresetSource, component_signature, is_sdxl
-from sd_ort.family.modules import wrap
-from sd_ort.family.presets import PRESETS, Preset
-from sd_ort.hosts.diffusers import accelerate
-from sd_ort.optimize.optimizer import COUNTED, optimize, optimize_component
+from sd_ort.inspect.verify import check, verify
+from sd_ort.integrations.diffusers import accelerate
+from sd_ort.optimize.optimizer import COUNTED, optimize_component
 from sd_ort.optimize.targets import PORTABLE, Target
+from sd_ort.stages import optimize
 
 # The layout and packing passes of GPU targets; their fused operators run as function bodies on the CPU.
 NHWC = Target("nhwc", (nhwc_layout.PASS, pack_qkv.PASS, upsample_nearest.PASS, subpixel_conv.PASS))
@@ -201,7 +202,7 @@ def topology(
     return Preset(pipeline, configs, presets.EULER | scheduler, {})
 
 
-def calls(source: PresetSource, component: str, config: signatures.Config) -> Counter[str]:
+def calls(source: Checkpoint, component: str, config: signatures.Config) -> Counter[str]:
     """Return how often each module class in `CALLED` runs in one forward call of a component in torch."""
     model = source.load(signatures.MODEL_OF.get(component, component))
     module = wrap(component, model, is_sdxl(source), controlnet=False)
@@ -217,7 +218,7 @@ def calls(source: PresetSource, component: str, config: signatures.Config) -> Co
 def fuse(name: str, path: Path, target: Target, dtype: str = "float32") -> tuple[Path, Path, dict]:
     """Return (source folder, optimized folder, manifest entry) of a committed graph."""
     source, out = graph_fixtures.make_folder(path / "source", name), path / "out"
-    model = Path(name.rsplit(".", 1)[1]) / folder.MODEL
+    model = Path(name.rsplit(".", 1)[1]) / pipeline_folder.MODEL
     entry = optimize_component(source / model, out / model, target, dtype)
     (out / "model_index.json").write_text("{}")
     return source, out, entry
@@ -267,7 +268,7 @@ def test_counts(name: str) -> None:
     fused = fusion_passes.fuse(model)
     if canonical is not None:
         rebuilt_for_every_target(name, canonical, model, checkpoint)
-    done = canonicalized, fused, run_all(model, NHWC.passes)
+    done = canonicalized, fused, run_all(model, NHWC.lowering_passes)
     assert_counts(name, model.graph, totals(*done))
     assert rebuilt([model], checkpoint) > 50
 
@@ -276,11 +277,11 @@ def test_counts(name: str) -> None:
 def test_numbers(name: str, target: Target, dtype: str, tmp_path: Path) -> None:
     source, out, entry = fuse(name, tmp_path, target, dtype)
     component = name.rsplit(".", 1)[1]
-    model = ir.load(out / component / folder.MODEL)
+    model = ir.load(out / component / pipeline_folder.MODEL)
     if name in COUNTED_BELOW and (target, dtype) == (NHWC, "float32"):
-        assert_counts(name, model.graph, entry["rules"])
-    weight_recipes.init_recipes(model, entry["weights"])
-    assert rebuilt([model], tensors(ir.load(source / component / folder.MODEL))) > 50
+        assert_counts(name, model.graph, entry["rewrite_counts"])
+    weight_recipes.init_recipes(model, weight_recipes.load(entry["weight_recipes"]))
+    assert rebuilt([model], tensors(ir.load(source / component / pipeline_folder.MODEL))) > 50
     result = verify(source, out, library=False, sizes=SIZES)
     assert {row["tolerance"] for row in result["rows"]} == {3e-3 if dtype == "float16" or "-half-" in name else 1e-5}
     assert len({tuple(row["shape"]) for row in result["rows"] if row["output"] == result["rows"][0]["output"]}) == 2
@@ -296,10 +297,10 @@ def test_topology(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     options = {"exporter": "torchscript", "opset": 17, "components": components}
     export(None, raw, preset=name, random_weights=True, **options)
     for component in components:
-        model = Path(component) / folder.MODEL
-        counts = optimize_component(raw / model, out / model, NHWC)["counts"]
+        model = Path(component) / pipeline_folder.MODEL
+        counts = optimize_component(raw / model, out / model, NHWC)["op_counts"]
         config = json.loads((raw / component / "config.json").read_text())
-        torch_calls = calls(PresetSource(name, 0), component, config)
+        torch_calls = calls(open_preset(name, 0), component, config)
         assert {kind: sum(counts.get(op, 0) for op in ops) for kind, ops in CALLED.items() if kind in torch_calls} == {
             **torch_calls
         }
@@ -316,7 +317,7 @@ def test_distilled_model_matches_diffusers(tmp_path: Path, monkeypatch: pytest.M
     )
     monkeypatch.setitem(PRESETS, "lcm", preset)
     export(None, tmp_path / "raw", preset="lcm", random_weights=True, exporter="torchscript")
-    optimize(tmp_path / "raw", tmp_path / "out", hoisted=True)
+    optimize(tmp_path / "raw", tmp_path / "out", hoist=True)
     arguments: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 3, "output_type": "np"}
     pipeline, reference = StableDiffusionPipeline.from_pretrained(tmp_path / "out"), torch_pipeline("lcm", True)
     theirs = accelerate(torch_pipeline("lcm", True), tmp_path / "out", provider="cpu")

@@ -15,11 +15,13 @@ import pytest
 import fusion_passes
 from fusion_passes.graph_pass import Pass, PassCase, PassOutcome, run_all
 from fusion_passes.operators import function_bodies
-from sd_ort.check.reasons import near_misses
+from sd_ort.inspect.rejection_reasons import near_misses
 from sd_ort.optimize.targets import TARGETS
 
 LOWERINGS = tuple(
-    {each.name: each for target in TARGETS.values() for each in (*target.passes, *target.bfloat16_passes)}.values()
+    {
+        each.name: each for target in TARGETS.values() for each in (*target.lowering_passes, *target.bfloat16_passes)
+    }.values()
 )
 PASSES = (*fusion_passes.CANONICAL, *fusion_passes.FUSIONS, *LOWERINGS)
 ALL = [(each, case) for each in PASSES for case in each.cases]

@@ -21,7 +21,7 @@ def calls(text: str, times: int) -> int:
     profile.enable()
     fusion_passes.canonicalize(model)
     fusion_passes.fuse(model)
-    run_all(model, CUDA.passes)
+    run_all(model, CUDA.lowering_passes)
     profile.disable()
     return int(pstats.Stats(profile).total_calls)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 
-import foreign
 import onnx
 import onnx_ir as ir
+import other_architectures
 import pytest
 from mutations import fused, mutate
 
@@ -18,7 +18,7 @@ SOURCES = {"bert-dynamo-20": range(20), "clip-text-dynamo-20": range(20, 40), "u
 
 @cache
 def _source(name: str) -> tuple[onnx.ModelProto, Counter[str]]:
-    model = foreign.load(name)
+    model = other_architectures.load(name)
     return model, fused(ir.from_proto(model))
 
 

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from custom_ops import op
+from custom_ops import operator_spec as spec
 from fusion_passes import DOMAIN, OPERATORS
 from fusion_passes.operators import BY_NAME, function_bodies
 from fusion_passes.operators.definition import FusedOperator
@@ -33,7 +33,7 @@ KERNELS = {
 }
 
 
-def fused(operator: FusedOperator, kernel: op.Operator, case: op.Case) -> bool:
+def fused(operator: FusedOperator, kernel: spec.CustomOperator, case: spec.OperatorCase) -> bool:
     """Return whether fusions create nodes with the inputs of a case; kernels support more."""
     inputs = set(case.inputs)
     images = all(len(case.inputs[kernel.inputs[i]]) == 4 for i in operator.image_inputs)
@@ -46,24 +46,26 @@ def fused(operator: FusedOperator, kernel: op.Operator, case: op.Case) -> bool:
     return images and ("bias" not in inputs or case.attributes.get("channels_last", 1) == 1)
 
 
-def small(case: op.Case) -> bool:
+def small(case: spec.OperatorCase) -> bool:
     """Return whether a case runs fast on a CPU."""
     elements = [int(np.prod(shape)) for shape in case.inputs.values()]
-    return not case.benchmark and case.values == "normal" and min(elements) > 0 and sum(elements) < 50_000
+    return not case.benchmark and case.distribution == "normal" and min(elements) > 0 and sum(elements) < 50_000
 
 
-def cases() -> list[tuple[FusedOperator, op.Operator, op.Case]]:
+def cases() -> list[tuple[FusedOperator, spec.CustomOperator, spec.OperatorCase]]:
     selected = []
     for name, folder in KERNELS.items():
-        kernel = op.load(folder)
+        kernel = spec.load(folder)
         operator = BY_NAME[name]
         selected += [(operator, kernel, case) for case in kernel.cases if small(case) and fused(operator, kernel, case)]
     return selected
 
 
 @pytest.mark.parametrize(("operator", "kernel", "case"), cases(), ids=lambda x: getattr(x, "name", ""))
-def test_the_body_matches_the_kernels_reference(operator: FusedOperator, kernel: op.Operator, case: op.Case) -> None:
-    arrays = op.draw(kernel, case, "float32")
+def test_the_body_matches_the_kernels_reference(
+    operator: FusedOperator, kernel: spec.CustomOperator, case: spec.OperatorCase
+) -> None:
+    arrays = spec.generate_inputs(kernel, case, "float32")
     names = [name if name in arrays else "" for name in kernel.inputs]
     while not names[-1]:
         names.pop()

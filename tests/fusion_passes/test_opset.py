@@ -1,12 +1,15 @@
-"""Lowering a graph's opset for a provider whose kernels end at an older one."""
+"""Conversion of a graph's opset: old forms of operators raised, new graphs lowered for an older provider."""
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 
-from fusion_passes.canonicalize.opset import lower_opset
+from fusion_passes import canonicalize
+from fusion_passes.canonicalize.opset import OPSET, declare_opset, lower_opset
 
 
 def model_of(body: str, opset: int) -> ir.Model:
@@ -52,3 +55,96 @@ def test_others_are_named_and_nothing_changes(body: str, opset: int, named: str)
     model = model_of(body, opset)
     assert lower_opset(model, 20) == f"its {named} of opset {opset} cannot be written in opset 20"
     assert model.graph.opset_imports[""] == opset
+
+
+OLD_FORMS = [
+    (11, "float[2,1,3,1] x", "y = Squeeze <axes = [1, -1]> (x)"),
+    (11, "float[2,1,3,1] x", "y = Squeeze (x)"),
+    (7, "float[2,3] x", "y = Unsqueeze <axes = [0, 3]> (x)"),
+    (11, "float[2,3,4] x", "y = ReduceSum <axes = [1], keepdims = 0> (x)"),
+    (12, "float[2,3] x", "y = ReduceSum (x)"),
+    (11, "float[2,5] x", "y, z = Split <axis = 1, split = [2, 3]> (x)"),
+    (11, "float[2,4] x", "y, z = Split <axis = 1> (x)"),
+    (9, "float[4,5] x", "y = Slice <starts = [1], ends = [-1], axes = [1]> (x)"),
+    (9, "float[4,5] x", "y = Slice <starts = [1, 0], ends = [3, 2]> (x)"),
+    (9, "float[4,5] x", "y, z = TopK <axis = 1, k = 2> (x)"),
+    (10, "float[4,5] x", "y = Clip <min = -0.25, max = 0.5> (x)"),
+    (8, "float[4,5] x", "y = Clip <max = 0.5> (x)"),
+    (10, "float[1,2,3,4] x", 'y = Pad <pads = [0, 0, 1, 0, 0, 0, 0, 2], value = 1.5> (x)'),
+    (10, "float[1,2,3,4] x", 'y = Pad <mode = "reflect", pads = [0, 0, 1, 1, 0, 0, 1, 1]> (x)'),
+    (11, "float[2,3,4] x", "y = Softmax (x)"),
+    (11, "float[2,3,4] x", "y = LogSoftmax <axis = 2> (x)"),
+    (11, "float[2,3,4] x", "t = Softmax <axis = 0> (x)  y = Neg (t)"),
+    (8, "float[2,3,4] x", "y = Hardmax <axis = 1> (x)"),
+    (10, "float[2,3] x", "t = Dropout <ratio = 0.3> (x)  y = Neg (t)"),
+    (7, "float[1,2,3,4] x", 'y = Upsample <mode = "nearest", scales = [1.0, 1.0, 2.0, 3.0]> (x)'),
+    (9, "float[1,2,3,4] x", 's = Constant <value = float[4] {1.0, 1.0, 2.0, 2.0}> ()  '
+        'y = Upsample <mode = "linear"> (x, s)'),
+    (10, "float[1,2,5,4] x", 's = Constant <value = float[4] {1.0, 1.0, 0.5, 0.5}> ()  '
+        'y = Resize <mode = "nearest"> (x, s)'),
+    (10, "float[1,2,5,4] x", 's = Constant <value = float[4] {1.0, 1.0, 1.5, 2.5}> ()  '
+        'y = Resize <mode = "nearest"> (x, s)'),
+    (9, "float[3,3] x", "i = Constant <value = int64[1,2] {2, 0}> ()  "
+        "u = Constant <value = float[1,2] {9, 8}> ()  "
+        "y = Scatter <axis = 1> (x, i, u)"),
+    (8, "float[1,2,3] x", "s = Constant <value = float[2] {1.5, -2.5}> ()  "
+        "v = Constant <value = float[2] {0.5, 2.0}> ()  "
+        "y = BatchNormalization (x, s, s, v, v)"),
+    (7, "float[2,3] x", "w = Constant <value = float[3,2] {1, 2, 3, 4, 5, 6}> ()  "
+        "b = Constant <value = float[2] {7, -8}> ()  "
+        "y = Gemm (x, w, b)"),
+    (8, "float[1,2,5,5] x", "y = AveragePool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (x)"),
+    (8, "float[1,4,2,2] x", "y = DepthToSpace <blocksize = 2> (x)"),
+]  # fmt: skip
+
+
+def run(model: onnx.ModelProto, x: np.ndarray) -> list[np.ndarray]:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {session.get_inputs()[0].name: x})
+
+
+def old_model(version: int, declaration: str, body: str) -> onnx.ModelProto:
+    outputs = "float[] y, float[] z" if " z " in body.split("=")[0] + " " and "TopK" not in body else "float[] y"
+    text = f'<ir_version: 4, opset_import: ["" : {version}]> g ({declaration}) => ({outputs}) {{ {body} }}'
+    model = onnx.parser.parse_model(text)
+    for output in model.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    return model
+
+
+@pytest.mark.parametrize(("version", "declaration", "body"), OLD_FORMS)
+def test_old_forms_are_raised(version: int, declaration: str, body: str) -> None:
+    """Values before and after are equal, and the graph is valid at the new opset, its shapes folded."""
+    source = old_model(version, declaration, body)
+    sizes = [int(size) for size in declaration[declaration.index("[") + 1 : declaration.index("]")].split(",")]
+    x = np.random.default_rng(0).standard_normal(sizes).astype(np.float32)
+    expected = run(source, x)
+    for convert in (declare_opset, canonicalize):
+        model = ir.from_proto(source)
+        convert(model)
+        assert model.graph.opset_imports[""] == OPSET
+        result = run(ir.to_proto(model), x)
+        assert len(result) == len(expected)
+        for got, want in zip(result, expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
+
+
+KEPT_FORMS = [
+    (6, "float[2,3] x", "y = Neg (x)"),
+    (8, "float[1,2,3] x", "s = Constant <value = float[2] {1, 2}> ()  "
+        "y = BatchNormalization <spatial = 0> (x, s, s, s, s)"),
+    (10, "float[1,2,5,4] x", 's = Constant <value = float[4] {1.0, 1.0, 0.5, 2.0}> ()  y = Resize (x, s)'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("version", "declaration", "body"), KEPT_FORMS)
+def test_unknown_old_forms_stay(version: int, declaration: str, body: str) -> None:
+    model = ir.from_proto(old_model(version, declaration, body))
+
+    def nodes() -> list[tuple[str, list[str | None], list[str]]]:
+        return [(n.op_type, [v and v.name for v in n.inputs], sorted(n.attributes)) for n in model.graph]
+
+    before = nodes()
+    assert canonicalize(model) == {}
+    assert model.graph.opset_imports[""] == version
+    assert nodes() == before

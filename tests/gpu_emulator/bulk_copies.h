@@ -34,11 +34,11 @@ constexpr int kRowBytes = 128, kTileColumns = 64;
 
 inline Barrier& barrier_at(uint32_t address) { return *reinterpret_cast<Barrier*>(emulator::dynamic_lds() + address); }
 
-inline void make_barrier(uint32_t barrier, int arrivals) {
+inline void init_barrier(uint32_t barrier, int arrivals) {
   barrier_at(barrier) = {static_cast<uint8_t>(arrivals), static_cast<uint8_t>(arrivals), 0, 0};
 }
-inline void show_barriers() {}
-inline void arrive_expecting(uint32_t barrier, int bytes) {
+inline void publish_barriers() {}
+inline void arrive_expect_bytes(uint32_t barrier, int bytes) {
   Barrier& b = barrier_at(barrier);
   b.bytes += bytes;
   --b.pending;
@@ -91,7 +91,7 @@ inline void store(const Matrix& matrix, int row, int column, uint32_t from) {
     if (to != nullptr) std::memcpy(to, lds + address, 2);
   });
 }
-inline void end_of_stores() {}
+inline void commit_stores() {}
 inline void wait_for_reads() {}
 inline void wait_for_stores() {}
 

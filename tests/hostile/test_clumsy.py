@@ -13,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_pipeline
 from PIL import Image
-from test_hostile import COMMANDS, Cli, arguments, check, optimized, pristine, source, toy
+from test_hostile import COMMANDS, Cli, arguments, check, optimized, pristine, source
 
-from sd_ort.core import folder
+from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
-from sd_ort.optimize.optimizer import optimize
+from sd_ort.stages import optimize
 
 __all__ = ["optimized", "pristine", "source"]  # fixtures
 
@@ -36,28 +37,28 @@ def test_outputs_that_would_destroy(sd_ort: Cli, source: Path, command: str, out
     here = source.parent
     (here / "link").symlink_to("in")
     (here / "loop").symlink_to("loop")
-    before, names = folder.tree_hash(source), {path.name for path in here.iterdir()}
+    before, names = pipeline_folder.tree_hash(source), {path.name for path in here.iterdir()}
     check(sd_ort(command, source, here / out), here, names)
-    assert folder.tree_hash(source) == before
+    assert pipeline_folder.tree_hash(source) == before
 
 
 @pytest.mark.parametrize("out", ["in", "in/results", "in/unet"])
 def test_benchmark_into_a_pipeline(sd_ort: Cli, source: Path, out: str) -> None:
-    before = folder.tree_hash(source)
+    before = pipeline_folder.tree_hash(source)
     result = sd_ort("benchmark", source, "--engines", "raw", "--out", source.parent / out)
     assert "lies in the pipeline folder" in check(result, source.parent, {"in", "secret"})
-    assert folder.tree_hash(source) == before
+    assert pipeline_folder.tree_hash(source) == before
 
 
 def test_export_into_its_source(sd_ort: Cli, source: Path) -> None:
-    for name in toy.CONFIGS:
+    for name in tiny_pipeline.CONFIGS:
         (source / name / "model.onnx").unlink()
     (source / "vae").mkdir()
-    toy.dump(source / "vae" / "config.json", toy.VAE)
-    before, names = folder.tree_hash(source), {path.name for path in source.parent.iterdir()}
+    tiny_pipeline.dump(source / "vae" / "config.json", tiny_pipeline.VAE)
+    before, names = pipeline_folder.tree_hash(source), {path.name for path in source.parent.iterdir()}
     for out in (source, source.parent, source / "onnx"):
         assert "lies in the other" in check(sd_ort("export", source, out), source.parent, names)
-    assert folder.tree_hash(source) == before
+    assert pipeline_folder.tree_hash(source) == before
 
 
 @pytest.mark.parametrize("out", ["out", "nowhere/../out", "a/b/out", "link", "dangling"])
@@ -69,7 +70,7 @@ def test_outputs_that_are_fine(sd_ort: Cli, source: Path, out: str) -> None:
     code, _, err = sd_ort("optimize", source, here / out)
     assert code == 0, err
     found = Path(os.path.realpath(here / out))
-    assert folder.components(found) == ["text_encoder", "unet", "vae_decoder"]
+    assert pipeline_folder.components(found) == ["text_encoder", "unet", "vae_decoder"]
     assert (here / "link").is_symlink()
     assert (here / "dangling").is_symlink()
     assert not list(here.glob(".*"))
@@ -138,7 +139,9 @@ def test_two_at_once_of_one_folder(source: Path) -> None:
         outs = [source.with_name(f"out{index}") for index in range(2)]
         for _ in pool.map(lambda out: optimize(source, out, target="portable", dtype="float16", calibrate=True), outs):
             pass
-    assert folder.sha256(outs[0] / "unet" / folder.DATA) == folder.sha256(outs[1] / "unet" / folder.DATA)
+    assert pipeline_folder.sha256(outs[0] / "unet" / pipeline_folder.DATA) == pipeline_folder.sha256(
+        outs[1] / "unet" / pipeline_folder.DATA
+    )
     assert all(path.stat().st_nlink == 1 for path in source.rglob("*") if path.is_file())
 
 

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bad_graphs
-import bad_texts
+import malformed_json
+import malformed_models
 import onnx
 import pytest
-import toy
+import tiny_pipeline
 
-from sd_ort.core import folder
+from sd_ort.core import pipeline_folder
 
 Cli = Callable[..., tuple[int, str, str]]
 BUG = 70
@@ -24,12 +24,12 @@ BUG = 70
 
 @pytest.fixture(scope="session")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.write(tmp_path_factory.mktemp("toy") / "pipeline")
+    return tiny_pipeline.write(tmp_path_factory.mktemp("toy") / "pipeline")
 
 
 @pytest.fixture(scope="session")
 def optimized(pristine: Path) -> Path:
-    from sd_ort.optimize.optimizer import optimize
+    from sd_ort.stages import optimize
 
     out = pristine.with_name("optimized")
     optimize(pristine, out, target="portable")
@@ -70,11 +70,11 @@ def check(result: tuple[int, str, str], parent: Path, before: set[str]) -> str:
 
 
 def run_hostile(sd_ort: Cli, command: str, source: Path, optimized: Path, must_refuse: bool) -> None:
-    before, names = folder.tree_hash(source), {path.name for path in source.parent.iterdir()}
+    before, names = pipeline_folder.tree_hash(source), {path.name for path in source.parent.iterdir()}
     result = sd_ort(*arguments(command, source, source.parent / "out", optimized))
     if must_refuse or result[0]:
         check(result, source.parent, names)
-    assert folder.tree_hash(source) == before
+    assert pipeline_folder.tree_hash(source) == before
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -89,7 +89,7 @@ def test_a_timestep_without_an_axis(sd_ort: Cli, source: Path) -> None:
     def change(proto: onnx.ModelProto) -> None:
         proto.graph.input[1].CopyFrom(onnx.helper.make_tensor_value_info("timestep", onnx.TensorProto.INT64, []))
 
-    bad_graphs.damage(source / "unet", change)
+    malformed_models.damage(source / "unet", change)
     out = source.parent / "out"
     for made, *options in ((out, "--target", "portable"), (out.with_name("half"), "--float16", "--target", "cuda")):
         code, text, err = sd_ort("optimize", source, made, *options)
@@ -106,37 +106,39 @@ def test_a_timestep_without_an_axis(sd_ort: Cli, source: Path) -> None:
 
 
 def test_the_component_that_makes_nan_is_named(sd_ort: Cli, source: Path) -> None:
-    nan = bad_graphs.inline_weight(data_type=1, dims=[1], float_data=[float("nan")])
-    bad_graphs.damage(source / "unet", nan)
+    nan = malformed_models.inline_weight(data_type=1, dims=[1], float_data=[float("nan")])
+    malformed_models.damage(source / "unet", nan)
     names = {path.name for path in source.parent.iterdir()}
     result = sd_ort("generate", "a cat", "--model", source, "--out", source.parent / "out.png", "--steps", 1)
     assert "unet" in check(result, source.parent, names)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", bad_graphs.REFUSED)
+@pytest.mark.parametrize("name", malformed_models.REFUSED)
 def test_graph(sd_ort: Cli, source: Path, optimized: Path, name: str, command: str) -> None:
-    bad_graphs.damage(source / "unet", bad_graphs.REFUSED[name])
+    malformed_models.damage(source / "unet", malformed_models.REFUSED[name])
     run_hostile(sd_ort, command, source, optimized, must_refuse=True)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", bad_graphs.WRONG)
+@pytest.mark.parametrize("name", malformed_models.WRONG)
 def test_graph_that_onnxruntime_refuses(sd_ort: Cli, source: Path, optimized: Path, name: str, command: str) -> None:
-    bad_graphs.damage(source / "unet", bad_graphs.WRONG[name])
-    refusing = ("generate",) if name in bad_graphs.ONLY_RUN else ("generate", "optimize")
+    malformed_models.damage(source / "unet", malformed_models.WRONG[name])
+    refusing = ("generate",) if name in malformed_models.ONLY_RUN else ("generate", "optimize")
     run_hostile(sd_ort, command, source, optimized, must_refuse=command in refusing)
 
 
 JSON = [
     pytest.param(file, content, command, id=f"{name} {command}")
-    for name, file, content in bad_texts.cases()
-    for command in bad_texts.READERS[file]
+    for name, file, content in malformed_json.cases()
+    for command in malformed_json.READERS[file]
 ]
 
 
 @pytest.mark.parametrize(("file", "content", "command"), JSON)
 def test_json(sd_ort: Cli, source: Path, optimized: Path, file: str, content: Any, command: str) -> None:
-    bad_texts.damage(source, file, content)
-    broken = isinstance(content, bytes) and not (file.startswith("tokenizer") and content != bad_texts.BROKEN["cut"])
+    malformed_json.damage(source, file, content)
+    broken = isinstance(content, bytes) and not (
+        file.startswith("tokenizer") and content != malformed_json.BROKEN["cut"]
+    )
     run_hostile(sd_ort, command, source, optimized, must_refuse=broken)

@@ -18,18 +18,18 @@ import pytest
 from fusion_passes import DOMAIN
 from sd_ort.optimize import calibration
 from sd_ort.optimize.optimizer import lower_operators, optimize_component
-from sd_ort.optimize.raw import Raw
 from sd_ort.optimize.targets import TARGETS, Target
+from sd_ort.optimize.unoptimized import UnoptimizedComponent
 
 # Every pass, and every fused operator by its body: what a CPU can run.
-BODIES = replace(TARGETS["gpu"], contrib={})
+BODIES = replace(TARGETS["gpu"], contrib_constraints={})
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
 def test_passes_come_after_those_that_they_build_on(target: Target) -> None:
-    names = [each.name for each in target.passes]
+    names = [each.name for each in target.lowering_passes]
     assert len(set(names)) == len(names)
-    for place, each in enumerate(target.passes):
+    for place, each in enumerate(target.lowering_passes):
         assert not {before.name for before in each.runs_after} & set(names[place:])
 
 
@@ -38,11 +38,11 @@ def test_unet(tmp_path: Path) -> None:
     folder = graph_fixtures.make_folder(tmp_path / "raw", "sd15-tiny-dynamo-20.unet")
     raw, made = folder / "unet/model.onnx", tmp_path / "made/unet/model.onnx"
     entry = optimize_component(raw, made, BODIES)
-    assert entry["rules"]["fold_bias"] == 78
-    assert entry["rules"]["linear_split_gelu"] == 16
-    assert entry["rules"]["linear_add"] == 142
-    assert entry["rules"]["layer_norm"] == 16
-    assert entry["rules"]["upsample_nearest"] == entry["rules"]["subpixel_conv"] == 3
+    assert entry["rewrite_counts"]["fold_bias"] == 78
+    assert entry["rewrite_counts"]["linear_split_gelu"] == 16
+    assert entry["rewrite_counts"]["linear_add"] == 142
+    assert entry["rewrite_counts"]["layer_norm"] == 16
+    assert entry["rewrite_counts"]["upsample_nearest"] == entry["rewrite_counts"]["subpixel_conv"] == 3
     nodes = Counter(node.op_type for node in onnx.load(made, load_external_data=False).graph.node)
     there = {"NhwcConv": 52, "LinearAdd": 142, "LinearSplitGelu": 16, "BiasAdd": 1}
     gone = {"BiasSplitGelu": 0, "MatMul": 0, "LayerNormalization": 0, "Resize": 0}
@@ -67,9 +67,9 @@ def test_what_a_kernel_writes_on_the_way_is_calibrated(tmp_path: Path, monkeypat
         f (float[1,S,1] x) => (float[1,S,1] y) <float[1,2] w = {{80000, 1}}, float[2] b = {{-80000, 0}}> {{
         y = {DOMAIN}.LinearSplitGelu (x, w, b) }}""")
     feed = {"x": np.ones((1, 3, 1), np.float32)}
-    monkeypatch.setattr(calibration, "recorded_inputs", lambda *_: [feed])
+    monkeypatch.setattr(calibration, "load_recorded_inputs", lambda *_: [feed])
     assert calibration.measure(model, [feed], tmp_path) == {"y": 0, "y.inside": 80000}
-    found = calibration.calibrate(model, cast(Raw, SimpleNamespace(name="unet")), tmp_path)
+    found = calibration.calibrate(model, cast(UnoptimizedComponent, SimpleNamespace(name="unet")), tmp_path)
     assert found.nodes == set(model.graph)
     assert [(site["op"], site["max_abs"]) for site in found.sites] == [("LinearSplitGelu", 80000)]
 

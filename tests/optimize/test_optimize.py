@@ -16,12 +16,14 @@ import onnxruntime as ort
 import pytest
 
 from fusion_passes.lower import nhwc_layout, pack_qkv
-from sd_ort.core import folder
+from sd_ort.core import pipeline_folder
+from sd_ort.core.metrics import relative_l2_error
 from sd_ort.graphs.cpu_emulation import loads_on_cpu
 from sd_ort.optimize import optimizer as stage
 from sd_ort.optimize import precision, targets
-from sd_ort.optimize.optimizer import optimize, optimize_component
+from sd_ort.optimize.optimizer import optimize_component
 from sd_ort.optimize.targets import TARGETS, Target
+from sd_ort.stages import optimize
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -55,14 +57,10 @@ def run(path: Path, inputs: dict[str, np.ndarray]) -> np.ndarray:
     return np.asarray(session.run(None, inputs)[0], np.float32)
 
 
-def relative_error(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
-
-
 @pytest.fixture(scope="module")
 def drawn(small_export: Path) -> dict[tuple[int, ...], np.ndarray]:
     """What the exported UNet gives at two shapes (batch, height, width)."""
-    source = ort.InferenceSession(small_export / "unet" / folder.MODEL, providers=["CPUExecutionProvider"])
+    source = ort.InferenceSession(small_export / "unet" / pipeline_folder.MODEL, providers=["CPUExecutionProvider"])
     return {shape: source.run(None, unet_inputs(*shape))[0] for shape in ((2, 16, 24), (1, 8, 8))}
 
 
@@ -72,9 +70,9 @@ def fused_unet(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     out = tmp_path_factory.mktemp("fused")
 
     def make(target: Target, dtype: str) -> Path:
-        path = out / f"{target.name}-{dtype}" / folder.MODEL
+        path = out / f"{target.name}-{dtype}" / pipeline_folder.MODEL
         if not path.is_file():
-            optimize_component(small_export / "unet" / folder.MODEL, path, target, dtype)
+            optimize_component(small_export / "unet" / pipeline_folder.MODEL, path, target, dtype)
         return path
 
     return make
@@ -82,7 +80,7 @@ def fused_unet(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_counts_and_manifest(small_export: Path, tmp_path: Path) -> None:
     manifest = optimize(small_export, tmp_path / "out", target="portable")
-    counts = {name: entry["counts"] for name, entry in manifest["components"].items()}
+    counts = {name: entry["op_counts"] for name, entry in manifest["components"].items()}
     assert counts["unet"] == UNET | {"Conv": 54, "Transpose": counts["unet"]["Transpose"]}
     assert counts["text_encoder"]["MultiHeadAttention"] == 3
     assert counts["text_encoder"]["SkipLayerNormalization"] == 6
@@ -90,7 +88,7 @@ def test_counts_and_manifest(small_export: Path, tmp_path: Path) -> None:
     assert counts["vae_decoder"]["MultiHeadAttention"] == counts["vae_encoder"]["MultiHeadAttention"] == 1
     on_disk = nodes(tmp_path / "out/unet/model.onnx")
     assert {op: on_disk[op] for op in UNET} == UNET
-    assert json.loads((tmp_path / "out" / folder.MANIFEST).read_text()) == manifest
+    assert json.loads((tmp_path / "out" / pipeline_folder.MANIFEST).read_text()) == manifest
     options = manifest["options"]
     assert (options["target"], options["dtype"], options["components"]) == ("portable", "float32", list(counts))
     assert sorted(p.name for p in (tmp_path / "out/unet").iterdir()) == ["config.json", "model.onnx", "model.onnx.data"]
@@ -112,9 +110,11 @@ def test_default_target_is_what_the_wheel_drives(
 @pytest.mark.parametrize("target", ["cuda", "rocm", "migraphx"])
 def test_nhwc_targets_keep_two_transposes(small_export: Path, tmp_path: Path, target: str) -> None:
     for component in ("unet", "vae_decoder"):
-        entry = optimize_component(small_export / component / folder.MODEL, tmp_path / folder.MODEL, TARGETS[target])
-        assert entry["counts"]["Transpose"] == 2
-        assert "Conv" not in entry["counts"]
+        entry = optimize_component(
+            small_export / component / pipeline_folder.MODEL, tmp_path / pipeline_folder.MODEL, TARGETS[target]
+        )
+        assert entry["op_counts"]["Transpose"] == 2
+        assert "Conv" not in entry["op_counts"]
 
 
 @pytest.mark.parametrize(("target", "dtype", "tolerance"), [
@@ -131,7 +131,7 @@ def test_unet_draws_the_same(
     session = ort.InferenceSession(fused_unet(target, dtype), providers=["CPUExecutionProvider"])
     for shape, wanted in drawn.items():
         got = session.run(None, unet_inputs(*shape, half=dtype == "float16"))[0]
-        assert relative_error(np.asarray(got, np.float32), wanted) <= tolerance
+        assert relative_l2_error(np.asarray(got, np.float32), wanted) <= tolerance
 
 
 def test_half_precision_keeps_the_sinusoids(fused_unet: Callable[[Target, str], Path]) -> None:
@@ -213,14 +213,14 @@ def test_second_run_does_nothing(tiny_copy: Path, tmp_path: Path, sd_ort: Cli) -
     assert code == 0
     assert "up to date" in text
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == written
-    (out / "vae_decoder" / folder.DATA).write_bytes(b"damaged")
+    (out / "vae_decoder" / pipeline_folder.DATA).write_bytes(b"damaged")
     assert "up to date" not in sd_ort("optimize", tiny_copy, out)[1]
     assert "up to date" not in sd_ort("optimize", tiny_copy, out, "--float16")[1]
 
 
 def bad(path: Path) -> dict[str, tuple[Callable[[], object], str]]:
     """Name -> (how to break the pipeline folder `path`, a part of the message)."""
-    model, data = path / "vae_decoder" / folder.MODEL, path / "vae_decoder" / folder.DATA
+    model, data = path / "vae_decoder" / pipeline_folder.MODEL, path / "vae_decoder" / pipeline_folder.DATA
 
     def point_outside() -> None:
         proto = onnx.load(model, load_external_data=False)
@@ -230,10 +230,10 @@ def bad(path: Path) -> dict[str, tuple[Callable[[], object], str]]:
                     entry.value = "../../secret"
         size = model.stat().st_size
         model.write_bytes(proto.SerializeToString())
-        manifest = json.loads((path / folder.MANIFEST).read_text())
-        manifest["files"]["vae_decoder"][folder.MODEL]["bytes"] = model.stat().st_size
+        manifest = json.loads((path / pipeline_folder.MANIFEST).read_text())
+        manifest["files"]["vae_decoder"][pipeline_folder.MODEL]["bytes"] = model.stat().st_size
         assert size != model.stat().st_size
-        (path / folder.MANIFEST).write_text(json.dumps(manifest))
+        (path / pipeline_folder.MANIFEST).write_text(json.dumps(manifest))
 
     return {
         "missing data": (data.unlink, "is missing"),
@@ -242,7 +242,7 @@ def bad(path: Path) -> dict[str, tuple[Callable[[], object], str]]:
         "empty model": (lambda: model.write_bytes(b""), "truncated"),
         "data outside": (point_outside, "outside its folder"),
         "no index": ((path / "model_index.json").unlink, "not a pipeline folder"),
-        "broken manifest": (lambda: (path / folder.MANIFEST).write_text("{"), "cannot be read"),
+        "broken manifest": (lambda: (path / pipeline_folder.MANIFEST).write_text("{"), "cannot be read"),
     }
 
 
@@ -265,7 +265,7 @@ def check_refused(result: tuple[int, str, str], message: str, parent: Path, said
 
 
 def test_missing_folder_and_wrong_options(tiny_copy: Path, tmp_path: Path, sd_ort: Cli) -> None:
-    check_refused(sd_ort("optimize", tmp_path / "nowhere", tmp_path / "out"), "is not a folder", tmp_path)
+    check_refused(sd_ort("optimize", tmp_path / "nowhere", tmp_path / "out"), "no such file or folder", tmp_path)
     check_refused(sd_ort("optimize", tiny_copy, tmp_path / "out", "--target", "tpu"), "unknown target", tmp_path)
     check_refused(sd_ort("optimize", tiny_copy, tmp_path / "out", "--component", "unet"), "no component", tmp_path)
 
@@ -313,7 +313,7 @@ def test_an_opset_that_cannot_be_raised_is_left_alone(tmp_path: Path, target: st
     onnx.save(model, source)
     entry = optimize_component(source, fused, NHWC if target == "nhwc" else TARGETS[target])
     assert "opset 14 cannot be raised to 21, since its AveragePool" in entry["not_fused"]
-    assert entry["rules"] == {}
+    assert entry["rewrite_counts"] == {}
     inputs = {"q": np.random.default_rng(0).normal(size=(2, 4, 8)).astype(np.float32)}
     np.testing.assert_allclose(run(fused, inputs), run(source, inputs), rtol=1e-6)
 
@@ -329,13 +329,13 @@ def make_foreign_folder(path: Path, weights: str | None) -> Path:
             for axis, dim in enumerate(value.type.tensor_type.shape.dim):
                 dim.dim_param = OPTIMUM.get(dim.dim_param, dim.dim_param) if dim.dim_param else f"num_channels_{axis}"
         (path / name).mkdir(parents=True)
-        onnx.save(model, path / name / folder.MODEL, save_as_external_data=weights is not None, location=weights,
-                  size_threshold=0)  # fmt: skip
+        onnx.save(model, path / name / pipeline_folder.MODEL, save_as_external_data=weights is not None,
+                  location=weights, size_threshold=0)  # fmt: skip
     (path / "safety_checker").mkdir()
     text = """<ir_version: 7, opset_import: ["" : 14]> checker (float[N,M,L] images) => (float[N,M,L] out) {
         h = AveragePool <kernel_shape = [3], pads = [1, 1], ceil_mode = 1, count_include_pad = 1> (images)
         out = Add (h, images) }"""
-    onnx.save(onnx.parser.parse_model(text), path / "safety_checker" / folder.MODEL)
+    onnx.save(onnx.parser.parse_model(text), path / "safety_checker" / pipeline_folder.MODEL)
     (path / "model_index.json").write_text('{"_class_name": "OnnxStableDiffusionPipeline"}')
     return path
 
@@ -347,10 +347,10 @@ def test_folders_of_other_tools(tmp_path: Path, sd_ort: Cli, weights: str | None
     code, text, err = sd_ort("optimize", source, out, *half)
     assert code == 0, err
     assert "safety_checker: not fused: opset 14 cannot be raised" in text
-    counts = {name: entry["counts"] for name, entry in folder.read_manifest(out)["components"].items()}
+    counts = {name: entry["op_counts"] for name, entry in pipeline_folder.read_manifest(out)["components"].items()}
     assert counts["text_encoder"]["MultiHeadAttention"] == 12
     assert counts["vae_decoder"]["SkipGroupNorm"] == 12
-    assert sorted(p.name for p in (out / "vae_decoder").iterdir()) == [folder.MODEL, folder.DATA]
+    assert sorted(p.name for p in (out / "vae_decoder").iterdir()) == [pipeline_folder.MODEL, pipeline_folder.DATA]
     code, text, err = sd_ort("verify", source, out)
     assert code == 0, err
     assert text.count("  ok") == 6
@@ -364,5 +364,25 @@ def test_folders_of_other_tools(tmp_path: Path, sd_ort: Cli, weights: str | None
 def test_few_fused_sites_are_told() -> None:
     """Less than half of what looks like attention, or like normalization; half is enough."""
     before = {"Softmax": 4, "InstanceNormalization": 2}
-    assert stage.why_few(before, {"Softmax": 3, "InstanceNormalization": 1}) == "1 of 4 attentions"
-    assert stage.why_few(before, {"Softmax": 2}) is None
+    assert stage.low_coverage_message(before, {"Softmax": 3, "InstanceNormalization": 1}) == "1 of 4 attentions"
+    assert stage.low_coverage_message(before, {"Softmax": 2}) is None
+
+
+def test_manifests_with_old_keys_are_read(tmp_path: Path) -> None:
+    names = {
+        "weights": "weight_recipes", "rules": "rewrite_counts", "counts": "op_counts",
+        "not_lowered": "kernel_fallbacks", "few": "low_coverage", "equal_weights": "duplicate_weights",
+    }  # fmt: skip
+    values = {name: [name] for name in names}
+    manifest = {"format": pipeline_folder.FORMAT, "components": {"unet": values}}
+    (tmp_path / pipeline_folder.MANIFEST).write_text(json.dumps(manifest))
+    assert pipeline_folder.read_manifest(tmp_path)["components"]["unet"] == {new: [old] for old, new in names.items()}
+
+
+def test_old_names_of_arguments(tiny_copy: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    manifest = optimize(tiny_copy, tmp_path / "out", target="portable", hoisted=False, report=lines.append)
+    assert manifest["options"]["hoist"] is False
+    assert lines
+    with pytest.raises(TypeError, match="both on_progress and its old name report"):
+        optimize(tiny_copy, tmp_path / "out", report=print, on_progress=print)

@@ -12,20 +12,21 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from minis import mini
-from rebuilding import lowered, rebuilt, tensors
+from recompute_weights import lowered, rebuilt, tensors
+from small_presets import mini
 
 import fusion_passes
 from fusion_passes import weight_recipes
-from sd_ort.core import folder
+from sd_ort.checkpoints.presets import PRESETS, open_preset
+from sd_ort.checkpoints.signatures import MODEL_OF
+from sd_ort.core import pipeline_folder
 from sd_ort.export.exporter import export
 from sd_ort.export.initializer_sources import duplicate_tensors, initializer_recipes
-from sd_ort.family.checkpoints import PresetSource
-from sd_ort.family.presets import PRESETS
-from sd_ort.family.signatures import MODEL_OF
-from sd_ort.graphs import hoist, weight_update_graph
-from sd_ort.optimize.optimizer import HOISTING, optimize
+from sd_ort.graphs import hoist
+from sd_ort.optimize.options import HOIST_TARGETS
 from sd_ort.optimize.targets import TARGETS
+from sd_ort.stages import optimize
+from sd_ort.weights import update_graph
 
 NAMES = ["text_encoder", "unet", "vae_decoder"]
 
@@ -47,12 +48,14 @@ def exported(preset: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rebuild(path: Path, preset: str) -> dict[str, int]:
     """Component -> how many weights were rebuilt; fails on one that differs or has no recipe."""
     counts = {}
-    for name, entry in folder.read_manifest(path)["components"].items():
-        state = {k: t.numpy() for k, t in PresetSource(preset, 0).load(MODEL_OF.get(name, name)).state_dict().items()}
-        table = weight_recipes.load(entry["weights"])
+    for name, entry in pipeline_folder.read_manifest(path)["components"].items():
+        state = {k: t.numpy() for k, t in open_preset(preset, 0).load(MODEL_OF.get(name, name)).state_dict().items()}
+        table = weight_recipes.load(entry["weight_recipes"])
         parts = [hoist.PARTS.get(part, part) for part in entry.get("hoisted", [name])]
         counts[name] = 0
-        for value in (v for part in parts for v in ir.load(path / part / folder.MODEL).graph.initializers.values()):
+        for value in (
+            v for part in parts for v in ir.load(path / part / pipeline_folder.MODEL).graph.initializers.values()
+        ):
             weight = value.const_value.numpy()
             if value.name in table:
                 made = weight_recipes.evaluate(table[value.name], state.__getitem__)
@@ -72,7 +75,7 @@ def rebuild(path: Path, preset: str) -> dict[str, int]:
 def test_export_knows_every_weight(default_export: Path, exported: Path, preset: str) -> None:
     """By both exporters."""
     for path, name in ((default_export, "sd15-mini"), (exported, preset)):
-        assert rebuild(path, name)["unet"] == len(PresetSource(name, 0).load("unet").state_dict())
+        assert rebuild(path, name)["unet"] == len(open_preset(name, 0).load("unet").state_dict())
 
 
 @pytest.mark.parametrize(
@@ -83,10 +86,10 @@ def test_every_weight_is_rebuilt(
     exported: Path, preset: str, tmp_path: Path, target: str, dtype: str, hoisted: bool
 ) -> None:
     calibrate = False if dtype == "float16" else None
-    optimize(exported, tmp_path / "out", target=target, dtype=dtype, hoisted=hoisted, calibrate=calibrate)
+    optimize(exported, tmp_path / "out", target=target, dtype=dtype, hoist=hoisted, calibrate=calibrate)
     counts = rebuild(tmp_path / "out", preset)
     assert all(counts.values())
-    text = json.dumps(folder.read_manifest(tmp_path / "out")["components"]["unet"]["weights"])
+    text = json.dumps(pipeline_folder.read_manifest(tmp_path / "out")["components"]["unet"]["weight_recipes"])
     assert ("interleave" in text) == (target == "cuda")
 
 
@@ -100,7 +103,7 @@ def test_for_every_target_and_type(component: str) -> None:
     for target in (target for name, target in TARGETS.items() if name != "gpu"):  # as hip
         few = component == "unet" and target.name != "cpu"  # its graph takes the time of all others together
         for dtype in ["float16"] if few else target.dtypes[1:]:
-            hoisted = component == "unet" and target.name == HOISTING[0]  # the split takes as long as all else
+            hoisted = component == "unet" and target.name == HOIST_TARGETS[0]  # the split takes as long as all else
             parts = lowered(model.clone(), target, dtype, hoisted=hoisted)
             assert rebuilt(parts, checkpoint) > 50
 
@@ -147,9 +150,9 @@ def test_subpixel_phases() -> None:
     np.testing.assert_array_equal(made[5:10, 1, 1], of_half[:, :, 1:, 2].sum(2).astype(np.float16))  # odd column
     np.testing.assert_array_equal(made[10:15, 0, 1], of_half[:, :, :2, 1:].sum((2, 3)).astype(np.float16))  # odd row
     change = weight_recipes.weight_delta(recipe, {"w": w})
-    form = weight_update_graph.weight_update_spec(recipe, w.shape, made.dtype)
+    form = update_graph.weight_update_spec(recipe, w.shape, made.dtype)
     assert form is not None
-    session = ort.InferenceSession(weight_update_graph.build_weight_update(form), providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(update_graph.build_weight_update(form), providers=["CPUExecutionProvider"])
     summed = session.run(None, {"base": made, "up_0": up, "down_0": down})[0]
     np.testing.assert_allclose(summed, made + change, rtol=1e-3, atol=1e-3)
 

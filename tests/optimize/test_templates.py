@@ -8,20 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from make_templates import every, key_of, weightless
-from minis import mini
 from safetensors.torch import load_file, save_file
+from small_presets import mini
 
-from sd_ort.core import folder
+from sd_ort.checkpoints.presets import PRESETS, open_preset
+from sd_ort.core import pipeline_folder
 from sd_ort.core.errors import InputError
 from sd_ort.export import templates
 from sd_ort.export.exporter import export
-from sd_ort.family.checkpoints import PresetSource
-from sd_ort.family.presets import PRESETS
-from sd_ort.from_checkpoint import optimize_checkpoint
 from sd_ort.graphs import hoist
-from sd_ort.optimize.optimizer import optimize
+from sd_ort.stages import optimize
 
-OPTIONS = {"target": "cuda", "dtype": "float16", "hoisted": True, "exporter": "torchscript"}
+OPTIONS = {"target": "cuda", "dtype": "float16", "hoist": True, "exporter": "torchscript"}
 COMPONENTS = ["text_encoder", "unet", "vae_decoder"]
 STEP = [*hoist.PARTS.values(), "text_encoder", "vae_decoder"]
 
@@ -33,7 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[i
 
     def make(seed: int) -> Path:
         root = tmp_path_factory.mktemp("checkpoint")
-        source = PresetSource("sd15-filled", seed)
+        source = open_preset("sd15-filled", seed)
         source.write_configs(root)
         for name in source.configs:
             source.load(name).half().save_pretrained(root / name)
@@ -50,7 +48,7 @@ def kept(checkpoint: Callable[[int], Path], tmp_path_factory: pytest.TempPathFac
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SD_ORT_TEMPLATES", str(root / "cache"))
         lines: list[str] = []
-        optimize_checkpoint(str(checkpoint(1)), root / "first", components=COMPONENTS, **OPTIONS, report=lines.append)
+        optimize(str(checkpoint(1)), root / "first", components=COMPONENTS, **OPTIONS, on_progress=lines.append)
         assert sum("was kept" in line for line in lines) == len(COMPONENTS)
         assert len(list(templates.user_folder().iterdir())) == len(COMPONENTS)
         assert not list(root.glob(".first*"))
@@ -60,20 +58,18 @@ def kept(checkpoint: Callable[[int], Path], tmp_path_factory: pytest.TempPathFac
 def test_fills_what_export_and_optimize_write(kept: Path, checkpoint: Callable[[int], Path], tmp_path: Path) -> None:
     lines: list[str] = []
     second = checkpoint(2)
-    manifest = optimize_checkpoint(
-        str(second), tmp_path / "filled", components=COMPONENTS, **OPTIONS, report=lines.append
-    )
+    manifest = optimize(str(second), tmp_path / "filled", components=COMPONENTS, **OPTIONS, on_progress=lines.append)
     assert "nothing was traced" in lines[-1]
     export(str(second), tmp_path / "raw", exporter="torchscript", components=COMPONENTS, on_progress=lines.append)
     assert any("needs no export" in line for line in lines)
     options = {name: value for name, value in OPTIONS.items() if name != "exporter"}
     optimize(tmp_path / "raw", tmp_path / "slow", **options)
     for part in STEP:
-        for name in (folder.MODEL, folder.DATA):
+        for name in (pipeline_folder.MODEL, pipeline_folder.DATA):
             assert (tmp_path / "filled" / part / name).read_bytes() == (tmp_path / "slow" / part / name).read_bytes()
-    assert folder.is_intact(tmp_path / "filled", manifest)
+    assert pipeline_folder.is_intact(tmp_path / "filled", manifest)
     for name in ("tokenizer", "scheduler"):
-        assert folder.tree_hash(tmp_path / "filled" / name) == folder.tree_hash(second / name)
+        assert pipeline_folder.tree_hash(tmp_path / "filled" / name) == pipeline_folder.tree_hash(second / name)
 
 
 def test_files_that_do_not_fit(kept: Path, checkpoint: Callable[[int], Path], tmp_path: Path) -> None:
@@ -84,7 +80,7 @@ def test_files_that_do_not_fit(kept: Path, checkpoint: Callable[[int], Path], tm
     def refused(tensors: dict[str, torch.Tensor]) -> str:
         save_file(tensors, path, metadata={"format": "pt"})
         with pytest.raises(InputError) as error:
-            optimize_checkpoint(str(third), tmp_path / "out", components=COMPONENTS, **OPTIONS)
+            optimize(str(third), tmp_path / "out", components=COMPONENTS, **OPTIONS)
         assert not list(tmp_path.iterdir())
         return str(error.value)
 
@@ -95,7 +91,7 @@ def test_files_that_do_not_fit(kept: Path, checkpoint: Callable[[int], Path], tm
     assert "lacks 1 weights" in refused({key: tensor for key, tensor in whole.items() if key != name})
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(InputError, match="truncated"):
-        optimize_checkpoint(str(third), tmp_path / "out", components=COMPONENTS, **OPTIONS)
+        optimize(str(third), tmp_path / "out", components=COMPONENTS, **OPTIONS)
 
 
 def test_key_tells_graphs_apart() -> None:
@@ -145,11 +141,10 @@ def test_weightless_is_what_export_traces(
     monkeypatch.setenv("SD_ORT_TEMPLATES", str(tmp_path))
     made, recipes, config = weightless(PRESETS["sd15-mini"], "vae_encoder")
     templates.write_template(tmp_path / "made.xz", made, recipes, config)
-    entry = folder.read_manifest(default_export)["components"]["vae_encoder"]
+    entry = pipeline_folder.read_manifest(default_export)["components"]["vae_encoder"]
     assert templates.store_template("kept", default_export / "vae_encoder", entry) is None
-    for name in ("duplicate_weights", "equal_weights"):  # the second is the old name
-        duplicates = entry | {name: [["a", "b"]]}
-        assert "a and b are equal" in str(templates.store_template("x", default_export / "vae_encoder", duplicates))
+    duplicates = entry | {"duplicate_weights": [["a", "b"]]}
+    assert "a and b are equal" in str(templates.store_template("x", default_export / "vae_encoder", duplicates))
     other = templates.find_template("kept")
     assert other is not None
     ours, theirs = templates.Template(tmp_path / "made.xz"), templates.Template(other)

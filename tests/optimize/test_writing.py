@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from sd_ort.core.folder import sha256
+from sd_ort.core.pipeline_folder import sha256
 from sd_ort.graphs import external_data_writer
 from sd_ort.graphs.save import save
 from sd_ort.optimize import calibration
@@ -77,7 +77,7 @@ def test_exception_of_a_lazy_weight_ends_the_writing(tmp_path: Path) -> None:
 def test_calibration_from_memory_is_that_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(made := model(), tmp_path / "model.onnx")  # its weights lie in a file from here on
     feeds = [{"x": np.random.default_rng(2).standard_normal((3, 64), np.float32)}]
-    monkeypatch.setattr(calibration, "LARGE", 1 << 13)
+    monkeypatch.setattr(calibration, "MIN_SHARED_BYTES", 1 << 13)
     in_memory = calibration.measure(made, feeds, tmp_path)
     monkeypatch.setattr(calibration, "SIZE_LIMIT", 0)
     assert calibration.measure(made, feeds, tmp_path) == in_memory

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_ort.runtime import device, machine
+from sd_ort.runtime import device_meters, machine
 
 
 def test_peak_memory_counts_from_its_reset() -> None:
@@ -35,10 +35,10 @@ def test_device_memory_and_power_of_an_amd_gpu(tmp_path: Path) -> None:
     process = tmp_path / "proc" / "42"
     process.mkdir(parents=True)
     (process / "vram_1").write_text("1048576000\n")
-    meter = device.AmdGpu(tmp_path, tmp_path / "proc")
+    meter = device_meters.AmdGpu(tmp_path, tmp_path / "proc")
     assert meter.used_MB(42) == 1000
     assert meter.used_MB(43) is None  # in a container all are named by the host's numbers
-    with device.watching(meter, 42, interval=0.001) as watch:
+    with device_meters.watching(meter, 42, interval=0.001) as watch:
         for bytes_ in ("2097152000", "1572864000"):
             (tmp_path / "new").write_text(bytes_)
             (tmp_path / "new").replace(process / "vram_1")
@@ -47,14 +47,14 @@ def test_device_memory_and_power_of_an_amd_gpu(tmp_path: Path) -> None:
     assert watch.joules is not None
     assert 250 * 0.1 <= watch.joules < 250 * 0.5
     power.unlink()
-    assert device.AmdGpu(tmp_path).energy_J() is None
+    assert device_meters.AmdGpu(tmp_path).energy_J() is None
 
 
 def test_memory_of_a_process_that_uses_the_gpu_later(tmp_path: Path) -> None:
     """The driver names it once it does; without a power sensor there is nothing to read until then."""
     (tmp_path / "mem_info_vram_used").write_text("0\n")
-    meter = device.AmdGpu(tmp_path, tmp_path / "proc")
-    with device.watching(meter, 42, interval=0.001) as watch:
+    meter = device_meters.AmdGpu(tmp_path, tmp_path / "proc")
+    with device_meters.watching(meter, 42, interval=0.001) as watch:
         (tmp_path / "new").mkdir()
         (tmp_path / "new/vram_1").write_text("1048576000\n")
         (tmp_path / "proc").mkdir()
@@ -79,15 +79,15 @@ def drm(folder: Path, cards: dict[str, str]) -> Path:
 def test_the_first_gpu_is_the_one_that_hip_counts_as_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As card10 beside a processor's own GPU, which comes first by name."""
     cards = drm(tmp_path / "drm", {"card1": "0000:c4:00.0", "card10": "0000:03:00.0"})
-    monkeypatch.setattr(device, "hip_pci_address", lambda: "0000:03:00.0")
-    assert device.amd_device(cards).name == "0000:03:00.0"
-    monkeypatch.setattr(device, "hip_pci_address", lambda: None)
+    monkeypatch.setattr(device_meters, "hip_pci_address", lambda: "0000:03:00.0")
+    assert device_meters.amd_device(cards).name == "0000:03:00.0"
+    monkeypatch.setattr(device_meters, "hip_pci_address", lambda: None)
     with pytest.raises(OSError, match="HIP's first GPU is unknown"):
-        device.amd_device(cards)
+        device_meters.amd_device(cards)
     alone = drm(tmp_path / "alone/drm", {"card0": "0000:05:00.0"})
-    assert device.amd_device(alone).name == "0000:05:00.0"
+    assert device_meters.amd_device(alone).name == "0000:05:00.0"
     with pytest.raises(OSError, match="no amdgpu device"):
-        device.amd_device(tmp_path / "absent")
+        device_meters.amd_device(tmp_path / "absent")
 
 
 def test_hip_is_asked_for_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,9 +104,9 @@ def test_hip_is_asked_for_the_address(tmp_path: Path, monkeypatch: pytest.Monkey
     subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
     monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
-    assert device.hip_pci_address() == "0000:a0:00.0"
+    assert device_meters.hip_pci_address() == "0000:a0:00.0"
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "3,1")
-    assert device.hip_pci_address() == "0000:a3:00.0"
+    assert device_meters.hip_pci_address() == "0000:a3:00.0"
 
 
 ASIC = {"market_name": "AMD Radeon RX 7900 XTX", "target_graphics_version": "gfx1100"}
@@ -149,16 +149,16 @@ def test_gpus_by_the_first_tool_that_answers(tmp_path: Path, monkeypatch: pytest
 
 def test_energy_of_the_processor(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no RAPL"):
-        device.Rapl(tmp_path)
+        device_meters.Rapl(tmp_path)
     for package, microjoules in ((0, 1_500_000), (1, 500_000)):
         (tmp_path / f"intel-rapl:{package}").mkdir()
         (tmp_path / f"intel-rapl:{package}" / "energy_uj").write_text(f"{microjoules}\n")
-    assert device.Rapl(tmp_path).energy_J() == 2
+    assert device_meters.Rapl(tmp_path).energy_J() == 2
 
 
 def test_device_that_is_not_there() -> None:
-    meter = device.open_meter("rocm")
-    if not meter.note.startswith(device.NOT_READABLE) or meter.energy_J() is not None:
+    meter = device_meters.open_meter("rocm")
+    if not meter.note.startswith(device_meters.NOT_READABLE) or meter.energy_J() is not None:
         pytest.skip("this machine has an AMD GPU")
     assert meter.energy_J() is None
     assert meter.note.startswith("not readable: ")

@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 
 from sd_ort.core.errors import ProviderError
-from sd_ort.core.folder import MODEL
+from sd_ort.core.pipeline_folder import MODEL
 from sd_ort.runtime import providers, session
 
 

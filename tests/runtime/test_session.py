@@ -18,8 +18,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError
-from sd_ort.core.folder import DATA, MODEL
-from sd_ort.runtime import op_library, overloads, providers, session, wheels
+from sd_ort.core.pipeline_folder import DATA, MODEL
+from sd_ort.runtime import op_library, ort_wheel, overloads, providers, session
 
 CPU = "CPUExecutionProvider"
 
@@ -168,8 +168,8 @@ def test_onnxruntime_reports_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
         if given:
             monkeypatch.setenv("ORT_DISABLE_TELEMETRY", given)
-        wheels.runtime.cache_clear()
-        wheels.runtime()
+        ort_wheel.runtime.cache_clear()
+        ort_wheel.runtime()
         assert os.environ["ORT_DISABLE_TELEMETRY"] == expected
 
 
@@ -215,7 +215,7 @@ def test_overloads_become_functions_of_their_own(tmp_path: Path, monkeypatch: py
 
 
 def test_unknown_provider() -> None:
-    with pytest.raises(ProviderError, match="choose one of cpu, cuda, rocm, migraphx, hip, sdcuda"):
+    with pytest.raises(ProviderError, match="choose auto or one of cpu, cuda, rocm, migraphx, hip, sdcuda"):
         providers.check_provider("tpu")
 
 
@@ -269,24 +269,24 @@ def test_two_wheels_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
     monkeypatch.delitem(sys.modules, "onnxruntime")
     monkeypatch.syspath_prepend(tmp_path)
-    assert wheels.installed_wheels() == {"onnxruntime": "1.31.1", "onnxruntime-rocm": "1.22.2"}
-    wheels.runtime.cache_clear()
+    assert ort_wheel.installed_wheels() == {"onnxruntime": "1.31.1", "onnxruntime-rocm": "1.22.2"}
+    ort_wheel.runtime.cache_clear()
     with pytest.raises(ProviderError, match="pip uninstall -y onnxruntime onnxruntime-rocm"):
-        wheels.runtime()
+        ort_wheel.runtime()
 
 
 def test_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    wheels.runtime.cache_clear()
+    ort_wheel.runtime.cache_clear()
     with pytest.raises(ProviderError, match=r"pip install 'sd-ort\[cpu\]'"):
-        wheels.runtime()
+        ort_wheel.runtime()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files")
 def test_needed_libraries_are_read_from_the_library() -> None:
     library = next(Path(onnxruntime.__file__).parent.glob("capi/*pybind11_state*.so"))
-    assert "libc.so.6" in wheels.needed_libraries(library)
-    assert wheels.needed_libraries(Path(__file__)) == []
+    assert "libc.so.6" in ort_wheel.needed_libraries(library)
+    assert ort_wheel.needed_libraries(Path(__file__)) == []
 
 
 def test_broken_op_library(model: Path, tmp_path: Path) -> None:
@@ -308,11 +308,11 @@ def test_libraries_are_found_in_the_search_path_of_the_one_that_needs_them(tmp_p
     run_path = "-Wl,-rpath,$ORIGIN/inner:/nowhere"
     for kind in ("--enable-new-dtags", "--disable-new-dtags"):
         subprocess.run([*compile_, tmp_path / "inner" / name, run_path, f"-Wl,{kind}", "-o", outer], check=True)
-        assert wheels.search_folders(outer) == [tmp_path / "inner", Path("/nowhere")]
-    assert name in wheels.needed_libraries(outer)
-    assert not wheels.can_load(name)
-    assert wheels.can_load(name, wheels.search_folders(outer))
-    assert wheels.search_folders(Path(__file__)) == []
+        assert ort_wheel.search_folders(outer) == [tmp_path / "inner", Path("/nowhere")]
+    assert name in ort_wheel.needed_libraries(outer)
+    assert not ort_wheel.can_load(name)
+    assert ort_wheel.can_load(name, ort_wheel.search_folders(outer))
+    assert ort_wheel.search_folders(Path(__file__)) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files")

@@ -11,7 +11,7 @@ import pytest
 from sd_ort.serving.api import InvalidRequest, Limits, error_body, parse_request, response_body
 from sd_ort.serving.image_jobs import BatchSettings, ModelInfo
 
-MODEL = ModelInfo(default_size=512, size_multiple=8, guidance=7.5, train_timesteps=100)
+MODEL = ModelInfo(default_size=512, size_multiple=8, steps=25, guidance=7.5, train_timesteps=100)
 LIMITS = Limits()
 ALL_FIELDS = {
     "prompt": "a red circle", "negative_prompt": "blue", "n": 3, "size": "768x512", "steps": 4, "guidance": 2,

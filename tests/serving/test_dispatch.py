@@ -13,7 +13,7 @@ from sd_ort.serving import dispatch
 from sd_ort.serving.dispatch import Dispatcher, QueueFull
 from sd_ort.serving.image_jobs import BatchSettings, GenerationFailed, ImageJob, ModelInfo, ReplicaDied
 
-MODEL = ModelInfo(default_size=64, size_multiple=8, guidance=7.5, train_timesteps=1000)
+MODEL = ModelInfo(default_size=64, size_multiple=8, steps=25, guidance=7.5, train_timesteps=1000)
 SMALL, LARGE = BatchSettings(64, 64, 2, 7.5), BatchSettings(128, 128, 2, 7.5)
 
 

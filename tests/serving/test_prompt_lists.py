@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import toy
+import tiny_pipeline
 from test_dispatch import FakeReplica
 
 from sd_ort.core.errors import InputError
@@ -67,9 +67,10 @@ def test_replicas_that_die_lose_no_image() -> None:
 
 
 def test_generate_continues_an_interrupted_list(sd_ort: Callable[..., Any], tmp_path: Path, one_thread: None) -> None:
-    folder, out, prompts = toy.write(tmp_path / "toy"), tmp_path / "out", tmp_path / "list.txt"
+    folder, out, prompts = tiny_pipeline.write(tmp_path / "toy"), tmp_path / "out", tmp_path / "list.txt"
     prompts.write_text("one\ntwo\nthree\n")
     command = ["generate", "--prompts", prompts, "--model", folder, "--steps", 2, "--out", out, "--batch", 2]
+    command += ["--provider", "cpu"]
     code, stdout, _ = sd_ort(*command)
     names = ["00001-one-0.png", "00002-two-1.png", "00003-three-2.png"]
     assert (code, [Path(line).name for line in stdout.split()]) == (0, names)

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-import toy
+import tiny_pipeline
 from test_dispatch import MODEL, FakeReplica, run_tasks
 
 from sd_ort.serving.api import Limits
@@ -32,7 +32,7 @@ IMAGES = "/v1/images/generations"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.write(tmp_path_factory.mktemp("toy") / "model")
+    return tiny_pipeline.write(tmp_path_factory.mktemp("toy") / "model")
 
 
 async def request(
@@ -116,11 +116,11 @@ def test_an_image_does_not_depend_on_its_batch(folder: Path, one_thread: None) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpus", "2"], "takes no --gpus"),
+        (["--gpus", "2", "--provider", "cpu"], "takes no --gpus"),
         (["--gpus", "64", "--provider", "cuda"], "64 GPUs were asked for"),
-        (["--gpus", "1", "--replicas", "2"], "pass one"),
-        (["--host", "no such host"], "is not an address"),
-        (["--host", "192.0.2.77"], "Cannot serve at"),
+        (["--gpus", "1", "--replicas", "2", "--provider", "cpu"], "pass one"),
+        (["--host", "no such host", "--provider", "cpu"], "is not an address"),
+        (["--host", "192.0.2.77", "--provider", "cpu"], "Cannot serve at"),
         (["--token", " "], "token is empty"),
     ],
 )
@@ -137,12 +137,12 @@ def test_a_port_in_use_a_missing_folder_and_missing_ray(
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        code, _, err = sd_ort("serve", folder, "--port", listener.getsockname()[1])
+        code, _, err = sd_ort("serve", folder, "--provider", "cpu", "--port", listener.getsockname()[1])
     assert (code, "choose another --port" in err, len(err.splitlines())) == (2, True, 1)
     code, _, err = sd_ort("serve", folder / "no")
-    assert (code, "is not a folder" in err) == (2, True)
+    assert (code, "no such file" in err) == (2, True)
     monkeypatch.setitem(sys.modules, "ray", None)
-    code, _, err = sd_ort("serve", folder, "--port", 0)
+    code, _, err = sd_ort("serve", folder, "--provider", "cpu", "--port", 0)
     assert (code, "pip install 'sd-ort[ray]'" in err, len(err.splitlines())) == (2, True, 1)
 
 

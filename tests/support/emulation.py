@@ -34,8 +34,8 @@ FLAGS = [
 
 def gpu_sources() -> list[Path]:
     """What a GPU library is made of, as CMakeLists.txt has it."""
-    folders = [ROOT / "custom_ops" / name for name in GPU_OPERATORS]
-    own = [path for folder in folders for path in (*folder.glob("kernels/*.hip"), *folder.glob("[cp]*.cc"))]
+    folders = [ROOT / "custom_ops/operators" / name for name in GPU_OPERATORS]
+    own = [path for folder in folders for path in (*folder.glob("kernels/*.hip"), *folder.glob("[cl]*.cc"))]
     shared = [ROOT / "custom_ops/gpu_library.cc", ROOT / "custom_ops/common/tuner.cc"]
     return [path for path in sorted(own) if path.name != "cpu.cc"] + shared
 

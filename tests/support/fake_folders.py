@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sd_ort.core.folder import MODEL, write_manifest
+from sd_ort.core.pipeline_folder import MODEL, write_manifest
 
 
 def fake_folder(path: Path, **manifest: Any) -> Path:

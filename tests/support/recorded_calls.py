@@ -27,7 +27,7 @@ SCALARS = {
 class Calls:
     """Stands for ctypes.CDLL. Each function of its libraries records how it is called, and returns 0.
 
-    Numbers that are passed by address are set to 1: one device, and it can reach others.
+    Numbers that are passed by address are set to 1: one device, which can reach others, and one node of a graph.
     """
 
     prefix: str = ""  # libraries without it in their name do not load
@@ -51,7 +51,7 @@ class Calls:
         if declared is not None and issubclass(declared, ctypes.Structure):
             self.structures[declared.__name__] = declared
             return declared.__name__
-        if declared is not None and issubclass(declared, ctypes.Array):
+        if declared is not None and issubclass(declared, ctypes.Array | ctypes._Pointer):
             return f"{self.c_type(declared._type_)}*"
         if hasattr(declared, "_restype_"):  # a type of functions
             return f"{self.c_type(declared._restype_)} (*)({', '.join(map(self.c_type, declared._argtypes_))})"
@@ -71,9 +71,14 @@ class Calls:
         """Return the ctypes structures that were passed, in C++."""
         text = ""
         for name, structure in self.structures.items():
-            members = " ".join(f"{self.c_type(member[1])} {member[0]};" for member in structure._fields_)
+            members = " ".join(self._member(*member) for member in structure._fields_)
             text += f"struct {name} {{ {members} }};\n"
         return text
+
+    def _member(self, name: str, declared: Any) -> str:
+        if issubclass(declared, ctypes.Array):
+            return f"{self.c_type(declared._type_)} {name}[{declared._length_}];"
+        return f"std::common_type_t<{self.c_type(declared)}> {name};"
 
 
 class Library:
@@ -101,6 +106,6 @@ class Function:
         self.calls.add(self.name, self.restype, arguments)
         for argument in arguments:
             variable = getattr(argument, "_obj", None)
-            if isinstance(variable, ctypes.c_int | ctypes.c_uint):
+            if isinstance(variable, ctypes.c_int | ctypes.c_uint | ctypes.c_size_t):
                 variable.value = 1
         return 0

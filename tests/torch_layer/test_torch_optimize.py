@@ -14,9 +14,9 @@ import torch
 from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
 from diffusers.models.upsampling import Upsample2D
+from image_metrics import psnr
 
 from sd_ort.core.errors import InputError
-from sd_ort.core.metrics import psnr
 from sd_ort.runtime import build
 from sd_ort.torch import kernels, optimize, reset_status, restore, status
 from sd_ort.torch.modules import transformer, upsample, weight_packing

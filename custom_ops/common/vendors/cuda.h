@@ -1,4 +1,4 @@
-// NVIDIA: what common/gpu.h needs of CUDA. The only file that knows NVIDIA's architectures.
+// CUDA implementation of common/gpu.h. Only this file names NVIDIA architectures.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,7 +13,7 @@
 #define SD_ORT_HAS_CLUSTERS 1
 #define SD_ORT_HAS_WARPGROUPS 1
 
-// In a pass of the compiler that makes code for the device (PTX can be had): its architecture, as 900. Else 0.
+// Architecture in a device compilation pass, such as 900; else 0.
 #define SD_ORT_HIP_CODE 0
 #if defined(__CUDA_ARCH__)
 #define SD_ORT_CUDA_CODE __CUDA_ARCH__
@@ -21,8 +21,8 @@
 #define SD_ORT_CUDA_CODE 0
 #endif
 
-// Lanes of a wave, and the matrix instructions of common/mma.h and common/wgmma.h: without the latter the kernels that
-// use them are empty, and the host does not launch them.
+// Wave size, and the matrix instructions of common/mma.h and common/wgmma.h. Without SD_ORT_WGMMA the kernels that use
+// it are empty, and the host does not launch them.
 #define SD_ORT_WAVE_SIZE 32
 #define SD_ORT_MMA_NVIDIA 1
 #if defined(SD_ORT_EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -51,19 +51,19 @@ __device__ inline bf16_t from_float<bf16_t>(float x) {
 __device__ inline float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 __device__ inline float shuffle(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 
-// The block's threads meet; what they stored in LDS before, all of them see after.
+// Block barrier: LDS stores before it are visible to all threads after it.
 __device__ inline void block_barrier() { __syncthreads(); }
 
-// The same for a wave's lanes.
+// Barrier of the lanes of a wave.
 __device__ inline void wave_barrier() { __syncwarp(); }
-// The wave's number in its block, for the compiler the same in all lanes.
+// Index of the wave in its block, uniform over its lanes for the compiler.
 __device__ inline int wave_id() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0); }
 
 // Two and four registers.
 using TwoRegisters = uint2;
 using FourRegisters = uint4;
 
-// Makes the compiler not know any more what a register holds, so that it computes a thing again rather than keep it.
+// Hides the value of a register from the compiler, so that it recomputes a value instead of keeping it.
 #if defined(SD_ORT_EMULATED)
 template <class Raw>
 void launder(Raw&) {}
@@ -76,7 +76,7 @@ __device__ inline void launder(uint4& value) {
 }
 #endif
 
-// 1 / x to about 1 unit in the last place; subnormal numbers count as zero.
+// 1 / x with an error of about 1 unit in the last place; subnormal values count as zero.
 __device__ inline float reciprocal(float x) {
 #if SD_ORT_CUDA_CODE
   float y;
@@ -87,7 +87,7 @@ __device__ inline float reciprocal(float x) {
 #endif
 }
 
-// 2^x to about 2 units in the last place; 0 where that is subnormal, infinity beyond the largest.
+// 2^x with an error of about 2 units in the last place; 0 if the result is subnormal, infinity on overflow.
 __device__ inline float power_of_two(float x) {
 #if SD_ORT_CUDA_CODE
   float y;
@@ -98,9 +98,9 @@ __device__ inline float power_of_two(float x) {
 #endif
 }
 
-// A kernel begins while the one before it in the stream ends ("programmatic dependent launch", captured graphs too), so
-// that its launch costs nothing. What that one wrote can be read, and what it reads be written, after this call only:
-// it is the first statement of every kernel.
+// First statement of every kernel. A kernel starts while its predecessor in the stream ends ("programmatic dependent
+// launch", also in captured graphs), which hides its launch. Before this call it must neither read results of the
+// predecessor nor overwrite its inputs.
 __device__ inline void wait_for_predecessor() {
 #if SD_ORT_CUDA_CODE >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -108,12 +108,12 @@ __device__ inline void wait_for_predecessor() {
 }
 
 #if !defined(SD_ORT_EMULATED)
-// Host: launches in clusters of `cluster` neighboring blocks along x; 1 for none.
+// Host: launches in clusters of `cluster` adjacent blocks along x; 1 means no cluster.
 template <class... Parameters>
 void launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, int cluster, size_t lds_bytes, void* stream,
                    Parameters... arguments) {
   constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};     // ascending
-  constexpr bool kMayBeginEarly = kArchitectures[0] >= 900;  // all of the library's code waits
+  constexpr bool kCanStartEarly = kArchitectures[0] >= 900;  // every kernel of the library calls wait_for_predecessor()
   cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
@@ -121,28 +121,28 @@ void launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, int clu
   config.dynamicSmemBytes = lds_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
-  if (kMayBeginEarly) {
+  if (kCanStartEarly) {
     cudaLaunchAttribute& early = attributes[config.numAttrs++];
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
   }
   if (cluster > 1) {
-    cudaLaunchAttribute& together = attributes[config.numAttrs++];
-    together.id = cudaLaunchAttributeClusterDimension;
-    together.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    cudaLaunchAttribute& dimension = attributes[config.numAttrs++];
+    dimension.id = cudaLaunchAttributeClusterDimension;
+    dimension.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   }
   cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 #endif
 
-// Host: has a kernel take so many bytes of dynamic LDS, which over 48 KB needs to be asked for.
+// Host: permits a kernel this much dynamic LDS, which is required above 48 KB.
 inline void allow_lds(const void* kernel, size_t bytes) {
   if (bytes > 48 * 1024) {
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
   }
 }
 
-// Host: the current device's compute capability, its first number; 0 when there is no device.
+// Host: major compute capability of the current device; 0 without a device.
 inline int compute_capability() {
   int device = 0, major = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return 0;
@@ -150,7 +150,7 @@ inline int compute_capability() {
   return major;
 }
 
-// Host: how many of them the current device has; 0 when there is no device.
+// Host: multiprocessor count of the current device; 0 without a device.
 inline int multiprocessors() {
   int device = 0, count = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return 0;
@@ -158,7 +158,7 @@ inline int multiprocessors() {
   return count;
 }
 
-// The provider for this vendor: its name, the vendor's PCI id and name.
+// Provider name, PCI vendor id and vendor name.
 constexpr const char* gpuProviderName = "SdOrtCuda";
 constexpr uint32_t gpuVendorId = 0x10DE;
 constexpr const char* gpuVendorName = "NVIDIA";
@@ -170,7 +170,7 @@ inline cudaError_t gpuFreePinned(void* data) { return cudaFreeHost(data); }
 
 using gpuDeviceProp_t = cudaDeviceProp;
 
-// Host: the architecture as compilers name it: sm_90.
+// Host: architecture name of compilers, such as sm_90.
 inline std::string arch_name(const gpuDeviceProp_t& properties) {
   return "sm_" + std::to_string(properties.major * 10 + properties.minor);
 }

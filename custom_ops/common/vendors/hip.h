@@ -1,4 +1,4 @@
-// AMD: what common/gpu.h needs of HIP. The only file that knows AMD's architectures.
+// HIP implementation of common/gpu.h. Only this file names AMD architectures.
 #pragma once
 
 #include <hip/hip_runtime.h>  // half needs no header: clang has _Float16
@@ -11,7 +11,7 @@
 #define SD_ORT_HAS_CLUSTERS 0
 #define SD_ORT_HAS_WARPGROUPS 0
 
-// Whether this pass of the compiler makes code for the device (its builtins are to be had), not for the host.
+// Whether this is a device compilation pass, which has the builtins.
 #define SD_ORT_CUDA_CODE 0
 #if defined(__HIP_DEVICE_COMPILE__)
 #define SD_ORT_HIP_CODE 1
@@ -19,7 +19,7 @@
 #define SD_ORT_HIP_CODE 0
 #endif
 
-// Lanes of a wave, and the matrix instructions of common/mma.h.
+// Wave size, and the matrix instructions of common/mma.h.
 #if defined(__GFX9__)
 #define SD_ORT_WAVE_SIZE 64
 #define SD_ORT_MMA_CDNA 1
@@ -33,14 +33,14 @@
 #error "no kernel is written for this AMD target: custom_ops/amd_targets.py lists those that are supported"
 #else
 #define SD_ORT_WAVE_SIZE 32
-#define SD_ORT_MMA_NVIDIA 1  // what the host's pass parses
+#define SD_ORT_MMA_NVIDIA 1  // parsed in the host pass
 #endif
 
 namespace sd_ort {
 
 using half_t = _Float16;
 
-// bfloat16 as its 16 bits: the same code on every clang and architecture.
+// bfloat16 as its 16 bits, for the same code on every clang and architecture.
 struct bf16_t {
   uint16_t bits;
 };
@@ -57,15 +57,15 @@ __device__ inline half_t from_float<half_t>(float x) {
 template <>
 __device__ inline bf16_t from_float<bf16_t>(float x) {
   const uint32_t bits = __float_as_uint(x);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((bits >> 16) | 0x40u)};  // keep NaN a NaN
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((bits >> 16) | 0x40u)};  // NaN stays NaN
   return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};                  // to nearest even
 }
 
 __device__ inline float shuffle_xor(float value, int mask) { return __shfl_xor(value, mask, SD_ORT_WAVE_SIZE); }
 __device__ inline float shuffle(float value, int lane) { return __shfl(value, lane, SD_ORT_WAVE_SIZE); }
 
-// The block's threads meet; what they stored in LDS before, all of them see after. Promises nothing of global memory:
-// __syncthreads() does, and on RDNA that empties a cache.
+// Block barrier: LDS stores before it are visible to all threads after it. Does not order global memory, unlike
+// __syncthreads(), which invalidates a cache on RDNA.
 __device__ inline void block_barrier() {
 #if !defined(SD_ORT_EMULATED) && defined(__clang__) && __clang_major__ >= 19
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");
@@ -76,11 +76,11 @@ __device__ inline void block_barrier() {
 #endif
 }
 
-// Two and four registers; not HIP's uint2 and uint4: their unions cost copies.
+// Two and four registers. HIP's uint2 and uint4 are unions, which cost register copies.
 using TwoRegisters = uint32_t __attribute__((ext_vector_type(2)));
 using FourRegisters = uint32_t __attribute__((ext_vector_type(4)));
 
-// Makes the compiler not know any more what a register holds, so that it computes a thing again rather than keep it.
+// Hides the value of a register from the compiler, so that it recomputes a value instead of keeping it.
 template <class Raw>
 __device__ inline void launder(Raw& value) {
 #if !defined(SD_ORT_EMULATED)
@@ -88,7 +88,7 @@ __device__ inline void launder(Raw& value) {
 #endif
 }
 
-// 1 / x to about 1 unit in the last place; subnormal numbers count as zero.
+// 1 / x with an error of about 1 unit in the last place; subnormal values count as zero.
 __device__ inline float reciprocal(float x) {
 #if SD_ORT_HIP_CODE
   return __builtin_amdgcn_rcpf(x);
@@ -97,7 +97,7 @@ __device__ inline float reciprocal(float x) {
 #endif
 }
 
-// 2^x to about 2 units in the last place; 0 where that is subnormal, infinity beyond the largest.
+// 2^x with an error of about 2 units in the last place; 0 if the result is subnormal, infinity on overflow.
 __device__ inline float power_of_two(float x) {
 #if SD_ORT_HIP_CODE
   return __builtin_amdgcn_exp2f(x);
@@ -106,11 +106,11 @@ __device__ inline float power_of_two(float x) {
 #endif
 }
 
-// The first statement of every kernel. Here a kernel begins when the one before it in the stream has ended.
+// First statement of every kernel. On AMD a kernel starts after its predecessor in the stream has ended.
 __device__ inline void wait_for_predecessor() {}
 
 #if !defined(SD_ORT_EMULATED)
-// Host: without clusters, which are 1.
+// Host: launches a kernel; the cluster size is always 1.
 template <class... Parameters>
 void launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, int, size_t lds_bytes, void* stream,
                    Parameters... arguments) {
@@ -120,10 +120,10 @@ void launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, int, si
 }
 #endif
 
-// Host: has a kernel take so many bytes of dynamic LDS, which needs no call here.
+// Host: permits a kernel this much dynamic LDS; no call is required on AMD.
 inline void allow_lds(const void*, size_t) {}
 
-// The provider for this vendor: its name, the vendor's PCI id and name.
+// Provider name, PCI vendor id and vendor name.
 constexpr const char* gpuProviderName = "SdOrtHip";
 constexpr uint32_t gpuVendorId = 0x1002;
 constexpr const char* gpuVendorName = "AMD";
@@ -135,7 +135,7 @@ inline hipError_t gpuFreePinned(void* data) { return hipHostFree(data); }
 
 using gpuDeviceProp_t = hipDeviceProp_t;
 
-// Host: the architecture as compilers name it, without features: gfx90a of gfx90a:sramecc+:xnack-.
+// Host: architecture name of compilers without features: gfx90a of gfx90a:sramecc+:xnack-.
 inline std::string arch_name(const gpuDeviceProp_t& properties) {
   const std::string name = properties.gcnArchName;
   return name.substr(0, name.find(':'));

@@ -1,4 +1,4 @@
-// Functions of single elements, computed in float32, and conversions between element types.
+// Elementwise kernels, computed in float32, and casts between element types.
 #include "provider/kernels/for_each.h"
 #include "provider/kernels/kernels.h"
 
@@ -30,7 +30,7 @@ SD_ORT_DEVICE float apply(Unary op, float x, float alpha) {
     case Unary::kRelu:
       return x > 0.f || x != x ? x : 0.f;  // NaN stays NaN
     case Unary::kRound:
-      return rintf(x);  // halves to the even number
+      return rintf(x);  // half to even
     case Unary::kSigmoid:
       return 1.f / (1.f + expf(-x));
     case Unary::kSin:
@@ -124,7 +124,7 @@ struct ClipFunction {
   const T* high;
   T* y;
   SD_ORT_DEVICE void operator()(uint32_t i) const {
-    float value = to_float(x[i]);  // comparisons that NaN fails: it stays
+    float value = to_float(x[i]);  // NaN fails both comparisons and stays NaN
     if (low != nullptr && value < to_float(*low)) value = to_float(*low);
     if (high != nullptr && value > to_float(*high)) value = to_float(*high);
     y[i] = from_float<T>(value);
@@ -161,12 +161,13 @@ struct Convert<bool, From> {
   SD_ORT_DEVICE static bool of(From x) { return x != From{}; }
 };
 
+// float16 and bfloat16 as float, other types unchanged.
 template <class T>
-SD_ORT_DEVICE T number(T x) {
+SD_ORT_DEVICE T widened(T x) {
   return x;
 }
-SD_ORT_DEVICE float number(half_t x) { return to_float(x); }
-SD_ORT_DEVICE float number(bf16_t x) { return to_float(x); }
+SD_ORT_DEVICE float widened(half_t x) { return to_float(x); }
+SD_ORT_DEVICE float widened(bf16_t x) { return to_float(x); }
 
 template <class T>
 struct EqualFunction {
@@ -176,7 +177,7 @@ struct EqualFunction {
   bool* y;
   SD_ORT_DEVICE void operator()(uint32_t i) const {
     const Offsets at(shape, i);
-    y[i] = number(a[at.a]) == number(b[at.b]);
+    y[i] = widened(a[at.a]) == widened(b[at.b]);
   }
 };
 
@@ -185,35 +186,31 @@ struct CastFunction {
   const From* from;
   To* to;
   SD_ORT_DEVICE void operator()(uint32_t i) const {
-    const auto x = number(from[i]);
+    const auto x = widened(from[i]);
     to[i] = Convert<To, typename std::remove_const<decltype(x)>::type>::of(x);
   }
 };
 
-template <class From, class To>
-const char* cast_elements(const void* from, void* to, int64_t count, void* stream) {
-  return for_each(count, CastFunction<From, To>{static_cast<const From*>(from), static_cast<To*>(to)}, stream);
-}
-
-template <class From>
-const char* cast_from(const void* from, Number to_type, void* to, int64_t count, void* stream) {
-  switch (to_type) {
-    case Number::kFloat32:
-      return cast_elements<From, float>(from, to, count, stream);
-    case Number::kFloat16:
-      return cast_elements<From, half_t>(from, to, count, stream);
-    case Number::kBFloat16:
-      return cast_elements<From, bf16_t>(from, to, count, stream);
-    case Number::kFloat64:
-      return cast_elements<From, double>(from, to, count, stream);
-    case Number::kInt32:
-      return cast_elements<From, int32_t>(from, to, count, stream);
-    case Number::kInt64:
-      return cast_elements<From, int64_t>(from, to, count, stream);
-    case Number::kUInt8:
-      return cast_elements<From, uint8_t>(from, to, count, stream);
+// Calls launch(Type<T>()) with the C++ type of an ElementType.
+template <class Launch>
+const char* with_element_type(ElementType type, Launch launch) {
+  switch (type) {
+    case ElementType::kFloat32:
+      return launch(Type<float>());
+    case ElementType::kFloat16:
+      return launch(Type<half_t>());
+    case ElementType::kBFloat16:
+      return launch(Type<bf16_t>());
+    case ElementType::kFloat64:
+      return launch(Type<double>());
+    case ElementType::kInt32:
+      return launch(Type<int32_t>());
+    case ElementType::kInt64:
+      return launch(Type<int64_t>());
+    case ElementType::kUInt8:
+      return launch(Type<uint8_t>());
     default:
-      return cast_elements<From, bool>(from, to, count, stream);
+      return launch(Type<bool>());
   }
 }
 
@@ -223,137 +220,81 @@ int64_t elements(const Broadcast& shape) {
   return count;
 }
 
-template <class Launch>
-const char* by_type(DType dtype, Launch launch) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return launch(float{});
-    case DType::kFloat16:
-      return launch(half_t{});
-    default:
-      return launch(bf16_t{});
-  }
-}
-
 }  // namespace
 
 const char* unary(Unary op, DType dtype, const void* x, void* y, int64_t count, float alpha, void* stream) {
-  return by_type(dtype, [&](auto sample) {
-    using T = decltype(sample);
+  return with_type(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
     return for_each(count, UnaryFunction<T>{op, static_cast<const T*>(x), static_cast<T*>(y), alpha}, stream);
   });
 }
 
 const char* binary(Binary op, DType dtype, const Broadcast& shape, const void* a, const void* b, void* y,
                    void* stream) {
-  return by_type(dtype, [&](auto sample) {
-    using T = decltype(sample);
-    return for_each(
-        elements(shape),
-        BinaryFunction<T>{op, shape, static_cast<const T*>(a), static_cast<const T*>(b), static_cast<T*>(y)}, stream);
+  return with_type(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const BinaryFunction<T> function{op, shape, static_cast<const T*>(a), static_cast<const T*>(b), static_cast<T*>(y)};
+    return for_each(elements(shape), function, stream);
   });
 }
 
-namespace {
-
-template <class T>
-const char* integers_of(Binary op, const Broadcast& shape, const void* a, const void* b, void* y, void* stream) {
-  return for_each(elements(shape),
-                  IntegerFunction<T>{op, shape, static_cast<const T*>(a), static_cast<const T*>(b), static_cast<T*>(y)},
-                  stream);
-}
-
-template <class T>
-const char* equal_of(const Broadcast& shape, const void* a, const void* b, void* y, void* stream) {
-  return for_each(elements(shape),
-                  EqualFunction<T>{shape, static_cast<const T*>(a), static_cast<const T*>(b), static_cast<bool*>(y)},
-                  stream);
-}
-
-}  // namespace
-
-const char* binary_integers(Binary op, Number type, const Broadcast& shape, const void* a, const void* b, void* y,
+const char* binary_integers(Binary op, ElementType type, const Broadcast& shape, const void* a, const void* b, void* y,
                             void* stream) {
-  return type == Number::kInt32 ? integers_of<int32_t>(op, shape, a, b, y, stream)
-                                : integers_of<int64_t>(op, shape, a, b, y, stream);
+  const auto launch = [&](auto sample) {
+    using T = decltype(sample);
+    const IntegerFunction<T> function{op, shape, static_cast<const T*>(a), static_cast<const T*>(b),
+                                      static_cast<T*>(y)};
+    return for_each(elements(shape), function, stream);
+  };
+  return type == ElementType::kInt32 ? launch(int32_t{}) : launch(int64_t{});
 }
 
-const char* equal(Number type, const Broadcast& shape, const void* a, const void* b, void* y, void* stream) {
-  switch (type) {
-    case Number::kFloat32:
-      return equal_of<float>(shape, a, b, y, stream);
-    case Number::kFloat16:
-      return equal_of<half_t>(shape, a, b, y, stream);
-    case Number::kBFloat16:
-      return equal_of<bf16_t>(shape, a, b, y, stream);
-    case Number::kFloat64:
-      return equal_of<double>(shape, a, b, y, stream);
-    case Number::kInt32:
-      return equal_of<int32_t>(shape, a, b, y, stream);
-    case Number::kInt64:
-      return equal_of<int64_t>(shape, a, b, y, stream);
-    default:
-      return equal_of<uint8_t>(shape, a, b, y, stream);
-  }
+const char* equal(ElementType type, const Broadcast& shape, const void* a, const void* b, void* y, void* stream) {
+  return with_element_type(type, [&](auto element) {
+    using Element = typename decltype(element)::type;
+    using T = std::conditional_t<std::is_same_v<Element, bool>, uint8_t, Element>;
+    const EqualFunction<T> function{shape, static_cast<const T*>(a), static_cast<const T*>(b), static_cast<bool*>(y)};
+    return for_each(elements(shape), function, stream);
+  });
 }
 
 const char* clip(DType dtype, const void* x, const void* low, const void* high, void* y, int64_t count, void* stream) {
-  return by_type(dtype, [&](auto sample) {
-    using T = decltype(sample);
-    return for_each(count,
-                    ClipFunction<T>{static_cast<const T*>(x), static_cast<const T*>(low), static_cast<const T*>(high),
-                                    static_cast<T*>(y)},
-                    stream);
+  return with_type(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const ClipFunction<T> function{static_cast<const T*>(x), static_cast<const T*>(low), static_cast<const T*>(high),
+                                   static_cast<T*>(y)};
+    return for_each(count, function, stream);
   });
 }
 
-namespace {
-
-template <class T>
-const char* where_of(const Broadcast& shape, int64_t count, const void* condition, const void* a, const void* b,
-                     void* y, void* stream) {
-  return for_each(count,
-                  WhereFunction<T>{shape, static_cast<const bool*>(condition), static_cast<const T*>(a),
-                                   static_cast<const T*>(b), static_cast<T*>(y)},
-                  stream);
-}
-
-}  // namespace
-
 const char* where(const Broadcast& shape, const void* condition, const void* a, const void* b, void* y,
                   int element_bytes, void* stream) {
-  const int64_t count = elements(shape);
+  const auto launch = [&](auto sample) {
+    using T = decltype(sample);
+    const WhereFunction<T> function{shape, static_cast<const bool*>(condition), static_cast<const T*>(a),
+                                    static_cast<const T*>(b), static_cast<T*>(y)};
+    return for_each(elements(shape), function, stream);
+  };
   switch (element_bytes) {
     case 2:
-      return where_of<uint16_t>(shape, count, condition, a, b, y, stream);
+      return launch(uint16_t{});
     case 4:
-      return where_of<uint32_t>(shape, count, condition, a, b, y, stream);
+      return launch(uint32_t{});
     case 8:
-      return where_of<uint64_t>(shape, count, condition, a, b, y, stream);
+      return launch(uint64_t{});
     default:
-      return where_of<uint8_t>(shape, count, condition, a, b, y, stream);
+      return launch(uint8_t{});
   }
 }
 
-const char* cast(Number from_type, const void* from, Number to_type, void* to, int64_t count, void* stream) {
-  switch (from_type) {
-    case Number::kFloat32:
-      return cast_from<float>(from, to_type, to, count, stream);
-    case Number::kFloat16:
-      return cast_from<half_t>(from, to_type, to, count, stream);
-    case Number::kBFloat16:
-      return cast_from<bf16_t>(from, to_type, to, count, stream);
-    case Number::kFloat64:
-      return cast_from<double>(from, to_type, to, count, stream);
-    case Number::kInt32:
-      return cast_from<int32_t>(from, to_type, to, count, stream);
-    case Number::kInt64:
-      return cast_from<int64_t>(from, to_type, to, count, stream);
-    case Number::kUInt8:
-      return cast_from<uint8_t>(from, to_type, to, count, stream);
-    default:
-      return cast_from<bool>(from, to_type, to, count, stream);
-  }
+const char* cast(ElementType from_type, const void* from, ElementType to_type, void* to, int64_t count, void* stream) {
+  return with_element_type(from_type, [&](auto source) {
+    using From = typename decltype(source)::type;
+    return with_element_type(to_type, [&](auto target) {
+      using To = typename decltype(target)::type;
+      return for_each(count, CastFunction<From, To>{static_cast<const From*>(from), static_cast<To*>(to)}, stream);
+    });
+  });
 }
 
 }  // namespace sd_ort

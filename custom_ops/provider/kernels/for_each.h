@@ -1,5 +1,5 @@
-// A function of an index, run for every index on the device. Functions are plain structs with
-// `SD_ORT_DEVICE void operator()(uint32_t i) const`: one source for HIP, CUDA and the host.
+// Runs a function of an index for every index on the device. Functions are plain structs with
+// `SD_ORT_DEVICE void operator()(uint32_t i) const`: one source for HIP, CUDA and the simulated device.
 //
 // Launch: block (256, 1, 1), grid (ceil(count / 256), 1, 1), no LDS.
 #pragma once
@@ -8,11 +8,11 @@
 
 namespace sd_ort {
 
-#if SD_ORT_HOST
+#if SD_ORT_SIMULATED
 template <class Function>
 const char* for_each(int64_t count, const Function& function, void* stream) {
   if (count > INT32_MAX) return "a tensor has more than 2^31 elements";
-  static_cast<HostStream*>(stream)->launch([=] {
+  static_cast<SimulatedStream*>(stream)->launch([=] {
     for (int64_t i = 0; i < count; ++i) function(static_cast<uint32_t>(i));
   });
   return nullptr;

@@ -1,5 +1,5 @@
-// The provider's own kernels, as plain functions: what of ai.onnx a fused graph still has. Each launches on the stream
-// and returns null or a message.
+// Kernels of ai.onnx operators that remain in fused graphs, as plain functions. Each launches on the stream and returns
+// null or an error message.
 #pragma once
 
 #include <cstddef>
@@ -9,36 +9,36 @@
 
 namespace sd_ort {
 
-constexpr int kMostAxes = 8;
+constexpr int kMaxAxes = 8;
 
-// Elements moved from one strided layout to another: element (i0, i1, ...) lies at sum(i * stride) in both.
+// A copy between strided layouts: element (i0, i1, ...) is at offset sum(i * stride) in both.
 struct StridedCopy {
   const void* from;
   void* to;
   int element_bytes;  // 1, 2, 4 or 8
   int axes;
-  int64_t sizes[kMostAxes];
-  int64_t from_strides[kMostAxes];  // in elements; 0 repeats
-  int64_t to_strides[kMostAxes];
+  int64_t sizes[kMaxAxes];
+  int64_t from_strides[kMaxAxes];  // in elements; 0 repeats
+  int64_t to_strides[kMaxAxes];
 };
 const char* strided_copy(const StridedCopy& copy, void* stream);
 
-// Parts laid side by side in rows, or taken apart: columns `begins[i]` to `begins[i + 1]` of `joined`, (rows, width),
-// are parts[i], (rows, begins[i + 1] - begins[i]). Null parts are left out.
-constexpr int kMostParts = 32;
-struct Join {
-  void* joined;
-  void* parts[kMostParts];
-  int32_t begins[kMostParts + 1];  // in elements of the row
-  int32_t width;                   // of the whole row
+// Concat or Split along columns: columns `begins[i]` to `begins[i + 1]` of `full` (rows, width) are parts[i]
+// (rows, begins[i + 1] - begins[i]). Null parts are skipped.
+constexpr int kMaxParts = 32;
+struct ConcatCall {
+  void* full;
+  void* parts[kMaxParts];
+  int32_t begins[kMaxParts + 1];  // in elements of the row
+  int32_t width;                  // columns of `full`
   int32_t count;
   int element_bytes;  // 1, 2, 4 or 8
   int64_t rows;
-  bool apart;
+  bool split;  // copies from `full` to the parts
 };
-const char* join(const Join& join, void* stream);
+const char* concat(const ConcatCall& call, void* stream);
 
-// Every element of `to` made the element at `value`, which the host reads.
+// Sets every element of `to` to the element at host address `value`.
 const char* fill(void* to, int64_t count, const void* value, int element_bytes, void* stream);
 
 // to (outer, indices, inner) = from (outer, size, inner) at indices, negative ones counted from the end.
@@ -46,35 +46,35 @@ struct GatherCall {
   const void* from;
   const void* indices;  // int32 or int64
   void* to;
-  bool wide;  // int64
+  bool int64_indices;
   int element_bytes;
   int64_t outer, size, count, inner;
 };
-const char* gather(const GatherCall& call, void* stream);
+const char* gather(const GatherCall& context, void* stream);
 
-// to (count, inner) = from at the tuples `indices` (count, depth) of int64, into its first `depth` axes.
+// to (count, inner) = from at `indices` (count, depth) of int64, which index its first `depth` axes.
 struct GatherNdCall {
   const void* from;
   const int64_t* indices;
   void* to;
   int element_bytes;
   int depth;
-  int64_t sizes[kMostAxes];    // of the first axes
-  int64_t strides[kMostAxes];  // theirs, in elements
+  int64_t sizes[kMaxAxes];    // of the first `depth` axes
+  int64_t strides[kMaxAxes];  // of the first `depth` axes, in elements
   int64_t count, inner;
 };
-const char* gather_nd(const GatherNdCall& call, void* stream);
+const char* gather_nd(const GatherNdCall& context, void* stream);
 
-// to = from with `before` more elements at each axis's begin and some at its end, all `value`.
+// to = from with `before` elements of `value` at the begin of each axis and the rest at its end.
 struct PadCall {
   const void* from;
   void* to;
   int element_bytes;
-  uint64_t value;  // its bits
+  uint64_t value;  // bits of the element
   int axes;
-  int64_t from_sizes[kMostAxes], to_sizes[kMostAxes], before[kMostAxes];
+  int64_t from_sizes[kMaxAxes], to_sizes[kMaxAxes], before[kMaxAxes];
 };
-const char* pad(const PadCall& call, void* stream);
+const char* pad(const PadCall& context, void* stream);
 
 // Nearest resize: to (i0, i1, ...) = from (floor(i0 * step0), ...), as `asymmetric` and `floor` of ai.onnx::Resize.
 struct ResizeCall {
@@ -82,10 +82,10 @@ struct ResizeCall {
   void* to;
   int element_bytes;
   int axes;
-  int64_t from_sizes[kMostAxes], to_sizes[kMostAxes];
-  float steps[kMostAxes];
+  int64_t from_sizes[kMaxAxes], to_sizes[kMaxAxes];
+  float steps[kMaxAxes];
 };
-const char* resize_nearest(const ResizeCall& call, void* stream);
+const char* resize_nearest(const ResizeCall& context, void* stream);
 
 enum class Unary {
   kAbs,
@@ -110,43 +110,43 @@ enum class Unary {
 const char* unary(Unary op, DType dtype, const void* x, void* y, int64_t count, float alpha, void* stream);
 
 enum class Binary { kAdd, kDiv, kMax, kMin, kMul, kPow, kSub };
-// Two inputs broadcast to one shape.
+// Two inputs (three of Where) broadcast to one shape.
 struct Broadcast {
   int axes;
-  int64_t sizes[kMostAxes];
-  int64_t a_strides[kMostAxes], b_strides[kMostAxes];  // in elements; 0 repeats
-  int64_t condition_strides[kMostAxes];                // Where's
+  int64_t sizes[kMaxAxes];
+  int64_t a_strides[kMaxAxes], b_strides[kMaxAxes];  // in elements; 0 repeats
+  int64_t condition_strides[kMaxAxes];               // of Where
 };
 const char* binary(Binary op, DType dtype, const Broadcast& shape, const void* a, const void* b, void* y, void* stream);
 
-enum class Number { kFloat32, kFloat16, kBFloat16, kFloat64, kInt32, kInt64, kUInt8, kBool };
-// The same of int32 or int64 numbers; Add, Max, Min, Mul and Sub.
-const char* binary_integers(Binary op, Number type, const Broadcast& shape, const void* a, const void* b, void* y,
+enum class ElementType { kFloat32, kFloat16, kBFloat16, kFloat64, kInt32, kInt64, kUInt8, kBool };
+// y = op(a, b) of int32 or int64: Add, Max, Min, Mul and Sub.
+const char* binary_integers(Binary op, ElementType type, const Broadcast& shape, const void* a, const void* b, void* y,
                             void* stream);
-// y = a == b, of bool, for every type of Number.
-const char* equal(Number type, const Broadcast& shape, const void* a, const void* b, void* y, void* stream);
-// y = x between two numbers on the device, either of which may be null for none.
+// y = (a == b) as bool, for every ElementType.
+const char* equal(ElementType type, const Broadcast& shape, const void* a, const void* b, void* y, void* stream);
+// y = x clipped to the device scalars low and high; null means no bound.
 const char* clip(DType dtype, const void* x, const void* low, const void* high, void* y, int64_t count, void* stream);
 const char* where(const Broadcast& shape, const void* condition, const void* a, const void* b, void* y,
                   int element_bytes, void* stream);
 
-const char* cast(Number from_type, const void* from, Number to_type, void* to, int64_t count, void* stream);
+const char* cast(ElementType from_type, const void* from, ElementType to_type, void* to, int64_t count, void* stream);
 
 enum class Reduction { kMax, kMean, kMin, kSum };
-// y (outer, inner) over the middle axis of x (outer, size, inner), in float32.
+// y (outer, inner) reduces the middle axis of x (outer, size, inner) in float32.
 const char* reduce(Reduction op, DType dtype, const void* x, void* y, int64_t outer, int64_t size, int64_t inner,
                    void* stream);
 
-// Rows of softmax(x), in float32.
+// Softmax of each row, in float32.
 const char* softmax_rows(DType dtype, const void* x, void* y, int64_t rows, int64_t columns, void* stream);
 
-// Rows of (x - mean) / sqrt(variance + epsilon) * gamma + beta; beta may be null.
+// (x - mean) / sqrt(variance + epsilon) * gamma + beta of each row; beta may be null.
 const char* layer_norm_rows(DType dtype, const void* x, const void* gamma, const void* beta, void* y, int64_t rows,
                             int64_t columns, float epsilon, void* stream);
 
 // Y (batch, rows, columns) = scale X W + bias: X (batch, rows, inner), W (batch, inner, columns) or, transposed,
-// (batch, columns, inner), bias (columns) or null. A batch stride of 0 repeats a matrix.
-struct ProductParams {
+// (batch, columns, inner), bias (columns) or null. A batch stride of 0 broadcasts a matrix.
+struct GemmParams {
   DType dtype;
   const void* x;
   const void* weight;
@@ -166,6 +166,6 @@ struct ProductParams {
   }
   std::vector<Output> outputs() const { return {{y, static_cast<size_t>(batch * rows * columns), dtype}}; }
 };
-const char* product_launch(const ProductParams& params, void* stream);
+const char* gemm_launch(const GemmParams& params, void* stream);
 
 }  // namespace sd_ort

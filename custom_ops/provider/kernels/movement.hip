@@ -1,4 +1,4 @@
-// What only moves elements: they go as their bits, in the widest pieces that lie together on both sides.
+// Kernels that copy elements as raw bits, with the widest accesses that are contiguous on both sides.
 #include "provider/kernels/for_each.h"
 #include "provider/kernels/kernels.h"
 #include "provider/kernels/move.h"
@@ -6,7 +6,7 @@
 namespace sd_ort {
 namespace {
 
-struct alignas(16) Sixteen {
+struct alignas(16) Bits128 {
   uint64_t parts[2];
 };
 
@@ -26,18 +26,18 @@ struct Copy {
 };
 
 template <class T>
-struct JoinParts {
-  Join j;
+struct ConcatParts {
+  ConcatCall c;
   Divisor span;  // columns of all parts
   SD_ORT_DEVICE Move<T> operator()(uint32_t i) const {
-    const uint32_t row = span.divide(i), before = row * static_cast<uint32_t>(j.begins[j.count] - j.begins[0]);
-    const int32_t column = static_cast<int32_t>(i - before) + j.begins[0];
+    const uint32_t row = span.divide(i), before = row * static_cast<uint32_t>(c.begins[c.count] - c.begins[0]);
+    const int32_t column = static_cast<int32_t>(i - before) + c.begins[0];
     int part = 0;
-    while (column >= j.begins[part + 1]) ++part;
-    const int32_t begin = j.begins[part], wide = j.begins[part + 1] - begin;
-    T* const in_part = static_cast<T*>(j.parts[part]) + static_cast<int64_t>(row) * wide + (column - begin);
-    T* const in_row = static_cast<T*>(j.joined) + static_cast<int64_t>(row) * j.width + column;
-    return {j.apart ? in_row : in_part, j.apart ? in_part : in_row, j.parts[part] != nullptr};
+    while (column >= c.begins[part + 1]) ++part;
+    const int32_t begin = c.begins[part], width = c.begins[part + 1] - begin;
+    T* const in_part = static_cast<T*>(c.parts[part]) + static_cast<int64_t>(row) * width + (column - begin);
+    T* const in_full = static_cast<T*>(c.full) + static_cast<int64_t>(row) * c.width + column;
+    return {c.split ? in_full : in_part, c.split ? in_part : in_full, c.parts[part] != nullptr};
   }
 };
 
@@ -55,9 +55,10 @@ struct Gather {
     const uint32_t inner = static_cast<uint32_t>(c.inner), count = static_cast<uint32_t>(c.count);
     const uint32_t column = i % inner, row = i / inner % count;
     const int64_t outer = i / inner / count;
-    int64_t index = c.wide ? static_cast<const int64_t*>(c.indices)[row] : static_cast<const int32_t*>(c.indices)[row];
+    int64_t index =
+        c.int64_indices ? static_cast<const int64_t*>(c.indices)[row] : static_cast<const int32_t*>(c.indices)[row];
     if (index < 0) index += c.size;
-    const bool inside = index >= 0 && index < c.size;  // ONNX leaves others undefined; nothing is read out of bounds
+    const bool inside = index >= 0 && index < c.size;  // undefined in ONNX; never read out of bounds
     static_cast<T*>(c.to)[i] =
         inside ? static_cast<const T*>(c.from)[(outer * c.size + index) * c.inner + column] : T{};
   }
@@ -116,7 +117,7 @@ struct Resize {
   }
 };
 
-// launch(T{}) with the unsigned type of that many bytes.
+// Calls launch(T{}) with the unsigned type T of this size.
 template <class Launch>
 const char* by_size(int bytes, Launch launch) {
   switch (bytes) {
@@ -129,35 +130,35 @@ const char* by_size(int bytes, Launch launch) {
     case 8:
       return launch(uint64_t{});
     default:
-      return "elements of this size are not moved";
+      return "elements of this size are not supported";
   }
 }
 
-int64_t count_of(int axes, const int64_t* sizes) {
+int64_t element_count(int axes, const int64_t* sizes) {
   int64_t count = 1;
   for (int axis = 0; axis < axes; ++axis) count *= sizes[axis];
   return count;
 }
 
-// Axes of one element out, and neighbors that lie alike on both sides made one.
+// Removes axes of size 1 and merges adjacent axes that are contiguous on both sides.
 void merge_axes(StridedCopy& c) {
-  int kept = 0;
+  int axes = 0;
   for (int axis = 0; axis < c.axes; ++axis) {
     if (c.sizes[axis] == 1) continue;
-    const bool joins = kept > 0 && c.from_strides[kept - 1] == c.sizes[axis] * c.from_strides[axis] &&
-                       c.to_strides[kept - 1] == c.sizes[axis] * c.to_strides[axis];
+    const bool joins = axes > 0 && c.from_strides[axes - 1] == c.sizes[axis] * c.from_strides[axis] &&
+                       c.to_strides[axes - 1] == c.sizes[axis] * c.to_strides[axis];
     if (joins) {
-      c.sizes[kept - 1] *= c.sizes[axis];
+      c.sizes[axes - 1] *= c.sizes[axis];
     } else {
-      c.sizes[kept++] = c.sizes[axis];
+      c.sizes[axes++] = c.sizes[axis];
     }
-    c.from_strides[kept - 1] = c.from_strides[axis];
-    c.to_strides[kept - 1] = c.to_strides[axis];
+    c.from_strides[axes - 1] = c.from_strides[axis];
+    c.to_strides[axes - 1] = c.to_strides[axis];
   }
-  c.axes = kept;
+  c.axes = axes;
 }
 
-// Elements that lie together on both sides moved as fewer, wider ones: 16 bytes at most.
+// Combines elements that are contiguous on both sides into wider ones of at most 16 bytes.
 void widen(StridedCopy& c) {
   const int last = c.axes - 1;
   if (c.axes == 0 || c.from_strides[last] != 1 || c.to_strides[last] != 1) return;
@@ -178,41 +179,41 @@ void widen(StridedCopy& c) {
   }
 }
 
-// The same for parts: all of them have to be wide enough.
-void widen(Join& j) {
+// Combines adjacent columns into wider elements of at most 16 bytes if all parts allow it.
+void widen(ConcatCall& c) {
   const auto even = [&] {
-    const uintptr_t bytes = 2 * static_cast<uintptr_t>(j.element_bytes);
-    bool all = j.width % 2 == 0 && reinterpret_cast<uintptr_t>(j.joined) % bytes == 0;
-    for (int i = 0; i <= j.count; ++i) all = all && j.begins[i] % 2 == 0;
-    for (int i = 0; i < j.count; ++i) all = all && reinterpret_cast<uintptr_t>(j.parts[i]) % bytes == 0;
+    const uintptr_t bytes = 2 * static_cast<uintptr_t>(c.element_bytes);
+    bool all = c.width % 2 == 0 && reinterpret_cast<uintptr_t>(c.full) % bytes == 0;
+    for (int i = 0; i <= c.count; ++i) all = all && c.begins[i] % 2 == 0;
+    for (int i = 0; i < c.count; ++i) all = all && reinterpret_cast<uintptr_t>(c.parts[i]) % bytes == 0;
     return all;
   };
-  while (j.element_bytes < 16 && even()) {
-    j.element_bytes *= 2;
-    j.width /= 2;
-    for (int i = 0; i <= j.count; ++i) j.begins[i] /= 2;
+  while (c.element_bytes < 16 && even()) {
+    c.element_bytes *= 2;
+    c.width /= 2;
+    for (int i = 0; i <= c.count; ++i) c.begins[i] /= 2;
   }
 }
 
 }  // namespace
 
-const char* join(const Join& call, void* stream) {
-  Join j = call;
-  widen(j);
-  const int32_t span = j.begins[j.count] - j.begins[0];
-  const auto moved = [&](auto sample) {
+const char* concat(const ConcatCall& call, void* stream) {
+  ConcatCall c = call;
+  widen(c);
+  const int32_t span = c.begins[c.count] - c.begins[0];
+  const auto launch_for = [&](auto sample) {
     using T = decltype(sample);
-    return move_each<T>(j.rows * span, JoinParts<T>{j, Divisor(static_cast<uint32_t>(span))}, stream);
+    return move_each<T>(c.rows * span, ConcatParts<T>{c, Divisor(static_cast<uint32_t>(span))}, stream);
   };
-  return j.element_bytes == 16 ? moved(Sixteen{}) : by_size(j.element_bytes, moved);
+  return c.element_bytes == 16 ? launch_for(Bits128{}) : by_size(c.element_bytes, launch_for);
 }
 
 const char* strided_copy(const StridedCopy& copy, void* stream) {
   StridedCopy c = copy;
   merge_axes(c);
   widen(c);
-  const int64_t count = count_of(c.axes, c.sizes);
-  if (c.element_bytes == 16) return for_each(count, Copy<Sixteen>{c}, stream);
+  const int64_t count = element_count(c.axes, c.sizes);
+  if (c.element_bytes == 16) return for_each(count, Copy<Bits128>{c}, stream);
   return by_size(c.element_bytes, [&](auto sample) { return for_each(count, Copy<decltype(sample)>{c}, stream); });
 }
 
@@ -237,13 +238,14 @@ const char* gather_nd(const GatherNdCall& c, void* stream) {
 }
 
 const char* pad(const PadCall& c, void* stream) {
-  return by_size(c.element_bytes,
-                 [&](auto sample) { return for_each(count_of(c.axes, c.to_sizes), Pad<decltype(sample)>{c}, stream); });
+  return by_size(c.element_bytes, [&](auto sample) {
+    return for_each(element_count(c.axes, c.to_sizes), Pad<decltype(sample)>{c}, stream);
+  });
 }
 
 const char* resize_nearest(const ResizeCall& c, void* stream) {
   return by_size(c.element_bytes, [&](auto sample) {
-    return for_each(count_of(c.axes, c.to_sizes), Resize<decltype(sample)>{c}, stream);
+    return for_each(element_count(c.axes, c.to_sizes), Resize<decltype(sample)>{c}, stream);
   });
 }
 

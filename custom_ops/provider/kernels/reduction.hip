@@ -1,5 +1,5 @@
-// Sums over an axis, rows of Softmax and LayerNormalization, and matrix products, most a thread an output or a row: for
-// the few of them that no fusion took. What is fused has kernels of its own in the operators' folders.
+// Reductions, Softmax, LayerNormalization and GEMM with one thread per output or row, for the few nodes that no fusion
+// replaced. Fused operators have their kernels in operators/.
 #include "provider/kernels/for_each.h"
 #include "provider/kernels/kernels.h"
 
@@ -18,8 +18,8 @@ struct Reduce {
     if (op == Reduction::kMin) return value < total || value != value ? value : total;
     return total + value;
   }
-  // Of output i's numbers every `step`th from `first` on.
-  SD_ORT_DEVICE float part(uint32_t i, int64_t first, int64_t step) const {
+  // Reduces every `step`-th input of output i, starting with `first`.
+  SD_ORT_DEVICE float partial(uint32_t i, int64_t first, int64_t step) const {
     const int64_t outer = i / static_cast<uint32_t>(inner), column = i % static_cast<uint32_t>(inner);
     const T* from = x + outer * size * inner + column;
     float total = op == Reduction::kMax ? -INFINITY : op == Reduction::kMin ? INFINITY : 0.f;
@@ -29,26 +29,26 @@ struct Reduce {
   SD_ORT_DEVICE void write(uint32_t i, float total) const {
     y[i] = from_float<T>(op == Reduction::kMean ? total / static_cast<float>(size) : total);
   }
-  SD_ORT_DEVICE void operator()(uint32_t i) const { write(i, part(i, 0, 1)); }
+  SD_ORT_DEVICE void operator()(uint32_t i) const { write(i, partial(i, 0, 1)); }
 };
 
-#if !SD_ORT_HOST
+#if !SD_ORT_SIMULATED
 constexpr int kReducers = 512;
 
-// A block an output, where outputs are few and their numbers many.
+// One block per output, for few outputs with many inputs.
 //
 // Launch: block (512, 1, 1), grid (outputs, 1, 1), no dynamic LDS.
 template <class T>
 __global__ __launch_bounds__(kReducers) void reduce_kernel(Reduce<T> reduce) {
   wait_for_predecessor();
-  __shared__ float parts[kReducers];
+  __shared__ float partials[kReducers];
   const int thread = static_cast<int>(threadIdx.x);
-  parts[thread] = reduce.part(blockIdx.x, thread, kReducers);
+  partials[thread] = reduce.partial(blockIdx.x, thread, kReducers);
   for (int half = kReducers / 2; half > 0; half /= 2) {
     block_barrier();
-    if (thread < half) parts[thread] = reduce.merge(parts[thread], parts[thread + half]);
+    if (thread < half) partials[thread] = reduce.merge(partials[thread], partials[thread + half]);
   }
-  if (thread == 0) reduce.write(blockIdx.x, parts[0]);
+  if (thread == 0) reduce.write(blockIdx.x, partials[0]);
 }
 #endif
 
@@ -93,8 +93,8 @@ struct LayerNormRow {
 };
 
 template <class T>
-struct Product {
-  ProductParams p;
+struct GemmElement {
+  GemmParams p;
   SD_ORT_DEVICE void operator()(uint32_t i) const {
     const uint32_t columns = static_cast<uint32_t>(p.columns), rows = static_cast<uint32_t>(p.rows);
     const int64_t column = i % columns, row = i / columns % rows, batch = i / columns / rows;
@@ -110,45 +110,33 @@ struct Product {
   }
 };
 
-template <class Launch>
-const char* by_type(DType dtype, Launch launch) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return launch(float{});
-    case DType::kFloat16:
-      return launch(half_t{});
-    default:
-      return launch(bf16_t{});
-  }
-}
-
 }  // namespace
 
 const char* reduce(Reduction op, DType dtype, const void* x, void* y, int64_t outer, int64_t size, int64_t inner,
                    void* stream) {
-  return by_type(dtype, [&](auto sample) {
-    using T = decltype(sample);
-    const Reduce<T> each{op, static_cast<const T*>(x), static_cast<T*>(y), size, inner};
-#if !SD_ORT_HOST
+  return with_type(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const Reduce<T> function{op, static_cast<const T*>(x), static_cast<T*>(y), size, inner};
+#if !SD_ORT_SIMULATED
     if (size > kReducers && outer * inner > 0 && outer * inner <= 65535) {
-      return launch(reduce_kernel<T>, dim3(outer * inner), dim3(kReducers), 0, stream, each);
+      return launch(reduce_kernel<T>, dim3(outer * inner), dim3(kReducers), 0, stream, function);
     }
 #endif
-    return for_each(outer * inner, each, stream);
+    return for_each(outer * inner, function, stream);
   });
 }
 
 const char* softmax_rows(DType dtype, const void* x, void* y, int64_t rows, int64_t columns, void* stream) {
-  return by_type(dtype, [&](auto sample) {
-    using T = decltype(sample);
+  return with_type(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
     return for_each(rows, SoftmaxRow<T>{static_cast<const T*>(x), static_cast<T*>(y), columns}, stream);
   });
 }
 
 const char* layer_norm_rows(DType dtype, const void* x, const void* gamma, const void* beta, void* y, int64_t rows,
                             int64_t columns, float epsilon, void* stream) {
-  return by_type(dtype, [&](auto sample) {
-    using T = decltype(sample);
+  return with_type(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
     return for_each(rows,
                     LayerNormRow<T>{static_cast<const T*>(x), static_cast<const T*>(gamma), static_cast<const T*>(beta),
                                     static_cast<T*>(y), columns, epsilon},
@@ -156,9 +144,9 @@ const char* layer_norm_rows(DType dtype, const void* x, const void* gamma, const
   });
 }
 
-const char* product_launch(const ProductParams& p, void* stream) {
-  return by_type(p.dtype, [&](auto sample) {
-    return for_each(p.batch * p.rows * p.columns, Product<decltype(sample)>{p}, stream);
+const char* gemm_launch(const GemmParams& p, void* stream) {
+  return with_type(p.dtype, [&](auto type) {
+    return for_each(p.batch * p.rows * p.columns, GemmElement<typename decltype(type)::type>{p}, stream);
   });
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter.pattern import Var
@@ -21,7 +22,7 @@ class FromAttention(Rule):
     """ai.onnx Attention (opset 23) on [B,H,S,D] tensors with one output => SDPA
 
     A boolean mask becomes 0 for True and the lowest finite value for False, as torch.onnx writes it below opset 23.
-    The two differ only in rows without True, whose result is undefined.
+    The output of a row without True is 0, as in ONNX Runtime: a factor of 0, unless the mask is constant without one.
     """
 
     def pattern(self, op: Any, q: Any, k: Any, v: Any) -> Any:
@@ -43,24 +44,59 @@ class FromAttention(Rule):
             return "the mask and the scores differ in dtype"
         if node.attributes.get_float("softcap", 0.0) or node.attributes.get_int("qk_matmul_output_mode", 0):
             return "it caps or returns the scores"
+        if mask is not None and mask.dtype == ir.DataType.BOOL and node.attributes.get_int("is_causal", 0) == 1:
+            return "it is causal and has a boolean mask, so that rows may be masked as a whole"
         return None
 
     def rewrite(self, op: Any, q: ir.Value, k: ir.Value, v: ir.Value, out: ir.Value, mask: ir.Value | None) -> Any:
         node = out.producer()
         assert node is not None
-        default = (values.size(q, -1) or 1) ** -0.5
-        scale = node.attributes.get_float("scale", default)
-        if mask is not None and mask.dtype == ir.DataType.BOOL:
-            dtype = (q.dtype or ir.DataType.FLOAT).numpy()
-            keep, drop = (op.initializer(ir.tensor(np.array(x, dtype)), name=unique_name(out, name))
-                          for x, name in ((0, "keep"), (np.finfo(dtype).min, "drop")))  # fmt: skip
-            mask = op.Where(mask, keep, drop)
-        inputs = [q, k, v] + ([] if mask is None else [mask])
+        scale = node.attributes.get_float("scale", (values.size(q, -1) or 1) ** -0.5)
         causal = node.attributes.get_int("is_causal", 0)
-        return op.ScaledDotProductAttention(*inputs, scale=scale, is_causal=causal, _domain=DOMAIN)
+        attention = partial(op.ScaledDotProductAttention, q, k, v, scale=scale, is_causal=causal, _domain=DOMAIN)
+        if mask is None or mask.dtype != ir.DataType.BOOL:
+            return attention() if mask is None else attention(mask)
+        dtype = q.dtype or ir.DataType.FLOAT
+        keep, drop = (op.initializer(ir.tensor(np.array(x, dtype.numpy())), name=unique_name(out, name))
+                      for x, name in ((0, "keep"), (ml_dtypes.finfo(dtype.numpy()).min, "drop")))  # fmt: skip
+        result = attention(op.Where(mask, keep, drop))
+        if _every_row_has_true(mask):
+            return result
+        last = op.initializer(ir.tensor(np.array([-1], np.int64)), name=unique_name(out, "last"))
+        return op.Mul(result, op.ReduceMax(op.Cast(mask, to=dtype), last, keepdims=1))
 
 
-RULES = (FromAttention,)
+def _every_row_has_true(mask: ir.Value) -> bool:
+    array = values.constant(mask)
+    return array is not None and bool(array.any(-1).all())
+
+
+class MergeHeadsFirst(Rule):
+    """Mul(SDPA, [B,1,S,1]) -> Transpose -> Reshape to [B,S,H*D]  =>  SDPA -> Transpose -> Reshape -> Mul([B,S,1])
+
+    Fusions find the merge of the heads next to the attention.
+    """
+
+    def pattern(self, op: Any, attention: Any, rows: Any, shape: Any) -> Any:
+        transposed = op.Transpose(op.Mul(attention, rows), perm=[0, 2, 1, 3])
+        return op.Reshape(transposed, shape, _outputs=["out"])
+
+    def reject_reason(self, attention: ir.Value, rows: ir.Value, shape: ir.Value, out: ir.Value) -> str | None:
+        node = attention.producer()
+        if node is None or node.op_type != "ScaledDotProductAttention":
+            return "it multiplies no attention"
+        axes = values.dims(rows)
+        if axes is None or len(axes) != 4 or axes[1] != 1 or axes[3] != 1 or values.rank(out) != 3:
+            return "heads or channels have factors of their own"
+        return None
+
+    def rewrite(self, op: Any, attention: ir.Value, rows: ir.Value, shape: ir.Value, out: ir.Value) -> Any:
+        merged = op.Reshape(op.Transpose(attention, perm=[0, 2, 1, 3]), shape)
+        heads = op.initializer(ir.tensor(np.array([1], np.int64)), name=unique_name(out, "heads"))
+        return op.Mul(merged, op.Squeeze(rows, heads))
+
+
+RULES = (FromAttention, MergeHeadsFirst)
 
 
 def _graph(body: str, extra: str = "", outputs: str = "", opset: int = 21) -> str:
@@ -110,7 +146,35 @@ CASES = [
     _case(
         "operator with a boolean mask",
         _graph("y = Attention (q, k, v, keep)", ", bool[B,1,S,L] keep", opset=23),
-        ops=_ONE | {"Where": 1},
+        ops=_ONE | {"Where": 1, "ReduceMax": 1, "Mul": 1},
+        sizes={"B": 2, "S": 5, "L": 7},
+    ),
+    _rejected(
+        "causal operator with a boolean mask",
+        _graph("y = Attention <is_causal = 1> (q, k, v, keep)", ", bool[B,1,S,L] keep", opset=23),
+        sizes={"B": 2, "S": 5, "L": 5},
+        rejection="masked as a whole",
+    ),
+    _case(
+        "operator with a constant boolean mask without empty rows",
+        _graph(
+            "keep = Constant <value = bool[5,3] {1,0,0, 0,1,0, 1,1,0, 0,0,1, 1,1,1}> ()  y = Attention (q, k, v, keep)",
+            opset=23,
+        )
+        .replace(",S,", ",5,")
+        .replace(",L,", ",3,"),
+        ops=_ONE | {"ReduceMax": 0, "Mul": 0},
+    ),
+    _case(
+        "operator with a boolean mask whose heads are merged",
+        _graph(
+            "o = Attention (q, k, v, keep)  t = Transpose <perm = [0, 2, 1, 3]> (o)  "
+            "s = Constant <value_ints = [0, 0, 8]> ()  h = Reshape (t, s)  y = Neg (h)",
+            ", bool[B,1,S,L] keep",
+            opset=23,
+        ).replace("(float[B,2,S,4] y", "(float[B,S,8] y"),
+        rewrites=2,
+        ops=_ONE | {"ReduceMax": 1, "Mul": 1, "Squeeze": 0, "Reshape": 2},
         sizes={"B": 2, "S": 5, "L": 7},
     ),
 ]

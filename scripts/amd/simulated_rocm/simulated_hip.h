@@ -19,6 +19,9 @@ hipError_t simulated_hip_submit(hipStream_t stream, void (*operation)(void*), vo
 // Returns 1 if [address, address + bytes) lies in one allocation of device or pinned host memory, else 0.
 int simulated_hip_is_allocated(const void* address, size_t bytes);
 
+// Source (null unless it is host memory) and bytes of a captured copy. Fails for a node that is no copy.
+hipError_t simulated_hip_copy_of(hipGraphNode_t node, const void** source, size_t* bytes);
+
 // Target of the simulated devices without features, for example "gfx942".
 const char* simulated_hip_target(void);
 

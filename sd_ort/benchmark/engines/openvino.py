@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from sd_ort.benchmark.engines.contract import Batch, Engine, Opened, Settings, component_call
+from sd_ort.benchmark.engines.interface import Batch, Engine, Opened, Settings, component_call
 from sd_ort.core.errors import InputError, SdOrtError
-from sd_ort.core.folder import MODEL
+from sd_ort.core.pipeline_folder import MODEL
 
 PRECISIONS = {"float32": ("f32", "fp32"), "bfloat16": ("bf16", "bf16")}
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from sd_ort.benchmark.engines.contract import Batch, Engine, Opened, Settings, component_call, pipeline_arguments
+from sd_ort.benchmark.engines.interface import Batch, Engine, Opened, Settings, component_call, pipeline_arguments
 from sd_ort.core.errors import SdOrtError
-from sd_ort.core.folder import MODEL
-from sd_ort.runtime import captured, providers, session, wheels
+from sd_ort.core.pipeline_folder import MODEL
+from sd_ort.runtime import bound_run, ort_wheel, providers, session
 
 
 def time_calls(opened: Any) -> list[float]:
@@ -47,7 +47,7 @@ def open_pipeline(engine: Engine, settings: Settings) -> Opened:
 
     Where all steps are queued on the device, a step's time is their mean there; else every UNet call is timed.
     """
-    from sd_ort.pipeline.text_to_image import StableDiffusionPipeline
+    from sd_ort.pipelines.text_to_image import StableDiffusionPipeline
 
     if engine.engine == "tensorrt":
         raise SdOrtError("TensorRT is measured on one component: use --component.")
@@ -122,7 +122,7 @@ def bind(
     feeds = {name: np.ascontiguousarray(feeds[name], model.dtype(name)) for name in model.inputs}
     if settings.provider != "cpu":
         device = providers.provider_named(settings.provider).device
-        bound = captured.BoundShapes(model.session, feeds, device, 0)
+        bound = bound_run.bind(model, feeds, device)
         return bound.run, lambda: bound.outputs[model.outputs[0]].numpy()
     results: list[np.ndarray] = []
 
@@ -142,13 +142,15 @@ def open_model(engine: Engine, settings: Settings, profile: Path | None = None) 
     path = Path(engine.directory) / str(settings.component) / MODEL
     if engine.engine == "tensorrt":
         return session.Model(_tensorrt_session(path))
-    options = _session_options(engine, settings) | ({"graph": True} if engine.graph else {})
+    options = _session_options(engine, settings)
+    if engine.graph:
+        return bound_run.open_gpu_graph_model(path, settings.provider, profile=profile, **options)
     return session.Model(session.create_session(path, settings.provider, profile=profile, **options))
 
 
 def _tensorrt_session(path: Path) -> Any:
     """ONNX Runtime's TensorRT provider, in float16. Raises SdOrtError that says what is missing."""
-    onnxruntime = wheels.runtime()
+    onnxruntime = ort_wheel.runtime()
     name, library = "TensorrtExecutionProvider", "libnvinfer.so.10"
     if name not in onnxruntime.get_available_providers():
         raise SdOrtError("this onnxruntime wheel has no TensorRT provider: pip install 'sd-ort[cuda]'.")

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sd_ort.benchmark.engines.contract import Batch, Engine, Opened, Settings, component_call, pipeline_arguments
+from sd_ort.benchmark.engines.interface import Batch, Engine, Opened, Settings, component_call, pipeline_arguments
+from sd_ort.checkpoints.signatures import default_latents
 from sd_ort.core.errors import InputError, SdOrtError
-from sd_ort.family.signatures import default_latents
 
 
 def _device(settings: Settings) -> tuple[str, torch.dtype]:
@@ -92,9 +92,9 @@ def first_latents(pipeline: Any, arguments: Mapping[str, Any]) -> torch.Tensor:
 
 def open_component(engine: Engine, settings: Settings) -> Opened:
     """One component as the module that the exporter traces, its inputs on the device before the clock starts."""
-    from sd_ort.family.checkpoints import is_sdxl
-    from sd_ort.family.modules import wrap
-    from sd_ort.family.signatures import MODEL_OF
+    from sd_ort.checkpoints.checkpoint import is_sdxl
+    from sd_ort.checkpoints.modules import wrap
+    from sd_ort.checkpoints.signatures import MODEL_OF
 
     assert settings.component is not None
     device, dtype = _device(settings)
@@ -150,10 +150,10 @@ def _captured(module: Any, inputs: list[torch.Tensor]) -> Any:
 
 
 def _source(model: str, random_weights: bool, seed: int) -> Any:
-    from sd_ort.family.checkpoints import open_source
+    from sd_ort.checkpoints.open import open_checkpoint
+    from sd_ort.checkpoints.presets import open_preset
 
-    checkpoint, preset = (None, model) if random_weights else (model, None)
-    return open_source(checkpoint, preset, random_weights, seed)
+    return open_preset(model, seed) if random_weights else open_checkpoint(model)
 
 
 def torch_pipeline(model: str, random_weights: bool = False, seed: int = 0) -> Any:

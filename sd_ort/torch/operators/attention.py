@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from custom_ops.multi_head_attention.cases import HeadsView, Params
+from custom_ops.operators.multi_head_attention.cases import HeadsView, Params
 from sd_ort.torch.kernels import DTYPE_CODES, GpuKernels, Kernels, is_hopper_or_newer, kernels_for
 from sd_ort.torch.operators.registration import Operator, pointer, require, same_dtype
 

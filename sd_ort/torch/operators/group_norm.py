@@ -8,7 +8,7 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
-from custom_ops.group_norm.cases import Params
+from custom_ops.operators.group_norm.cases import Params
 from sd_ort.torch.kernels import DTYPE_CODES, Kernels, kernels_for
 from sd_ort.torch.operators.registration import Operator, pointer, require, same_dtype
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from custom_ops.linear_add.cases import Params
+from custom_ops.operators.linear_add.cases import Params
 from sd_ort.torch.kernels import DTYPE_CODES, kernels_for
 from sd_ort.torch.operators.registration import Operator, pointer, require, same_dtype
 

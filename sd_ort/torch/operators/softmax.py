@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from custom_ops.softmax.cases import Params
+from custom_ops.operators.softmax.cases import Params
 from sd_ort.torch.kernels import DTYPE_CODES, kernels_for
 from sd_ort.torch.operators.registration import Operator, pointer, require
 

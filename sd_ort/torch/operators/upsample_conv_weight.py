@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from custom_ops.doubled_weight.cases import Params
+from custom_ops.operators.upsample_conv_weight.cases import Params
 from sd_ort.torch.kernels import DTYPE_CODES, kernels_for
 from sd_ort.torch.operators.registration import Operator, pointer, register_alias, require
 
@@ -32,7 +32,7 @@ def _launch(weight: Tensor) -> Tensor:
     if y.numel():
         filters, _, _, channels = weight.shape
         params = Params(DTYPE_CODES[weight.dtype], pointer(weight), pointer(y), filters, channels)
-        kernels.run("DoubledWeight", params, weight.device)
+        kernels.run("UpsampleConvWeight", params, weight.device)
     return y
 
 

@@ -29,7 +29,11 @@ hipError_t copy_in_stream(const char* function, void* destination, const void* s
                           hipStream_t stream) {
   const hipError_t status = check_copy(function, destination, source, bytes, kind);
   if (status != hipSuccess) return status;
-  return submit(stream, [=] { memmove(destination, source, bytes); });
+  NodeParams params;
+  params.type = hipGraphNodeTypeMemcpy;
+  if (kind == hipMemcpyHostToDevice) params.source = source;
+  params.bytes = bytes;
+  return submit(stream, [=] { memmove(destination, source, bytes); }, params);
 }
 
 size_t extent(size_t pitch, size_t width, size_t height) { return height == 0 ? 0 : pitch * (height - 1) + width; }

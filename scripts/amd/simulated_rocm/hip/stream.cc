@@ -13,18 +13,23 @@ namespace simulated {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Operations = std::vector<Operation>;
+
+struct Node {
+  Operation operation;
+  NodeParams params;
+};
+using Nodes = std::vector<std::shared_ptr<Node>>;
 
 // A graph, or an executable made of one: operations in the order of capture.
 struct Graph {
-  Operations operations;
+  Nodes nodes;
 };
 
 // One capture: its graph, and the streams that joined it through events.
 struct Capture {
   unsigned long long id;
   hipStreamCaptureMode mode;
-  Operations operations;
+  Nodes nodes;
   std::set<struct Stream*> streams;
   std::set<struct Stream*> unjoined;  // forked streams with work that the origin does not wait for
 };
@@ -149,7 +154,7 @@ int stream_device(hipStream_t handle, int current) {
   return stream == nullptr ? -1 : stream->device;
 }
 
-hipError_t submit(hipStream_t handle, Operation operation) {
+hipError_t submit(hipStream_t handle, Operation operation, const NodeParams& params) {
   std::mutex* running = &state().null_stream;
   if (!is_null(handle) && handle != hipStreamPerThread) {
     Lock lock(state().mutex);
@@ -157,7 +162,7 @@ hipError_t submit(hipStream_t handle, Operation operation) {
     if (stream == nullptr) return hipErrorContextIsDestroyed;
     if (stream->status == hipStreamCaptureStatusInvalidated) return hipErrorStreamCaptureInvalidated;
     if (stream->status == hipStreamCaptureStatusActive) {
-      stream->capture->operations.push_back(std::move(operation));
+      stream->capture->nodes.push_back(std::make_shared<Node>(Node{std::move(operation), params}));
       if (!stream->is_origin) stream->capture->unjoined.insert(stream);
       return hipSuccess;
     }
@@ -240,7 +245,7 @@ hipError_t end_capture(hipStream_t handle, hipGraph_t* graph) {
   *graph = nullptr;
   if (!is_valid) return hipErrorStreamCaptureInvalidated;
   if (!is_joined) return hipErrorStreamCaptureUnjoined;
-  auto* made = new Graph{std::move(capture->operations)};
+  auto* made = new Graph{std::move(capture->nodes)};
   state().graphs.insert(made);
   *graph = reinterpret_cast<hipGraph_t>(made);
   return hipSuccess;
@@ -277,8 +282,8 @@ hipError_t launch_graph(hipGraphExec_t handle, hipStream_t stream) {
     if (state().executables.count(executable) == 0) return hipErrorInvalidValue;
   }
   // One operation, so that no other thread's work on this stream comes between.
-  return submit(stream, [operations = executable->operations] {
-    for (const Operation& operation : operations) operation();
+  return submit(stream, [nodes = executable->nodes] {
+    for (const auto& node : nodes) node->operation();
   });
 }
 
@@ -298,12 +303,33 @@ hipError_t destroy_executable(hipGraphExec_t handle) {
   return hipSuccess;
 }
 
-hipError_t count_nodes(hipGraph_t handle, size_t* count) {
+hipError_t list_nodes(hipGraph_t handle, hipGraphNode_t* nodes, size_t* count) {
   Lock lock(state().mutex);
   auto* graph = reinterpret_cast<Graph*>(handle);
   if (count == nullptr || state().graphs.count(graph) == 0) return hipErrorInvalidValue;
-  *count = graph->operations.size();
+  for (size_t i = 0; nodes != nullptr && i < std::min(*count, graph->nodes.size()); ++i)
+    nodes[i] = reinterpret_cast<hipGraphNode_t>(graph->nodes[i].get());
+  *count = graph->nodes.size();
   return hipSuccess;
+}
+
+const NodeParams* node_params(hipGraphNode_t handle) {
+  Lock lock(state().mutex);
+  for (const Graph* graph : state().graphs)
+    for (const auto& node : graph->nodes)
+      if (reinterpret_cast<hipGraphNode_t>(node.get()) == handle) return &node->params;
+  return nullptr;
+}
+
+hipError_t destroy_node(hipGraphNode_t handle) {
+  Lock lock(state().mutex);
+  for (Graph* graph : state().graphs)
+    for (auto node = graph->nodes.begin(); node != graph->nodes.end(); ++node)
+      if (reinterpret_cast<hipGraphNode_t>(node->get()) == handle) {
+        graph->nodes.erase(node);
+        return hipSuccess;
+      }
+  return hipErrorInvalidValue;
 }
 
 hipError_t create_event(unsigned flags, hipEvent_t* event) {

@@ -19,8 +19,16 @@ hipError_t destroy_stream(hipStream_t stream);
 // Device of a stream; of the null stream `current`. -1 for an invalid stream.
 int stream_device(hipStream_t stream, int current);
 
+// What the functions of graphs say of a captured operation.
+struct NodeParams {
+  hipGraphNodeType type = hipGraphNodeTypeKernel;
+  hipHostNodeParams host{};
+  const void* source = nullptr;  // of a copy from the host
+  size_t bytes = 0;
+};
+
 // Runs an operation, or records it if the stream captures.
-hipError_t submit(hipStream_t stream, Operation operation);
+hipError_t submit(hipStream_t stream, Operation operation, const NodeParams& params = {});
 
 hipError_t synchronize_stream(hipStream_t stream);
 // The check of hipDeviceSynchronize: fails and invalidates all captures of the process if any stream captures.
@@ -40,7 +48,11 @@ hipError_t instantiate(hipGraph_t graph, hipGraphExec_t* executable);
 hipError_t launch_graph(hipGraphExec_t executable, hipStream_t stream);
 hipError_t destroy_graph(hipGraph_t graph);
 hipError_t destroy_executable(hipGraphExec_t executable);
-hipError_t count_nodes(hipGraph_t graph, size_t* count);
+// As hipGraphGetNodes: without `nodes` only their number.
+hipError_t list_nodes(hipGraph_t graph, hipGraphNode_t* nodes, size_t* count);
+// The parameters of a node of a graph that is not destroyed; null for another handle.
+const NodeParams* node_params(hipGraphNode_t node);
+hipError_t destroy_node(hipGraphNode_t node);
 
 hipError_t create_event(unsigned flags, hipEvent_t* event);
 hipError_t destroy_event(hipEvent_t event);

@@ -56,8 +56,13 @@ hipError_t hipDeviceSynchronize(void) {
 }
 
 hipError_t hipLaunchHostFunc(hipStream_t stream, hipHostFn_t function, void* argument) {
-  return call(__func__,
-              [&] { return function == nullptr ? hipErrorInvalidValue : submit(stream, [=] { function(argument); }); });
+  return call(__func__, [&] {
+    if (function == nullptr) return hipErrorInvalidValue;
+    NodeParams params;
+    params.type = hipGraphNodeTypeHost;
+    params.host = {function, argument};
+    return submit(stream, [=] { function(argument); }, params);
+  });
 }
 
 hipError_t hipStreamBeginCapture(hipStream_t stream, hipStreamCaptureMode mode) {
@@ -104,9 +109,30 @@ hipError_t hipGraphExecDestroy(hipGraphExec_t executable) {
   return call(__func__, [&] { return destroy_executable(executable); });
 }
 
-// Only counts: nodes are not objects here.
 hipError_t hipGraphGetNodes(hipGraph_t graph, hipGraphNode_t* nodes, size_t* count) {
-  return call(__func__, [&] { return nodes != nullptr ? hipErrorNotSupported : count_nodes(graph, count); });
+  return call(__func__, [&] { return list_nodes(graph, nodes, count); });
+}
+
+hipError_t hipGraphNodeGetType(hipGraphNode_t node, hipGraphNodeType* type) {
+  return call(__func__, [&] {
+    const NodeParams* params = node_params(node);
+    if (params == nullptr || type == nullptr) return hipErrorInvalidValue;
+    *type = params->type;
+    return hipSuccess;
+  });
+}
+
+hipError_t hipGraphHostNodeGetParams(hipGraphNode_t node, hipHostNodeParams* host) {
+  return call(__func__, [&] {
+    const NodeParams* params = node_params(node);
+    if (params == nullptr || params->type != hipGraphNodeTypeHost || host == nullptr) return hipErrorInvalidValue;
+    *host = params->host;
+    return hipSuccess;
+  });
+}
+
+hipError_t hipGraphDestroyNode(hipGraphNode_t node) {
+  return call(__func__, [&] { return destroy_node(node); });
 }
 
 hipError_t hipEventCreate(hipEvent_t* event) {
@@ -142,6 +168,14 @@ hipError_t simulated_hip_submit(hipStream_t stream, void (*operation)(void*), vo
     const std::shared_ptr<void> owner(argument, release != nullptr ? release : [](void*) {});
     return submit(stream, [operation, owner] { operation(owner.get()); });
   });
+}
+
+hipError_t simulated_hip_copy_of(hipGraphNode_t node, const void** source, size_t* bytes) {
+  const NodeParams* params = node_params(node);
+  if (params == nullptr || params->type != hipGraphNodeTypeMemcpy) return hipErrorInvalidValue;
+  *source = params->source;
+  *bytes = params->bytes;
+  return hipSuccess;
 }
 
 int simulated_hip_is_allocated(const void* address, size_t bytes) { return is_allocated(address, bytes); }

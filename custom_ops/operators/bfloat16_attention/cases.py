@@ -1,0 +1,50 @@
+"""Test cases of Bfloat16Attention, with the Params of MultiHeadAttention; it has no GPU kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from custom_ops.operator_spec import OperatorCase
+from custom_ops.operators.multi_head_attention.cases import (
+    Params,
+    attention_case,
+    generate_special_input,
+    output_shapes,
+    params,
+)
+
+__all__ = [
+    "CASES", "INPUTS", "NAME", "OUTPUTS", "Params", "generate_special_input", "output_shapes", "params",
+]  # fmt: skip
+
+NAME = "Bfloat16Attention"
+INPUTS = ("query", "key", "value")
+OUTPUTS = ("output",)
+
+# A weight is rounded by up to 2^-9 of itself: a weighted mean of values moves by less than that of the values.
+_WEIGHTS = 2.0**15
+
+
+def _case(*sizes: int, packed: str = "", distribution: str = "normal", scale: float = 0.0) -> OperatorCase:
+    """Batch, heads, sequence, kv_sequence and head size; a scale of 0 is the default."""
+    case = attention_case(*sizes, packed=packed, distribution=distribution, roundoffs=_WEIGHTS)
+    if scale:
+        case = replace(case, name=f"{case.name}-scale{scale}", attributes={**case.attributes, "scale": scale})
+    return replace(case, dtypes=("float32", "bfloat16"))
+
+
+# Sizes that no block, step or vector divides; more queries than a task has, more keys than a step; one key, one query.
+CASES = [
+    _case(1, 1, 1, 1, 1),
+    _case(2, 2, 40, 40, 40, packed="qkv"),
+    _case(2, 2, 33, 77, 40, packed="kv"),
+    _case(1, 2, 64, 64, 80, packed="qkv"),
+    _case(1, 2, 300, 290, 24),
+    _case(1, 1, 131, 129, 32),
+    _case(1, 1, 17, 31, 162),
+    _case(2, 1, 5, 3, 64, packed="kv"),
+    _case(1, 1, 40, 50, 64, scale=-0.25),
+    _case(1, 1, 64, 200, 64, distribution="peaked"),
+    _case(1, 1, 20, 150, 48, scale=1e-6),
+    _case(1, 1, 70, 131, 512),
+]

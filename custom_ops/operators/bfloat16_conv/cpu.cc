@@ -1,0 +1,168 @@
+// Bfloat16Conv on the CPU: pixels are the rows of a product, one for each tap of a filter.
+//
+// An image is rounded, framed with zeros and put in order of pixels: row y (W + 2) + x of its matrix is pixel (y - 1,
+// x - 1), and for result (y, x), counted in the same rows, tap (i, j) reads row (y + i) (W + 2) + x + j. So the rows of
+// a tap follow each other too; the W-th result and the next of each line are made, and not written. With a stride of 2
+// the framed image is taken apart into four, of even and odd lines and columns: what a tap reads lies in one of them.
+#include "common/bfloat16.h"
+#include "operators/bfloat16_conv/op.h"
+
+namespace sd_ort {
+namespace SD_ORT_ISA {
+namespace {
+
+constexpr int64_t kSide = 16;
+
+struct Frame {
+  int64_t stride, pad, lines, columns, width, blocks, row_blocks, part_rows, row_count;
+
+  // `lines` and `columns` of the result; `width` of a part of the framed image.
+  explicit Frame(const Bfloat16ConvParams& p)
+      : stride(p.stride),
+        pad(p.edge / 2),
+        lines(ceil_div(p.height, stride)),
+        columns(ceil_div(p.width, stride)),
+        width(columns + (stride == 1 ? 2 * pad : pad)),
+        blocks(ceil_div(p.channels, kBlockDepth)),
+        row_blocks(ceil_div(lines * width, kBlockRows)),
+        part_rows(row_blocks * kBlockRows + 2 * pad * (width + 1)),
+        row_count(part_rows * stride * stride) {}
+
+  int64_t numbers() const { return blocks * row_count * kBlockDepth; }  // of an image
+  int64_t row(int64_t line, int64_t column) const {                     // of a pixel of the framed image
+    return (line % stride * stride + column % stride) * part_rows + line / stride * width + column / stride;
+  }
+};
+
+// 32 channels of an image whose channels are last, from `channel` on.
+void pack_rows(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, int64_t channel, uint16_t* to) {
+  const int64_t pixels = p.height * p.width;
+  const float* x = static_cast<const float*>(p.x) + image * pixels * p.channels + channel;
+  for (int64_t i = 0; i < frame.row_count; ++i, to += kBlockDepth) {
+    round_row(i < pixels ? x + i * p.channels : x, i < pixels ? p.channels - channel : 0, to);
+  }
+}
+
+// The same of an image whose channels are first.
+void pack_pixels(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, int64_t channel, uint16_t* to) {
+  memset(to, 0, frame.row_count * kBlockDepth * sizeof(uint16_t));
+  const int64_t plane = p.height * p.width;
+  const float* x = static_cast<const float*>(p.x) + (image * p.channels + channel) * plane;
+  const int64_t channels = p.channels - channel < kBlockDepth ? p.channels - channel : kBlockDepth;
+  alignas(64) uint32_t pairs[kSide * kSide] = {}, rows[kSide * kSide];  // [pair of channels][pixel], and back
+  for (int64_t line = 0; line < p.height; ++line) {
+    for (int64_t column = 0; column < p.width; column += kSide) {
+      const int64_t count = p.width - column < kSide ? p.width - column : kSide;
+      for (int64_t c = 0; c < channels; ++c) {
+        const float* from = x + c * plane + line * p.width + column;
+        for (int64_t i = 0; i < count; i += kLanes) {
+          const Ints bits = rounded(count - i >= kLanes ? load(from + i) : load_some(from + i, count - i));
+          uint32_t* at = pairs + c / 2 * kSide + i;
+          Ints both = (Ints)((Words)bits >> 16);
+          if (c % 2 == 1) {
+            memcpy(&both, at, sizeof(both));
+            both |= bits;
+          }
+          memcpy(at, &both, sizeof(both));
+        }
+      }
+      transpose_16(pairs, kSide, rows, kSide);
+      if (frame.stride == 1) {
+        uint16_t* start = to + frame.row(line + frame.pad, column + frame.pad) * kBlockDepth;
+        memcpy(start, rows, count * kBlockDepth * sizeof(uint16_t));
+      } else {
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t row = frame.row(line + frame.pad, column + i + frame.pad);
+          memcpy(to + row * kBlockDepth, rows + i * kSide, kBlockDepth * sizeof(uint16_t));
+        }
+      }
+    }
+  }
+}
+
+// What lies of a block's 32 rows in the image: `count` results from row `row` of the block on, at `at` of the plane.
+struct Run {
+  int64_t row, count, at;
+};
+
+int64_t find_runs(const Frame& frame, int64_t first, Run (&runs)[kBlockRows]) {
+  int64_t found = 0;
+  for (int64_t row = 0; row < kBlockRows;) {
+    const int64_t line = (first + row) / frame.width, column = (first + row) % frame.width;
+    const int64_t left = frame.width - column < kBlockRows - row ? frame.width - column : kBlockRows - row;
+    const int64_t inside = frame.columns - column < left ? frame.columns - column : left;
+    if (line < frame.lines && inside > 0) runs[found++] = {row, inside, line * frame.columns + column};
+    row += left;
+  }
+  return found;
+}
+
+void write(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, int64_t first, int64_t filter,
+           const float* sums) {
+  alignas(64) float columns[kBlockColumns * kBlockRows];
+  for (int64_t i = 0; i < kBlockColumns; i += kSide) {
+    for (int64_t j = 0; j < kBlockRows; j += kSide) {
+      transpose_16(sums + j * kBlockColumns + i, kBlockColumns, columns + i * kBlockRows + j, kBlockRows);
+    }
+  }
+  Run runs[kBlockRows];
+  const int64_t found = find_runs(frame, first, runs), plane = frame.lines * frame.columns;
+  const int64_t filters = p.filter_count - filter < kBlockColumns ? p.filter_count - filter : kBlockColumns;
+  for (int64_t f = 0; f < filters; ++f) {
+    const float bias = p.bias == nullptr ? 0.f : static_cast<const float*>(p.bias)[filter + f];
+    float* y = static_cast<float*>(p.y) + (image * p.filter_count + filter + f) * plane;
+    for (int64_t r = 0; r < found; ++r) {
+      const float* from = columns + f * kBlockRows + runs[r].row;
+      float* to = y + runs[r].at;
+      for (int64_t i = 0; i < runs[r].count; ++i) to[i] = from[i] + bias;
+    }
+  }
+}
+
+// The same for a result whose channels are last.
+void write_rows(const Bfloat16ConvParams& p, const Frame& frame, int64_t image, int64_t first, int64_t filter,
+                const float* sums) {
+  const int64_t pixels = frame.lines * frame.columns, rows = pixels - first < kBlockRows ? pixels - first : kBlockRows;
+  for (int64_t part = 0; part < kBlockColumns && filter + part < p.filter_count; part += kLanes) {
+    const int64_t left = p.filter_count - filter - part;
+    const float* bias = static_cast<const float*>(p.bias) + filter + part;
+    const Floats added = p.bias == nullptr ? splat(0.f) : left >= kLanes ? load(bias) : load_some(bias, left);
+    float* y = static_cast<float*>(p.y) + (image * pixels + first) * p.filter_count + filter + part;
+    for (int64_t r = 0; r < rows; ++r, y += p.filter_count) {
+      store_up_to(y, load(sums + r * kBlockColumns + part) + added, left);
+    }
+  }
+}
+
+}  // namespace
+
+void bfloat16_conv(const Bfloat16ConvParams& p, const Parallel& parallel) {
+  static thread_local ThreadScratch kept;
+  const Frame frame(p);
+  uint16_t* rows = kept.get(p.batch * frame.numbers());
+  if (frame.blocks > 0)
+    parallel(p.batch * frame.blocks, [&](size_t task) {
+      const int64_t image = static_cast<int64_t>(task) / frame.blocks,
+                    block = static_cast<int64_t>(task) % frame.blocks;
+      const auto pack = p.x_last ? pack_rows : pack_pixels;
+      pack(p, frame, image, block * kBlockDepth,
+           rows + image * frame.numbers() + block * frame.row_count * kBlockDepth);
+    });
+  const Tasks tasks(p.batch * frame.row_blocks * kBlockRows, 2 * ceil_div(p.filter_count, kBlockColumns));
+  parallel(tasks.count(), [&](size_t task) {
+    const TileScope tiles;
+    alignas(64) float sums[kBlockRows * kBlockColumns];
+    GemmBlock product = {nullptr,         p.packed, frame.row_count * kBlockDepth, kBlockDepth, frame.blocks,
+                         p.edge * p.edge, {}};
+    for (int64_t tap = 0; tap < product.taps; ++tap) product.first[tap] = frame.row(tap / p.edge, tap % p.edge);
+    tasks.run(static_cast<int64_t>(task), false, [&](int64_t block, int64_t panel) {
+      const int64_t image = block / frame.row_blocks, first = block % frame.row_blocks * kBlockRows;
+      product.rows = rows + image * frame.numbers();
+      multiply_block(product, first, panel, sums);
+      (p.y_last ? write_rows : write)(p, frame, image, first, panel * kPanelColumns, sums);
+    });
+  });
+}
+
+}  // namespace SD_ORT_ISA
+}  // namespace sd_ort

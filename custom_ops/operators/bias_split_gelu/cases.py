@@ -1,0 +1,74 @@
+"""Params, test cases and benchmark shapes of BiasSplitGelu."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from math import prod
+
+from custom_ops.operator_spec import DTYPES, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
+
+NAME = "BiasSplitGelu"
+INPUTS = ("X", "bias")
+OUTPUTS = ("Y",)
+
+
+class Params(ctypes.Structure):
+    """struct BiasSplitGeluParams of op.h."""
+
+    _fields_ = struct_fields((INT32, "dtype"), (POINTER, "x bias y"), (INT64, "rows half"))
+
+
+def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params:
+    """Return the Params of a case."""
+    shape = case.inputs["X"]
+    return Params(
+        dtype=DTYPES[dtype][0],
+        x=address["X"],
+        bias=address["bias"],
+        y=address["Y"],
+        rows=prod(shape[:-1]),
+        half=shape[-1] // 2,
+    )
+
+
+def output_shapes(case: OperatorCase) -> dict[str, Shape]:
+    """Y has half of X's last axis."""
+    shape = case.inputs["X"]
+    return {"Y": (*shape[:-1], shape[-1] // 2)}
+
+
+def _case(
+    n: int,
+    s: int,
+    d: int,
+    distribution: str = "normal",
+    benchmark: bool = False,
+    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16"),
+) -> OperatorCase:
+    inputs = {"X": (n, s, d), "bias": (d,)}
+    name = f"{n}x{s}x{d}-{distribution}"
+    # the error function is good to 1.5e-7, 2.5 roundoffs of 1
+    return OperatorCase(
+        name, inputs, distribution=distribution, benchmark=benchmark, dtypes=dtypes, float32_roundoffs=8
+    )
+
+
+CASES = [
+    _case(1, 1, 2),
+    _case(2, 64, 64),
+    _case(1, 77, 2560),
+    _case(3, 13, 194),
+    _case(2, 31, 24),
+    _case(16, 7, 40),
+    # left * right must fit: not so in float16
+    _case(2, 16, 64, distribution="tiny", dtypes=("float32", "bfloat16")),
+    _case(2, 16, 64, distribution="large", dtypes=("float32", "bfloat16")),
+    _case(2, 4096, 2560, benchmark=True),
+    _case(8, 4096, 2560, benchmark=True),
+    _case(2, 1024, 5120, benchmark=True),
+    _case(8, 1024, 5120, benchmark=True),
+    _case(2, 256, 10240, benchmark=True),
+    _case(2, 4096, 5120, benchmark=True),
+    _case(2, 1024, 10240, benchmark=True),
+]

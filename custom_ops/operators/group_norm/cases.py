@@ -1,0 +1,106 @@
+"""Params, test cases and benchmark shapes of GroupNorm."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from math import prod
+
+from custom_ops.operator_spec import DTYPES, FLOAT32, INT32, INT64, POINTER, OperatorCase, Shape, struct_fields
+
+NAME = "GroupNorm"
+INPUTS = ("X", "gamma", "beta")
+OUTPUTS = ("Y",)
+FLOAT32_INPUTS = ("gamma", "beta")
+
+
+class Params(ctypes.Structure):
+    """struct GroupNormParams of op.h."""
+
+    _fields_ = struct_fields(
+        (INT32, "dtype affine_dtype"),
+        (POINTER, "x skip bias gamma beta y sum"),
+        (INT64, "batch spatial channels groups"),
+        (INT32, "activation channels_last skip_broadcast"),
+        (FLOAT32, "epsilon"),
+    )
+
+
+def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params:
+    """Return the Params of a case."""
+    shape = case.inputs["X"]
+    channels_last = int(case.attributes.get("channels_last", 1))
+    channels = shape[-1] if channels_last else shape[1]
+    return Params(
+        dtype=DTYPES[dtype][0],
+        affine_dtype=DTYPES["float32"][0],
+        x=address["X"],
+        skip=address.get("skip"),
+        bias=address.get("bias"),
+        gamma=address["gamma"],
+        beta=address["beta"],
+        y=address["Y"],
+        sum=address.get("S"),
+        batch=shape[0],
+        spatial=prod(shape[1:]) // channels,
+        channels=channels,
+        groups=case.attributes["groups"],
+        activation=case.attributes["activation"],
+        channels_last=channels_last,
+        skip_broadcast=int("skip" in case.inputs and case.inputs["skip"] != shape),
+        epsilon=case.attributes.get("epsilon", 1e-5),
+    )
+
+
+def output_shapes(case: OperatorCase) -> dict[str, Shape]:
+    """Y has the shape of X."""
+    return {"Y": case.inputs["X"]}
+
+
+def _case(
+    shape: Shape, groups: int, activation: int = 1, distribution: str = "normal", nchw: bool = False
+) -> OperatorCase:
+    """`shape` is channels last; `nchw` moves the channels."""
+    channels = shape[-1]
+    attributes: dict[str, int | float] = {"groups": groups, "activation": activation, "epsilon": 1e-5}
+    if nchw:
+        shape = (shape[0], channels, *shape[1:-1])
+        attributes["channels_last"] = 0
+    name = "x".join(map(str, shape)) + f"-g{groups}-a{activation}-{distribution}" + ("-nchw" if nchw else "")
+    return OperatorCase(
+        name, {"X": shape, "gamma": (channels,), "beta": (channels,)}, attributes, distribution=distribution
+    )
+
+
+def _benchmark(n: int, h: int, c: int) -> OperatorCase:
+    case = _case((n, h, h, c), 32)
+    return OperatorCase(case.name, case.inputs, case.attributes, benchmark=True)
+
+
+# Shapes (N, H, W, C), groups: a group of one channel, of an odd number, of a prime; channels that no vector divides.
+SHAPES: tuple[tuple[Shape, int], ...] = (
+    ((1, 1, 2, 9), 3),
+    ((2, 8, 8, 64), 32),
+    ((1, 7, 11, 96), 32),
+    ((2, 5, 3, 30), 3),
+    ((3, 13, 1, 7), 7),
+    ((1, 9, 9, 51), 3),
+    ((2, 16, 16, 320), 32),
+    ((1, 8, 8, 1280), 32),
+    ((16, 4, 4, 40), 4),
+    ((1, 33, 31, 128), 32),
+    ((1, 77, 24), 8),
+)
+
+CASES = [
+    *(_case(shape, groups, activation=index % 2) for index, (shape, groups) in enumerate(SHAPES)),
+    *(_case(shape, groups, activation=1 - index % 2, nchw=True) for index, (shape, groups) in enumerate(SHAPES)),
+    *(_case((2, 9, 8, 64), 8, distribution=distribution) for distribution in ("large", "tiny", "offset", "constant")),
+    *(
+        _case((2, 9, 8, 64), 8, distribution=distribution, nchw=True)
+        for distribution in ("large", "tiny", "offset", "constant")
+    ),
+    *(_benchmark(n, h, c) for n in (2, 8) for h, c in ((64, 320), (32, 640), (16, 1280), (8, 1280))),
+    *(_benchmark(n, h, c) for n, h, c in ((16, 64, 320), (2, 64, 960), (2, 128, 320), (2, 64, 640), (8, 128, 320))),
+    *(_benchmark(n, h, c) for n, h, c in ((1, 64, 512), (1, 128, 512), (1, 256, 256), (1, 512, 128))),
+]

@@ -1,0 +1,38 @@
+// Candidates of LinearAdd: the generic kernel and the algorithms that cuBLASLt or hipBLASLt proposes, best first.
+#include "common/blas_lt.h"
+#include "common/tunable.h"
+#include "operators/linear_add/op.h"
+
+namespace sd_ort {
+namespace {
+
+using Params = LinearAddParams;
+
+constexpr int kAlgorithms = 12;
+
+Candidate<Params> library_candidate(int index) {
+  return blas_lt_candidate<Params>(index, [](const Params& p) {
+    return BlasLt::Gemm{p.dtype, p.x, p.weight, p.bias, p.skip, p.y, p.rows, p.inner, p.columns};
+  });
+}
+
+std::vector<Candidate<Params>> candidates() {
+  std::vector<Candidate<Params>> all = {generic_candidate(linear_add_launch)};
+  for (int index = 0; index < kAlgorithms; ++index) all.push_back(library_candidate(index));
+  return all;
+}
+
+// The first proposal of the library if it supports the call.
+std::string default_name(const Params& p) {
+  const Candidate<Params> first = library_candidate(0);
+  return first.is_supported(p) ? first.name : "generic";
+}
+
+}  // namespace
+
+const GpuOp& linear_add_gpu() {
+  static const TunableOp<Params> op("LinearAdd", candidates(), default_name);
+  return op;
+}
+
+}  // namespace sd_ort

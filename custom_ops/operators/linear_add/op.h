@@ -1,0 +1,30 @@
+// LinearAdd(X, W, bias?, skip?) -> Y: X W + bias + skip, with bias and residual in the epilogue of the GEMM. X is (...,
+// K), W (K, N), bias (N), skip and Y (..., N).
+#pragma once
+
+#include "common/op.h"
+
+namespace sd_ort {
+
+struct LinearAddParams {
+  DType dtype;
+  const void* x;       // (rows, inner)
+  const void* weight;  // (inner, columns)
+  const void* bias;    // (columns) or null
+  const void* skip;    // (rows, columns) or null
+  void* y;             // (rows, columns)
+  int64_t rows;
+  int64_t inner;    // K
+  int64_t columns;  // N
+
+  std::string signature() const {
+    return std::string(name_of(dtype)) + "_" + std::to_string(rows) + "x" + std::to_string(inner) + "x" +
+           std::to_string(columns) + (bias == nullptr ? "" : "_bias") + (skip == nullptr ? "" : "_skip");
+  }
+  std::vector<Output> outputs() const { return {{y, static_cast<size_t>(rows * columns), dtype}}; }
+};
+
+// Generic kernel: one thread per element, any shape, slow.
+const char* linear_add_launch(const LinearAddParams& params, void* stream);
+
+}  // namespace sd_ort

@@ -1,0 +1,212 @@
+"""Params, test cases and benchmark shapes of MultiHeadAttention."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import numpy as np
+
+from custom_ops.operator_spec import DTYPES, FLOAT32, INT32, INT64, POINTER, Array, OperatorCase, Shape, struct_fields
+
+NAME = "MultiHeadAttention"
+INPUTS = ("query", "key", "value", "bias", "key_padding_mask", "attention_bias")
+OUTPUTS = ("output",)
+
+
+class HeadsView(ctypes.Structure):
+    """struct HeadsView of op.h."""
+
+    _fields_ = struct_fields((POINTER, "data"), (INT64, "batch_stride row_stride head_stride"))
+
+
+class Params(ctypes.Structure):
+    """struct MultiHeadAttentionParams of op.h."""
+
+    _fields_ = struct_fields(
+        (INT32, "dtype"),
+        (HeadsView, "query key value"),
+        (POINTER, "attention_bias output"),
+        (INT64, "batch heads sequence kv_sequence head_size bias_batch_stride bias_head_stride"),
+        (FLOAT32, "scale"),
+        (INT32, "causal"),
+    )
+
+
+def _sizes(case: OperatorCase) -> tuple[int, int, int, int, int]:
+    """Batch, heads, sequence, kv_sequence and head size of a case."""
+    heads = int(case.attributes["num_heads"])
+    query = case.inputs["query"]
+    if len(query) == 5:
+        return query[0], heads, query[1], query[1], query[4]
+    return query[0], heads, query[1], case.inputs["key"][1], query[2] // heads
+
+
+def _view(address: int, shape: Shape, heads: int, part: int, itemsize: int) -> HeadsView:
+    """Part `part` of a tensor (B, S, N * H) or (B, S, N, parts, H) at `address`."""
+    head_size = shape[-1] if len(shape) == 5 else shape[2] // heads
+    parts = shape[3] if len(shape) == 5 else 1
+    row = heads * parts * head_size
+    return HeadsView(address + part * head_size * itemsize, shape[1] * row, row, parts * head_size)
+
+
+def params(case: OperatorCase, dtype: str, address: Mapping[str, int]) -> Params:
+    """Return the Params of a case."""
+    batch, heads, sequence, kv_sequence, head_size = _sizes(case)
+    shapes, itemsize = case.inputs, DTYPES[dtype][1].itemsize
+    if len(shapes["query"]) == 5:
+        sources = [("query", 0), ("query", 1), ("query", 2)]
+    elif len(shapes["key"]) == 5:
+        sources = [("query", 0), ("key", 0), ("key", 1)]
+    else:
+        sources = [("query", 0), ("key", 0), ("value", 0)]
+    query, key, value = (_view(address[name], shapes[name], heads, part, itemsize) for name, part in sources)
+    bias = shapes.get("attention_bias", (1, 1, sequence, kv_sequence))
+    return Params(
+        dtype=DTYPES[dtype][0],
+        query=query,
+        key=key,
+        value=value,
+        attention_bias=address.get("attention_bias", 0),
+        output=address["output"],
+        batch=batch,
+        heads=heads,
+        sequence=sequence,
+        kv_sequence=kv_sequence,
+        head_size=head_size,
+        bias_batch_stride=bias[1] * sequence * kv_sequence if bias[0] > 1 else 0,
+        bias_head_stride=sequence * kv_sequence if bias[1] > 1 else 0,
+        scale=case.attributes.get("scale", 0.0) or head_size**-0.5,
+        causal=int(case.attributes.get("unidirectional", 0)),
+    )
+
+
+def output_shapes(case: OperatorCase) -> dict[str, Shape]:
+    """output is (B, S, N * H)."""
+    batch, heads, sequence, _, head_size = _sizes(case)
+    return {"output": (batch, sequence, heads * head_size)}
+
+
+def generate_special_input(case: OperatorCase, name: str, rng: np.random.Generator) -> Array | None:
+    """Masks of the kinds that models make, and scores of every size.
+
+    attention_bias: by `values`, "mask" hides a random half of the keys by the type's own lowest number (the largest
+    negative float16, so that it is finite in every type), "hidden_rows" by -infinity and every third row wholly;
+    otherwise N(0, 1). "peaked" draws logits of about +-1000, where all weight falls on one key.
+    """
+    shape = case.inputs[name]
+    normal = rng.standard_normal(shape)
+    if name == "attention_bias" and case.distribution == "mask":
+        return np.where(rng.random(shape) < 0.5, -65504.0, 0.0)
+    if name == "attention_bias" and case.distribution == "hidden_rows":
+        hidden = np.where(rng.random(shape) < 0.5, -np.inf, 0.0)
+        hidden[..., ::3, :] = -np.inf
+        return hidden
+    if case.distribution == "peaked":
+        return normal * (1.0 if name == "value" else 32.0)
+    return normal
+
+
+def attention_case(
+    batch: int,
+    heads: int,
+    sequence: int,
+    kv_sequence: int,
+    head_size: int,
+    *,
+    packed: str = "",
+    bias: tuple[int, int] | None = None,
+    distribution: str = "normal",
+    benchmark: bool = False,
+    roundoffs: float = 0.0,
+    **attributes: int | float,
+) -> OperatorCase:
+    """`packed` is "", "kv" or "qkv"; `bias` gives the batch and head axes of attention_bias. `roundoffs`: of float32,
+    for a kernel that computes in a narrower type."""
+    query, keys = (batch, sequence, heads * head_size), (batch, kv_sequence, heads * head_size)
+    inputs: dict[str, Shape] = {"query": query, "key": keys, "value": keys}
+    if packed == "qkv":
+        inputs = {"query": (batch, sequence, heads, 3, head_size)}
+    elif packed == "kv":
+        inputs = {"query": query, "key": (batch, kv_sequence, heads, 2, head_size)}
+    if bias is not None:
+        inputs["attention_bias"] = (*bias, sequence, kv_sequence)
+    words = [f"{batch}x{heads}x{sequence}x{kv_sequence}x{head_size}", packed, *attributes]
+    words = [f"scale{attributes['scale']}" if word == "scale" else word for word in words]
+    words += [distribution] if distribution != "normal" else []
+    words += [f"bias{bias[0]}{bias[1]}"] if bias else []
+    name = "-".join(word for word in words if word)
+    # Softmax turns a score's absolute error into a weight's relative one, and n-term sums lose about sqrt(n) roundoffs.
+    largest_score = abs(attributes.get("scale", 0.0) or head_size**-0.5) * head_size**0.5
+    return OperatorCase(
+        name,
+        inputs,
+        {"num_heads": heads, **attributes},
+        distribution=distribution,
+        benchmark=benchmark,
+        float32_roundoffs=roundoffs or 4 * max(1.0, largest_score) + max(head_size, kv_sequence) ** 0.5,
+    )
+
+
+CASES = [
+    # the head sizes of Stable Diffusion, packed as its UNet lowers them
+    attention_case(2, 2, 64, 64, 40, packed="qkv"),
+    attention_case(2, 2, 64, 77, 40, packed="kv"),
+    attention_case(1, 2, 64, 64, 64, packed="qkv"),
+    attention_case(1, 2, 48, 77, 80, packed="kv"),
+    attention_case(1, 1, 32, 32, 160, packed="qkv"),
+    attention_case(1, 1, 32, 77, 160, packed="kv"),
+    attention_case(1, 1, 40, 40, 512),
+    attention_case(1, 1, 70, 131, 512),
+    attention_case(2, 2, 21, 24, 192, packed="kv"),
+    attention_case(2, 2, 16, 16, 168, packed="qkv", scale=-0.125),
+    # other sizes, lengths that fill no tile, single rows, batches
+    attention_case(1, 1, 1, 1, 64),
+    attention_case(1, 2, 77, 77, 64),
+    attention_case(1, 1, 131, 257, 32),
+    attention_case(1, 2, 67, 13, 96),
+    attention_case(1, 1, 37, 129, 128),
+    attention_case(16, 1, 5, 3, 40, packed="kv"),
+    attention_case(1, 1, 200, 190, 64),
+    attention_case(2, 1, 70, 192, 64, packed="kv"),
+    attention_case(1, 2, 21, 40, 24),
+    attention_case(1, 1, 19, 23, 192),
+    attention_case(1, 1, 19, 23, 256),
+    # head sizes and rows that no 16-byte load takes
+    attention_case(1, 3, 29, 31, 37),
+    attention_case(2, 1, 17, 18, 4, packed="qkv"),
+    attention_case(1, 2, 9, 33, 162),
+    # masks
+    attention_case(1, 2, 77, 77, 64, unidirectional=1),
+    attention_case(2, 1, 150, 150, 40, packed="qkv", unidirectional=1),
+    attention_case(1, 1, 30, 60, 80, unidirectional=1),
+    attention_case(2, 2, 77, 77, 64, bias=(1, 1), distribution="mask"),
+    attention_case(2, 2, 33, 70, 40, bias=(2, 1)),
+    attention_case(2, 2, 33, 70, 40, bias=(1, 2)),
+    attention_case(2, 2, 33, 70, 40, bias=(2, 2), unidirectional=1),
+    attention_case(1, 2, 40, 90, 64, bias=(1, 1), distribution="hidden_rows"),
+    attention_case(1, 1, 33, 70, 512, bias=(1, 1), distribution="hidden_rows"),
+    attention_case(1, 1, 33, 70, 37, bias=(1, 1), distribution="hidden_rows"),
+    # scores: other scales, all weight on one key, all keys alike
+    attention_case(1, 1, 40, 50, 64, scale=1.0),
+    attention_case(1, 1, 40, 50, 64, scale=-0.125),
+    attention_case(1, 1, 64, 200, 64, distribution="peaked"),
+    attention_case(1, 1, 21, 128, 64, distribution="peaked"),  # no row with two keys of nearly the same score
+    attention_case(1, 1, 40, 70, 512, distribution="peaked"),
+    attention_case(1, 1, 20, 50, 64, scale=1e-6),
+    # SD 1.5 at 512 x 512 and SDXL at 1024 x 1024, with guidance; the VAE
+    attention_case(2, 8, 4096, 4096, 40, packed="qkv", benchmark=True),
+    attention_case(2, 8, 4096, 77, 40, packed="kv", benchmark=True),
+    attention_case(2, 8, 1024, 1024, 80, packed="qkv", benchmark=True),
+    attention_case(2, 8, 1024, 77, 80, packed="kv", benchmark=True),
+    attention_case(2, 8, 256, 256, 160, packed="qkv", benchmark=True),
+    attention_case(2, 8, 64, 64, 160, packed="qkv", benchmark=True),
+    attention_case(16, 8, 4096, 4096, 40, packed="qkv", benchmark=True),
+    attention_case(2, 10, 4096, 4096, 64, packed="qkv", benchmark=True),
+    attention_case(2, 10, 4096, 77, 64, packed="kv", benchmark=True),
+    attention_case(2, 20, 1024, 1024, 64, packed="qkv", benchmark=True),
+    attention_case(2, 20, 1024, 77, 64, packed="kv", benchmark=True),
+    attention_case(2, 12, 77, 77, 64, unidirectional=1, benchmark=True),
+    attention_case(1, 1, 4096, 4096, 512, benchmark=True),
+    attention_case(1, 1, 16384, 16384, 512, benchmark=True),
+]

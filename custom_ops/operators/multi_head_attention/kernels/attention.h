@@ -1,0 +1,487 @@
+// What MultiHeadAttention's kernels share: flash attention (Dao et al., "FlashAttention-2", 2023). A block takes some
+// queries of one head and walks over the keys in tiles; softmax runs online, in powers of two; the S x L scores never
+// exist. Device code, and the launch that all kernels have in common.
+#pragma once
+
+#include <limits>
+
+#include "common/gpu.h"
+#include "common/math.h"
+#include "common/mma.h"
+#include "common/reduce.h"
+#include "operators/multi_head_attention/kernels/tiles.h"
+#include "operators/multi_head_attention/op.h"
+
+namespace sd_ort {
+
+// The kernels' sizes and strides, in elements: one argument, thus a plain struct.
+struct AttentionShape {
+  int32_t heads;
+  int32_t sequence;
+  int32_t kv_sequence;
+  int32_t head_size;
+  float scale;
+  int32_t causal;
+  int64_t query_batch_stride;
+  int64_t query_row_stride;
+  int64_t query_head_stride;
+  int64_t key_batch_stride;
+  int64_t key_row_stride;
+  int64_t key_head_stride;
+  int64_t value_batch_stride;
+  int64_t value_row_stride;
+  int64_t value_head_stride;
+  int64_t bias_batch_stride;
+  int64_t bias_head_stride;
+};
+
+namespace {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLargestFloat = 3.4028234663852886e38f;
+
+// Rows of one head of query, key or value in global memory; rows aligned to 16 bytes, columns a multiple of 8, under
+// 4 GB from first to last: an address is a wave's pointer and a lane's 32-bit offset.
+template <class T>
+struct Rows {
+  const T* data;
+  uint32_t stride;
+  int rows;
+  int columns;
+  int first_column = 0;
+
+  // The rows from `row` on, which must exist; the columns from `column` on, which need not.
+  __device__ Rows from(int row) const {
+    return {data + static_cast<int64_t>(row) * stride, stride, rows - row, columns, first_column};
+  }
+  __device__ Rows columns_from(int column) const { return {data, stride, rows, columns, first_column + column}; }
+
+  __device__ bool holds(int row, int column) const { return row < rows && first_column + column < columns; }
+  __device__ uint32_t offset(int row, int column) const {
+    return static_cast<uint32_t>(row) * stride + first_column + column;
+  }
+  __device__ const T* at(uint32_t offset) const {
+    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(data) + offset * static_cast<uint32_t>(sizeof(T)));
+  }
+
+  // N neighboring elements at offset(row, column), zeros when not valid: then the first element's are read and masked,
+  // so that no branch keeps other loads from starting.
+  template <int N>
+  __device__ Vec<T, N> load(uint32_t offset, bool valid) const {
+    const uint32_t mask = valid ? 0xffffffffu : 0u;
+    uint32_t bits[N / 2];
+    const auto loaded = Vec<T, N>::load(at(valid ? offset : 0));
+    memcpy(bits, &loaded.raw, sizeof(bits));
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) bits[i] &= mask;
+    Vec<T, N> vec;
+    memcpy(&vec.raw, bits, sizeof(bits));
+    return vec;
+  }
+};
+
+// Copies a tile of kRows x kColumns to LDS, row by row: begin() starts the loads, finish() has them written. On NVIDIA
+// the copies write LDS in between, so begin() may run only when the tile is free.
+template <class T, int kRows, int kColumns, int kThreads>
+class RowTile {
+ public:
+  static constexpr int kStride = kColumns + mma::kPadding;
+  static constexpr int kSize = kRows * kStride;
+
+  __device__ explicit RowTile(T* lds) : lds_(lds) {}
+  __device__ void place(T* lds) { lds_ = lds; }
+
+  __device__ void begin(const Rows<T>& from) {
+    const int row = first_row(), column = first_column();
+    uint32_t offset = from.offset(row, column);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i, offset += kRowsAStep * from.stride) {
+      const bool valid = from.holds(row + i * kRowsAStep, column);
+#if defined(SD_ORT_MMA_NVIDIA)
+      T* to = lds_ + (row + i * kRowsAStep) * kStride + column;
+      mma::copy_16_bytes_async(to, from.at(valid ? offset : 0), valid, in_tile(i));
+#else
+      pieces_[i] = from.template load<8>(offset, valid);
+#endif
+    }
+  }
+
+  __device__ void finish() {
+#if defined(SD_ORT_MMA_NVIDIA)
+    mma::wait_for_copies();
+#else
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      if (!in_tile(i)) continue;
+      T* to = lds_ + (first_row() + i * kRowsAStep) * kStride + first_column();
+      memcpy(__builtin_assume_aligned(to, mma::kPadding * sizeof(T)), &pieces_[i].raw, 16);
+    }
+#endif
+  }
+
+  // The 16 x 16 operand at (row, column).
+  __device__ mma::Operand<T> operand(int row, int column) const {
+    return mma::load_operand(lds_ + row * kStride + column, kStride);
+  }
+
+ protected:
+  // So many lanes load a row, 16 bytes each: a lane's column and the distance of its rows are fixed, and an address
+  // costs an addition. Lanes too few for another row do nothing.
+  static constexpr int kLanesARow = kColumns / 8;
+  static constexpr int kRowsAStep = kThreads / kLanesARow < kRows ? kThreads / kLanesARow : kRows;
+  static constexpr int kSteps = (kRows + kRowsAStep - 1) / kRowsAStep;
+
+  __device__ static int first_row() { return threadIdx.x / kLanesARow; }
+  __device__ static int first_column() { return threadIdx.x % kLanesARow * 8; }
+  __device__ static bool in_tile(int step) {
+    return (kRowsAStep * kLanesARow == kThreads || first_row() < kRowsAStep) &&
+           (kRows % kRowsAStep == 0 || first_row() + step * kRowsAStep < kRows);
+  }
+
+  T* lds_;
+#if !defined(SD_ORT_MMA_NVIDIA)
+  Vec<T, 8> pieces_[kSteps];
+#endif
+};
+
+#if defined(SD_ORT_MMA_NVIDIA)
+// A tile of values, read as operands whose depth is the row: ldmatrix transposes.
+template <class T, int kRows, int kColumns, int kThreads>
+class ColumnTile : public RowTile<T, kRows, kColumns, kThreads> {
+ public:
+  using RowTile<T, kRows, kColumns, kThreads>::RowTile;
+
+  // The 16 x 16 operand of columns from `column` on, with rows from `row` on as depth.
+  __device__ mma::Operand<T> operand(int column, int row) const {
+    return mma::load_operand_transposed(this->lds_ + row * this->kStride + column, this->kStride);
+  }
+};
+#else
+// A tile of values, transposed on its way to LDS: a thread takes patches of 4 rows x 8 columns.
+template <class T, int kRows, int kColumns, int kThreads>
+class ColumnTile {
+ public:
+  static constexpr int kStride = kRows + mma::kPadding;
+  static constexpr int kSize = kColumns * kStride;
+
+  __device__ explicit ColumnTile(T* lds) : lds_(lds) {}
+  __device__ void place(T* lds) { lds_ = lds; }
+
+  __device__ void begin(const Rows<T>& from) {
+    const int thread = threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int patch = thread + i * kThreads, row = patch_row(patch), column = patch_column(patch);
+      uint32_t offset = from.offset(row, column);
+#pragma unroll
+      for (int r = 0; r < 4; ++r, offset += from.stride) {
+        patches_[i][r] = from.template load<8>(offset, from.holds(row + r, column));
+      }
+    }
+  }
+
+  __device__ void finish() {
+    const int thread = threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int patch = thread + i * kThreads;
+      if (kPatches % kThreads != 0 && patch >= kPatches) break;
+      uint32_t rows[4][4];
+      memcpy(rows, patches_[i], sizeof(rows));
+#pragma unroll
+      for (int column = 0; column < 8; ++column) {
+        uint32_t items[4];
+#pragma unroll
+        for (int row = 0; row < 4; ++row) items[row] = rows[row][column / 2] >> (16 * (column % 2)) & 0xffffu;
+        const uint2 packed = {items[0] | items[1] << 16, items[2] | items[3] << 16};
+        *reinterpret_cast<uint2*>(lds_ + (patch_column(patch) + column) * kStride + patch_row(patch)) = packed;
+      }
+    }
+  }
+
+  __device__ mma::Operand<T> operand(int column, int row) const {
+    return mma::load_operand(lds_ + column * kStride + row, kStride);
+  }
+
+ private:
+  // Lanes go over four rows of patches first, then over columns: 64 bytes of a row are read together, and the writes of
+  // 16 lanes use a bank at most twice.
+  static constexpr int kPatches = kRows / 4 * (kColumns / 8);
+  static constexpr int kSteps = (kPatches + kThreads - 1) / kThreads;
+  static constexpr int kGroup = 4;
+  __device__ static int patch_row(int patch) {
+    return (patch % kGroup + patch / (kGroup * (kColumns / 8)) * kGroup) * 4;
+  }
+  __device__ static int patch_column(int patch) { return patch / kGroup % (kColumns / 8) * 8; }
+
+  T* lds_;
+  Vec<T, 8> patches_[kSteps][4];
+};
+#endif
+
+// Per query: the largest score so far, in powers of two, and the sum of 2^(score - largest) over the lane's keys.
+struct SoftmaxState {
+  float largest[mma::kRowsPerLane];
+  float sum[mma::kRowsPerLane];
+};
+
+template <int kRows, int kColumns>
+__device__ inline void settle_all(mma::Accumulator (&tiles)[kRows][kColumns]) {
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+    for (int column = 0; column < kColumns; ++column) mma::settle(tiles[row][column]);
+  }
+}
+
+template <int kRowTiles>
+__device__ inline void reset(SoftmaxState (&state)[kRowTiles]) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int slot = 0; slot < mma::kRowsPerLane; ++slot) {
+      state[m].largest[slot] = -INFINITY;
+      state[m].sum[slot] = 0.f;
+    }
+  }
+}
+
+// The largest element of each of the lane's rows.
+template <int kTiles>
+__device__ inline void row_maxima(const mma::Accumulator (&scores)[kTiles], float (&largest)[mma::kRowsPerLane]) {
+#pragma unroll
+  for (int slot = 0; slot < mma::kRowsPerLane; ++slot) largest[slot] = -INFINITY;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < mma::kAccumulatorSize; ++i) {
+      largest[mma::row_slot(i)] = fmaxf(largest[mma::row_slot(i)], scores[tile].x[i]);
+    }
+  }
+#pragma unroll
+  for (int slot = 0; slot < mma::kRowsPerLane; ++slot) largest[slot] = mma::reduce_row<Max>(largest[slot]);
+}
+
+// scores * factor are logarithms to base 2, `largest` the rows' largest of this step. Replaces scores by
+// 2^(score - largest so far) and updates the state. A row of nothing but -infinity stays zero. What was computed with
+// the earlier largest is to be scaled by `rescale`, where this returns true.
+template <int kKeyTiles>
+__device__ inline bool softmax_scores(mma::Accumulator (&scores)[kKeyTiles], const float (&largest)[mma::kRowsPerLane],
+                                      float factor, SoftmaxState& state, float (&rescale)[mma::kRowsPerLane]) {
+  float shift[mma::kRowsPerLane];
+  bool moved = false;
+#pragma unroll
+  for (int slot = 0; slot < mma::kRowsPerLane; ++slot) {
+    const float updated = fmaxf(state.largest[slot], largest[slot] * factor);
+    shift[slot] = updated == -INFINITY ? 0.f : updated;
+    rescale[slot] = power_of_two(state.largest[slot] - shift[slot]);
+    moved |= rescale[slot] != 1.f;
+    state.largest[slot] = updated;
+    state.sum[slot] *= rescale[slot];
+  }
+#pragma unroll
+  for (int tile = 0; tile < kKeyTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < mma::kAccumulatorSize; ++i) {
+      const int slot = mma::row_slot(i);
+      scores[tile].x[i] = power_of_two(fmaf(scores[tile].x[i], factor, -shift[slot]));
+      state.sum[slot] += scores[tile].x[i];
+    }
+  }
+  return moved;
+}
+
+// The same, and `output` is scaled.
+template <int kKeyTiles, int kHeadTiles>
+__device__ inline void softmax_step(mma::Accumulator (&scores)[kKeyTiles], const float (&largest)[mma::kRowsPerLane],
+                                    float factor, SoftmaxState& state, mma::Accumulator (&output)[kHeadTiles]) {
+  float rescale[mma::kRowsPerLane];
+  if (softmax_scores(scores, largest, factor, state, rescale)) {
+#pragma unroll
+    for (int tile = 0; tile < kHeadTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < mma::kAccumulatorSize; ++i) output[tile].x[i] *= rescale[mma::row_slot(i)];
+    }
+  }
+}
+
+// What a tile that is no plain rectangle of scores needs: a mask, the causal edge, the end of the keys.
+template <class T>
+struct ScoreEdges {
+  const T* bias;  // of this batch and head
+  bool has_bias;
+  int queries;
+  int keys;
+  float scale;
+  int causal;
+
+  // Whether scores need more than a positive factor: then apply() them all, else hide() in tiles that are not whole.
+  __device__ bool general() const { return has_bias || !(scale > 0.f); }
+  // What turns raw scores, or applied ones, into logarithms to base 2.
+  __device__ float factor() const { return general() ? 1.f : scale * kLog2E; }
+  // Whether every query from `first_query` on sees keys up to `last_key`.
+  __device__ bool whole(int first_query, int last_key) const {
+    return last_key < keys && (!causal || last_key <= first_query);
+  }
+
+  // attention_bias of a query, if any; queries past the last get the last one's, for nothing. No null pointers: chosen
+  // among, they would keep AMD's compiler from seeing that this is global memory.
+  __device__ const T* bias_row(int query) const { return bias + static_cast<int64_t>(min(query, queries - 1)) * keys; }
+
+  // A raw score as a logarithm to base 2, -infinity when the key is hidden from the query. A large negative finite
+  // bias stays finite: a row where all keys have it is their mean, as in plain arithmetic.
+  __device__ float apply(float score, const T* bias_row, int query, int key) const {
+    if (key >= keys || (causal && key > query)) return -INFINITY;
+    float x = score * scale;
+    if (has_bias) x += to_float(bias_row[key]);
+    if (x == -INFINITY) return x;
+    x *= kLog2E;
+    return x < -kLargestFloat ? -kLargestFloat : x;  // not fmaxf, which would turn NaN into a number
+  }
+
+  // Both for accumulators that begin at (query, key).
+  template <int kTiles>
+  __device__ void hide(mma::Accumulator (&scores)[kTiles], int query, int key) const {
+    const int lane = mma::lane_id();
+    int visible[mma::kRowsPerLane];  // keys of this tile that a row sees
+#pragma unroll
+    for (int slot = 0; slot < mma::kRowsPerLane; ++slot) {
+      visible[slot] = (causal ? min(keys, query + mma::slot_row(lane, slot) + 1) : keys) - key;
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      uint32_t column = tile * mma::kTile;
+      launder(column);  // compare with it anew: the masks of all tiles would take more scalar registers than there are
+#pragma unroll
+      for (int i = 0; i < mma::kAccumulatorSize; ++i) {
+        const bool seen = static_cast<int>(column) + mma::accumulator_column(lane, i) < visible[mma::row_slot(i)];
+        scores[tile].x[i] = seen ? scores[tile].x[i] : -INFINITY;
+      }
+    }
+  }
+  template <int kTiles>
+  __device__ void apply(mma::Accumulator (&scores)[kTiles], int query, int key) const {
+    const int lane = mma::lane_id();
+    const T* rows[mma::kRowsPerLane];
+#pragma unroll
+    for (int slot = 0; slot < mma::kRowsPerLane; ++slot) rows[slot] = bias_row(query + mma::slot_row(lane, slot));
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      uint32_t column = key + tile * mma::kTile;
+      launder(column);  // as above
+#pragma unroll
+      for (int i = 0; i < mma::kAccumulatorSize; ++i) {
+        scores[tile].x[i] = apply(scores[tile].x[i], rows[mma::row_slot(i)], query + mma::accumulator_row(lane, i),
+                                  static_cast<int>(column) + mma::accumulator_column(lane, i));
+      }
+    }
+  }
+};
+
+// A 16 x 16 tile of rows in global memory.
+template <class T>
+__device__ inline mma::Pieces load_tile(const Rows<T>& rows, int first_row, int first_column) {
+  const int lane = mma::lane_id();
+  mma::Pieces pieces;
+#pragma unroll
+  for (int i = 0; i < mma::kPieces; ++i) {
+    const int row = first_row + mma::piece_row(lane, i), column = first_column + mma::piece_column(lane, i);
+    const auto piece = rows.template load<mma::kPieceSize>(rows.offset(row, column), rows.holds(row, column));
+    uint32_t bits[mma::kPieceSize / 2];
+    memcpy(bits, &piece.raw, sizeof(bits));
+#pragma unroll
+    for (int j = 0; j < mma::kPieceSize / 2; ++j) pieces.r[i * mma::kPieceSize / 2 + j] = bits[j];
+  }
+  return pieces;
+}
+
+// Writes the part of a 16 x 16 tile that lies in the first `rows` rows and `columns` columns from `to` on.
+template <class T>
+__device__ inline void store_tile(const mma::Pieces& pieces, T* to, int64_t stride, int rows, int columns) {
+  const int lane = mma::lane_id();
+#pragma unroll
+  for (int i = 0; i < mma::kPieces; ++i) {
+    const int row = mma::piece_row(lane, i), column = mma::piece_column(lane, i);
+    uint32_t bits[mma::kPieceSize / 2];
+#pragma unroll
+    for (int j = 0; j < mma::kPieceSize / 2; ++j) bits[j] = pieces.r[i * mma::kPieceSize / 2 + j];
+    Vec<T, mma::kPieceSize> piece;
+    memcpy(&piece.raw, bits, sizeof(bits));
+    if (row < rows && column < columns) piece.store(to + row * stride + column);
+  }
+}
+
+// One head of one sample: what a block works on.
+template <class T>
+struct Head {
+  Rows<T> query;
+  Rows<T> key;
+  Rows<T> value;
+  ScoreEdges<T> edges;
+
+  __device__ Head(const T* query, const T* key, const T* value, const T* attention_bias, const AttentionShape& shape)
+      : query{query + at(shape.query_batch_stride, shape.query_head_stride),
+              static_cast<uint32_t>(shape.query_row_stride), shape.sequence, shape.head_size},
+        key{key + at(shape.key_batch_stride, shape.key_head_stride), static_cast<uint32_t>(shape.key_row_stride),
+            shape.kv_sequence, shape.head_size},
+        value{value + at(shape.value_batch_stride, shape.value_head_stride),
+              static_cast<uint32_t>(shape.value_row_stride), shape.kv_sequence, shape.head_size},
+        edges{attention_bias + at(shape.bias_batch_stride, shape.bias_head_stride),
+              attention_bias != nullptr,
+              shape.sequence,
+              shape.kv_sequence,
+              shape.scale,
+              shape.causal} {}
+
+  __device__ static int64_t at(int64_t batch_stride, int64_t head_stride) {
+    return blockIdx.z * batch_stride + blockIdx.y * head_stride;
+  }
+};
+
+// Where row `row` of this head lies in the output, (batch, sequence, heads * head_size).
+template <class T>
+__device__ inline T* output_row(T* output, const AttentionShape& shape, int row) {
+  const int64_t stride = static_cast<int64_t>(shape.heads) * shape.head_size;
+  return output + (static_cast<int64_t>(blockIdx.z) * shape.sequence + row) * stride +
+         static_cast<int64_t>(blockIdx.y) * shape.head_size;
+}
+
+// Keys that some of a block's queries see: those from `first` on, `count` of them.
+__device__ inline int keys_seen(const AttentionShape& shape, int first, int count) {
+  return shape.causal ? min(shape.kv_sequence, first + count) : shape.kv_sequence;
+}
+
+// Launches any of the kernels: they take the same arguments.
+template <class T>
+using AttentionKernel = void(const T*, const T*, const T*, const T*, T*, AttentionShape);
+
+template <class T>
+const char* launch_attention(AttentionKernel<T>* kernel, const MultiHeadAttentionParams& p, int64_t blocks_per_head,
+                             int threads, void* stream, size_t lds_bytes = 0) {
+  AttentionShape shape{};
+  shape.heads = static_cast<int32_t>(p.heads);
+  shape.sequence = static_cast<int32_t>(p.sequence);
+  shape.kv_sequence = static_cast<int32_t>(p.kv_sequence);
+  shape.head_size = static_cast<int32_t>(p.head_size);
+  shape.query_batch_stride = p.query.batch_stride;
+  shape.query_row_stride = p.query.row_stride;
+  shape.query_head_stride = p.query.head_stride;
+  shape.key_batch_stride = p.key.batch_stride;
+  shape.key_row_stride = p.key.row_stride;
+  shape.key_head_stride = p.key.head_stride;
+  shape.value_batch_stride = p.value.batch_stride;
+  shape.value_row_stride = p.value.row_stride;
+  shape.value_head_stride = p.value.head_stride;
+  shape.bias_batch_stride = p.bias_batch_stride;
+  shape.bias_head_stride = p.bias_head_stride;
+  // One NaN for all: AMD's rounding to bfloat16 makes numbers of those with low bits.
+  shape.scale = p.scale == p.scale ? p.scale : std::numeric_limits<float>::quiet_NaN();
+  shape.causal = p.causal;
+  return launch(kernel, dim3(blocks_per_head, p.heads, p.batch), dim3(threads), lds_bytes, stream,
+                static_cast<const T*>(p.query.data), static_cast<const T*>(p.key.data),
+                static_cast<const T*>(p.value.data), static_cast<const T*>(p.attention_bias), static_cast<T*>(p.output),
+                shape);
+}
+
+}  // namespace
+}  // namespace sd_ort

@@ -1,0 +1,287 @@
+// NhwcConv for fp16 and bf16 as an implicit GEMM by matrix instructions: pixels of Y by filters, summed over the taps
+// and channels of the window ("depth"), which are contiguous in a filter and, per tap, in X. No window is written to
+// memory.
+//
+// nhwc_conv_tiles_kernel<T, kVec>
+//   A block computes kPixels pixels and kFilters filters in depth steps of kDepth. With several splits each block
+//   computes a part of the depth and writes float32 sums. kVec is 8 if the channel count is a multiple of 8, else 1.
+//   Launch: block (256, 1, 1), grid (ceil(pixels / 128), ceil(filter_count / 64), splits), no dynamic LDS.
+// nhwc_conv_sum_kernel<T>
+//   Adds the sums of the splits, bias and skip. Launch: block (256, 1, 1), grid (ceil(elements / 256), 1, 1).
+#include "common/gpu.h"
+#include "common/mma.h"
+#include "operators/nhwc_conv/op.h"
+
+namespace sd_ort {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kPixels = NhwcConvTiles::kPixels;
+constexpr int kFilters = NhwcConvTiles::kFilters;
+constexpr int kDepth = NhwcConvTiles::kDepth;
+constexpr int kStride = kDepth + mma::kPadding;        // row stride in LDS
+constexpr int kLanesPerRow = kDepth / 8;               // lanes per row, each with 8 elements
+constexpr int kRowsPerStep = kThreads / kLanesPerRow;  // rows that the block loads at a time
+constexpr int kPixelSteps = kPixels / kRowsPerStep;
+constexpr int kFilterSteps = kFilters / kRowsPerStep;
+static_assert(kPixels % kRowsPerStep == 0 && kFilters % kRowsPerStep == 0, "every thread loads as much as every other");
+
+// 8 elements of any type.
+struct Eight {
+  uint32_t bits[4];
+};
+
+// Position in the depth: a tap of the window and a channel.
+struct Place {
+  int row, column, channel;
+
+  __device__ Place(const NhwcConvShape& s, int depth) {
+    const uint32_t tap = static_cast<uint32_t>(depth) / static_cast<uint32_t>(s.channels);
+    channel = depth - static_cast<int>(tap) * s.channels;
+    row = static_cast<int>(tap / static_cast<uint32_t>(s.kernel_width));
+    column = static_cast<int>(tap) - row * s.kernel_width;
+  }
+  __device__ void advance(const NhwcConvShape& s, int by) {
+    channel += by;
+    while (channel >= s.channels) {
+      channel -= s.channels;
+      if (++column == s.kernel_width) {
+        column = 0;
+        ++row;
+      }
+    }
+  }
+};
+
+// The window of one pixel of Y.
+template <class T>
+struct Window {
+  const T* image;
+  int row, column;  // of the first tap in X
+  bool exists;
+
+  __device__ Window(const T* x, const NhwcConvShape& s, int pixel, int pixels) {
+    exists = pixel < pixels;
+    const uint32_t at = exists ? pixel : 0, width = s.out_width, height = s.out_height;
+    const uint32_t line = at / width, sample = line / height;
+    image = x + static_cast<int64_t>(sample) * s.height * s.width * s.channels;
+    row = static_cast<int>(line - sample * height) * s.stride_height - s.pad_top;
+    column = static_cast<int>(at - line * width) * s.stride_width - s.pad_left;
+  }
+
+  // Returns the offset of the element at a position and sets `valid`; the first element of the image if it is outside.
+  __device__ const T* at(const NhwcConvShape& s, const Place& place, bool& valid) const {
+    const int from_row = row + place.row * s.dilation_height, from_column = column + place.column * s.dilation_width;
+    valid = valid && exists && static_cast<uint32_t>(from_row) < static_cast<uint32_t>(s.height) &&
+            static_cast<uint32_t>(from_column) < static_cast<uint32_t>(s.width);
+    return image + (valid ? (from_row * s.width + from_column) * s.channels + place.channel : 0);
+  }
+};
+
+// Loads 8 adjacent elements, zeros if not valid, without a branch that would delay other loads.
+template <class T>
+__device__ inline Eight load_eight(const T* from, bool valid) {
+  Eight eight;
+  const auto loaded = Vec<T, 8>::load(from);
+  memcpy(eight.bits, &loaded.raw, sizeof(eight.bits));
+  const uint32_t mask = valid ? 0xffffffffu : 0u;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) eight.bits[i] &= mask;
+  return eight;
+}
+
+template <class T>
+__device__ inline uint32_t load_one(const T* from, bool valid) {
+  uint16_t bits;
+  memcpy(&bits, from, sizeof(bits));
+  return valid ? bits : 0u;
+}
+
+template <class T>
+__device__ inline void store_eight(const Eight& eight, T* to) {
+  // nvcc 13 miscompiles other pointer types here.
+  void* const place = to;
+  memcpy(__builtin_assume_aligned(place, mma::kPadding * sizeof(T)), eight.bits, sizeof(eight.bits));
+}
+
+// Loads 8 elements of a pixel's window starting at `depth`, whose position is `place`.
+template <int kVec, class T>
+__device__ inline Eight load_window(const Window<T>& window, const NhwcConvShape& s, Place place, int depth, int end) {
+  if constexpr (kVec == 8) {
+    bool valid = depth < end;
+    const T* from = window.at(s, place, valid);
+    return load_eight(from, valid);
+  } else {
+    Eight eight{};
+    for (int i = 0; i < 8; ++i, place.advance(s, 1)) {
+      bool valid = depth + i < end;
+      const T* from = window.at(s, place, valid);
+      eight.bits[i / 2] |= load_one(from, valid) << (16 * (i % 2));
+    }
+    return eight;
+  }
+}
+
+// Loads 8 elements of a filter starting at `depth`; zeros beyond the last filter or depth.
+template <int kVec, class T>
+__device__ inline Eight load_filter(const T* filters, int filter, int filter_count, int depth, int end, int whole) {
+  const bool exists = filter < filter_count;
+  const int first = exists ? filter * whole : 0;
+  if constexpr (kVec == 8) {
+    const bool valid = exists && depth < end;
+    return load_eight(filters + (valid ? first + depth : 0), valid);
+  } else {
+    Eight eight{};
+    for (int i = 0; i < 8; ++i) {
+      const bool valid = exists && depth + i < end;
+      eight.bits[i / 2] |= load_one(filters + (valid ? first + depth + i : 0), valid) << (16 * (i % 2));
+    }
+    return eight;
+  }
+}
+
+}  // namespace
+
+template <class T, int kVec>
+__global__ __launch_bounds__(256) void nhwc_conv_tiles_kernel(const T* x, const T* filters, const T* bias,
+                                                              const T* skip, T* y, float* sums, int32_t pixels,
+                                                              int32_t split_depth, NhwcConvShape s) {
+  wait_for_predecessor();
+  using namespace mma;
+  // Waves compute rows of 32 pixels; with 8 waves (of 32 lanes) two share the filters, with 4 (of 64) each has all.
+  constexpr int kWaves = kThreads / SD_ORT_WAVE_SIZE, kWaveRows = kPixels / 32;
+  constexpr int kRowTiles = 2, kColumnTiles = kFilters / kTile / (kWaves / kWaveRows);
+  alignas(16) __shared__ T window_lds[kPixels * kStride];
+  alignas(16) __shared__ T filter_lds[kFilters * kStride];
+
+  const int lane_row = threadIdx.x / kLanesPerRow, lane_depth = threadIdx.x % kLanesPerRow * 8;
+  const int first_pixel = blockIdx.x * kPixels, first_filter = blockIdx.y * kFilters;
+  const int whole = s.kernel_height * s.kernel_width * s.channels;
+  const int begin = blockIdx.z * split_depth, end = min(begin + split_depth, whole);
+  const int wave = threadIdx.x / SD_ORT_WAVE_SIZE;
+  const int wave_row = wave % kWaveRows * 32, wave_column = wave / kWaveRows * kColumnTiles * kTile;
+
+  const Window<T> windows[kPixelSteps] = {{x, s, first_pixel + lane_row, pixels},
+                                          {x, s, first_pixel + lane_row + kRowsPerStep, pixels}};
+  Place place(s, begin + lane_depth);
+  Eight window_part[kPixelSteps], filter_part[kFilterSteps];
+  const auto load = [&](int depth) {
+#pragma unroll
+    for (int i = 0; i < kPixelSteps; ++i) window_part[i] = load_window<kVec>(windows[i], s, place, depth, end);
+#pragma unroll
+    for (int i = 0; i < kFilterSteps; ++i) {
+      const int filter = first_filter + lane_row + i * kRowsPerStep;
+      filter_part[i] = load_filter<kVec>(filters, filter, s.filter_count, depth, end, whole);
+    }
+    place.advance(s, kDepth);
+  };
+
+  Accumulator out[kRowTiles][kColumnTiles];
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) zero(out[m][n]);
+  }
+
+  load(begin + lane_depth);
+  for (int depth = begin; depth < end; depth += kDepth) {
+#pragma unroll
+    for (int i = 0; i < kPixelSteps; ++i) {
+      store_eight(window_part[i], window_lds + (lane_row + i * kRowsPerStep) * kStride + lane_depth);
+    }
+#pragma unroll
+    for (int i = 0; i < kFilterSteps; ++i) {
+      store_eight(filter_part[i], filter_lds + (lane_row + i * kRowsPerStep) * kStride + lane_depth);
+    }
+    block_barrier();
+    if (depth + kDepth < end) load(depth + kDepth + lane_depth);
+#pragma unroll
+    for (int k = 0; k < kDepth; k += kTile) {
+      Operand<T> rows[kRowTiles];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        rows[m] = load_operand(window_lds + (wave_row + m * kTile) * kStride + k, kStride);
+      }
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n) {
+        const Operand<T> columns = load_operand(filter_lds + (wave_column + n * kTile) * kStride + k, kStride);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) multiply_add(out[m][n], rows[m], columns);
+      }
+      schedule_barrier();
+    }
+    block_barrier();
+  }
+
+  const int lane = lane_id();
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < kAccumulatorSize; ++i) {
+        const int pixel = first_pixel + wave_row + m * kTile + accumulator_row(lane, i);
+        const int filter = first_filter + wave_column + n * kTile + accumulator_column(lane, i);
+        if (pixel >= pixels || filter >= s.filter_count) continue;
+        const int at = pixel * s.filter_count + filter;
+        float sum = out[m][n].x[i];
+        if (sums != nullptr) {
+          sums[static_cast<int64_t>(blockIdx.z) * pixels * s.filter_count + at] = sum;
+          continue;
+        }
+        if (bias != nullptr) sum += to_float(bias[filter]);
+        if (skip != nullptr) sum += to_float(skip[at]);
+        y[at] = from_float<T>(sum);
+      }
+    }
+  }
+}
+
+template <class T>
+__global__ __launch_bounds__(256) void nhwc_conv_sum_kernel(const float* sums, const T* bias, const T* skip, T* y,
+                                                            uint32_t elements, int32_t splits, int32_t filter_count) {
+  wait_for_predecessor();
+  const uint32_t element = blockIdx.x * 256 + threadIdx.x;
+  if (element >= elements) return;
+  float sum = 0.f;
+  for (int split = 0; split < splits; ++split) sum += sums[static_cast<int64_t>(split) * elements + element];
+  if (bias != nullptr) sum += to_float(bias[element % static_cast<uint32_t>(filter_count)]);
+  if (skip != nullptr) sum += to_float(skip[element]);
+  y[element] = from_float<T>(sum);
+}
+
+namespace {
+
+template <class T, int kVec>
+const char* launch_vectors(const NhwcConvParams& p, int64_t splits, float* sums, void* stream) {
+  const int64_t pixels = p.batch * p.out_height * p.out_width;
+  const int64_t depth = p.kernel_height * p.kernel_width * p.channels;
+  const int64_t split_depth = ceil_div(ceil_div(depth, kDepth), splits) * kDepth;
+  const dim3 grid(ceil_div(pixels, kPixels), ceil_div(p.filter_count, kFilters), splits);
+  return launch(nhwc_conv_tiles_kernel<T, kVec>, grid, dim3(kThreads), 0, stream, static_cast<const T*>(p.x),
+                static_cast<const T*>(p.filters), static_cast<const T*>(p.bias), static_cast<const T*>(p.skip),
+                static_cast<T*>(p.y), sums, pixels, split_depth, nhwc_conv_shape(p));
+}
+
+template <class T>
+const char* launch_type(const NhwcConvParams& p, int64_t splits, void* workspace, void* stream) {
+  const int64_t elements = p.batch * p.out_height * p.out_width * p.filter_count;
+  if (elements == 0) return nullptr;
+  float* const sums = splits == 1 ? nullptr : static_cast<float*>(workspace);
+  const bool vectors = p.channels % 8 == 0 && are_aligned<16>(p.x, p.filters);
+  const char* error =
+      vectors ? launch_vectors<T, 8>(p, splits, sums, stream) : launch_vectors<T, 1>(p, splits, sums, stream);
+  if (error != nullptr || sums == nullptr) return error;
+  return launch(nhwc_conv_sum_kernel<T>, dim3(ceil_div(elements, 256)), dim3(256), 0, stream, sums,
+                static_cast<const T*>(p.bias), static_cast<const T*>(p.skip), static_cast<T*>(p.y), elements, splits,
+                p.filter_count);
+}
+
+}  // namespace
+
+const char* nhwc_conv_tiles_launch(const NhwcConvParams& p, int64_t splits, void* workspace, void* stream) {
+  return p.dtype == DType::kFloat16 ? launch_type<half_t>(p, splits, workspace, stream)
+                                    : launch_type<bf16_t>(p, splits, workspace, stream);
+}
+
+}  // namespace sd_ort

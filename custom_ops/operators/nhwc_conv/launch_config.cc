@@ -1,0 +1,47 @@
+// Supported shapes and launch parameters of the tile kernel of NhwcConv.
+#include <algorithm>
+
+#include "operators/nhwc_conv/op.h"
+
+namespace sd_ort {
+namespace {
+
+constexpr int64_t kTargetBlocks = 256;  // two per multiprocessor of a large GPU
+constexpr int64_t kMaxSplits = 16;
+constexpr int64_t kMinStepsPerSplit = 16;  // amortizes the store of the sums
+
+int64_t pixels(const NhwcConvParams& p) { return p.batch * p.out_height * p.out_width; }
+
+int64_t steps(const NhwcConvParams& p) {
+  return ceil_div(p.kernel_height * p.kernel_width * p.channels, NhwcConvTiles::kDepth);
+}
+
+}  // namespace
+
+NhwcConvShape nhwc_conv_shape(const NhwcConvParams& p) {
+  const auto narrow = [](int64_t size) { return static_cast<int32_t>(size); };
+  return {narrow(p.height),        narrow(p.width),        narrow(p.channels),        narrow(p.filter_count),
+          narrow(p.kernel_height), narrow(p.kernel_width), narrow(p.out_height),      narrow(p.out_width),
+          narrow(p.stride_height), narrow(p.stride_width), narrow(p.dilation_height), narrow(p.dilation_width),
+          narrow(p.pad_top),       narrow(p.pad_left),     narrow(p.groups)};
+}
+
+bool nhwc_conv_tiles_supports(const NhwcConvParams& p) {
+  const int64_t depth = p.kernel_height * p.kernel_width * p.channels;
+  const bool is_small = p.height * p.width * p.channels < INT32_MAX && p.filter_count * depth < INT32_MAX &&
+                        pixels(p) * p.filter_count < INT32_MAX;
+  return p.dtype != DType::kFloat32 && p.groups == 1 && depth > 0 && is_small;
+}
+
+int64_t nhwc_conv_splits(const NhwcConvParams& p) {
+  const int64_t blocks =
+      ceil_div(pixels(p), NhwcConvTiles::kPixels) * ceil_div(p.filter_count, NhwcConvTiles::kFilters);
+  if (blocks == 0) return 1;
+  return std::max<int64_t>(1, std::min({kTargetBlocks / blocks, steps(p) / kMinStepsPerSplit, kMaxSplits}));
+}
+
+size_t nhwc_conv_tiles_workspace(const NhwcConvParams& p, int64_t splits) {
+  return splits == 1 ? 0 : static_cast<size_t>(splits * pixels(p) * p.filter_count) * sizeof(float);
+}
+
+}  // namespace sd_ort

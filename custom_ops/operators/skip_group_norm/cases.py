@@ -1,0 +1,67 @@
+"""SkipGroupNorm: GroupNorm's kernels with a skip, so only the calls differ."""
+
+from __future__ import annotations
+
+from custom_ops.operator_spec import OperatorCase, Shape
+from custom_ops.operators.group_norm.cases import SHAPES, params
+
+__all__ = ["CASES", "FLOAT32_INPUTS", "INPUTS", "NAME", "OUTPUTS", "output_shapes", "params"]
+
+NAME = "SkipGroupNorm"
+INPUTS = ("X", "gamma", "beta", "skip", "bias")
+OUTPUTS = ("Y", "S")
+FLOAT32_INPUTS = ("gamma", "beta")
+
+
+def output_shapes(case: OperatorCase) -> dict[str, Shape]:
+    """Y and S have the shape of X."""
+    return dict.fromkeys(case.outputs or OUTPUTS, case.inputs["X"])
+
+
+def _case(
+    shape: Shape,
+    groups: int,
+    activation: int = 1,
+    skip: str = "full",
+    bias: bool = True,
+    total: bool = True,
+    nchw: bool = False,
+    distribution: str = "normal",
+    benchmark: bool = False,
+) -> OperatorCase:
+    """`shape` is channels last. `skip` is "full", "flat" (N, C) or "pixel" (N, 1, ..., C); `total` asks for S."""
+    n, c = shape[0], shape[-1]
+    pixel = (n, *(1 for _ in shape[1:-1]), c)
+    attributes: dict[str, int | float] = {"groups": groups, "activation": activation, "epsilon": 1e-5}
+    if nchw:
+        shape, pixel = (n, c, *shape[1:-1]), (n, c, *pixel[1:-1])
+        attributes["channels_last"] = 0
+    inputs = {"X": shape, "gamma": (c,), "beta": (c,), "skip": {"full": shape, "flat": (n, c), "pixel": pixel}[skip]}
+    if bias:
+        inputs["bias"] = (c,)
+    name = "x".join(map(str, shape)) + f"-g{groups}-a{activation}-{skip}-b{bias:d}-s{total:d}-{distribution}"
+    name += "-nchw" if nchw else ""
+    outputs = ("Y", "S") if total else ("Y",)
+    # V is rounded to the type before it is normalized: 2000 in half precision has no digits left for a deviation of 1
+    dtypes = ("float32",) if distribution == "offset" else ("float32", "float16", "bfloat16")
+    return OperatorCase(name, inputs, attributes, outputs, distribution, benchmark, dtypes)
+
+
+_VARIANTS = (("full", True, True), ("full", False, True), ("flat", True, True), ("pixel", False, False))
+
+CASES = [
+    *(
+        _case(shape, groups, index % 2, *_VARIANTS[(index + turn) % 4], nchw=nchw)
+        for index, (shape, groups) in enumerate(SHAPES)
+        for turn in (0, 1)
+        for nchw in (False, True)
+    ),
+    *(_case((2, 9, 8, 64), 8, skip=skip, bias=bias, total=total) for skip, bias, total in _VARIANTS),
+    *(_case((2, 9, 8, 64), 8, total=False, distribution=distribution) for distribution in ("large", "tiny", "offset")),
+    # a skip that both reads take, by 1, 2 and 4 elements
+    *(_case((2, 11, channels), 3, bias=False, total=False) for channels in (9, 30, 12)),
+    *(_case((n, 64, 64, 320), 32, benchmark=True) for n in (2, 8, 16)),
+    *(_case((n, 32, 32, 640), 32, skip="flat", benchmark=True) for n in (2, 8)),
+    *(_case((n, 16, 16, 1280), 32, benchmark=True) for n in (2, 8)),
+    _case((2, 128, 128, 320), 32, benchmark=True),
+]

@@ -1,0 +1,164 @@
+"""Does the demo model still draw what the prompt says after export, fusion and float16?
+
+Draws the same unseen prompts from the same seeds with torch fp32, the raw export, fused fp32, fp16 and bf16, reads the
+pictures back (`sd_ort.demo.fidelity`) and compares each with torch's. Writes the shares and PSNRs to a JSON file as
+each engine ends, and a sheet with the first pictures, one row per engine. Exits with 1 when a bound below is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import io
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tqdm import tqdm
+
+from sd_ort import StableDiffusionPipeline, demo
+from sd_ort.benchmark.engines.pytorch import torch_pipeline
+from sd_ort.core import files, metrics
+from sd_ort.demo.fidelity import score, unseen_prompts
+from sd_ort.export.exporter import export
+from sd_ort.runtime import machine
+from sd_ort.stages import optimize
+
+TORCH = "torch fp32"
+# (points of fidelity an engine may lose against torch, dB its median picture must reach): the project's bounds.
+BOUNDS = {
+    "raw ONNX": (0.5, 40.0),
+    "fused fp32": (0.5, 40.0),
+    "fused fp16": (1.0, 30.0),
+    "fused bf16": (1.0, 30.0),
+}
+
+
+def engines(work: Path, target: str) -> dict[str, Callable[[], Any]]:
+    """Label -> a function that makes what is missing below `work` and opens the engine's pipeline."""
+
+    def optimized(name: str, dtype: str) -> Any:
+        if not (work / "raw").is_dir():
+            export("demo", work / "raw", on_progress=print)
+        optimize(work / "raw", work / name, target=target, dtype=dtype, on_progress=print)
+        return StableDiffusionPipeline.from_pretrained(work / name)
+
+    def raw() -> Any:
+        export("demo", work / "raw", on_progress=print)
+        return StableDiffusionPipeline.from_pretrained(work / "raw")
+
+    return {
+        TORCH: lambda: torch_pipeline("demo"),
+        "raw ONNX": raw,
+        "fused fp32": lambda: optimized(f"{target}-fp32", "float32"),
+        "fused fp16": lambda: optimized(f"{target}-fp16", "float16"),
+        "fused bf16": lambda: optimized(f"{target}-bf16", "bfloat16"),
+    }
+
+
+def draw(pipeline: Any, prompts: Sequence[str], batch: int, steps: int) -> np.ndarray:
+    """Pictures (B, H, W, 3), uint8, prompt i drawn from seed i; `pipeline` is ours or diffusers'."""
+    quiet = {"progress": False} if isinstance(pipeline, StableDiffusionPipeline) else {}
+    pictures: list[np.ndarray] = []
+    for start in tqdm(range(0, len(prompts), batch), unit="batch"):
+        part = list(prompts[start : start + batch])
+        images = pipeline(
+            part,
+            height=demo.HEIGHT,
+            width=demo.WIDTH,
+            num_inference_steps=steps,
+            guidance_scale=demo.GUIDANCE,
+            generator=[torch.Generator().manual_seed(start + i) for i in range(len(part))],
+            **quiet,
+        ).images
+        pictures += [np.asarray(image) for image in images]
+    return np.stack(pictures)
+
+
+def row(label: str, prompts: Sequence[str], pictures: np.ndarray, reference: dict[str, Any] | None) -> dict[str, Any]:
+    """An engine's entry: share drawn right in percent, the failures, and with `reference` the comparison with torch."""
+    fidelity = score(prompts, pictures)
+    entry: dict[str, Any] = {
+        "label": label,
+        "right": fidelity.correct,
+        "total": fidelity.total,
+        "share_percent": 100 * fidelity.share,
+        "failures": [{"prompt": prompt, "reason": reason} for prompt, reason in fidelity.failures],
+    }
+    if reference is not None:
+        values = [metrics.psnr(ours, theirs) for ours, theirs in zip(pictures, reference["pictures"], strict=True)]
+        points, decibel = BOUNDS[label]
+        entry["psnr_db"] = {"median": median(values), "min": min(values)}
+        entry["lost_points"] = reference["share_percent"] - entry["share_percent"]
+        entry["passed"] = abs(entry["lost_points"]) <= points and entry["psnr_db"]["median"] >= decibel
+    return entry
+
+
+def sheet(rows: Sequence[np.ndarray]) -> bytes:
+    """PNG of the pictures (B, H, W, 3) of each engine, one row per engine."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.concatenate([np.concatenate(list(pictures), axis=1) for pictures in rows])).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def main() -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=200, help="unseen prompts (200)")
+    parser.add_argument("--seed", type=int, default=0, help="which unseen prompts (0)")
+    parser.add_argument("--steps", type=int, default=demo.STEPS, help=f"denoising steps ({demo.STEPS})")
+    parser.add_argument("--batch", type=int, default=10, help="prompts drawn at once (10)")
+    parser.add_argument("--target", default="portable", help="target of the fused pipelines (portable)")
+    parser.add_argument("--engines", nargs="+", choices=BOUNDS, default=list(BOUNDS)[:3], help="beside torch fp32")
+    parser.add_argument("--work", type=Path, default=Path("out/evaluate_demo"), help="folder for the pipelines")
+    parser.add_argument("--out", type=Path, default=Path("results/demo_fidelity.json"), help="the result")
+    parser.add_argument("--sheet", type=Path, default=Path("results/demo_images.png"), help="the pictures")
+    arguments = parser.parse_args()
+
+    prompts = unseen_prompts(arguments.prompts, arguments.seed)
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+    report: dict[str, Any] = {
+        "kind": "demo_fidelity",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["scripts/bench/evaluate_demo.py", *sys.argv[1:]]),
+        "commit": machine.commit(),
+        "machine": machine.machine(),
+        "versions": machine.versions(),
+        "settings": {**settings, "guidance": demo.GUIDANCE, "height": demo.HEIGHT, "width": demo.WIDTH},
+        "bounds": {label: {"points": points, "median_psnr_db": db} for label, (points, db) in BOUNDS.items()},
+        "engines": [],
+    }
+    reference: dict[str, Any] | None = None
+    first_pictures = []
+    for label, open_engine in engines(arguments.work, arguments.target).items():
+        if label not in (TORCH, *arguments.engines):
+            continue
+        pipeline = open_engine()
+        start = time.perf_counter()
+        pictures = draw(pipeline, prompts, arguments.batch, arguments.steps)
+        entry = row(label, prompts, pictures, reference)
+        entry["seconds"] = time.perf_counter() - start
+        if reference is None:
+            reference = {**entry, "pictures": pictures}
+        first_pictures.append(pictures[:8])
+        report["engines"].append(entry)
+        files.write_json(arguments.out, report)
+        files.write_bytes(arguments.sheet, sheet(first_pictures))
+        compared = f", PSNR median {entry['psnr_db']['median']:.1f} dB" if "psnr_db" in entry else ""
+        print(
+            f"{label}: {entry['right']} of {entry['total']} right ({entry['share_percent']:.1f} %){compared}",
+            flush=True,
+        )
+    failed = [entry["label"] for entry in report["engines"] if entry.get("passed") is False]
+    print(f"{arguments.out}: " + (f"outside the bounds: {', '.join(failed)}" if failed else "within the bounds"))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Models of random weights on a GPU (or, to try it, on the CPU), their inputs and their raw exports."""
+
+from __future__ import annotations
+
+import lzma
+import sys
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+
+import onnx
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from sd_ort.checkpoints.presets import PRESETS, open_preset
+from sd_ort.checkpoints.signatures import MODEL_OF
+from sd_ort.core import pipeline_folder
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# ---- The model
+
+
+def random_module(preset: str, component: str, seed: int = 0) -> torch.nn.Module:
+    """The component with weights as `family.random_weights.fill_random` draws them, made on the device, in float32."""
+    config = PRESETS[preset].models[MODEL_OF.get(component, component)]
+    import diffusers
+
+    made = getattr(diffusers, config["_class_name"])
+    with torch.device(DEVICE):
+        module = made.from_config(config)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
+            else:
+                parameter.normal_(float(name.endswith("weight")), 0.1, generator=generator)
+    return module.eval()
+
+
+def random_inputs(preset: str, component: str, batch: int, size: int) -> dict[str, torch.Tensor]:
+    """Float32 inputs on the device, named as the graph's."""
+    generator = torch.Generator(DEVICE).manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=DEVICE)
+
+    if component == "vae_decoder":
+        return {"latent_sample": normal(batch, 4, size, size) / 0.18215}
+    config = PRESETS[preset].models["unet"]
+    inputs = {
+        "sample": normal(batch, config["in_channels"], size, size),
+        "timestep": torch.tensor([500.0], device=DEVICE),
+        "encoder_hidden_states": normal(batch, 77, config["cross_attention_dim"]),
+    }
+    if "addition_time_embed_dim" in config:
+        edge = 8.0 * size
+        inputs["text_embeds"] = normal(batch, 1280)
+        inputs["time_ids"] = torch.tensor([[edge, edge, 0, 0, edge, edge]] * batch, device=DEVICE)
+    return inputs
+
+
+def fill(graph: Path, weights: Mapping[str, torch.Tensor], out: Path) -> None:
+    """Writes `out`/model.onnx: a graph of weightless_graphs.py, whose weights are references, with these numbers."""
+    model = onnx.load_from_string(lzma.decompress(graph.read_bytes()))
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / pipeline_folder.DATA).open("wb") as data:
+        for tensor in model.graph.initializer:
+            if tensor.data_location != onnx.TensorProto.EXTERNAL:
+                continue
+            name = {entry.key: entry.value for entry in tensor.external_data}["location"]
+            value = weights.get(name.removesuffix(".T"))
+            if value is None or value.numel() != prod(tensor.dims):
+                raise ValueError(f"{graph}: its {tensor.name} is no {name} of the model; make the graph again")
+            value = value.T if name.endswith(".T") else value
+            data.seek(-data.tell() % 65536, 1)
+            place = {"location": pipeline_folder.DATA, "offset": data.tell(), "length": 4 * value.numel()}
+            data.write(value.contiguous().cpu().numpy().tobytes())
+            del tensor.external_data[:]
+            for key, entry in place.items():
+                tensor.external_data.add(key=key, value=str(entry))
+    (out / pipeline_folder.MODEL).write_bytes(model.SerializeToString())
+
+
+def export_raw(preset: str, component: str, net: torch.nn.Module, out: Path) -> None:
+    """The same by exporting the wrapped module now."""
+    import onnx_ir as ir
+
+    from sd_ort.checkpoints import checkpoint
+    from sd_ort.export import exporter, tracing
+
+    source = open_preset(preset, 0)
+    config = PRESETS[preset].models[MODEL_OF.get(component, component)]
+    signature = checkpoint.component_signature(source, component, config)
+    arguments = [exporter.example_input(t, exporter.TRACE_SIZES, config, 0) for t in signature.inputs]
+    with torch.no_grad():
+        made = tracing.export_dynamo(net.cpu(), arguments, signature, tracing.DEFAULT_OPSET, out.parent)
+    tracing.normalize_exported_names(made, signature)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    ir.save(made, out, external_data=pipeline_folder.DATA)
+    net.to(DEVICE)
+
+
+def limits() -> dict[str, float]:
+    """This GPU's float16 matrix product in TFLOP/s and device-to-device copy in GB/s (read and written)."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.float16) for _ in range(2))
+    source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
+    to = torch.empty_like(source)
+
+    def seconds(run: Callable[[], object]) -> float:
+        for _ in range(3):
+            run()
+        begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        begin.record()
+        for _ in range(10):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e4
+
+    return {
+        "matrix_tflops": 2 * 8192**3 / seconds(lambda: torch.matmul(a, b)) / 1e12,
+        "copy_gbs": 2 * source.numel() / seconds(lambda: to.copy_(source)) / 1e9,
+    }

@@ -1,0 +1,222 @@
+#!/usr/bin/env python3
+"""LoRAs on a loaded pipeline: how long a change takes, and what a step takes with one and without.
+
+    python scripts/bench/lora_swap.py [--preset sd15] [--provider cpu] [--work FOLDER] [--out results/lora.json]
+
+A checkpoint with random weights and two LoRAs of random numbers (rank 16, all linear layers and projections of the
+attention blocks and of the text encoder, in Kohya's names) are made below --work, where they are kept. Two pipelines
+draw in turn, one that never saw a LoRA and one with both; the table has the medians of their steps and their ratio, the
+times of changes, and whether the picture at strength 0 is the one without, byte for byte. The picture with LoRAs is
+compared with that over reopened sessions, whose weights are computed by NumPy. Rows of other providers that --out holds
+are kept; beside the JSON a table is written, --out with .md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measure_templates import checkpoint
+
+from sd_ort import StableDiffusionPipeline
+from sd_ort.benchmark.engine_selection import target_of
+from sd_ort.core.files import read_json, write_json, write_text
+from sd_ort.core.metrics import psnr
+from sd_ort.runtime.machine import commit, machine, versions
+from sd_ort.stages import optimize
+
+RANK = 16
+SIDES = {"sdxl": 1024, "sd15-tiny": 64, "sdxl-tiny": 64}
+NAMES = {"unet": "lora_unet_", "text_encoder": "lora_te_", "text_encoder_2": "lora_te2_"}
+
+
+def touched(folder: Path, component: str, convolutions: bool = False) -> Iterator[tuple[str, list[int]]]:
+    """Module and shape of what a LoRA usually changes: all that is linear in attention blocks and text encoders.
+
+    With `convolutions` also the 3 x 3 convolutions of the UNet's residual blocks.
+    """
+    for path in sorted((folder / component).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                shape = file.get_slice(name).get_shape()
+                linear = name.endswith(".weight") and (len(shape) == 2 or shape[2:] == [1, 1])
+                convolution = convolutions and "resnets" in name and name.endswith(".weight") and shape[2:] == [3, 3]
+                attention = "attentions" in name or ("encoder.layers" in name and component != "unet")
+                if convolution or (linear and attention):
+                    yield name.removesuffix(".weight"), shape
+
+
+def make_lora(folder: Path, out: Path, seed: int, rank: int = RANK, convolutions: bool = False) -> int:
+    """Write a LoRA of random numbers in Kohya's names; the number of its modules."""
+    generator = torch.Generator().manual_seed(seed)
+    xl = (folder / "text_encoder_2").is_dir()
+    tensors: dict[str, torch.Tensor] = {}
+    for component, prefix in NAMES.items():
+        for module, (wide, narrow, *kernel) in touched(folder, component, convolutions):
+            name = ("lora_te1_" if xl and component == "text_encoder" else prefix) + module.replace(".", "_")
+            tensors[f"{name}.lora_down.weight"] = torch.randn(rank, narrow, *kernel, generator=generator) / narrow**0.5
+            up = torch.randn(wide, rank, *[1 for _ in kernel], generator=generator)
+            tensors[f"{name}.lora_up.weight"] = up * 0.2
+            tensors[f"{name}.alpha"] = torch.tensor(float(rank))
+    save_file({name: tensor.half() for name, tensor in tensors.items()}, out)
+    return len(tensors) // 3
+
+
+def timed(work: Callable[[], Any]) -> dict[str, float]:
+    """Wall and processor seconds of a call."""
+    started, used = time.perf_counter(), time.process_time()
+    work()
+    return {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - used}
+
+
+def latents_psnr(latents: np.ndarray, reference: np.ndarray) -> float:
+    """Return the PSNR in dB with the range of the reference as peak."""
+    return psnr(latents, reference, peak=float(np.ptp(reference)))
+
+
+def drawer(side: int, steps: int) -> Callable[[Any], np.ndarray]:
+    def draw(pipeline: Any) -> np.ndarray:
+        made = pipeline("a red circle", num_inference_steps=steps, height=side, width=side, generator=0,
+                        output_type="latent", progress=False)  # fmt: skip
+        return np.asarray(made.images)
+
+    return draw
+
+
+def step_seconds(draw: Callable[[Any], Any], pipeline: Any, steps: int) -> float:
+    """Of a drawing: on a GPU the steps on the device, on a CPU the processor's time of the whole call, by its steps."""
+    pipeline.loop.step_seconds = None
+    call = timed(lambda: draw(pipeline))
+    return float(pipeline.loop.step_seconds or call["cpu_seconds"] / steps)
+
+
+def opened(pipeline: Any) -> list[Any]:
+    """The sessions that LoRAs change, not kept. Where they were closed, opening them is part of a change."""
+    return [weakref.ref(pipeline.models[name].session) for name in ("text_encoder", "unet")]
+
+
+def changes(pipeline: Any, rounds: int) -> dict[str, dict[str, float]]:
+    """What was changed -> the median of `rounds` changes, each ready for the next call."""
+    first, second = pipeline.get_list_adapters()
+
+    def ready(*given: Any) -> Callable[[], None]:
+        def work() -> None:
+            pipeline.set_adapters(*given)
+            opened(pipeline)
+
+        return work
+
+    asked = {
+        "strength": [ready(first, 0.3 + 0.1 * i) for i in range(rounds)],
+        "other LoRA": [ready([second, first][i % 2], 0.8) for i in range(rounds)],
+        "two LoRAs": [ready([first, second], [0.8, -0.1 * i]) for i in range(rounds)],
+        "strength 0": [ready([first, second], 0.0)],
+    }
+    made = {}
+    for name, calls in asked.items():
+        times = [timed(call) for call in calls]
+        made[name] = {key: round(median(each[key] for each in times), 4) for key in times[0]}
+        click.echo(f"{name}: {made[name]}")
+    return made
+
+
+def measure(folder: Path, loras: list[Path], provider: str, side: int, steps: int, rounds: int) -> dict[str, Any]:
+    """The row of a provider."""
+    draw = drawer(side, steps)
+    plain, ours = (StableDiffusionPipeline.from_pretrained(folder, provider) for _ in range(2))
+    untouched = draw(plain)
+    loading = timed(lambda: ([ours.load_lora_weights(path, path.stem) for path in loras], opened(ours)))
+    with_loras = draw(ours)
+    row: dict[str, Any] = {"in place": ours.models.in_place, "loading both": loading}
+    sessions = opened(ours)
+    times: dict[str, list[float]] = {"without": [], "with": []}
+    for _ in range(rounds):
+        times["without"].append(step_seconds(draw, plain, steps))
+        times["with"].append(step_seconds(draw, ours, steps))
+    row["step"] = {name: median(seconds) for name, seconds in times.items()}
+    row["step ratio"] = round(row["step"]["with"] / row["step"]["without"], 4)
+    click.echo(f"step with LoRAs / without: {row['step ratio']}")
+    row["changes"] = changes(ours, rounds)
+    row["picture at strength 0 as without"] = bool(np.array_equal(draw(ours), untouched))
+    row["sessions reopened"] = opened(ours) != sessions
+    ours.set_adapters([path.stem for path in loras])
+    row["picture as after loading"] = bool(np.array_equal(draw(ours), with_loras))
+    row["PSNR to without"] = round(latents_psnr(with_loras, untouched), 1)
+    plain.models.in_place = False
+    for path in loras:
+        plain.load_lora_weights(path, path.stem)
+    row["PSNR to reopened sessions"] = round(latents_psnr(draw(plain), with_loras), 1)
+    return row
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [
+        "# LoRAs on a loaded pipeline", "",
+        f"Random weights, two LoRAs of random numbers of rank {RANK} over all linear layers of attention blocks and of "
+        "text encoders. In place: nothing is reopened, and captured graphs stay valid. Not in place (a CPU): sessions "
+        "are opened again, which the times include. A CPU's steps are its processor's time, a whole call by its steps. "
+        "Seconds are medians.",
+        "",
+        "| model, provider | in place | step with / without | loading both | strength | other LoRA | two LoRAs "
+        "| strength 0 | strength 0 is without | PSNR to NumPy's weights | load average |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name, row in result["rows"].items():
+        made = [f"{each['seconds']:.2f} s ({each['cpu_seconds']:.2f} of CPU)" for each in row["changes"].values()]
+        cells = [
+            name, "yes" if row["in place"] else "no", f"{row['step ratio']:.3f}",
+            f"{row['loading both']['seconds']:.2f} s", *made,
+            "bit for bit" if row["picture at strength 0 as without"] else "no",
+            f"{row['PSNR to reopened sessions']} dB", str(row["load average"]),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    machines = {json.dumps(row["machine"]) for row in result["rows"].values()}
+    return "\n".join(lines) + "\n\n" + "\n".join(f"`{each}`" for each in sorted(machines)) + "\n"
+
+
+@click.command()
+@click.option("--preset", default="sd15", show_default=True)
+@click.option("--provider", default="cpu", show_default=True)
+@click.option("--steps", default=None, type=int, help="Of a picture; 20 on a GPU and 1 on a CPU when not given.")
+@click.option("--side", type=int, help="Pixels of a picture; the model's own when not given.")
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--work", type=click.Path(path_type=Path), default=Path("out/lora_swap"), show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), default=Path("results/lora.json"), show_default=True)
+def main(preset: str, provider: str, steps: int | None, side: int | None, rounds: int, work: Path, out: Path) -> None:
+    target = "cpu" if provider == "cpu" else target_of(provider)
+    model, folder = work / preset, work / f"{preset}-{target}"
+    if not model.is_dir():
+        checkpoint(preset, 1, model)
+    loras = [work / f"{preset}-{seed}.safetensors" for seed in (1, 2)]
+    modules = [make_lora(model, path, seed) for seed, path in enumerate(loras)]
+    if not folder.is_dir():
+        dtype = "float32" if provider == "cpu" else "float16"
+        optimize(str(model), folder, target=target, dtype=dtype, calibrate=False, on_progress=click.echo)
+    steps = steps or (1 if provider == "cpu" else 20)
+    row = measure(folder, loras, provider, side or SIDES.get(preset, 512), steps, rounds)
+    row |= {"modules": modules[0], "steps": steps, "load average": round(os.getloadavg()[0], 1)}
+    row |= {"machine": machine(), "versions": versions(), "commit": commit()}
+    result = read_json(out) if out.is_file() else {"rows": {}}
+    result["rows"][f"{preset}, {provider}"] = row
+    write_json(out, result)
+    write_text(out.with_suffix(".md"), table(result))
+    click.echo(json.dumps({key: value for key, value in row.items() if key not in ("machine", "versions")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

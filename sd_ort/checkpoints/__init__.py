@@ -1,0 +1,16 @@
+"""Checkpoints of Stable Diffusion pipelines: opening them, and their configs, schedules and inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sd_ort.checkpoints.hub import is_hub_id
+from sd_ort.core.pipeline_folder import MODEL
+
+
+def is_checkpoint(source: str | Path) -> bool:
+    """Return whether `source` is what `sd-ort export` takes, and no pipeline folder and no ONNX file."""
+    path = Path(source)
+    if path.is_dir():
+        return (path / "model_index.json").is_file() and not any(path.glob(f"*/{MODEL}"))
+    return (path.is_file() and path.suffix != ".onnx") or str(source) == "demo" or is_hub_id(str(source))

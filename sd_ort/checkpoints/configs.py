@@ -1,0 +1,142 @@
+"""The config.json of a model, read and checked: what the pipelines, stages and inputs take from it has the right type.
+
+Limits are far above any model of the families; they keep a file from asking for any amount of work or memory.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from sd_ort.core.errors import InputError
+from sd_ort.core.files import mismatch, read_json
+from sd_ort.core.pipeline_folder import COMPONENTS, model_name, read_index
+
+
+class Config(dict[str, Any]):
+    """A config whose entries are attributes too, as those of diffusers' models."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"this config has no {name!r}")
+
+
+def component_config(folder: Path, component: str, *, required: bool = False) -> dict[str, Any]:
+    """config.json of a component; when its folder has none, {} or, if it is `required`, what its graph shows
+    (`family.guessed`).
+
+    Raises InputError for one that is damaged, and for a graph that does not show what is needed.
+    """
+    path = folder / component / "config.json"
+    if path.is_file() or not required:
+        return read_config(path) if path.is_file() else {}
+    from sd_ort.checkpoints.config_inference import infer_configs
+
+    found = infer_configs(folder)
+    return _checked(path, found[component], CONFIG) if component in found else read_config(path)
+
+
+def model_config(model: Path) -> dict[str, Any]:
+    """config.json beside an ONNX file called as a component of a pipeline is; {} for other files, and without one."""
+    return component_config(model.parent.parent, model.parent.name) if model_name(model) in COMPONENTS else {}
+
+
+def read_config(path: Path, otherwise: str | None = None) -> dict[str, Any]:
+    """Return a model's config. Raises InputError if it is damaged, or missing, for the reason `otherwise`."""
+    config = read_json(path, otherwise)
+    if isinstance(adapter := config.get("ip_adapter"), dict) and "rows" in adapter:  # its name until 2026-11
+        adapter.setdefault("hidden_state_length", adapter.pop("rows"))
+    return _checked(path, config, CONFIG)
+
+
+# Pipelines whose class in diffusers mends what folders of 2022 have in their scheduler's configuration.
+MENDING = re.compile(r"StableDiffusion(Img2Img|Inpaint)?Pipeline$")
+
+
+def scheduler_config(folder: Path) -> dict[str, Any]:
+    """The configuration of a pipeline's scheduler, as diffusers' class of that pipeline uses it: those of Stable
+    Diffusion, neither XL nor with a ControlNet, set `steps_offset` to 1, and inpainting skips PNDM's Runge-Kutta steps.
+
+    Raises InputError when it, or the pipeline's index, is missing or damaged.
+    """
+    path = folder / "scheduler" / "scheduler_config.json"
+    config = _checked(path, read_json(path), SCHEDULER)
+    kind = str(read_index(folder).get("_class_name", ""))
+    if MENDING.search(kind):
+        config = {**config, "steps_offset": 1}
+        if "Inpaint" in kind and config.get("_class_name") == "PNDMScheduler":
+            config["skip_prk_steps"] = True
+    return config
+
+
+def _checked(path: Path, config: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+    if wrong := mismatch(config, like):
+        raise InputError(f"{path} is damaged at {wrong!r}: copy it from the original model.")
+    return config
+
+
+def _count(limit: int) -> Any:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= limit
+
+
+def _counts(limit: int, most: int) -> Any:
+    one = _count(limit)
+    return lambda value: isinstance(value, list) and 1 <= len(value) <= most and all(map(one, value))
+
+
+def _either(*kinds: Any) -> Any:
+    return lambda value: any(kind(value) for kind in kinds)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30 and math.isfinite(value)
+
+
+_WIDTH = _count(1 << 16)
+
+
+def _ip_adapter(value: Any) -> bool:
+    """What `family.ip_adapter` records of a UNet's IP-Adapter: the rest of it decides the graph and is not read."""
+    if not isinstance(value, dict) or not _WIDTH(value.get("width")):
+        return False
+    layers = value.get("layers")
+    block = r"((down|up)_blocks\.\d{1,2}|mid_block)\.attentions\.\d{1,2}\.transformer_blocks\.\d{1,3}"
+    if not isinstance(layers, list) or not 1 <= len(layers) <= 1024:
+        return False
+    named = all(isinstance(name, str) and re.fullmatch(block, name) for name in layers)
+    length = value.get("hidden_state_length")
+    return named and (length is None or _WIDTH(length))
+
+
+CONFIG = {
+    "_class_name": str,
+    "architectures": [str],
+    "block_out_channels": _counts(1 << 16, 12),
+    "layers_per_block": _either(_count(64), _counts(64, 12)),
+    "sample_size": _either(_count(1 << 14), _counts(1 << 14, 2)),
+    **dict.fromkeys(("in_channels", "out_channels", "latent_channels", "conditioning_channels"), _count(1 << 12)),
+    "cross_attention_dim": _either(_WIDTH, _counts(1 << 16, 12)),
+    **dict.fromkeys(("projection_class_embeddings_input_dim", "addition_time_embed_dim", "time_cond_proj_dim"), _WIDTH),
+    **dict.fromkeys(("hidden_size", "projection_dim", "max_position_embeddings"), _WIDTH),
+    **dict.fromkeys(("image_size", "patch_size", "num_channels"), _count(1 << 12)),
+    "vocab_size": _count(1 << 24),
+    "scaling_factor": lambda value: _number(value) and value != 0,
+    "shift_factor": _number,
+    "latents_mean": [_number],
+    "latents_std": [_number],
+    "addition_embed_type": str,
+    "class_embed_type": str,
+    "ip_adapter": _ip_adapter,
+}
+SCHEDULER = {
+    "_class_name": str,
+    "num_train_timesteps": _count(100_000),
+    "beta_schedule": str,
+    "prediction_type": str,
+    "timestep_spacing": str,
+    **dict.fromkeys(("beta_start", "beta_end", "steps_offset", "solver_order", "original_inference_steps"), _number),
+    "trained_betas": lambda value: isinstance(value, list) and len(value) <= 100_000 and all(map(_number, value)),
+}

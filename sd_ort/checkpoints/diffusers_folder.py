@@ -1,0 +1,104 @@
+"""Checkpoints in a folder that diffusers saved: model_index.json and a folder for each model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sd_ort.checkpoints import unet_inputs
+from sd_ort.checkpoints.checkpoint import CLASSES, LIBRARIES, MODELS, Checkpoint, CheckpointModel, is_sdxl, model_class
+from sd_ort.checkpoints.configs import read_config
+from sd_ort.checkpoints.signatures import Config
+from sd_ort.checkpoints.tensor_readers import DirectTensorReader
+from sd_ort.core.errors import InputError, first_line
+from sd_ort.core.pipeline_folder import MODEL, read_index
+from sd_ort.core.quiet import no_progress_bars, quiet
+
+if TYPE_CHECKING:
+    import torch
+
+
+def open_folder(name: str, folder: Path) -> Checkpoint:
+    """Return the checkpoint in `folder`. Raises InputError if it is no diffusers pipeline of a supported family."""
+    index = read_index(folder, "diffusers pipeline")
+    models = {}
+    for model in MODELS:
+        library, cls = (index.get(model) or (None, None))[:2]
+        if cls is None:
+            continue
+        if not isinstance(cls, str) or CLASSES.get(cls) != library:
+            raise InputError(f"{folder} has a {model} of class {cls}; sd-ort exports {', '.join(CLASSES)}.")
+        if (folder / model / MODEL).is_file():
+            raise InputError(f"{folder} holds ONNX models already: give it to `sd-ort optimize`.")
+        config = read_config(folder / model / "config.json", f"{folder} lacks its {model}")
+        models[model] = folder_model(folder / model, cls, config)
+    if "unet" not in models:
+        raise InputError(f"{folder} has no UNet: sd-ort exports Stable Diffusion 1.x, 2.x and XL pipelines.")
+    for part in ("scheduler", "tokenizer", "tokenizer_2"):
+        if (index.get(part) or [None])[0] and not (folder / part).is_dir():
+            raise InputError(f"{folder} lacks its {part}, which drawing needs: get the whole folder.")
+    unet = models["unet"].config
+    if key := unet_inputs.unsupported_setting(unet):
+        advice = ": save it without its IP-Adapter, and give that with --ip-adapter FILE"
+        advice = advice if unet[key] == "ip_image_proj" else ""
+        raise InputError(f"{folder} has a UNet with {key} = {unet[key]}, which sd-ort does not export{advice}.")
+    return Checkpoint(name, index, models, folder, paths=(folder,))
+
+
+def add_controlnet(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
+    """Return the checkpoint with the ControlNet in `folder`. Raises InputError if there is none that fits the UNet."""
+    config = read_config(folder / "config.json", f"{folder} is no ControlNet")
+    if config.get("_class_name") != "ControlNetModel":
+        raise InputError(f"{folder} holds a {config.get('_class_name')}, not a ControlNetModel.")
+    for key in ("cross_attention_dim", "block_out_channels"):
+        if config.get(key) != checkpoint.configs["unet"].get(key):
+            raise InputError(f"the ControlNet in {folder} was made for another UNet: their {key} differ.")
+    pipeline = f"StableDiffusion{'XL' if is_sdxl(checkpoint) else ''}ControlNetPipeline"
+    index = checkpoint.index | {"_class_name": pipeline, "controlnet": ["diffusers", "ControlNetModel"]}
+    models = {**checkpoint.models, "controlnet": folder_model(folder, "ControlNetModel", config)}
+    name, paths = f"{checkpoint.name} with {folder}", (*checkpoint.paths, folder)
+    return replace(checkpoint, name=name, index=index, models=models, paths=paths)
+
+
+def folder_model(folder: Path, cls: str, config: Config) -> CheckpointModel:
+    """Return the model of class `cls` that diffusers or transformers saved in `folder`."""
+    files = weight_files(folder)
+    return CheckpointModel(config, partial(_load, folder, cls), files, DirectTensorReader(files))
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """Return the files that `from_pretrained` reads the weights of a model from."""
+    options = _weight_options(folder)
+    files = sorted(folder.glob("*.safetensors" if options["use_safetensors"] else "*.bin"))
+    files = [path for path in files if (".fp16" in path.name) == (options["variant"] is not None)]
+    return tuple(path for path in files if ".non_ema." not in path.name)
+
+
+def _weight_options(folder: Path) -> dict[str, Any]:
+    """Return options of `from_pretrained`: safetensors if there are any, variant "fp16" if there is no other."""
+    safetensors = [path.name for path in folder.glob("*.safetensors")]
+    files = safetensors or [path.name for path in folder.glob("*.bin")]
+    only_float16 = bool(files) and all(".fp16" in name for name in files)
+    return {"use_safetensors": bool(safetensors), "variant": "fp16" if only_float16 else None}
+
+
+def _load(folder: Path, class_name: str) -> torch.nn.Module:
+    """Return a model in float32 and eval mode. Raises InputError if the folder is no such model or lacks weights."""
+    import torch
+
+    dtype = "dtype" if LIBRARIES[class_name] == "transformers" else "torch_dtype"
+    options = {dtype: torch.float32, "local_files_only": True, **_weight_options(folder)}
+    loaded: torch.nn.Module
+    try:
+        with no_progress_bars(), quiet("diffusers", "transformers"):
+            cls = model_class(class_name)
+            loaded, keys = cls.from_pretrained(str(folder), output_loading_info=True, **options)
+    except Exception as error:  # safetensors, torch, json and both libraries each raise their own kinds
+        raise InputError(f"{folder} cannot be loaded as {class_name}: {first_line(error)}") from error
+    if missing := sorted(keys["missing_keys"]):  # both libraries initialize these at random, with a warning
+        raise InputError(
+            f"{folder} lacks {len(missing)} weights of its {class_name}, such as {missing[0]}: get it again."
+        )
+    return loaded.eval()

@@ -1,0 +1,124 @@
+"""Torch modules with exactly the inputs and outputs of the ONNX graphs: what the exporters trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sd_ort.checkpoints.signatures import signature
+from sd_ort.checkpoints.unet_inputs import CONDITIONS
+
+
+class TextEncoder(torch.nn.Module):
+    """input_ids [B, S] -> last_hidden_state, pooler_output; for SDXL the penultimate hidden state [, text_embeds]."""
+
+    def __init__(self, model: torch.nn.Module, sdxl: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.sdxl = sdxl
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output = self.model(input_ids, output_hidden_states=self.sdxl)
+        if not self.sdxl:
+            return output.last_hidden_state, output.pooler_output
+        hidden = output.hidden_states[-2]
+        return (hidden, output.text_embeds) if "text_embeds" in output else (hidden,)
+
+
+class UNet(torch.nn.Module):
+    """sample, timestep, encoder_hidden_states and the inputs `names` of the signature -> out_sample."""
+
+    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.names = names
+
+    def forward(self, sample: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, *extra: Any) -> torch.Tensor:
+        named = dict(zip(self.names, extra, strict=True))
+        options = _denoiser_options(named)
+        if pictured := [named[c.name] for c in CONDITIONS if c.pictured and c.name in named]:
+            options["cross_attention_kwargs"] = self.model.pictures(*pictured)  # type: ignore[operator]
+        if residuals := [value for name, value in named.items() if name.startswith("down_block")]:
+            options["down_block_additional_residuals"] = tuple(residuals)
+            options["mid_block_additional_residual"] = named["mid_block_additional_residual"]
+        output: torch.Tensor = self.model(sample, timestep, context, return_dict=False, **options)[0]
+        return output
+
+
+class ControlNet(torch.nn.Module):
+    """The UNet's inputs, an image and a scale -> one residual a skip connection, and one for the middle block."""
+
+    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.names = names
+
+    def forward(self, sample: torch.Tensor, timestep: torch.Tensor, context: torch.Tensor, *extra: Any) -> Any:
+        options = _denoiser_options(dict(zip(self.names, extra, strict=True)))
+        image, scale = extra[-2:]
+        down, middle = self.model(sample, timestep, context, image, scale, return_dict=False, **options)
+        return (*down, middle)
+
+
+def _denoiser_options(named: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What UNet and ControlNet take by keyword, of the inputs `named`."""
+    there = [condition for condition in CONDITIONS if condition.name in named]
+    keywords = [condition for condition in there if not condition.added and not condition.pictured]
+    options: dict[str, Any] = {condition.name: named[condition.name] for condition in keywords}
+    if added := {condition.name: named[condition.name] for condition in there if condition.added}:
+        options["added_cond_kwargs"] = added
+    return options
+
+
+class ImageEncoder(torch.nn.Module):
+    """pixel_values [B, 3, H, W] -> the penultimate hidden state [B, 1 + patches, C], image_embeds [B, D]."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output = self.model(pixel_values, output_hidden_states=True)
+        return output.hidden_states[-2], output.image_embeds
+
+
+class VaeEncoder(torch.nn.Module):
+    """image [B, 3, H, W] in -1..1 -> mean and log variance [B, 2C, H/8, W/8], or latents [B, C, ..]; not scaled."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        del model.decoder
+
+    def forward(self, sample: torch.Tensor) -> torch.Tensor:
+        encoded = self.model.encode(sample)  # type: ignore[operator]
+        output: torch.Tensor = encoded.latents if "latents" in encoded else encoded.latent_dist.parameters
+        return output
+
+
+class VaeDecoder(torch.nn.Module):
+    """latent [B, C, H, W], already divided by the scaling factor -> image [B, 3, 8H, 8W]."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        del model.encoder
+
+    def forward(self, latent_sample: torch.Tensor) -> torch.Tensor:
+        image: torch.Tensor = self.model.decode(latent_sample, return_dict=False)[0]  # type: ignore[operator]
+        return image
+
+
+def wrap(component: str, model: torch.nn.Module, sdxl: bool, controlnet: bool) -> torch.nn.Module:
+    """The module of `component`, in eval mode."""
+    if component.startswith("text_encoder"):
+        return TextEncoder(model, sdxl).eval()
+    if component == "image_encoder":
+        return ImageEncoder(model).eval()
+    if component in ("unet", "controlnet"):
+        config: Any = model.config
+        names = [tensor.name for tensor in signature(component, config, controlnet=controlnet).inputs[3:]]
+        return (UNet if component == "unet" else ControlNet)(model, names).eval()
+    return (VaeEncoder if component == "vae_encoder" else VaeDecoder)(model).eval()

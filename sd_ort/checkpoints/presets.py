@@ -1,0 +1,287 @@
+"""Presets: the published configs of models (diffusers / transformers `config.json`), without weights.
+
+A `-tiny` preset has the same topology, so the same operators in the same places, with narrower layers and a byte-level
+vocabulary. `open_preset` makes a checkpoint with random weights of one. torch is imported only to load these.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from sd_ort.checkpoints.checkpoint import CLASSES, Checkpoint, CheckpointModel, as_json, build_model, class_name
+from sd_ort.checkpoints.signatures import Config, levels
+from sd_ort.checkpoints.unet_inputs import time_ids_split
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model without weights: the diffusers pipeline class, the config of each model and of the scheduler."""
+
+    pipeline: str
+    models: dict[str, Config]
+    scheduler: Config
+    options: Config = field(default_factory=dict)
+
+
+SD_CHANNELS = [320, 640, 1280, 1280]
+TINY_CHANNELS = [32, 64, 128, 128]
+CLIP_VOCABULARY = 49408
+BYTE_VOCABULARY = 514  # 256 bytes, 256 bytes that end a word, start and end of text
+_CROSS_DOWN = ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"]
+_CROSS_UP = ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3
+
+
+def clip_config(hidden: int, layers: int, heads: int, activation: str, projection: int, **extra: Any) -> Config:
+    return {
+        "architectures": ["CLIPTextModel"],
+        "model_type": "clip_text_model",
+        "vocab_size": CLIP_VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": 77,
+        "hidden_act": activation,
+        "layer_norm_eps": 1e-5,
+        "projection_dim": projection,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        **extra,
+    }
+
+
+def unet_config(**changes: Any) -> Config:
+    return {
+        "_class_name": "UNet2DConditionModel",
+        "sample_size": 64,
+        "in_channels": 4,
+        "out_channels": 4,
+        "down_block_types": _CROSS_DOWN,
+        "up_block_types": _CROSS_UP,
+        "block_out_channels": SD_CHANNELS,
+        "layers_per_block": 2,
+        "attention_head_dim": 8,  # the number of heads: diffusers keeps this name for old configs
+        "cross_attention_dim": 768,
+        "norm_num_groups": 32,
+        "act_fn": "silu",
+        **changes,
+    }
+
+
+def vae_config(**changes: Any) -> Config:
+    return {
+        "_class_name": "AutoencoderKL",
+        "in_channels": 3,
+        "out_channels": 3,
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "block_out_channels": [128, 256, 512, 512],
+        "layers_per_block": 2,
+        "latent_channels": 4,
+        "norm_num_groups": 32,
+        "act_fn": "silu",
+        "sample_size": 512,
+        "scaling_factor": 0.18215,
+        **changes,
+    }
+
+
+def _scheduler(name: str, **changes: Any) -> Config:
+    return {
+        "_class_name": name,
+        "num_train_timesteps": 1000,
+        "beta_schedule": "scaled_linear",
+        "beta_start": 0.00085,
+        "beta_end": 0.012,
+        "steps_offset": 1,
+        **changes,
+    }
+
+
+_PNDM = _scheduler("PNDMScheduler", skip_prk_steps=True, set_alpha_to_one=False, prediction_type="epsilon")
+_DDIM_V = _scheduler("DDIMScheduler", set_alpha_to_one=False, clip_sample=False, prediction_type="v_prediction")
+EULER = _scheduler("EulerDiscreteScheduler", timestep_spacing="leading", prediction_type="epsilon")
+_CLIP_L = clip_config(768, 12, 12, "quick_gelu", 768)
+_CLIP_H = clip_config(1024, 23, 16, "gelu", 512)
+_CLIP_G = clip_config(1280, 32, 20, "gelu", 1280, architectures=["CLIPTextModelWithProjection"])
+_SD15 = Preset("StableDiffusionPipeline", {"text_encoder": _CLIP_L, "unet": unet_config(), "vae": vae_config()}, _PNDM)
+_SD21 = Preset(
+    "StableDiffusionPipeline",
+    {
+        "text_encoder": _CLIP_H,
+        "unet": unet_config(
+            sample_size=96,
+            attention_head_dim=[5, 10, 20, 20],
+            cross_attention_dim=1024,
+            use_linear_projection=True,
+            upcast_attention=True,
+        ),
+        "vae": vae_config(sample_size=768),
+    },
+    _DDIM_V,
+)
+_SDXL_VAE = vae_config(sample_size=1024, scaling_factor=0.13025, force_upcast=True)
+_SDXL = Preset(
+    "StableDiffusionXLPipeline",
+    {
+        "text_encoder": _CLIP_L,
+        "text_encoder_2": _CLIP_G,
+        "unet": unet_config(
+            sample_size=128,
+            down_block_types=["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+            up_block_types=["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+            block_out_channels=[320, 640, 1280],
+            attention_head_dim=[5, 10, 20],
+            transformer_layers_per_block=[1, 2, 10],
+            cross_attention_dim=2048,
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=256,
+            projection_class_embeddings_input_dim=2816,
+        ),
+        "vae": _SDXL_VAE,
+    },
+    EULER,
+    {"force_zeros_for_empty_prompt": True},
+)
+_REFINER = Preset(
+    "StableDiffusionXLImg2ImgPipeline",
+    {
+        "text_encoder_2": _CLIP_G,
+        "unet": unet_config(
+            sample_size=128,
+            down_block_types=["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"],
+            up_block_types=["UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+            block_out_channels=[384, 768, 1536, 1536],
+            attention_head_dim=[6, 12, 24, 24],
+            transformer_layers_per_block=4,
+            cross_attention_dim=1280,
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=256,
+            projection_class_embeddings_input_dim=2560,
+        ),
+        "vae": _SDXL_VAE,
+    },
+    EULER,
+    {"force_zeros_for_empty_prompt": False, "requires_aesthetics_score": True},
+)
+_INPAINT = Preset(
+    "StableDiffusionInpaintPipeline",
+    {"text_encoder": _CLIP_L, "unet": unet_config(in_channels=9), "vae": vae_config()},
+    _PNDM,
+)
+_CONTROLNET = Preset(
+    "StableDiffusionControlNetPipeline",
+    {
+        "text_encoder": _CLIP_L,
+        "unet": unet_config(),
+        "controlnet": {
+            "_class_name": "ControlNetModel",
+            "in_channels": 4,
+            "conditioning_channels": 3,
+            "down_block_types": _CROSS_DOWN,
+            "block_out_channels": SD_CHANNELS,
+            "layers_per_block": 2,
+            "attention_head_dim": 8,
+            "cross_attention_dim": 768,
+            "norm_num_groups": 32,
+            "act_fn": "silu",
+            "conditioning_embedding_out_channels": [16, 32, 96, 256],
+        },
+        "vae": vae_config(),
+    },
+    _PNDM,
+)
+_TINY_HIDDEN = 64
+
+
+def _tiny_model(name: str, config: Config, context: int) -> Config:
+    """The same topology, narrower. `context` is the width of the text embedding the UNet attends to."""
+    if name.startswith("text_encoder"):
+        narrow = {"hidden_size": _TINY_HIDDEN, "intermediate_size": 4 * _TINY_HIDDEN, "num_attention_heads": 4}
+        return config | narrow | {"vocab_size": BYTE_VOCABULARY, "projection_dim": _TINY_HIDDEN}
+    channels = TINY_CHANNELS[: levels(config)]
+    tiny = config | {"block_out_channels": channels, "sample_size": 16}
+    if name == "vae":
+        return tiny | {"sample_size": 128}
+    tiny["cross_attention_dim"] = context
+    heads = config["attention_head_dim"]
+    tiny["attention_head_dim"] = 4 if isinstance(heads, int) else [2, 4, 8, 8][: len(heads)]
+    if "addition_time_embed_dim" in config:
+        ids = time_ids_split(config)[1]
+        tiny |= {"addition_time_embed_dim": 32, "projection_class_embeddings_input_dim": _TINY_HIDDEN + ids * 32}
+    return tiny
+
+
+def _tiny(preset: Preset) -> Preset:
+    encoders = sum(name.startswith("text_encoder") for name in preset.models)
+    models = {name: _tiny_model(name, c, encoders * _TINY_HIDDEN) for name, c in preset.models.items()}
+    return Preset(preset.pipeline, models, preset.scheduler, preset.options)
+
+
+_FULL = {
+    "sd15": _SD15,
+    "sd21": _SD21,
+    "sdxl": _SDXL,
+    "sdxl-refiner": _REFINER,
+    "sd15-inpaint": _INPAINT,
+    "sd15-controlnet": _CONTROLNET,
+}
+PRESETS: dict[str, Preset] = _FULL | {f"{name}-tiny": _tiny(preset) for name, preset in _FULL.items()}
+
+
+def open_preset(name: str, seed: int) -> Checkpoint:
+    """Return the checkpoint of a preset with random weights, which are the same for the same seed."""
+    return preset_checkpoint(name, PRESETS[name], seed)
+
+
+def preset_checkpoint(name: str, preset: Preset, seed: int) -> Checkpoint:
+    """Return a checkpoint with the configs of `preset` and random weights."""
+    models = {
+        model: CheckpointModel(config, partial(_load_random, config, seed + zlib.crc32(model.encode())))
+        for model, config in preset.models.items()
+    }
+    encoders = {m.replace("text_encoder", "tokenizer"): c for m, c in preset.models.items() if "text_encoder" in m}
+    scheduler = as_json(preset.scheduler | {"_diffusers_version": version("diffusers")})
+    return Checkpoint(
+        name,
+        _index(preset),
+        models,
+        generated_files={"scheduler/scheduler_config.json": scheduler},
+        byte_tokenizers={tokenizer: config["vocab_size"] for tokenizer, config in encoders.items()},
+        seed=seed,
+    )
+
+
+def _index(preset: Preset) -> Config:
+    """Return the model_index.json of a preset."""
+    index: Config = {"_class_name": preset.pipeline, "_diffusers_version": version("diffusers")}
+    for model, config in preset.models.items():
+        cls = class_name(config)
+        index[model] = [CLASSES[cls], cls]
+        if model.startswith("text_encoder"):
+            index[model.replace("text_encoder", "tokenizer")] = ["transformers", "CLIPTokenizer"]
+    index["scheduler"] = ["diffusers", preset.scheduler["_class_name"]]
+    absent = {"StableDiffusionXLImg2ImgPipeline": ["text_encoder", "tokenizer"]}
+    if "XL" not in preset.pipeline:
+        absent[preset.pipeline] = ["safety_checker", "feature_extractor"]
+        index["requires_safety_checker"] = False
+    index |= {name: [None, None] for name in absent.get(preset.pipeline, [])}
+    return index | preset.options
+
+
+def _load_random(config: Config, seed: int) -> torch.nn.Module:
+    from sd_ort.checkpoints.random_weights import fill_random  # imports torch
+
+    model: torch.nn.Module = build_model(class_name(config), config)
+    fill_random(model, seed)
+    return model.eval()

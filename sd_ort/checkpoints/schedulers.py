@@ -1,0 +1,95 @@
+"""diffusers' schedulers by name, checked before they are used."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from sd_ort.checkpoints.configs import scheduler_config
+from sd_ort.core.errors import InputError, first_line
+
+STEP_LIMIT = 5000  # denoising steps; a schedule as a matrix has their square
+
+
+def make_scheduler(folder: Path, scheduler: Any = None) -> Any:
+    """The folder's scheduler, or one of another class with the folder's configuration; an object is taken as it is.
+
+    What is made here never clips (`clip_sample`, which DDIM and DDPM do unless told): latents have no bounds, and
+    diffusers' Stable Diffusion pipelines turn it off as well.
+
+    Raises InputError for a name that is no diffusers scheduler, or one that cannot drive a Stable Diffusion UNet.
+    """
+    if scheduler is not None and not isinstance(scheduler, str):
+        return scheduler
+    config = scheduler_config(folder)
+    cls = scheduler_class(config.get("_class_name", "") if scheduler is None else scheduler)
+    if "clip_sample" in inspect.signature(cls).parameters:
+        config = {**config, "clip_sample": False}
+    try:
+        _try_a_step(cls.from_config(config))
+        return cls.from_config(config)
+    except ImportError as error:
+        raise InputError(" ".join(str(error).split())) from error  # names the package and how to install it
+    except Exception as error:  # each scheduler has its own way to refuse a configuration, or other arguments
+        raise InputError(
+            f"{cls.__name__} cannot drive this UNet ({first_line(error)}): try euler, ddim or dpmsolver."
+        ) from error
+
+
+def _try_a_step(scheduler: Any) -> None:
+    """Use a scheduler as the sampling loop does, once; raises what it raises."""
+    import torch
+
+    scheduler.set_timesteps(10)
+    latents = torch.zeros(1, 4, 1, 1) * scheduler.init_noise_sigma
+    with torch.random.fork_rng(devices=[]):  # ancestral schedulers draw
+        sample = scheduler.scale_model_input(latents, scheduler.timesteps[0])
+        scheduler.step(sample, scheduler.timesteps[0], latents)
+
+
+def set_timesteps(scheduler: Any, steps: int, **given: Any) -> int:
+    """Set the schedule and return its number of steps. `given`: `timesteps` or `sigmas` instead of `steps`, and LCM's
+    `original_inference_steps`; None for not given.
+
+    Raises InputError for a number of steps that the scheduler refuses, such as more than LCM was distilled for, and for
+    a schedule that it does not take.
+    """
+    told = {name: value for name, value in given.items() if value is not None}
+    name = type(scheduler).__name__
+    if unknown := told.keys() - inspect.signature(scheduler.set_timesteps).parameters.keys():
+        raise InputError(f"{name} takes no {unknown.pop()}: leave them out, or use another scheduler.")
+    if {"timesteps", "sigmas"} <= told.keys():
+        raise InputError("timesteps and sigmas both are a schedule: give one of them.")
+    schedule = told.get("timesteps", told.get("sigmas"))
+    count = steps if schedule is None else len(schedule)
+    if not 1 <= count <= STEP_LIMIT:
+        raise InputError(f"{count} steps are not between 1 and {STEP_LIMIT}.")
+    try:
+        scheduler.set_timesteps(**told) if schedule is not None else scheduler.set_timesteps(steps, **told)
+    except (ValueError, TypeError, AssertionError, IndexError, RuntimeError) as error:
+        raise InputError(
+            f"{name} cannot take {'this schedule' if schedule is not None else f'{count} steps'}: {first_line(error)}"
+        ) from error
+    return steps if schedule is None else len(scheduler.timesteps)
+
+
+def scheduler_class(name: str) -> Any:
+    """A diffusers scheduler by class name or short form: "euler", "ddim", "dpmsolver", "euler_ancestral", "unipc"…
+
+    Short forms leave out "Scheduler", then "Discrete" and "Multistep"; case and punctuation do not matter.
+    Raises InputError listing the names when there is none.
+    """
+    import diffusers
+
+    classes = [n for n in dir(diffusers) if n.endswith("Scheduler")]
+    key = _key(name)
+    for shorten in (_key, lambda n: _key(n).replace("discrete", "").replace("multistep", "")):
+        found = [n for n in classes if shorten(n) == key]
+        if found:
+            return getattr(diffusers, found[0])
+    raise InputError(f"{name!r} is no diffusers scheduler: use euler, ddim, dpmsolver, unipc or a class name.")
+
+
+def _key(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum()).removesuffix("scheduler")

@@ -1,0 +1,174 @@
+"""`sd-ort benchmark`: latency, memory, energy and image error of several engines, side by side."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sd_ort.core.errors import InputError, OutputError
+from sd_ort.core.paths import real
+from sd_ort.runtime.provider_table import PROVIDERS
+
+# Options of --mlperf alone: `benchmark.mlperf.Options`.
+MLPERF = ("queries", "load", "official", "accuracy", "captions", "clip", "inception", "fid_stats", "gpus", "replicas")
+
+
+def _sizes(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(sorted({int(part) for part in value.split(",")}))
+    except ValueError:
+        sizes = ()
+    if not sizes or sizes[0] < 1:
+        raise click.BadParameter("give numbers of 1 or more, such as 1,4,8.", ctx, parameter)
+    return sizes
+
+
+def _check_out(out: Path, folders: tuple[Path, ...]) -> None:
+    """Raise OutputError where results would lie in a pipeline folder."""
+    for folder in folders:
+        if real(folder) in (real(out), *real(out).parents):
+            raise OutputError(f"--out {out} lies in the pipeline folder {folder}: choose another folder.")
+
+
+@click.command()
+@click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--provider", default="auto", help=f"One of {', '.join(PROVIDERS)} [default: the best that runs the first DIR]."
+)
+@click.option("--engines", "names", default="", help="Instead of raw and torch: raw,ours,ort,torch-compile,... or all.")
+@click.option("--ablation", is_flag=True, help="Rows from the raw export on, one fusion switched on after another.")
+@click.option("--component", help="Time calls of one component on made-up inputs: unet, vae_decoder, vae_encoder.")
+@click.option("--unet-only", "component", flag_value="unet", help="The same as --component unet.")
+@click.option("--mlperf", is_flag=True, help="MLPerf's scenarios: SingleStream, Offline, Server; latency percentiles.")
+@click.option("--profile", is_flag=True, help="Where the time goes in one component of each folder.")
+@click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Denoising steps, or calls a run.")
+@click.option("--batch", "batches", default="1", show_default=True, callback=_sizes, help="Images at once: 1,4,8.")
+@click.option("--height", type=int, help="Pixels [default: the model's].")
+@click.option("--width", type=int, help="Pixels [default: the model's].")
+@click.option("--guidance", type=float, help="Guidance scale; 1 or less is none [default: 7.5, demo model 3].")
+@click.option("--prompt", default="a red circle on a blue background", show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Batches drawn before timing.")
+@click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="Batches timed.")
+@click.option("--queries", type=click.IntRange(1), default=32, show_default=True, help="With --mlperf: per scenario.")
+@click.option(
+    "--load", type=click.FloatRange(0.01, 2), default=0.8, show_default=True, help="Server: share of Offline."
+)
+@click.option("--official", is_flag=True, help="With --mlperf: its counts, durations and settings (SDXL, hours).")
+@click.option("--accuracy", is_flag=True, help="With --mlperf: an accuracy run too, which logs every image.")
+@click.option(
+    "--captions", type=click.Path(path_type=Path), help="With --mlperf: COCO's captions, or a file of prompts."
+)
+@click.option(
+    "--clip", type=click.Path(path_type=Path), help="With --mlperf: a folder with a CLIP model, for its score."
+)
+@click.option("--inception", type=click.Path(path_type=Path), help="With --mlperf: Inception's weights, for FID.")
+@click.option(
+    "--fid-stats", type=click.Path(path_type=Path), help="With --mlperf: an .npz of the photographs' mu, sigma."
+)
+@click.option("--gpus", type=click.IntRange(1), help="With --mlperf: a replica on each of so many GPUs (Ray).")
+@click.option("--replicas", type=click.IntRange(1), help="With --mlperf: so many on the CPU, or on one GPU (Ray).")
+@click.option("--torch", "torch_model", help="What torch draws with: a diffusers folder, demo, none [default: source].")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads [default: one a core].")
+@click.option("--tuning", is_flag=True, help="Let the provider search for its fastest kernels.")
+@click.option("--sequential", is_flag=True, help="One engine in memory at a time; ratios then are not of one moment.")
+@click.option("--allow-fallback", is_flag=True, help="Warn instead of failing when the provider is not really used.")
+@click.option("--note", "remarks", multiple=True, help="A line for the report; may be given several times.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Folders made at once.")
+@click.option(
+    "--work", type=click.Path(path_type=Path), help="Where they are kept [default: ~/.cache/sd-ort/benchmark]."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("results/benchmark"),
+    show_default=True,
+    help="Folder for the JSON, CSV, images and the HTML report.",
+)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    folders: tuple[Path, ...],
+    names: str,
+    ablation: bool,
+    mlperf: bool,
+    profile: bool,
+    guidance: float | None,
+    torch_model: str | None,
+    jobs: int,
+    remarks: tuple[str, ...],
+    work: Path | None,
+    out: Path,
+    **options: Any,
+) -> None:
+    """Measure pipeline folders DIR... side by side, and torch eager beside them.
+
+    For an optimized folder given alone, the raw export it was made from joins. "faster", PSNR and error compare with
+    the first engine. What was measured is kept when the run is interrupted or an engine fails.
+
+    \b
+    --engines names, made from the raw export where they need a folder:
+      raw, raw-fp16            the export
+      ours, ours-TARGET        sd-ort optimize, for the provider or another target
+      ours-hoist               the same with --hoist
+      ort, onnxscript          their optimizers
+      ours-graph, ort-graph    the same, UNet calls captured as a CUDA or HIP graph (ours-hoist-graph: both)
+      torch, torch-channels-last, torch-compile, torch-graph, xformers, tensorrt
+      openvino, openvino-bf16  one component on the CPU
+    """
+    from sd_ort.benchmark import engine_selection, report, runner, tables
+    from sd_ort.benchmark.engines.interface import Settings
+    from sd_ort.checkpoints.generation_defaults import generation_defaults
+    from sd_ort.cli.generate import choose
+    from sd_ort.core.cache import cache_folder
+    from sd_ort.core.pipeline_folder import components
+    from sd_ort.runtime.providers import check_provider
+
+    for folder in folders:
+        components(folder)
+    if options["provider"] == "auto":
+        options["provider"] = choose(folders[0], "auto")
+    provider = options["provider"]
+    under_load = {name: options.pop(name) for name in MLPERF}
+    on_replicas = under_load["gpus"] or under_load["replicas"]
+    if ablation and (names or mlperf or profile):
+        raise InputError("--ablation has its own rows: give it without --engines, --mlperf and --profile.")
+    if ablation:
+        engines, notes = engine_selection.ablation(folders[0], provider)
+    else:
+        if on_replicas:
+            torch_model = torch_model or "none"  # replicas draw with pipeline folders
+        wanted = engine_selection.NAMES if names == "all" else tuple(filter(None, names.split(",")))
+        engines, notes = engine_selection.find_engines(folders, torch_model, wanted, provider)
+    if on_replicas and not mlperf:
+        raise InputError("--gpus and --replicas are what --mlperf drives: give it, or leave them out.")
+    _check_out(out, folders)
+    check_provider(provider, allow_fallback=options["allow_fallback"])
+    settings = Settings(guidance=generation_defaults(folders[0]).guidance if guidance is None else guidance, **options)
+    kind = "ablation" if ablation else "mlperf" if mlperf else "profile" if profile else "benchmark"
+    say, made = partial(click.echo, err=True), work or cache_folder() / "benchmark"
+    common: dict[str, Any] = {"notes": [*notes, *remarks], "work": made, "jobs": jobs, "say": say}
+    try:
+        if mlperf:
+            from sd_ort.benchmark import mlperf as stage
+
+            result = stage.run(engines, settings, out, stage.Options(**under_load), **common)
+            text = stage.to_table(result)
+        elif profile:
+            from sd_ort.benchmark import profile as stage_
+
+            result = stage_.run(engines, settings, out, **common)
+            text = stage_.to_table(result)
+        else:
+            result = runner.run(engines, settings, out, kind=kind, **common)
+            text = tables.to_table(result)
+    except KeyboardInterrupt:
+        click.echo(f"\nsd-ort: interrupted; what was measured is in {out / f'{kind}.json'}.", err=True)
+        ctx.exit(130)
+    click.echo(f"{text}\n{out / f'{kind}.json'}  {report.write(out)}")
+    if all(row["status"] == "failed" for row in result["engines"]):
+        ctx.exit(1)

@@ -1,0 +1,107 @@
+"""`sd-ort explain DIR`: what is fused, what is not, and why."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+SHOWN = 3  # scopes named for each reason; --all names every one
+
+
+@click.command()
+@click.argument("path", metavar="DIR|MODEL", type=click.Path(path_type=Path))
+@click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
+@click.option("--all", "everything", is_flag=True, help="List every site, the fused ones too.")
+@click.option(
+    "--provider",
+    help="Which nodes a provider leaves, and why: hip, sdcuda, plugin:PATH of ours (opens the graphs), or rocm.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print all sites and counts as JSON.")
+def command(path: Path, components: tuple[str, ...], everything: bool, provider: str | None, as_json: bool) -> None:
+    """Say for every site, by module, whether it is fused, and why not.
+
+    DIR is an exported or an optimized pipeline folder, MODEL any .onnx file. What an optimized folder was made from is
+    read from its manifest.
+    """
+    from sd_ort.inspect.explain import explain
+
+    result = explain(path, list(components) or None, provider)
+    if as_json:
+        click.echo(json.dumps(result, indent=1))
+        return
+    for name, entry in result["components"].items():
+        click.echo("\n".join([name, *histogram(entry), *(every_site(entry) if everything else grouped(entry)), ""]))
+
+
+def histogram(entry: dict[str, Any]) -> list[str]:
+    """Operators before and after, most frequent first."""
+    before, after = entry["before"], entry["after"]
+    lines = [f"  {'operator':36}{'before':>8}{'after':>8}"]
+    for op in sorted(before.keys() | after.keys(), key=lambda op: (-max(before.get(op, 0), after.get(op, 0)), op)):
+        lines.append(f"  {op:36}{before.get(op, 0):>8}{after.get(op, 0):>8}")
+    lines.append(f"  {'all':36}{sum(before.values()):>8}{sum(after.values()):>8}")
+    return lines + [f"  {reason}" for reason in entry.get("kernel_fallbacks", ())]
+
+
+def grouped(entry: dict[str, Any]) -> list[str]:
+    """How many sites are fused, and the others by operator and reason."""
+    lines = ["  fused: " + (", ".join(f"{count} {op}" for op, count in entry["fused"].items()) or "nothing")]
+    left = [site for site in entry["sites"] if not site["fused"]]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for site in left:  # what follows the colon is each site's own
+        groups.setdefault((site["op"], site["reason"].partition(": ")[0]), []).append(site)
+    for (op, _), alike in sorted(groups.items(), key=lambda group: -len(group[1])):
+        named = some(site["scope"] or site["value"] for site in alike)
+        lines.append(f"  left: {len(alike)} {op}: {alike[0]['reason']} ({named})")
+    return lines + list(lowered(entry)) + list(placed(entry))
+
+
+def some(names: Iterable[str], shown: int = SHOWN) -> str:
+    """The first of the names, each once."""
+    distinct = list(dict.fromkeys(names))
+    return ", ".join(distinct[:shown]) + (", ..." if len(distinct) > shown else "")
+
+
+def lowered(entry: dict[str, Any]) -> Iterator[str]:
+    """What each pass of the target rewrote, and how many sites it left for which reason."""
+    for name, done in entry["lowered"].items():
+        made = {"rewritten" if what == name else what: count for what, count in done["rewrote"].items() if count}
+        rewrote = ", ".join(f"{count} {what}" for what, count in made.items())
+        yield f"  {name}: {rewrote or 'nothing to rewrite'}"
+        for (op, reason), count in Counter((site["op"], site["reason"]) for site in done["unfused"]).most_common():
+            yield f"    left: {count} {op}: {reason}"
+
+
+def placed(entry: dict[str, Any], shown: int = SHOWN) -> Iterator[str]:
+    """How many nodes each execution provider runs, and the operators that ours left, by reason."""
+    if (found := entry.get("placement")) is None:
+        return
+    yield f"  with {found['provider']}: " + ", ".join(f"{count} nodes on {ep}" for ep, count in found["nodes"].items())
+    groups: dict[tuple[str, str], list[str]] = {}
+    for node in found["unassigned_nodes"]:
+        groups.setdefault((node["op"], node["reason"]), []).append(node["scope"] or node["node"])
+    for (op, reason), names in sorted(groups.items(), key=lambda group: -len(group[1])):
+        known = some(filter(None, names), shown)
+        yield f"    left: {len(names)} {op}: {reason}" + (f" ({known})" if known else "")
+
+
+def every_site(entry: dict[str, Any]) -> list[str]:
+    """One line per site, and one for each that a pass of the target left."""
+    lines = [
+        f"  {site['op']:28}{site['scope'] or site['value']}{'' if site['fused'] else '  LEFT: ' + site['reason']}"
+        for site in entry["sites"]
+    ]
+    return (
+        lines
+        + [
+            f"  {site['op']:28}{site['scope'] or site['value']}  {name}: {site['reason']}"
+            for name, done in entry["lowered"].items()
+            for site in done["unfused"]
+        ]
+        + list(placed(entry, shown=1 << 30))
+    )

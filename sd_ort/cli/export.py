@@ -1,0 +1,90 @@
+"""`sd-ort export`: a checkpoint in, an ONNX pipeline folder out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from sd_ort.checkpoints.presets import PRESETS
+from sd_ort.core.errors import InputError
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, metavar="[MODEL] OUT")
+@click.option("--preset", metavar="NAME", help=f"Instead of MODEL: a public config. One of {', '.join(PRESETS)}.")
+@click.option("--random-weights", is_flag=True, help="Fill the preset with random weights.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random weights.")
+@click.option("--opset", type=int, default=20, show_default=True, help="ONNX opset: 18, 20, 21, 23 (dynamo), 17, 20.")
+@click.option("--exporter", default="dynamo", show_default=True, help="torch's exporter: dynamo or torchscript.")
+@click.option("--controlnet", metavar="MODEL", help="Export a ControlNet along: a diffusers folder or a hub id.")
+@click.option(
+    "--ip-adapter", type=click.Path(path_type=Path), help="Add the IP-Adapter in this file: pictures as prompts."
+)
+@click.option(
+    "--image-encoder", type=click.Path(path_type=Path), help="Its encoder [default: image_encoder beside it]."
+)
+@click.option("--config", metavar="MODEL", help="With MODEL in one file: a folder or hub id of its family.")
+@click.option("--vae", type=click.Path(path_type=Path), help="Take the VAE of this file instead of the MODEL's.")
+@click.option(
+    "--unsafe-pickle", is_flag=True, help="Read .ckpt and .bin files, as weights alone; only if you trust them."
+)
+@click.option("--component", "components", multiple=True, help="Export only this component; can be repeated.")
+def command(
+    paths: tuple[str, ...],
+    preset: str | None,
+    random_weights: bool,
+    seed: int,
+    opset: int,
+    exporter: str,
+    controlnet: str | None,
+    ip_adapter: Path | None,
+    image_encoder: Path | None,
+    config: str | None,
+    vae: Path | None,
+    unsafe_pickle: bool,
+    components: tuple[str, ...],
+) -> None:
+    """Turn MODEL into an ONNX pipeline folder OUT.
+
+    MODEL is `demo` (a small model that comes with sd-ort), a checkpoint in one .safetensors file, a folder saved by
+    diffusers, or a hub id such as stable-diffusion-v1-5/stable-diffusion-v1-5. Each component is exported in fp32 with
+    dynamic batch, height, width and sequence length, and compared with torch before the next is loaded. OUT is written
+    whole or not at all, and left alone when it already holds the same export.
+    """
+    if len(paths) != (2 if preset is None else 1):
+        given = "MODEL and OUT" if preset is None else "only OUT, since --preset names the model"
+        raise InputError(f"give {given}: see `sd-ort export --help`.")
+
+    from sd_ort.export.exporter import export
+
+    manifest = export(
+        paths[0] if preset is None else None,
+        Path(paths[-1]),
+        preset=preset,
+        random_weights=random_weights,
+        opset=opset,
+        exporter=exporter,
+        seed=seed,
+        components=components or None,
+        controlnet=controlnet,
+        config=config,
+        vae=vae,
+        unsafe_pickle=unsafe_pickle,
+        ip_adapter=ip_adapter,
+        image_encoder=image_encoder,
+        on_progress=lambda line: click.echo(line, err=True),
+    )
+    click.echo(table(manifest))
+
+
+def table(manifest: dict) -> str:
+    """One line per component: nodes, size, error against torch and time."""
+    lines = [f"{'component':<16}{'nodes':>7}{'MB':>10}{'max abs error':>15}{'NMSE':>10}{'seconds':>9}"]
+    for name, entry in manifest["components"].items():
+        error = entry["torch_error"]
+        lines.append(
+            f"{name:<16}{entry['nodes']:>7}{entry['bytes'] / 1e6:>10.1f}{error['max_abs']:>15.1e}"
+            f"{error['nmse']:>10.1e}{entry['seconds']:>9.1f}"
+        )
+    return "\n".join(lines)

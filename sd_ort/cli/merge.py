@@ -1,0 +1,29 @@
+"""`sd-ort merge DIR OUT`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("source", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("output", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--steps", type=click.IntRange(1), help="Default denoising steps of the model [default: DIR's].")
+@click.option("--guidance", type=float, help="Default guidance scale of the model [default: DIR's].")
+@click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, ... [default: the pipeline's].")
+def command(source: Path, output: Path, steps: int | None, guidance: float | None, scheduler: str | None) -> None:
+    """Write the pipeline folder DIR to OUT as one ONNX model: token ids and noise in, image out.
+
+    The steps are a loop inside the model, with guidance and the scheduler. `sd-ort generate --model OUT` runs it, and
+    so does any program with one ONNX Runtime session and a tokenizer.
+    """
+    from sd_ort.core.errors import InputError
+    from sd_ort.core.pipeline_folder import MERGED, components
+
+    if MERGED in components(source):
+        raise InputError(f"{source} is merged already: give the folder it was made from.")
+    from sd_ort.optimize.merge import merge
+
+    merge(source, output, steps=steps, guidance=guidance, scheduler=scheduler, report=click.echo)

@@ -1,0 +1,77 @@
+"""`sd-ort serve`: answer requests for images over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from sd_ort.runtime.provider_table import PROVIDERS
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--gpus", type=click.IntRange(1), help="One replica on each of so many GPUs [default: 1].")
+@click.option("--replicas", type=click.IntRange(1), help="So many on the CPU, or on one GPU [default: 1].")
+@click.option("--provider", default="auto", help=f"One of {', '.join(PROVIDERS)} [default: the best that runs here].")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to serve at; 0.0.0.0 for all.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 for any free one.")
+@click.option("--token", envvar="SD_ORT_TOKEN", help="What requests must carry [default: $SD_ORT_TOKEN, or none].")
+@click.option("--batch", type=click.IntRange(1), default=4, show_default=True, help="Images drawn at once, at most.")
+@click.option("--queue", type=click.IntRange(1), default=64, show_default=True, help="Images that may wait.")
+@click.option("--timeout", type=click.FloatRange(1), default=600, show_default=True, help="Seconds for a request.")
+@click.option("--max-pixels", type=click.IntRange(1), help="Pixels of an image, at most [default: 2048 x 2048].")
+@click.option("--scheduler", help="A diffusers scheduler: euler, ddim, dpmsolver, unipc, ... [default: the model's].")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of a replica [default: its share of the cores].")
+def command(
+    folder: Path,
+    gpus: int | None,
+    replicas: int | None,
+    provider: str,
+    host: str,
+    port: int,
+    token: str | None,
+    batch: int,
+    queue: int,
+    timeout: float,
+    max_pixels: int | None,
+    scheduler: str | None,
+    threads: int | None,
+) -> None:
+    """Serve the pipeline FOLDER over HTTP, in the shape of OpenAI's images API, until Ctrl-C.
+
+    POST /v1/images/generations draws, GET /health and GET /metrics tell how it is.
+    """
+    import asyncio
+
+    from sd_ort.cli.generate import choose
+    from sd_ort.core.errors import InputError
+    from sd_ort.core.pipeline_folder import components
+    from sd_ort.serving.dispatch import Dispatcher
+    from sd_ort.serving.image_jobs import ModelInfo
+    from sd_ort.serving.ray_replicas import RayCluster, require
+    from sd_ort.serving.replica import ReplicaConfig, replica_configs
+
+    if token is not None and not token.strip():
+        raise InputError("the token is empty: give one, or none at all.")
+    components(folder)
+    provider = choose(folder, provider)
+    config = ReplicaConfig(folder, {"provider": provider, "scheduler": scheduler})
+    configs = replica_configs(config, gpus, replicas, threads)
+    require("uvicorn", "starlette", "prometheus_client")
+    from sd_ort.serving.api import Limits
+    from sd_ort.serving.server import Service, bind_socket, serve
+
+    limits = Limits(pixels=max_pixels) if max_pixels else Limits()
+    several_of = f"{len(configs)} x {folder} on {provider}"
+
+    def ready(model: ModelInfo) -> None:
+        named = f"[{host}]" if ":" in host else host
+        open_to_all = "" if token or host in ("127.0.0.1", "::1", "localhost") else ", open to all without a token"
+        click.echo(f"{several_of}{open_to_all}: http://{named}:{listener.getsockname()[1]}")
+
+    with bind_socket(host, port) as listener, RayCluster(configs) as cluster:
+        dispatcher = Dispatcher(cluster.replicas, batch, queue, timeout)
+        asyncio.run(
+            serve(dispatcher, listener, lambda model: Service(dispatcher, model, limits, token, timeout), ready)
+        )

@@ -1,0 +1,156 @@
+"""`sd-ort verify IN OUT`: the optimized numbers against the source's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from sd_ort.core.errors import InputError, ProviderError
+
+if TYPE_CHECKING:
+    from sd_ort.checkpoints.open import CheckpointOptions
+
+# Options of how OUT is run.
+OF_RUNS = frozenset({"tolerance", "inputs", "provider", "portable", "seed"})
+# Options of what a checkpoint is.
+OF_WEIGHTS = frozenset({"config", "ip_adapter", "image_encoder"})
+
+
+@click.command()
+@click.argument("source", metavar="IN", type=click.Path(path_type=Path))
+@click.argument("optimized", metavar="OUT", type=click.Path(path_type=Path))
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Largest relative L2 error allowed [default: 1e-5, in half precision 3e-3].",
+)
+@click.option("--component", "components", multiple=True, help="Only this component; may be given several times.")
+@click.option(
+    "--inputs",
+    type=click.Path(path_type=Path),
+    help="Recorded runs in place of made-up ones: an .npz of component/input[/run], or input[/run] of one file.",
+)
+@click.option("--provider", default="auto", help="Provider that runs OUT [default: its target's, if it runs here].")
+@click.option("--portable", is_flag=True, help="Run OUT without the custom-op library.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the made-up inputs.")
+@click.option("--config", metavar="MODEL", help="With IN in one file: a folder or hub id of its family.")
+@click.option("--ip-adapter", type=click.Path(path_type=Path), help="With a checkpoint: the IP-Adapter that OUT has.")
+@click.option("--image-encoder", type=click.Path(path_type=Path), help="Its encoder [default: the one beside it].")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def command(
+    source: Path,
+    optimized: Path,
+    tolerance: float | None,
+    components: tuple[str, ...],
+    inputs: Path | None,
+    provider: str,
+    portable: bool,
+    seed: int,
+    config: str | None,
+    ip_adapter: Path | None,
+    image_encoder: Path | None,
+    as_json: bool,
+) -> None:
+    """Run every component of OUT and of IN, from which it was made, on the same inputs and compare the results.
+
+    IN and OUT are pipeline folders, or .onnx files of any model. IN may also be a checkpoint, as `optimize` takes it:
+    then every weight of OUT is made again by its recipe and compared bit for bit, and nothing is run: of the options
+    --component, --config, --ip-adapter, --image-encoder and --json are for that.
+
+    Inputs are made up as in use, at two shapes (batch 1 and 2, not square). Exits with 4 when an output of OUT is not
+    finite or differs by more than the tolerance.
+    """
+    from sd_ort.checkpoints import is_checkpoint
+
+    of_weights = is_checkpoint(source)
+    refuse(OF_RUNS if of_weights else OF_WEIGHTS, source)
+    if of_weights:
+        from sd_ort.checkpoints.open import CheckpointOptions
+
+        files = CheckpointOptions(config, ip_adapter=ip_adapter, image_encoder=image_encoder)
+        verify_checkpoint(source, optimized, components, files, as_json)
+        return
+
+    from sd_ort.inspect.verify import check, verify
+
+    if provider == "auto":
+        provider = own_provider(optimized)
+    heads = [f"{'component':16}{'output':20}{'shape':22}{'rel. error':>12}{'NMSE':>10}{'max abs':>10}"]
+
+    def say(row: dict[str, Any]) -> None:
+        if not as_json:
+            click.echo("\n".join([*heads, line(row)]))
+        heads.clear()
+
+    result = verify(
+        source,
+        optimized,
+        tolerance=tolerance,
+        components=components or None,
+        inputs=inputs,
+        provider=provider,
+        library=not portable,
+        seed=seed,
+        on_row=say,
+    )
+    if as_json:
+        click.echo(json.dumps(result, indent=1))
+    else:
+        for note in result["notes"]:
+            click.echo(note)
+    check(result)
+
+
+def refuse(names: Collection[str], source: Path) -> None:
+    """Raise InputError for options of this command line that say nothing of such an IN."""
+    said = click.get_current_context().get_parameter_source
+    given = [f"--{n.replace('_', '-')}" for n in sorted(names) if said(n) is ParameterSource.COMMANDLINE]
+    if given:
+        what = "a checkpoint, whose weights are compared: nothing is run" if names is OF_RUNS else "no checkpoint"
+        raise InputError(f"{source} is {what}; leave out {', '.join(given)}.")
+
+
+def own_provider(optimized: Path) -> str:
+    """Return the GPU provider of a folder's target if it runs here, else cpu, which has equivalents of GPU operators;
+    say the choice on stderr."""
+    from sd_ort.core.pipeline_folder import read_manifest
+    from sd_ort.runtime.provider_choice import ORT_PROVIDERS, ProviderChoice, choose_provider, providers_of
+
+    target = read_manifest(optimized).get("options", {}).get("target")
+    candidates = providers_of(target)
+    choice = ProviderChoice("cpu", "it runs every graph")
+    if candidates not in (ORT_PROVIDERS, ("cpu",)):
+        try:
+            choice = choose_provider(candidates)
+        except ProviderError as error:
+            choice = ProviderChoice("cpu", f"{target} runs with equivalent operators, since here {error}".rstrip("."))
+    click.echo(choice.line, err=True)
+    return choice.provider
+
+
+def verify_checkpoint(
+    source: Path, optimized: Path, components: tuple[str, ...], files: CheckpointOptions, as_json: bool
+) -> None:
+    """The weights of OUT against those of a checkpoint."""
+    from sd_ort.inspect.weight_verification import check_weights, verify_weights
+
+    def say(row: dict[str, Any]) -> None:
+        if row["passed"] and not as_json:
+            click.echo(f"{row['component']}: all {row['weights']} weights with a recipe are {source}'s, bit for bit")
+
+    result = verify_weights(str(source), optimized, components=components or None, files=files, on_row=say)
+    if as_json:
+        click.echo(json.dumps(result, indent=1))
+    check_weights(result, str(source), optimized)
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row of the table."""
+    shape = "x".join(map(str, row["shape"]))
+    numbers = f"{row['relative_error']:>12.1e}{row['nmse']:>10.1e}{row['max_abs']:>10.1e}"
+    return f"{row['component']:15} {row['output']:19} {shape:22}{numbers}  {'ok' if row['passed'] else 'FAILED'}"

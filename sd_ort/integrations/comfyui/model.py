@@ -1,0 +1,212 @@
+"""A folder's UNet as ComfyUI's MODEL: ComfyUI's `BaseModel` and `ModelPatcher` with a `diffusion_model` of sd-ort.
+
+Sampling, conditioning, ControlNets, inpainting and hooks are ComfyUI's. `diffusion_model` has no parameters, but its
+state_dict has the names and shapes of the original ones, for LoRA loaders.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.model_base
+import comfy.model_management
+import comfy.supported_models
+import comfy.utils
+import torch
+
+from sd_ort.checkpoints.configs import scheduler_config
+from sd_ort.checkpoints.unet_inputs import is_sdxl, time_ids_split
+from sd_ort.core.errors import InputError
+from sd_ort.integrations.comfyui.patcher import GraphPatcher
+from sd_ort.integrations.comfyui.patches import apply_patches_on_load
+from sd_ort.integrations.models import TorchComponentSessions
+from sd_ort.integrations.unet import UNetRunner, parse_residuals, reject_patches
+
+# diffusers' names of noise schedules and predictions -> ComfyUI's.
+BETAS = {"scaled_linear": "linear", "linear": "sqrt_linear", "squaredcos_cap_v2": "cosine"}
+PREDICTIONS = {"epsilon": "EPS", "v_prediction": "V_PREDICTION"}
+
+
+def open_model(models: TorchComponentSessions) -> GraphPatcher:
+    """Return the folder's UNet as a MODEL. Raises InputError if ComfyUI does not support the model family."""
+    config = models.config("unet")
+    xl = is_sdxl(config)
+    if config.get("in_channels") not in (4, 9) or config.get("time_cond_proj_dim") or config.get("class_embed_type"):
+        raise InputError(f"{models.folder} is neither SD 1.x, 2.x nor SDXL, or their inpainting: use sd-ort generate.")
+    if not xl:
+        family, base = ("SD20" if config["cross_attention_dim"] == 1024 else "SD15"), _Model
+    elif time_ids_split(config)[1] == 6:
+        family, base = "SDXL", _SdxlModel
+    else:
+        family, base = "SDXLRefiner", _SdxlRefinerModel
+    device = torch.device("cpu") if models.device.type == "cpu" else comfy.model_management.get_torch_device()
+    description = _comfy_description(family, config, models)
+    schedule = scheduler_config(models.folder)
+    prediction = PREDICTIONS.get(schedule.get("prediction_type", "epsilon"))
+    if prediction is None:
+        raise InputError(
+            f"{models.folder} predicts {schedule['prediction_type']}, which ComfyUI's samplers do not support."
+        )
+    model = base(description, model_type=getattr(comfy.model_base.ModelType, prediction))
+    model.diffusion_model = DiffusionModel(models, comfy.utils.unet_to_diffusers(description.unet_config))
+    if config["in_channels"] == 9:
+        model.set_inpaint()
+    patcher = GraphPatcher(model, load_device=device, offload_device=device, size=1)  # ONNX Runtime has the weights
+    patcher.cached_patcher_init = (_reopen, (models.folder, models.provider))
+    apply_patches_on_load(patcher, models, "unet", model.diffusion_model.names)
+    return patcher
+
+
+def _reopen(folder: Any, provider: str, disable_dynamic: bool = False) -> GraphPatcher:
+    """Open another model of the same folder, for deep clones."""
+    return open_model(TorchComponentSessions(folder, provider))
+
+
+def _comfy_description(family: str, config: dict[str, Any], models: TorchComponentSessions) -> Any:
+    """Return ComfyUI's description of the model: layer names, latent format and noise schedule."""
+    described = getattr(comfy.supported_models, family)(_comfy_config(config))
+    described.unet_config["disable_unet_model_creation"] = True
+    described.unet_config["dtype"] = models.dtype("unet")
+    described.manual_cast_dtype = None
+    schedule = scheduler_config(models.folder)
+    described.sampling_settings |= {
+        "beta_schedule": BETAS.get(schedule.get("beta_schedule", "scaled_linear"), "linear"),
+        "linear_start": schedule.get("beta_start", 0.00085),
+        "linear_end": schedule.get("beta_end", 0.012),
+        "timesteps": schedule.get("num_train_timesteps", 1000),
+    }
+    vae = models.config("vae_decoder") if "vae_decoder" in models else {}
+    described.latent_format.scale_factor = vae.get("scaling_factor", described.latent_format.scale_factor)
+    return described
+
+
+def _comfy_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert a diffusers UNet config to that of ComfyUI's UNet."""
+    channels = config["block_out_channels"]
+    levels = len(channels)
+    per_level = (
+        [config["layers_per_block"]] * levels
+        if isinstance(config["layers_per_block"], int)
+        else config["layers_per_block"]
+    )
+    layers = config.get("transformer_layers_per_block", 1)
+    depths = [layers] * levels if isinstance(layers, int) else list(layers)
+    attends = ["CrossAttn" in name for name in config["down_block_types"]]
+    depths = [depth if attend else 0 for depth, attend in zip(depths, attends, strict=True)]
+    deepest = max((d for d in depths if isinstance(d, int)), default=0) or 1
+    return {
+        "in_channels": config["in_channels"],
+        "out_channels": config["out_channels"],
+        "model_channels": channels[0],
+        "channel_mult": [channel // channels[0] for channel in channels],
+        "num_res_blocks": list(per_level),
+        "transformer_depth": [d for depth, count in zip(depths, per_level, strict=True) for d in [depth] * count],
+        "transformer_depth_output": [
+            d for depth, count in zip(depths, per_level, strict=True) for d in [depth] * (count + 1)
+        ],
+        "transformer_depth_middle": depths[-1] or deepest,
+        "context_dim": config["cross_attention_dim"],
+        "adm_in_channels": config.get("projection_class_embeddings_input_dim"),
+        "use_linear_in_transformer": bool(config.get("use_linear_projection")),
+    }  # fmt: skip
+
+
+class PromptsOnSamplerDevice:
+    """Mixin that moves the prompt's conditioning to the sampler's device once per image.
+
+    ComfyUI leaves it on the CPU, where every step concatenates it for the batch, with all threads of torch, and copies
+    it: 13 ms a step on the host of an H200 whose 32 cores were shared.
+    """
+
+    def extra_conds(self, **conditioning: Any) -> dict[str, Any]:
+        """Return the conditioning inputs of one prompt on `device`, the sampler's."""
+        conds: dict[str, Any] = super().extra_conds(**conditioning)  # type: ignore[misc]
+        for each in conds.values():
+            if isinstance(each.cond, torch.Tensor):
+                each.cond = each.cond.to(conditioning["device"])
+        return conds
+
+
+class _Model(PromptsOnSamplerDevice, comfy.model_base.BaseModel):
+    """SD 1.x and 2.x."""
+
+
+class _UnembeddedSizes(PromptsOnSamplerDevice):
+    """Mixin that leaves SDXL's size conditioning as numbers, because sd-ort's graph embeds them."""
+
+    def embedder(self, size: torch.Tensor) -> torch.Tensor:
+        """Return a size (1,) as (1, 1) instead of its embedding."""
+        return size[:, None]
+
+
+class _SdxlModel(_UnembeddedSizes, comfy.model_base.SDXL):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        del self._modules["embedder"]
+
+
+class _SdxlRefinerModel(_UnembeddedSizes, comfy.model_base.SDXLRefiner):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        del self._modules["embedder"]
+
+
+class DiffusionModel(torch.nn.Module):
+    """ComfyUI's `diffusion_model` on a folder's UNet.
+
+    `names`: ComfyUI's name of a weight -> its name in the weight recipes.
+    """
+
+    def __init__(self, models: TorchComponentSessions, to_comfy: dict[str, str]) -> None:
+        """Open the UNet. `to_comfy`: diffusers' name of a weight -> ComfyUI's."""
+        super().__init__()
+        self.models, self.runner, self.dtype = models, UNetRunner(models), models.dtype("unet")
+        shapes = _shapes(models.config("unet"))
+        self.names = {f"diffusion_model.{to_comfy[n]}": n for n in shapes if n in to_comfy}
+        self.meta_weights = {to_comfy[n]: torch.empty(s, device="meta") for n, s in shapes.items() if n in to_comfy}
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        timesteps: torch.Tensor,
+        context: torch.Tensor,
+        y: torch.Tensor | None = None,
+        control: dict[str, list[Any]] | None = None,
+        transformer_options: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> torch.Tensor:
+        """Predict (B, 4, h, w) from scaled latents x (B, C, h, w), timesteps (B,), context (B, S, C), y (B, D).
+
+        y has the pooled text and SDXL's sizes. Raises InputError for patches of layers (FreeU, IP-Adapter, ...) and
+        T2I-Adapters, because the graph is fused.
+        """
+        options = transformer_options or {}
+        reject_patches(options)
+        conditioning = {"encoder_hidden_states": context}
+        if y is not None and "text_embeds" in self._input_names():
+            pooled = time_ids_split(self.models.unet_config)[0]
+            conditioning |= {"text_embeds": y[:, :pooled], "time_ids": y[:, pooled:]}
+        residuals, middle = parse_residuals(x, control)
+        uuids = options.get("uuids")
+        key = (tuple(uuids), tuple(options.get("cond_or_uncond", ()))) if uuids else None
+        return self.runner(x, timesteps, conditioning, residuals, middle, key)
+
+    def _input_names(self) -> set[str]:
+        parts = ("unet", "unet_prompt", "unet_time")
+        return {name for part in parts if part in self.models for name in self.models.inputs(part)}
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Return names and shapes (on torch's meta device) of the original model's weights."""
+        destination = {} if destination is None else destination
+        for name, tensor in self.meta_weights.items():
+            destination[prefix + name] = tensor
+        return destination
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a diffusers UNet's weights by name, without allocating them."""
+    from diffusers import UNet2DConditionModel
+
+    with torch.device("meta"):
+        model = UNet2DConditionModel.from_config(config)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

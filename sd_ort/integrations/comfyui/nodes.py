@@ -1,0 +1,179 @@
+"""ComfyUI nodes: Load sd-ort model, Load sd-ort ControlNet, Convert checkpoint, sd-ort info."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import comfy.utils
+from comfy_api.latest import ComfyExtension, io
+
+from sd_ort.core.errors import explained
+from sd_ort.core.pipeline_folder import read_manifest
+from sd_ort.integrations.comfyui import folders
+from sd_ort.integrations.models import TorchComponentSessions, default_provider
+
+CATEGORY = "sd-ort"
+PROVIDERS = ["auto", "cpu", "cuda", "rocm", "migraphx"]
+log = logging.getLogger("sd_ort")
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Raise exceptions as RuntimeError with a message of one line, which ComfyUI shows in a box."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"sd-ort: {explained(error)[0]}") from error
+
+
+def _progress_callback(steps: int) -> folders.ProgressCallback:
+    """Return a callback that writes progress to ComfyUI's log and the node's progress bar of `steps` steps."""
+    bar = comfy.utils.ProgressBar(steps)
+
+    def on_progress(line: str) -> None:
+        log.info("%s", line)
+        bar.update(1)
+
+    return on_progress
+
+
+class LoadModel(io.ComfyNode):
+    """Loads a pipeline folder, or a checkpoint that is converted once, as MODEL, CLIP and VAE."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SdOrtLoadModel",
+            display_name="Load sd-ort model",
+            category=CATEGORY,
+            description="Stable Diffusion on ONNX Runtime's fused graphs, for stock samplers, prompts and VAE nodes.",
+            inputs=[
+                io.Combo.Input(
+                    "model",
+                    options=[*folders.list_pipeline_folders(), *folders.checkpoints()],
+                    tooltip="A folder of models/sd_ort, or a checkpoint, which is converted the first time (minutes).",
+                ),
+                io.Combo.Input("provider", options=PROVIDERS, default="auto", tooltip="auto: the best one here."),
+            ],
+            outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: str, provider: str) -> io.NodeOutput:
+        from sd_ort.integrations.comfyui.clip import open_clip
+        from sd_ort.integrations.comfyui.model import open_model
+        from sd_ort.integrations.comfyui.vae import open_vae
+
+        with one_line_errors():
+            chosen = default_provider() if provider == "auto" else provider
+            folder = folders.resolve_folder(model, chosen, _progress_callback(12))
+            named = None if provider == "auto" else provider  # None: the best one for the folder's target
+            # Separate sessions, so that a LoRA of one does not reopen those of another.
+            opened = [open_(TorchComponentSessions(folder, named)) for open_ in (open_model, open_clip, open_vae)]
+            return io.NodeOutput(*opened)
+
+
+class LoadControlNet(io.ComfyNode):
+    """Loads the ControlNet of a pipeline folder."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SdOrtLoadControlNet",
+            display_name="Load sd-ort ControlNet",
+            category=CATEGORY,
+            inputs=[
+                io.Combo.Input("model", options=folders.list_pipeline_folders()),
+                io.Combo.Input("provider", options=PROVIDERS, default="auto"),
+            ],
+            outputs=[io.ControlNet.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: str, provider: str) -> io.NodeOutput:
+        from sd_ort.integrations.comfyui.controlnet import open_controlnet
+
+        with one_line_errors():
+            chosen = default_provider() if provider == "auto" else provider
+            folder = folders.resolve_folder(model, chosen, _progress_callback(12))
+            named = None if provider == "auto" else provider
+            return io.NodeOutput(open_controlnet(TorchComponentSessions(folder, named)))
+
+
+class Convert(io.ComfyNode):
+    """Converts a checkpoint of models/checkpoints to a pipeline folder in models/sd_ort."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SdOrtConvert",
+            display_name="Convert checkpoint (sd-ort)",
+            category=CATEGORY,
+            is_output_node=True,
+            inputs=[
+                io.Combo.Input("checkpoint", options=folders.checkpoints()),
+                io.String.Input("name", default="my-model", tooltip="The folder it becomes in models/sd_ort."),
+                io.Combo.Input("target", options=[*PROVIDERS, "portable"], default="auto"),
+                io.Boolean.Input("float16", default=True),
+            ],
+            outputs=[io.String.Output(display_name="folder")],
+        )
+
+    @classmethod
+    def execute(cls, checkpoint: str, name: str, target: str, float16: bool) -> io.NodeOutput:
+        with one_line_errors():
+            folder = folders.convert(checkpoint, name, target, float16, _progress_callback(12))
+        return io.NodeOutput(str(folder))
+
+
+class Info(io.ComfyNode):
+    """Shows fused nodes, provider, size and speed of an sd-ort MODEL."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SdOrtInfo",
+            display_name="sd-ort info",
+            category=CATEGORY,
+            inputs=[io.Model.Input("model"), io.Latent.Input("after", optional=True, tooltip="Wait for a sampler.")],
+            outputs=[io.String.Output(display_name="info")],
+        )
+
+    @classmethod
+    def execute(cls, model: Any, after: Any = None) -> io.NodeOutput:
+        with one_line_errors():
+            return io.NodeOutput(describe(model))
+
+
+def describe(model: Any) -> str:
+    """Return fused nodes, provider, size and ms per step of an sd-ort MODEL, one per line."""
+    diffusion_model: Any = getattr(model.model, "diffusion_model", None)
+    models = getattr(diffusion_model, "models", None)
+    if not isinstance(models, TorchComponentSessions):
+        return "this MODEL is not sd-ort's"
+    manifest = read_manifest(models.folder)
+    counts = manifest.get("components", {}).get("unet", {}).get("op_counts", {})
+    fused = ", ".join(f"{count} {op}" for op, count in counts.items())
+    size = sum(path.stat().st_size for path in (models.folder / "unet").iterdir()) / 1e6
+    steps = diffusion_model.runner.seconds
+    return "\n".join(
+        [
+            f"folder: {models.folder}",
+            f"provider: {models.provider}, tensors on {models.device}, {models.dtype('unet')}",
+            f"fused in the UNet: {fused or 'nothing: the folder was not optimized'}",
+            f"UNet on disk: {size:.0f} MB",
+            f"step: {1e3 * sorted(steps)[len(steps) // 2]:.1f} ms (median of {len(steps)})"
+            if steps
+            else "step: none yet",
+        ]
+    )
+
+
+class SdOrtExtension(ComfyExtension):
+    """ComfyUI's extension object with the list of nodes."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return [LoadModel, LoadControlNet, Convert, Info]

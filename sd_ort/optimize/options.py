@@ -1,0 +1,91 @@
+"""Options of `optimize`, and their defaults for a target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sd_ort.core.errors import InputError
+from sd_ort.core.pipeline_folder import sha256
+from sd_ort.graphs import hoist
+from sd_ort.optimize.targets import TARGETS, default_target
+from sd_ort.runtime.provider_table import PROVIDERS
+
+# Targets whose providers pass the results of a hoisted UNet's parts on the device; MIGraphX does not.
+HOIST_TARGETS = ("cuda", "rocm", "hip", "gpu")
+
+
+@dataclass(frozen=True)
+class OptimizeOptions:
+    """Options of `optimize`.
+
+    Attributes:
+        target: A name in `TARGETS`; None is the target of the installed ONNX Runtime wheel.
+        dtype: "float32", "float16" or "bfloat16", one that the target has.
+        components: Optimize only these; None is all.
+        calibrate: Whether float16 conversion runs each component to find the nodes that must stay in float32; None
+            runs components with less than `calibration.SIZE_LIMIT` bytes of weights.
+        inputs: An .npz of recorded inputs for calibration (see `checkpoints.recorded_inputs`), instead of synthetic
+            inputs.
+        hoist: Whether the UNet is split into graphs that run once for each prompt, schedule and step (see
+            `graphs.hoist`); None hoists in float16 for `HOIST_TARGETS`.
+    """
+
+    target: str | None = None
+    dtype: str = "float32"
+    components: Sequence[str] | None = None
+    calibrate: bool | None = None
+    inputs: Path | None = None
+    hoist: bool | None = None
+
+    def with_target(self) -> tuple[OptimizeOptions, str]:
+        """Return the options with a target, and a line on the default target for the user, else "".
+
+        Raises InputError for an unknown target, one without the dtype, and calibration that would have no effect.
+        """
+        target, note = self.target, ""
+        if target is None:
+            target, reason = default_target()
+            note = f"target {target}: {reason}."
+        if target not in TARGETS:
+            if target in PROVIDERS and (counterpart := PROVIDERS[target].target):
+                raise InputError(f"{target} is a provider, not a target: its target is {counterpart}.")
+            raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}.")
+        if self.dtype not in TARGETS[target].dtypes:
+            others = ", ".join(name for name, other in TARGETS.items() if self.dtype in other.dtypes)
+            raise InputError(
+                f"target {target} has kernels without {self.dtype}: use --float16, or a target of {others}."
+            )
+        if self.calibrate or self.inputs:
+            if TARGETS[target].half_storage_only:
+                raise InputError(
+                    f"target {target} computes in float32, where nothing overflows: leave calibration out."
+                )
+            if self.dtype != "float16":
+                raise InputError(
+                    f"calibration is for --float16: {self.dtype} has the range of float32, so leave it out."
+                )
+        return replace(self, target=target), note
+
+    def with_components(self, names: Sequence[str]) -> OptimizeOptions:
+        """Return options that have a target with these components and `hoist` as a bool.
+
+        Raises InputError if a UNet is to be hoisted that is not among the components, or in bfloat16.
+        """
+        assert self.target is not None
+        has_unet, hoisted = hoist.PARTS["step"] in names, self.hoist
+        if hoisted is None:
+            hoisted = self.dtype == "float16" and self.target in HOIST_TARGETS and has_unet
+        if hoisted and not has_unet:
+            raise InputError("--hoist splits the UNet: take it into --component, or leave out --hoist.")
+        if hoisted and self.dtype == "bfloat16" and not TARGETS[self.target].half_storage_only:
+            raise InputError(
+                "--hoist passes tensors between graphs, which ONNX Runtime cannot in bfloat16: use --float16."
+            )
+        return replace(self, components=list(names), hoist=hoisted)
+
+    def manifest_entry(self) -> dict[str, Any]:
+        """Return the options for the manifest, with a hash of the recorded inputs."""
+        return {**vars(self), "inputs": sha256(self.inputs) if self.inputs else None}

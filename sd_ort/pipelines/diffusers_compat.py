@@ -1,0 +1,298 @@
+"""What users of diffusers' pipelines call and read beside drawing: components, places, settings, other pipelines."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sd_ort.checkpoints.configs import Config, component_config
+from sd_ort.core.errors import InputError
+from sd_ort.core.paths import output_path
+from sd_ort.core.pipeline_folder import read_manifest, staged
+from sd_ort.pipelines.request import Prompt, Request
+from sd_ort.pipelines.text import Texts
+from sd_ort.runtime.components import Components
+from sd_ort.runtime.providers import warn_once
+from sd_ort.runtime.session import Model
+
+if TYPE_CHECKING:
+    import torch
+
+    from sd_ort.pipelines.vae import Vae
+
+# Options of diffusers' from_pretrained that say nothing about a folder of ours, and those that it cannot follow.
+IDLE = ("use_safetensors", "local_files_only", "requires_safety_checker", "low_cpu_mem_usage", "add_watermarker")
+CANNOT = {
+    "device_map": "a pipeline has one provider: from_pretrained(folder, provider=...)",
+    "custom_pipeline": "community pipelines run in torch: use diffusers",
+    "unet": "a component comes from the folder: export the pipeline with it",
+    "vae": "a component comes from the folder: `sd-ort export --vae FILE`",
+    "text_encoder": "a component comes from the folder: export the pipeline with it",
+}
+# What diffusers' pipelines can and ours need not, or cannot.
+ELSEWHERE = {
+    "enable_model_cpu_offload": "components are opened one at a time with from_pretrained(..., low_memory=True)",
+    "enable_sequential_cpu_offload": "components are opened one at a time with from_pretrained(..., low_memory=True)",
+    "load_ip_adapter": "it is part of the UNet's graph: `sd-ort export MODEL OUT --ip-adapter FILE`",
+    "unload_ip_adapter": "it is part of the UNet's graph: set_ip_adapter_scale(0) draws as without it",
+    "disable_freeu": "it changes the UNet's graph, which is fixed when it is exported",
+    "enable_freeu": "it changes the UNet's graph, which is fixed when it is exported",
+    "enable_group_offload": "components are opened one at a time with from_pretrained(..., low_memory=True)",
+    "save_lora_weights": "LoRAs stay the files that they were loaded from",
+    "set_lora_device": "LoRAs are added to weights where these are",
+    "upcast_vae": "its type is chosen by `sd-ort optimize RAW OUT`, which measures where half precision fails",
+}
+NEEDLESS = (
+    "enable_attention_slicing", "disable_attention_slicing", "enable_xformers_memory_efficient_attention",
+    "disable_xformers_memory_efficient_attention", "fuse_qkv_projections", "unfuse_qkv_projections",
+    "set_attention_slice", "set_use_memory_efficient_attention_xformers",
+)  # fmt: skip
+
+
+def loading_options(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The options of a session among those given to `from_pretrained`.
+
+    Raises InputError for one that is unknown, and for a type or variant that the folder does not have.
+    """
+    known = {"threads", "allow_fallback", "tuning", "provider_options", "library", "profile"}
+    kept = {}
+    for name, value in options.items():
+        if name in known:
+            kept[name] = value
+        elif name in ("torch_dtype", "dtype"):
+            _check_dtype(value, folder)
+        elif name == "variant":
+            _check_dtype({"fp16": "float16", "bf16": "bfloat16"}.get(value, value), folder)
+        elif name in CANNOT and value is not None:
+            raise InputError(f"from_pretrained takes no {name}: {CANNOT[name]}.")
+        elif name not in IDLE and name not in CANNOT:
+            raise InputError(f"from_pretrained takes no {name}; of a session it takes {', '.join(sorted(known))}.")
+    return kept
+
+
+def _check_dtype(wanted: Any, folder: Path) -> None:
+    """Raise InputError unless the folder was made in this type; None and "auto" are any."""
+    if wanted in (None, "auto"):
+        return
+    name = str(wanted).removeprefix("torch.")
+    options = read_manifest(folder).get("options", {})
+    made = options.get("dtype", "float32")
+    if name != made and (name, options.get("target")) != ("float32", "cpu"):  # which stores halves, and reads float32
+        option = "" if name == "float32" else f" --{name}"
+        raise InputError(
+            f"{folder} computes in {made}, not {name}: its type is chosen by `sd-ort optimize RAW OUT{option}`."
+        )
+
+
+class DiffusersMethods:
+    """For a pipeline with these attributes."""
+
+    folder: Path
+    index: Mapping[str, Any]
+    models: Components
+    scheduler: Any
+    texts: Texts
+    vae: Vae
+    unet_config: dict[str, Any]
+    safety_checker: bool
+    device_loop: bool
+    is_xl: bool
+    progress_bar_config: Mapping[str, Any] = {}
+
+    # --- Components -------------------------------------------------------------------------------------------------
+
+    @property
+    def unet(self) -> Model:
+        """The UNet's session, in a hoisted folder that of its every-step graph; its `config` is diffusers'."""
+        return self._configured("unet")
+
+    @unet.setter
+    def unet(self, model: Model) -> None:
+        if not isinstance(model, Model):
+            raise InputError("unet is a session of the folder's graph: there is nothing for torch.compile to do.")
+        self.models["unet"] = model
+
+    @property
+    def vae_decoder(self) -> Model:
+        return self.models["vae_decoder"]
+
+    @vae_decoder.setter
+    def vae_decoder(self, model: Model) -> None:
+        self.models["vae_decoder"] = model
+
+    @property
+    def controlnet(self) -> Model | None:
+        return self._configured("controlnet")
+
+    @property
+    def text_encoder(self) -> Model | None:
+        return self._configured("text_encoder")
+
+    @property
+    def text_encoder_2(self) -> Model | None:
+        return self._configured("text_encoder_2")
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizers().get("text_encoder")
+
+    @property
+    def tokenizer_2(self) -> Any:
+        return self._tokenizers().get("text_encoder_2")
+
+    def _tokenizers(self) -> dict[str, Any]:
+        return {name: tokenizer for tokenizer, name in self.texts.encoders}
+
+    def _configured(self, name: str) -> Any:
+        if name not in self.models:
+            return None
+        model: Any = self.models[name]
+        model.config = Config(component_config(self.folder, name))
+        return model
+
+    @property
+    def components(self) -> dict[str, Any]:
+        """The parts by diffusers' names; for another pipeline of them use `from_pipe`."""
+        names = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "unet", "controlnet")
+        found = {name: getattr(self, name) for name in names}
+        parts = {name: part for name, part in found.items() if part is not None}
+        return {"vae": self.vae, **parts, "scheduler": self.scheduler}
+
+    @property
+    def config(self) -> Config:
+        """The folder's model_index.json."""
+        return Config(self.index)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what the UNet reads."""
+        import torch
+
+        return getattr(torch, np.dtype(self.models["unet"].dtype("sample")).name)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the sessions run."""
+        import torch
+
+        return torch.device("cpu" if self.models.device == "cpu" else "cuda")
+
+    # --- Places and settings ----------------------------------------------------------------------------------------
+
+    def to(self, *places: Any, **named: Any) -> Any:
+        """This pipeline, if it is there already. Raises InputError for another device or type, with what to do."""
+        import torch
+
+        for place in (*places, *named.values()):
+            if isinstance(place, torch.dtype):
+                if place != self.dtype:
+                    raise InputError(
+                        f"this pipeline computes in {self.dtype}: its type is chosen by `sd-ort optimize RAW OUT`, "
+                        "with --float16 or --bfloat16."
+                    )
+            elif place is not None and not isinstance(place, bool) and torch.device(place).type != self.device.type:
+                wanted = torch.device(place).type
+                example = "cpu" if wanted == "cpu" else "cuda (or rocm, migraphx)"
+                raise InputError(
+                    f"this pipeline runs on {self.models.provider}: load it with from_pretrained(folder, "
+                    f"provider=...), {example} for {wanted}."
+                )
+        return self
+
+    def enable_vae_tiling(self) -> None:
+        """Decode images larger than the model's own in overlapping tiles."""
+        self.vae.enable_tiling()
+
+    def disable_vae_tiling(self) -> None:
+        self.vae.disable_tiling()
+
+    def enable_vae_slicing(self) -> None:
+        """Decode one image of a batch after the other."""
+        self.vae.enable_slicing()
+
+    def disable_vae_slicing(self) -> None:
+        self.vae.disable_slicing()
+
+    def set_progress_bar_config(self, **config: Any) -> None:
+        """`disable=True` draws without a progress bar; other settings of tqdm change nothing."""
+        self.progress_bar_config = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name in NEEDLESS:
+            return lambda *_, **__: warn_once(f"{name}() changes nothing: attention is fused in the graph.")
+        if name in ELSEWHERE:
+            raise AttributeError(f"{name} is not there: {ELSEWHERE[name]}.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # --- Text -------------------------------------------------------------------------------------------------------
+
+    def encode_prompt(
+        self,
+        prompt: Prompt | None = None,
+        device: Any = None,
+        num_images_per_prompt: int = 1,
+        do_classifier_free_guidance: bool = True,
+        negative_prompt: Prompt | None = None,
+        **more: Any,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Embeddings (N * images, S, C) of prompts and negative prompts and, for SDXL, their pooled ones (N * images,
+        D): what `__call__` takes as prompt_embeds and so on. `more`: what diffusers' takes, of the same names."""
+        import torch
+
+        more.pop("lora_scale", None)
+        asked = Request(prompt=prompt, negative_prompt=negative_prompt, **more)
+        asked.num_images_per_prompt = num_images_per_prompt
+        asked.size = (1, 1)
+        asked.check_text()
+        asked.guidance = 1.0 if do_classifier_free_guidance else None
+        conditioning = self.texts.condition(asked)
+        rows = [conditioning.embeddings, conditioning.added["text_embeds"]] if self.is_xl else [conditioning.embeddings]
+        halves = [torch.from_numpy(each) for each in rows]
+        made: list[torch.Tensor | None] = []
+        for half in halves:
+            positive = half[-asked.batch :]
+            made += [positive, half[: asked.batch] if do_classifier_free_guidance else None]
+        return tuple(made)
+
+    # --- Other pipelines --------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: Path | str, **_: Any) -> None:
+        """Copy the pipeline's folder, its weights as they are on disk, without LoRAs.
+
+        Raises OutputError when it cannot be written, and then nothing is left behind.
+        """
+        output = Path(folder)
+        output_path(output, self.folder)
+        with staged(output, self.folder) as work:
+            shutil.copytree(self.folder, work, dirs_exist_ok=True)
+
+    @classmethod
+    def from_single_file(cls, file: Any, **_: Any) -> Any:
+        """Raises InputError: a checkpoint in one file is made a folder first."""
+        raise InputError(f"a pipeline is loaded from a folder: `sd-ort optimize {file} OUT` makes one of the file.")
+
+    @classmethod
+    def from_pipe(cls, pipeline: Any, **options: Any) -> Any:
+        """A pipeline of this kind over another's folder and open sessions. `options`: scheduler, safety_checker.
+
+        Raises InputError when the folder lacks what this kind needs.
+        """
+        kind: Any = cls
+        pipeline.models.require(*kind.NEEDS)
+        made = kind(
+            pipeline.folder,
+            pipeline.models,
+            options.get("scheduler") or pipeline.scheduler,
+            vae_tiling=pipeline.vae.use_tiling,
+            vae_slicing=pipeline.vae.use_slicing,
+            safety_checker=bool(options.get("safety_checker", pipeline.safety_checker)),
+            device_loop=pipeline.device_loop,
+        )
+        made._check_unet()
+        made.texts, made.picture_scales = pipeline.texts, pipeline.picture_scales
+        made.loras, made.strengths = pipeline.loras, pipeline.strengths
+        return made

@@ -1,0 +1,109 @@
+"""Pictures that a call is given: PIL images, arrays, tensors or latents, one for all, one a prompt or one an image."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import numpy as np
+from PIL import Image
+
+from sd_ort.checkpoints.conditioning import CLIP_MEAN, CLIP_STD
+from sd_ort.core.errors import InputError
+from sd_ort.core.files import mismatch, read_json
+from sd_ort.pipelines.request import Picture, Request
+
+if TYPE_CHECKING:
+    import torch
+
+
+def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether it is torch's, which need not be imported to see it."""
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def as_array(value: Any) -> np.ndarray:
+    """A tensor or an array, float32, on the host."""
+    return np.asarray(value.detach().float().cpu().numpy() if is_tensor(value) else value, np.float32)
+
+
+def readable(picture: Picture | None, what: str = "image") -> Any:
+    """The picture as diffusers' image processor takes it; bytes (uint8) become 0..1. Raises InputError for none."""
+    if isinstance(picture, (list, tuple)) and picture:
+        return [readable(each, what) for each in picture]
+    if isinstance(picture, np.ndarray) and picture.ndim in (2, 3, 4) and picture.size:
+        return picture.astype(np.float32) / 255 if picture.dtype == np.uint8 else picture
+    if is_tensor(picture) and picture.ndim in (2, 3, 4) and picture.numel():
+        return picture.float() / 255 if str(picture.dtype) == "torch.uint8" else picture.float()
+    if isinstance(picture, Image.Image):
+        return picture
+    raise InputError(f"no {what} was given: pass a PIL image, an array, a tensor, or a list of them.")
+
+
+def finished(pixels: np.ndarray, output_type: str) -> Any:
+    """Pixels (B, 3, H, W), float32, about -1..1, as a caller wants them: "pil", "np" or "pt"."""
+    bright = np.clip(pixels * np.float32(0.5) + np.float32(0.5), 0, 1)
+    if output_type == "pt":
+        import torch
+
+        return torch.from_numpy(bright)
+    rows = np.ascontiguousarray(bright.transpose(0, 2, 3, 1))
+    return rows if output_type == "np" else [Image.fromarray(each) for each in (rows * 255).round().astype(np.uint8)]
+
+
+def size_of(picture: Any, latent_channels: int, factor: int) -> tuple[int, int]:
+    """Height and width in pixels of a `readable` picture, or of the first of several; latents count `factor` each."""
+    first = picture[0] if isinstance(picture, list) else picture
+    if isinstance(first, Image.Image):
+        return first.height, first.width
+    if is_tensor(first):
+        height, width = first.shape[-2:]
+        each = factor if is_latents(first, latent_channels) else 1
+        return height * each, width * each
+    height, width = first.shape[-3:-1] if first.ndim > 2 else first.shape
+    return int(height), int(width)
+
+
+def is_latents(picture: Any, latent_channels: int) -> bool:
+    """Whether a `readable` picture is latents already: a tensor of so many channels."""
+    first = picture[0] if isinstance(picture, list) else picture
+    return is_tensor(first) and first.ndim > 2 and first.shape[-3] == latent_channels
+
+
+def for_batch(x: torch.Tensor, request: Request, what: str) -> torch.Tensor:
+    """One row for all images, or one a prompt, or one an image -> one an image. Raises InputError for other counts."""
+    if len(x) == request.batch:
+        return x
+    if len(x) not in (1, request.count):
+        raise InputError(f"{len(x)} {what} for {request.count} prompts: give one, or one a prompt.")
+    return x.repeat_interleave(request.batch // len(x), 0)
+
+
+def clip_pixels(picture: Image.Image, size: int, config: Mapping[str, Any]) -> np.ndarray:
+    """What CLIP sees of a picture: its central square at size x size pixels, normalized, (3, size, size) float32.
+    `config`: see `feature_extractor`."""
+    sides = [max(size, size * side // min(picture.size)) for side in picture.size]
+    picture = picture.resize((sides[0], sides[1]), Image.Resampling.BICUBIC)
+    left, top = ((side - size) // 2 for side in sides)
+    pixels = np.asarray(picture.crop((left, top, left + size, top + size)), np.float32) / 255
+    normalized = (pixels - config.get("image_mean", CLIP_MEAN)) / config.get("image_std", CLIP_STD)
+    return normalized.transpose(2, 0, 1).astype(np.float32)
+
+
+def feature_extractor(folder: Path) -> dict[str, Any]:
+    """A pipeline folder's feature_extractor/preprocessor_config.json, {} without one: CLIP's own then. Raises
+    InputError for a damaged one."""
+    path = folder / "feature_extractor" / "preprocessor_config.json"
+    if not path.is_file():
+        return {}
+    config = read_json(path)
+    colors = dict.fromkeys(("image_mean", "image_std"), _three_numbers)
+    if wrong := mismatch(config, colors):
+        raise InputError(f"{path} is damaged at {wrong!r}: copy it from the original model.")
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def _three_numbers(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(isinstance(each, (int, float)) for each in value)

@@ -1,0 +1,258 @@
+"""What can be asked of a pipeline, under diffusers' names, and checked before anything is loaded or drawn.
+
+`Request` is the one list of arguments: the pipelines' `__call__` hand on what they got, by name. What diffusers takes
+and we do not is in `REFUSED`, each with its reason.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from PIL import Image
+
+from sd_ort.checkpoints.schedule_cache import Plan
+from sd_ort.core.errors import InputError
+from sd_ort.pipelines.arguments import check_numbers, check_seeds, check_text
+
+if TYPE_CHECKING:
+    import torch
+
+Prompt = str | Sequence[str]
+Generator: TypeAlias = "torch.Generator | Sequence[torch.Generator | int] | int | None"
+Size = tuple[int, int]  # height, width in pixels, or top and left
+# A PIL image, an array (H, W, 3) or (B, H, W, 3), a tensor (B, 3, H, W), both 0..1, latents (B, 4, h, w), or a list.
+Picture: TypeAlias = "Image.Image | np.ndarray | torch.Tensor | Sequence[Any]"
+
+# Called as callback(pipeline, step index, timestep, {"latents": Tensor}); may return {"latents": replacement}.
+StepCallback: TypeAlias = "Callable[[Any, int, Any, dict[str, torch.Tensor]], dict[str, torch.Tensor] | None]"
+
+OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+
+# Names of diffusers' that no pipeline takes here, and why.
+REFUSED = {
+    "kwargs": "it only carries diffusers' old callback and callback_steps: use callback_on_step_end",
+    "callback": "it is diffusers' old one: use callback_on_step_end",
+    "callback_steps": "it belongs to diffusers' old callback: use callback_on_step_end",
+}
+# Names that only some pipelines take, and which ones.
+PICTURES = {
+    **dict.fromkeys(("strength", "denoising_start"), "StableDiffusionImg2ImgPipeline"),
+    **dict.fromkeys(("mask_image", "masked_image_latents", "padding_mask_crop"), "StableDiffusionInpaintPipeline"),
+}
+
+
+@dataclass
+class Request:
+    """The arguments of one call, under diffusers' names and with its meanings; None is diffusers' default.
+
+    `height`, `width`: pixels, multiples of the pipeline's `size_multiple`. `guidance_scale`: 1 or less turns guidance
+    off. `generator`: a torch.Generator or an integer seed, a list of one per image, or None for torch's global one.
+    `latents`: (B, C, height/8, width/8) standard normal noise instead of drawn noise. `prompt_embeds` and its negative
+    (N, S, C), `pooled_prompt_embeds` and its negative (N, D): in place of N prompts, or of their negatives.
+    `prompt_syntax`: "plain", or "weights" for (word:1.3), [word], BREAK and long prompts (`pipeline.weighting`).
+    `cross_attention_kwargs`: {"scale": s} weighs all LoRAs by s. `original_size`, `target_size` (height, width) and
+    `crops_coords_top_left`, each with a negative: what SDXL is told. `denoising_end`, `denoising_start`: part of the
+    schedule, 0..1, where a base model leaves off and a refiner begins. `control_image`: for the folder's ControlNet,
+    one for all images or one a prompt; with several ControlNets a list of such. `ip_adapter_image`: for the folder's
+    IP-Adapter, for all images: a picture, [picture], or several as [[a, b]]; a tensor is what its feature extractor
+    gives. `ip_adapter_image_embeds`: what `prepare_ip_adapter_image_embeds` gives instead. `output_type`: "pil", "np"
+    (float32, (B, H, W, 3), 0..1), "pt" ((B, 3, H, W), 0..1) or "latent" (before scaling by the VAE's factor).
+    """
+
+    prompt: Prompt | None = None
+    prompt_2: Prompt | None = None
+    negative_prompt: Prompt | None = None
+    negative_prompt_2: Prompt | None = None
+    prompt_embeds: torch.Tensor | None = None
+    negative_prompt_embeds: torch.Tensor | None = None
+    pooled_prompt_embeds: torch.Tensor | None = None
+    negative_pooled_prompt_embeds: torch.Tensor | None = None
+    prompt_syntax: str = "plain"
+    clip_skip: int | None = None
+    cross_attention_kwargs: Mapping[str, float] | None = None
+
+    height: int | None = None
+    width: int | None = None
+    num_images_per_prompt: int = 1
+    original_size: Size | None = None
+    crops_coords_top_left: Size = (0, 0)
+    target_size: Size | None = None
+    negative_original_size: Size | None = None
+    negative_crops_coords_top_left: Size = (0, 0)
+    negative_target_size: Size | None = None
+    aesthetic_score: float = 6.0
+    negative_aesthetic_score: float = 2.5
+
+    num_inference_steps: int = 50
+    original_inference_steps: int | None = None
+    timesteps: Sequence[int] | None = None
+    sigmas: Sequence[float] | None = None
+    strength: float | None = None
+    denoising_start: float | None = None
+    denoising_end: float | None = None
+    guidance_scale: float | None = None
+    guidance_rescale: float = 0.0
+    eta: float = 0.0
+
+    image: Picture | None = None
+    mask_image: Picture | None = None
+    masked_image_latents: torch.Tensor | None = None
+    padding_mask_crop: int | None = None
+    control_image: Any = None
+    controlnet_conditioning_scale: float | Sequence[float] | None = None
+    guess_mode: bool = False
+    control_guidance_start: float | Sequence[float] = 0.0
+    control_guidance_end: float | Sequence[float] = 1.0
+    ip_adapter_image: Any = None
+    ip_adapter_image_embeds: Any = None
+
+    generator: Generator = None
+    latents: torch.Tensor | np.ndarray | None = None
+    output_type: str = "pil"
+    return_dict: bool = True
+    callback_on_step_end: StepCallback | None = None
+    callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",)
+    progress: bool = True
+
+    # Found by `check` and by the pipeline.
+    size: Size = field(init=False, default=(0, 0))
+    count: int = field(init=False, default=1)  # prompts
+    guidance: float | None = field(init=False, default=None)  # None where nothing is guided
+    embedded_guidance: float | None = field(init=False, default=None)  # what a distilled UNet (LCM) reads instead
+    scheduler: Any = field(init=False, default=None)  # this call's own: schedulers keep state
+    pictures: dict[str, np.ndarray] = field(init=False, default_factory=dict)  # what the UNet is told of them
+    plan: Plan | None = field(init=False, default=None)  # in its place, where an earlier process kept one
+
+    @property
+    def batch(self) -> int:
+        """Images of this call."""
+        return self.count * self.num_images_per_prompt
+
+    def given(self) -> set[str]:
+        """Names of the arguments that differ from their defaults."""
+        there = ((f.name, getattr(self, f.name), f.default) for f in fields(self) if f.init)
+        return {name for name, value, default in there if value is not default and not _same(value, default)}
+
+    @property
+    def prompts(self) -> list[str]:
+        """The first text encoder's prompts; [] where embeddings take their place."""
+        return _listed(self.prompt)
+
+    def per_prompt(self, texts: Prompt | None, what: str = "negative prompts") -> list[str]:
+        """One text a prompt, empty if there is none. Raises InputError for another number of them."""
+        listed = [texts or ""] * self.count if texts is None or isinstance(texts, str) else list(texts)
+        if len(listed) != self.count:
+            raise InputError(f"{len(listed)} {what} for {self.count} prompts: give one, or one a prompt.")
+        return listed
+
+    def check(self, trained_steps: int) -> None:
+        """Check what needs no model, at heights and widths of `size`; sets `count`.
+
+        Raises InputError for what does not fit together.
+        """
+        self.check_text()
+        height, width = self.size
+        images = self.num_images_per_prompt
+        scales = {"guidance_scale": self.guidance_scale, "eta": self.eta, "guidance_rescale": self.guidance_rescale}
+        check_numbers(height, width, self.batch if images > 0 else 1, **scales)
+        if self.num_inference_steps < 1 or images < 1:
+            raise InputError("num_inference_steps and num_images_per_prompt must be 1 or more.")
+        if self.num_inference_steps > trained_steps:
+            raise InputError(
+                f"{self.num_inference_steps} steps are more than the {trained_steps} this model was trained with."
+            )
+        if self.output_type not in OUTPUT_TYPES:
+            raise InputError(f"output_type {self.output_type!r} is unknown: use pil, np, pt or latent.")
+        wanted = getattr(self.callback_on_step_end, "tensor_inputs", self.callback_on_step_end_tensor_inputs)
+        if set(wanted) - {"latents"}:  # diffusers' own callbacks say themselves what they change
+            raise InputError(
+                "callback_on_step_end is given the latents alone: what else a step reads is on the device."
+            )
+        if unknown := set(self.cross_attention_kwargs or ()) - {"scale"}:
+            raise InputError(f"cross_attention_kwargs: {unknown.pop()!r} is unknown; 'scale' weighs the LoRAs.")
+        for name in ("denoising_start", "denoising_end"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise InputError(f"{name} {value} is no part of the schedule between 0 and 1.")
+        if self.denoising_start is not None and self.denoising_start >= (self.denoising_end or 1.0):
+            raise InputError("denoising_start must lie before denoising_end.")
+        _check_generators(self.generator, self.batch)
+
+    def check_text(self) -> None:
+        """Check prompts and what stands for them; sets `count`. Raises InputError."""
+        if (self.prompt is None) == (self.prompt_embeds is None):
+            raise InputError("no prompt was given: pass a string, a list of strings, or prompt_embeds, one of them.")
+        if self.prompt is None:
+            assert self.prompt_embeds is not None
+            self.count = len(self.prompt_embeds)
+        else:
+            self.count = len(self.prompts)
+        if not self.count:
+            raise InputError("no prompt was given: pass a string or a list of strings.")
+        if self.negative_prompt is not None and self.negative_prompt_embeds is not None:
+            raise InputError("negative_prompt and negative_prompt_embeds say the same: give one of them.")
+        if self.prompt_syntax not in ("plain", "weights"):
+            raise InputError(f"prompt_syntax {self.prompt_syntax!r} is unknown: use plain or weights.")
+        if self.clip_skip is not None and self.clip_skip < 0:
+            raise InputError(f"clip_skip {self.clip_skip} skips no layers: give 0 or more.")
+        for texts in (self.prompt, self.prompt_2, self.negative_prompt, self.negative_prompt_2):
+            check_text([texts] if isinstance(texts, str) else texts or [])
+
+
+def check_size(size: Size, side: int, multiple: int, doubles: Callable[[], bool]) -> None:
+    """Raise InputError for a height and width that a pipeline cannot draw.
+
+    `side`: pixels of a latent. `multiple`: of sizes that halve evenly at every level of the UNet. `doubles`: whether
+    its graph takes no others (`graphs.upsampling`).
+    """
+    needed, why = side, ""
+    if any(length % multiple for length in size) and doubles():
+        times = (multiple // side).bit_length() - 1
+        needed, why = multiple, f": this UNet halves latents {times} times, and its graph can only double them again"
+    if any(length % needed or length < needed for length in size):
+        raise InputError(f"height {size[0]} and width {size[1]} must be multiples of {needed}{why}.")
+
+
+def request(defaults: Mapping[str, Any], leaves: Sequence[str], arguments: Mapping[str, Any]) -> Request:
+    """The request of a call; `defaults` take the place of None. `leaves`: names that this pipeline does not take.
+
+    Raises InputError for a name that is refused or unknown, with what to do.
+    """
+    known = {f.name: f for f in fields(Request) if f.init}
+    for name, value in arguments.items():
+        if name in REFUSED and value is not None:
+            raise InputError(f"{name} is not taken: {REFUSED[name]}.")
+        if name in leaves and value is not None:
+            raise InputError(f"{name} changes a picture: use {PICTURES[name]}.")
+        if name not in known and name not in REFUSED:
+            near = difflib.get_close_matches(name, known, 1)
+            raise InputError(f"{name} is no argument of a pipeline{f': {near[0]} is' if near else ''}.")
+    given = {name: value for name, value in arguments.items() if name in known}
+    for name, value in defaults.items():
+        if given.get(name) is None:
+            given[name] = value
+    for name, value in given.items():  # None says "as it is" in diffusers, whatever the default is
+        if value is None and known[name].default not in (None, MISSING):
+            given[name] = known[name].default
+    return Request(**given)
+
+
+def _listed(texts: Prompt | None) -> list[str]:
+    return [texts] if isinstance(texts, str) else list(texts or ())
+
+
+def _same(value: Any, default: Any) -> bool:
+    return isinstance(value, (str, int, float, bool, tuple)) and value == default
+
+
+def _check_generators(given: Any, batch: int) -> None:
+    """Raise InputError for a seed that torch does not take, and for a list of another length."""
+    if isinstance(given, Sequence) and len(given) != batch:
+        raise InputError(f"{len(given)} generators for {batch} images: give one, or one per image.")
+    for each in given if isinstance(given, Sequence) else [given]:
+        if isinstance(each, int):
+            check_seeds(each, 1)

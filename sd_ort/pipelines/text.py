@@ -1,0 +1,272 @@
+"""Prompts -> what the UNet is told about them: embeddings, and what SDXL adds to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sd_ort.checkpoints.conditioning import embedding_output, guidance_embedding, text_encoders, text_length, token_ids
+from sd_ort.checkpoints.configs import component_config
+from sd_ort.checkpoints.tokenizer import ClipTokenizer
+from sd_ort.checkpoints.unet_inputs import is_sdxl, time_ids_split
+from sd_ort.core.errors import InputError
+from sd_ort.pipelines import prompt_weighting, textual_inversion
+from sd_ort.pipelines.images import as_array
+from sd_ort.pipelines.prompt_weighting import Chunk
+from sd_ort.pipelines.request import Request, Size
+from sd_ort.pipelines.sampling_job import Tokens, check_finite
+from sd_ort.pipelines.textual_inversion import Words
+from sd_ort.runtime.components import Components
+from sd_ort.runtime.session import Model
+
+
+@dataclass
+class Conditioning:
+    """What the UNet is told about the prompts: embeddings (B, S, C) and, for SDXL, further inputs by name (B, ...);
+    float32."""
+
+    embeddings: np.ndarray
+    added: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def repeat(self, count: int) -> Conditioning:
+        """Each prompt's row `count` times in a row, for several images a prompt."""
+        return Conditioning(
+            self.embeddings.repeat(count, 0),
+            {name: value.repeat(count, 0) for name, value in self.added.items()},
+        )
+
+    def after(self, first: Conditioning) -> Conditioning:
+        """`first`'s rows, then these: the order of classifier-free guidance (negative, positive)."""
+        if first.embeddings.shape != self.embeddings.shape:
+            shapes = [list(each.embeddings.shape) for each in (self, first)]
+            raise InputError(f"prompt embeddings of {shapes[0]} and negative ones of {shapes[1]} differ in shape.")
+        return Conditioning(
+            np.concatenate([first.embeddings, self.embeddings]),
+            {name: np.concatenate([first.added[name], value]) for name, value in self.added.items()},
+        )
+
+
+class Texts:
+    """A folder's tokenizers and text encoders."""
+
+    def __init__(self, folder: Path, models: Components, index: Mapping[str, Any], unet: Mapping[str, Any]) -> None:
+        """`index`: the folder's model_index.json; `unet`: its config. Raises InputError without a tokenizer."""
+        self.folder, self.models, self.index, self.unet = folder, models, index, unet
+        self.is_xl = is_sdxl(unet)
+        self.words: dict[str, Words] = {}
+        self.lengths: dict[str, int] = {}  # tokens that an encoder takes
+        self.forget()
+
+    def forget(self) -> None:
+        """Know no words but those of the tokenizers."""
+        names = text_encoders(dict(self.index))
+        self.encoders = [
+            (ClipTokenizer(self.folder / name.replace("text_encoder", "tokenizer")), name) for name in names
+        ]
+        for name in self.words:
+            self.models.drop_variants(name)
+        self.words = {}
+
+    def fix_length(self) -> None:
+        """Have the encoders opened for all their tokens: the mask is then made once, and no kernel runs on the CPU."""
+        for tokenizer, name in self.encoders:
+            length = self._length(tokenizer, name)
+            self.models.sizes[name] = dict.fromkeys(("sequence", "sequence_length"), length)  # ours, Optimum's
+
+    def _length(self, tokenizer: ClipTokenizer, name: str) -> int:
+        if name not in self.lengths:
+            self.lengths[name] = text_length(self.folder, name, tokenizer)
+        return self.lengths[name]
+
+    def learn(self, source: Any, token: str | None, tokenizer: Any = None, text_encoder: Any = None) -> None:
+        """A word of textual inversion more, see `pipeline.embeddings`; errors as there."""
+        given = [
+            n
+            for t, n in self.encoders
+            if tokenizer is t or (text_encoder is not None and text_encoder is self.models[n])
+        ]
+        widths = {n: component_config(self.folder, n, required=True)["hidden_size"] for _, n in self.encoders}
+        for name, (word, rows) in textual_inversion.read(source, token, widths, given[0] if given else None).items():
+            known = next(t for t, n in self.encoders if n == name)
+            self.words[name] = textual_inversion.learn(known, self.words.get(name), word, rows)
+            self.models.drop_variants(name)
+
+    def condition(self, request: Request) -> Conditioning:
+        """Conditioning of all rows: with guidance 2B, negative first."""
+        sizes = self._sizes(request)
+        alone = self._positive(request)
+        positive = self._with_sizes(alone, sizes[0]).repeat(request.num_images_per_prompt)
+        if request.embedded_guidance is not None:
+            embedding = guidance_embedding(request.embedded_guidance, self.unet["time_cond_proj_dim"])
+            positive.added["timestep_cond"] = embedding.repeat(request.batch, 0)
+        if request.guidance is None:
+            return positive
+        negative = self._with_sizes(self._negative(request, alone), sizes[1]).repeat(request.num_images_per_prompt)
+        return positive.after(negative)
+
+    def tokens(self, request: Request) -> Tokens | None:
+        """What text encoders on the device read in place of `condition`: plain prompts. None for all else: embeddings
+        that are given, weights, skipped layers, learned words."""
+        given = request.prompt_embeds is not None or request.negative_prompt_embeds is not None
+        if given or request.clip_skip or self.words or request.prompt_syntax != "plain":
+            return None
+        texts = self.pair(request.prompts, self._second(request))
+        zeroed = request.guidance is not None and self.zero_negative(request)
+        negative = [] if request.guidance is None or zeroed else self._negatives(request)
+        ids, outputs = {}, {}
+        for (tokenizer, name), positive, before in zip(
+            self.encoders, texts, negative or [[]] * len(texts), strict=True
+        ):
+            model = self.models[name]
+            if list(model.inputs) != ["input_ids"]:
+                return None
+            ids[name] = token_ids(tokenizer, [*before, *positive], self._length(tokenizer, name))
+            outputs[name] = embedding_output(model.outputs, self.is_xl)
+        count = len(request.prompts)
+        row = np.arange(count) + (len(negative[0]) if negative else 0)
+        first = [np.arange(count)] if request.guidance is not None else []
+        rows = np.concatenate([*first, row]).repeat(request.num_images_per_prompt)
+        sizes = self._sizes(request)
+        pairs = [sizes[1]] * (request.batch * len(first)) + [sizes[0]] * request.batch
+        more = {"time_ids": np.array(pairs, np.float32)} if self.is_xl else {}
+        if request.embedded_guidance is not None:
+            embedded = guidance_embedding(request.embedded_guidance, self.unet["time_cond_proj_dim"])
+            more["timestep_cond"] = embedded.repeat(len(rows), 0)
+        return Tokens(ids, outputs, rows, (np.arange(len(rows)) < request.batch) & zeroed, more)
+
+    def encode(
+        self, prompts: Sequence[Sequence[str]], clip_skip: int | None = None, runs: int | None = None
+    ) -> Conditioning:
+        """Prompts, a list of B for each encoder -> float32 embeddings (B, S, C); warns of what a prompt loses.
+
+        SDXL concatenates both encoders' penultimate layers on C and adds the second's pooled `text_embeds` (B, D).
+        `runs`: read the prompts with weights, each in so many chunks of S / runs tokens (`pipeline.weighting`).
+        """
+        hidden: list[np.ndarray] = []
+        added: dict[str, np.ndarray] = {}
+        for (tokenizer, name), texts in zip(self.encoders, prompts, strict=True):
+            length = self._length(tokenizer, name)
+            weights = None
+            if runs is None:
+                tokens = token_ids(tokenizer, self._spelled(name, texts), length)
+            else:
+                parts = [part for text in texts for part in self._chunks(tokenizer, name, text, length, runs)]
+                tokens, weights = (np.stack(each) for each in zip(*((p.ids, p.weights) for p in parts), strict=True))
+            outputs = self._encoder(name, clip_skip or 0)(input_ids=tokens)
+            made = outputs[embedding_output(outputs, self.is_xl)].astype(np.float32)
+            check_finite(made, name)
+            if weights is not None:
+                made = prompt_weighting.weighed(made, weights)
+            hidden.append(made.reshape(len(texts), -1, made.shape[-1]))
+            if "text_embeds" in outputs:
+                added["text_embeds"] = outputs["text_embeds"].astype(np.float32)[:: runs or 1]
+        return Conditioning(np.concatenate(hidden, -1), added)
+
+    def _encoder(self, name: str, skip: int) -> Model:
+        """A text encoder that skips its last layers, and knows the words it was taught."""
+        words = self.words.get(name)
+        if not skip and words is None:
+            return self.models[name]
+        from sd_ort.graphs.text_encoder import modified_graph  # what rewrites graphs takes half a second to import
+
+        layers = component_config(self.folder, name, required=True)["num_hidden_layers"]
+        learned = None if words is None else (words.first, words.table)
+        return self.models.variant(name, f"skip {skip}", lambda path: modified_graph(path, layers, skip, learned))
+
+    def _spelled(self, name: str, texts: Sequence[str]) -> list[str]:
+        words = self.words.get(name)
+        return list(texts) if words is None else [words.spelled_out(text) for text in texts]
+
+    def _chunks(self, tokenizer: Any, name: str, text: str, length: int, runs: int) -> list[Chunk]:
+        """The chunks of a prompt, and empty ones up to `runs`."""
+        made = prompt_weighting.chunks(tokenizer, self._spelled(name, [text])[0], length)
+        return made + [prompt_weighting.chunk(tokenizer, [], length)] * (runs - len(made))
+
+    def _runs(self, request: Request) -> int | None:
+        """Chunks of the longest text of a call whose prompts have weights; None for plain prompts."""
+        if request.prompt_syntax == "plain":
+            return None
+        texts = [request.prompt, request.prompt_2, request.negative_prompt, request.negative_prompt_2]
+        every = [text for given in texts for text in ([given] if isinstance(given, str) else given or [])]
+        return max(
+            len(self._chunks(tokenizer, name, text, self._length(tokenizer, name), 0))
+            for tokenizer, name in self.encoders
+            for text in every or [""]
+        )
+
+    def zero_negative(self, request: Request) -> bool:
+        """Whether the unconditional rows are zeros, as SDXL was trained, and not those of an empty prompt."""
+        zeros = bool(self.index.get("force_zeros_for_empty_prompt", True))
+        return self.is_xl and request.negative_prompt is None and zeros
+
+    def pair(self, first: Sequence[str], second: Sequence[str] | None) -> list[Sequence[str]]:
+        """The prompts of each encoder: `second` are those of the second one, where they differ."""
+        return [first if second is None or name == "text_encoder" else second for _, name in self.encoders]
+
+    def _positive(self, request: Request) -> Conditioning:
+        if request.prompt_embeds is not None:
+            return self._given(request.prompt_embeds, request.pooled_prompt_embeds, "prompt_embeds")
+        return self.encode(self.pair(request.prompts, self._second(request)), request.clip_skip, self._runs(request))
+
+    def _second(self, request: Request) -> Sequence[str] | None:
+        return request.per_prompt(request.prompt_2, "second prompts") if request.prompt_2 else None
+
+    def _negative(self, request: Request, positive: Conditioning) -> Conditioning:
+        if request.negative_prompt_embeds is not None:
+            return self._given(
+                request.negative_prompt_embeds, request.negative_pooled_prompt_embeds, "negative_prompt_embeds"
+            )
+        if self.zero_negative(request):
+            zeros = {name: np.zeros_like(value) for name, value in positive.added.items()}
+            return Conditioning(np.zeros_like(positive.embeddings), zeros)
+        return self.encode(self._negatives(request), runs=self._runs(request))
+
+    def _negatives(self, request: Request) -> list[Sequence[str]]:
+        second = request.per_prompt(request.negative_prompt_2) if request.negative_prompt_2 else None
+        return self.pair(request.per_prompt(request.negative_prompt), second)
+
+    def _given(self, embeddings: Any, pooled: Any, name: str) -> Conditioning:
+        """Embeddings in place of prompts. Raises InputError for shapes that the UNet does not take."""
+        width = self.unet["cross_attention_dim"]
+        if embeddings.ndim != 3 or embeddings.shape[2] != width:
+            raise InputError(
+                f"{name} of {list(embeddings.shape)} were given where [prompts, tokens, {width}] are read."
+            )
+        if not self.is_xl:
+            return Conditioning(as_array(embeddings))
+        if pooled is None:
+            raise InputError(f"{name} of SDXL need their {name.replace('prompt', 'pooled_prompt')} beside.")
+        return Conditioning(as_array(embeddings), {"text_embeds": as_array(pooled)})
+
+    def _with_sizes(self, conditioning: Conditioning, ids: Sequence[float]) -> Conditioning:
+        """With SDXL's `time_ids` (B, 6), or (B, 5) for its refiner."""
+        if not self.is_xl:
+            return conditioning
+        rows = np.array([list(ids)] * len(conditioning.embeddings), np.float32)
+        return Conditioning(conditioning.embeddings, {**conditioning.added, "time_ids": rows})
+
+    def _sizes(self, request: Request) -> tuple[list[float], list[float]]:
+        """SDXL's time_ids of the positive and the negative rows: original size, crop corner, target size, each
+        (height, width); for the refiner the aesthetic score instead of the target size.
+
+        Text to image tells the negative rows their own only when both negative sizes are given, and pictures always:
+        so does diffusers.
+        """
+        scored = time_ids_split(self.unet)[1] == 5 if self.is_xl else False
+
+        def ids(original: Size, crop: Size, target: Size, score: float) -> list[float]:
+            return [*original, *crop, *((score,) if scored else target)]
+
+        size = request.size
+        original, target = request.original_size or size, request.target_size or size
+        positive = ids(original, request.crops_coords_top_left, target, request.aesthetic_score)
+        both = request.negative_original_size is not None and request.negative_target_size is not None
+        if request.image is None and not both:
+            return positive, ids(original, request.crops_coords_top_left, target, request.negative_aesthetic_score)
+        negative = request.negative_original_size or original, request.negative_target_size or target
+        crop, score = request.negative_crops_coords_top_left, request.negative_aesthetic_score
+        return positive, ids(negative[0], crop, negative[1], score)

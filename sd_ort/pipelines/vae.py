@@ -1,0 +1,117 @@
+"""The VAE of a folder: pictures to latents and back, whole, in tiles or one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sd_ort.checkpoints.conditioning import latent_scale
+from sd_ort.checkpoints.configs import Config
+from sd_ort.checkpoints.signatures import levels
+from sd_ort.pipelines import tiling
+from sd_ort.pipelines.images import as_array
+from sd_ort.pipelines.noise import draw_noise
+from sd_ort.runtime.session import Model
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Vae:
+    """`decode` and `encode` are diffusers': the VAE's own latents. The pipelines' latents, scaled to unit variance,
+    are those of `to_pixels` and `to_latents`, in arrays. Pixels (B, 3, H, W) float32, -1..1; latents (B, C, h, w)
+    float32."""
+
+    def __init__(
+        self, models: Mapping[str, Model], config: Mapping[str, Any], *, tiling: bool = False, slicing: bool = False
+    ) -> None:
+        """`models`: vae_decoder and, to encode, vae_encoder. `tiling`, `slicing`: as in `from_pretrained`."""
+        self.models, self.config = models, Config(config)
+        self.use_tiling, self.use_slicing = tiling, slicing
+        self.scale_factor = 2 ** (levels(config) - 1)  # pixels a latent
+        self.latent_channels = int(config.get("latent_channels", 4))
+        self.tile = int(config.get("sample_size") or 512)  # pixels a side: the images the VAE was trained on
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what the decoder reads."""
+        import torch
+
+        return getattr(torch, np.dtype(self.models["vae_decoder"].dtype("latent_sample")).name)
+
+    def to_pixels(self, latents: np.ndarray) -> np.ndarray:
+        """Latents as the scheduler leaves them -> pixels."""
+        mean, factor = latent_scale(self.config)
+        return self._decoded(latents * factor + mean)
+
+    def to_latents(self, pixels: np.ndarray, generator: Any) -> np.ndarray:
+        """Pixels -> latents as the scheduler takes them, drawn from the VAE's distribution. `generator`: torch's, or a
+        list of one an image."""
+        import torch
+
+        latents = self._encoded(pixels)
+        if latents.shape[1] == 2 * self.latent_channels:  # a distribution, where a tiny autoencoder has latents
+            mean, log_variance = np.split(latents, 2, axis=1)
+            std = torch.exp(0.5 * torch.from_numpy(log_variance).clamp(-30, 20)).numpy()
+            if isinstance(generator, list):
+                generator = generator[: len(mean)]
+            latents = mean + std * draw_noise(mean.shape, generator)
+        offset, factor = latent_scale(self.config)
+        return (latents - offset) / factor
+
+    def decode(self, z: torch.Tensor, return_dict: bool = True, generator: Any = None) -> Any:
+        """The VAE's own latents -> pixels, as `.sample` or, without `return_dict`, in a tuple."""
+        import torch
+
+        sample = torch.from_numpy(self._decoded(as_array(z)))
+        return SimpleNamespace(sample=sample) if return_dict else (sample,)
+
+    def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
+        """Pixels -> the VAE's own latents, as `.latent_dist`, or `.latents` of a tiny autoencoder."""
+        import torch
+
+        made = torch.from_numpy(self._encoded(as_array(x)))
+        if made.shape[1] == self.latent_channels:
+            return SimpleNamespace(latents=made) if return_dict else (made,)
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+        distribution = DiagonalGaussianDistribution(made)
+        return SimpleNamespace(latent_dist=distribution) if return_dict else (distribution,)
+
+    def enable_tiling(self, use_tiling: bool = True) -> None:
+        """Work on images larger than those it was trained on in overlapping tiles."""
+        self.use_tiling = use_tiling
+
+    def disable_tiling(self) -> None:
+        self.use_tiling = False
+
+    def enable_slicing(self) -> None:
+        """Work on one image of a batch after the other."""
+        self.use_slicing = True
+
+    def disable_slicing(self) -> None:
+        self.use_slicing = False
+
+    def _decoded(self, latents: np.ndarray) -> np.ndarray:
+        def run(part: np.ndarray) -> np.ndarray:
+            return self.models["vae_decoder"](latent_sample=part)["sample"]
+
+        return self._parts(run, latents, self.tile // self.scale_factor, self.tile)
+
+    def _encoded(self, pixels: np.ndarray) -> np.ndarray:
+        def run(part: np.ndarray) -> np.ndarray:
+            return next(iter(self.models["vae_encoder"](sample=part).values()))
+
+        return self._parts(run, pixels, self.tile, self.tile // self.scale_factor)
+
+    def _parts(self, run: tiling.Run, x: np.ndarray, tile: int, tile_out: int) -> np.ndarray:
+        """`run` on all of x (B, C, H, W), or in parts."""
+
+        def one(part: np.ndarray) -> np.ndarray:
+            return tiling.tiled(run, part, tile, tile_out) if self.use_tiling else run(part)
+
+        made = tiling.sliced(one, x) if self.use_slicing else one(x)
+        return made.astype(np.float32)

@@ -1,0 +1,256 @@
+"""Runs over OrtValues at fixed device addresses, captured as GPU graphs if the provider and the session can."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from sd_ort.core.errors import SdOrtError, first_line
+from sd_ort.runtime.gpu_graphs import CAPTURING, GpuGraph
+from sd_ort.runtime.ort_values import empty_value, place
+from sd_ort.runtime.ort_wheel import runtime
+from sd_ort.runtime.providers import provider_named, warn_once
+from sd_ort.runtime.session import DTYPES, Model, create_session
+from sd_ort.runtime.stream import Stream, open_stream
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+NO_GRAPH_ID = -1  # ONNX Runtime's annotation of a run that the provider neither captures nor replays
+MAX_CAPTURES = 64  # of a session until its staging memory is freed: about 50 kB each for the U-Net of SD 1.5
+
+# Messages of captures that failed in this process; see `BoundRun`.
+failed_captures: list[str] = []
+
+
+@dataclass
+class SessionCaptures:
+    """The GPU graphs that were captured of one session, since `generation` of its staging memory began.
+
+    A synchronous run of ONNX Runtime frees the staging memory that these graphs read. So there is none while `count` is
+    not 0; then this memory grows with every run that is no launch. After `MAX_CAPTURES` the next generation begins with
+    a synchronous run, and graphs of earlier ones are captured again.
+    """
+
+    count: int = 0
+    generation: int = 0
+
+    def begin(self) -> None:
+        """Begin the next generation if this one is full."""
+        if self.count >= MAX_CAPTURES:
+            self.count, self.generation = 0, self.generation + 1
+
+
+_captures: WeakKeyDictionary[Any, SessionCaptures] = WeakKeyDictionary()
+
+
+class BoundRun:
+    """One session over input and output OrtValues at fixed addresses, with the GPU graph that was captured over them.
+
+    A run that cannot be captured runs uncaptured: the first such run is logged, and all are in `failed_captures`.
+    """
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        feed: Mapping[str, Any],
+        device: str,
+        *,
+        stream: Stream | None = None,
+        graph_id: int = NO_GRAPH_ID,
+        outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Bind the buffers. If an output is missing in `outputs`, or if the run is captured, it runs twice before.
+
+        Args:
+            feed: for each input an array, which is copied, or an OrtValue on `device`, which may be another run's
+                output.
+            stream: the session's stream, on which the run is captured; None to capture nothing here.
+            graph_id: ONNX Runtime's annotation of the run for a provider that captures its runs itself.
+            outputs: OrtValues for some of the outputs; the others are allocated.
+
+        Raises:
+            SdOrtError: if ONNX Runtime fails.
+        """
+        self.session, self.stream, self.graph_id = session, stream, graph_id
+        self.graph: GpuGraph | None = None
+        self.captures = _captures.setdefault(session, SessionCaptures())
+        self.generation = 0  # of the graph
+        if stream is not None:
+            self.captures.begin()
+        value = runtime().OrtValue
+        self.inputs = {
+            name: value.ortvalue_from_numpy(given, **place(device)) if isinstance(given, np.ndarray) else given
+            for name, given in feed.items()
+        }
+        self.binding = session.io_binding()
+        for name, bound in self.inputs.items():
+            self.binding.bind_ortvalue_input(name, bound)
+        self.outputs = self._bind_outputs(device, dict(outputs or {}))
+        if stream is not None:
+            self._capture(stream)
+        elif graph_id != NO_GRAPH_ID:
+            with CAPTURING:
+                self.run()
+
+    def _bind_outputs(self, device: str, outputs: dict[str, Any]) -> dict[str, Any]:
+        """Bind all outputs. A run by ONNX Runtime's own buffers tells the shapes of those to allocate."""
+        declared = {output.name: output.type for output in self.session.get_outputs()}
+        missing = [name for name in declared if name not in outputs]
+        if missing:
+            # What has no shape yet cannot be bound to a plugin's memory; on the CPU it gets its shape as well.
+            where = place("cpu" if ":" in device else device)
+            for name in declared:
+                self.binding.bind_output(name, where["device_type"], where["device_id"])
+            self._run(NO_GRAPH_ID, wait=True)
+            allocated = dict(zip(declared, self.binding.get_outputs(), strict=True))
+            outputs |= {name: empty_value(allocated[name].shape(), DTYPES[declared[name]], device) for name in missing}
+            self.binding.clear_binding_outputs()
+        for name in declared:
+            self.binding.bind_ortvalue_output(name, outputs[name])
+        # ONNX Runtime allocates by the memory pattern of the first run from the second one on. Kernels are chosen, and
+        # workspaces are in the arena, before anything is captured.
+        for _ in range(0 if self.graph_id != NO_GRAPH_ID else 1 if missing else 2 if self.stream is not None else 0):
+            self._run(NO_GRAPH_ID, wait=True)
+        return outputs
+
+    def _capture(self, stream: Stream) -> None:
+        self.captures.count += 1
+        self.generation = self.captures.generation
+        try:
+            self.graph = GpuGraph(stream, lambda: self._run(NO_GRAPH_ID, wait=False))
+        except SdOrtError as error:
+            report_failed_capture(error)
+
+    def run(self, wait: bool = True) -> None:
+        """Run over the buffers, by the GPU graph if there is one.
+
+        Returns when the outputs are there or, without `wait`, when the run is enqueued on the session's stream. Raises
+        SdOrtError if ONNX Runtime fails.
+        """
+        if self.graph is not None and self.generation != self.captures.generation:
+            stream = self.graph.stream
+            self.graph.release()
+            self.graph = None
+            self._capture(stream)
+        if self.graph is not None:
+            self.graph.launch()
+            if wait:
+                self.graph.stream.synchronize()
+            return
+        try:
+            self._run(self.graph_id, wait)
+        except SdOrtError as error:
+            if self.graph_id == NO_GRAPH_ID:
+                raise
+            self.graph_id = NO_GRAPH_ID
+            self._run(self.graph_id, wait)
+            report_failed_capture(error)
+
+    def release(self) -> None:
+        """Free the GPU graph. The buffers go with this object."""
+        if self.graph is not None:
+            self.graph.release()
+        elif self.graph_id != NO_GRAPH_ID:
+            self.session.release_captured_graph(self.graph_id)
+
+    def _run(self, graph_id: int, wait: bool) -> None:
+        try:
+            self.session.run_with_iobinding(self.binding, run_options(graph_id, wait and not self.captures.count))
+            if wait and self.captures.count and self.stream is not None:
+                self.stream.synchronize()
+        except Exception as error:  # pybind's exceptions share no base class but Exception
+            shapes = ", ".join(f"{name} {list(value.shape())}" for name, value in self.inputs.items())
+            raise SdOrtError(f"ONNX Runtime failed on {shapes}: {first_line(error)}") from error
+
+
+@cache
+def run_options(graph_id: int, wait: bool) -> Any:
+    """Return the options of a run; all runs share them."""
+    options = runtime().RunOptions()
+    options.add_run_config_entry("gpu_graph_id", str(graph_id))
+    if not wait:
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return options
+
+
+def report_failed_capture(error: Exception) -> None:
+    """Count a run that could not be captured, and log the first one of its kind."""
+    failed_captures.append(first_line(error))
+    warn_once(f"A run is not captured as a GPU graph and takes longer: {first_line(error)}")
+
+
+class GpuGraphModel(Model):
+    """A component whose runs are captured: a `BoundRun` for each set of input shapes, at most `MAX_RUNS` of them.
+
+    A call copies its inputs to the buffers of their shapes, runs, and copies the outputs out. The least recently used
+    shapes are dropped.
+    """
+
+    MAX_RUNS = 8
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        device: str = "cuda",
+        lock: AbstractContextManager[Any] | None = None,
+        stream: Stream | None = None,
+    ) -> None:
+        """`stream`: as of `BoundRun`. Without one the provider itself captures runs by their graph_id."""
+        super().__init__(session, lock)
+        self.device, self.stream = device, stream
+        self.runs: dict[tuple[Any, ...], BoundRun] = {}
+        self.graph_ids = itertools.count()
+
+    def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
+        """As `Model.__call__`."""
+        self.check_names(arrays)
+        feed = {name: np.ascontiguousarray(array, self.dtype(name)) for name, array in arrays.items()}
+        with self.lock:
+            bound = self.bind(feed)
+            for name, array in feed.items():
+                bound.inputs[name].update_inplace(array)
+            bound.run()
+            return {name: value.numpy() for name, value in bound.outputs.items()}
+
+    def bind(self, feed: Mapping[str, np.ndarray]) -> BoundRun:
+        """Return the cached run for the shapes of `feed`; the inputs of a new one have the values of `feed`."""
+        key = tuple((name, array.shape) for name, array in sorted(feed.items()))
+        bound = self.runs.pop(key, None)
+        if bound is None:
+            if len(self.runs) == self.MAX_RUNS:
+                self.runs.pop(next(iter(self.runs))).release()
+            bound = self.capture(feed)
+        self.runs[key] = bound
+        return bound
+
+    def capture(self, feed: Mapping[str, Any], outputs: Mapping[str, Any] | None = None) -> BoundRun:
+        """Return a captured run over `feed` and `outputs` as of `BoundRun`, which the caller keeps."""
+        graph_id = NO_GRAPH_ID if self.stream is not None else next(self.graph_ids)
+        return BoundRun(self.session, feed, self.device, stream=self.stream, graph_id=graph_id, outputs=outputs)
+
+
+def open_gpu_graph_model(model: Path, provider: str, **options: Any) -> GpuGraphModel:
+    """Open a component on a stream of its own and return it as a captured one; `options` of `create_session`."""
+    provider_options = dict(options.pop("provider_options", {}))
+    stream = open_stream(provider, int(provider_options.get("device_id", 0)))
+    if stream is not None:
+        provider_options["user_compute_stream"] = str(stream.handle)
+    session = create_session(model, provider, graph=True, provider_options=provider_options, **options)
+    capture_stream = stream if stream is not None and stream.has_graphs else None
+    return GpuGraphModel(session, provider_named(provider).device, stream=capture_stream)
+
+
+def bind(model: Model, feed: Mapping[str, Any], device: str, outputs: Mapping[str, Any] | None = None) -> BoundRun:
+    """Return a run of `model` over `feed` and `outputs` as of `BoundRun`, captured if it is a `GpuGraphModel`."""
+    if isinstance(model, GpuGraphModel):
+        return model.capture(feed, outputs)
+    return BoundRun(model.session, feed, device, outputs=outputs)

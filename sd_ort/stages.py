@@ -1,0 +1,325 @@
+"""The one entry to optimization: a pipeline folder, a checkpoint or an ONNX file, fused for a target.
+
+pipeline folder   every component is optimized                                                    seconds
+checkpoint        its tensors are read into templates, which are optimized as they are written    seconds
+without template  the component is exported to a temporary folder first, and stored as template   minutes, once
+ONNX file         optimized without pipeline folder and manifest                                  seconds
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from sd_ort.checkpoints import is_checkpoint
+from sd_ort.checkpoints.checkpoint import Checkpoint, select_components
+from sd_ort.checkpoints.config_inference import infer_configs
+from sd_ort.checkpoints.open import DEFAULT, CheckpointOptions, open_checkpoint
+from sd_ort.checkpoints.recorded_inputs import check_recorded, load_recorded_inputs
+from sd_ort.checkpoints.signatures import MODEL_OF
+from sd_ort.core import pipeline_folder
+from sd_ort.core.aliases import accept_old_names
+from sd_ort.core.errors import InputError, OutputError
+from sd_ort.core.files import read_ahead, scratch_folder
+from sd_ort.core.interrupts import in_threads
+from sd_ort.core.paths import output_path
+from sd_ort.core.progress import ProgressCallback, ignore_progress
+from sd_ort.export import DEFAULT_OPSET, templates
+from sd_ort.graphs import hoist
+from sd_ort.graphs.load import load
+from sd_ort.graphs.timestep import make_timestep_1d
+from sd_ort.optimize import unoptimized
+from sd_ort.optimize.optimizer import optimize_component, optimize_components
+from sd_ort.optimize.options import OptimizeOptions
+from sd_ort.optimize.targets import TARGETS
+from sd_ort.runtime.provider_table import PROVIDERS
+from sd_ort.runtime.session import blaming, check_opens
+
+
+@accept_old_names(report="on_progress", hoisted="hoist")
+def optimize(
+    source: str | Path,
+    output: Path,
+    *,
+    checkpoint: CheckpointOptions = DEFAULT,
+    exporter: str = "dynamo",
+    opset: int = DEFAULT_OPSET,
+    on_progress: ProgressCallback = ignore_progress,
+    **options: Any,
+) -> dict[str, Any]:
+    """Fuse `source` for a target into `output`, and return the manifest.
+
+    An `output` that was written from the same pipeline folder with the same options, and is intact, stays as it is.
+    After an error, no files remain. `report` and `hoisted` are old names of `on_progress` and `hoist`.
+
+    Args:
+        source: A pipeline folder, a checkpoint as `open_checkpoint` takes it, or an .onnx file of any model.
+        checkpoint: Options of a checkpoint.
+        exporter: torch's exporter for components of a checkpoint without template.
+        opset: Opset of that export.
+        on_progress: Called with one line per step.
+        options: Fields of `OptimizeOptions`.
+
+    Raises:
+        InputError: The source or an option cannot be used.
+        OutputError: `output` cannot be written.
+    """
+    resolved, note = OptimizeOptions(**options).with_target()
+    if is_checkpoint(source):
+        export_options = {"exporter": exporter, "opset": opset}
+        return _optimize_checkpoint(str(source), output, checkpoint, export_options, resolved, note, on_progress)
+    if checkpoint != DEFAULT:
+        raise InputError(
+            "--config, --controlnet, --ip-adapter, --image-encoder, --vae and --unsafe-pickle go with a checkpoint: "
+            f"{source} is none."
+        )
+    if (model := pipeline_folder.bare_model(Path(source))) is not None:
+        return _optimize_file(model, output, resolved, note, on_progress)
+    return _optimize_folder(Path(source), output, resolved, note, on_progress)
+
+
+@contextmanager
+def optimized_folder(
+    model: str, provider: str, output: Path | None, config: str | None, on_progress: ProgressCallback
+) -> Iterator[Path]:
+    """Yield the folder of a checkpoint that is optimized for a provider: `output`, else a temporary folder.
+
+    The dtype is float16, and float32 for the CPU. `config`: as in `CheckpointOptions`. Raises as `optimize`.
+    """
+    row = PROVIDERS.get(provider)
+    target = "portable" if row is None else row.target or provider
+    dtype = "float32" if provider == "cpu" else "float16"
+    with tempfile.TemporaryDirectory(prefix="sd-ort-") as scratch:
+        folder = output or Path(scratch) / "model"
+        options = CheckpointOptions(config)
+        optimize(model, folder, target=target, dtype=dtype, checkpoint=options, on_progress=on_progress)
+        yield folder
+
+
+# --- Pipeline folders -----------------------------------------------------------------------------------------------
+
+
+def _optimize_folder(
+    source: Path, output: Path, options: OptimizeOptions, note: str, on_progress: ProgressCallback
+) -> dict[str, Any]:
+    output = output_path(output, source)
+    names = pipeline_folder.components(source)
+    if options.components:
+        if missing := [name for name in options.components if name not in names]:
+            raise InputError(f"{source} has no component {', '.join(missing)}: it has {', '.join(names)}.")
+        names = list(options.components)
+    if options.inputs:
+        check_recorded(options.inputs, names)
+    if hoist.is_hoisted(source):
+        raise InputError(f"{source} is hoisted already: optimize the folder it was made from with --hoist.")
+    by_default = options.hoist is None
+    options = options.with_components(names)
+    components = unoptimized.folder_components(source, names)
+    if options.hoist and by_default:
+        unet = load(pipeline_folder.check_component(source, hoist.PARTS["step"]))
+        if not make_timestep_1d(unet):
+            note += " The UNet is not hoisted, since it computes with its timestep, which has no axis, at once."
+            options = replace(options, hoist=False)
+    description = pipeline_folder.read_manifest(source).get("source", {"model": str(source)})
+    manifest = _manifest(
+        {**description, "folder": str(source.resolve()), "hash": _component_hashes(source, names)},
+        options.manifest_entry(),
+    )
+    if _is_up_to_date(output, manifest):
+        on_progress(f"{output} is up to date.")
+        return pipeline_folder.read_manifest(output)
+    with pipeline_folder.staged(output, source) as work:
+        if note:
+            on_progress(note.strip())
+        pipeline_folder.copy_configs(source, work, names)
+        for name, config in infer_configs(source).items():  # the fused graph no longer shows it
+            if name in names:
+                (work / name).mkdir()
+                (work / name / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        manifest["components"], hashes = optimize_components(components, work, options, on_progress)
+        pipeline_folder.write_manifest(work, manifest, hashes)
+    return pipeline_folder.read_manifest(output)
+
+
+def _manifest(source: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest of the output without its components."""
+    return {
+        "stage": "optimize",
+        "source": source,
+        "versions": {name: version(name) for name in ("sd-ort", "onnx", "onnx-ir", "onnxscript")},
+        "options": options,
+        "components": {},
+    }
+
+
+def _component_hashes(source: Path, names: Sequence[str]) -> dict[str, str]:
+    """Return an identification of each component: the SHA-256 of its files, if the manifest has them.
+
+    For folders of other tools, it is the hash of the graph, and size and time of the weights, which are gigabytes.
+    """
+    recorded = pipeline_folder.read_manifest(source).get("files", {})
+    hashes = {}
+    for name in names:
+        files = recorded.get(name, {})
+        if pipeline_folder.MODEL in files:
+            hashes[name] = "+".join(files[f]["sha256"][:16] for f in sorted(files))
+        else:
+            others = [p for p in sorted((source / name).rglob("*")) if p.is_file() and p.name != pipeline_folder.MODEL]
+            stats = [f"{p.name}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in others]
+            hashes[name] = "+".join([pipeline_folder.sha256(source / name / pipeline_folder.MODEL)[:16], *stats])
+    return hashes
+
+
+def _is_up_to_date(output: Path, manifest: dict[str, Any]) -> bool:
+    try:
+        previous = pipeline_folder.read_manifest(output) if output.is_dir() else {}
+    except InputError:
+        return False
+    equal = all(previous.get(key) == manifest[key] for key in ("stage", "source", "versions", "options"))
+    return equal and pipeline_folder.is_intact(output, previous)
+
+
+# --- Checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def _optimize_checkpoint(
+    model: str,
+    output: Path,
+    checkpoint_options: CheckpointOptions,
+    export_options: dict[str, Any],
+    options: OptimizeOptions,
+    note: str,
+    on_progress: ProgressCallback,
+) -> dict[str, Any]:
+    started = time.perf_counter()
+    checkpoint = open_checkpoint(model, checkpoint_options)
+    output = output_path(output, *checkpoint.paths)
+    names = select_components(checkpoint, options.components)
+    if options.inputs:
+        check_recorded(options.inputs, names)
+    options = options.with_components(names)
+    keys = {name: templates.component_key(checkpoint, name, **export_options) for name in names}
+    paths = {name: path for name, key in keys.items() if (path := templates.find_template(key)) is not None}
+    missing = [name for name in names if name not in paths]
+    manifest = _manifest(
+        {"model": checkpoint.name, "random_weights": checkpoint.random_weights},
+        {
+            **options.manifest_entry(),
+            **export_options,
+            "templates": {name: path.name for name, path in paths.items()},
+        },
+    )
+    with pipeline_folder.staged(output, *checkpoint.paths) as work:
+        for line in filter(None, (note, checkpoint.detection_note)):
+            on_progress(line)
+        checkpoint.write_configs(work)
+        read_ahead({file for name in paths for file in checkpoint.models[MODEL_OF.get(name, name)].files})
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}.export-", dir=output.parent) as scratch:
+            exported = Path(scratch) / "raw"
+            if missing:
+                missing_keys = {name: keys[name] for name in missing}
+                _export_missing(checkpoint, missing_keys, exported, export_options, on_progress)
+                pipeline_folder.copy_configs(exported, work, missing)
+            components = {c.name: c for c in unoptimized.folder_components(exported, missing)}
+            components |= {name: _from_template(path, checkpoint, name, work / name) for name, path in paths.items()}
+            manifest["components"], hashes = optimize_components(
+                [components.pop(name) for name in names], work, options, on_progress
+            )
+        pipeline_folder.write_manifest(work, manifest, hashes)
+    how = "nothing was traced" if not missing else f"{', '.join(missing)} traced"
+    on_progress(f"{output}: made in {time.perf_counter() - started:.1f} s, {how}.")
+    return pipeline_folder.read_manifest(output)
+
+
+def _export_missing(
+    checkpoint: Checkpoint, keys: Mapping[str, str], out: Path, options: dict[str, Any], on_progress: ProgressCallback
+) -> None:
+    """Export components to `out`, and store each as a template. `keys`: component -> template key."""
+    from sd_ort.export.exporter import ExportOptions, export_checkpoint  # imports torch and diffusers: seconds
+
+    manifest = export_checkpoint(checkpoint, out, ExportOptions(**options), list(keys), on_progress)
+    for name, key in keys.items():
+        if reason := templates.store_template(key, out / name, manifest["components"][name]):
+            on_progress(f"{name}: no template was kept: {reason}.")
+        else:
+            on_progress(f"{name}: template {key} was kept for the next checkpoint of its kind.")
+
+
+def _from_template(path: Path, checkpoint: Checkpoint, component: str, out: Path) -> unoptimized.UnoptimizedComponent:
+    """Return the component of a template with the weights of a checkpoint, and write its config.json to `out`."""
+    template = templates.Template(path)
+    model = MODEL_OF.get(component, component)
+    config = {**template.config, **checkpoint.configs[model]}
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    read = checkpoint.read_tensors(model, template.sources)
+    return unoptimized.UnoptimizedComponent(
+        component, lambda: template.graph(read), lambda: config, template.bytes, read=read
+    )
+
+
+# --- ONNX files -----------------------------------------------------------------------------------------------------
+
+
+def _optimize_file(
+    source: Path, output: Path, options: OptimizeOptions, note: str, on_progress: ProgressCallback
+) -> dict[str, Any]:
+    """Optimize an ONNX file into the file `output`; the returned manifest is not written.
+
+    Weights are in `output` if they are in `source`, else in OUTPUT.data. Recorded inputs are named as the graph's
+    inputs, for several runs input/0, input/1.
+    """
+    if options.components or options.hoist:
+        raise InputError(f"--component and --hoist go with a pipeline folder: {source} is one ONNX file.")
+    if output.suffix != ".onnx" or output.is_dir():
+        raise OutputError(f"{source} is one ONNX file, so OUT must be one too: give a name that ends in .onnx.")
+    output = output_path(output, source)
+    data = output.with_name(f"{output.name}.data")
+    for path in (output, data):
+        if path.exists():
+            raise OutputError(f"{path} exists: remove it or choose another name.")
+    model, name = load(source), pipeline_folder.model_name(source)
+    load_recorded_inputs(options.inputs, name, list(model.graph.inputs), required=True)
+    tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
+    embed = not any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors)
+    if note:
+        on_progress(note)
+    manifest = _manifest({"model": str(source)}, options.manifest_entry())
+    with scratch_folder(output.parent, output.name) as work:
+        optimized = work / "model" / output.name
+
+        def optimize_one(name: str, cancel_event: threading.Event) -> None:
+            assert options.target is not None
+            target, component = TARGETS[options.target], unoptimized.file_component(source)
+            with blaming(source):
+                manifest["components"][name] = optimize_component(
+                    component,
+                    optimized,
+                    target,
+                    options.dtype,
+                    calibrate=options.calibrate,
+                    inputs=options.inputs,
+                    cancel_event=cancel_event,
+                    embed=embed,
+                )
+            check_opens(optimized)
+
+        in_threads(optimize_one, [name], at_once=1)
+        try:
+            if optimized.with_name(data.name).exists():
+                optimized.with_name(data.name).rename(data)
+            optimized.rename(output)
+        except BaseException:
+            data.unlink(missing_ok=True)
+            raise
+    return manifest

@@ -1,0 +1,143 @@
+"""ONNX graph that adds LoRA deltas to one weight of an optimized graph on the device.
+
+    base, and up (out, R) and down (R, ...) of each source tensor  ->  weight = base + recipe(up @ down)
+
+Weight recipes (`fusion_passes.weight_recipes`) are linear, so the recipe of the deltas is the delta of the weight. Sums
+are in float32 and rounded once. Weights with equal specs share a graph; their sizes may differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+
+from fusion_passes import weight_recipes
+
+OPSET = 18
+
+
+@dataclass(frozen=True)
+class WeightUpdateSpec:
+    """Key of a weight-update graph.
+
+    `recipe`: JSON with tensor indices instead of names. `shapes`: of each tensor with more than two axes, else ().
+    `dtype`: NumPy name of the weight's dtype.
+    """
+
+    recipe: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+
+
+def weight_update_spec(
+    recipe: weight_recipes.WeightRecipe, shape: tuple[int, ...], dtype: np.dtype
+) -> WeightUpdateSpec | None:
+    """Return the spec for a recipe whose source tensors have `shape`, or None if an operation is not supported."""
+    names = weight_recipes.sources(recipe)
+
+    def numbered(operand: weight_recipes.WeightRecipe) -> Any:
+        if isinstance(operand, str):
+            return names.index(operand)
+        return [*operand[:2], *(numbered(each) for each in operand[2:])]
+
+    if not weight_recipes.operations(recipe) <= {*_OPERATIONS, "cast"}:
+        return None
+    shapes = (shape if len(shape) > 2 else (),) * len(set(names))
+    return WeightUpdateSpec(json.dumps(numbered(recipe)), shapes, np.dtype(dtype).name)
+
+
+def build_weight_update(spec: WeightUpdateSpec) -> bytes:
+    """Build the graph of a spec.
+
+    Inputs: base, and up_<i>, down_<i> (float32) for tensor i. Output: weight, in the dtype of base.
+    """
+    element_type = onnx.helper.np_dtype_to_tensor_dtype(_dtype(spec.dtype))
+    type_name = onnx.TensorProto.DataType.Name(element_type).lower()
+    inputs, lines = [f"{type_name}[] base"], list[str]()
+    names = iter(f"value_{i}" for i in range(10_000))
+
+    def add(line: str, *integers: int) -> str:
+        """Append a statement and return its output name; {} stands for a constant of `integers`."""
+        output = next(names)
+        if integers:
+            lines.append(f"of_{output} = Constant <value_ints = [{', '.join(map(str, integers))}]> ()")
+        lines.append(f"{output} = {line.format(f'of_{output}')}")
+        return output
+
+    def visit(recipe: Any) -> str:
+        if isinstance(recipe, int):
+            inputs.extend(f"float[] {name}_{recipe}" for name in ("up", "down"))
+            delta = add(f"MatMul (up_{recipe}, down_{recipe})")
+            shape = spec.shapes[recipe]
+            return add(f"Reshape ({delta}, {{}})", *shape) if shape else delta
+        operation, argument, *operands = recipe
+        values = [visit(operand) for operand in operands]
+        return values[0] if operation == "cast" else _OPERATIONS[operation](add, argument, values)
+
+    delta = visit(json.loads(spec.recipe))
+    lines += [
+        "shape = Shape (base)",
+        f"delta = Reshape ({delta}, shape)",
+        "wide = Cast <to = 1> (base)",
+        "sum = Add (wide, delta)",
+        f"weight = Cast <to = {element_type}> (sum)",
+    ]
+    head = f'<ir_version: 10, opset_import: ["" : {OPSET}]>\n'
+    text = f"{head}weight_update ({', '.join(inputs)}) => ({type_name}[] weight) {{\n" + "\n".join(lines) + "\n}"
+    model: bytes = onnx.parser.parse_model(text).SerializeToString()
+    return model
+
+
+def _dtype(name: str) -> np.dtype:
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+Add = Callable[..., str]
+
+
+def _transpose(add: Add, permutation: list[int], operands: list[str]) -> str:
+    return add(f"Transpose <perm = {permutation}> ({operands[0]})")
+
+
+def _reshape(add: Add, shape: list[int], operands: list[str]) -> str:
+    return add(f"Reshape ({operands[0]}, {{}})", *shape)
+
+
+def _matrix(add: Add, filters: int, operands: list[str]) -> str:
+    return _transpose(add, [1, 0], [_reshape(add, [filters, -1], operands)])
+
+
+def _add(add: Add, _: None, operands: list[str]) -> str:
+    return add(f"Add ({', '.join(operands)})")
+
+
+def _interleave(add: Add, heads: int, operands: list[str]) -> str:
+    columns = [_reshape(add, [0, heads, 1, -1], [operand]) for operand in operands]
+    return _reshape(add, [0, -1], [add(f"Concat <axis = 2> ({', '.join(columns)})")])
+
+
+def _subpixel_phases(add: Add, _: None, operands: list[str]) -> str:
+    """Add the statements of `weight_recipes.subpixel_phases`, with a fourth tap of zeros."""
+    taps = add(f"Pad ({operands[0]}, {{}})", 0, 0, 0, 0, 0, 1, 1, 0)
+    for axis in (1, 2):
+        sums = [add(f"Gather <axis = {axis}> ({taps}, {{}})", *indices) for indices in ((0, 1, 0, 2), (3, 2, 1, 3))]
+        taps = _add(add, None, sums)
+    return _transpose(add, [1, 3, 0, 2, 4, 5], [_reshape(add, [0, 2, 2, 2, 2, -1], [taps])])
+
+
+# The graphs of `weight_recipes.OPERATIONS`, without "repeat": LoRAs change no weight with it.
+_OPERATIONS: dict[str, Callable[[Add, Any, list[str]], str]] = {
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "matrix": _matrix,
+    "add": _add,
+    "interleave": _interleave,
+    "subpixel_phases": _subpixel_phases,
+}

@@ -1,0 +1,291 @@
+"""verify and calibrated float16: what must pass passes, what must fail fails, and overflowing sites stay in float32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from click.testing import CliRunner
+
+from sd_ort.checkpoints import synthetic_inputs
+from sd_ort.cli.verify import command
+from sd_ort.core import pipeline_folder
+from sd_ort.core.errors import InputError, VerificationError
+from sd_ort.core.metrics import array_errors
+from sd_ort.graphs import cpu_emulation
+from sd_ort.inspect.verify import check, verify
+from sd_ort.optimize import calibration, precision
+from sd_ort.optimize.optimizer import optimize_component
+from sd_ort.optimize.targets import TARGETS
+from sd_ort.stages import optimize
+
+# A decoder in small: conv, residual + GroupNorm + SiLU, conv. `GAIN` scales what the first convolution makes.
+GRAPH = """<ir_version: 10, opset_import: ["" : 20]>
+decoder (float[batch,4,height,width] latent_sample) => (float[batch,3,height,width] sample)
+<int64[3] split = {{0, 4, -1}}, float[4] ones = {{1,1,1,1}}, float[4] zeros = {{0,0,0,0}}> {{
+    h = Conv <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (latent_sample, conv_in_w, conv_in_b)
+    k = Conv <kernel_shape = [1, 1]> (h, skip_w, skip_b)
+    s = Add (h, k)
+    r = Reshape (s, split)
+    n = InstanceNormalization <epsilon = 0.00001> (r, ones, zeros)
+    whole = Shape (s)
+    q = Reshape (n, whole)
+    m = Mul (q, gamma)
+    a = Add (m, beta)
+    g = Sigmoid (a)
+    y = Mul (a, g)
+    sample = Conv <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (y, conv_out_w, conv_out_b)
+}}"""
+SHAPES = {
+    "conv_in_w": (8, 4, 3, 3), "conv_in_b": (8,), "skip_w": (8, 8, 1, 1), "skip_b": (8,),
+    "gamma": (8, 1, 1), "beta": (8, 1, 1), "conv_out_w": (3, 8, 3, 3), "conv_out_b": (3,),
+}  # fmt: skip
+
+
+def make_pipeline(path: Path, gain: float = 1.0) -> Path:
+    """A pipeline folder whose only component is the graph above."""
+    model = onnx.parser.parse_model(GRAPH.format())
+    random = np.random.default_rng(7)
+    for name, shape in SHAPES.items():
+        scale = gain if name == "conv_in_w" else 1.0
+        numbers = (random.normal(0.1, 0.4, shape) * scale).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(numbers, name))
+    (path / "vae_decoder").mkdir(parents=True)
+    onnx.save(model, path / "vae_decoder" / pipeline_folder.MODEL)
+    (path / "vae_decoder" / "config.json").write_text("{}")
+    (path / "model_index.json").write_text("{}")
+    pipeline_folder.write_manifest(path, {"stage": "export", "source": {"model": "test"}})
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pipeline(tmp_path_factory.mktemp("pipeline") / "source")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_target_agrees_with_its_source(source: Path, tmp_path: Path, target: str) -> None:
+    optimize(source, tmp_path / "out", target=target)
+    result = verify(source, tmp_path / "out", library=False)
+    assert [row["shape"] for row in result["rows"]] == [[1, 3, 24, 16], [2, 3, 16, 32]]
+    assert all(row["finite"] and row["relative_error"] < 1e-5 and row["tolerance"] == 1e-5 for row in result["rows"])
+    check(result)
+    stood_in = [note for note in result["notes"] if "no CPU kernels" in note]
+    assert len(stood_in) == (target in ("cuda", "rocm", "migraphx"))
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model_index.json", "sd_ort.json", "vae_decoder"]
+
+
+def test_a_changed_weight_is_found(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    optimize(source, out)
+    model = ir.load(out / "vae_decoder" / pipeline_folder.MODEL)
+    bias = next(v for v in model.graph.initializers.values() if list(v.shape or []) == [3])
+    assert bias.const_value is not None
+    bias.const_value = ir.tensor(bias.const_value.numpy() + np.float32(1e-3), name=bias.name)
+    ir.save(model, out / "vae_decoder" / pipeline_folder.MODEL)
+    (out / pipeline_folder.MANIFEST).unlink()
+    result = verify(source, out, library=False)
+    assert not result["passed"]
+    with pytest.raises(VerificationError, match="vae_decoder differs from its source"):
+        check(result)
+    assert verify(source, out, library=False, tolerance=0.1)["passed"]
+
+    ran = CliRunner().invoke(command, [str(source), str(out), "--portable", "--json"])
+    assert isinstance(ran.exception, VerificationError)
+    assert ran.exception.exit_code == 4
+    assert json.loads(ran.stdout)["passed"] is False
+
+
+def test_nan_and_wrong_shapes_never_pass() -> None:
+    good = np.ones((2, 2), np.float32)
+    assert array_errors(good, good)["relative_error"] == 0
+    assert array_errors(np.array([[1, np.nan], [1, 1]]), good)["relative_error"] == np.inf
+    assert array_errors(np.ones((2, 1)), good)["relative_error"] == np.inf
+    assert array_errors(good * 1.01, good)["relative_error"] == pytest.approx(0.01)
+    assert array_errors(good * 1.01, good)["nmse"] == pytest.approx(1e-4, rel=1e-3)
+
+
+def test_recorded_inputs(source: Path, tmp_path: Path) -> None:
+    optimize(source, tmp_path / "out")
+    latent = np.random.default_rng(0).normal(size=(1, 4, 5, 7)).astype(np.float32)
+    np.savez(
+        tmp_path / "runs.npz", **{"vae_decoder/latent_sample/0": latent, "vae_decoder/latent_sample/1": latent[..., :3]}
+    )
+    result = verify(source, tmp_path / "out", inputs=tmp_path / "runs.npz", library=False)
+    assert [row["shape"][2:] for row in result["rows"]] == [[5, 7], [5, 3]]  # made-up runs are left out
+    assert result["passed"]
+    with pytest.raises(InputError, match=r"numpy\.savez"):
+        verify(source, tmp_path / "out", inputs=tmp_path / "none.npz")
+
+
+@pytest.mark.parametrize(("arrays", "match"), [
+    ({"unet/sample": np.ones(3)}, "has no runs of vae_decoder"),
+    ({"vae_decoder/latent": np.ones((1, 4, 5, 7))}, "differ in their inputs: latent, latent_sample"),
+    ({"vae_decoder/latent_sample": np.ones((1, 5, 5, 7))}, "model takes"),
+    ({"vae_decoder/latent_sample": np.array(["a"])}, "has the shape"),
+    ({"vae_decoder/latent_sample": np.ones((1, 4, 5, 7), complex)}, "complex128"),
+])  # fmt: skip
+def test_recorded_inputs_that_do_not_fit(
+    source: Path, tmp_path: Path, arrays: dict[str, np.ndarray], match: str
+) -> None:
+    np.savez(tmp_path / "runs.npz", **arrays)
+    with pytest.raises(InputError, match=match):
+        verify(source, source, inputs=tmp_path / "runs.npz")
+    with pytest.raises(InputError, match=match):
+        optimize(source, tmp_path / "out", target="portable", dtype="float16", inputs=tmp_path / "runs.npz")
+
+
+def test_a_source_that_makes_nan_is_blamed_itself(tmp_path: Path) -> None:
+    source = make_pipeline(tmp_path / "source", gain=float("nan"))
+    optimize(source, tmp_path / "out", target="portable")
+    result = verify(source, tmp_path / "out", library=False)
+    assert not any(row["source_finite"] or row["passed"] for row in result["rows"])
+    with pytest.raises(VerificationError, match=r"the source itself makes NaN .* give inputs"):
+        check(result)
+
+
+def test_comparing_nothing_is_no_success(source: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_pipeline(tmp_path / name)
+        (tmp_path / name / "vae_decoder").rename(tmp_path / name / "safety_checker")
+    with pytest.raises(InputError, match="nothing was compared: safety_checker: NOT compared"):
+        verify(tmp_path / "a", tmp_path / "b")
+    latent = np.ones((1, 4, 5, 7), np.float32)
+    np.savez(tmp_path / "runs.npz", **{"safety_checker/latent_sample": latent})
+    assert verify(tmp_path / "a", tmp_path / "b", inputs=tmp_path / "runs.npz")["passed"]
+
+
+def test_bfloat16_is_valid_and_right(source: Path, tmp_path: Path) -> None:
+    optimize(source, tmp_path / "out", dtype="bfloat16", target="portable")
+    onnx.checker.check_model(str(tmp_path / "out" / "vae_decoder" / pipeline_folder.MODEL), full_check=True)
+    result = verify(source, tmp_path / "out", library=False)
+    assert any("rounded to bfloat16" in note for note in result["notes"])
+    assert all(1e-4 < row["relative_error"] < 2.4e-2 for row in result["rows"])
+
+
+@pytest.mark.parametrize(("dtype", "worst"), [("float16", 1e-3), ("bfloat16", 8e-3)])
+def test_target_cpu_stores_halves_and_computes_in_float32(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, worst: float
+) -> None:
+    monkeypatch.setattr(precision, "STORED", 100)
+    optimize(source, tmp_path / "out", dtype=dtype, target="cpu")
+    path = tmp_path / "out" / "vae_decoder" / pipeline_folder.MODEL
+    onnx.checker.check_model(str(path), full_check=True)
+    model = ir.load(path)
+    stored = {v.name for v in model.graph.initializers.values() if v.dtype == precision.HALF[dtype]}
+    assert len(stored) == 2  # the weights of the 3 x 3 convolutions
+    assert {n.inputs[0].name for n in model.graph if n.op_type == "Cast" and n.inputs[0] is not None} == stored
+    assert {v.dtype for v in (*model.graph.inputs, *model.graph.outputs)} == {ir.DataType.FLOAT}
+    result = verify(source, tmp_path / "out", library=False)
+    check(result)
+    assert not any("rounded" in note for note in result["notes"])
+    assert all(1e-5 < row["relative_error"] < worst for row in result["rows"])
+
+
+def test_what_a_target_cannot_do_in_half_precision_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="target cuda has kernels without bfloat16"):
+        optimize(source, tmp_path / "out", dtype="bfloat16", target="cuda")
+    with pytest.raises(InputError, match="target cpu computes in float32"):
+        optimize(source, tmp_path / "out", dtype="float16", target="cpu", calibrate=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_without_a_common_component_are_refused(source: Path, tmp_path: Path) -> None:
+    other = make_pipeline(tmp_path / "other")
+    (other / "vae_decoder").rename(other / "unet")
+    with pytest.raises(InputError, match="no component in common"):
+        verify(source, other)
+
+
+@pytest.mark.parametrize("target", ["portable", "cuda", "migraphx"])
+def test_overflowing_site_stays_in_float32(tmp_path: Path, target: str) -> None:
+    """As in SDXL's VAE decoder: activations above 65504 between float32-sized weights."""
+    source = make_pipeline(tmp_path / "source", gain=30000.0)
+    optimize(source, tmp_path / "without", target=target, dtype="float16", calibrate=False)
+    broken = verify(source, tmp_path / "without", library=False)
+    assert not any(row["finite"] for row in broken["rows"])
+
+    manifest = optimize(source, tmp_path / "with", target=target, dtype="float16")
+    entry = manifest["components"]["vae_decoder"]
+    assert entry["float32_sites"]
+    assert all(site["max_abs"] > 65504 / calibration.MARGIN for site in entry["float32_sites"])
+    result = verify(source, tmp_path / "with", library=False)
+    assert result["rows"][0]["tolerance"] == 3e-3
+    check(result)
+    half = ir.load(tmp_path / "with" / "vae_decoder" / pipeline_folder.MODEL)
+    assert half.graph.outputs[0].dtype == ir.DataType.FLOAT16
+    last = half.graph.outputs[0]
+    while last.producer() is not None and last.producer().op_type not in ("Conv", "NhwcConv"):
+        last = last.producer().inputs[0]
+    assert last.dtype == ir.DataType.FLOAT16, "the last convolution is far from overflowing and must be in float16"
+
+
+def test_nothing_is_kept_where_nothing_overflows(source: Path, tmp_path: Path) -> None:
+    manifest = optimize(source, tmp_path / "out", target="portable", dtype="float16")
+    entry = manifest["components"]["vae_decoder"]
+    assert entry["float32_sites"] == []
+    assert "0 of" in entry["calibration"]
+    check(verify(source, tmp_path / "out", library=False))
+    assert [p.name for p in (tmp_path / "out" / "vae_decoder").glob(".*")] == []
+
+
+def test_calibration_switched_off_or_too_large_says_so(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = source / "vae_decoder" / pipeline_folder.MODEL
+    monkeypatch.setattr(calibration, "SIZE_LIMIT", 10)
+    entry = optimize_component(
+        path, tmp_path / "a" / "vae_decoder" / pipeline_folder.MODEL, TARGETS["portable"], "float16"
+    )
+    assert "are above" in entry["calibration"]
+    forced = optimize_component(
+        path, tmp_path / "b" / "vae_decoder" / pipeline_folder.MODEL, TARGETS["portable"], "float16", calibrate=True
+    )
+    assert "of" in forced["calibration"]
+    assert "exceed" in forced["calibration"]
+    with pytest.raises(InputError, match="calibration is for --float16"):
+        optimize(source, tmp_path / "out", target="portable", calibrate=True)
+
+
+def test_made_up_prompts_start_and_end() -> None:
+    value = ir.Value(name="input_ids", shape=ir.Shape(["batch", "sequence"]), type=ir.TensorType(ir.DataType.INT64))
+    ids = synthetic_inputs.random_inputs("text_encoder", [value], {"vocab_size": 514}, synthetic_inputs.SIZES[1])[
+        "input_ids"
+    ]
+    assert ids.shape == (2, 13)
+    assert (ids[:, 0] == 512).all()
+    assert (ids[:, -1] == 513).all()
+    assert ids.min() >= 0
+
+
+def test_an_axis_that_nobody_knows_is_refused() -> None:
+    value = ir.Value(
+        name="sample", shape=ir.Shape(["batch", "mystery", "height", "width"]), type=ir.TensorType(ir.DataType.FLOAT)
+    )
+    with pytest.raises(InputError, match=r"config\.json"):
+        synthetic_inputs.random_inputs("unet", [value], {}, synthetic_inputs.SIZES[0])
+
+
+@pytest.mark.parametrize(("half", "dtype"), [("float16", np.float16), ("bfloat16", ml_dtypes.bfloat16)])
+def test_rounding_by_arithmetic_is_that_of_the_type(tmp_path: Path, half: str, dtype: type) -> None:
+    graph = """<ir_version: 10, opset_import: ["" : 21]> g (float[N] x) => (float[N] y) { y = Neg (x) }"""
+    model = ir.from_proto(onnx.parser.parse_model(graph))
+    assert isinstance(model, ir.Model)
+    for value in [*model.graph.inputs, *model.graph.outputs]:
+        value.dtype = ir.DataType[half.upper()]
+    cpu_emulation.round_to_half(model, ir.DataType[half.upper()])
+    random = np.random.default_rng(0)
+    x = (random.normal(size=5000) * 10.0 ** random.uniform(-9, 6, 5000)).astype(np.float32)
+    x = np.concatenate([x, np.array([0, 65504, 65519, 65520, -65520, np.inf, -np.inf, 6e-8, 1e-9], np.float32)])
+    proto = ir.to_proto(model)
+    session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    got = session.run(None, {"x": x})[0]
+    with np.errstate(over="ignore"):
+        want = -x.astype(dtype).astype(np.float32)
+    np.testing.assert_array_equal(got, want)

@@ -1,0 +1,183 @@
+"""ComfyUI's nodes against stubs of its interfaces (V3, 0.33.0); scripts/checks/comfyui.py runs the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sd_ort.core.errors import InputError
+from sd_ort.integrations.application_installers import HERE
+from sd_ort.integrations.comfyui import comfy_entrypoint
+from sd_ort.integrations.models import TorchComponentSessions
+
+
+def module(name: str, **content: Any) -> types.ModuleType:
+    stub = types.ModuleType(name)
+    stub.__dict__.update(content)
+    return stub
+
+
+class SocketType:
+    """io.Combo, io.Model, ...: factories of inputs and outputs."""
+
+    def __init__(self, name: str) -> None:
+        self.Input = lambda id, **options: types.SimpleNamespace(kind=name, id=id, **options)
+        self.Output = lambda display_name=None: types.SimpleNamespace(kind=name)
+
+
+class Base:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+
+SOCKET_TYPES = {
+    name: SocketType(name) for name in ("Combo", "String", "Boolean", "Model", "Clip", "Vae", "Latent", "ControlNet")
+}
+
+
+@pytest.fixture
+def comfy(small_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Stub the modules that the nodes import; yield ComfyUI's models folder, which has one pipeline folder."""
+    paths = {"checkpoints": ([], set())}
+    folder_paths = module(
+        "folder_paths",
+        models_dir=str(tmp_path),
+        folder_names_and_paths=paths,
+        add_model_folder_path=lambda kind, path: paths.update({kind: ([path], set())}),
+        get_folder_paths=lambda kind: paths[kind][0],
+        get_filename_list=lambda kind: ["a.safetensors", "b.ckpt"],
+        get_full_path=lambda kind, name: None,
+    )
+    io = types.SimpleNamespace(
+        ComfyNode=object,
+        Schema=lambda **fields: types.SimpleNamespace(**fields),
+        NodeOutput=lambda *outputs: types.SimpleNamespace(result=outputs),
+        **SOCKET_TYPES,
+    )
+    utils = module("comfy.utils", ProgressBar=lambda total: types.SimpleNamespace(update=lambda by: None))
+    modules = {
+        "folder_paths": folder_paths,
+        "comfy": module("comfy", utils=utils),
+        "comfy.utils": utils,
+        "comfy_api": module("comfy_api"),
+        "comfy_api.latest": module("comfy_api.latest", ComfyExtension=Base, io=io),
+        "comfy.model_base": module("comfy.model_base", SDXL=Base, SDXLRefiner=Base, BaseModel=Base),
+        "comfy.model_management": module("comfy.model_management"),
+        "comfy.supported_models": module("comfy.supported_models"),
+        "comfy.sd": module("comfy.sd", CLIP=Base, VAE=Base),
+        "comfy.sd1_clip": module("comfy.sd1_clip", SDClipModel=Base),
+        "comfy.sdxl_clip": module("comfy.sdxl_clip", SDXLClipModel=Base, SDXLTokenizer=Base),
+        "comfy.controlnet": module("comfy.controlnet", ControlNet=Base),
+        "comfy.model_patcher": module("comfy.model_patcher", ModelPatcher=Base),
+        "comfy.lora": module("comfy.lora"),
+        "comfy.weight_adapter": module("comfy.weight_adapter"),
+        "comfy.patcher_extension": module("comfy.patcher_extension", CallbacksMP=Base),
+    }
+    for name, content in modules.items():
+        monkeypatch.setitem(sys.modules, name, content)
+        if name.startswith("comfy."):
+            setattr(modules["comfy"], name.removeprefix("comfy."), content)
+    (tmp_path / "sd_ort").mkdir()
+    (tmp_path / "sd_ort" / "tiny").symlink_to(small_export, target_is_directory=True)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("sd_ort.integrations.comfyui.")]:
+        del sys.modules[name]  # they refer to the stubs
+
+
+def test_nodes_and_workflows(comfy: Path) -> None:
+    """The inputs of sd-ort's nodes in the workflows are those of their schemas, in that order."""
+    extension = asyncio.run(comfy_entrypoint())
+    schemas = {node.define_schema().node_id: node.define_schema() for node in asyncio.run(extension.get_node_list())}
+    assert schemas["SdOrtLoadModel"].inputs[0].options == ["tiny", "a.safetensors"]
+    assert [output.kind for output in schemas["SdOrtLoadModel"].outputs] == ["Model", "Clip", "Vae"]
+    seen = set()
+    for path in (HERE / "comfyui" / "workflows").glob("*.json"):
+        for node in json.loads(path.read_text())["nodes"]:
+            if schema := schemas.get(node["type"]):
+                seen.add(node["type"])
+                assert [socket["name"] for socket in node["inputs"]] == [socket.id for socket in schema.inputs]
+                assert [output["type"] for output in node["outputs"]] == [
+                    {"ControlNet": "CONTROL_NET"}.get(output.kind, output.kind.upper()) for output in schema.outputs
+                ]
+    assert seen == {"SdOrtLoadModel", "SdOrtLoadControlNet"}
+
+
+def test_errors_have_one_line(comfy: Path) -> None:
+    nodes = importlib.import_module("sd_ort.integrations.comfyui.nodes")
+    for call, message in (
+        (lambda: nodes.Convert.execute("a.safetensors", "../up", "auto", True), "no name of a folder"),
+        (lambda: nodes.Convert.execute("a.safetensors", "new", "auto", True), "neither in models/checkpoints nor"),
+        (lambda: nodes.LoadModel.execute("tiny", "rocm"), "rocm"),
+        (lambda: nodes.LoadControlNet.execute("tiny", "cpu"), "has no controlnet"),
+    ):
+        with pytest.raises(RuntimeError, match=message) as caught:
+            call()
+        assert str(caught.value).startswith("sd-ort: ")
+        assert "\n" not in str(caught.value)
+    other_model = types.SimpleNamespace(model=types.SimpleNamespace(diffusion_model=torch.nn.Identity()))
+    assert nodes.Info.execute(other_model).result == ("this MODEL is not sd-ort's",)
+
+
+def test_diffusion_model(comfy: Path, small_export: Path) -> None:
+    """ComfyUI's call runs the folder's UNet; unsupported arguments raise; LoRAs find the weights by name."""
+    model = importlib.import_module("sd_ort.integrations.comfyui.model")
+    models = TorchComponentSessions(small_export, "cpu")
+    name = "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.weight"
+    ours = model.DiffusionModel(models, {name: "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"})
+    wrapped = torch.nn.ModuleDict({"diffusion_model": ours})
+    (key,) = wrapped.state_dict()
+    width = models.unet_config["cross_attention_dim"]
+    assert ours.names == {key: name}
+    assert tuple(wrapped.state_dict()[key].shape)[1] == width
+    generator = torch.Generator().manual_seed(0)
+    x, context = torch.randn(2, 4, 8, 8, generator=generator), torch.randn(2, 77, width, generator=generator)
+    times = torch.full((2,), 7.0)
+    options = {"uuids": ["u", "v"], "cond_or_uncond": [0, 1], "patches": {}}
+    feed = {"sample": x, "timestep": times[:1], "encoder_hidden_states": context}
+    with torch.inference_mode():
+        prediction = ours(x, times, context=context, control=None, transformer_options=options)
+    assert torch.equal(prediction, models.run("unet", **feed)["out_sample"])
+    nodes = importlib.import_module("sd_ort.integrations.comfyui.nodes")
+    patcher = types.SimpleNamespace(model=types.SimpleNamespace(diffusion_model=ours))
+    assert "median of 1" in nodes.Info.execute(patcher).result[0]
+    for more, message in (
+        ({"transformer_options": {"patches": {"output_block_patch": []}}}, r"layers \(output_block_patch\)"),
+        ({"control": {"input": [x], "output": [], "middle": []}}, "T2I-Adapters"),
+        ({"control": {"output": [x] * 12, "middle": [x]}}, "takes no ControlNet"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ours(x, times, context=context, **more)
+
+
+def test_free_memory_is_queried_once_per_image(comfy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch size, and with it the captured graph, stays the same in all steps."""
+    answers = iter((3, 2, 1))
+    monkeypatch.setattr(Base, "pre_run", lambda self: None, raising=False)
+    monkeypatch.setattr(Base, "get_free_memory", lambda self, device: next(answers), raising=False)
+    patcher = importlib.import_module("sd_ort.integrations.comfyui.patcher").GraphPatcher()
+    free_bytes = []
+    for _ in range(2):
+        patcher.pre_run()
+        free_bytes.append([patcher.get_free_memory(torch.device("cpu")) for _ in range(3)])
+    assert free_bytes == [[3] * 3, [2] * 3]
+
+
+def test_prompts_are_on_the_samplers_device(comfy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all model families: ComfyUI would concatenate them on the CPU in every step."""
+    model = importlib.import_module("sd_ort.integrations.comfyui.model")
+    conditioning = {"c_crossattn": torch.zeros(1, 77, 8), "y": torch.zeros(1, 4), "frames": 3}
+    conds = {name: types.SimpleNamespace(cond=value) for name, value in conditioning.items()}
+    monkeypatch.setattr(Base, "extra_conds", lambda self, **_: conds, raising=False)
+    for cls in (model._Model, model._SdxlModel, model._SdxlRefinerModel):
+        moved = cls.extra_conds(cls.__new__(cls), device=torch.device("meta"))
+        assert [getattr(moved[name].cond, "device", None) for name in conditioning] == [torch.device("meta")] * 2 + [
+            None
+        ]

@@ -1,0 +1,382 @@
+"""Hoisted UNets, merged pipelines and the device sampling loop generate the images of the default pipeline."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import tiny_pipeline
+import torch
+from image_metrics import psnr
+
+from sd_ort import StableDiffusionPipeline
+from sd_ort.checkpoints.schedulers import make_scheduler
+from sd_ort.checkpoints.synthetic_inputs import SIZES
+from sd_ort.core.errors import InputError, SdOrtError
+from sd_ort.core.pipeline_folder import MODEL, read_manifest
+from sd_ort.graphs import hoist
+from sd_ort.graphs.inline import inline
+from sd_ort.inspect.explain import explain
+from sd_ort.inspect.verify import verify
+from sd_ort.optimize.merge import merge
+from sd_ort.pipelines.merged import MergedPipeline
+from sd_ort.runtime.bound_run import BoundRun
+from sd_ort.runtime.providers import warn_once
+from sd_ort.runtime.session import Model
+from sd_ort.stages import optimize
+
+PARTS = ["text_encoder", "unet", "vae_decoder"]
+SETTINGS: dict[str, Any] = {
+    "prompt": "a red circle",
+    "height": 64,
+    "width": 64,
+    "num_inference_steps": 3,
+    "guidance_scale": 4.0,
+    "output_type": "np",
+    "generator": 7,
+}
+
+
+def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
+    return np.asarray(pipeline(**{**SETTINGS, **arguments}).images)
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hoist")
+
+
+@pytest.fixture(scope="module")
+def plain(small_export: Path, work: Path) -> Path:
+    optimize(small_export, work / "plain", components=PARTS)
+    return work / "plain"
+
+
+@pytest.fixture(scope="module")
+def hoisted(small_export: Path, work: Path) -> Path:
+    optimize(small_export, work / "hoisted", components=PARTS, hoist=True)
+    return work / "hoisted"
+
+
+@pytest.fixture(scope="module")
+def half(small_export: Path, work: Path) -> Path:
+    optimize(
+        small_export, work / "half", target="portable", components=PARTS, dtype="float16", hoist=True, calibrate=False
+    )
+    return work / "half"
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Path) -> np.ndarray:
+    return draw(StableDiffusionPipeline.from_pretrained(plain))
+
+
+# --- Hoisting -------------------------------------------------------------------------------------------------------
+
+
+def test_hoisted_pipeline_generates_the_same_image(hoisted: Path, expected: np.ndarray) -> None:
+    assert psnr(draw(StableDiffusionPipeline.from_pretrained(hoisted)), expected) > 100  # measured: infinite
+
+
+def test_graphs_of_a_hoisted_unet(plain: Path, hoisted: Path) -> None:
+    parts = {name: ir.load(hoisted / component / MODEL).graph for name, component in hoist.PARTS.items()}
+    # 4 cross-attentions with K and V each; the step graph has no MatMul over the text.
+    assert sum(node.op_type == "MatMul" for node in parts["prompt"]) == 8
+    assert [v.name for v in parts["prompt"].inputs] == ["encoder_hidden_states"]
+    assert [v.name for v in parts["time"].inputs] == ["timestep"]
+    assert [v.name for v in parts["time"].outputs] == ["time_embedding"]
+    assert {v.name for v in parts["step"].inputs}.isdisjoint({"timestep", "encoder_hidden_states"})
+    assert not any(node.op_type in ("Sin", "Cos", "Gemm") for node in parts["step"])
+    whole = sum(1 for _ in ir.load(plain / "unet" / MODEL).graph)
+    assert sum(len(graph) for graph in parts.values()) - whole in range(-2, 4)  # nothing twice but Concat and Split
+    assert read_manifest(hoisted)["components"]["unet"]["hoisted"].keys() == set(hoist.PARTS.values())
+
+
+def test_joined_graph_equals_the_unet(plain: Path, hoisted: Path, tmp_path: Path) -> None:
+    ir.save(hoist.join(hoisted), tmp_path / "joined.onnx", external_data="joined.data")
+    sessions = [onnxruntime.InferenceSession(path) for path in (plain / "unet" / MODEL, tmp_path / "joined.onnx")]
+    random = np.random.default_rng(0)
+    feed = {
+        "sample": random.standard_normal((2, 4, 16, 8)).astype(np.float32),
+        "timestep": np.array([501], np.float32),
+        "encoder_hidden_states": random.standard_normal((2, 9, 64)).astype(np.float32),
+    }
+    one, other = (session.run(["out_sample"], feed)[0] for session in sessions)
+    np.testing.assert_array_equal(one, other)
+
+
+def test_packed_and_half(small_export: Path, tmp_path: Path) -> None:
+    optimize(small_export, tmp_path / "cuda", components=["unet"], target="cuda", dtype="float16", hoist=True)
+    parts = {name: ir.load(tmp_path / "cuda" / component / MODEL).graph for name, component in hoist.PARTS.items()}
+    packed = [v for v in parts["prompt"].outputs if v.shape is not None and len(v.shape) == 5]
+    assert len(packed) == 4
+    assert {v.dtype for v in packed} == {ir.DataType.FLOAT16}
+    assert parts["time"].inputs[0].dtype == ir.DataType.FLOAT
+    attentions = [node for node in parts["step"] if node.op_type == "MultiHeadAttention"]
+    assert sum(len(node.inputs) == 2 and node.inputs[1].is_graph_input() for node in attentions) == 4
+
+
+def test_hoisting_of_unsupported_models_is_an_error(hoisted: Path, small_export: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="hoisted already"):
+        optimize(hoisted, tmp_path / "again")
+    with pytest.raises(InputError, match="take it into --component"):
+        optimize(small_export, tmp_path / "out", components=["vae_decoder"], hoist=True)
+    with pytest.raises(InputError, match="is no UNet"):
+        hoist.split(ir.load(small_export / "vae_decoder" / MODEL))
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- One model ------------------------------------------------------------------------------------------------------
+
+
+def test_merged_pipeline_generates_the_same_image(plain: Path, expected: np.ndarray, tmp_path: Path) -> None:
+    manifest = merge(plain, tmp_path / "merged", steps=3)
+    assert manifest["components"]["pipeline"]["merged"] == PARTS
+    merged = MergedPipeline.from_pretrained(tmp_path / "merged")
+    assert psnr(draw(merged), expected) > 80
+    # Step counts, schedulers, negative prompts and batch sizes are inputs of one model.
+    other = {"num_inference_steps": 5, "negative_prompt": "blurry", "num_images_per_prompt": 2}
+    separate = StableDiffusionPipeline.from_pretrained(plain, scheduler="euler")
+    merged.scheduler = make_scheduler(plain, "euler")
+    assert psnr(draw(merged, **other), draw(separate, **other)) > 80
+
+
+def test_merged_needs_only_ids_and_noise(plain: Path, tmp_path: Path) -> None:
+    merge(plain, tmp_path / "merged", steps=2, guidance=3.0)
+    session = onnxruntime.InferenceSession(tmp_path / "merged" / "pipeline" / MODEL)
+    ids = np.ones((1, 77), np.int64)
+    feed = {"input_ids": ids, "negative_ids": ids * 2, "latents": np.ones((1, 4, 8, 8), np.float32)}
+    (image,) = session.run(None, feed)
+    assert image.shape == (1, 3, 64, 64)
+    assert 0 <= image.min() < image.max() <= 1
+    assert {i.name for i in session.get_overridable_initializers()} >= {"timesteps", "weights", "guidance_scale"}
+
+
+def test_merged_hoisted_half(half: Path, tmp_path: Path) -> None:
+    expected = draw(StableDiffusionPipeline.from_pretrained(half))
+    merge(half, tmp_path / "merged")
+    assert psnr(draw(MergedPipeline.from_pretrained(tmp_path / "merged")), expected) > 50
+
+
+def test_merging_of_unsupported_folders_is_an_error(plain: Path, tmp_path: Path, sd_ort: Any) -> None:
+    with pytest.raises(InputError, match="draws random numbers"):
+        merge(plain, tmp_path / "out", scheduler="euler_ancestral")
+    assert list(tmp_path.iterdir()) == []
+    code, out, error = sd_ort("merge", plain, tmp_path / "merged", "--steps", 2)
+    assert (code, "as one model" in out) == (0, True), error
+    code, _, error = sd_ort("merge", tmp_path / "merged", tmp_path / "again")
+    assert (code, "merged already" in error) == (2, True)
+    picture = tmp_path / "a.png"
+    size = ("--height", 64, "--width", 64, "--steps", 2)
+    assert sd_ort("generate", "x", "--model", tmp_path / "merged", *size, "--out", picture)[0] == 0
+    assert picture.is_file()
+
+
+def test_opset_of_a_merged_model() -> None:
+    """Target cpu raises some components to opset 23 for Attention; from 21 on the higher opset is used for both."""
+
+    def model(opset: int, domain: int = 1) -> ir.Model:
+        imports = f'["" : {opset}, "sd_ort" : {domain}]'
+        return ir.from_onnx_text(
+            f"<ir_version: 10, opset_import: {imports}> f (float[N] x) => (float[N] y) {{ y = Relu (x) }}"
+        )
+
+    for first, second in ((21, 23), (23, 21)):
+        whole = model(first)
+        made = inline(whole, model(second), {"x": whole.graph.outputs[0]}, "b/")
+        whole.graph.outputs[:] = [made["y"]]
+        assert [node.op_type for node in whole.graph] == ["Relu", "Relu"]
+        assert whole.graph.opset_imports[""] == 23
+    for first, second, domain in ((20, 21, 1), (21, 21, 2)):
+        whole = model(first)
+        with pytest.raises(InputError, match="optimize the whole folder again"):
+            inline(whole, model(second, domain), {"x": whole.graph.outputs[0]}, "b/")
+
+
+# --- Optimum's timestep -----------------------------------------------------------------------------------------------
+
+
+def _optimum(folder: Path) -> Path:
+    """A tiny pipeline whose UNet has a timestep of shape [] like Optimum's: Unsqueeze, Cast, Expand to the batch."""
+    tiny_pipeline.write(folder)
+    text = f"""<ir_version: 8, opset_import: ["" : 18]> unet (float[batch,4,height,width] sample, int64 timestep,
+        float[batch,sequence,{tiny_pipeline.WIDTH}] encoder_hidden_states) => (float[batch,4,height,width] out_sample)
+        <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[2] axes = {{1, 2}}, int64[1] last = {{3}},
+         int64[4] column = {{-1, 1, 1, 1}}, float small = {{0.001}}> {{
+            told = ReduceMean <keepdims = 1> (encoder_hidden_states, axes)  wide = Unsqueeze (told, last)
+            row = Unsqueeze (timestep, zero)  number = Cast <to = 1> (row)
+            shape = Shape (sample)  batch = Slice (shape, zero, one)  rows = Expand (number, batch)
+            scaled = Mul (rows, small)  angle = Sin (scaled)  shift = Reshape (angle, column)
+            a = Add (sample, wide)  out_sample = Add (a, shift)
+        }}"""
+    tiny_pipeline.save(onnx.parser.parse_model(text), folder / "unet")
+    return folder
+
+
+def test_timestep_without_an_axis(work: Path) -> None:
+    """Exported, optimized, hoisted and merged, in the host loop and the device loop: equal images."""
+    source = _optimum(work / "optimum")
+    expected = draw(StableDiffusionPipeline.from_pretrained(source))
+    for name, options in {"fused": {}, "split": {"hoisted": True}, "half": {"dtype": "float16"}}.items():
+        optimize(source, work / f"optimum-{name}", target="portable" if name != "half" else "cuda", **options)
+        assert verify(source, work / f"optimum-{name}")["passed"]
+    assert read_manifest(work / "optimum-half")["options"]["hoist"]
+    for folder in (source, work / "optimum-fused", work / "optimum-split"):
+        for device_loop in (False, True):
+            pipeline = StableDiffusionPipeline.from_pretrained(folder, device_loop=device_loop)
+            assert psnr(draw(pipeline), expected) > 80
+            assert bool(pipeline.loop.kept) == device_loop
+    merge(work / "optimum-fused", work / "optimum-merged")
+    assert psnr(draw(MergedPipeline.from_pretrained(work / "optimum-merged")), expected) > 80
+
+
+@pytest.mark.parametrize("told", ["encoder_hidden_states", "seen"])
+def test_the_batch_size_of_a_shape_that_others_read_too(told: str) -> None:
+    """The time graph does not take the batch size from the prompt, whose rows are repeated for all steps."""
+    text = f"""<ir_version: 8, opset_import: ["" : 18]> unet (float[batch,4] sample, float[1] timestep,
+        float[batch,words,4] encoder_hidden_states) => (float[batch,4] out_sample)
+        <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] far = {{9}}, float[batch,words,4] seen> {{
+            seen = Relu (encoder_hidden_states)
+            shape = Shape ({told})  batch = Slice (shape, zero, one)  rest = Slice (shape, one, far)
+            both = Concat <axis = 0> (batch, rest)  told = Reshape (seen, both)
+            mean = ReduceMean <keepdims = 0> (told, one)  rows = Expand (timestep, batch)
+            angle = Sin (rows)  shift = Unsqueeze (angle, one)
+            a = Add (sample, mean)  out_sample = Add (a, shift)
+        }}"""
+    parts = hoist.split(ir.serde.from_onnx_text(text))
+    assert [value.name for value in parts["time"].graph.inputs] == ["timestep"]
+    assert [value.name for value in parts["prompt"].graph.inputs] == ["encoder_hidden_states"]
+    assert {value.name for value in parts["step"].graph.inputs} >= {"sample", "mean"}
+
+
+# --- The loop on the device -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["plain", "hoisted", "half"])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"guidance_scale": 1.0, "num_images_per_prompt": 2}], ids=["guided", "batch"]
+)
+def test_device_loop(request: pytest.FixtureRequest, kind: str, arguments: dict[str, Any]) -> None:
+    """On the CPU the device is the host: this tests the graphs and the buffers, not their memory."""
+    folder = request.getfixturevalue(kind)
+    separate = StableDiffusionPipeline.from_pretrained(folder)
+    expected, fewer = draw(separate, **arguments), draw(separate, **arguments, num_inference_steps=2)
+    looped = StableDiffusionPipeline.from_pretrained(folder, device_loop=True)
+    for _ in range(2):  # buffers and sessions are used again
+        assert psnr(draw(looped, **arguments), expected) > (60 if kind == "half" else 80)
+    assert psnr(draw(looped, **arguments, num_inference_steps=2), fewer) > (60 if kind == "half" else 80)
+
+
+def test_device_loop_logs_unsupported_calls(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    clipping = make_scheduler(plain, "ddim")
+    clipping = type(clipping).from_config({**clipping.config, "clip_sample": True})
+    looped = StableDiffusionPipeline.from_pretrained(plain, scheduler=clipping, device_loop=True)
+    separate = StableDiffusionPipeline.from_pretrained(plain, scheduler=clipping)
+    assert psnr(draw(looped), draw(separate)) > 100
+    assert "go through the host at every step: DDIMScheduler draws random numbers or clips" in caplog.text
+
+
+# Schedulers that draw, and DDIM's eta; LCM's steps are those that it was distilled for.
+DRAWING = {
+    "euler_ancestral": {},
+    "lcm": {"original_inference_steps": 50, "timestep_scaling": 10.0},
+    "dpmsolver": {"algorithm_type": "sde-dpmsolver++"},
+    "ddim": {},
+    "ddpm": {},
+}
+
+
+@pytest.mark.parametrize("name", DRAWING)
+@pytest.mark.parametrize("seeds", [3, [3, 4]], ids=["one", "each"])
+def test_device_loop_samples_noise_in_the_same_order(plain: Path, name: str, seeds: Any) -> None:
+    """With one generator for all images or one per image the scheduler's noise is that of the host loop."""
+    scheduler = make_scheduler(plain, name)
+    config = {key: value for key, value in scheduler.config.items() if not key.startswith("_")}
+    scheduler = type(scheduler).from_config({**config, **DRAWING[name]})
+    images = {"num_images_per_prompt": len(seeds)} if isinstance(seeds, list) else {}
+    pictures = []
+    for looped in (False, True):
+        generator = [torch.Generator().manual_seed(seed) for seed in seeds] if images else seeds
+        arguments = {"generator": generator, "eta": 0.7 if name == "ddim" else 0.0, "num_inference_steps": 4}
+        pipeline = StableDiffusionPipeline.from_pretrained(plain, scheduler=scheduler, device_loop=looped)
+        pictures.append(draw(pipeline, **images, **arguments))
+        assert not looped or pipeline.loop.kept, "the loop ran on the host"
+    assert psnr(*pictures) > 80
+
+
+def test_queued_equals_waited(half: Path, hoisted: Path) -> None:
+    """Byte for byte; on a GPU scripts/bench/default_pipeline.py checks the same."""
+    for folder in (half, hoisted):
+        looped = StableDiffusionPipeline.from_pretrained(folder, device_loop=True)
+        queued = draw(looped)
+        looped.loop.wait = True
+        np.testing.assert_array_equal(draw(looped), queued)
+
+
+def test_no_copies_through_the_host(hoisted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From tokens to uint8: no component is called with NumPy arrays, and only the last run is synchronous."""
+    looped = StableDiffusionPipeline.from_pretrained(hoisted, device_loop=True)
+    expected = draw(looped, output_type="pil", num_inference_steps=2)
+    waits: list[bool] = []
+    run = BoundRun.run
+    monkeypatch.setattr(BoundRun, "run", lambda bound, wait=True: waits.append(wait) or run(bound, wait))
+    monkeypatch.setattr(Model, "__call__", None)
+    np.testing.assert_array_equal(draw(looped, output_type="pil", num_inference_steps=2), expected)
+    assert waits.count(True) == 1
+    assert waits[-1]
+    (buffers,) = looped.loop.kept.values()
+    buffers.steps[1].every.pop()  # what runs between two UNet calls
+    with pytest.raises(SdOrtError, match=r"took 0 steps of \d, for its buffers were copied"):
+        draw(looped, output_type="pil", num_inference_steps=2)
+
+
+def test_buffers_are_bounded(plain: Path) -> None:
+    """The buffers of the least recently used job shape are released."""
+    looped = StableDiffusionPipeline.from_pretrained(plain, device_loop=True)
+    looped.loop.KEPT = 1
+    held = []
+    for images in (1, 2, 1):
+        draw(looped, num_inference_steps=1, num_images_per_prompt=images)
+        held.append(looped.loop.held_bytes)
+    assert 0 < held[0] == held[2] < held[1]
+
+
+def test_threads_share_one_pipeline(plain: Path) -> None:
+    """Eight threads, three schedulers and several step counts: each image is the one generated alone."""
+    names = ("ddim", "pndm", "euler")
+    pipelines = {name: StableDiffusionPipeline.from_pretrained(plain, scheduler=name) for name in names}
+    jobs = [(name, 2 + number % 3, number) for number, name in enumerate([*pipelines] * 4)]
+
+    def one(job: tuple[str, int, int]) -> np.ndarray:
+        name, steps, seed = job
+        return draw(pipelines[name], num_inference_steps=steps, generator=seed)
+
+    alone = [one(job) for job in jobs]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(one, jobs))
+    for picture, expected in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(picture, expected)
+
+
+# --- Other commands on a hoisted folder -----------------------------------------------------------------------------
+
+
+def test_verify_and_explain(small_export: Path, hoisted: Path, plain: Path, sd_ort: Any) -> None:
+    result = verify(small_export, hoisted, components=["unet"], sizes=SIZES[:1])
+    assert result["passed"]
+    assert [row["component"] for row in result["rows"]] == ["unet"]
+    assert "were joined to the one graph" in result["notes"][0]
+    entries = explain(hoisted)["components"]
+    assert list(entries) == PARTS
+    assert entries["unet"]["fused"] == explain(plain)["components"]["unet"]["fused"]
+    assert not [path for path in hoisted.iterdir() if path.name.startswith(".")]

@@ -1,0 +1,299 @@
+"""Image to image, inpainting, ControlNet and SDXL draw what diffusers draws from the same seed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from image_metrics import psnr
+from PIL import Image
+
+from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionInpaintPipeline, StableDiffusionPipeline
+from sd_ort.benchmark.engines.pytorch import torch_pipeline
+from sd_ort.core.errors import InputError
+from sd_ort.export.exporter import export
+from sd_ort.integrations.diffusers import OrtControlNet, accelerate
+
+PROMPT = "a red circle on a blue background"
+SETTINGS: dict[str, Any] = {"prompt": PROMPT, "num_inference_steps": 4, "guidance_scale": 4.0, "output_type": "np"}
+MIN_PSNR = 60.0  # dB, of fp32 pictures in 0..1; measured: above 90
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def seeds(*values: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(value) for value in values]
+
+
+@pytest.fixture(scope="module")
+def picture() -> Image.Image:
+    y, x = np.mgrid[:64, :64]
+    return Image.fromarray(np.stack([4 * x, 4 * y, 255 - 2 * (x + y)], -1).astype(np.uint8))
+
+
+@pytest.fixture(scope="module")
+def mask() -> Image.Image:
+    pixels = np.zeros((64, 64), np.uint8)
+    pixels[8:40, 16:56] = 255
+    return Image.fromarray(pixels)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return torch_pipeline("sd15-small", random_weights=True, seed=0)
+
+
+def as_kind(kind: str, reference: Any) -> Any:
+    """The diffusers pipeline class `kind` with the models of another."""
+    made = getattr(diffusers, kind)(**reference.components)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def draw(pipeline: Any, **arguments: Any) -> np.ndarray:
+    return np.asarray(pipeline(**{**SETTINGS, **arguments}).images)
+
+
+# --- Image to image -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"strength": 0.5}, {"strength": 1.0}, {"strength": 0.75, "num_images_per_prompt": 2}],
+    ids=["half", "all", "batch"],
+)
+def test_image_to_image(small_export: Path, reference: Any, picture: Image.Image, arguments: dict[str, Any]) -> None:
+    expected = draw(
+        as_kind("StableDiffusionImg2ImgPipeline", reference), image=picture, generator=seeds(7)[0], **arguments
+    )
+    ours = StableDiffusionImg2ImgPipeline.from_pretrained(small_export)
+    assert psnr(draw(ours, image=picture, generator=7, **arguments), expected) > MIN_PSNR
+
+
+def test_one_generator_per_image(small_export: Path, reference: Any, picture: Image.Image) -> None:
+    arguments = {"image": picture, "strength": 0.5, "num_images_per_prompt": 2}
+    expected = draw(as_kind("StableDiffusionImg2ImgPipeline", reference), generator=seeds(1, 2), **arguments)
+    ours = StableDiffusionImg2ImgPipeline.from_pretrained(small_export)
+    assert psnr(draw(ours, generator=seeds(1, 2), **arguments), expected) > MIN_PSNR
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strength": 0.0}, "strength 0.0"),
+        ({"strength": 0.1}, "leave none to draw"),
+        ({"image": None}, "no image was given"),
+        ({"height": 60}, "multiples of 64"),
+    ],
+)
+def test_arguments_that_do_not_fit(
+    small_export: Path, picture: Image.Image, arguments: dict[str, Any], message: str
+) -> None:
+    ours = StableDiffusionImg2ImgPipeline.from_pretrained(small_export, low_memory=True)
+    with pytest.raises(InputError, match=message):
+        draw(ours, **{"image": picture, **arguments})
+
+
+def test_two_images_for_three_prompts(small_export: Path, picture: Image.Image) -> None:
+    ours = StableDiffusionImg2ImgPipeline.from_pretrained(small_export, low_memory=True)
+    with pytest.raises(InputError, match="2 images for 3 prompts"):
+        draw(ours, prompt=[PROMPT] * 3, image=[picture] * 2)
+
+
+# --- Inpainting -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+def test_inpainting_with_an_ordinary_unet(
+    small_export: Path, reference: Any, picture: Image.Image, mask: Image.Image, strength: float
+) -> None:
+    arguments = {"image": picture, "mask_image": mask, "height": 64, "width": 64, "strength": strength}
+    expected = draw(as_kind("StableDiffusionInpaintPipeline", reference), generator=seeds(3)[0], **arguments)
+    ours = StableDiffusionInpaintPipeline.from_pretrained(small_export)
+    assert psnr(draw(ours, generator=3, **arguments), expected) > MIN_PSNR
+
+
+def export_with(small_export: Path, out: Path, preset: str, components: list[str]) -> Path:
+    """Export what a preset has beyond `sd15-small`, whose other components, with the same weights, are copied."""
+    export(None, out, preset=preset, random_weights=True, exporter="torchscript", components=components)
+    for name in ("text_encoder", "vae_encoder", "vae_decoder"):
+        shutil.copytree(small_export / name, out / name)
+    return out
+
+
+@pytest.fixture(scope="module")
+def inpaint_export(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_with(small_export, tmp_path_factory.mktemp("inpaint") / "raw", "sd15-inpaint-small", ["unet"])
+
+
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+def test_inpainting_with_its_own_unet(
+    inpaint_export: Path, picture: Image.Image, mask: Image.Image, strength: float
+) -> None:
+    arguments = {"image": picture, "mask_image": mask, "height": 64, "width": 64, "strength": strength}
+    expected = draw(torch_pipeline("sd15-inpaint-small", random_weights=True), generator=seeds(3)[0], **arguments)
+    ours = StableDiffusionInpaintPipeline.from_pretrained(inpaint_export)
+    assert psnr(draw(ours, generator=3, **arguments), expected) > MIN_PSNR
+
+
+def test_an_inpainting_unet_wants_a_mask(inpaint_export: Path) -> None:
+    with pytest.raises(InputError, match="9 channels, for inpainting: give an image and a mask"):
+        StableDiffusionPipeline.from_pretrained(inpaint_export)
+
+
+# --- ControlNet -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def controlled(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    components = ["unet", "controlnet"]
+    return export_with(small_export, tmp_path_factory.mktemp("control") / "raw", "sd15-controlnet-small", components)
+
+
+@pytest.fixture(scope="module")
+def control_reference() -> Any:
+    return torch_pipeline("sd15-controlnet-small", random_weights=True)
+
+
+@pytest.fixture(scope="module")
+def control_pipeline(controlled: Path) -> StableDiffusionPipeline:
+    return StableDiffusionPipeline.from_pretrained(controlled)
+
+
+@pytest.fixture(scope="module")
+def accelerated(controlled: Path, control_reference: Any) -> Any:
+    """diffusers with our sessions in the place of its models."""
+    theirs = accelerate(as_kind("StableDiffusionControlNetPipeline", control_reference), controlled, provider="cpu")
+    assert type(theirs.controlnet) is OrtControlNet
+    return theirs
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"controlnet_conditioning_scale": 0.7},
+        {"guess_mode": True},
+        {"control_guidance_start": 0.3, "control_guidance_end": 0.8},
+    ],
+    ids=["scale", "guess", "part"],
+)
+def test_controlnet(
+    control_pipeline: StableDiffusionPipeline, accelerated: Any, control_reference: Any, picture: Image.Image,
+    arguments: dict[str, Any],
+) -> None:  # fmt: skip
+    arguments = {"height": 64, "width": 64, **arguments}
+    expected = draw(control_reference, image=picture, generator=seeds(3)[0], **arguments)
+    assert psnr(draw(control_pipeline, control_image=picture, generator=3, **arguments), expected) > MIN_PSNR
+    assert psnr(draw(accelerated, image=picture, generator=seeds(3)[0], **arguments), expected) > MIN_PSNR
+
+
+def test_controlnet_without_its_picture(control_pipeline: StableDiffusionPipeline, picture: Image.Image) -> None:
+    """A ControlNet wants one, and a picture of image to image is none."""
+    with pytest.raises(InputError, match="give a control_image"):
+        draw(control_pipeline, height=64, width=64)
+    size = {"height": 64, "width": 64}
+    shown = draw(control_pipeline, control_image=picture, generator=3, controlnet_conditioning_scale=0.7, **size)
+    assert psnr(draw(control_pipeline, image=picture, generator=3, **size), shown) < 50, "without effect"
+
+
+@pytest.mark.parametrize("guess", [False, True])
+def test_several_controlnets(controlled: Path, control_reference: Any, picture: Image.Image, guess: bool) -> None:
+    """Each with its picture, scale and part of the schedule; their residuals add up."""
+    pictures = [picture, picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
+    arguments: dict[str, Any] = {"height": 64, "width": 64, "guess_mode": guess}
+    arguments |= {"controlnet_conditioning_scale": [0.7, 0.4], "control_guidance_end": [1.0, 0.6]}
+    parts = {**control_reference.components, "controlnet": [control_reference.controlnet] * 2}
+    theirs = diffusers.StableDiffusionControlNetPipeline(**parts)
+    theirs.set_progress_bar_config(disable=True)
+    expected = draw(theirs, image=pictures, generator=seeds(3)[0], **arguments)
+    ours = StableDiffusionPipeline.from_pretrained(controlled, controlnet=[controlled, controlled])
+    assert psnr(draw(ours, control_image=pictures, generator=3, **arguments), expected) > MIN_PSNR
+    with pytest.raises(InputError, match="1 control images for 2 ControlNets"):
+        draw(ours, control_image=[picture], height=64, width=64)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_controlnets_on_the_device(controlled: Path, picture: Image.Image, count: int) -> None:
+    """One hands its residuals on, those of several are added up; waited for or not, the same bytes."""
+    drawn = {}
+    arguments = {"height": 64, "width": 64, "control_guidance_end": 0.6, "controlnet_conditioning_scale": 0.7}
+    shown = picture if count == 1 else [picture, picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
+    for looped, waits in ((False, [False]), (True, [False, True])):
+        ours = StableDiffusionPipeline.from_pretrained(controlled, controlnet=[controlled] * count, device_loop=looped)
+        for wait in waits:
+            ours.loop.wait = wait
+            for seed in (1, 3):  # the second is drawn over the buffers of the first
+                drawn[looped, wait] = draw(ours, control_image=shown, generator=seed, progress=False, **arguments)
+        assert bool(ours.loop.kept) == looped
+    assert psnr(drawn[True, False], drawn[False, False]) > 80
+    np.testing.assert_array_equal(drawn[True, False], drawn[True, True])
+    if count == 1:  # each side of a split guidance has the ControlNet, and shows it the picture
+        ours = StableDiffusionPipeline.from_pretrained(controlled, controlnet=[controlled], split_guidance=(0, 1))
+        split = draw(ours, control_image=shown, generator=3, progress=False, **arguments)
+        np.testing.assert_array_equal(split, drawn[True, True])
+
+
+def test_inpainting_with_a_controlnet(
+    controlled: Path, control_reference: Any, picture: Image.Image, mask: Image.Image
+) -> None:
+    arguments = {"image": picture, "mask_image": mask, "control_image": picture, "height": 64, "width": 64}
+    theirs = as_kind("StableDiffusionControlNetInpaintPipeline", control_reference)
+    expected = draw(theirs, generator=seeds(3)[0], controlnet_conditioning_scale=0.6, **arguments)
+    ours = StableDiffusionInpaintPipeline.from_pretrained(controlled)
+    drawn = draw(ours, generator=3, controlnet_conditioning_scale=0.6, **arguments)
+    assert psnr(drawn, expected) > MIN_PSNR
+
+
+def test_control_image_without_a_controlnet(small_export: Path, picture: Image.Image) -> None:
+    with pytest.raises(InputError, match="no ControlNet for the control image"):
+        draw(StableDiffusionPipeline.from_pretrained(small_export), control_image=picture, height=64, width=64)
+
+
+# --- The command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheduler", ["euler", "pndm", "dpmsolver"])
+def test_on_the_device(small_export: Path, picture: Image.Image, mask: Image.Image, scheduler: str) -> None:
+    """Image to image, and inpainting whose mask keeps a picture, in the loop on the device as on the host."""
+    tasks = ((StableDiffusionImg2ImgPipeline, {}), (StableDiffusionInpaintPipeline, {"mask_image": mask}))
+    for cls, more in tasks:
+        pictures = []
+        for looped in (False, True):
+            pipeline = cls.from_pretrained(small_export, scheduler=scheduler, device_loop=looped)
+            arguments = {**SETTINGS, "image": picture, "strength": 0.8, "progress": False, **more}
+            pictures.append(pipeline(**arguments, generator=1).images)
+            assert bool(pipeline.loop.kept) == looped
+        assert psnr(pictures[1], pictures[0]) > 80
+
+
+def test_inpainting_unet_on_the_device(inpaint_export: Path, picture: Image.Image, mask: Image.Image) -> None:
+    """A UNet of nine channels sees mask and picture behind the latents."""
+    pictures = []
+    for looped in (False, True):
+        pipeline = StableDiffusionInpaintPipeline.from_pretrained(inpaint_export, device_loop=looped)
+        pictures.append(pipeline(**SETTINGS, image=picture, mask_image=mask, generator=1, progress=False).images)
+        assert bool(pipeline.loop.kept) == looped
+    assert psnr(pictures[1], pictures[0]) > 80
+
+
+def test_generate_from_a_picture(
+    sd_ort: Callable[..., tuple[int, str, str]], small_export: Path, tmp_path: Path, picture: Image.Image, mask: Any
+) -> None:
+    picture.save(tmp_path / "in.png")
+    mask.save(tmp_path / "mask.png")
+    common = ("generate", PROMPT, "--model", small_export, "--steps", 2, "--seed", 1, "--image", tmp_path / "in.png")
+    out = tmp_path / "out.png"
+    code, _, error = sd_ort(*common, "--mask", tmp_path / "mask.png", "--low-memory", "--out", out)
+    assert (code, np.asarray(Image.open(out)).shape) == (0, (64, 64, 3)), error
+    code, _, error = sd_ort(*common[:-2], "--strength", 0.5)
+    assert (code, "give it with --image" in error) == (2, True)
+    (tmp_path / "text.png").write_text("no picture")
+    code, _, error = sd_ort(*common[:-1], tmp_path / "text.png")
+    assert (code, "cannot be opened as a picture" in error) == (2, True)

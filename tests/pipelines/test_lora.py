@@ -1,0 +1,371 @@
+"""LoRAs on a loaded pipeline: diffusers' picture with the same corrections, every format, and nothing left behind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from image_metrics import psnr
+from safetensors.torch import save_file
+
+from fusion_passes import weight_recipes as recipes
+from sd_ort import StableDiffusionPipeline
+from sd_ort.benchmark.engines.pytorch import torch_pipeline
+from sd_ort.checkpoints.presets import open_preset
+from sd_ort.cli.generate import lora_strength
+from sd_ort.core import pipeline_folder
+from sd_ort.core.errors import InputError
+from sd_ort.graphs.load import load
+from sd_ort.pipelines.lora_methods import LoraMethods
+from sd_ort.runtime.components import Components
+from sd_ort.runtime.updatable_weights import reads_in_place
+from sd_ort.stages import optimize
+from sd_ort.weights.lora import LoraManager
+from sd_ort.weights.lora_files import read_adapter
+from sd_ort.weights.updates import is_shareable
+
+Tensors = dict[str, torch.Tensor]
+SETTINGS: dict[str, Any] = {
+    "prompt": "a red circle",
+    "num_inference_steps": 2,
+    "guidance_scale": 4.0,
+    "output_type": "np",
+    "height": 64,
+    "width": 64,
+}
+BLOCK = "down_blocks.0.attentions.0.transformer_blocks.0"
+MODULES = {
+    "unet": [f"{BLOCK}.attn1.to_q", f"{BLOCK}.attn1.to_v", f"{BLOCK}.attn1.to_out.0", f"{BLOCK}.attn2.to_k",
+             f"{BLOCK}.ff.net.0.proj", "down_blocks.0.resnets.0.conv1", "up_blocks.3.attentions.0.proj_in",
+             "down_blocks.0.resnets.0.time_emb_proj", "up_blocks.0.upsamplers.0.conv"],
+    "text_encoder": ["encoder.layers.0.self_attn.q_proj", "encoder.layers.2.mlp.fc1"],
+}  # fmt: skip
+ALPHA, RANK = 2.0, 4
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, Tensors]:
+    source = open_preset("sd15-small", 0)
+    return {name: source.load(name).state_dict() for name in MODULES}
+
+
+@pytest.fixture(scope="module")
+def make(weights: dict[str, Tensors]) -> Callable[[int], dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]]:
+    """Seed -> (component, module) -> (down, up) of MODULES."""
+
+    def pairs(seed: int) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        found = {}
+        for component, modules in MODULES.items():
+            for module in modules:
+                out, *rest = weights[component][f"{module}.weight"].shape
+                down = torch.randn(RANK, *rest, generator=generator) * 0.3
+                up = torch.randn(out, RANK, *([1] * (len(rest) - 1)), generator=generator) * 0.3
+                found[component, module] = down, up
+        return found
+
+    return pairs
+
+
+def peft(pairs: dict) -> Tensors:
+    names = {"unet": "unet.", "text_encoder": "text_encoder.text_model."}
+    out = {}
+    for (component, module), (down, up) in pairs.items():
+        out[f"{names[component]}{module}.lora_A.weight"] = down * (ALPHA / RANK)
+        out[f"{names[component]}{module}.lora_B.weight"] = up
+    return out
+
+
+def old_diffusers(pairs: dict) -> Tensors:
+    out = {}
+    for (component, module), (down, up) in pairs.items():
+        name = f"unet.{module}.lora" if component == "unet" else f"text_encoder.text_model.{module}.lora_linear_layer"
+        out |= {f"{name}.down.weight": down * (ALPHA / RANK), f"{name}.up.weight": up}
+    return out
+
+
+def kohya(pairs: dict) -> Tensors:
+    names = {"unet": "lora_unet_", "text_encoder": "lora_te_text_model_"}
+    out = {}
+    for (component, module), (down, up) in pairs.items():
+        name = names[component] + module.replace(".", "_")
+        out |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": torch.tensor(ALPHA)}
+    return out
+
+
+def fused(weights: Tensors, component: str, adapters: dict[int, float], make: Callable) -> Tensors:
+    """The weights with the corrections added in torch, as diffusers fuses them."""
+    new = dict(weights)
+    for seed, strength in adapters.items():
+        for (where, module), (down, up) in make(seed).items():
+            if where == component:
+                name = f"{module}.weight"
+                delta = (up.flatten(1) @ down.flatten(1)).reshape(new[name].shape)
+                new[name] = new[name] + strength * ALPHA / RANK * delta
+    return new
+
+
+@pytest.fixture(scope="module")
+def optimized(small_export: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("lora") / "cpu"
+    optimize(small_export, out, target="cpu", components=["text_encoder", "unet", "vae_decoder"])
+    return out
+
+
+def draw(pipeline: Any) -> np.ndarray:
+    return np.asarray(pipeline(**SETTINGS, generator=torch.Generator().manual_seed(3)).images)
+
+
+def test_draws_what_diffusers_draws(optimized: Path, weights: dict, make: Callable) -> None:
+    """Over reopened sessions, as a CPU has them, and in place, as GPUs have them."""
+    theirs = torch_pipeline("sd15-small", True, 0)
+    plain, in_place = (StableDiffusionPipeline.from_pretrained(optimized) for _ in range(2))
+    in_place.models.in_place = True
+    untouched = draw(plain)
+    for ours in (plain, in_place):
+        ours.load_lora_weights(kohya(make(1)), "one")
+        ours.load_lora_weights(peft(make(2)), "two")
+        assert ours.get_active_adapters() == ["one", "two"]
+    in_place.set_adapters("one", 0.0)
+    before = draw(in_place)
+    assert psnr(before, untouched, min_std=0.02) >= 60
+    opened = {name: model.session for name, model in in_place.models.opened.items()}
+    for adapters in ({1: 0.5}, {1: 1.0}, {2: 1.5}, {1: 0.7, 2: -0.4}):
+        for component in MODULES:
+            getattr(theirs, component).load_state_dict(fused(weights[component], component, adapters, make))
+        wanted = draw(theirs)
+        for ours in (plain, in_place):
+            ours.set_adapters([{1: "one", 2: "two"}[seed] for seed in adapters], list(adapters.values()))
+            drawn = draw(ours)
+            assert psnr(drawn, wanted, min_std=0.02) >= 60
+            assert psnr(drawn, untouched, min_std=0.02) < 40
+    for ours, first in ((plain, untouched), (in_place, before)):
+        ours.set_adapters(["one", "two"], 0.0)
+        np.testing.assert_array_equal(draw(ours), first)
+        ours.set_adapters("one")
+        with pytest.raises(InputError, match="one strength, not one for each block"):
+            ours.set_adapters("one", {"unet": 0.5})
+        with pytest.raises(InputError, match=r"nowhere/a\.safetensors cannot be read"):
+            ours.load_lora_weights("nowhere", weight_name="a.safetensors")
+        ours.unload_lora_weights()
+        assert ours.get_list_adapters() == []
+        np.testing.assert_array_equal(draw(ours), first)
+    assert {name: model.session for name, model in in_place.models.opened.items()} == opened
+
+
+def test_a_change_is_written_over_the_last_one(
+    optimized: Path, make: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sessions are closed before that, each is opened once again, and the numbers are those of new memory."""
+    loras, models = LoraManager(optimized), Components(optimized)
+    loras.add("a", read_adapter(kohya(make(1)), {}), "a")
+    monkeypatch.setattr(models, "_open", lambda name: SimpleNamespace(name=name))
+    models.open(MODULES)
+    loras.apply(models, loras.deltas({"a": 1.0}))
+    models.open(MODULES)
+    before = {name: dict(numbers) for name, numbers in models.weights.items()}
+    opened: list[str] = []
+    monkeypatch.setattr(models, "_open", opened.append)
+    changes = loras.deltas({"a": -0.5})
+    assert loras.apply(models, changes)
+    assert not models.opened
+    models.open(["unet"])
+    assert sorted(opened) == sorted(MODULES)
+    for component, change in changes.items():
+        for name, numbers in loras.updated_weights(component, component, change).items():
+            np.testing.assert_array_equal(models.weights[component][name], numbers)
+    shared = [np.shares_memory(models.weights[n][key], a) for n, some in before.items() for key, a in some.items()]
+    assert sum(shared) >= 6  # the rest is no plain product: packed, a table, a vector
+    assert loras.apply(models, {})
+    assert not models.weights
+
+
+@pytest.mark.parametrize("target", ["cuda", "rocm"])
+def test_packed_and_hoisted_weights(
+    small_export: Path,
+    weights: dict,
+    make: Callable,
+    tmp_path: Path,
+    target: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The corrected numbers of every initializer are those of optimizing the corrected checkpoint, but for rounding;
+    the same where they are computed on the device, two LoRAs at once; without changes those on disk. The provider is
+    told of each that is written, once it is."""
+    told: list[tuple[int, bytes]] = []
+    renew = lambda provider: lambda value: told.append((value.data_ptr(), value.numpy().tobytes()))  # noqa: E731
+    monkeypatch.setattr("sd_ort.runtime.components.renewal", renew)
+    out = tmp_path / "out"
+    optimize(small_export, out, target=target, dtype="float16", components=["unet"], hoist=True, calibrate=False)
+    loras = LoraManager(out)
+    for seed in (1, 2):
+        loras.add(str(seed), read_adapter(kohya(make(seed)), {}), "a")
+    changes = loras.deltas({"1": 0.8, "2": -0.3})
+    weights_of = partial(loras.updated_weights, "unet", deltas=changes["unet"])
+    changed = {part: updated for part in loras.parts["unet"] if (updated := weights_of(part))}
+    new = {n: t.numpy() for n, t in fused(weights["unet"], "unet", {1: 0.8, 2: -0.3}, make).items()}
+    assert len(changed) == 3
+    models = Components(out)
+    models.in_place = True
+    assert loras.apply(models, changes)
+    touched = set()
+    for part, numbers in changed.items():
+        assert models.held[part].changed == numbers.keys()
+        for name, array in numbers.items():
+            recipe = loras.recipes["unet"][name]
+            touched |= set(recipes.sources(recipe))
+            wanted = recipes.evaluate(recipe, new.__getitem__)
+            assert array.dtype == wanted.dtype
+            for made in (array, models.held[part].values[name].numpy()):
+                np.testing.assert_allclose(made.astype(np.float32), wanted.astype(np.float32), rtol=2e-3, atol=1e-3)
+    assert {f"{module}.weight" for module in MODULES["unet"]} <= touched
+    held = [models.held[part].values[name] for part, numbers in changed.items() for name in numbers]
+    assert sorted(told) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in held)
+    told.clear()
+    assert not loras.apply(models, {})
+    assert sorted(told) == sorted((value.data_ptr(), value.numpy().tobytes()) for value in held)
+    for part, numbers in changed.items():
+        values = load(out / part / "model.onnx").graph.initializers
+        for name in numbers:
+            np.testing.assert_array_equal(models.held[part].values[name].numpy(), values[name].const_value.numpy())
+
+
+def test_formats_are_the_same(make: Callable, tmp_path: Path) -> None:
+    adapters = [read_adapter(form(make(1)), {}) for form in (peft, old_diffusers, kohya)]
+    save_file(peft(make(1)), tmp_path / "lora.safetensors")
+    adapters.append(read_adapter(tmp_path / "lora.safetensors", {}))
+    for adapter in adapters:
+        assert adapter.unmatched == []
+        for component, modules in adapters[0].modules.items():
+            assert adapter.modules[component].keys() == modules.keys()
+            for name, correction in modules.items():
+                np.testing.assert_allclose(
+                    adapter.modules[component][name].delta().dense(), correction.delta().dense(), rtol=1e-5, atol=1e-6
+                )
+
+
+def test_alpha_in_the_metadata(make: Callable, tmp_path: Path) -> None:
+    save_file(peft(make(1)), tmp_path / "a.safetensors", {"lora_adapter_metadata": '{"unet.lora_alpha": 8}'})
+    adapter = read_adapter(tmp_path / "a.safetensors", {})
+    plain = read_adapter(peft(make(1)), {})
+    name = f"{BLOCK}.attn1.to_q".replace(".", "_")
+    np.testing.assert_allclose(
+        adapter.modules["unet"][name].delta().dense(), plain.modules["unet"][name].delta(8 / RANK).dense(), rtol=1e-5
+    )
+
+
+def test_what_cannot_be_applied(
+    optimized: Path, make: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loras = LoraManager(optimized)
+    good = kohya(make(1))
+    extra = {
+        "lora_unet_nowhere.lora_down.weight": torch.zeros(4, 8),
+        "lora_unet_nowhere.lora_up.weight": torch.zeros(8, 4),
+        "lora_unet_conv_in.dora_scale": torch.zeros(3),
+    }
+    with caplog.at_level(logging.WARNING, "sd_ort"):
+        loras.add("a", read_adapter(good | extra, {}), "file")
+    assert "2 parts are not applied" in caplog.text
+    assert "nowhere" in caplog.text
+    with pytest.raises(InputError, match="loaded already"):
+        loras.add("a", read_adapter(good, {}), "file")
+    wrong = {n: torch.zeros(4, 99) if n.endswith("attn1_to_q.lora_down.weight") else t for n, t in good.items()}
+    with pytest.raises(InputError, match="another family"):
+        loras.add("b", read_adapter(wrong, {}), "file")
+    assert list(loras.adapters) == ["a"]
+    with pytest.raises(InputError, match="another family"):
+        loras.add("c", read_adapter({k: extra[k] for k in extra if "nowhere" in k}, {}), "file")
+    with pytest.raises(InputError, match="holds NaN"):
+        read_adapter({n: t * torch.nan for n, t in good.items()}, {})
+    with pytest.raises(InputError, match="is no LoRA"):
+        read_adapter({"conv_in.weight": torch.zeros(3)}, {})
+    (tmp_path / "x.safetensors").write_bytes(b"no")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_adapter(tmp_path / "x.safetensors", {})
+    with pytest.raises(InputError, match="pickles"):
+        read_adapter(tmp_path / "x.bin", {})
+
+
+def test_folder_without_recipes(tmp_path: Path) -> None:
+    (tmp_path / pipeline_folder.MANIFEST).write_text(
+        f'{{"format": {pipeline_folder.FORMAT}, "components": {{"unet": {{}}}}}}'
+    )
+    with pytest.raises(InputError, match="export it again"):
+        LoraManager(tmp_path)
+
+
+def test_strength_on_the_command_line() -> None:
+    assert lora_strength("a/b.safetensors") == ("a/b.safetensors", 1.0)
+    assert lora_strength("a/b.safetensors:0.8") == ("a/b.safetensors", 0.8)
+    with pytest.raises(InputError, match="no strength"):
+        lora_strength("b.safetensors:much")
+    with pytest.raises(InputError, match="no strength"):
+        lora_strength("b.safetensors:nan")
+
+
+def test_loras_are_left_out_and_forgotten() -> None:
+    class Pipeline(LoraMethods):
+        models, used = None, None
+
+        def __init__(self) -> None:
+            self.loras: Any = SimpleNamespace(
+                adapters={"a": 1, "b": 2}, deltas=dict, apply=lambda models, active: setattr(self, "used", active)
+            )
+
+    pipeline = Pipeline()
+    pipeline.set_adapters(["a", "b"], [0.5, 2.0])
+    pipeline.disable_lora()
+    pipeline.disable_lora()
+    assert (pipeline.used, pipeline.get_active_adapters()) == ({}, [])
+    pipeline.enable_lora()
+    assert (pipeline.used, pipeline.get_active_adapters()) == ({"a": 0.5, "b": 2.0}, ["a", "b"])
+    pipeline.delete_adapters("a")
+    assert (pipeline.used, pipeline.get_list_adapters()) == ({"b": 2.0}, ["b"])
+    pipeline.disable_lora()
+    pipeline.delete_adapters(["b"])
+    pipeline.enable_lora()
+    assert (pipeline.used, pipeline.get_list_adapters()) == ({}, [])
+    with pytest.raises(InputError, match="no LoRA named 'b' is loaded"):
+        pipeline.delete_adapters("b")
+
+
+def test_a_call_may_weigh_all_loras() -> None:
+    """cross_attention_kwargs={"scale": s}: weights change when s does, and not at every call."""
+    taken: list[dict[str, float]] = []
+
+    class Recorded(LoraMethods):
+        loras: Any = SimpleNamespace(deltas=dict, adapters=["a", "b"], apply=lambda _, changes: taken.append(changes))
+        models: Any = None
+
+    pipeline = Recorded()
+    pipeline.set_adapters(["a", "b"], [0.8, -0.4])
+    for scale in (1.0, 0.5, 0.5, 1.0):
+        pipeline.scale_loras(scale)
+    assert taken == [{"a": 0.8, "b": -0.4}, {"a": 0.4, "b": -0.2}, {"a": 0.8, "b": -0.4}]
+
+
+def test_who_reads_in_place() -> None:
+    """A provider is tried on one product: the CPU's own follows what is written, when it may not pack."""
+    assert reads_in_place("cpu", "cpu", {})
+
+
+def test_filters_that_onnx_runtime_transposes_stay_its_own() -> None:
+    filters, matrix = (ir.tensor(np.ones(shape, np.float32), name="w") for shape in ((2, 2, 3, 3), (2, 2)))
+    for tensor, domain, op_type, read in (
+        (filters, "com.microsoft", "NhwcConv", {"cpu": True, "cuda": False, "rocm": False, "sdcuda": True}),
+        (filters, "", "Conv", {"cuda": True}),
+        (matrix, "", "MatMul", {"cuda": True}),
+        (matrix, "", "Cast", {"cuda": False, "sdcuda": False}),
+    ):
+        weight = ir.val("w", ir.DataType.FLOAT, tensor.shape, const_value=tensor)
+        ir.node(op_type, [weight], domain=domain)
+        assert {provider: is_shareable(weight, provider) for provider in read} == read

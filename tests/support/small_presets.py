@@ -1,0 +1,61 @@
+"""Presets that export in seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sd_ort.checkpoints.presets import PRESETS, Preset
+
+MINI = ("--preset", "sd15-mini", "--random-weights")
+
+
+def mini(preset: Preset) -> Preset:
+    """A preset cut to two resolutions and single layers: every kind of part is left, and it exports in seconds."""
+
+    def cut(name: str, config: dict[str, Any]) -> dict[str, Any]:
+        if name.startswith("text_encoder"):
+            return config | {"num_hidden_layers": 2}
+        small = config | {"block_out_channels": [32, 64], "layers_per_block": 1}
+        if name == "vae":
+            return small | {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+        small["down_block_types"] = ["CrossAttnDownBlock2D", "DownBlock2D"]
+        small["up_block_types"] = ["UpBlock2D", "CrossAttnUpBlock2D"]
+        heads = config["attention_head_dim"]
+        small["attention_head_dim"] = heads if isinstance(heads, int) else heads[:2]
+        if isinstance(config.get("transformer_layers_per_block"), list):
+            small["transformer_layers_per_block"] = [1, 2]
+        if name == "controlnet":
+            small["conditioning_embedding_out_channels"] = [8, 8, 8, 8]
+            small.pop("up_block_types")
+        return small
+
+    return Preset(preset.pipeline, {n: cut(n, c) for n, c in preset.models.items()}, preset.scheduler, preset.options)
+
+
+def small(preset: Preset) -> Preset:
+    """A preset of single layers with attention at one resolution, but of as many resolutions: pictures have the sizes
+    that they have with the whole, whose U-Net takes ONNX Runtime three times as long to open."""
+
+    def cut(name: str, config: dict[str, Any]) -> dict[str, Any]:
+        if name.startswith("text_encoder"):
+            return config | {"num_hidden_layers": 3}
+        few = config | {"layers_per_block": 1}
+        if name != "vae":
+            few["down_block_types"] = ["CrossAttnDownBlock2D", *["DownBlock2D"] * 3]
+        if name == "unet":
+            few["up_block_types"] = [*["UpBlock2D"] * 3, "CrossAttnUpBlock2D"]
+        return few
+
+    return Preset(preset.pipeline, {n: cut(n, c) for n, c in preset.models.items()}, preset.scheduler, preset.options)
+
+
+def smalls() -> dict[str, Preset]:
+    """`sd15-small`, `sd15-inpaint-small` and `sd15-controlnet-small`."""
+    names = ("sd15", "sd15-inpaint", "sd15-controlnet")
+    return {f"{name}-small": small(PRESETS[f"{name}-tiny"]) for name in names}
+
+
+def minis() -> dict[str, Preset]:
+    """`sd15-mini` and the like, of the presets `sd15-tiny` and the like."""
+    tiny = {name: preset for name, preset in PRESETS.items() if name.endswith("-tiny")}
+    return {name.replace("-tiny", "-mini"): mini(preset) for name, preset in tiny.items()}

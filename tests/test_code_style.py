@@ -1,0 +1,112 @@
+"""Rules of the source tree: private names stay private, scripts import nothing from tests, and platform-specific C++ is
+in one header. `lint-imports` checks the layers."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("sd_ort", "fusion_passes", "custom_ops")
+
+Node = TypeVar("Node", bound=ast.AST)
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Every Python file of ours by its path."""
+    files = [path for folder in (*PACKAGES, "scripts", "tests") for path in (ROOT / folder).rglob("*.py")]
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(files)}
+
+
+def nodes(kind: type[Node]) -> Iterator[tuple[str, Node]]:
+    """Every node of a kind, with the path of its file."""
+    for path, tree in trees().items():
+        yield from ((path, node) for node in ast.walk(tree) if isinstance(node, kind))
+
+
+def imports_of_ours() -> Iterator[tuple[str, str, ast.alias]]:
+    """(file, module, name) of every `from <module of ours> import <name>`."""
+    for path, node in nodes(ast.ImportFrom):
+        if node.module is not None and node.module.split(".")[0] in PACKAGES:
+            yield from ((path, node.module, alias) for alias in node.names)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_private_names_stay_in_their_module() -> None:
+    found, imported = [], set()
+    for path, module, alias in imports_of_ours():
+        imported.add((path, alias.asname or alias.name))
+        if any(map(is_private, (alias.name, *module.split(".")))):
+            found.append(f"{path}: {alias.name} of {module}")
+    for path, node in nodes(ast.Attribute):
+        if is_private(node.attr) and isinstance(node.value, ast.Name) and (path, node.value.id) in imported:
+            found.append(f"{path}: {node.value.id}.{node.attr}")
+    assert found == []
+
+
+CYCLE_FREE_PACKAGES = (
+    "benchmark", "checkpoints", "core", "demo", "export", "graphs", "inspect", "optimize", "pipelines", "runtime",
+    "serving", "torch", "weights",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("package", CYCLE_FREE_PACKAGES)
+def test_no_module_cycles(package: str) -> None:
+    """Modules of a package do not import each other in a circle, inside functions either."""
+    prefix = f"sd_ort.{package}"
+    imports: dict[str, set[str]] = {}
+    for path, tree in trees().items():
+        module = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        if module == prefix or module.startswith(f"{prefix}."):
+            type_checking = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+            skipped = {node for block in type_checking for node in ast.walk(block)}
+            names = set()
+            for node in set(ast.walk(tree)) - skipped:
+                if isinstance(node, ast.ImportFrom) and node.module is not None:
+                    names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+                elif isinstance(node, ast.Import):
+                    names |= {alias.name for alias in node.names}
+            imports[module] = names
+    graph = {
+        module: {name for name in names if name in imports and name != prefix} for module, names in imports.items()
+    }
+    assert len(graph) > 2
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_scripts_import_nothing_from_tests() -> None:
+    names = {path.stem for path in (ROOT / "tests").rglob("*.py")} | {"tests"}
+    found = [(path, node.module) for path, node in nodes(ast.ImportFrom) if (node.module or "").split(".")[0] in names]
+    found += [(path, alias.name) for path, node in nodes(ast.Import) for alias in node.names if alias.name in names]
+    assert [(path, module) for path, module in found if path.startswith("scripts/")] == []
+
+
+def test_kernels_wait_first() -> None:
+    """A kernel that began early and did not wait would read what another one has not written yet."""
+    files = [path for suffix in ("*.hip", "*.h") for path in (ROOT / "custom_ops").rglob(suffix)]
+    bodies = [
+        body for path in files for body in re.findall(r"^__global__ .*?\) \{\n(.*?)\n", path.read_text(), re.M | re.S)
+    ]
+    assert len(bodies) == sum(len(re.findall(r"^\s*__global__ ", path.read_text(), re.M)) for path in files) > 20
+    assert {body.strip() for body in bodies} == {"wait_for_predecessor();"}
+
+
+def test_what_differs_by_system_is_in_one_header() -> None:
+    """Standard C++ everywhere else, so that Windows' compilers take it (scripts/checks/windows_sources.py)."""
+    headers = r"#include <(?:dlfcn|unistd|windows|pthread|io|direct|process|sys/\w+)\.h>"
+    calls = rf"{headers}|\b(?:std::)?aligned_alloc\b|__declspec|\bvisibility\("
+    sources = [path for kind in ("cc", "h", "hip") for path in (ROOT / "custom_ops").rglob(f"*.{kind}")]
+    found = {str(path.relative_to(ROOT / "custom_ops")) for path in sources if re.search(calls, path.read_text())}
+    # bfloat16.h asks Linux for its matrix units, and does without them elsewhere.
+    assert found == {"common/platform.h", "interface.h", "common/bfloat16.h"}
