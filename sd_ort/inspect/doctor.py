@@ -90,13 +90,14 @@ def examine_provider(name: str) -> dict[str, Any]:
         with contextlib.suppress(SdOrtError):  # without onnxruntime, which `problem` says
             missing = missing_libraries(name)
         return {"ok": False, "problem": problem, "missing_libraries": missing, "note": None}
-    return {"ok": True, "problem": None, "missing_libraries": [], "note": _note(name, library)}
+    return {"ok": True, "problem": None, "missing_libraries": [], "note": _note(name)}
 
 
-def _note(provider: str, library: Path | None) -> str | None:
+def _note(provider: str) -> str | None:
+    """Return what an available provider does wrong on this GPU."""
     if provider != "rocm" or not has_wrong_wave_size():
         return None
-    has_ops = library is not None and op_library(library, provider) is not None
+    has_ops = op_library(True, provider) is not None
     return WRONG_WAVE_SIZE + ("" if has_ops else f", and build the op library: {build_command(provider)}")
 
 

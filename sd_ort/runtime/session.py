@@ -15,6 +15,7 @@ import numpy as np
 from sd_ort.core.errors import InputError, ProviderError, SdOrtError, first_line
 from sd_ort.core.pipeline_folder import MODEL, check_model, model_name, read_manifest
 from sd_ort.runtime import op_library, rocm_checks
+from sd_ort.runtime.device_calls import DEVICE_CALLS
 from sd_ort.runtime.glibc_malloc import given_back
 from sd_ort.runtime.machine import multiplies_bfloat16
 from sd_ort.runtime.ort_values import host_value, keep
@@ -112,7 +113,7 @@ def create_session(
         if entry.ep == PROVIDERS["rocm"].ep and entry.ep in runtime().get_available_providers():
             rocm_checks.check_graph(model_path, model_bytes, has_ops=has_ops)
         asked = _asked(provider, options, chosen | (ahead.option if ahead else {}), assigned)
-        with given_back() if provider == "cpu" and not weights else nullcontext():  # the next weights take what it had
+        with _opening(provider, weights):
             session = runtime().InferenceSession(model_bytes or str(model_path), options, **asked, **kept)
         session.shared = {**shared, **(ahead.values if ahead else {})}  # weights in memory that is not ONNX Runtime's
         return keep(session, (session.shared, ahead, held))
@@ -301,6 +302,13 @@ def _chosen(entry: Provider, tuning: bool, graph: bool, more: Mapping[str, str])
     return {**entry.options, **(entry.tuning if tuning else {}), **((entry.graph if graph else None) or {}), **more}
 
 
+def _opening(provider: str, weights: Mapping[str, np.ndarray] | None = None) -> AbstractContextManager[None]:
+    """Return the context in which a session is opened."""
+    if provider == "cpu":
+        return nullcontext() if weights else given_back()  # the next weights take the freed memory
+    return DEVICE_CALLS.section() if provider_named(provider).ep == PROVIDERS["rocm"].ep else nullcontext()
+
+
 def _with_distinct_functions(options: Any, model_path: Path, changed: bytes | None = None) -> bytes | None:
     """Return the graph to open instead of the file's, `changed` as a rule: without overloads of functions if this ONNX
     Runtime does not tell them apart. `options` then name the folder of the file's data."""
@@ -381,7 +389,8 @@ def open_graph(
     kept = _hold(options, provider, held or {})
     asked = _asked(provider, options, _chosen(provider_named(provider), False, capture, provider_options or {}))
     try:
-        session = onnxruntime.InferenceSession(graph, options, **asked, **kept)
+        with _opening(provider):
+            session = onnxruntime.InferenceSession(graph, options, **asked, **kept)
     except Exception as error:  # pybind's exceptions share no base class but Exception
         raise SdOrtError(f"ONNX Runtime refuses a graph of our own: {first_line(error)}") from error
     return keep(session, held)

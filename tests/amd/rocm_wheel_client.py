@@ -10,6 +10,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,23 @@ def threads(folder: str, library: str, count: str) -> dict[str, Any]:
             each.result()
     counts.pop("uncounted")
     return {"captures": first["captures"], "first launches": first["launches"], **counts, "failed": failed_captures}
+
+
+def opening(folder: str, library: str) -> dict[str, Any]:
+    """Failures of a capture and of another thread that opens a session during that capture."""
+    original, openings = bound_run.BoundRun._run, []
+    pool = ThreadPoolExecutor(1)
+
+    def run(bound: bound_run.BoundRun, graph_id: int, wait: bool) -> None:
+        if not wait and not openings:
+            openings.append(pool.submit(create_session, Path(folder, "unet", MODEL), "rocm", library=Path(library)))
+            futures.wait(openings, 5)
+        original(bound, graph_id, wait)
+
+    bound_run.BoundRun._run = run  # type: ignore[method-assign]
+    model = open_gpu_graph_model(Path(folder, "unet", MODEL), "rocm", library=Path(library))
+    model(**feeds(model.session))
+    return {"capture": failed_captures, "opening": [str(each.exception()) for each in openings]}
 
 
 def lora(folder: str, library: str, adapter: str) -> dict[str, Any]:

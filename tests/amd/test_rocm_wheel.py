@@ -187,6 +187,11 @@ def test_graphs_in_other_threads(for_rocm: Path, operators: Path, call: Callable
     assert found == {"captures": 4, **launches, "failed": []}
 
 
+def test_a_session_is_opened_during_a_capture(for_rocm: Path, operators: Path, call: Callable[..., Any]) -> None:
+    """Its copies would end the capture, and would be refused: it waits until the capture has ended."""
+    assert call("opening", for_rocm, operators, simulated=()) == {"capture": [], "opening": ["None"]}
+
+
 def test_lora(for_rocm: Path, operators: Path, call: Callable[..., Any]) -> None:
     found = call("lora", for_rocm, operators, ROOT / "sd_ort/demo/loras/gold.safetensors", simulated=())
     assert found["in place"]

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from sd_ort.from_checkpoint import optimize_checkpoint
 
 from sd_ort import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
-from sd_ort.from_checkpoint import optimize_checkpoint
 
 Cli = Callable[..., tuple[int, str, str]]
 SIZE = {"height": 64, "width": 64}
